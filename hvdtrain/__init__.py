@@ -1,0 +1,55 @@
+"""One training script, any data-parallel engine.
+
+The public names are the list below. Each is loaded on first use, because torch takes seconds to import and
+`import hvdtrain` should not.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backend",
+    "BackendOptions",
+    "HvdtrainError",
+    "Task",
+    "TrainConfig",
+    "Trainer",
+    "World",
+    "detect",
+    "open_backend",
+]
+
+_HOME = {
+    "Backend": "hvdtrain.backends.base",
+    "BackendOptions": "hvdtrain.backends.base",
+    "HvdtrainError": "hvdtrain.errors",
+    "Task": "hvdtrain.training.task",
+    "TrainConfig": "hvdtrain.training.config",
+    "Trainer": "hvdtrain.training.trainer",
+    "World": "hvdtrain.world",
+    "detect": "hvdtrain.world",
+    "open_backend": "hvdtrain.backends",
+}
+
+if TYPE_CHECKING:
+    from hvdtrain.backends import open_backend
+    from hvdtrain.backends.base import Backend, BackendOptions
+    from hvdtrain.errors import HvdtrainError
+    from hvdtrain.training.config import TrainConfig
+    from hvdtrain.training.task import Task
+    from hvdtrain.training.trainer import Trainer
+    from hvdtrain.world import World, detect
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,63 @@
+"""The command line. One file per command; `train` is what runs when no command is named."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import click
+
+import hvdtrain
+
+COMMANDS = {
+    "train": "hvdtrain.cli.train",
+    "install-horovod": "hvdtrain.cli.install_horovod",
+}
+
+
+class Commands(click.Group):
+    """The table above, loaded one by one; options without a command belong to `train`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Name every command, in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the module of one command and return its `command`."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(COMMANDS[cmd_name]).command
+        return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put `train` in front of a line that starts with an option, or that is empty."""
+        own = {"--help", "-h", "--version"}
+        if not args or (args[0].startswith("-") and args[0] not in own):
+            args = ["train", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(
+    cls=Commands,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        # `--batch_size` is `--batch-size`, as torchrun has it; torch.distributed.launch also
+        # passes `--local-rank` or `--local_rank` by version.
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+    },
+    epilog="`hvdtrain [OPTIONS]` without a command is `hvdtrain train [OPTIONS]`.",
+)
+@click.version_option(hvdtrain.__version__, prog_name="hvdtrain")
+def cli() -> None:
+    """Train one task under any launcher, on native DDP or on Horovod.
+
+    \b
+    hvdtrain                                                  one process
+    torchrun --nproc-per-node 2 -m hvdtrain --backend ddp     native DDP
+    horovodrun -np 2 hvdtrain                                 real Horovod
+    mpirun -np 2 hvdtrain --backend horovod                   real Horovod over MPI
+    """
+
+
+def main() -> None:
+    """Run the command line: the console script and `python -m hvdtrain`."""
+    cli(prog_name="hvdtrain")

@@ -1,0 +1,66 @@
+"""Every error that hvdtrain raises on purpose, and the exit code a command ends with.
+
+    HvdtrainError(RuntimeError)   1   the root; never raised itself
+      InputError                  2   an option, file, task or dataset that cannot be used
+      LaunchError                 2   the launcher's environment is incomplete or contradictory
+      BackendUnavailable          2   not installed, not built, or another launcher is needed
+      WorldMismatch               2   ranks disagree: on the world, the configuration or the versions
+      CheckpointError             2   missing, damaged, or of another model
+      TrainingDiverged            3   the loss is not finite
+      WorldError                  4   a peer has gone, or did not come in time
+
+An error outside this tree is a bug, ours or the task's: it ends with its traceback and exit code 1. Ctrl-C ends
+with 130, SIGTERM with 143. Each message says what happened, with the values, and what to do, in one line.
+"""
+
+from __future__ import annotations
+
+
+class HvdtrainError(RuntimeError):
+    """The root of the tree. `exit_code` is what the command ends with."""
+
+    exit_code = 1
+    everywhere = False
+    """True once every rank raises this same error, so that rank 0 alone needs to print it."""
+
+
+class InputError(HvdtrainError):
+    """An option, a file, a task or a dataset that cannot be used."""
+
+    exit_code = 2
+
+
+class LaunchError(HvdtrainError):
+    """The launcher's environment variables are incomplete or contradict one another."""
+
+    exit_code = 2
+
+
+class BackendUnavailable(HvdtrainError):
+    """A backend that is not installed, not built, or that this launcher cannot carry."""
+
+    exit_code = 2
+
+
+class WorldMismatch(HvdtrainError):
+    """Ranks disagree on the world, the configuration or the versions."""
+
+    exit_code = 2
+
+
+class CheckpointError(HvdtrainError):
+    """A checkpoint that is missing, damaged, or of another model."""
+
+    exit_code = 2
+
+
+class TrainingDiverged(HvdtrainError):
+    """The loss is not finite."""
+
+    exit_code = 3
+
+
+class WorldError(HvdtrainError):
+    """A peer has gone, or did not come in time."""
+
+    exit_code = 4
