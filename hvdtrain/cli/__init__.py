@@ -7,6 +7,9 @@ from importlib import import_module
 import click
 
 import hvdtrain
+from hvdtrain import failure
+from hvdtrain.errors import InputError, LaunchError
+from hvdtrain.world import World, detect
 
 COMMANDS = {
     "train": "hvdtrain.cli.train",
@@ -59,5 +62,23 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line: the console script and `python -m hvdtrain`."""
-    cli(prog_name="hvdtrain")
+    """Run the command line: the console script and `python -m hvdtrain`.
+
+    Ends with the exit codes of `hvdtrain.errors`, and ends the whole job where one rank fails.
+    """
+    try:
+        world = detect()
+    except LaunchError as error:
+        failure.end_job(World(), error)
+    with failure.guard(world):
+        try:
+            cli.main(prog_name="hvdtrain", standalone_mode=False)
+        except click.exceptions.Abort:
+            raise KeyboardInterrupt from None
+        except click.ClickException as error:
+            raise _as_input_error(error) from None
+
+
+def _as_input_error(error: click.ClickException) -> InputError:
+    """What click says of a wrong line, in one line, for the rank that speaks for its host."""
+    return InputError(f"{error.format_message()} (see: hvdtrain --help)")

@@ -1,0 +1,308 @@
+"""The contract of a backend. To add one: a subclass in a file of its own, and a row in the table beside it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ClassVar, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain import failure
+from hvdtrain.errors import HvdtrainError, InputError, WorldMismatch
+from hvdtrain.world import World, is_mpi
+
+Op = Literal["mean", "sum", "min", "max"]
+OPS: tuple[Op, ...] = ("mean", "sum", "min", "max")
+T = TypeVar("T")
+B = TypeVar("B", bound="Backend")
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What a caller may choose about any backend. Every rank must choose the same."""
+
+    device: str = "auto"
+    """`auto`, `cpu` or `cuda`; auto is CUDA where this host has a GPU for each of its ranks."""
+    transport: str = "auto"
+    timeout_s: float = 300.0
+    """How long a rank waits for the others, in a rendezvous or in a collective."""
+    bucket_mib: float = 25.0
+    buffers: Literal["broadcast", "average", "local"] = "broadcast"
+    """What happens to BatchNorm statistics and other buffers after every step: rank 0's go to all, floating
+    ones become the mean, or every rank keeps its own."""
+    unused_parameters: Literal["error", "zero"] = "error"
+    """A parameter that got no gradient on any rank: an error that names it, or a gradient of zeros (so that
+    weight decay and momentum apply)."""
+
+
+class Backend(ABC):
+    """How one data-parallel world combines gradients and small values.
+
+    [all] = every rank calls, in the same order. Use it as a context manager: leaving the block closes it, and under
+    an MPI launcher an exception that leaves the block ends the whole job.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, world: World, options: BackendOptions) -> None:
+        self.world = world
+        self.options = options
+        self.device = pick_device(world, options.device)
+        self.reason = "as requested"
+        """Why this backend was chosen."""
+        self.hosts: list[str] = []
+        """The host of every rank, in rank order, once the handshake has been."""
+        self._prepared: dict[int, tuple[nn.Module, dict[Tensor, str]]] = {}
+
+    # What a backend must or may say about itself
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """None where this backend can be used here, else why not and the fix. Not collective."""
+        return None
+
+    @classmethod
+    def refuses(cls, world: World) -> str | None:
+        """None where the launcher of `world` can carry this backend, else why not and the fix. Not collective."""
+        return None
+
+    @abstractmethod
+    def open(self) -> None:
+        """[all] Join the world. Raises WorldError, WorldMismatch or BackendUnavailable."""
+
+    def close(self, failed: bool = False) -> None:
+        """[all] Leave the world; twice, or after a failure, is safe. `failed`: do not wait for the others."""
+
+    def describe(self) -> dict[str, Any]:
+        """Versions, transport and sizes in force: goes into run.json. Not collective."""
+        return {"name": self.name, "device": str(self.device), "torch": torch.__version__}
+
+    def peer_failure(self, error: Exception) -> HvdtrainError | None:
+        """A WorldError where `error` says that a peer has gone or is late, else None. Not collective."""
+        return None
+
+    # Training
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """[all] Wrap both. Weights, buffers and existing optimizer state become rank 0's.
+
+        `model` must be on `self.device` already. Load state and build a scheduler afterwards, on what this returns:
+        a backend may make a new optimizer. Keep `model` for `state_dict()`, whose names the wrapper may change.
+        Raises WorldMismatch where the models differ in a name, shape or dtype.
+        """
+        if not any(p.requires_grad for p in model.parameters()):
+            raise InputError(f"{type(model).__name__} has no parameter that requires a gradient")
+        self._check_same_model(model)
+        self.sync_state(model, optimizer)
+        net, wrapped = self._wrap(model, optimizer)
+        self._prepared[id(wrapped)] = (model, {p: name for name, p in model.named_parameters()})
+        return net, wrapped
+
+    def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        return model, optimizer
+
+    def sync_state(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """[all] Weights, buffers and optimizer state become rank 0's, in place.
+
+        Optimizer state is only copied, never made by a step on zero gradients, which would decay the weights.
+        """
+        if self.world.size == 1:
+            return
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                self._broadcast_any(tensor)
+        state = self.broadcast_object(to_cpu(optimizer.state_dict()))
+        if self.world.rank > 0:
+            optimizer.load_state_dict(state)
+
+    def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
+        """Put around forward and backward of one micro-batch; `last`: the next call is `finish_backward`.
+
+        Gradients add up over the micro-batches of a window: divide the loss by how many there are.
+        """
+        return nullcontext()
+
+    def finish_backward(self, optimizer: Optimizer) -> None:
+        """[all] AFTER IT `p.grad` IS THE MEAN OVER ALL RANKS, on every backend; buffers follow their policy.
+
+        Call it once a window, before unscaling, clipping and stepping. Raises InputError naming the parameters
+        without a gradient, where these are not allowed.
+        """
+        if id(optimizer) not in self._prepared:
+            raise ValueError("finish_backward wants the optimizer that prepare returned")
+        model, names = self._prepared[id(optimizer)]
+        self._settle_unused(optimizer, names)
+        self._reduce_gradients(optimizer)
+        if self.world.size > 1:
+            self._sync_buffers(model)
+
+    def _reduce_gradients(self, optimizer: Optimizer) -> None:
+        """[all] Wait for, or do, the averaging. Backends that average within backward need nothing here."""
+
+    # Small values
+
+    @abstractmethod
+    def all_reduce(self, t: Tensor, op: Op = "mean") -> Tensor:
+        """[all] Combine `t` over all ranks. Returns a new tensor; `t` is unchanged.
+
+        Same shape, dtype and device as `t`. Raises ValueError for an unknown op, and for "mean" of integers.
+        """
+
+    @abstractmethod
+    def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
+        """[all] Overwrite `t`, which must be contiguous, with the root's, in place, and return it."""
+
+    @abstractmethod
+    def broadcast_object(self, obj: T, root: int = 0) -> T:
+        """[all] Return the root's `obj`. Pickle: trusted peers only."""
+
+    @abstractmethod
+    def all_gather_object(self, obj: T) -> list[T]:
+        """[all] Return every rank's `obj`, in rank order. Pickle: trusted peers only."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """[all] Return once every rank has called."""
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """[all] Let an HvdtrainError of any rank inside the block become everybody's, so that none waits in vain.
+
+        The block itself may hold no collective. Any other exception leaves as it is, on its rank alone.
+        """
+        mine: HvdtrainError | None = None
+        try:
+            yield
+        except HvdtrainError as error:
+            mine = error
+        errors = self.all_gather_object(None if mine is None else (type(mine), str(mine)))
+        failed = [rank for rank, error in enumerate(errors) if error is not None]
+        if not failed:
+            return
+        kind, text = cast("tuple[type[HvdtrainError], str]", errors[failed[0]])
+        if len(failed) < len(errors):
+            text = f"rank {failed[0]}: {text}"
+        shared = kind(text)
+        shared.everywhere = True
+        raise shared from mine
+
+    # Shared parts
+
+    def __enter__(self: B) -> B:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        known = self.peer_failure(error) if isinstance(error, Exception) else None
+        shared = isinstance(error, HvdtrainError) and error.everywhere
+        self.close(failed=not shared)
+        if self.world.size > 1 and is_mpi(self.world) and failure.exit_code(error) != 0:
+            failure.end_job(self.world, known or error)
+        if known is not None:
+            raise known from error
+
+    def _check_same_model(self, model: nn.Module) -> None:
+        mine = [
+            (name, tuple(t.shape), str(t.dtype))
+            for name, t in (*model.named_parameters(), *model.named_buffers())
+        ]
+        for rank, other in enumerate(self.all_gather_object(mine)):
+            if other != mine:
+                pair = next(
+                    p for p in zip([*mine, None], [*other, None], strict=False) if p[0] != p[1]
+                )
+                raise WorldMismatch(
+                    f"the model differs: rank {self.world.rank} has {pair[0]}, rank {rank} has {pair[1]}"
+                )
+
+    def _settle_unused(self, optimizer: Optimizer, names: dict[Tensor, str]) -> None:
+        unused = [
+            p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is None and p.requires_grad
+        ]
+        if not unused:
+            return
+        if self.options.unused_parameters == "error":
+            listed = ", ".join(names.get(p, "(not in the model)") for p in unused)
+            raise InputError(
+                f"{len(unused)} parameters got no gradient: {listed}; freeze or remove them, or allow them "
+                f"with --unused-parameters zero"
+            )
+        for p in unused:
+            p.grad = torch.zeros_like(p)
+
+    def _sync_buffers(self, model: nn.Module) -> None:
+        """[all] Apply the policy, with one collective for all buffers of a dtype."""
+        if self.options.buffers == "local":
+            return
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in model.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        with torch.no_grad():
+            for dtype, buffers in by_dtype.items():
+                flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+                if self.options.buffers == "average" and dtype.is_floating_point:
+                    flat = self.all_reduce(flat, "mean")
+                else:
+                    self.broadcast_(flat)
+                parts = flat.split([buffer.numel() for buffer in buffers])
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer.copy_(part.view_as(buffer))
+
+    def _broadcast_any(self, t: Tensor) -> None:
+        """[all] `broadcast_` for any memory format, such as channels_last."""
+        if t.is_contiguous():
+            self.broadcast_(t.detach())
+        else:
+            t.copy_(self.broadcast_(t.detach().contiguous()))
+
+
+def check_op(t: Tensor, op: Op) -> None:
+    """Raise ValueError for an unknown op, and for the mean of integers. Not collective."""
+    if op not in OPS:
+        raise ValueError(f"unknown op {op!r}; one of: {', '.join(OPS)}")
+    if op == "mean" and not (t.is_floating_point() or t.is_complex()):
+        raise ValueError(f"the mean of integers ({t.dtype}) has no exact meaning; use sum")
+
+
+def pick_device(world: World, wanted: str) -> torch.device:
+    """The device of this rank: `cuda:<local_rank>` or the CPU. Not collective."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto":
+        wanted = "cuda" if count >= world.local_size else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if wanted != "cuda":
+        raise InputError(f"unknown device {wanted!r}; one of: auto, cpu, cuda")
+    if count < world.local_size:
+        raise InputError(
+            f"--device cuda wants a GPU for each of the {world.local_size} ranks of this host, which has "
+            f"{count} that torch {torch.__version__} can use"
+        )
+    return torch.device("cuda", world.local_rank)
+
+
+def to_cpu(value: Any) -> Any:
+    """Copy nested dicts and lists with every tensor moved to the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: to_cpu(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_cpu(item) for item in value)
+    return value

@@ -1,0 +1,154 @@
+"""What every backend on torch.distributed shares: the process group and its collectives."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hvdtrain import transports
+from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
+from hvdtrain.errors import HvdtrainError, WorldError, WorldMismatch
+from hvdtrain.rendezvous import open_store
+from hvdtrain.world import World
+
+T = TypeVar("T")
+
+_REDUCE = {
+    "mean": dist.ReduceOp.SUM,  # divided here: Gloo has no AVG for every dtype
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+
+# What the transports say, in RuntimeErrors without a type of their own, when a peer is gone or late.
+_PEER_PHRASES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Application timeout",
+    "Socket closed",
+    "ProcessGroupNCCL",
+    "monitoredBarrier",
+)
+
+
+class C10d(Backend):
+    """A backend whose world is the default process group of torch.distributed.
+
+    If the program has made that group already it is used as it is, and left open.
+    """
+
+    name: ClassVar[str] = "c10d"
+
+    def __init__(self, world: World, options: BackendOptions) -> None:
+        super().__init__(world, options)
+        self.transport, self.transport_reason = transports.choose(options.transport, self.device)
+        self._owns_group = False
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """None wherever torch was built with torch.distributed."""
+        if not dist.is_available():
+            return f"torch {torch.__version__} was built without torch.distributed"
+        return None
+
+    def open(self) -> None:
+        """[all] Meet in a store and make the process group."""
+        if dist.is_initialized():
+            self._adopt_group()
+            return
+        store = open_store(self.world, self.options.timeout_s)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            self.transport,
+            store=store,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            timeout=timedelta(seconds=self.options.timeout_s),
+            device_id=self.device if self.transport == "nccl" else None,
+        )
+        self._owns_group = True
+
+    def _adopt_group(self) -> None:
+        self.transport, self.transport_reason = (
+            dist.get_backend(),
+            "the program's own process group",
+        )
+        if (dist.get_rank(), dist.get_world_size()) != (self.world.rank, self.world.size):
+            raise WorldMismatch(
+                f"the program's own process group has rank {dist.get_rank()} of {dist.get_world_size()}, but "
+                f"{self.world.launcher} says {self.world}"
+            )
+
+    def close(self, failed: bool = False) -> None:
+        """[all] Wait for the others, unless after a failure, and leave."""
+        if not (self._owns_group and dist.is_initialized()):
+            return
+        self._owns_group = False
+        if not failed:
+            self.barrier()
+        dist.destroy_process_group()
+
+    def describe(self) -> dict[str, Any]:
+        """Add the transport, why it was chosen, and its version where it has one."""
+        about = {"transport": self.transport, "transport_reason": self.transport_reason}
+        if self.transport == "nccl":
+            about["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        return {**super().describe(), **about}
+
+    def peer_failure(self, error: Exception) -> HvdtrainError | None:
+        """Recognise what Gloo, NCCL and the store say of a peer that has gone or is late."""
+        text = str(error)
+        typed = isinstance(error, (dist.DistNetworkError, dist.DistStoreError))
+        if typed or (isinstance(error, RuntimeError) and any(p in text for p in _PEER_PHRASES)):
+            said = text.strip().split("\n")[0]
+            return WorldError(f"lost contact with a peer, which has ended or hangs: {said}")
+        return None
+
+    # Small values
+
+    def all_reduce(self, t: Tensor, op: Op = "mean") -> Tensor:
+        """[all] Combine `t` over all ranks into a new tensor: see the contract."""
+        check_op(t, op)
+        result = t.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, _REDUCE[op])
+        if op == "mean":
+            result.div_(self.world.size)
+        return result
+
+    def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
+        """[all] Overwrite `t` with the root's, in place."""
+        dist.broadcast(t, src=root)
+        return t
+
+    def broadcast_object(self, obj: T, root: int = 0) -> T:
+        """[all] Return the root's `obj`."""
+        boxed = [obj]
+        dist.broadcast_object_list(boxed, src=root, device=self._object_device)
+        return boxed[0]
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """[all] Return every rank's `obj`, in rank order."""
+        gathered: list[Any] = [None] * self.world.size
+        dist.all_gather_object(gathered, obj)
+        return gathered
+
+    def barrier(self) -> None:
+        """[all] Wait for all. Gloo names the ranks that did not come in time."""
+        if self.transport == "gloo":
+            # Its own barrier would only say that it waited.
+            dist.monitored_barrier(
+                timeout=timedelta(seconds=self.options.timeout_s), wait_all_ranks=True
+            )
+        else:
+            dist.barrier()
+
+    @property
+    def _object_device(self) -> torch.device:
+        return self.device if self.transport == "nccl" else torch.device("cpu")

@@ -1,0 +1,178 @@
+"""Real Horovod: hooks on the gradients, and a background thread that negotiates and averages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import ModuleType
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
+from hvdtrain.errors import HvdtrainError, WorldError, WorldMismatch
+from hvdtrain.world import World, is_mpi
+
+T = TypeVar("T")
+
+
+def _import_horovod() -> ModuleType:
+    import horovod.torch as hvd
+
+    return cast("ModuleType", hvd)
+
+
+class Horovod(Backend):
+    """`horovod.torch.DistributedOptimizer`. Any module with Horovod's API can stand in for `hvd`."""
+
+    name: ClassVar[str] = "horovod"
+
+    def __init__(self, world: World, options: BackendOptions) -> None:
+        super().__init__(world, options)
+        self._hvd: Any = None
+        self._skip = ExitStack()
+        self._optimizers: dict[int, Any] = {}
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Look for Horovod's native library and for the torch it was built for."""
+        from hvdtrain.horovod_build import installed_horovod
+
+        found = installed_horovod()
+        if found is None:
+            return "Horovod is not installed; build it with: hvdtrain install-horovod"
+        problem = found.problem(torch.__version__)
+        if problem is not None:
+            return problem
+        if not hasattr(_import_horovod(), "init"):  # it prints its ImportError and goes on without
+            return "Horovod's native library does not load; rebuild it with: hvdtrain install-horovod --force"
+        return None
+
+    @classmethod
+    def refuses(cls, world: World) -> str | None:
+        """Refuse torchrun, which Horovod does not know, and mpirun where Horovod was built without MPI."""
+        if world.launcher == "torchrun" and world.size > 1:
+            return (
+                f"Horovod does not know torchrun's ranks and would train {world.size} models; start it with "
+                f"horovodrun or mpirun, or use --backend ddp"
+            )
+        if is_mpi(world) and not _import_horovod().mpi_built():
+            return (
+                "this Horovod was built without MPI; use horovodrun --gloo, or rebuild it with: hvdtrain "
+                "install-horovod --with-mpi --force"
+            )
+        return None
+
+    def open(self) -> None:
+        """[all] `hvd.init()`, and check that it sees the launcher's world."""
+        self._hvd = _import_horovod()
+        # Horovod only warns of a stalled rank, for ever, unless told when to give up.
+        os.environ.setdefault(
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(int(self.options.timeout_s))
+        )
+        if not self.device.type == "cpu":
+            torch.cuda.set_device(self.device)
+        self._hvd.init()
+        if (self._hvd.rank(), self._hvd.size()) != (self.world.rank, self.world.size):
+            seen = f"rank {self._hvd.rank()}/{self._hvd.size()}"
+            raise WorldMismatch(
+                f"{self.world.launcher} says {self.world}, but Horovod sees {seen}; use the mpirun that Horovod was "
+                f"built with (hvdtrain install-horovod --check)"
+            )
+
+    def close(self, failed: bool = False) -> None:
+        """[all] `hvd.shutdown()`; not after a failure, where it could wait for a rank that is gone."""
+        hvd, self._hvd = self._hvd, None
+        self._skip.close()
+        if hvd is None or not hvd.is_initialized():
+            return
+        if not failed:
+            hvd.barrier()
+            hvd.shutdown()
+
+    def describe(self) -> dict[str, Any]:
+        """Add Horovod's version, its controller, and the settings of its own in force."""
+        import horovod
+
+        hvd = self._hvd
+        settings = ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_CACHE_CAPACITY")
+        return {
+            **super().describe(),
+            "horovod": horovod.__version__,
+            "controller": "mpi" if hvd.mpi_enabled() else "gloo",
+            "nccl": bool(hvd.nccl_built()),
+            "settings": {name: os.environ[name] for name in settings if name in os.environ},
+        }
+
+    def peer_failure(self, error: Exception) -> HvdtrainError | None:
+        """Recognise HorovodInternalError: a collective that could not be finished."""
+        if type(error).__name__ != "HorovodInternalError":
+            return None
+        said = str(error).strip().split("\n")[0]
+        return WorldError(f"lost contact with a peer, which has ended or hangs: {said}")
+
+    # Training
+
+    def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        state = optimizer.state_dict()
+        wrapped = self._hvd.DistributedOptimizer(
+            optimizer, named_parameters=list(model.named_parameters()), op=self._hvd.Average
+        )
+        if optimizer.state:
+            wrapped.load_state_dict(state)  # it is a new optimizer, made from param_groups alone
+        self._optimizers[id(model)] = wrapped
+        return model, cast("Optimizer", wrapped)
+
+    def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
+        """Let Horovod's hooks send gradients in the last micro-batch of a window only."""
+        return self._counted(self._optimizers.get(id(net)), last)
+
+    @contextmanager
+    def _counted(self, optimizer: Any, last: bool) -> Iterator[None]:
+        # The hooks count backward passes down from here. Setting the count for each pass, to one for the last and
+        # to more for the others, makes a short window at the end of an epoch no special case.
+        passes = 1 if last else 2
+        if optimizer is not None:
+            optimizer.set_backward_passes_per_step(passes)
+        yield
+
+    def _reduce_gradients(self, optimizer: Optimizer) -> None:
+        optimizer.synchronize()  # type: ignore[attr-defined]
+        # The step that follows must not reduce again. Entered anew each time, because Horovod's
+        # load_state_dict silently ends it.
+        self._skip.close()
+        self._skip.enter_context(optimizer.skip_synchronize())  # type: ignore[attr-defined]
+
+    # Small values
+
+    def all_reduce(self, t: Tensor, op: Op = "mean") -> Tensor:
+        """[all] Combine `t` over all ranks into a new tensor: see the contract."""
+        check_op(t, op)
+        hvd = self._hvd
+        ops = {"mean": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
+        # Horovod's CPU path does not know bfloat16.
+        wide = t.float() if t.dtype == torch.bfloat16 else t
+        return cast("Tensor", hvd.allreduce(wide.detach().contiguous(), op=ops[op]).to(t.dtype))
+
+    def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
+        """[all] Overwrite `t` with the root's, in place."""
+        if t.dtype == torch.bfloat16:
+            self._hvd.broadcast_(t.view(torch.int16), root_rank=root)
+        else:
+            self._hvd.broadcast_(t, root_rank=root)
+        return t
+
+    def broadcast_object(self, obj: T, root: int = 0) -> T:
+        """[all] Return the root's `obj`."""
+        return cast("T", self._hvd.broadcast_object(obj, root_rank=root))
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """[all] Return every rank's `obj`, in rank order."""
+        return cast("list[T]", self._hvd.allgather_object(obj))
+
+    def barrier(self) -> None:
+        """[all] Wait for all."""
+        self._hvd.barrier()

@@ -1,0 +1,48 @@
+"""One process: a real backend, so that nothing else asks whether there are others."""
+
+from __future__ import annotations
+
+from typing import ClassVar, TypeVar
+
+from torch import Tensor
+
+from hvdtrain.backends.base import Backend, Op, check_op
+from hvdtrain.world import World
+
+T = TypeVar("T")
+
+
+class Single(Backend):
+    """A world of one: the gradient is its own mean."""
+
+    name: ClassVar[str] = "single"
+
+    @classmethod
+    def refuses(cls, world: World) -> str | None:
+        """Refuse any world but one process."""
+        if world.size > 1:
+            return f"{world.launcher} started {world.size} ranks, and {cls.name} is one process; use --backend ddp"
+        return None
+
+    def open(self) -> None:
+        """[all] Nothing to join."""
+
+    def all_reduce(self, t: Tensor, op: Op = "mean") -> Tensor:
+        """[all] Return a copy of `t`: see the contract."""
+        check_op(t, op)
+        return t.clone()
+
+    def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
+        """[all] Return `t` as it is."""
+        return t
+
+    def broadcast_object(self, obj: T, root: int = 0) -> T:
+        """[all] Return `obj` as it is."""
+        return obj
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """[all] Return `[obj]`."""
+        return [obj]
+
+    def barrier(self) -> None:
+        """[all] Return at once."""

@@ -1,0 +1,69 @@
+"""`hvdtrain install-horovod`: build Horovod against the installed torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command("install-horovod")
+@click.option(
+    "--with-mpi/--without-mpi",
+    default=None,
+    help="Build with MPI, or with Gloo alone.  [default: MPI if mpicxx is on PATH]",
+)
+@click.option(
+    "--with-nccl/--without-nccl",
+    default=None,
+    help="Build NCCL operations, or for the CPU.  [default: NCCL if torch and CUDA allow it]",
+)
+@click.option(
+    "-j",
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Compilers at once.  [default: one per core, 2.5 GiB of memory each]",
+)
+@click.option("--force", is_flag=True, help="Build even if the installed Horovod will do.")
+@click.option("--check", is_flag=True, help="Only check the installed Horovod.")
+@click.option("--dry-run", is_flag=True, help="Print the decisions and commands; build nothing.")
+@click.option(
+    "--log",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Keep the full log here.  [default: a temporary file, kept after a failure]",
+)
+def command(
+    with_mpi: bool | None,
+    with_nccl: bool | None,
+    jobs: int | None,
+    force: bool,
+    check: bool,
+    dry_run: bool,
+    log: Path | None,
+) -> None:
+    """Build Horovod against the torch that is installed here, and check it.
+
+    Horovod has no wheels, and its source does not build against today's torch as it is. This
+    command finds what the machine has, builds in a temporary folder, replaces the installed
+    Horovod only after the build has succeeded, and ends with an allreduce of two real ranks under
+    each launcher. Run it again after each change of torch: with nothing to do, it does nothing.
+
+    \b
+    exit code 0   Horovod is installed and works
+              1   the build or the check failed
+              2   something is missing on this machine, or an option is wrong
+    """
+    from hvdtrain.errors import HvdtrainError
+    from hvdtrain.horovod_build.install import Options, install_horovod
+    from hvdtrain.horovod_build.plan import Wishes
+
+    options = Options(Wishes(with_mpi, with_nccl, jobs), force, check, dry_run, log)
+    try:
+        install_horovod(options, click.echo)
+    except HvdtrainError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

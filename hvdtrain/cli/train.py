@@ -1,0 +1,150 @@
+"""`hvdtrain train`, which is also what `hvdtrain` alone runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import types
+import typing
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvdtrain.errors import InputError
+from hvdtrain.training.config import TrainConfig, flag
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PREFIX = "HVDTRAIN"
+_FIELDS = {item.name: item for item in dataclasses.fields(TrainConfig)}
+_SOURCES = {
+    click.core.ParameterSource.COMMANDLINE: "flag",
+    click.core.ParameterSource.ENVIRONMENT: "environment",
+    click.core.ParameterSource.DEFAULT_MAP: "file",
+}
+
+
+def _options() -> list[click.Parameter]:
+    """One option for every field of TrainConfig, with its type, default and help text."""
+    hints = typing.get_type_hints(TrainConfig)
+    made: list[click.Parameter] = []
+    for name, item in _FIELDS.items():
+        kind = hints[name]
+        more: dict[str, Any] = {"show_default": item.default not in (None, ())}
+        if kind is bool:
+            more["is_flag"] = True
+        elif typing.get_origin(kind) is tuple:
+            more.update(multiple=True, metavar="NAME=VALUE")
+        else:
+            more["type"] = (
+                click.Choice(item.metadata["choices"]) if item.metadata["choices"] else _plain(kind)
+            )
+        # `--local_rank` of torch.distributed.launch is `--local-rank` by way of the group's normalisation.
+        made.append(
+            click.Option(
+                [flag(name), name], default=item.default, help=item.metadata["help"], **more
+            )
+        )
+    return made
+
+
+def _plain(kind: Any) -> type:
+    """`int | None` gives int."""
+    if isinstance(kind, types.UnionType):
+        return next(part for part in typing.get_args(kind) if part is not type(None))
+    return kind  # type: ignore[no-any-return]
+
+
+def _read_file(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Make the keys of the TOML file the defaults of the other options."""
+    if value is None:
+        return
+    try:
+        table = tomllib.loads(Path(value).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read --config {value}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"--config {value} is not TOML: {error}") from None
+    table = {key.replace("-", "_"): item for key, item in table.items()}
+    for key in table:
+        _check_known(key, _FIELDS, f"unknown key {key!r} in --config {value}")
+    if isinstance(table.get("set"), dict):
+        table["set"] = [f"{key}={item!r}" for key, item in table["set"].items()]
+    ctx.default_map = table
+
+
+def _check_environment() -> None:
+    known = {f"{PREFIX}_{name.upper()}": name for name in (*_FIELDS, "config")}
+    for name in os.environ:
+        if name.startswith(f"{PREFIX}_"):
+            _check_known(name, known, f"unknown environment variable {name}")
+
+
+def _check_known(name: str, known: typing.Mapping[str, object], problem: str) -> None:
+    if name in known:
+        return
+    close = get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(known)}"
+    raise InputError(f"{problem}; {hint}")
+
+
+@click.command(
+    "train",
+    context_settings={"auto_envvar_prefix": PREFIX},
+    epilog="Every option can also be set as HVDTRAIN_<NAME>, or as a key of the --config file; "
+    "a flag counts before a variable, and a variable before the file.",
+    params=[
+        click.Option(
+            ["--config"],
+            is_eager=True,
+            expose_value=False,
+            callback=_read_file,
+            metavar="FILE.toml",
+            help="A file of these options, such as `epochs = 3`.",
+        ),
+        # torch.distributed.launch passes it to every rank; the environment says the same.
+        click.Option(
+            ["--local-rank"], type=int, hidden=True, expose_value=False, allow_from_autoenv=False
+        ),
+        *_options(),
+    ],
+)
+@click.pass_context
+def command(ctx: click.Context, **values: Any) -> None:
+    """Train one task, on the world that the launcher started."""
+    _check_environment()
+    origins = {}
+    for name in values:
+        source = ctx.get_parameter_source(name)
+        if source in _SOURCES:
+            origins[name] = _SOURCES[source]
+    config = TrainConfig(**values)
+    config.check()
+    run(config, origins)
+
+
+def run(config: TrainConfig, origins: dict[str, str]) -> None:
+    """Open the backend, load the task and train. Collective: every rank of the job calls."""
+    from hvdtrain.backends import open_backend
+    from hvdtrain.backends.base import BackendOptions
+    from hvdtrain.training.task import load_task
+    from hvdtrain.training.trainer import Trainer
+
+    options = BackendOptions(
+        device=config.device,
+        transport=config.transport,
+        timeout_s=config.timeout,
+        bucket_mib=config.bucket_mib,
+        buffers=typing.cast("Any", config.buffers),
+        unused_parameters=typing.cast("Any", config.unused_parameters),
+    )
+    with open_backend(config.backend, options=options, agree_on=config.agreed()) as backend:
+        with backend.together():
+            task = load_task(config.task, config.set)
+        Trainer(task, backend, config, origins).fit()

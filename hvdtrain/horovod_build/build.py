@@ -1,0 +1,91 @@
+"""Carry a plan out: build a wheel in a temporary folder, and only then touch the environment."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from hvdtrain.errors import HvdtrainError, InputError
+from hvdtrain.horovod_build import buildlog, recipe
+from hvdtrain.horovod_build.buildlog import Step
+from hvdtrain.horovod_build.plan import Facts, Plan
+from hvdtrain.horovod_build.process import own_environment, signals_held, started
+from hvdtrain.horovod_build.progress import Say, Show, progress
+
+
+class BuildFailed(HvdtrainError):
+    """Horovod could not be built or installed."""
+
+
+def build_and_install(facts: Facts, plan: Plan, log: Path | None, say: Say) -> None:
+    """Build Horovod and put it in the place of any that is there.
+
+    The log is at `log`, else in a temporary file that is removed after a success. Raises
+    BuildFailed with the compiler's first errors; then the Horovod of before is still in place.
+    """
+    log_path = log or _temporary_log()
+    try:
+        file = open(log_path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+    except OSError as error:
+        raise InputError(f"--log {log_path} cannot be written: {error.strerror}") from None
+    try:
+        with file, progress(say) as show:
+            _build_and_install(facts, plan, file, show)
+    except (KeyboardInterrupt, SystemExit):
+        say(f"interrupted; Horovod here is as it was before; log: {log_path}")
+        raise
+    except BuildFailed as error:
+        raise BuildFailed(f"{error}\n{_explain(log_path)}\nfull log: {log_path}") from None
+    if log is None:
+        log_path.unlink()
+
+
+def _build_and_install(facts: Facts, plan: Plan, log: IO[str], show: Show) -> None:
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as name:
+        folder = Path(name).resolve()
+        base = own_environment()
+        env = recipe.environment(plan, facts, folder, base)
+        for path, text in recipe.cmake_files(
+            plan, folder, base.get("CMAKE_TOOLCHAIN_FILE")
+        ).items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        _logged(recipe.wheel_command(folder / "wheel"), env, log, show, "Horovod does not build")
+        wheel = next((folder / "wheel").glob("horovod-*.whl"))
+        # pip puts the old package back after an error, but not after a Ctrl-C: a few seconds' wait.
+        with signals_held():
+            show(Step("install", 100))
+            command = recipe.install_command(wheel)
+            _logged(command, base, log, show, "the wheel of Horovod does not install")
+
+
+def _logged(
+    command: list[str], env: dict[str, str], log: IO[str], show: Show, failure: str
+) -> None:
+    """Run a command with its output in the log and its steps shown. Raises BuildFailed."""
+    log.write(f"$ {' '.join(command)}\n")
+    with started(command, env=env) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            log.write(line)
+            step = buildlog.step_of(line)
+            if step:
+                show(step)
+        if child.wait() != 0:
+            raise BuildFailed(f"{failure} (exit status {child.returncode})")
+
+
+def _explain(log: Path) -> str:
+    with open(log, encoding="utf-8", errors="replace") as lines:
+        errors = buildlog.first_errors(lines)
+    advice = buildlog.hint(errors)
+    found = [f"  {line}" for line in errors] or ["  no compiler error in the log"]
+    return "\n".join([*found, *([f"hint: {advice}"] if advice else [])])
+
+
+def _temporary_log() -> Path:
+    handle, name = tempfile.mkstemp(prefix="hvdtrain-install-horovod-", suffix=".log")
+    os.close(handle)
+    return Path(name)

@@ -1,0 +1,129 @@
+"""Read the log of a build: how far it is, and what went wrong first. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where a build is: its phase, and of the compilation how much is done."""
+
+    phase: str
+    percent: int = 0
+
+
+_COMPILING = re.compile(r"\s*\[\s*(\d{1,3})%\] ")
+_PHASES = (
+    (re.compile(r"Collecting horovod\b"), "download"),
+    (re.compile(r"\s*Running CMake in "), "configure"),
+    (re.compile(r"\s*creating '.*\.whl'"), "pack"),
+)
+
+
+def step_of(line: str) -> Step | None:
+    """Return the step that a line of the log begins; None for the many that begin none."""
+    match = _COMPILING.match(line)
+    if match:
+        return Step("compile", min(100, int(match[1])))
+    return next((Step(phase) for pattern, phase in _PHASES if pattern.match(line)), None)
+
+
+# The first are the lines that name a cause; the second only say that there was one.
+_CAUSES = re.compile(
+    r"""
+      : \s (fatal\ )? error: \s                  # gcc, clang, nvcc
+    | \berror\b .* : \s .*\.cuh?\(\d+\)          # nvcc's other form
+    | \.(cc|cu|h|cuh|hpp)\(\d+\): \s error       # nvcc again
+    | internal\ compiler\ error
+    | ^CMake\ Error
+    | undefined\ reference\ to | cannot\ find\ -l | ld: \s .*(not\ found|No\ such\ file)
+    | \bKilled\b | virtual\ memory\ exhausted | out\ of\ memory | No\ space\ left
+    | No\ matching\ distribution\ found | Could\ not\ find\ a\ version
+    | Failed\ to\ establish\ a\ new\ connection | Name(ResolutionError|\ or\ service\ not\ known)
+    | SSLError | ProxyError | ReadTimeout
+    | ^(?!subprocess\.)[\w.]*(Error|Exception): \s
+    """,
+    re.VERBOSE,
+)
+_ECHOES = re.compile(r"^(g?make(\[\d+\])?: \*\*\*|subprocess\.\w+Error|ERROR: |error: )", re.I)
+_BUILD_PATH = re.compile(r"/\S*?/horovod_[0-9a-f]{32}/")
+
+
+def first_errors(lines: Iterable[str], limit: int = 4) -> list[str]:
+    """Return the first lines that name a cause, without the build's temporary path.
+
+    A CMake error has its text on the lines below it; two of them come along.
+    """
+    causes: list[str] = []
+    echoes: list[str] = []
+    below_cmake = 0
+    for raw in lines:
+        line = _BUILD_PATH.sub("", raw.strip())
+        if _CAUSES.search(line):
+            below_cmake = 2 if line.startswith("CMake Error") else 0
+            causes.append(line)
+        elif below_cmake and line:
+            below_cmake -= 1
+            causes.append(line)
+        elif _ECHOES.match(line):
+            echoes.append(line)
+        if len(set(causes)) >= limit and not below_cmake:
+            break
+    return list(dict.fromkeys(causes or echoes))[: limit + 2]
+
+
+_HINTS = (
+    (
+        r"\bKilled\b|virtual memory exhausted|out of memory|[Cc]annot allocate memory",
+        "the compiler ran out of memory: try --jobs 1",
+    ),
+    (
+        r"No space left on device|Disk quota exceeded",
+        "the disk is full: set TMPDIR to a folder with 2 GB free",
+    ),
+    (
+        r"Python\.h: No such file|'Python\.h' file not found",
+        "the headers of this Python are missing: apt-get install python3-dev or "
+        "dnf install python3-devel",
+    ),
+    (
+        r"mpi\.h: No such file|Could NOT find MPI|'mpi\.h' file not found",
+        "MPI has no working C++ wrapper: pip install 'hvdtrain[mpi]', or try --without-mpi",
+    ),
+    (
+        r"unsupported GNU version|unsupported clang version",
+        "nvcc does not take this host compiler: set CXX to an older one, or try --without-nccl",
+    ),
+    (
+        r"[Yy]ou need (a )?C\+\+(17|20)|C\+\+(17|20) (or later|compatible)|"
+        r"requires? .*C\+\+(17|20)|unrecognized (command.line )?option '?-std|invalid value 'c\+\+",
+        "this torch needs C++20: set CXX to GCC 11, Clang 14 or a later one",
+    ),
+    (
+        r"CMake [\d.]+ or higher is required|Compatibility with CMake <|install temporary CMake",
+        "cmake does not fit: pip install --upgrade 'hvdtrain[horovod]' brings one",
+    ),
+    (
+        r"No CMAKE_C(XX)?_COMPILER could be found|is not able to compile a simple test program",
+        "the C or C++ compiler does not work: apt-get install g++, dnf install gcc-c++, or set CXX",
+    ),
+    (
+        r"No matching distribution|Could not find a version|establish a new connection|"
+        r"NameResolutionError|Name or service not known|SSLError|ProxyError|ReadTimeout",
+        "pip cannot get Horovod's sources: check the network and `pip config list`, or put "
+        "horovod-0.28.1.tar.gz into a folder and set PIP_FIND_LINKS to it",
+    ),
+    (
+        r"No module named '?(distutils|setuptools|cffi|packaging|wheel)",
+        "a package for the build is missing: pip install 'hvdtrain[horovod]'",
+    ),
+)
+
+
+def hint(errors: Iterable[str]) -> str | None:
+    """Return what is known to help against these errors."""
+    text = "\n".join(errors)
+    return next((advice for pattern, advice in _HINTS if re.search(pattern, text)), None)

@@ -1,0 +1,156 @@
+"""Check an installed Horovod: it imports, and two real ranks agree under each of its launchers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.horovod_build.installed import InstalledHorovod
+from hvdtrain.horovod_build.plan import Built
+from hvdtrain.horovod_build.process import Done, last_line, own_environment, run
+
+TIME_LIMIT_S = 60.0
+
+PROBE = """
+import json, torch, horovod.torch as hvd
+print("probe" + json.dumps({
+    "torch": str(torch.__version__),
+    "mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built()),
+    "gpus": torch.cuda.device_count(),
+}))
+"""
+
+# Both ranks test every number; one write by one rank, as a launcher may mix the ranks' output.
+ALLREDUCE = """
+import os, sys, torch, horovod.torch as hvd
+hvd.init()
+where = f"cuda:{hvd.local_rank()}" if sys.argv[1] == "cuda" else "cpu"
+values = torch.arange(1000.0, device=where) * (hvd.rank() + 1)
+total = hvd.allreduce(values, op=hvd.Sum).cpu()
+if hvd.size() != 2 or not torch.equal(total, torch.arange(1000.0) * 3):
+    raise ValueError(f"rank {hvd.rank()} of {hvd.size()}: a wrong sum: {total[:4].tolist()}")
+if hvd.rank() == 0:
+    os.write(1, b"\\nhvdtrain-allreduce-ok\\n")
+hvd.shutdown()
+"""
+
+LAUNCHERS = {
+    "gloo": ("horovodrun", "-np", "2", "--gloo"),
+    "mpi": ("mpirun", "-np", "2"),
+}
+
+
+class CheckFailed(HvdtrainError):
+    """The installed Horovod does not import, or does not compute."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the installed Horovod says of itself once it is imported."""
+
+    torch: str
+    built: Built
+    gpus: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: what was looked at, how it went (None: nothing to pass), details."""
+
+    name: str
+    ok: bool | None
+    detail: str
+
+    def __str__(self) -> str:
+        verdict = {True: "ok      ", False: "FAILED  ", None: ""}[self.ok]
+        return f"{self.name:<12} {verdict}{self.detail}".rstrip()
+
+
+def probe() -> Probe | str:
+    """Import Horovod in a fresh process; return what it has, or why it does not import."""
+    done = run([sys.executable, "-c", PROBE], env=_environment(), timeout_s=TIME_LIMIT_S)
+    match = re.search(r"^probe(\{.*\})$", done.stdout, re.MULTILINE)
+    if done.code != 0 or match is None:
+        return _reason(done)
+    says = json.loads(match[1])
+    built = Built(mpi=says["mpi"], gloo=says["gloo"], nccl=says["nccl"])
+    return Probe(says["torch"], built, says["gpus"])
+
+
+def check(installed: InstalledHorovod) -> list[Row]:
+    """Run every check, one after the other, and return the table."""
+    found = probe()
+    about = f"{installed.version}, built for torch {installed.torch}"
+    if isinstance(found, str):
+        return [Row("horovod", None, about), Row("import", False, found)]
+    problem = installed.problem(found.torch)
+    built = found.built
+    names = [name for name, has in (("Gloo", built.gloo), ("MPI", built.mpi)) if has]
+    rows = [
+        Row("torch", None, found.torch),
+        Row("horovod", False if problem else None, problem or about),
+        Row("controllers", None if names else False, ", ".join(names) or "none is built"),
+        Row("gpu", None, _gpu(found)),
+        Row("import", True, "horovod.torch"),
+    ]
+    rows += [allreduce(name) for name in LAUNCHERS if getattr(built, name)]
+    if built.nccl and built.gloo and found.gpus >= 2:
+        rows.append(allreduce("gloo", "cuda"))
+    return rows
+
+
+def allreduce(controller: str, device: str = "cpu") -> Row:
+    """Sum over two ranks under the real launcher of one controller."""
+    env = _environment()
+    launcher, *options = LAUNCHERS[controller]
+    name = "nccl" if device == "cuda" else controller
+    path = shutil.which(launcher, path=env["PATH"])
+    if path is None:
+        return Row(name, False, f"{launcher} is not on PATH")
+    start = time.monotonic()
+    command = [path, *options, sys.executable, "-c", ALLREDUCE, device]
+    done = run(command, env=env, timeout_s=TIME_LIMIT_S)
+    if done.code == 0 and "hvdtrain-allreduce-ok" in done.stdout:
+        took = time.monotonic() - start
+        return Row(name, True, f"allreduce of 2 ranks under {launcher}, {took:.1f} s")
+    return Row(name, False, f"allreduce of 2 ranks under {launcher}: {_reason(done)}")
+
+
+def failures(rows: list[Row]) -> str:
+    """Name the rows that failed, with their reasons; empty when none did."""
+    return "; ".join(f"{row.name}: {row.detail}" for row in rows if row.ok is False)
+
+
+def _gpu(found: Probe) -> str:
+    if not found.built.nccl:
+        return "none, CPU operations only"
+    return "NCCL" if found.gpus >= 2 else f"NCCL, not tried: it takes 2 GPUs, here are {found.gpus}"
+
+
+def _environment() -> Mapping[str, str]:
+    """The environment of the checks: of an ordinary user on an ordinary machine.
+
+    HOROVOD_ variables of the shell would steer the ranks. mpirun counts cores for ranks, and
+    refuses root unless told twice.
+    """
+    env = {k: v for k, v in own_environment().items() if not k.startswith("HOROVOD_")}
+    env["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    if os.geteuid() == 0:
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return env
+
+
+def _reason(done: Done) -> str:
+    if done.code is None:
+        return f"no end after {TIME_LIMIT_S:.0f} s"
+    # horovodrun puts the rank before each line, and its own error after those of the ranks.
+    lines = [re.sub(r"^\[\d+\]<std(out|err)>:", "", li) for li in done.output.splitlines()]
+    own = [line for line in lines if "one or more processes exited" not in line]
+    return last_line("\n".join(own))

@@ -1,0 +1,154 @@
+"""The command `hvdtrain install-horovod`, from the facts to the final table."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hvdtrain.errors import BackendUnavailable, InputError
+from hvdtrain.horovod_build import recipe
+from hvdtrain.horovod_build.build import build_and_install
+from hvdtrain.horovod_build.check import CheckFailed, Row, check, failures, probe
+from hvdtrain.horovod_build.facts import gather
+from hvdtrain.horovod_build.installed import INSTALL, installed_horovod
+from hvdtrain.horovod_build.plan import Facts, Plan, Tool, Wishes, decide, lacks
+from hvdtrain.horovod_build.process import own_environment, signals_raised
+from hvdtrain.horovod_build.progress import Say
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the command."""
+
+    wishes: Wishes = field(default_factory=Wishes)
+    force: bool = False
+    check: bool = False
+    dry_run: bool = False
+    log: Path | None = None
+
+
+def install_horovod(options: Options, say: Say = print) -> None:
+    """Build, install and check Horovod, unless the one that is here will do.
+
+    Raises BackendUnavailable for what the machine lacks, InputError for options that cannot be,
+    BuildFailed and CheckFailed for what their names say.
+    """
+    _validate(options)
+    with signals_raised():
+        if options.check:
+            _check(say)
+            return
+        facts = gather()
+        plan = decide(facts, options.wishes)
+        for line in describe(facts, plan):
+            say(line)
+        reason, rows = _reason_to_build(facts, plan, options)
+        if options.dry_run:
+            _dry_run(facts, plan, reason, say)
+        elif reason is None:
+            say("Horovod here does all that was asked: nothing to do (--force builds it anew)")
+            _conclude(rows, say)
+        else:
+            _require(plan)
+            say(f"building Horovod {recipe.HOROVOD_VERSION}: {reason}; this takes some minutes")
+            build_and_install(facts, plan, options.log, say)
+            _check(say)
+
+
+def describe(facts: Facts, plan: Plan) -> list[str]:
+    """Return one line for each thing that was found or decided."""
+    torch = facts.torch
+    abi = "" if torch is None or torch.cxx11_abi else ", old C++ ABI"
+    kind = torch and (f"CUDA {torch.cuda}" if torch.cuda else torch.hip or "CPU")
+    return [
+        f"torch        {f'{torch.version} ({kind}{abi})' if torch else 'missing'}",
+        f"compiler     {_tool(facts.cxx)}",
+        f"cmake        {_tool(facts.cmake)}",
+        f"MPI          {plan.mpi_note}",
+        f"GPU          {plan.gpu_note}",
+        f"jobs         {plan.jobs} ({facts.cpus} cores, {facts.memory_gib:.0f} GiB of memory)",
+    ]
+
+
+def _tool(tool: Tool) -> str:
+    return f"{tool.command} ({tool.about})" if tool.works else "missing"
+
+
+def _validate(options: Options) -> None:
+    others = {
+        "--force": options.force,
+        "--dry-run": options.dry_run,
+        "--log": options.log is not None,
+        "--jobs": options.wishes.jobs is not None,
+    }
+    given = [name for name, is_given in others.items() if is_given]
+    if options.check and given:
+        raise InputError(f"--check builds nothing, so {given[0]} has no place beside it")
+    if options.log is not None and not options.log.parent.is_dir():
+        raise InputError(f"--log {options.log}: the folder {options.log.parent} does not exist")
+
+
+def _require(plan: Plan) -> None:
+    if plan.missing:
+        raise BackendUnavailable("missing here: " + "\nmissing here: ".join(plan.missing))
+
+
+def _reason_to_build(facts: Facts, plan: Plan, options: Options) -> tuple[str | None, list[Row]]:
+    """Say why the installed Horovod will not do; None, and its check, when it will."""
+    installed = installed_horovod()
+    if options.force or installed is None or facts.torch is None:
+        return "--force" if options.force else "none is installed", []
+    problem = installed.problem(facts.torch.version)
+    if problem:
+        return problem.partition("; run:")[0], []
+    found = probe()
+    if isinstance(found, str):
+        return f"the installed one does not import ({found})", []
+    lack = lacks(found.built, plan, options.wishes)
+    if lack:
+        return f"the installed one is built {lack}", []
+    if options.dry_run:
+        return None, []
+    rows = check(installed)
+    failed = failures(rows)
+    return (f"the installed one fails its check ({failed})" if failed else None), rows
+
+
+def _dry_run(facts: Facts, plan: Plan, reason: str | None, say: Say) -> None:
+    """Print what a build would write, set and run. Missing parts end it as they end a build."""
+    _require(plan)
+    say(f"would build: {reason}" if reason else "would do nothing: Horovod here will do; --force:")
+    folder = Path("BUILD")  # stands for a temporary folder
+    base = own_environment()
+    for path, text in recipe.cmake_files(plan, folder, base.get("CMAKE_TOOLCHAIN_FILE")).items():
+        say(f"\n# {path}\n{text.rstrip()}")
+    say("\n# environment")
+    env = recipe.environment(plan, facts, folder, base)
+    for name in sorted(name for name in env if env[name] != os.environ.get(name)):
+        say(f"{name}={shlex.quote(env[name])}")
+    for name in sorted(set(base) - set(env)):
+        say(f"unset {name}")
+    say("\n# commands")
+    say(shlex.join(recipe.wheel_command(folder / "wheel")))
+    say(shlex.join(recipe.install_command(folder / "wheel" / "horovod-*.whl")))
+    say(f"{INSTALL} --check")
+
+
+def _check(say: Say) -> None:
+    """Check the installed Horovod. Raises CheckFailed, or BackendUnavailable when there is none."""
+    installed = installed_horovod()
+    if installed is None:
+        raise BackendUnavailable(f"Horovod is not installed; run: {INSTALL}")
+    say("check: imports Horovod and runs 2 ranks under each launcher")
+    _conclude(check(installed), say)
+
+
+def _conclude(rows: list[Row], say: Say) -> None:
+    say("")
+    for row in rows:
+        say(str(row))
+    failed = failures(rows)
+    if failed:
+        raise CheckFailed(f"Horovod is installed and does not work: {failed}")

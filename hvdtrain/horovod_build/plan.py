@@ -1,0 +1,206 @@
+"""From what the machine has and the user wishes to what is built. Pure: nothing is run here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CMAKE_MINIMUM = (3, 21)
+"""Horovod is content with 3.13, but CMAKE_TOOLCHAIN_FILE is read from the environment from 3.21."""
+
+GIB_PER_JOB = 2.5
+"""What one compiler process takes for a source file that includes the torch headers."""
+
+EXTRA = "pip install 'hvdtrain[horovod]'"
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The installed torch, as it describes itself."""
+
+    version: str
+    cuda: str | None = None
+    hip: str | None = None
+    cxx11_abi: bool = True
+    packages: str = ""
+    """The folder that torch lies in; the NCCL wheel lies beside it."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A program that was looked for. `problem` is None when it was found and works."""
+
+    command: str = ""
+    about: str = ""
+    problem: str | None = None
+
+    @property
+    def works(self) -> bool:
+        """Whether it was found and did what was asked of it."""
+        return self.problem is None
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """One CUDA toolkit, by its folder and the release of its nvcc."""
+
+    home: str
+    release: str
+
+
+@dataclass(frozen=True)
+class Nccl:
+    """An NCCL that can be compiled and linked against."""
+
+    include: str
+    library: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that the decisions depend on."""
+
+    torch: Torch | None
+    cxx: Tool
+    cc: Tool
+    make: Tool
+    cmake: Tool
+    mpicxx: Tool
+    python_header: Tool
+    torch_problem: str = ""
+    cmake_version: tuple[int, ...] = ()
+    cuda: tuple[Cuda, ...] = ()
+    nccl: Nccl | None = None
+    modules_missing: tuple[str, ...] = ()
+    managed: bool = False
+    """Whether pip may not install here, because a system package manager owns this Python."""
+    cpus: int = 1
+    memory_gib: float = 8.0
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user asked for; None leaves it to what the machine has."""
+
+    mpi: bool | None = None
+    nccl: bool | None = None
+    jobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a Horovod library has in it."""
+
+    mpi: bool
+    gloo: bool
+    nccl: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to build. With anything in `missing`, nothing can be."""
+
+    mpi: bool
+    mpi_note: str
+    cuda: Cuda | None
+    nccl: Nccl | None
+    gpu_note: str
+    jobs: int
+    missing: tuple[str, ...] = ()
+
+
+def decide(facts: Facts, wishes: Wishes) -> Plan:
+    """Choose the controllers, the GPU operations and the jobs, and list what is missing."""
+    missing = _missing(facts)
+    mpi, mpi_note = _decide_mpi(facts.mpicxx, wishes.mpi)
+    if wishes.mpi and not mpi:
+        missing.append(f"--with-mpi: {facts.mpicxx.problem}")
+    cuda, gpu_note = _decide_gpu(facts, wishes.nccl)
+    if wishes.nccl and not cuda:
+        missing.append(f"--with-nccl: {gpu_note}")
+    return Plan(
+        mpi=mpi,
+        mpi_note=mpi_note,
+        cuda=cuda,
+        nccl=facts.nccl if cuda else None,
+        gpu_note=gpu_note,
+        jobs=wishes.jobs or default_jobs(facts.cpus, facts.memory_gib),
+        missing=tuple(missing),
+    )
+
+
+def default_jobs(cpus: int, memory_gib: float) -> int:
+    """Use every core that has the memory for its compiler; Horovod itself would start eight."""
+    return max(1, min(cpus, int(memory_gib / GIB_PER_JOB)))
+
+
+def lacks(built: Built, plan: Plan, wishes: Wishes) -> str | None:
+    """Say in what a library differs from the plan; None when it does all that is asked.
+
+    A library that has more than an automatic choice would give it now is left alone.
+    """
+    if not built.gloo:
+        return "without Gloo"
+    for name, has, planned, wish in (
+        ("MPI", built.mpi, plan.mpi, wishes.mpi),
+        ("NCCL", built.nccl, plan.nccl is not None, wishes.nccl),
+    ):
+        if planned and not has:
+            return f"without {name}"
+        if has and wish is False:
+            return f"with {name}"
+    return None
+
+
+def _missing(facts: Facts) -> list[str]:
+    """One line for each thing without which there is no build: what, and the fix."""
+    lines = [] if facts.torch else [facts.torch_problem]
+    tools = (facts.cxx, facts.cc, facts.make, facts.cmake, facts.python_header)
+    lines += [tool.problem for tool in tools if tool.problem]
+    if facts.cmake.works and facts.cmake_version < CMAKE_MINIMUM:
+        have, need = (".".join(map(str, v)) for v in (facts.cmake_version, CMAKE_MINIMUM))
+        lines.append(f"cmake {need} or later: {facts.cmake.command} is {have}; {EXTRA}")
+    if facts.modules_missing:
+        names = ", ".join(facts.modules_missing)
+        pip = "; python -m ensurepip gives pip" if "pip" in facts.modules_missing else ""
+        lines.append(f"Python packages for the build: {names}; {EXTRA}{pip}")
+    if facts.managed:
+        lines.append(
+            "a Python that pip may install into: this one belongs to the system's package manager; "
+            "use a virtual environment (python -m venv)"
+        )
+    return lines
+
+
+def _decide_mpi(mpicxx: Tool, wish: bool | None) -> tuple[bool, str]:
+    if wish is False:
+        return False, "no: --without-mpi"
+    if mpicxx.works:
+        return True, f"yes: {mpicxx.command}{mpicxx.about and f' ({mpicxx.about})'}"
+    return False, f"no, Gloo only: {mpicxx.problem}"
+
+
+def _decide_gpu(facts: Facts, wish: bool | None) -> tuple[Cuda | None, str]:
+    """Choose the CUDA toolkit for NCCL operations, or say why this is a CPU build."""
+    torch = facts.torch
+    if wish is False:
+        return None, "no: --without-nccl"
+    if torch is None:
+        return None, "no: torch is missing"
+    if torch.hip is not None:
+        return None, f"no: torch is a ROCm build ({torch.hip}); this command knows CUDA only"
+    if torch.cuda is None:
+        return None, "no: torch is a CPU build"
+    major = torch.cuda.partition(".")[0]
+    asked = f"torch is built for CUDA {torch.cuda}"
+    toolkit = f"install the CUDA toolkit {torch.cuda}, or set CUDA_HOME to one"
+    if not facts.cuda:
+        return None, f"no: {asked} and no nvcc was found; {toolkit}"
+    # nvcc and torch must share the major version: their runtime libraries meet in one process.
+    fits = [cuda for cuda in facts.cuda if cuda.release.partition(".")[0] == major]
+    if not fits:
+        found = ", ".join(f"{cuda.release} in {cuda.home}" for cuda in facts.cuda)
+        return None, f"no: {asked} and nvcc is {found}; {toolkit}"
+    if facts.nccl is None:
+        fix = f"pip install nvidia-nccl-cu{major}, or set NCCL_HOME"
+        return None, f"no: {asked} and nccl.h with libnccl was not found; {fix}"
+    return fits[0], f"NCCL: {facts.nccl.library}, nvcc {fits[0].release} in {fits[0].home}"

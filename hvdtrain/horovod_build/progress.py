@@ -1,0 +1,66 @@
+"""Show how far a build is: a bar on a terminal, else one plain line at each new phase."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from hvdtrain.horovod_build.buildlog import Step
+
+Say = Callable[[str], None]
+Show = Callable[[Step], None]
+
+QUARTERS = (25, 50, 75)
+
+
+@contextlib.contextmanager
+def progress(say: Say) -> Iterator[Show]:
+    """Yield what is called with every step of a build."""
+    if sys.stdout.isatty():
+        with _bar() as show:
+            yield show
+    else:
+        yield Lines(say)
+
+
+class Lines:
+    """Says one line for each phase, and for each quarter of the compilation."""
+
+    def __init__(self, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say = say
+        self._clock = clock
+        self._start = clock()
+        self._phase = ""
+        self._quarter = 0
+
+    def __call__(self, step: Step) -> None:
+        """Take a step; parallel make may report an older percentage after a newer one."""
+        quarter = max((q for q in QUARTERS if q <= step.percent), default=0)
+        if step.phase == self._phase and quarter <= self._quarter:
+            return
+        new_phase, self._phase, self._quarter = step.phase != self._phase, step.phase, quarter
+        percent = f" {step.percent}%" if quarter and not new_phase else ""
+        self._say(f"{self._clock() - self._start:5.0f} s  {step.phase}{percent}")
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Show]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description:9}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f}%"),
+    )
+    with Progress(*columns, TimeElapsedColumn()) as bar:
+        task = bar.add_task("download", total=100)
+        most = 0
+
+        def show(step: Step) -> None:
+            nonlocal most
+            most = max(most, step.percent, 100 if step.phase in ("pack", "install") else 0)
+            bar.update(task, description=step.phase, completed=most)
+
+        yield show

@@ -1,0 +1,135 @@
+"""A plan as CMake files, an environment and two pip commands. Pure: nothing is run here.
+
+Horovod's sources build unchanged. What is corrected from outside:
+
+- Its CMake asks for C++14, and C++11 in CUDA files; torch needs C++20, and CUDA 13 at least C++17.
+  A toolchain file is read before the project and names the files below, which CMake reads after its
+  own compiler tables, so that "C++14" comes out as -std=c++20.
+- CMake 4 no longer takes the `cmake_minimum_required(VERSION 2.8.12)` of the Gloo in it.
+- With a CUDA torch and an nvcc in sight it builds for CUDA even when asked for nothing of the kind.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdtrain.horovod_build.plan import Facts, Plan
+
+HOROVOD_VERSION = "0.28.1"
+
+OVERRIDE_CXX = """\
+set(CMAKE_CXX14_STANDARD_COMPILE_OPTION "-std=c++20")
+set(CMAKE_CXX14_EXTENSION_COMPILE_OPTION "-std=gnu++20")
+"""
+
+OVERRIDE_CUDA = """\
+set(CMAKE_CUDA11_STANDARD_COMPILE_OPTION "-std=c++17")
+set(CMAKE_CUDA11_EXTENSION_COMPILE_OPTION "-std=c++17")
+"""
+
+# Found before Horovod's own module of this name, which is then used all the same.
+FIND_PYTORCH_CPU = """\
+include("${PROJECT_SOURCE_DIR}/cmake/Modules/FindPytorch.cmake")
+set(Pytorch_CUDA FALSE)
+list(FILTER Pytorch_LIBRARIES EXCLUDE REGEX "cuda|NOTFOUND")
+"""
+
+
+def cmake_files(plan: Plan, folder: Path, users_toolchain: str | None = None) -> dict[Path, str]:
+    """Return the CMake files of a build, by path below `folder`."""
+    toolchain = [f'include("{users_toolchain}")'] if users_toolchain else []
+    toolchain.append(f'set(CMAKE_USER_MAKE_RULES_OVERRIDE_CXX "{folder / "cxx.cmake"}")')
+    files = {folder / "cxx.cmake": OVERRIDE_CXX}
+    if plan.nccl:
+        toolchain += [
+            f'set(CMAKE_USER_MAKE_RULES_OVERRIDE_CUDA "{folder / "cuda.cmake"}")',
+            f'set(NCCL_INCLUDE_DIR "{plan.nccl.include}" CACHE PATH "")',
+            f'set(NCCL_LIBRARY "{plan.nccl.library}" CACHE FILEPATH "")',
+        ]
+        files[folder / "cuda.cmake"] = OVERRIDE_CUDA
+    else:
+        toolchain += [
+            'set(CMAKE_CUDA_COMPILER "")',
+            "set(CMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit TRUE)",
+            f'list(INSERT CMAKE_MODULE_PATH 0 "{folder / "modules"}")',
+        ]
+        files[folder / "modules" / "FindPytorch.cmake"] = FIND_PYTORCH_CPU
+    files[folder / "toolchain.cmake"] = "\n".join(toolchain) + "\n"
+    return files
+
+
+def variables(plan: Plan, facts: Facts, folder: Path) -> dict[str, str]:
+    """Return the environment variables that a build sets."""
+    mpi = {"HOROVOD_WITH_MPI": "1"} if plan.mpi else {"HOROVOD_WITHOUT_MPI": "1"}
+    return {
+        "CC": facts.cc.command,
+        "CXX": facts.cxx.command,
+        "CMAKE_TOOLCHAIN_FILE": str(folder / "toolchain.cmake"),
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        # setup.py passes -j8 unless MAKEFLAGS is set, and make's options whatever the generator.
+        "CMAKE_GENERATOR": "Unix Makefiles",
+        "CMAKE_BUILD_PARALLEL_LEVEL": str(plan.jobs),
+        "MAKEFLAGS": f"-j{plan.jobs}",
+        "HOROVOD_CMAKE": facts.cmake.command,
+        "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_WITHOUT_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        **mpi,
+        **_gpu_variables(plan),
+        "LC_ALL": "C",  # the errors in the log are searched for, in English
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(
+            folder
+        ),  # where pip unpacks and compiles, so that it all goes with the folder
+    }
+
+
+def environment(plan: Plan, facts: Facts, folder: Path, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the whole environment of a build, on top of `base`.
+
+    Of the user's HOROVOD_ variables only the tuning ones pass (HOROVOD_BUILD_ARCH_FLAGS,
+    HOROVOD_BUILD_CUDA_CC_LIST): the rest would contradict the plan.
+    """
+    env = {
+        name: value
+        for name, value in base.items()
+        if not name.startswith("HOROVOD_") or name.startswith("HOROVOD_BUILD_")
+    }
+    if plan.cuda:  # Horovod's CMake asks the first nvcc on PATH for its architectures
+        env["PATH"] = os.pathsep.join([os.path.join(plan.cuda.home, "bin"), env["PATH"]])
+    return {**env, **variables(plan, facts, folder)}
+
+
+def wheel_command(folder: Path) -> list[str]:
+    """Build the wheel into `folder`, never from a cache: pip's knows nothing of torch versions."""
+    return [
+        *(sys.executable, "-m", "pip", "wheel", "-v", "--progress-bar=off"),
+        *("--disable-pip-version-check", "--no-input", "--no-cache-dir"),
+        *("--no-build-isolation", "--no-deps", "--no-binary=horovod"),
+        *("--wheel-dir", str(folder), f"horovod=={HOROVOD_VERSION}"),
+    ]
+
+
+def install_command(wheel: Path) -> list[str]:
+    """Install the wheel in place of any Horovod that is there."""
+    return [
+        *(sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"),
+        *("--no-cache-dir", "--no-index", "--no-deps", "--force-reinstall", str(wheel)),
+    ]
+
+
+def _gpu_variables(plan: Plan) -> dict[str, str]:
+    if not (plan.cuda and plan.nccl):
+        return {}
+    return {
+        "HOROVOD_GPU": "CUDA",
+        "HOROVOD_GPU_OPERATIONS": "NCCL",
+        "HOROVOD_CUDA_HOME": plan.cuda.home,
+        "HOROVOD_NCCL_HOME": str(Path(plan.nccl.include).parent),
+        "HOROVOD_NCCL_LINK": "SHARED",
+        "CUDA_HOME": plan.cuda.home,  # torch's own search must end at the same toolkit
+    }

@@ -1,0 +1,170 @@
+"""Every option of a run, once: the command line, HVDTRAIN_* variables and the TOML file are all read off this class.
+
+Imports no torch: `hvdtrain --help` must answer at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.errors import InputError
+
+
+def _option(default: Any, text: str, *choices: str, **more: Any) -> Any:
+    return field(default=default, metadata={"help": text, "choices": choices, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The resolved options of a run. The same on every rank; `check` says what is wrong with them."""
+
+    # What is trained
+    task: str = _option("digits", "A built-in task, module:Class, or file.py:Class.")
+    set: tuple[str, ...] = _option(
+        (), "A constructor argument of the task, as name=value. Repeat for several."
+    )
+
+    # Where and how
+    backend: str = _option("auto", "single, dp, ddp, horovod, or module:Class.")
+    transport: str = _option("auto", "Who moves the bytes of a c10d backend: gloo or nccl.")
+    device: str = _option("auto", "auto is CUDA where every rank has a GPU.", "auto", "cpu", "cuda")
+    threads: int | None = _option(
+        None, "CPU threads of each rank. [default: OMP_NUM_THREADS, else this host's cores / ranks]"
+    )
+    precision: str = _option(
+        "fp32", "bf16 and fp16 are autocast; fp16 scales the loss.", "fp32", "bf16", "fp16", "fp64"
+    )
+    deterministic: bool = _option(False, "Refuse operations that torch cannot repeat bit by bit.")
+    timeout: float = _option(300.0, "Seconds that a rank waits for the others.")
+    bucket_mib: float = _option(25.0, "Size of DDP's gradient buckets, MiB.")
+    buffers: str = _option(
+        "broadcast",
+        "BatchNorm statistics after each step: rank 0's, the mean, or every rank's own.",
+        "broadcast",
+        "average",
+        "local",
+    )
+    unused_parameters: str = _option(
+        "error",
+        "A parameter that gets no gradient: an error, or a gradient of zeros.",
+        "error",
+        "zero",
+    )
+
+    # How long
+    epochs: int = _option(10, "Passes over the training data.")
+    max_steps: int | None = _option(
+        None, "Stop after this many optimizer steps, whatever the epochs."
+    )
+
+    # Batches
+    batch_size: int | None = _option(
+        None, "Samples of one rank's micro-batch. [default: 32, unless --global-batch-size]"
+    )
+    global_batch_size: int | None = _option(
+        None, "Samples of one optimizer step: micro-batch x accumulation x ranks."
+    )
+    accumulate: int = _option(1, "Micro-batches per optimizer step.")
+    uneven: str = _option(
+        "drop",
+        "The samples left over at an epoch's end: drop them, or pad with repeats.",
+        "drop",
+        "pad",
+    )
+    workers: int = _option(0, "Loader processes of each rank.")
+    seed: int = _option(
+        0, "Seeds the initial weights, the order of the data, and dropout (by rank)."
+    )
+
+    # Learning rate
+    lr: float | None = _option(None, "Learning rate, in place of the task's own.")
+    lr_scaling: str = _option(
+        "none", "Multiply it by ranks x accumulation, or by its root.", "none", "linear", "sqrt"
+    )
+    schedule: str = _option(
+        "constant",
+        "After the warm-up; a task with a schedule of its own keeps that.",
+        "constant",
+        "cosine",
+        "step",
+    )
+    warmup_steps: int = _option(0, "Steps of linear warm-up from zero.")
+    step_epochs: str = _option(
+        "30,60,80", "For --schedule step: the epochs after which the rate drops."
+    )
+    step_factor: float = _option(0.1, "For --schedule step: the factor of each drop.")
+    clip_norm: float = _option(math.inf, "Largest norm of the averaged gradient.")
+
+    # Evaluation, output and checkpoints
+    eval_every: int = _option(1, "Epochs between evaluations; the last step always has one.")
+    log_every: int = _option(10, "Steps between lines of metrics.")
+    run_dir: str | None = _option(
+        None, "[default: runs/<time>-<task>-<backend>]", fingerprint=False
+    )
+    checkpoint_every: int = _option(
+        0, "Steps between checkpoints. 0: at the end of every epoch.", fingerprint=False
+    )
+    keep: int = _option(2, "Checkpoints to keep.")
+    resume: str = _option(
+        "none",
+        "auto: the newest valid checkpoint of --run-dir, if any. Or the path of one.",
+        fingerprint=False,
+    )
+
+    def check(self) -> None:
+        """Raise InputError for a value, or a pair of them, that makes no sense."""
+        positive = (
+            "threads", "timeout", "bucket_mib", "epochs", "max_steps", "batch_size", "global_batch_size",
+            "accumulate", "lr", "step_factor", "clip_norm", "eval_every", "log_every", "keep",
+        )  # fmt: skip
+        for name in positive:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InputError(f"{flag(name)} {value} must be greater than zero")
+        for name in ("workers", "warmup_steps", "checkpoint_every", "seed"):
+            if getattr(self, name) < 0:
+                raise InputError(f"{flag(name)} {getattr(self, name)} must not be negative")
+        for item in dataclasses.fields(self):
+            choices, value = item.metadata["choices"], getattr(self, item.name)
+            if choices and value not in choices:
+                raise InputError(f"{flag(item.name)} {value!r} is not one of: {', '.join(choices)}")
+        if self.batch_size is not None and self.global_batch_size is not None:
+            raise InputError("--batch-size and --global-batch-size exclude each other; give one")
+        self.drop_epochs()
+
+    def drop_epochs(self) -> tuple[int, ...]:
+        """`step_epochs` as numbers, in order. Raises InputError where it is something else."""
+        try:
+            return tuple(sorted(int(part) for part in self.step_epochs.split(",") if part.strip()))
+        except ValueError:
+            raise InputError(
+                f"--step-epochs {self.step_epochs!r} is not a list of numbers, such as 30,60,80"
+            ) from None
+
+    def micro_batch(self, num_ranks: int) -> int:
+        """Samples of one rank's micro-batch. Raises InputError where the global batch does not divide."""
+        if self.global_batch_size is None:
+            return 32 if self.batch_size is None else self.batch_size
+        parts = num_ranks * self.accumulate
+        if self.global_batch_size % parts:
+            raise InputError(
+                f"--global-batch-size {self.global_batch_size} is not a multiple of {num_ranks} ranks x "
+                f"{self.accumulate} accumulated micro-batches = {parts}"
+            )
+        return self.global_batch_size // parts
+
+    def agreed(self) -> dict[str, object]:
+        """The options that the handshake compares between ranks, by flag."""
+        return {
+            flag(item.name): getattr(self, item.name)
+            for item in dataclasses.fields(self)
+            if item.metadata.get("fingerprint", True)
+        }
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of a field: `batch_size` gives `--batch-size`."""
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,110 @@
+"""What rank 0 says while it trains: a progress bar on a terminal, plain lines elsewhere. Other ranks are silent."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from hvdtrain.world import World
+
+
+class Console:
+    """Silent: the console of every rank but 0, and the base of the others."""
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+
+    def start(self, total_steps: int, step: int) -> None:
+        """Begin to show progress, from `step` on."""
+
+    def advance(self, step: int) -> None:
+        """Show that `step` steps are done. Called at every step, so it must cost next to nothing."""
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Show a line of metrics.jsonl."""
+
+    def stop(self) -> None:
+        """End the display. Twice is safe."""
+
+
+class Lines(Console):
+    """Plain lines, for files, pipes and the launchers that prefix them."""
+
+    _total = 0
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def start(self, total_steps: int, step: int) -> None:
+        self._total = total_steps
+
+    def log(self, record: dict[str, Any]) -> None:
+        self.say(f"step {record['step']}/{self._total}  {describe(record)}")
+
+
+class Bar(Console):
+    """A rich progress bar, with the latest loss beside it."""
+
+    def __init__(self) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            refresh_per_second=4,
+        )
+        self._bar = self._progress.add_task("", start=False)
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def start(self, total_steps: int, step: int) -> None:
+        self._progress.start()
+        self._progress.update(self._bar, total=total_steps, completed=step)
+        self._progress.start_task(self._bar)
+
+    def advance(self, step: int) -> None:
+        self._progress.update(self._bar, completed=step)
+
+    def log(self, record: dict[str, Any]) -> None:
+        if "loss" in record:
+            self._progress.update(self._bar, description=f"loss {record['loss']:.4f}")
+        else:
+            self.say(f"step {record['step']}  {describe(record)}")
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+def make_console(world: World) -> Console:
+    """Pick the console of this rank. Not collective."""
+    if world.rank > 0:
+        return Console()
+    return Bar() if sys.stdout.isatty() else Lines()
+
+
+def describe(record: dict[str, Any]) -> str:
+    """The numbers of one record, but for its step and times, in a line."""
+    formats = {
+        "lr": "lr {:.3g}",
+        "samples_per_s": "{:.0f} samples/s",
+        "step_ms": "{:.1f} ms/step",
+        "epoch": "epoch {:d}",
+    }
+    skipped = {"step", "time", "data_ms"}
+    return "  ".join(
+        formats.get(key, key + " {:.4f}").format(value)
+        for key, value in record.items()
+        if key not in skipped
+    )

@@ -1,0 +1,171 @@
+"""Which samples each rank gets, in which order, and how they reach the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from hvdtrain.errors import InputError
+from hvdtrain.world import World, is_mpi
+
+
+class ShardedBatches(Sampler[list[int]]):
+    """This rank's micro-batches, cut out of one global order.
+
+    The order is a permutation by seed and epoch, the same on every rank and at every world size. The k-th
+    micro-batch of all ranks together is one run of it, of which each rank takes its part; so a position in the
+    order, in samples, says all about where an epoch stands.
+    """
+
+    def __init__(
+        self, num_samples: int, batch_size: int, world: World, seed: int, uneven: str
+    ) -> None:
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self._world = world
+        self._seed = seed
+        self._pad = uneven == "pad"
+        self._epoch = 0
+        self._start = 0
+
+    @property
+    def span(self) -> int:
+        """Samples in one micro-batch of all ranks."""
+        return self.batch_size * self._world.size
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Choose the epoch's order, and the sample of it to start from. Every rank must call it alike."""
+        self._epoch, self._start = epoch, start
+
+    def batches_from(self, start: int) -> int:
+        """How many micro-batches each rank gets from sample `start` on."""
+        left = max(0, self.num_samples - start)
+        return -(-left // self.span) if self._pad else left // self.span
+
+    def leftover(self) -> int:
+        """Samples dropped (negative) or repeated (positive) in a whole epoch."""
+        return self.batches_from(0) * self.span - self.num_samples
+
+    def __len__(self) -> int:
+        return self.batches_from(self._start)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(mix(self._seed, self._epoch))
+        order = torch.randperm(self.num_samples, generator=generator)
+        if self._pad:
+            missing = max(0, self._start + len(self) * self.span - self.num_samples)
+            order = torch.cat([order, order.repeat(-(-missing // self.num_samples))[:missing]])
+        offset = self._start + self._world.rank * self.batch_size
+        for batch in range(len(self)):
+            first = offset + batch * self.span
+            yield order[first : first + self.batch_size].tolist()
+
+
+class EvalBatches(Sampler[list[int]]):
+    """This rank's share of the evaluation data, every sample exactly once over all ranks."""
+
+    def __init__(self, num_samples: int, batch_size: int, world: World) -> None:
+        self._indices = range(world.rank, num_samples, world.size)
+        self._batch_size = batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self._indices) // self._batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, len(self._indices), self._batch_size):
+            yield list(self._indices[start : start + self._batch_size])
+
+
+def mix(*numbers: int) -> int:
+    """One seed out of several small numbers."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1_000_003 + number + 1) % (1 << 62)
+    return seed
+
+
+def size_of(dataset: Dataset[Any], name: str) -> int:
+    """`len(dataset)`. Raises InputError where there is none, or it is empty."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise InputError(
+            f"the {name} dataset ({type(dataset).__name__}) has no length; a task needs datasets with "
+            f"__len__ and __getitem__"
+        )
+    size = len(cast("Sized", dataset))
+    if size == 0:
+        raise InputError(f"the {name} dataset ({type(dataset).__name__}) is empty")
+    return size
+
+
+def make_loader(
+    dataset: Dataset[Any],
+    batches: Sampler[list[int]],
+    collate: Callable[[list[Any]], Any],
+    world: World,
+    device: torch.device,
+    workers: int,
+    seed: int,
+) -> DataLoader[Any]:
+    """Make the loader of one rank. Not collective."""
+    return DataLoader(
+        dataset,
+        batch_sampler=batches,
+        collate_fn=collate,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        # A fork of a process that has joined MPI can crash in its first MPI call.
+        multiprocessing_context="forkserver" if workers and is_mpi(world) else None,
+        # Loader processes draw their seeds from here, so that augmentation differs by rank.
+        generator=torch.Generator().manual_seed(mix(seed, world.rank)),
+    )
+
+
+def on_device(
+    loader: Iterable[Any], device: torch.device, convert: Callable[[Tensor], Tensor]
+) -> Iterator[Any]:
+    """Yield the batches on `device`. On CUDA the copy of the next one runs beside the work on this one."""
+    if device.type != "cuda":
+        for batch in loader:
+            yield map_tensors(batch, convert)
+        return
+    copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def start_copy(batch: Any) -> tuple[Any, torch.cuda.Event]:
+        with torch.cuda.stream(copies):
+            copied = map_tensors(batch, lambda t: convert(t.to(device, non_blocking=True)))
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(copies)
+        return copied, done
+
+    def hand_over(batch: Any, done: torch.cuda.Event) -> Any:
+        current = torch.cuda.current_stream(device)
+        current.wait_event(done)
+        # The allocator must not give this memory away before the consuming stream is done with it.
+        map_tensors(batch, lambda t: t.record_stream(current))  # type: ignore[arg-type, return-value]
+        return batch
+
+    pending: tuple[Any, torch.cuda.Event] | None = None
+    for batch in loader:
+        ready, pending = pending, start_copy(batch)
+        if ready is not None:
+            yield hand_over(*ready)
+            del ready
+    if pending is not None:
+        yield hand_over(*pending)
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply `function` to every tensor in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, function) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, function) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(item, function) for item in value)
+    return value

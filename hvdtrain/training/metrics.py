@@ -1,0 +1,53 @@
+"""Exact means over all ranks, and the fingerprint of a model."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hvdtrain.backends.base import Backend
+
+
+class Mean:
+    """Means weighted by sample counts, by name. Add on each rank, then reduce once."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[Tensor]] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, values: Mapping[str, Tensor], num_samples: int) -> None:
+        """Add the means of one batch of `num_samples`. Not collective; waits for no device."""
+        for name, value in values.items():
+            self._sums.setdefault(name, []).append(value.detach().double() * num_samples)
+            self._counts[name] = self._counts.get(name, 0) + num_samples
+
+    def reduce(self, backend: Backend) -> dict[str, float]:
+        """Return the means over all samples of all ranks. Collective; a rank that added nothing calls too."""
+        mine = {
+            name: (float(torch.stack(sums).sum()), self._counts[name])
+            for name, sums in self._sums.items()
+        }
+        everyone = backend.all_gather_object(mine)
+        names = dict.fromkeys(name for part in everyone for name in part)
+        means = {}
+        for name in names:
+            parts = [part[name] for part in everyone if name in part]
+            means[name] = math.fsum(total for total, _ in parts) / sum(count for _, count in parts)
+        return means
+
+
+def fingerprint(state: Mapping[str, object]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of the tensors of a state dict, in sorted order of names."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        value = state[name]
+        if not isinstance(value, Tensor):
+            continue
+        data = value.detach().cpu().contiguous()
+        digest.update(f"{name} {data.dtype} {tuple(data.shape)}\n".encode())
+        digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

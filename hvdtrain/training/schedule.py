@@ -1,0 +1,53 @@
+"""Learning-rate scaling and schedules: both explicit, both printed in the ledger."""
+
+from __future__ import annotations
+
+import math
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from hvdtrain.training.config import TrainConfig
+
+
+def lr_factor(scaling: str, num_ranks: int, accumulate: int) -> float:
+    """What the learning rate is multiplied by: how many micro-batches make a step, its root, or one."""
+    parts = num_ranks * accumulate
+    return {"none": 1.0, "linear": float(parts), "sqrt": math.sqrt(parts)}[scaling]
+
+
+def set_base_lr(
+    optimizer: Optimizer, lr: float | None, factor: float
+) -> tuple[list[float], list[float]]:
+    """Set the rate that every schedule starts from, in place. Returns it before and after scaling, by group."""
+    before = [float(group["lr"]) if lr is None else lr for group in optimizer.param_groups]
+    after = [value * factor for value in before]
+    for group, value in zip(optimizer.param_groups, after, strict=True):
+        group["lr"] = group["initial_lr"] = value
+    return before, after
+
+
+def build_schedule(
+    optimizer: Optimizer,
+    config: TrainConfig,
+    start_step: int,
+    total_steps: int,
+    steps_per_epoch: int,
+) -> LRScheduler:
+    """Warm up and then hold, anneal or drop: a function of the step alone, so a resumed run needs no state.
+
+    The optimizer's groups must hold `initial_lr`.
+    """
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return (step + 1) / (config.warmup_steps + 1)
+        if config.schedule == "cosine":
+            span = max(1, total_steps - config.warmup_steps)
+            return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - config.warmup_steps) / span)))
+        if config.schedule == "step":
+            epoch = step / steps_per_epoch
+            return float(config.step_factor ** sum(epoch >= drop for drop in config.drop_epochs()))
+        return 1.0
+
+    return LambdaLR(optimizer, factor, last_epoch=start_step - 1)

@@ -1,0 +1,518 @@
+"""The one loop. It knows no backend and no launcher by name."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from hvdtrain.backends.base import Backend, to_cpu
+from hvdtrain.errors import (
+    CheckpointError,
+    HvdtrainError,
+    InputError,
+    TrainingDiverged,
+    WorldMismatch,
+)
+from hvdtrain.training import checkpoint, environment
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.console import Console, make_console
+from hvdtrain.training.data import (
+    EvalBatches,
+    ShardedBatches,
+    make_loader,
+    mix,
+    on_device,
+    size_of,
+)
+from hvdtrain.training.ledger import Ledger
+from hvdtrain.training.metrics import Mean, fingerprint
+from hvdtrain.training.precision import Precision
+from hvdtrain.training.run_dir import RunDirectory, default_path
+from hvdtrain.training.schedule import build_schedule, lr_factor, set_base_lr
+from hvdtrain.training.task import Task
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended. The same on every rank."""
+
+    steps: int
+    metrics: dict[str, float]
+    """The last evaluation: means over every sample of the evaluation data."""
+    params_sha256: str
+    run_dir: Path
+
+
+@dataclass
+class Position:
+    """Where a run stands: optimizer steps done, and samples of all ranks consumed in the current epoch."""
+
+    step: int = 0
+    epoch: int = 0
+    sample: int = 0
+
+
+class Trainer:
+    """Train one task on one open backend. Every method is collective: every rank calls it.
+
+    `origins` says where each option came from, for run.json.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        backend: Backend,
+        config: TrainConfig,
+        origins: dict[str, str] | None = None,
+    ) -> None:
+        config.check()
+        self.task = task
+        self.backend = backend
+        self.config = config
+        self.world = backend.world
+        self.console: Console = make_console(self.world)
+        self.precision = Precision(config.precision, backend.device)
+        self.position = Position()
+        self._origins = origins or {}
+        self._run_dir: RunDirectory | None = None
+        self._saved_step = -1
+        self._resumed_from: str | None = None
+
+    def fit(self) -> Result:
+        """Train to the end and return how it went. Collective.
+
+        Raises InputError, CheckpointError or TrainingDiverged; run.json then says so.
+        """
+        try:
+            with self.backend.together():
+                self._build()
+            self._start()
+            result = self._train()
+        except BaseException as error:
+            self._record_failure(error)
+            raise
+        finally:
+            self.console.stop()
+            if self._run_dir is not None:
+                self._run_dir.close()
+        return result
+
+    # Setting up
+
+    def _build(self) -> None:
+        """Make everything that needs no other rank."""
+        config, world = self.config, self.world
+        self._threads = environment.set_threads(config.threads, world, os.environ)
+        torch.use_deterministic_algorithms(config.deterministic)
+        environment.seed_all(mix(config.seed))
+        self._open_run_dir()
+        train, evaluation = self.task.datasets()
+        micro_batch = config.micro_batch(world.size)
+        self.batches = ShardedBatches(
+            size_of(train, "training"), micro_batch, world, config.seed, config.uneven
+        )
+        if self.batches.batches_from(0) == 0:
+            raise InputError(
+                f"one micro-batch of all ranks, {micro_batch} x {world.size} = {self.batches.span} samples, is "
+                f"larger than the training data, {self.batches.num_samples} samples; make it smaller, or repeat "
+                f"samples with --uneven pad"
+            )
+        common = (self.task.collate, world, self.backend.device, config.workers, config.seed)
+        self._train_loader = make_loader(train, self.batches, *common)
+        self._eval_loader: DataLoader[Any] | None = None
+        if evaluation is not None:
+            shares = EvalBatches(size_of(evaluation, "evaluation"), micro_batch, world)
+            self._eval_loader = make_loader(evaluation, shares, *common)
+            self._eval_batches = shares
+        # Again, so that the weights do not depend on what random numbers the data took.
+        environment.seed_all(mix(config.seed))
+        self.model: nn.Module = self.precision.convert(self.task.model()).to(self.backend.device)
+
+    def _open_run_dir(self) -> None:
+        if self.world.rank == 0:
+            given, resuming = self.config.run_dir, self.config.resume != "none"
+            path = Path(given) if given else default_path(self.config.task, self.backend.name)
+            self._run_dir = RunDirectory(path, resuming)
+            checkpoint.sweep(self._run_dir.checkpoints)
+
+    def _start(self) -> None:
+        """Order matters: prepare, then load state, then build the scheduler."""
+        optimizer = self.task.optimizer(self.model)
+        factor = lr_factor(self.config.lr_scaling, self.world.size, self.config.accumulate)
+        lr_before, lr_after = set_base_lr(optimizer, self.config.lr, factor)
+        self.net, self.optimizer = self.backend.prepare(self.model, optimizer)
+        loaded = self._resume(lr_after)
+        self.ledger = self._make_ledger(lr_before, lr_after)
+        self.scheduler = self._make_scheduler(loaded)
+        if self._run_dir is not None:
+            self._run_dir.start(self._about(), self.position.step)
+        self._introduce()
+
+    def _make_ledger(self, lr_before: list[float], lr_after: list[float]) -> Ledger:
+        config, batches = self.config, self.batches
+        per_epoch = -(-batches.batches_from(0) // config.accumulate)
+        total = per_epoch * config.epochs
+        if config.max_steps is not None:
+            total = min(total, config.max_steps)
+        return Ledger(
+            batches.batch_size,
+            config.accumulate,
+            self.world.size,
+            batches.num_samples,
+            batches.leftover(),
+            per_epoch,
+            total,
+            lr_before,
+            lr_after,
+            config.lr_scaling,
+            config.schedule,
+            config.warmup_steps,
+        )
+
+    def _make_scheduler(self, loaded: dict[str, Any]) -> LRScheduler:
+        total = self.ledger.total_steps
+        own = self.task.schedule(self.optimizer, total)
+        self._own_schedule = own is not None
+        if own is None:
+            return build_schedule(
+                self.optimizer, self.config, self.position.step, total, self.ledger.steps_per_epoch
+            )
+        if loaded.get("schedule") is not None:
+            own.load_state_dict(loaded["schedule"])
+            for group, lr in zip(self.optimizer.param_groups, own.get_last_lr(), strict=True):
+                group["lr"] = lr
+        return own
+
+    def _introduce(self) -> None:
+        about, world = self.backend.describe(), self.world
+        by = "no launcher" if world.launcher == "none" else world.launcher
+        hosts = len(set(self.backend.hosts)) or 1
+        over = about.get("transport") or about.get("controller")
+        ranks, on = _count(world.size, "rank"), _count(hosts, "host")
+        self.console.say(f"task     {self.config.task}, {ranks} on {on}, started by {by}")
+        self.console.say(
+            f"backend  {about['name']}{f' over {over}' if over else ''} on {self.backend.device.type}"
+            f" ({self.backend.reason}{'; ' + about['note'] if 'note' in about else ''})"
+        )
+        for line in self.ledger.lines():
+            self.console.say(line)
+        self.console.say(f"threads  {self._threads}")
+        if self._run_dir is not None:
+            self.console.say(f"run      {self._run_dir.path}")
+
+    # The loop
+
+    def _train(self) -> Result:
+        self.console.start(self.ledger.total_steps, self.position.step)
+        metrics: dict[str, float] = {}
+        while self.position.step < self.ledger.total_steps:
+            metrics = self._run_epoch() or metrics
+        if not metrics:
+            metrics = self._evaluate()
+        self._save()
+        digest = self._agreed_fingerprint()
+        self.console.stop()
+        path = self._run_dir.path if self._run_dir is not None else Path()
+        if self._run_dir is not None:
+            self._run_dir.finish(
+                "finished", metrics=metrics, params_sha256=digest, last_step=self.position.step
+            )
+        path = self.backend.broadcast_object(path)
+        scores = "".join(f"  {name} {value:.4f}" for name, value in metrics.items())
+        self.console.say(
+            f"done     {self.position.step} steps{scores}  params_sha256 {digest[:12]}"
+        )
+        return Result(self.position.step, metrics, digest, path)
+
+    def _run_epoch(self) -> dict[str, float] | None:
+        """Take the rest of the current epoch, or of the run. Returns the metrics if it ended with an evaluation."""
+        position, config = self.position, self.config
+        self.batches.set_epoch(position.epoch, position.sample)
+        left = self.batches.batches_from(position.sample)
+        data = on_device(self._train_loader, self.backend.device, self.precision.convert_batch)
+        meter = Meter(self)
+        self.model.train()
+        while left and position.step < self.ledger.total_steps:
+            window = min(config.accumulate, left)
+            left -= window
+            last = left == 0 or position.step + 1 == self.ledger.total_steps
+            self._take_step(data, window, meter, last)
+            if (
+                not last
+                and config.checkpoint_every
+                and position.step % config.checkpoint_every == 0
+            ):
+                meter.flush()
+                self._save()
+        if left == 0:
+            position.epoch, position.sample = position.epoch + 1, 0
+        done = position.step == self.ledger.total_steps
+        metrics = None
+        if done or position.epoch % config.eval_every == 0:
+            metrics = self._evaluate()
+        if done or not config.checkpoint_every or position.step % config.checkpoint_every == 0:
+            self._save()
+        return metrics
+
+    def _take_step(self, data: Iterator[Any], window: int, meter: Meter, last: bool) -> None:
+        """One optimizer step over `window` micro-batches; `last`: of the epoch or of the run."""
+        position, optimizer = self.position, self.optimizer
+        # A step's random numbers follow from its number, so a resumed run draws the same ones.
+        environment.seed_all(mix(self.config.seed, position.step, self.world.rank))
+        for micro in range(window):
+            waited = time.perf_counter()
+            batch = next(data)
+            meter.data_s += time.perf_counter() - waited
+            with self.backend.accumulate(self.net, last=micro == window - 1):
+                with self.precision.autocast():
+                    loss = self.task.loss(self.net, batch) / window
+                self.precision.backward(loss)
+            meter.add_loss(loss)
+        self.backend.finish_backward(optimizer)
+        self.precision.unscale_(optimizer)
+        logs = last or (position.step + 1) % self.config.log_every == 0
+        norm = self._clip(logs)
+        lr = optimizer.param_groups[0]["lr"]
+        self.precision.step(optimizer)
+        self.scheduler.step()
+        optimizer.zero_grad()
+        position.step += 1
+        position.sample += window * self.batches.span
+        meter.count(window)
+        if logs:
+            meter.flush(norm, lr)
+        self.console.advance(position.step)
+
+    def _clip(self, wanted: bool) -> Tensor | None:
+        """Clip the gradients, which are equal on all ranks by now; the norm only where somebody looks at it."""
+        clip = self.config.clip_norm
+        if not wanted and math.isinf(clip):
+            return None
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if math.isinf(clip):
+            return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        return nn.utils.clip_grad_norm_(parameters, clip)
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        """Return exact means over the whole evaluation data, whatever the number of ranks."""
+        if self._eval_loader is None:
+            return {}
+        mean = Mean()
+        self.model.eval()
+        # The bare model: ranks may have different numbers of batches, so a wrapper's collectives would hang.
+        loaded = on_device(self._eval_loader, self.backend.device, self.precision.convert_batch)
+        for indices, batch in zip(self._eval_batches, loaded, strict=True):
+            with self.precision.autocast():
+                mean.add(self.task.metrics(self.model, batch), len(indices))
+        self.model.train()
+        metrics = mean.reduce(self.backend)
+        record = {"step": self.position.step, "epoch": self.position.epoch}
+        self.log({**record, **{f"eval_{name}": value for name, value in metrics.items()}})
+        return metrics
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Write one record to metrics.jsonl and show it. Does something on rank 0 alone."""
+        if self._run_dir is not None:
+            self._run_dir.log(record)
+        self.console.log(record)
+
+    # Checkpoints
+
+    def _save(self) -> None:
+        """Write a checkpoint, unless this step has one. Collective: what fails on rank 0 fails everywhere."""
+        if self._saved_step == self.position.step:
+            return
+        with self.backend.together():
+            if self._run_dir is not None:
+                self._write_checkpoint(self._run_dir)
+        self._saved_step = self.position.step
+
+    def _write_checkpoint(self, run_dir: RunDirectory) -> None:
+        trainer = {
+            **asdict(self.position),
+            "scaler": self.precision.scaler.state_dict(),
+            "schedule": self.scheduler.state_dict() if self._own_schedule else None,
+        }
+        parts = {
+            "model": to_cpu(self.model.state_dict()),
+            "optimizer": to_cpu(self.optimizer.state_dict()),
+            "trainer": trainer,
+        }
+        about = {
+            "task": self.config.task,
+            "world_size": self.world.size,
+            "backend": self.backend.name,
+            "global_batch": self.ledger.global_batch,
+            "versions": environment.versions(),
+        }
+        checkpoint.save(run_dir.checkpoints, self.position.step, parts, about)
+        checkpoint.prune(run_dir.checkpoints, self.config.keep)
+        run_dir.run["last_step"] = self.position.step
+
+    def _resume(self, base_lrs: list[float]) -> dict[str, Any]:
+        """Load the state on rank 0 and give it to all. Returns the trainer's part; empty for a fresh start."""
+        loaded: dict[str, Any] = {}
+        if self.config.resume == "none":
+            return loaded
+        with self.backend.together():
+            if self._run_dir is not None:
+                loaded = self._load(self._run_dir)
+        loaded = self.backend.broadcast_object(loaded)
+        if not loaded:
+            return loaded
+        self.backend.sync_state(self.model, self.optimizer)
+        # The rates of this run's options count, not those of the run that wrote the checkpoint.
+        for group, lr in zip(self.optimizer.param_groups, base_lrs, strict=True):
+            group["lr"] = group["initial_lr"] = lr
+        self.precision.scaler.load_state_dict(loaded["scaler"])
+        self.position = Position(loaded["step"], loaded["epoch"], loaded["sample"])
+        self._saved_step = self.position.step
+        return loaded
+
+    def _load(self, run_dir: RunDirectory) -> dict[str, Any]:
+        path = self._choose_checkpoint(run_dir)
+        if path is None:
+            return {}
+        loaded: dict[str, Any] = checkpoint.load(path, "trainer")
+        try:
+            self.model.load_state_dict(checkpoint.load(path, "model"))
+            self.optimizer.load_state_dict(checkpoint.load(path, "optimizer"))
+        except (RuntimeError, ValueError, KeyError) as error:
+            if isinstance(error, HvdtrainError):
+                raise
+            text = " ".join(str(error).split())
+            raise CheckpointError(f"{path} is of another model or optimizer: {text}") from None
+        aside = checkpoint.set_aside(run_dir.checkpoints, loaded["step"])
+        for old in aside:
+            self.console.say(f"resume   set aside {old.name}")
+        self.console.say(f"resume   from {path}, step {loaded['step']}")
+        self._resumed_from = str(path)
+        return loaded
+
+    def _choose_checkpoint(self, run_dir: RunDirectory) -> Path | None:
+        if self.config.resume != "auto":
+            path = Path(self.config.resume)
+            why = checkpoint.problem(path)
+            if why is not None:
+                raise CheckpointError(f"cannot resume from {path}: {why}")
+            return path
+        path_or_none, skipped = checkpoint.newest(run_dir.checkpoints)
+        for item in skipped:
+            self.console.say(f"resume   skipped {item.path.name}: {item.reason}")
+        if path_or_none is None:
+            self.console.say(
+                f"resume   no valid checkpoint in {run_dir.checkpoints}; starting afresh"
+            )
+            checkpoint.set_aside(run_dir.checkpoints, -1)
+        return path_or_none
+
+    # Records
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "command": sys.argv,
+            "config": asdict(self.config),
+            "origins": self._origins,
+            "world": asdict(self.world),
+            "hosts": self.backend.hosts or [socket.gethostname()],
+            "backend": {**self.backend.describe(), "reason": self.backend.reason},
+            "threads": self._threads,
+            "ledger": self.ledger.as_dict(),
+            "versions": environment.versions(),
+            "environment": environment.variables(os.environ),
+            "resumed_from": self._resumed_from,
+        }
+
+    def _record_failure(self, error: BaseException) -> None:
+        if self._run_dir is None:
+            return
+        outcome = "failed"
+        if isinstance(error, KeyboardInterrupt):
+            outcome = "interrupted"
+        elif isinstance(error, SystemExit):
+            outcome = "terminated"
+        text = f"{type(error).__name__}: {error}"
+        self._run_dir.finish(outcome, error=text, last_step=self.position.step)
+
+    def _agreed_fingerprint(self) -> str:
+        """Hash the final state dict, and make sure that all ranks trained the same parameters."""
+        mine = fingerprint(dict(self.model.named_parameters()))
+        for rank, other in enumerate(self.backend.all_gather_object(mine)):
+            if other != mine:
+                raise WorldMismatch(
+                    f"the parameters differ at the end: rank {self.world.rank} has {mine[:12]}, rank {rank} has "
+                    f"{other[:12]}; something trained on one rank alone"
+                )
+        return self.backend.broadcast_object(fingerprint(self.model.state_dict()))
+
+
+class Meter:
+    """Times and losses between two lines of metrics."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._reset()
+
+    def _reset(self) -> None:
+        self.data_s = 0.0
+        self._loss: Tensor | None = None
+        self._steps = 0
+        self._samples = 0
+        self._since = time.perf_counter()
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Add the loss of one micro-batch, divided by the size of its window. Waits for no device."""
+        value = loss.detach()
+        self._loss = value if self._loss is None else self._loss + value
+
+    def count(self, micro_batches: int) -> None:
+        """Count one optimizer step."""
+        self._steps += 1
+        self._samples += micro_batches * self._trainer.batches.span
+
+    def flush(self, norm: Tensor | None = None, lr: float | None = None) -> None:
+        """Reduce the loss over all ranks, check it, and log a line. Collective.
+
+        Raises TrainingDiverged on every rank where it is not finite on any.
+        """
+        if self._steps == 0 or self._loss is None:
+            return
+        trainer, steps = self._trainer, self._steps
+        loss = float(trainer.backend.all_reduce(self._loss.double() / steps, "mean"))
+        elapsed = time.perf_counter() - self._since
+        step = trainer.position.step
+        if not math.isfinite(loss):
+            error = TrainingDiverged(
+                f"the loss became {loss} in steps {step - steps + 1} to {step}; lower the learning rate, clip with "
+                f"--clip-norm, or look at the data; no checkpoint of these steps was kept"
+            )
+            error.everywhere = True
+            raise error
+        record: dict[str, Any] = {"step": step, "epoch": trainer.position.epoch, "loss": loss}
+        if norm is not None:
+            record["grad_norm"] = float(norm)
+        if lr is not None:
+            record["lr"] = lr
+        record["step_ms"] = 1000 * elapsed / steps
+        record["data_ms"] = 1000 * self.data_s / steps
+        record["samples_per_s"] = self._samples / elapsed
+        trainer.log(record)
+        self._reset()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
