@@ -1,7 +1,7 @@
 """One training script, any data-parallel engine.
 
-The public names are the list below. Each is loaded on first use, because torch takes seconds to import and
-`import hvdtrain` should not.
+The public names are the list below. Each is loaded on first use, because torch takes seconds to
+import and `import hvdtrain` should not.
 """
 
 from __future__ import annotations

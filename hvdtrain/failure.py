@@ -1,7 +1,9 @@
-"""How a rank that fails ends the whole job: once said, named, and without leaving the others waiting.
+"""How a rank that fails ends the whole job: once said, named, and without leaving the others
+waiting.
 
-torchrun and horovodrun stop the other ranks when one exits with an error. Under a plain mpirun they would wait
-for ever: the failed rank waits for them in MPI_Finalize, they for it in a collective. There it must call MPI_Abort.
+torchrun and horovodrun stop the other ranks when one exits with an error. Under a plain mpirun they
+would wait for ever: the failed rank waits for them in MPI_Finalize, they for it in a collective.
+There it must call MPI_Abort.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ def exit_code(error: BaseException) -> int:
 def guard(world: World) -> Iterator[None]:
     """End the job, with one report, where the block raises or exits with an error. Not collective.
 
-    SIGTERM raises SystemExit(143) inside the block, so that what is open is closed and its end recorded.
+    SIGTERM raises SystemExit(143) inside the block, so that what is open is closed and its end
+    recorded.
     """
     previous = signal.signal(signal.SIGTERM, _on_sigterm)
     try:

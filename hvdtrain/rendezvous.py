@@ -1,9 +1,10 @@
 """One c10d store, whatever the launcher.
 
-With MASTER_ADDR and MASTER_PORT in the environment (torchrun always sets them) the store is there. Without them rank
-0 binds a port that the system picks, and then publishes where it is: over MPI under mpirun, over the launcher's
-key-value store under horovodrun. Under srun, which has no such channel, the port follows from the job's id.
-The store carries a token of the job, so that two jobs on one host never take each other's.
+With MASTER_ADDR and MASTER_PORT in the environment (torchrun always sets them) the store is there.
+Without them rank 0 binds a port that the system picks, and then publishes where it is: over MPI
+under mpirun, over the launcher's key-value store under horovodrun. Under srun, which has no such
+channel, the port follows from the job's id. The store carries a token of the job, so that two jobs
+on one host never take each other's.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _SLURM_TRIES = 8
 def open_store(world: World, timeout_s: float) -> dist.Store:
     """Meet all ranks in one store. Collective: every rank calls, and leaves once all have come.
 
-    The store answers for `timeout_s` seconds before it gives up, and has a name space of its own for every
-    call, so that a process may open one after another.
-    Raises WorldError naming the missing ranks, LaunchError for two processes of one rank.
+    The store answers for `timeout_s` seconds before it gives up, and has a name space of its own
+    for every call, so that a process may open one after another. Raises WorldError naming the
+    missing ranks, LaunchError for two processes of one rank.
     """
     deadline = time.monotonic() + timeout_s
     if _has_address(world):
@@ -49,9 +50,11 @@ def open_store(world: World, timeout_s: float) -> dist.Store:
 
 
 def load_mpi(world: World) -> Any:
-    """Import `mpi4py.MPI`, which joins MPI, and check that it sees this world. Collective under mpirun.
+    """Import `mpi4py.MPI`, which joins MPI, and check that it sees this world. Collective under
+    mpirun.
 
-    Raises BackendUnavailable without mpi4py, WorldMismatch where its MPI library is not the launcher's.
+    Raises BackendUnavailable without mpi4py, WorldMismatch where its MPI library is not the
+    launcher's.
     """
     try:
         mpi = import_module("mpi4py.MPI")
@@ -160,7 +163,9 @@ def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) 
 
 
 def _over_slurm(world: World, deadline: float) -> dist.Store:
-    """Serve on the first free of a few ports that follow from the job; connect where the token is the job's."""
+    """Serve on the first free of a few ports that follow from the job; connect where the token is
+    the job's.
+    """
     env = os.environ
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "")
     if not nodes:
@@ -184,7 +189,9 @@ def _over_slurm(world: World, deadline: float) -> dist.Store:
 
 
 def _slurm_ports(reserved: str, token: str) -> list[int]:
-    """`srun --resv-ports` gives "12000-12003"; otherwise a few ports that only this step should pick."""
+    """`srun --resv-ports` gives "12000-12003"; otherwise a few ports that only this step should
+    pick.
+    """
     if reserved:
         first, _, last = reserved.split(",")[0].partition("-")
         return list(range(int(first), int(last or first) + 1))
@@ -303,7 +310,9 @@ _meetings: dict[str, int] = {}
 
 
 def _next_meeting(url_key: str) -> int:
-    """Number the meetings of this process at one place, so that a second never reads the first one's key."""
+    """Number the meetings of this process at one place, so that a second never reads the first
+    one's key.
+    """
     _meetings[url_key] = _meetings.get(url_key, 0) + 1
     return _meetings[url_key]
 

@@ -1,8 +1,8 @@
 """World: who this process is, read from what its launcher put into the environment.
 
-`detect(env)` is a pure function of a mapping: nothing is imported, started or written. A launcher is a row of
-`LAUNCHERS`. A partial row, or two rows that contradict each other, is an error that names the variables; it is never
-a silent world of one.
+`detect(env)` is a pure function of a mapping: nothing is imported, started or written. A launcher
+is a row of `LAUNCHERS`. A partial row, or two rows that contradict each other, is an error that
+names the variables; it is never a silent world of one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from hvdtrain.errors import LaunchError
 class World:
     """The facts of one process among `size`.
 
-    `cross_rank` and `cross_size` number the hosts. Open MPI, MPICH and MVAPICH do not tell them; there
-    they follow from equally filled hosts in rank order, which is what these launchers do by default.
+    `cross_rank` and `cross_size` number the hosts. Open MPI, MPICH and MVAPICH do not tell them;
+    there they follow from equally filled hosts in rank order, which is what these launchers do by
+    default.
     """
 
     rank: int = 0
@@ -54,10 +55,12 @@ class Launcher:
     cross_rank: str = ""
     cross_size: str = ""
     required: tuple[str, ...] = ()
-    """Variables that this launcher also always sets, so that one missing is a partial environment."""
+    """Variables that this launcher also always sets, so that one missing is a partial environment.
+    """
     agents: bool = False
-    """It may start one agent per host, which then starts the ranks (`srun torchrun ...`), or the daemons of
-    another launcher, so that its own rank and size may be those of the agents."""
+    """It may start one agent per host, which then starts the ranks (`srun torchrun ...`), or the
+    daemons of another launcher, so that its own rank and size may be those of the agents.
+    """
     is_mpi: bool = False
 
     @property
@@ -66,8 +69,9 @@ class Launcher:
         return (self.rank, self.size, self.local_rank, self.local_size)
 
 
-# Innermost first: the one that can run inside another comes before it. torchrun is started by mpirun or srun (one
-# agent a host), horovodrun and mpirun by srun. MVAPICH may be started by Hydra, which also sets MPICH's variables.
+# Innermost first: the one that can run inside another comes before it. torchrun is started by
+# mpirun or srun (one agent a host), horovodrun and mpirun by srun. MVAPICH may be started by Hydra,
+# which also sets MPICH's variables.
 LAUNCHERS = (
     Launcher(
         "torchrun",
@@ -130,7 +134,8 @@ LAUNCHERS = (
 
 _SRUN = LAUNCHERS[-1]
 
-# Slurm numbers the steps that are no `srun` of the user's (the pending, interactive, batch and extern step) from here.
+# Slurm numbers the steps that are no `srun` of the user's (the pending, interactive, batch and
+# extern step) from here.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 
 
@@ -198,7 +203,8 @@ def _number(env: Mapping[str, str], name: str) -> int:
 def _consistent(inner: World, outer: World) -> bool:
     """Whether `outer` can have started what `inner` describes.
 
-    Either both number the same ranks, or `outer` is a world of one, or it started one agent per host.
+    Either both number the same ranks, or `outer` is a world of one, or it started one agent per
+    host.
     """
     if (inner.rank, inner.size) == (outer.rank, outer.size) or outer.size == 1:
         return True
@@ -215,7 +221,9 @@ def _consistent(inner: World, outer: World) -> bool:
 
 
 def _is_srun_task(env: Mapping[str, str]) -> bool:
-    """Whether this is a task of a step, not the shell of `salloc` or `sbatch`, which has SLURM_* too."""
+    """Whether this is a task of a step, not the shell of `salloc` or `sbatch`, which has SLURM_*
+    too.
+    """
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
     return step.isdigit() and int(step) < _SLURM_SPECIAL_STEPS and "SLURM_PROCID" in env
 
@@ -223,8 +231,8 @@ def _is_srun_task(env: Mapping[str, str]) -> bool:
 def _srun_facts(env: Mapping[str, str]) -> dict[str, str]:
     """The variables of the srun row, taken from the step's own where Slurm sets them.
 
-    SLURM_NTASKS and SLURM_TASKS_PER_NODE may be the allocation's. The tasks per node come as "2(x3),1": the
-    local size is this node's entry.
+    SLURM_NTASKS and SLURM_TASKS_PER_NODE may be the allocation's. The tasks per node come as
+    "2(x3),1": the local size is this node's entry.
     """
     facts = dict(env)
     for name, step_name in (

@@ -1,7 +1,7 @@
 """The table of backends, the automatic choice, and the handshake.
 
-A name maps to "module:Class", imported on use, so that naming a backend imports nothing. A name with a colon is a
-user's own: `--backend my_package.my_module:MyBackend`.
+A name maps to "module:Class", imported on use, so that naming a backend imports nothing. A name
+with a colon is a user's own: `--backend my_package.my_module:MyBackend`.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def open_backend(
 ) -> Backend:
     """Choose, open and verify a backend. Collective: every rank calls.
 
-    The handshake compares the world, the versions, and the values of `agree_on` (the resolved configuration, say)
-    between all ranks; WorldMismatch names both sides of a difference.
-    Raises InputError, LaunchError, BackendUnavailable, WorldError.
+    The handshake compares the world, the versions, and the values of `agree_on` (the resolved
+    configuration, say) between all ranks; WorldMismatch names both sides of a difference. Raises
+    InputError, LaunchError, BackendUnavailable, WorldError.
     """
     from hvdtrain.backends.base import BackendOptions
 

@@ -34,18 +34,20 @@ class BackendOptions:
     """How long a rank waits for the others, in a rendezvous or in a collective."""
     bucket_mib: float = 25.0
     buffers: Literal["broadcast", "average", "local"] = "broadcast"
-    """What happens to BatchNorm statistics and other buffers after every step: rank 0's go to all, floating
-    ones become the mean, or every rank keeps its own."""
+    """What happens to BatchNorm statistics and other buffers after every step: rank 0's go to all,
+    floating ones become the mean, or every rank keeps its own.
+    """
     unused_parameters: Literal["error", "zero"] = "error"
-    """A parameter that got no gradient on any rank: an error that names it, or a gradient of zeros (so that
-    weight decay and momentum apply)."""
+    """A parameter that got no gradient on any rank: an error that names it, or a gradient of zeros
+    (so that weight decay and momentum apply).
+    """
 
 
 class Backend(ABC):
     """How one data-parallel world combines gradients and small values.
 
-    [all] = every rank calls, in the same order. Use it as a context manager: leaving the block closes it, and under
-    an MPI launcher an exception that leaves the block ends the whole job.
+    [all] = every rank calls, in the same order. Use it as a context manager: leaving the block
+    closes it, and under an MPI launcher an exception that leaves the block ends the whole job.
     """
 
     name: ClassVar[str]
@@ -69,7 +71,9 @@ class Backend(ABC):
 
     @classmethod
     def refuses(cls, world: World) -> str | None:
-        """None where the launcher of `world` can carry this backend, else why not and the fix. Not collective."""
+        """None where the launcher of `world` can carry this backend, else why not and the fix. Not
+        collective.
+        """
         return None
 
     @abstractmethod
@@ -77,14 +81,18 @@ class Backend(ABC):
         """[all] Join the world. Raises WorldError, WorldMismatch or BackendUnavailable."""
 
     def close(self, failed: bool = False) -> None:
-        """[all] Leave the world; twice, or after a failure, is safe. `failed`: do not wait for the others."""
+        """[all] Leave the world; twice, or after a failure, is safe. `failed`: do not wait for the
+        others.
+        """
 
     def describe(self) -> dict[str, Any]:
         """Versions, transport and sizes in force: goes into run.json. Not collective."""
         return {"name": self.name, "device": str(self.device), "torch": torch.__version__}
 
     def peer_failure(self, error: Exception) -> HvdtrainError | None:
-        """A WorldError where `error` says that a peer has gone or is late, else None. Not collective."""
+        """A WorldError where `error` says that a peer has gone or is late, else None. Not
+        collective.
+        """
         return None
 
     # Training
@@ -92,9 +100,10 @@ class Backend(ABC):
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """[all] Wrap both. Weights, buffers and existing optimizer state become rank 0's.
 
-        `model` must be on `self.device` already. Load state and build a scheduler afterwards, on what this returns:
-        a backend may make a new optimizer. Keep `model` for `state_dict()`, whose names the wrapper may change.
-        Raises WorldMismatch where the models differ in a name, shape or dtype.
+        `model` must be on `self.device` already. Load state and build a scheduler afterwards, on
+        what this returns: a backend may make a new optimizer. Keep `model` for `state_dict()`,
+        whose names the wrapper may change. Raises WorldMismatch where the models differ in a name,
+        shape or dtype.
         """
         if not any(p.requires_grad for p in model.parameters()):
             raise InputError(f"{type(model).__name__} has no parameter that requires a gradient")
@@ -110,7 +119,8 @@ class Backend(ABC):
     def sync_state(self, model: nn.Module, optimizer: Optimizer) -> None:
         """[all] Weights, buffers and optimizer state become rank 0's, in place.
 
-        Optimizer state is only copied, never made by a step on zero gradients, which would decay the weights.
+        Optimizer state is only copied, never made by a step on zero gradients, which would decay
+        the weights.
         """
         if self.world.size == 1:
             return
@@ -122,17 +132,19 @@ class Backend(ABC):
             optimizer.load_state_dict(state)
 
     def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Put around forward and backward of one micro-batch; `last`: the next call is `finish_backward`.
+        """Put around forward and backward of one micro-batch; `last`: the next call is
+        `finish_backward`.
 
         Gradients add up over the micro-batches of a window: divide the loss by how many there are.
         """
         return nullcontext()
 
     def finish_backward(self, optimizer: Optimizer) -> None:
-        """[all] AFTER IT `p.grad` IS THE MEAN OVER ALL RANKS, on every backend; buffers follow their policy.
+        """[all] AFTER IT `p.grad` IS THE MEAN OVER ALL RANKS, on every backend; buffers follow
+        their policy.
 
-        Call it once a window, before unscaling, clipping and stepping. Raises InputError naming the parameters
-        without a gradient, where these are not allowed.
+        Call it once a window, before unscaling, clipping and stepping. Raises InputError naming the
+        parameters without a gradient, where these are not allowed.
         """
         if id(optimizer) not in self._prepared:
             raise ValueError("finish_backward wants the optimizer that prepare returned")
@@ -143,7 +155,9 @@ class Backend(ABC):
             self._sync_buffers(model)
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:
-        """[all] Wait for, or do, the averaging. Backends that average within backward need nothing here."""
+        """[all] Wait for, or do, the averaging. Backends that average within backward need nothing
+        here.
+        """
 
     # Small values
 
@@ -151,7 +165,8 @@ class Backend(ABC):
     def all_reduce(self, t: Tensor, op: Op = "mean") -> Tensor:
         """[all] Combine `t` over all ranks. Returns a new tensor; `t` is unchanged.
 
-        Same shape, dtype and device as `t`. Raises ValueError for an unknown op, and for "mean" of integers.
+        Same shape, dtype and device as `t`. Raises ValueError for an unknown op, and for "mean" of
+        integers.
         """
 
     @abstractmethod
@@ -172,9 +187,11 @@ class Backend(ABC):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """[all] Let an HvdtrainError of any rank inside the block become everybody's, so that none waits in vain.
+        """[all] Let an HvdtrainError of any rank inside the block become everybody's, so that none
+        waits in vain.
 
-        The block itself may hold no collective. Any other exception leaves as it is, on its rank alone.
+        The block itself may hold no collective. Any other exception leaves as it is, on its rank
+        alone.
         """
         mine: HvdtrainError | None = None
         try:

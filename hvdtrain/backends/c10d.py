@@ -24,7 +24,8 @@ _REDUCE = {
     "max": dist.ReduceOp.MAX,
 }
 
-# What the transports say, in RuntimeErrors without a type of their own, when a peer is gone or late.
+# What the transports say, in RuntimeErrors without a type of their own, when a peer is gone or
+# late.
 _PEER_PHRASES = (
     "Connection closed by peer",
     "Connection reset by peer",

@@ -53,7 +53,9 @@ class Horovod(Backend):
 
     @classmethod
     def refuses(cls, world: World) -> str | None:
-        """Refuse torchrun, which Horovod does not know, and mpirun where Horovod was built without MPI."""
+        """Refuse torchrun, which Horovod does not know, and mpirun where Horovod was built without
+        MPI.
+        """
         if world.launcher == "torchrun" and world.size > 1:
             return (
                 f"Horovod does not know torchrun's ranks and would train {world.size} models; start it with "
@@ -132,8 +134,9 @@ class Horovod(Backend):
 
     @contextmanager
     def _counted(self, optimizer: Any, last: bool) -> Iterator[None]:
-        # The hooks count backward passes down from here. Setting the count for each pass, to one for the last and
-        # to more for the others, makes a short window at the end of an epoch no special case.
+        # The hooks count backward passes down from here. Setting the count for each pass, to one
+        # for the last and to more for the others, makes a short window at the end of an epoch no
+        # special case.
         passes = 1 if last else 2
         if optimizer is not None:
             optimizer.set_backward_passes_per_step(passes)

@@ -45,7 +45,8 @@ def _options() -> list[click.Parameter]:
             more["type"] = (
                 click.Choice(item.metadata["choices"]) if item.metadata["choices"] else _plain(kind)
             )
-        # `--local_rank` of torch.distributed.launch is `--local-rank` by way of the group's normalisation.
+        # `--local_rank` of torch.distributed.launch is `--local-rank` by way of the group's
+        # normalisation.
         made.append(
             click.Option(
                 [flag(name), name], default=item.default, help=item.metadata["help"], **more

@@ -15,7 +15,9 @@ from hvdtrain.training.task import Task
 
 
 class Digits(Task):
-    """A small convnet on the digits, a fifth of which is held out; over 97 % of that after ten epochs."""
+    """A small convnet on the digits, a fifth of which is held out; over 97 % of that after ten
+    epochs.
+    """
 
     def __init__(self, lr: float = 0.002, width: int = 32, dropout: float = 0.1) -> None:
         self.lr = lr

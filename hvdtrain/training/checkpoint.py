@@ -2,9 +2,10 @@
 
     step-00001000/  model.pt  optimizer.pt  trainer.pt  manifest.json  COMPLETE
 
-Written to a fresh staging directory beside it, every file fsynced, a manifest of sizes and SHA-256 hashes, then the
-marker COMPLETE with the manifest's own hash, then one rename. State is saved raw, as the model's and optimizer's own
-`state_dict()`, so that any backend at any world size can load it; always with `weights_only=True`.
+Written to a fresh staging directory beside it, every file fsynced, a manifest of sizes and SHA-256
+hashes, then the marker COMPLETE with the manifest's own hash, then one rename. State is saved raw,
+as the model's and optimizer's own `state_dict()`, so that any backend at any world size can load
+it; always with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class Skipped:
 def save(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, Any]) -> Path:
     """Write the checkpoint of `step` under `root` and return its path. One rank calls.
 
-    `parts` maps a name to what torch.save writes as `<name>.pt`; `about` goes into the manifest. Replaces a
-    checkpoint of the same step. Raises CheckpointError where it cannot be written; what was there then stays.
+    `parts` maps a name to what torch.save writes as `<name>.pt`; `about` goes into the manifest.
+    Replaces a checkpoint of the same step. Raises CheckpointError where it cannot be written; what
+    was there then stays.
     """
     final = root / f"step-{step:08d}"
     staging = root / f"{_STAGING}{final.name}-{os.getpid()}"
@@ -74,7 +76,9 @@ def save(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, An
 
 
 def problem(path: Path) -> str | None:
-    """None where `path` is a whole, undamaged checkpoint, else what is wrong with it. Reads every byte."""
+    """None where `path` is a whole, undamaged checkpoint, else what is wrong with it. Reads every
+    byte.
+    """
     try:
         if not path.is_dir():
             return "it is not a directory" if path.exists() else "it does not exist"
@@ -102,7 +106,9 @@ def problem(path: Path) -> str | None:
 
 
 def load(path: Path, name: str) -> Any:
-    """Load one part of a checkpoint, on the CPU. Raises CheckpointError; runs no code of the file's."""
+    """Load one part of a checkpoint, on the CPU. Raises CheckpointError; runs no code of the
+    file's.
+    """
     try:
         return torch.load(path / f"{name}.pt", map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can raise nearly anything
@@ -110,7 +116,9 @@ def load(path: Path, name: str) -> Any:
 
 
 def newest(root: Path) -> tuple[Path | None, list[Skipped]]:
-    """Find the newest valid checkpoint under `root`, and those passed over on the way. One rank calls."""
+    """Find the newest valid checkpoint under `root`, and those passed over on the way. One rank
+    calls.
+    """
     skipped = []
     for path in reversed(steps(root)):
         why = problem(path)
@@ -139,7 +147,8 @@ def prune(root: Path, keep: int) -> None:
 
 
 def set_aside(root: Path, after: int) -> list[Path]:
-    """Rename the checkpoints of steps beyond `after`, which a resumed run takes anew; nothing is lost.
+    """Rename the checkpoints of steps beyond `after`, which a resumed run takes anew; nothing is
+    lost.
 
     Returns the new paths. A damaged one would otherwise count as the newest again.
     """

@@ -1,4 +1,5 @@
-"""Every option of a run, once: the command line, HVDTRAIN_* variables and the TOML file are all read off this class.
+"""Every option of a run, once: the command line, HVDTRAIN_* variables and the TOML file are all
+read off this class.
 
 Imports no torch: `hvdtrain --help` must answer at once.
 """
@@ -145,7 +146,9 @@ class TrainConfig:
             ) from None
 
     def micro_batch(self, num_ranks: int) -> int:
-        """Samples of one rank's micro-batch. Raises InputError where the global batch does not divide."""
+        """Samples of one rank's micro-batch. Raises InputError where the global batch does not
+        divide.
+        """
         if self.global_batch_size is None:
             return 32 if self.batch_size is None else self.batch_size
         parts = num_ranks * self.accumulate

@@ -16,9 +16,9 @@ from hvdtrain.world import World, is_mpi
 class ShardedBatches(Sampler[list[int]]):
     """This rank's micro-batches, cut out of one global order.
 
-    The order is a permutation by seed and epoch, the same on every rank and at every world size. The k-th
-    micro-batch of all ranks together is one run of it, of which each rank takes its part; so a position in the
-    order, in samples, says all about where an epoch stands.
+    The order is a permutation by seed and epoch, the same on every rank and at every world size.
+    The k-th micro-batch of all ranks together is one run of it, of which each rank takes its part;
+    so a position in the order, in samples, says all about where an epoch stands.
     """
 
     def __init__(
@@ -38,7 +38,9 @@ class ShardedBatches(Sampler[list[int]]):
         return self.batch_size * self._world.size
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch's order, and the sample of it to start from. Every rank must call it alike."""
+        """Choose the epoch's order, and the sample of it to start from. Every rank must call it
+        alike.
+        """
         self._epoch, self._start = epoch, start
 
     def batches_from(self, start: int) -> int:
@@ -127,7 +129,9 @@ def make_loader(
 def on_device(
     loader: Iterable[Any], device: torch.device, convert: Callable[[Tensor], Tensor]
 ) -> Iterator[Any]:
-    """Yield the batches on `device`. On CUDA the copy of the next one runs beside the work on this one."""
+    """Yield the batches on `device`. On CUDA the copy of the next one runs beside the work on this
+    one.
+    """
     if device.type != "cuda":
         for batch in loader:
             yield map_tensors(batch, convert)

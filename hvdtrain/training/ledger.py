@@ -8,7 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Ledger:
-    """The arithmetic of a run. `leftover`: samples dropped (negative) or repeated (positive) in each epoch."""
+    """The arithmetic of a run. `leftover`: samples dropped (negative) or repeated (positive) in
+    each epoch.
+    """
 
     micro_batch: int
     accumulate: int

@@ -26,7 +26,9 @@ class Mean:
             self._counts[name] = self._counts.get(name, 0) + num_samples
 
     def reduce(self, backend: Backend) -> dict[str, float]:
-        """Return the means over all samples of all ranks. Collective; a rank that added nothing calls too."""
+        """Return the means over all samples of all ranks. Collective; a rank that added nothing
+        calls too.
+        """
         mine = {
             name: (float(torch.stack(sums).sum()), self._counts[name])
             for name, sums in self._sums.items()
@@ -41,7 +43,9 @@ class Mean:
 
 
 def fingerprint(state: Mapping[str, object]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of the tensors of a state dict, in sorted order of names."""
+    """SHA-256 over names, dtypes, shapes and bytes of the tensors of a state dict, in sorted order
+    of names.
+    """
     digest = hashlib.sha256()
     for name in sorted(state):
         value = state[name]

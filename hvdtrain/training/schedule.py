@@ -11,7 +11,9 @@ from hvdtrain.training.config import TrainConfig
 
 
 def lr_factor(scaling: str, num_ranks: int, accumulate: int) -> float:
-    """What the learning rate is multiplied by: how many micro-batches make a step, its root, or one."""
+    """What the learning rate is multiplied by: how many micro-batches make a step, its root, or
+    one.
+    """
     parts = num_ranks * accumulate
     return {"none": 1.0, "linear": float(parts), "sqrt": math.sqrt(parts)}[scaling]
 
@@ -19,7 +21,9 @@ def lr_factor(scaling: str, num_ranks: int, accumulate: int) -> float:
 def set_base_lr(
     optimizer: Optimizer, lr: float | None, factor: float
 ) -> tuple[list[float], list[float]]:
-    """Set the rate that every schedule starts from, in place. Returns it before and after scaling, by group."""
+    """Set the rate that every schedule starts from, in place. Returns it before and after scaling,
+    by group.
+    """
     before = [float(group["lr"]) if lr is None else lr for group in optimizer.param_groups]
     after = [value * factor for value in before]
     for group, value in zip(optimizer.param_groups, after, strict=True):
@@ -34,7 +38,8 @@ def build_schedule(
     total_steps: int,
     steps_per_epoch: int,
 ) -> LRScheduler:
-    """Warm up and then hold, anneal or drop: a function of the step alone, so a resumed run needs no state.
+    """Warm up and then hold, anneal or drop: a function of the step alone, so a resumed run needs
+    no state.
 
     The optimizer's groups must hold `initial_lr`.
     """

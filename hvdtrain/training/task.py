@@ -22,7 +22,9 @@ from hvdtrain.errors import InputError
 from hvdtrain.tasks import TASKS
 
 Batch = Any
-"""What the dataset's samples collate to: tensors, in tuples, lists or dicts, on the device of the model."""
+"""What the dataset's samples collate to: tensors, in tuples, lists or dicts, on the device of the
+model.
+"""
 
 
 class Task(ABC):
@@ -45,14 +47,20 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, net: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean loss over the samples of `batch`, a scalar. Calls `net` once, which may be a wrapper."""
+        """Return the mean loss over the samples of `batch`, a scalar. Calls `net` once, which may
+        be a wrapper.
+        """
 
     def metrics(self, net: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Return, by name, means over the samples of `batch`: evaluation weights them by sample counts."""
+        """Return, by name, means over the samples of `batch`: evaluation weights them by sample
+        counts.
+        """
         return {"loss": self.loss(net, batch)}
 
     def schedule(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
-        """Return a scheduler that is stepped once per optimizer step, or None for the one of the options."""
+        """Return a scheduler that is stepped once per optimizer step, or None for the one of the
+        options.
+        """
         return None
 
     def collate(self, samples: list[Any]) -> Batch:
@@ -63,10 +71,12 @@ class Task(ABC):
 
 
 def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
-    """Make the task that `spec` names: a built-in one, `module:Class` or `path/file.py:Class`. Not collective.
+    """Make the task that `spec` names: a built-in one, `module:Class` or `path/file.py:Class`. Not
+    collective.
 
-    `settings` are its constructor arguments as "name=value"; a value is a Python literal, or else a string.
-    Raises InputError for what cannot be found, and for arguments that the constructor does not take.
+    `settings` are its constructor arguments as "name=value"; a value is a Python literal, or else a
+    string. Raises InputError for what cannot be found, and for arguments that the constructor does
+    not take.
     """
     where = TASKS.get(spec, spec)
     module_name, colon, class_name = where.rpartition(":")

@@ -58,7 +58,9 @@ class Result:
 
 @dataclass
 class Position:
-    """Where a run stands: optimizer steps done, and samples of all ranks consumed in the current epoch."""
+    """Where a run stands: optimizer steps done, and samples of all ranks consumed in the current
+    epoch.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -238,7 +240,9 @@ class Trainer:
         return Result(self.position.step, metrics, digest, path)
 
     def _run_epoch(self) -> dict[str, float] | None:
-        """Take the rest of the current epoch, or of the run. Returns the metrics if it ended with an evaluation."""
+        """Take the rest of the current epoch, or of the run. Returns the metrics if it ended with
+        an evaluation.
+        """
         position, config = self.position, self.config
         self.batches.set_epoch(position.epoch, position.sample)
         left = self.batches.batches_from(position.sample)
@@ -297,7 +301,9 @@ class Trainer:
         self.console.advance(position.step)
 
     def _clip(self, wanted: bool) -> Tensor | None:
-        """Clip the gradients, which are equal on all ranks by now; the norm only where somebody looks at it."""
+        """Clip the gradients, which are equal on all ranks by now; the norm only where somebody
+        looks at it.
+        """
         clip = self.config.clip_norm
         if not wanted and math.isinf(clip):
             return None
@@ -313,7 +319,8 @@ class Trainer:
             return {}
         mean = Mean()
         self.model.eval()
-        # The bare model: ranks may have different numbers of batches, so a wrapper's collectives would hang.
+        # The bare model: ranks may have different numbers of batches, so a wrapper's collectives
+        # would hang.
         loaded = on_device(self._eval_loader, self.backend.device, self.precision.convert_batch)
         for indices, batch in zip(self._eval_batches, loaded, strict=True):
             with self.precision.autocast():
@@ -333,7 +340,9 @@ class Trainer:
     # Checkpoints
 
     def _save(self) -> None:
-        """Write a checkpoint, unless this step has one. Collective: what fails on rank 0 fails everywhere."""
+        """Write a checkpoint, unless this step has one. Collective: what fails on rank 0 fails
+        everywhere.
+        """
         if self._saved_step == self.position.step:
             return
         with self.backend.together():
@@ -364,7 +373,9 @@ class Trainer:
         run_dir.run["last_step"] = self.position.step
 
     def _resume(self, base_lrs: list[float]) -> dict[str, Any]:
-        """Load the state on rank 0 and give it to all. Returns the trainer's part; empty for a fresh start."""
+        """Load the state on rank 0 and give it to all. Returns the trainer's part; empty for a
+        fresh start.
+        """
         loaded: dict[str, Any] = {}
         if self.config.resume == "none":
             return loaded

@@ -13,8 +13,8 @@ TRANSPORTS = ("nccl", "gloo")
 def choose(requested: str, device: torch.device) -> tuple[str, str]:
     """Return the transport and the reason for it. Not collective.
 
-    Raises InputError for an unknown name, BackendUnavailable for one that torch here lacks or that cannot carry
-    tensors of `device`.
+    Raises InputError for an unknown name, BackendUnavailable for one that torch here lacks or that
+    cannot carry tensors of `device`.
     """
     if requested == "auto":
         if device.type == "cuda":
