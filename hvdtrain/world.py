@@ -62,6 +62,9 @@ class Launcher:
     daemons of another launcher, so that its own rank and size may be those of the agents.
     """
     is_mpi: bool = False
+    shares_terminal: bool = False
+    """The ranks write to the user's own terminal. Others forward lines, though some (Open MPI) by
+    way of a pseudo-terminal, which looks like one."""
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -82,6 +85,7 @@ LAUNCHERS = (
         "GROUP_RANK",
         "GROUP_WORLD_SIZE",
         required=("MASTER_ADDR", "MASTER_PORT"),
+        shares_terminal=True,
     ),
     Launcher(
         "horovodrun",
@@ -162,6 +166,12 @@ def detect(env: Mapping[str, str] | None = None) -> World:
 def is_mpi(world: World) -> bool:
     """Whether an MPI launcher started this process, so that MPI_Init joins it to the others."""
     return any(row.is_mpi for row in LAUNCHERS if row.name == world.launcher)
+
+
+def shares_terminal(world: World) -> bool:
+    """Whether what looks like a terminal to this process is the user's."""
+    rows = [row for row in LAUNCHERS if row.name == world.launcher]
+    return all(row.shares_terminal for row in rows)
 
 
 def _read(row: Launcher, env: Mapping[str, str]) -> World | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -30,11 +32,17 @@ def build_and_install(facts: Facts, plan: Plan, log: Path | None, say: Say) -> N
         file = open(log_path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
     except OSError as error:
         raise InputError(f"--log {log_path} cannot be written: {error.strerror}") from None
+    replaced = False
     try:
-        with file, progress(say) as show:
-            _build_and_install(facts, plan, file, show)
+        with file, progress(say) as show, _folder() as folder:
+            wheel = _build_wheel(facts, plan, folder, file, show)
+            # After an error pip puts the old package back, but not after Ctrl-C: that waits.
+            with signals_held():
+                _install_wheel(wheel, file, show)
+                replaced = True
     except (KeyboardInterrupt, SystemExit):
-        say(f"interrupted; Horovod here is as it was before; log: {log_path}")
+        state = "is the new one, not checked yet" if replaced else "is as it was before"
+        say(f"interrupted; Horovod here {state}; log: {log_path}")
         raise
     except BuildFailed as error:
         raise BuildFailed(f"{error}\n{_explain(log_path)}\nfull log: {log_path}") from None
@@ -42,23 +50,27 @@ def build_and_install(facts: Facts, plan: Plan, log: Path | None, say: Say) -> N
         log_path.unlink()
 
 
-def _build_and_install(facts: Facts, plan: Plan, log: IO[str], show: Show) -> None:
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as name:
-        folder = Path(name).resolve()
-        base = own_environment()
-        env = recipe.environment(plan, facts, folder, base)
-        for path, text in recipe.cmake_files(
-            plan, folder, base.get("CMAKE_TOOLCHAIN_FILE")
-        ).items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        _logged(recipe.wheel_command(folder / "wheel"), env, log, show, "Horovod does not build")
-        wheel = next((folder / "wheel").glob("horovod-*.whl"))
-        # pip puts the old package back after an error, but not after a Ctrl-C: a few seconds' wait.
-        with signals_held():
-            show(Step("install", 100))
-            command = recipe.install_command(wheel)
-            _logged(command, base, log, show, "the wheel of Horovod does not install")
+        yield Path(name).resolve()
+
+
+def _build_wheel(facts: Facts, plan: Plan, folder: Path, log: IO[str], show: Show) -> Path:
+    base = own_environment()
+    files = recipe.cmake_files(plan, folder, base.get("CMAKE_TOOLCHAIN_FILE"))
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    env = recipe.environment(plan, facts, folder, base)
+    _logged(recipe.wheel_command(folder / "wheel"), env, log, show, "Horovod does not build")
+    return next((folder / "wheel").glob("horovod-*.whl"))
+
+
+def _install_wheel(wheel: Path, log: IO[str], show: Show) -> None:
+    show(Step("install", 100))
+    command = recipe.install_command(wheel)
+    _logged(command, own_environment(), log, show, "the wheel of Horovod does not install")
 
 
 def _logged(

@@ -19,7 +19,7 @@ class Digits(Task):
     epochs.
     """
 
-    def __init__(self, lr: float = 0.002, width: int = 32, dropout: float = 0.1) -> None:
+    def __init__(self, lr: float = 0.002, width: int = 32, dropout: float = 0.0) -> None:
         self.lr = lr
         self.width = width
         self.dropout = dropout

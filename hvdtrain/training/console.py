@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from hvdtrain.world import World
+from hvdtrain.world import World, shares_terminal
 
 
 class Console:
@@ -91,7 +91,7 @@ def make_console(world: World) -> Console:
     """Pick the console of this rank. Not collective."""
     if world.rank > 0:
         return Console()
-    return Bar() if sys.stdout.isatty() else Lines()
+    return Bar() if sys.stdout.isatty() and shares_terminal(world) else Lines()
 
 
 def describe(record: dict[str, Any]) -> str:
