@@ -18,12 +18,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import HvdtrainError, WorldError
 from hvdtrain.world import World
 
 # Ranks that fail together speak in turn; the first to speak ends the job before the next one does.
 _TURN_S = 0.5
 _LONGEST_TURN_S = 3.0
+# A rank that merely lost a peer lets that one say why.
+_WITNESS_S = 3.0
 
 
 def exit_code(error: BaseException) -> int:
@@ -58,12 +60,13 @@ def guard(world: World) -> Iterator[None]:
 
 
 def end_job(world: World, error: BaseException) -> NoReturn:
-    """Report `error` as this rank's and end the process and, under MPI, the job. Does not return."""
+    """Report `error` as this rank's; end the process and, under MPI, the job."""
     code = exit_code(error)
     if world.size == 1:
         report(world, error)
         sys.exit(code)
-    time.sleep(min(_TURN_S * world.rank, _LONGEST_TURN_S))
+    turn_s = min(_TURN_S * world.rank, _LONGEST_TURN_S)
+    time.sleep(turn_s + (_WITNESS_S if isinstance(error, WorldError) else 0))
     report(world, error)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -23,6 +23,12 @@ from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    Store,
+    TCPStore,
+    rendezvous,
+)
 
 from hvdtrain.errors import BackendUnavailable, LaunchError, WorldError, WorldMismatch
 from hvdtrain.world import World, first_slurm_host
@@ -33,7 +39,7 @@ _SLURM_PORTS = range(20000, 28000)
 _SLURM_TRIES = 8
 
 
-def open_store(world: World, timeout_s: float) -> dist.Store:
+def open_store(world: World, timeout_s: float) -> Store:
     """Meet all ranks in one store. Collective: every rank calls, and leaves once all have come.
 
     The store answers for `timeout_s` seconds before it gives up, and has a name space of its own
@@ -67,8 +73,8 @@ def load_mpi(world: World) -> Any:
     if (rank, size) != (world.rank, world.size):
         library = mpi.Get_library_version().splitlines()[0].split(",")[0]
         raise WorldMismatch(
-            f"{world.launcher} started rank {world.rank} of {world.size}, but mpi4py, on {library}, "
-            f"sees rank {rank} of {size}; use the mpirun that belongs to that library"
+            f"{world.launcher} started rank {world.rank} of {world.size}, but mpi4py, on "
+            f"{library}, sees rank {rank} of {size}; use the mpirun that belongs to that library"
         )
     return mpi
 
@@ -87,15 +93,16 @@ def _has_address(world: World) -> bool:
     return len(given) == 2 and world.launcher != "none"
 
 
-def _at_address(world: World, timeout_s: float) -> dist.Store:
+def _at_address(world: World, timeout_s: float) -> Store:
     url = f"env://?rank={world.rank}&world_size={world.size}"
     try:
-        store, _, _ = next(dist.rendezvous(url, timeout=timedelta(seconds=timeout_s)))  # type: ignore[no-untyped-call]
+        store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=timeout_s)))
     except (dist.DistError, ValueError, OSError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         what = "serve" if world.rank == 0 else "reach"
         raise WorldError(
-            f"{world} could not {what} the store at MASTER_ADDR:MASTER_PORT={where}: {_first_line(error)}"
+            f"{world} could not {what} the store at MASTER_ADDR:MASTER_PORT={where}: "
+            f"{_first_line(error)}"
         ) from None
     return store  # type: ignore[no-any-return]
 
@@ -103,11 +110,11 @@ def _at_address(world: World, timeout_s: float) -> dist.Store:
 # Rank 0 binds, then publishes
 
 
-def _alone(world: World, deadline: float) -> dist.Store:
+def _alone(world: World, deadline: float) -> Store:
     return _serve(0, deadline)
 
 
-def _over_mpi(world: World, deadline: float) -> dist.Store:
+def _over_mpi(world: World, deadline: float) -> Store:
     """Publish with one non-blocking broadcast, so that a late rank meets a timeout."""
     mpi = load_mpi(world)
 
@@ -122,8 +129,8 @@ def _over_mpi(world: World, deadline: float) -> dist.Store:
     return _publish(world, deadline, broadcast)
 
 
-def _over_horovodrun(world: World, deadline: float) -> dist.Store:
-    """Publish in the key-value store that horovodrun keeps for its Gloo ranks (HTTP, PUT and GET)."""
+def _over_horovodrun(world: World, deadline: float) -> Store:
+    """Publish in the key-value store, over HTTP, that horovodrun keeps for its Gloo ranks."""
     names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:
@@ -146,7 +153,7 @@ def _over_horovodrun(world: World, deadline: float) -> dist.Store:
     return _publish(world, deadline, put_or_poll)
 
 
-def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) -> dist.Store:
+def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) -> Store:
     """Serve on rank 0 and connect on the others; `exchange` carries rank 0's message to all."""
     if world.rank == 0:
         store = _serve(0, deadline)
@@ -162,7 +169,7 @@ def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) 
 # srun: an agreed port
 
 
-def _over_slurm(world: World, deadline: float) -> dist.Store:
+def _over_slurm(world: World, deadline: float) -> Store:
     """Serve on the first free of a few ports that follow from the job; connect where the token is
     the job's.
     """
@@ -200,7 +207,7 @@ def _slurm_ports(reserved: str, token: str) -> list[int]:
     return list(_SLURM_PORTS[start : start + _SLURM_TRIES])
 
 
-_MEETINGS: dict[str, Callable[[World, float], dist.Store]] = {
+_MEETINGS: dict[str, Callable[[World, float], Store]] = {
     "none": _alone,
     "openmpi": _over_mpi,
     "mpich": _over_mpi,
@@ -213,7 +220,7 @@ _MEETINGS: dict[str, Callable[[World, float], dist.Store]] = {
 # Parts
 
 
-def _await_all(store: dist.Store, world: World, deadline: float) -> dist.Store:
+def _await_all(store: Store, world: World, deadline: float) -> Store:
     """Wait until every rank has signed in, each once, and return this meeting's own name space."""
     me = f"{socket.gethostname()}:{os.getpid()}"
     other = store.compare_set(f"hvdtrain/who/{world.rank}", "", me).decode()
@@ -222,8 +229,8 @@ def _await_all(store: dist.Store, world: World, deadline: float) -> dist.Store:
             f"two processes say that they are rank {world.rank}: {other} and {me} ({world.source})"
         )
     meeting = store.add(f"hvdtrain/meetings/{world.rank}", 1)
-    store = dist.PrefixStore(f"hvdtrain/{meeting}", store)
-    store.set(f"joined/{world.rank}", b"1")
+    store = PrefixStore(f"hvdtrain/{meeting}", store)
+    store.set(f"joined/{world.rank}", "1")
     keys = [f"joined/{rank}" for rank in range(world.size)]
     try:
         store.wait(keys, timedelta(seconds=max(0.1, deadline - time.monotonic())))
@@ -235,23 +242,19 @@ def _await_all(store: dist.Store, world: World, deadline: float) -> dist.Store:
     return store
 
 
-def _serve(port: int, deadline: float) -> dist.TCPStore:
+def _serve(port: int, deadline: float) -> TCPStore:
     timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-    return dist.TCPStore("localhost", port, is_master=True, timeout=timeout, wait_for_workers=False)
+    return TCPStore("localhost", port, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
-def _connect(
-    world: World, places: list[tuple[str, int]], token: str, deadline: float
-) -> dist.TCPStore:
+def _connect(world: World, places: list[tuple[str, int]], token: str, deadline: float) -> TCPStore:
     """Try the places in turn until one is a store with this job's token."""
     why = "nothing listens there"
     for _ in _until(deadline, pause_s=0.1):
         for host, port in places:
             try:
                 socket.create_connection((host, port), timeout=2).close()
-                store = dist.TCPStore(
-                    host, port, timeout=timedelta(seconds=5), wait_for_workers=False
-                )
+                store = TCPStore(host, port, timeout=timedelta(seconds=5), wait_for_workers=False)
                 if store.get(_TOKEN).decode() == token:
                     return store
                 why = f"{host}:{port} belongs to another job"

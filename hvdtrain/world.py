@@ -222,7 +222,7 @@ def _consistent(inner: World, outer: World) -> bool:
     if not row.agents:
         return False
     if row is _SRUN and inner.launcher != "torchrun":
-        return True  # mpirun and horovodrun reach other hosts by `srun`: its variables are their daemons'
+        return True  # mpirun and horovodrun reach other hosts by `srun`: these are their daemons'
     # Not the ranks: torchrun numbers its agents in the order in which they meet.
     return inner.cross_size == outer.size
 

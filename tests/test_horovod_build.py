@@ -12,8 +12,11 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import time
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -324,7 +327,8 @@ ERROR: Failed to build one or more wheels
             "hvdtrain[mpi]",
         ),
         (
-            "WARNING: Retrying after connection broken by 'NameResolutionError(...)': /horovod/\n"
+            "WARNING: Retrying (Retry(total=4, read=None)) after connection broken by "
+            "'NameResolutionError(...)': /horovod/\n"
             "ERROR: No matching distribution found for horovod==0.28.1\n",
             "WARNING: Retrying after connection broken by 'NameResolutionError(...)': /horovod/",
             "PIP_FIND_LINKS",
@@ -360,28 +364,28 @@ def test_errors_are_few_and_echoes_a_last_resort() -> None:
     assert first_errors(many) == many[:4]
     assert first_errors(NOISE.splitlines())[-1] == "ERROR: Failed to build one or more wheels"
     assert first_errors(["Successfully built horovod"]) == []
+    retries = [f"WARNING: Retrying (Retry(total={n})) after 'ReadTimeoutError()'" for n in range(5)]
+    assert first_errors(retries) == ["WARNING: Retrying after 'ReadTimeoutError()'"]
 
 
 # ------------------------------------------------------------------------- the installed Horovod
 
 
-def fake_horovod(folder: Path, metadata: str | None, library: bool = True) -> None:
+def fake_horovod(folder: Path, says: str | None, library: bool = True) -> None:
     (folder / "horovod-0.28.1.dist-info").mkdir()
     (folder / "horovod-0.28.1.dist-info" / "METADATA").write_text(
         "Name: horovod\nVersion: 0.28.1\n"
     )
     (folder / "horovod" / "torch").mkdir(parents=True)
     if library:
-        import sysconfig
-
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         (folder / "horovod" / "torch" / f"mpi_lib_v2{suffix}").touch()
-    if metadata is not None:
-        (folder / "horovod" / "metadata.json").write_text(metadata)
+    if says is not None:
+        (folder / "horovod" / "metadata.json").write_text(says)
 
 
 @pytest.mark.parametrize(
-    ("metadata", "library", "torch"),
+    ("says", "library", "torch"),
     [
         ('{\n"pytorch": "2.13.0+cpu",\n"dummy": "none"\n}', True, "2.13.0+cpu"),
         ('{\n"pytorch": "2.13.0+cpu",\n"dummy": "none"\n}', False, None),
@@ -393,11 +397,11 @@ def fake_horovod(folder: Path, metadata: str | None, library: bool = True) -> No
 def test_installed_horovod_is_read_from_files(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    metadata: str | None,
+    says: str | None,
     library: bool,
     torch: str | None,
 ) -> None:
-    fake_horovod(tmp_path, metadata, library)
+    fake_horovod(tmp_path, says, library)
     monkeypatch.syspath_prepend(tmp_path)
     assert installed_horovod() == InstalledHorovod("0.28.1", torch)
 
@@ -485,8 +489,6 @@ def is_running(pid: int) -> bool:
 
 
 def horovod_files() -> dict[str, int]:
-    from importlib import metadata
-
     try:
         files = metadata.files("horovod") or []
     except metadata.PackageNotFoundError:
@@ -495,7 +497,7 @@ def horovod_files() -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in paths if path.suffix in (".so", ".py")}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def machine_can_build() -> None:
     """Skip where a part for the build is missing, as on a machine without a compiler."""
     done = command("--dry-run")
@@ -513,10 +515,9 @@ def test_a_missing_compiler_is_one_clear_line() -> None:
 
 
 def test_a_compiler_that_compiles_nothing_is_missing_too() -> None:
-    for liar in ("false", "true"):
-        done = command("--dry-run", CXX=liar)
-        assert done.returncode == 2
-        assert f"{liar} (from $CXX) cannot compile a C++20 program" in done.stderr
+    done = command("--dry-run", CXX="true")  # exit status 0, and no program
+    assert done.returncode == 2
+    assert "true (from $CXX) cannot compile a C++20 program" in done.stderr
 
 
 def test_no_programs_on_path_at_all(tmp_path: Path) -> None:
@@ -643,14 +644,13 @@ def test_an_interrupted_build_leaves_nothing_behind(
         child.send_signal(number)
         output, _ = child.communicate(timeout=30)
     assert child.returncode == code, output
-    assert f"interrupted; Horovod here is as it was before; log: {log}" in output
+    assert f"stopped; Horovod here is as it was before; log: {log}" in output
     assert not is_running(builder)
     assert list(temporary.iterdir()) == []
     assert horovod_files() == before
 
 
-def wait_for(condition: object, limit_s: float = 60.0) -> None:
-    assert callable(condition)
+def wait_for(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, "it did not come"
@@ -659,7 +659,9 @@ def wait_for(condition: object, limit_s: float = 60.0) -> None:
 
 @pytest.mark.skipif(installed_horovod() is None, reason="Horovod is not installed here")
 def test_check_of_the_real_horovod() -> None:
-    done = command("--check", HOROVOD_RANK="7")  # a variable that would lead the ranks astray
+    done = command(
+        "--check", HOROVOD_CONTROLLER="gloo"
+    )  # a variable that would lead the ranks astray
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
     assert rows["import"].split()[1] == "ok"

@@ -134,15 +134,15 @@ def _shake_hands(backend: Backend, agree_on: Mapping[str, object]) -> None:
     error: WorldMismatch | None = None
     if ranks != list(range(world.size)):
         error = WorldMismatch(
-            f"the launcher counts ranks 0 to {world.size - 1}, but backend {backend.name} has, in its own "
-            f"order, {ranks}"
+            f"the launcher counts ranks 0 to {world.size - 1}, but backend {backend.name} has, in "
+            f"its own order, {ranks}"
         )
     for other in everyone[1:]:
         for key, value in everyone[0]["same"].items():
             if other["same"].get(key, None) != value and error is None:
                 error = WorldMismatch(
-                    f"rank 0 on {everyone[0]['host']} has {key} = {value}, but rank {other['rank']} on "
-                    f"{other['host']} has {other['same'].get(key, 'nothing')}"
+                    f"rank 0 on {everyone[0]['host']} has {key} = {value}, but rank "
+                    f"{other['rank']} on {other['host']} has {other['same'].get(key, 'nothing')}"
                 )
     if error is not None:
         error.everywhere = True  # all have seen the same list

@@ -1,4 +1,6 @@
-"""The contract of a backend. To add one: a subclass in a file of its own, and a row in the table beside it."""
+"""The contract of a backend. To add one: a subclass in a file of its own, and a row in the table
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ class Backend(ABC):
     def open(self) -> None:
         """[all] Join the world. Raises WorldError, WorldMismatch or BackendUnavailable."""
 
-    def close(self, failed: bool = False) -> None:
+    def close(self, failed: bool = False) -> None:  # noqa: B027 -- single has nothing to leave
         """[all] Leave the world; twice, or after a failure, is safe. `failed`: do not wait for the
         others.
         """
@@ -154,7 +156,7 @@ class Backend(ABC):
         if self.world.size > 1:
             self._sync_buffers(model)
 
-    def _reduce_gradients(self, optimizer: Optimizer) -> None:
+    def _reduce_gradients(self, optimizer: Optimizer) -> None:  # noqa: B027
         """[all] Wait for, or do, the averaging. Backends that average within backward need nothing
         here.
         """
@@ -171,7 +173,7 @@ class Backend(ABC):
 
     @abstractmethod
     def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
-        """[all] Overwrite `t`, which must be contiguous, with the root's, in place, and return it."""
+        """[all] Overwrite `t`, which must be contiguous, with the root's, in place; return it."""
 
     @abstractmethod
     def broadcast_object(self, obj: T, root: int = 0) -> T:
@@ -242,7 +244,8 @@ class Backend(ABC):
                     p for p in zip([*mine, None], [*other, None], strict=False) if p[0] != p[1]
                 )
                 raise WorldMismatch(
-                    f"the model differs: rank {self.world.rank} has {pair[0]}, rank {rank} has {pair[1]}"
+                    f"the model differs: rank {self.world.rank} has {pair[0]}, "
+                    f"rank {rank} has {pair[1]}"
                 )
 
     def _settle_unused(self, optimizer: Optimizer, names: dict[Tensor, str]) -> None:
@@ -257,8 +260,8 @@ class Backend(ABC):
         if self.options.unused_parameters == "error":
             listed = ", ".join(names.get(p, "(not in the model)") for p in unused)
             raise InputError(
-                f"{len(unused)} parameters got no gradient: {listed}; freeze or remove them, or allow them "
-                f"with --unused-parameters zero"
+                f"{len(unused)} parameters got no gradient: {listed}; freeze or remove them, or "
+                "allow them with --unused-parameters zero"
             )
         for p in unused:
             p.grad = torch.zeros_like(p)
@@ -277,7 +280,7 @@ class Backend(ABC):
                     flat = self.all_reduce(flat, "mean")
                 else:
                     self.broadcast_(flat)
-                parts = flat.split([buffer.numel() for buffer in buffers])
+                parts = torch.split(flat, [buffer.numel() for buffer in buffers])
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.view_as(buffer))
 
@@ -308,8 +311,8 @@ def pick_device(world: World, wanted: str) -> torch.device:
         raise InputError(f"unknown device {wanted!r}; one of: auto, cpu, cuda")
     if count < world.local_size:
         raise InputError(
-            f"--device cuda wants a GPU for each of the {world.local_size} ranks of this host, which has "
-            f"{count} that torch {torch.__version__} can use"
+            f"--device cuda wants a GPU for each of the {world.local_size} ranks of this host, "
+            f"which has {count} that torch {torch.__version__} can use"
         )
     return torch.device("cuda", world.local_rank)
 

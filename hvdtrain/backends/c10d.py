@@ -83,8 +83,8 @@ class C10d(Backend):
         )
         if (dist.get_rank(), dist.get_world_size()) != (self.world.rank, self.world.size):
             raise WorldMismatch(
-                f"the program's own process group has rank {dist.get_rank()} of {dist.get_world_size()}, but "
-                f"{self.world.launcher} says {self.world}"
+                f"the program's own process group has rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}, but {self.world.launcher} says {self.world}"
             )
 
     def close(self, failed: bool = False) -> None:
@@ -100,7 +100,8 @@ class C10d(Backend):
         """Add the transport, why it was chosen, and its version where it has one."""
         about = {"transport": self.transport, "transport_reason": self.transport_reason}
         if self.transport == "nccl":
-            about["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+            about["nccl"] = ".".join(map(str, version))
         return {**super().describe(), **about}
 
     def peer_failure(self, error: Exception) -> HvdtrainError | None:

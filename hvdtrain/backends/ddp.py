@@ -34,7 +34,7 @@ class DDP(C10d):
         """Keep DDP from reducing in all but the last micro-batch of a window."""
         if last or not isinstance(net, DistributedDataParallel):
             return nullcontext()
-        return net.no_sync()  # type: ignore[return-value]
+        return net.no_sync()
 
     def describe(self) -> dict[str, Any]:
         """Add the bucket size, in MiB."""

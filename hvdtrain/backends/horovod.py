@@ -26,7 +26,7 @@ def _import_horovod() -> ModuleType:
 
 
 class Horovod(Backend):
-    """`horovod.torch.DistributedOptimizer`. Any module with Horovod's API can stand in for `hvd`."""
+    """`horovod.torch.DistributedOptimizer`."""
 
     name: ClassVar[str] = "horovod"
 
@@ -48,7 +48,10 @@ class Horovod(Backend):
         if problem is not None:
             return problem
         if not hasattr(_import_horovod(), "init"):  # it prints its ImportError and goes on without
-            return "Horovod's native library does not load; rebuild it with: hvdtrain install-horovod --force"
+            return (
+                "Horovod's native library does not load; rebuild it with: "
+                "hvdtrain install-horovod --force"
+            )
         return None
 
     @classmethod
@@ -58,13 +61,13 @@ class Horovod(Backend):
         """
         if world.launcher == "torchrun" and world.size > 1:
             return (
-                f"Horovod does not know torchrun's ranks and would train {world.size} models; start it with "
-                f"horovodrun or mpirun, or use --backend ddp"
+                f"Horovod does not know torchrun's ranks and would train {world.size} models; "
+                "start it with horovodrun or mpirun, or use --backend ddp"
             )
         if is_mpi(world) and not _import_horovod().mpi_built():
             return (
-                "this Horovod was built without MPI; use horovodrun --gloo, or rebuild it with: hvdtrain "
-                "install-horovod --with-mpi --force"
+                "this Horovod was built without MPI; use horovodrun --gloo, or rebuild it with: "
+                "hvdtrain install-horovod --with-mpi --force"
             )
         return None
 
@@ -75,18 +78,18 @@ class Horovod(Backend):
         os.environ.setdefault(
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(int(self.options.timeout_s))
         )
-        if not self.device.type == "cpu":
+        if self.device.type != "cpu":
             torch.cuda.set_device(self.device)
         self._hvd.init()
         if (self._hvd.rank(), self._hvd.size()) != (self.world.rank, self.world.size):
             seen = f"rank {self._hvd.rank()}/{self._hvd.size()}"
             raise WorldMismatch(
-                f"{self.world.launcher} says {self.world}, but Horovod sees {seen}; use the mpirun that Horovod was "
-                f"built with (hvdtrain install-horovod --check)"
+                f"{self.world.launcher} says {self.world}, but Horovod sees {seen}; use the "
+                "mpirun that Horovod was built with (hvdtrain install-horovod --check)"
             )
 
     def close(self, failed: bool = False) -> None:
-        """[all] `hvd.shutdown()`; not after a failure, where it could wait for a rank that is gone."""
+        """[all] `hvd.shutdown()`; not after a failure: it could wait for a rank that is gone."""
         hvd, self._hvd = self._hvd, None
         self._skip.close()
         if hvd is None or not hvd.is_initialized():

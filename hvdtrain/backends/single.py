@@ -21,7 +21,10 @@ class Single(Backend):
     def refuses(cls, world: World) -> str | None:
         """Refuse any world but one process."""
         if world.size > 1:
-            return f"{world.launcher} started {world.size} ranks, and {cls.name} is one process; use --backend ddp"
+            return (
+                f"{world.launcher} started {world.size} ranks, and {cls.name} is one process; "
+                f"use --backend ddp"
+            )
         return None
 
     def open(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib import import_module
 
 import click
@@ -27,7 +28,9 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the module of one command and return its `command`."""
         if cmd_name not in COMMANDS:
-            return None
+            close = get_close_matches(cmd_name, COMMANDS, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(COMMANDS)}"
+            raise InputError(f"no command {cmd_name!r}; {hint}")
         command: click.Command = import_module(COMMANDS[cmd_name]).command
         return command
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
@@ -55,15 +54,8 @@ def command(
               1   the build or the check failed
               2   something is missing on this machine, or an option is wrong
     """
-    from hvdtrain.errors import HvdtrainError
     from hvdtrain.horovod_build.install import Options, install_horovod
     from hvdtrain.horovod_build.plan import Wishes
 
     options = Options(Wishes(with_mpi, with_nccl, jobs), force, check, dry_run, log)
-    try:
-        install_horovod(options, click.echo)
-    except HvdtrainError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    install_horovod(options, click.echo)

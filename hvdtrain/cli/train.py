@@ -55,11 +55,11 @@ def _options() -> list[click.Parameter]:
     return made
 
 
-def _plain(kind: Any) -> type:
+def _plain(kind: Any) -> Any:
     """`int | None` gives int."""
     if isinstance(kind, types.UnionType):
         return next(part for part in typing.get_args(kind) if part is not type(None))
-    return kind  # type: ignore[no-any-return]
+    return kind
 
 
 def _read_file(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -117,7 +117,7 @@ def _check_known(name: str, known: typing.Mapping[str, object], problem: str) ->
     ],
 )
 @click.pass_context
-def command(ctx: click.Context, **values: Any) -> None:
+def command(ctx: click.Context, /, **values: Any) -> None:
     """Train one task, on the world that the launcher started."""
     _check_environment()
     origins = {}

@@ -42,7 +42,7 @@ def build_and_install(facts: Facts, plan: Plan, log: Path | None, say: Say) -> N
                 replaced = True
     except (KeyboardInterrupt, SystemExit):
         state = "is the new one, not checked yet" if replaced else "is as it was before"
-        say(f"interrupted; Horovod here {state}; log: {log_path}")
+        say(f"stopped; Horovod here {state}; log: {log_path}")
         raise
     except BuildFailed as error:
         raise BuildFailed(f"{error}\n{_explain(log_path)}\nfull log: {log_path}") from None

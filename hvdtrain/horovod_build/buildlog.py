@@ -49,11 +49,13 @@ _CAUSES = re.compile(
     re.VERBOSE,
 )
 _ECHOES = re.compile(r"^(g?make(\[\d+\])?: \*\*\*|subprocess\.\w+Error|ERROR: |error: )", re.I)
-_BUILD_PATH = re.compile(r"/\S*?/horovod_[0-9a-f]{32}/")
+# The temporary folder of the build, and what makes pip's retries of one request differ.
+_NOISE = re.compile(r"/\S*?/horovod_[0-9a-f]{32}/|\(Retry\(.*?\)\) ")
+_LONGEST_LINE = 300
 
 
 def first_errors(lines: Iterable[str], limit: int = 4) -> list[str]:
-    """Return the first lines that name a cause, without the build's temporary path.
+    """Return the first lines that name a cause, each once.
 
     A CMake error has its text on the lines below it; two of them come along.
     """
@@ -61,7 +63,7 @@ def first_errors(lines: Iterable[str], limit: int = 4) -> list[str]:
     echoes: list[str] = []
     below_cmake = 0
     for raw in lines:
-        line = _BUILD_PATH.sub("", raw.strip())
+        line = _NOISE.sub("", raw.strip())[:_LONGEST_LINE]
         if _CAUSES.search(line):
             below_cmake = 2 if line.startswith("CMake Error") else 0
             causes.append(line)

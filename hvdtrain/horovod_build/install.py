@@ -44,6 +44,8 @@ def install_horovod(options: Options, say: Say = print) -> None:
         plan = decide(facts, options.wishes)
         for line in describe(facts, plan):
             say(line)
+        if options.dry_run:
+            _require(plan)
         reason, rows = _reason_to_build(facts, plan, options)
         if options.dry_run:
             _dry_run(facts, plan, reason, say)
@@ -117,8 +119,7 @@ def _reason_to_build(facts: Facts, plan: Plan, options: Options) -> tuple[str | 
 
 
 def _dry_run(facts: Facts, plan: Plan, reason: str | None, say: Say) -> None:
-    """Print what a build would write, set and run. Missing parts end it as they end a build."""
-    _require(plan)
+    """Print what a build would write, set and run."""
     say(f"would build: {reason}" if reason else "would do nothing: Horovod here will do; --force:")
     folder = Path("BUILD")  # stands for a temporary folder
     base = own_environment()

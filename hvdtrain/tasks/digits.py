@@ -1,4 +1,5 @@
-"""scikit-learn's handwritten digits: 1797 real 8x8 scans, shipped in its wheel. The default task."""
+"""scikit-learn's handwritten digits: 1797 real 8x8 scans, shipped in its wheel. The default task.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Digits(Task):
         return nn.Sequential(
             nn.Conv2d(1, w, 3, padding=1), nn.ReLU(),
             nn.Conv2d(w, 2 * w, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Dropout(self.dropout), nn.Linear(2 * w * 16, 64), nn.ReLU(), nn.Linear(64, 10),
+            nn.Flatten(), nn.Dropout(self.dropout),
+            nn.Linear(2 * w * 16, 64), nn.ReLU(), nn.Linear(64, 10),
         )  # fmt: skip
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -1,1 +1,3 @@
-"""What the user trains (Task), and the one loop (Trainer), which knows no backend and no launcher by name."""
+"""What the user trains (Task), and the one loop (Trainer), which knows no backend and no launcher
+by name.
+"""

@@ -119,7 +119,7 @@ def newest(root: Path) -> tuple[Path | None, list[Skipped]]:
     """Find the newest valid checkpoint under `root`, and those passed over on the way. One rank
     calls.
     """
-    skipped = []
+    skipped: list[Skipped] = []
     for path in reversed(steps(root)):
         why = problem(path)
         if why is None:
@@ -172,7 +172,7 @@ def sweep(root: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Rename, then delete: a kill in between leaves no half-deleted checkpoint under a valid name."""
+    """Rename, then delete: a kill in between leaves no half-deleted one under a valid name."""
     trash = path.with_name(f"{_TRASH}{path.name}-{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
         path.rename(trash)

@@ -20,7 +20,7 @@ def _option(default: Any, text: str, *choices: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The resolved options of a run. The same on every rank; `check` says what is wrong with them."""
+    """The resolved options of a run, the same on every rank; `check` says what is wrong."""
 
     # What is trained
     task: str = _option("digits", "A built-in task, module:Class, or file.py:Class.")
@@ -117,10 +117,8 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise InputError for a value, or a pair of them, that makes no sense."""
-        positive = (
-            "threads", "timeout", "bucket_mib", "epochs", "max_steps", "batch_size", "global_batch_size",
-            "accumulate", "lr", "step_factor", "clip_norm", "eval_every", "log_every", "keep",
-        )  # fmt: skip
+        positive = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size accumulate
+            lr step_factor clip_norm eval_every log_every keep""".split()
         for name in positive:
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -154,8 +152,8 @@ class TrainConfig:
         parts = num_ranks * self.accumulate
         if self.global_batch_size % parts:
             raise InputError(
-                f"--global-batch-size {self.global_batch_size} is not a multiple of {num_ranks} ranks x "
-                f"{self.accumulate} accumulated micro-batches = {parts}"
+                f"--global-batch-size {self.global_batch_size} is not a multiple of {num_ranks} "
+                f"ranks x {self.accumulate} accumulated micro-batches = {parts}"
             )
         return self.global_batch_size // parts
 

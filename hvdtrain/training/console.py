@@ -1,4 +1,6 @@
-"""What rank 0 says while it trains: a progress bar on a terminal, plain lines elsewhere. Other ranks are silent."""
+"""What rank 0 says while it trains: a progress bar on a terminal, plain lines elsewhere. Other
+ranks are silent.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ class Console:
         """Begin to show progress, from `step` on."""
 
     def advance(self, step: int) -> None:
-        """Show that `step` steps are done. Called at every step, so it must cost next to nothing."""
+        """Show that `step` steps are done. Called at every step: it must cost next to nothing."""
 
     def log(self, record: dict[str, Any]) -> None:
         """Show a line of metrics.jsonl."""

@@ -94,8 +94,8 @@ def size_of(dataset: Dataset[Any], name: str) -> int:
     """`len(dataset)`. Raises InputError where there is none, or it is empty."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise InputError(
-            f"the {name} dataset ({type(dataset).__name__}) has no length; a task needs datasets with "
-            f"__len__ and __getitem__"
+            f"the {name} dataset ({type(dataset).__name__}) has no length; a task needs datasets "
+            "with __len__ and __getitem__"
         )
     size = len(cast("Sized", dataset))
     if size == 0:

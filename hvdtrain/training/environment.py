@@ -14,10 +14,10 @@ import torch
 import hvdtrain
 from hvdtrain.world import World, is_mpi
 
-_VARIABLES = (
-    "CUDA_", "GLOO_", "HOROVOD_", "HVDTRAIN_", "KMP_", "MASTER_", "MKL_", "NCCL_", "OMP_", "OMPI_MCA_", "PYTORCH_",
-    "SLURM_JOB_", "TORCH_",
-)  # fmt: skip
+_VARIABLES = tuple(
+    "CUDA_ GLOO_ HOROVOD_ HVDTRAIN_ KMP_ MASTER_ MKL_ NCCL_ OMP_ OMPI_MCA_ PYTORCH_ SLURM_JOB_ "
+    "TORCH_".split()
+)
 
 
 def set_threads(requested: int | None, world: World, env: Mapping[str, str]) -> str:

@@ -1,4 +1,6 @@
-"""The batch-and-learning-rate ledger: what a step is, said once at the start and stored in run.json."""
+"""The batch-and-learning-rate ledger: what a step is, said once at the start and stored in
+run.json.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class Ledger:
         scaled = "" if before == after else f" -> {after}"
         warmup = f", {self.warmup_steps} steps of warm-up" if self.warmup_steps else ""
         return [
-            f"batch    {self.micro_batch} samples{accumulated} x {ranks} = {self.global_batch} a step",
+            f"batch    {self.micro_batch} samples{accumulated} x {ranks} = "
+            f"{self.global_batch} a step",
             f"steps    {self.total_steps} ({self.steps_per_epoch} an epoch); {uneven}",
             f"lr       {before}{scaled} ({self.lr_scaling} scaling), {self.schedule}{warmup}",
         ]

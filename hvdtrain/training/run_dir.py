@@ -9,6 +9,7 @@ gone, and a resumed run corrects it to "killed".
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import tempfile
@@ -47,28 +48,30 @@ class RunDirectory:
         if not resuming and (path / "run.json").exists():
             self._lock.close()
             raise InputError(
-                f"{path} holds a run already; continue it with --resume auto, or choose another --run-dir"
+                f"{path} holds a run already; continue it with --resume auto, or choose another "
+                f"--run-dir"
             )
 
-    def start(self, about: dict[str, Any], first_step: int) -> None:
-        """Write run.json, with the earlier attempts of a resumed run, and open metrics.jsonl.
-
-        Metrics after `first_step`, of steps that are now taken again, are removed.
-        """
+    def start(self, about: dict[str, Any]) -> None:
+        """Write run.json, with what is known of the earlier attempts of a resumed run."""
         earlier = self._earlier_attempts()
+        process = {"pid": os.getpid(), "host": os.uname().nodename}
         self.run = {
             "format": FORMAT,
-            **about,
-            "start": now(),
             "outcome": "running",
+            "start": now(),
+            "process": process,
+            **about,
             "attempts": earlier,
         }
-        self.run["process"] = {"pid": os.getpid(), "host": os.uname().nodename}
         self.write()
+
+    def open_metrics(self, first_step: int) -> None:
+        """Open metrics.jsonl. Lines after `first_step`, of steps that are now taken again, go."""
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
-            kept = [line for line in metrics.read_text().splitlines() if _step(line) <= first_step]
-            _replace(metrics, "".join(line + "\n" for line in kept))
+            lines = metrics.read_text().splitlines()
+            _replace(metrics, "".join(f"{line}\n" for line in lines if _step(line) <= first_step))
         self._metrics = metrics.open("a", buffering=1)
 
     def log(self, record: dict[str, Any]) -> None:
@@ -76,11 +79,14 @@ class RunDirectory:
         if self._metrics is not None:
             self._metrics.write(json.dumps(record) + "\n")
 
+    def update(self, **more: Any) -> None:
+        """Add to run.json."""
+        self.run.update(more)
+        self.write()
+
     def finish(self, outcome: str, **more: Any) -> None:
         """Write how the run ended: `finished`, `failed`, `interrupted` or `terminated`."""
-        if self.run:
-            self.run.update(outcome=outcome, end=now(), **more)
-            self.write()
+        self.update(outcome=outcome, end=now(), **more)
 
     def write(self) -> None:
         """Replace run.json atomically."""
@@ -99,19 +105,25 @@ class RunDirectory:
             return []
         # We hold the lock, so a run that still says "running" is gone.
         outcome = "killed" if before.get("outcome") == "running" else before.get("outcome")
-        keys = ("start", "end", "error", "resumed_from", "last_step", "process")
-        last = {key: before[key] for key in keys if key in before}
+        keys = {"start", "end", "error", "resumed_from", "last_step", "process"}
+        keys |= {"metrics", "params_sha256"}
+        last = {key: before[key] for key in before if key in keys}
         return [*before.get("attempts", []), {**last, "outcome": outcome}]
 
 
-def default_path(task: str, backend: str) -> Path:
-    """`runs/<time>-<task>-<backend>`, with a suffix where that exists already."""
+def make_default(task: str, backend: str) -> Path:
+    """Make `runs/<time>-<task>-<backend>`, with a number behind it where that is taken."""
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(task.rpartition(':')[2]).stem}-{backend}".lower()
-    path, number = Path("runs") / name, 1
-    while path.exists():
-        number += 1
-        path = Path("runs") / f"{name}-{number}"
-    return path
+    for number in itertools.count(1):
+        path = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue  # another job of the same second
+        except OSError as error:
+            raise InputError(f"cannot write the run directory {path}: {error.strerror}") from None
+        return path
+    raise AssertionError("count() never ends")
 
 
 def now() -> str:

@@ -84,7 +84,8 @@ def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
         close = get_close_matches(spec, TASKS, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise InputError(
-            f"unknown task {spec!r}; {hint}one of: {', '.join(TASKS)}, module:Class, or file.py:Class"
+            f"unknown task {spec!r}; {hint}one of: {', '.join(TASKS)}, module:Class, or "
+            f"file.py:Class"
         )
     module = _load_module(module_name)
     cls = getattr(module, class_name, None)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
@@ -40,7 +39,7 @@ from hvdtrain.training.data import (
 from hvdtrain.training.ledger import Ledger
 from hvdtrain.training.metrics import Mean, fingerprint
 from hvdtrain.training.precision import Precision
-from hvdtrain.training.run_dir import RunDirectory, default_path
+from hvdtrain.training.run_dir import RunDirectory, make_default
 from hvdtrain.training.schedule import build_schedule, lr_factor, set_base_lr
 from hvdtrain.training.task import Task
 
@@ -120,7 +119,6 @@ class Trainer:
         self._threads = environment.set_threads(config.threads, world, os.environ)
         torch.use_deterministic_algorithms(config.deterministic)
         environment.seed_all(mix(config.seed))
-        self._open_run_dir()
         train, evaluation = self.task.datasets()
         micro_batch = config.micro_batch(world.size)
         self.batches = ShardedBatches(
@@ -128,9 +126,10 @@ class Trainer:
         )
         if self.batches.batches_from(0) == 0:
             raise InputError(
-                f"one micro-batch of all ranks, {micro_batch} x {world.size} = {self.batches.span} samples, is "
-                f"larger than the training data, {self.batches.num_samples} samples; make it smaller, or repeat "
-                f"samples with --uneven pad"
+                f"one micro-batch of all ranks, {micro_batch} x {world.size} = "
+                f"{self.batches.span} samples, is larger than the training data, "
+                f"{self.batches.num_samples} samples; make it smaller, or repeat samples with "
+                "--uneven pad"
             )
         common = (self.task.collate, world, self.backend.device, config.workers, config.seed)
         self._train_loader = make_loader(train, self.batches, *common)
@@ -142,13 +141,16 @@ class Trainer:
         # Again, so that the weights do not depend on what random numbers the data took.
         environment.seed_all(mix(config.seed))
         self.model: nn.Module = self.precision.convert(self.task.model()).to(self.backend.device)
+        self._open_run_dir()  # last, so that bad input leaves none behind
 
     def _open_run_dir(self) -> None:
-        if self.world.rank == 0:
-            given, resuming = self.config.run_dir, self.config.resume != "none"
-            path = Path(given) if given else default_path(self.config.task, self.backend.name)
-            self._run_dir = RunDirectory(path, resuming)
-            checkpoint.sweep(self._run_dir.checkpoints)
+        if self.world.rank > 0:
+            return
+        given = self.config.run_dir
+        path = Path(given) if given else make_default(self.config.task, self.backend.name)
+        self._run_dir = RunDirectory(path, resuming=self.config.resume != "none")
+        checkpoint.sweep(self._run_dir.checkpoints)
+        self._run_dir.start(self._about())
 
     def _start(self) -> None:
         """Order matters: prepare, then load state, then build the scheduler."""
@@ -160,7 +162,8 @@ class Trainer:
         self.ledger = self._make_ledger(lr_before, lr_after)
         self.scheduler = self._make_scheduler(loaded)
         if self._run_dir is not None:
-            self._run_dir.start(self._about(), self.position.step)
+            self._run_dir.update(ledger=self.ledger.as_dict(), resumed_from=self._resumed_from)
+            self._run_dir.open_metrics(self.position.step)
         self._introduce()
 
     def _make_ledger(self, lr_before: list[float], lr_after: list[float]) -> Ledger:
@@ -206,8 +209,9 @@ class Trainer:
         ranks, on = _count(world.size, "rank"), _count(hosts, "host")
         self.console.say(f"task     {self.config.task}, {ranks} on {on}, started by {by}")
         self.console.say(
-            f"backend  {about['name']}{f' over {over}' if over else ''} on {self.backend.device.type}"
-            f" ({self.backend.reason}{'; ' + about['note'] if 'note' in about else ''})"
+            f"backend  {about['name']}{f' over {over}' if over else ''} on "
+            f"{self.backend.device.type} "
+            f"({self.backend.reason}{'; ' + about['note'] if 'note' in about else ''})"
         )
         for line in self.ledger.lines():
             self.console.say(line)
@@ -442,10 +446,8 @@ class Trainer:
             "hosts": self.backend.hosts or [socket.gethostname()],
             "backend": {**self.backend.describe(), "reason": self.backend.reason},
             "threads": self._threads,
-            "ledger": self.ledger.as_dict(),
             "versions": environment.versions(),
             "environment": environment.variables(os.environ),
-            "resumed_from": self._resumed_from,
         }
 
     def _record_failure(self, error: BaseException) -> None:
@@ -465,8 +467,8 @@ class Trainer:
         for rank, other in enumerate(self.backend.all_gather_object(mine)):
             if other != mine:
                 raise WorldMismatch(
-                    f"the parameters differ at the end: rank {self.world.rank} has {mine[:12]}, rank {rank} has "
-                    f"{other[:12]}; something trained on one rank alone"
+                    f"the parameters differ at the end: rank {self.world.rank} has {mine[:12]}, "
+                    f"rank {rank} has {other[:12]}; something trained on one rank alone"
                 )
         return self.backend.broadcast_object(fingerprint(self.model.state_dict()))
 
@@ -486,7 +488,7 @@ class Meter:
         self._since = time.perf_counter()
 
     def add_loss(self, loss: Tensor) -> None:
-        """Add the loss of one micro-batch, divided by the size of its window. Waits for no device."""
+        """Add the loss of one micro-batch, divided by its window. Waits for no device."""
         value = loss.detach()
         self._loss = value if self._loss is None else self._loss + value
 
@@ -508,8 +510,9 @@ class Meter:
         step = trainer.position.step
         if not math.isfinite(loss):
             error = TrainingDiverged(
-                f"the loss became {loss} in steps {step - steps + 1} to {step}; lower the learning rate, clip with "
-                f"--clip-norm, or look at the data; no checkpoint of these steps was kept"
+                f"the loss became {loss} in steps {step - steps + 1} to {step}; lower the "
+                "learning rate, clip with --clip-norm, or look at the data; no checkpoint of "
+                "these steps was kept"
             )
             error.everywhere = True
             raise error
