@@ -91,19 +91,62 @@ def run(
             raise AssertionError(
                 f"{' '.join(map(str, command))} took over {timeout} s:\n{log.read_text()}"
             ) from None
-        return Finished(code, log.read_text(errors="replace"), time.monotonic() - begin)
+        seconds = time.monotonic() - begin
+        output = log.read_text(errors="replace")
+        left = _stragglers(process.pid)
+        assert not left, f"{' '.join(map(str, command))} left processes behind: {left}\n{output}"
+        return Finished(code, output, seconds)
 
 
-def kill_session(leader: int) -> None:
-    """Kill every process of the session that `leader` started, its grandchildren in other groups too."""
+def _stragglers(session: int) -> dict[int, str]:
+    """What is left of a session whose leader has ended, after a moment of grace."""
+    deadline = time.monotonic() + 3
+    while (left := members(session)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def members(session: int) -> dict[int, str]:
+    """The living processes of the session that process `session` leads, with their commands."""
+    found = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and _session(entry) == leader:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(int(entry.name), signal.SIGKILL)
+        if entry.name.isdigit():
+            state, _, _, own_session = _stat(entry)
+            if own_session == session and state != "Z":
+                found[int(entry.name)] = _command(entry)
+    return found
 
 
-def _session(entry: Path) -> int:
+def descendants(ancestor: int) -> dict[int, str]:
+    """The living processes that descend from `ancestor`, with their commands."""
+    parents = {int(e.name): _stat(e) for e in Path("/proc").iterdir() if e.name.isdigit()}
+    found: dict[int, str] = {}
+    for pid, (state, parent, _, _) in parents.items():
+        while parent in parents and parent != ancestor:
+            parent = parents[parent][1]
+        if parent == ancestor and state != "Z":
+            found[pid] = _command(Path("/proc") / str(pid))
+    return found
+
+
+def kill_session(session: int) -> None:
+    """Kill every process of a session, in whatever process group."""
+    for pid in members(session):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _stat(entry: Path) -> tuple[str, int, int, int]:
+    """State, parent, process group and session of a process."""
     try:
-        return int((entry / "stat").read_text().rpartition(")")[2].split()[3])
+        fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[1]), int(fields[2]), int(fields[3])
     except (OSError, IndexError, ValueError):
-        return -1
+        return "Z", 0, 0, 0  # it has just ended
+
+
+def _command(entry: Path) -> str:
+    try:
+        return (entry / "cmdline").read_text().replace("\0", " ").strip()
+    except OSError:
+        return "?"

@@ -23,7 +23,7 @@ import pytest
 
 from hvdtrain.horovod_build import InstalledHorovod, installed_horovod
 from hvdtrain.horovod_build.buildlog import Step, first_errors, hint, step_of
-from hvdtrain.horovod_build.facts import find_nccl
+from hvdtrain.horovod_build.facts import find_nccl, gather
 from hvdtrain.horovod_build.plan import (
     Built,
     Cuda,
@@ -500,9 +500,9 @@ def horovod_files() -> dict[str, int]:
 @pytest.fixture(scope="module")
 def machine_can_build() -> None:
     """Skip where a part for the build is missing, as on a machine without a compiler."""
-    done = command("--dry-run")
-    if done.returncode == 2:
-        pytest.skip(done.stderr.strip())
+    missing = decide(gather(), Wishes()).missing
+    if missing:
+        pytest.skip("; ".join(missing))
 
 
 def test_a_missing_compiler_is_one_clear_line() -> None:

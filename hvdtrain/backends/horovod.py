@@ -18,6 +18,9 @@ from hvdtrain.world import World, is_mpi
 
 T = TypeVar("T")
 
+# Dtypes that Horovod does not know, and one of the same width to move their bits in.
+_BITS = {torch.bool: torch.uint8, torch.bfloat16: torch.int16, torch.complex64: torch.int64}
+
 
 def _import_horovod() -> ModuleType:
     import horovod.torch as hvd
@@ -165,19 +168,17 @@ class Horovod(Backend):
 
     def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
         """[all] Overwrite `t` with the root's, in place."""
-        if t.dtype == torch.bfloat16:
-            self._hvd.broadcast_(t.view(torch.int16), root_rank=root)
-        else:
-            self._hvd.broadcast_(t, root_rank=root)
+        self._hvd.broadcast_(t.view(_BITS.get(t.dtype, t.dtype)), root_rank=root)
         return t
 
     def broadcast_object(self, obj: T, root: int = 0) -> T:
         """[all] Return the root's `obj`."""
-        return cast("T", self._hvd.broadcast_object(obj, root_rank=root))
+        # Without a name Horovod takes the type's, and ranks with different types wait for ever.
+        return cast("T", self._hvd.broadcast_object(obj, root_rank=root, name="hvdtrain.object"))
 
     def all_gather_object(self, obj: T) -> list[T]:
         """[all] Return every rank's `obj`, in rank order."""
-        return cast("list[T]", self._hvd.allgather_object(obj))
+        return cast("list[T]", self._hvd.allgather_object(obj, name="hvdtrain.objects"))
 
     def barrier(self) -> None:
         """[all] Wait for all."""

@@ -52,7 +52,9 @@ def build_and_install(facts: Facts, plan: Plan, log: Path | None, say: Say) -> N
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as name:
+    with tempfile.TemporaryDirectory(
+        prefix="hvdtrain-horovod-", ignore_cleanup_errors=True
+    ) as name:
         yield Path(name).resolve()
 
 

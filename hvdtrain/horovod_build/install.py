@@ -152,4 +152,5 @@ def _conclude(rows: list[Row], say: Say) -> None:
         say(str(row))
     failed = failures(rows)
     if failed:
-        raise CheckFailed(f"Horovod is installed and does not work: {failed}")
+        again = "" if INSTALL in failed else f"; {INSTALL} --force builds it anew"
+        raise CheckFailed(f"Horovod is installed and does not work: {failed}{again}")

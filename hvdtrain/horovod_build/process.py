@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -102,6 +103,10 @@ def stop(child: subprocess.Popen[str]) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     child.wait()
+    # A compiler that is still dying would write into the folder that is removed next.
+    end = time.monotonic() + GRACE_S
+    while time.monotonic() < end and any(_is_alive(pid) for pid in below):
+        time.sleep(0.02)
 
 
 @contextlib.contextmanager
@@ -156,15 +161,12 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """List the processes below `pid`, from /proc: psutil may be what is missing here."""
+    """List the processes below `pid`."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if entry.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file:
-                    # The name is in parentheses and may hold anything; the parent comes 2nd after.
-                    parent = int(file.read().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry))
+            _, parent = _state_and_parent(int(entry))
+            children.setdefault(parent, []).append(int(entry))
     found: list[int] = []
     queue = [pid]
     while queue:
@@ -172,3 +174,17 @@ def _descendants(pid: int) -> list[int]:
         found += below
         queue += below
     return found
+
+
+def _is_alive(pid: int) -> bool:
+    return _state_and_parent(pid)[0] not in "ZX"
+
+
+def _state_and_parent(pid: int) -> tuple[str, int]:
+    """Read both from /proc, as psutil may be what is missing here; ("X", -1) once it is gone."""
+    with contextlib.suppress(OSError, ValueError):
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The name is in parentheses and may hold anything, these as well.
+            state, parent, *_ = file.read().rpartition(")")[2].split()
+            return state, int(parent)
+    return "X", -1

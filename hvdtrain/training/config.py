@@ -117,8 +117,8 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise InputError for a value, or a pair of them, that makes no sense."""
-        positive = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size accumulate
-            lr step_factor clip_norm eval_every log_every keep""".split()
+        positive = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size
+            accumulate lr step_factor clip_norm eval_every log_every keep""".split()
         for name in positive:
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -1,0 +1,228 @@
+"""What every backend must do at any world size: functions that run on live ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hvdtrain import Backend
+from hvdtrain.errors import InputError, WorldMismatch
+
+
+def world_is_consistent(backend: Backend) -> dict[str, object]:
+    assert backend.world.size == len(backend.hosts)
+    return {"rank": backend.world.rank, "about": backend.describe()}
+
+
+def all_reduce(backend: Backend, dtype: torch.dtype, op: str) -> None:
+    rank, size = backend.world.rank, backend.world.size
+    values = [torch.arange(5, dtype=torch.float64) - 2 + r for r in range(size)]
+    stacked = torch.stack(values)
+    expected = {
+        "sum": stacked.sum(0),
+        "mean": stacked.mean(0),
+        "min": stacked.min(0).values,
+        "max": stacked.max(0).values,
+    }[op]
+    mine = values[rank].to(dtype)
+    before = mine.clone()
+    result = backend.all_reduce(mine, op)  # type: ignore[arg-type]
+    assert torch.equal(mine, before), "the input changed"
+    assert result.data_ptr() != mine.data_ptr()
+    assert (result.dtype, result.shape, result.device) == (dtype, mine.shape, mine.device)
+    tolerance = 1e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-6
+    assert torch.allclose(result.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def all_reduce_shapes(backend: Backend) -> None:
+    """Scalars, empty and strided tensors."""
+    size = backend.world.size
+    assert backend.all_reduce(torch.tensor(2.0), "sum") == 2.0 * size
+    strided = torch.ones(4, 6).t()[::2]
+    result = backend.all_reduce(strided, "sum")
+    assert result.shape == strided.shape
+    assert torch.equal(result, torch.full((3, 4), float(size)))
+
+
+def bad_ops(backend: Backend) -> list[str]:
+    texts = []
+    for tensor, op in ((torch.ones(2, dtype=torch.int64), "mean"), (torch.ones(2), "product")):
+        try:
+            backend.all_reduce(tensor, op)  # type: ignore[arg-type]
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+def broadcast(backend: Backend, root: int) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool):
+        t = torch.full((3, 2), backend.world.rank).to(dtype)
+        same = backend.broadcast_(t, root)
+        assert same is t
+        assert torch.equal(t, torch.full((3, 2), root).to(dtype)), dtype
+
+
+def objects(backend: Backend, root: int) -> None:
+    rank, size = backend.world.rank, backend.world.size
+    assert backend.broadcast_object({"from": rank}, root) == {"from": root}
+    # Sizes, and types, that differ between ranks
+    assert backend.all_gather_object("x" * rank) == ["x" * r for r in range(size)]
+    mixed = [None if r else {"r": r} for r in range(size)]
+    assert backend.all_gather_object(mixed[rank]) == mixed
+    assert backend.broadcast_object(mixed[rank], root) == mixed[root]
+    backend.barrier()
+
+
+def together(backend: Backend, failing: int) -> tuple[str, bool]:
+    try:
+        with backend.together():
+            if backend.world.rank == failing:
+                raise InputError("the file is not here")
+    except InputError as error:
+        return str(error), error.everywhere
+    raise AssertionError("no error")
+
+
+def small_model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def prepare_makes_equal(backend: Backend) -> None:
+    """Weights, buffers and the optimizer's state become rank 0's; the weights are not decayed."""
+    rank = backend.world.rank
+    model = small_model(seed=rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, rank + 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    mine = {name: t.clone() for name, t in model.state_dict().items()}
+    backend_net, wrapped = backend.prepare(model, optimizer)
+    expected = backend.broadcast_object(mine)
+    for name, t in model.state_dict().items():
+        assert torch.equal(t, expected[name]), name
+    states = wrapped.state_dict()["state"]
+    assert len(states) == 6, "the state was lost"
+    everyone = backend.all_gather_object(states)
+    for other in everyone:
+        for index, state in other.items():
+            assert state["step"] == 1
+            assert torch.equal(state["exp_avg"], everyone[0][index]["exp_avg"])
+    assert all(p.grad is None for p in model.parameters())
+    assert backend_net is not None
+
+
+def gradients_are_means(backend: Backend, micro_batches: int) -> None:
+    """After finish_backward p.grad is the mean over ranks and micro-batches; twice, so that state resets."""
+    rank, size = backend.world.rank, backend.world.size
+    torch.manual_seed(3)
+    model = nn.Linear(3, 2).double()
+    net, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for window in (micro_batches, 1, micro_batches):
+        inputs = torch.randn(window, size, 5, 3, dtype=torch.float64)  # the same on every rank
+        inputs = backend.broadcast_object(inputs)
+        for micro in range(window):
+            with backend.accumulate(net, last=micro == window - 1):
+                (net(inputs[micro, rank]).square().mean() / window).backward()
+        backend.finish_backward(optimizer)
+        twin = nn.Linear(3, 2).double()
+        twin.load_state_dict(model.state_dict())
+        twin(inputs.reshape(-1, 3)).square().mean().backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert torch.allclose(p.grad, q.grad, rtol=0, atol=1e-12)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def state_loads_after_prepare(backend: Backend) -> None:
+    """Loading state must not make the next step reduce twice, or otherwise differ."""
+    model = small_model(0)
+    net, optimizer = backend.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
+
+    def step() -> None:
+        inputs = torch.full((4, 4), 1.0 + backend.world.rank)
+        inputs[0] = 0
+        with backend.accumulate(net, last=True):
+            net(inputs).square().mean().backward()
+        backend.finish_backward(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    weights = {name: t.clone() for name, t in model.state_dict().items()}
+    saved = {
+        "state": {
+            k: {n: t.clone() for n, t in v.items()}
+            for k, v in optimizer.state_dict()["state"].items()
+        }
+    }
+    groups = optimizer.state_dict()["param_groups"]
+    step()
+    expected = {name: t.clone() for name, t in model.state_dict().items()}
+    model.load_state_dict(weights)
+    optimizer.load_state_dict({**saved, "param_groups": groups})
+    step()
+    for name, t in model.state_dict().items():
+        assert torch.equal(t, expected[name]), name
+
+
+def unused_parameter(backend: Backend) -> str:
+    """Return the error's text; on the ranks of an arm that refuses to train with it."""
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
+    net, optimizer = backend.prepare(Partial(model), torch.optim.SGD(model.parameters(), lr=0.1))
+    with backend.accumulate(net, last=True):
+        net(torch.ones(1, 2)).sum().backward()
+    try:
+        backend.finish_backward(optimizer)
+    except InputError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+class Partial(nn.Module):
+    def __init__(self, parts: nn.ModuleDict) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.parts["used"](x)
+        return result
+
+
+def buffers_follow(backend: Backend) -> None:
+    """With the default policy BatchNorm's statistics are rank 0's after every step."""
+    model = small_model(0)
+    net, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.manual_seed(100 + backend.world.rank)
+    with backend.accumulate(net, last=True):
+        net(torch.randn(6, 4)).square().mean().backward()
+    local = model[1].running_mean.clone()  # type: ignore[index, operator, union-attr]
+    backend.finish_backward(optimizer)
+    everyone = backend.all_gather_object(model[1].running_mean.clone())  # type: ignore[index, operator, union-attr]
+    assert all(torch.equal(other, everyone[0]) for other in everyone)
+    if backend.world.rank == 0:
+        assert torch.equal(local, everyone[0])
+
+
+def different_models(backend: Backend) -> str:
+    model = nn.Linear(2, 3 if backend.world.rank == 0 else 4)
+    try:
+        backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except WorldMismatch as error:
+        return str(error)
+    return "no error"
+
+
+def channels_last(backend: Backend) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+    with torch.no_grad():
+        model[0].weight.fill_(backend.world.rank)
+    model = model.to(memory_format=torch.channels_last)
+    backend.sync_state(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert model[0].weight.eq(0).all()
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)

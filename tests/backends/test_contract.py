@@ -1,0 +1,102 @@
+"""The contract, on live ranks of every backend at 1, 2 and 3 ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hvdtrain.backends.base import OPS
+from tests.backends import contract
+from tests.conftest import EVERY_ARM
+from tests.ranks import Raised, Ranks
+
+pytestmark = pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)
+
+
+def test_ranks_are_in_order_and_described(ranks: Ranks) -> None:
+    found = ranks.run(contract.world_is_consistent)
+    assert [item["rank"] for item in found] == list(range(ranks.n))
+    about = found[0]["about"]
+    assert isinstance(about, dict)
+    assert about["name"] == ranks.arm.backend
+
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+CASES = [(dtype, op) for dtype in FLOATS for op in OPS]
+CASES += [(dtype, op) for dtype in (torch.int64, torch.int32) for op in OPS if op != "mean"]
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES)
+def test_all_reduce(ranks: Ranks, dtype: torch.dtype, op: str) -> None:
+    ranks.run(contract.all_reduce, dtype, op)
+
+
+def test_all_reduce_shapes(ranks: Ranks) -> None:
+    ranks.run(contract.all_reduce_shapes)
+
+
+def test_bad_ops(ranks: Ranks) -> None:
+    for integers, unknown in ranks.run(contract.bad_ops):
+        assert "mean of integers" in integers
+        assert "unknown op 'product'" in unknown
+
+
+def test_broadcast_from_every_root(ranks: Ranks) -> None:
+    for root in range(ranks.n):
+        ranks.run(contract.broadcast, root)
+
+
+def test_objects(ranks: Ranks) -> None:
+    for root in range(ranks.n):
+        ranks.run(contract.objects, root)
+
+
+def test_together_shares_an_error(ranks: Ranks) -> None:
+    failing = ranks.n - 1
+    outcomes = set(ranks.run(contract.together, failing))
+    prefix = f"rank {failing}: " if ranks.n > 1 else ""
+    assert outcomes == {(f"{prefix}the file is not here", True)}
+
+
+def test_prepare_makes_equal(ranks: Ranks) -> None:
+    ranks.run(contract.prepare_makes_equal)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_gradients_are_means(ranks: Ranks, micro_batches: int) -> None:
+    ranks.run(contract.gradients_are_means, micro_batches)
+
+
+def test_state_loads_after_prepare(ranks: Ranks) -> None:
+    ranks.run(contract.state_loads_after_prepare)
+
+
+def test_unused_parameters_are_named(ranks: Ranks) -> None:
+    for text in ranks.run(contract.unused_parameter):
+        assert "parts.idle.weight, parts.idle.bias" in text
+    ranks.stop()  # DDP and Horovod are left in the middle of a reduction
+
+
+def test_buffers_follow_rank_0(ranks: Ranks) -> None:
+    ranks.run(contract.buffers_follow)
+
+
+def test_different_models_are_an_error(ranks: Ranks) -> None:
+    texts = ranks.run(contract.different_models)
+    if ranks.n > 1:
+        assert "rank 1 has ('weight', (4, 2)" in texts[0]
+        assert "rank 0 has ('weight', (3, 2)" in texts[1]
+
+
+def test_channels_last_survives_the_broadcast(ranks: Ranks) -> None:
+    ranks.run(contract.channels_last)
+
+
+def test_the_pool_reports_an_exception(ranks: Ranks) -> None:
+    """The pool itself: a failure on the ranks must reach the test."""
+    outcomes = ranks.outcomes(fails)
+    assert [out.text for out in outcomes if isinstance(out, Raised)] == ["on purpose"] * ranks.n
+
+
+def fails(backend: object) -> None:
+    raise KeyError("on purpose") if backend is None else ValueError("on purpose")

@@ -1,0 +1,67 @@
+"""Fixtures, and the police: a test that leaks a variable, a thread, a folder or a process fails."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launching import descendants
+from tests.ranks import Ranks
+
+# Tests say `@pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)`. pytest groups tests of one session-scoped
+# parameter, so that one pool at a time is alive.
+EVERY_ARM = [
+    ("single", 1),
+    *(("ddp-torchrun", n) for n in (1, 2, 3)),
+    ("ddp-mpirun", 2),
+    *(("horovod-gloo", n) for n in (1, 2, 3)),
+    *(("horovod-mpi", n) for n in (1, 2, 3)),
+]
+TWO_RANKS = [(name, n) for name, n in EVERY_ARM if n == 2]
+
+
+@pytest.fixture(scope="session")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Live ranks of one arm."""
+    pool = Ranks(*request.param)
+    yield pool
+    pool.close()
+
+
+def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
+    return f"{val[0]}-x{val[1]}" if argname == "ranks" and isinstance(val, tuple) else None
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks() -> Iterator[None]:
+    """Fail a test that leaves the process other than it found it."""
+    environment, folder = dict(os.environ), Path.cwd()
+    threads = set(threading.enumerate())
+    yield
+    assert Path.cwd() == folder
+    changed = {
+        name
+        for name in {*environment, *os.environ}
+        if environment.get(name) != os.environ.get(name) and name != "PYTEST_CURRENT_TEST"
+    }
+    assert not changed, f"environment variables leaked: {changed}"
+    left = {t for t in threading.enumerate() if t not in threads and not t.daemon}
+    assert not left, f"threads leaked: {left}"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_stays_behind() -> Iterator[None]:
+    """Fail the session if processes or shared memory stay behind; processes hold the ports."""
+    shared_before = set(Path("/dev/shm").iterdir())
+    yield
+    deadline = time.monotonic() + 5
+    while (alive := descendants(os.getpid())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive, f"processes stayed behind: {alive}"
+    left = set(Path("/dev/shm").iterdir()) - shared_before
+    assert not left, f"shared memory stayed behind: {left}"

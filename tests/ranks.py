@@ -1,0 +1,176 @@
+"""A pool of live ranks.
+
+A rank costs seconds of imports, so the ranks of one arm (a backend under one launcher) stay alive for all tests of that
+arm: started by the real launcher, with the backend open, they wait on a Unix socket for functions to call.
+A pool in which a call failed on some ranks only, or hung, is no longer in step; it is killed and started anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from hvdtrain import Backend
+from tests.launching import started
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+START_S = 60.0
+CALL_S = 40.0
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A backend under one launcher; `{n}` in the command is the number of ranks."""
+
+    name: str
+    backend: str
+    command: str
+
+    def line(self, n: int) -> list[str]:
+        return self.command.format(n=n, python=sys.executable).split()
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("single", "single", "{python} -m"),
+        Arm("ddp-torchrun", "ddp", "torchrun --nproc-per-node {n} -m"),
+        Arm("ddp-mpirun", "ddp", "mpirun -np {n} {python} -m"),
+        Arm("horovod-gloo", "horovod", "horovodrun -np {n} --gloo {python} -m"),
+        Arm("horovod-mpi", "horovod", "mpirun -np {n} {python} -m"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a call ended with on one rank, where that was an exception."""
+
+    kind: str
+    text: str
+    trace: str
+
+
+class RankError(AssertionError):
+    """A call failed on at least one rank."""
+
+
+class Ranks:
+    """`n` live ranks of one arm. `run` is collective on them."""
+
+    def __init__(self, arm: str, n: int) -> None:
+        self.arm = ARMS[arm]
+        self.n = n
+        self._stack = contextlib.ExitStack()
+        self._connections: list[Connection] = []
+        self._log: Path | None = None
+
+    def run(
+        self, function: Callable[Concatenate[Backend, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
+        """Call `function(backend, *args)` on every rank and return the results in rank order."""
+        outcomes = self.outcomes(function, *args, **kwargs)
+        raised = {rank: out for rank, out in enumerate(outcomes) if isinstance(out, Raised)}
+        if raised:
+            traces = "\n".join(f"--- rank {rank}\n{out.trace}" for rank, out in raised.items())
+            raise RankError(f"{function.__name__} failed on {self.arm.name} x {self.n}:\n{traces}")
+        return outcomes
+
+    def outcomes(
+        self, function: Callable[Concatenate[Backend, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Any]:
+        """Like `run`, but an exception is returned, as Raised, in its rank's place."""
+        if not self._connections:
+            self._start()
+        outcomes: list[Any] = [None] * self.n
+        try:
+            for connection in self._connections:
+                connection.send((function, args, kwargs))
+            self._receive(outcomes, function.__name__)
+        except BaseException:
+            self.stop()
+            raise
+        failed = sum(isinstance(out, Raised) for out in outcomes)
+        if 0 < failed < self.n:
+            self.stop()
+        return outcomes
+
+    def _receive(self, outcomes: list[Any], what: str) -> None:
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        deadline = time.monotonic() + CALL_S
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0, deadline - time.monotonic()))
+            if not ready:
+                late = ", ".join(map(str, waiting.values()))
+                raise RankError(
+                    f"{what} hung on {self.arm.name} x {self.n}: ranks {late}\n{self._output()}"
+                )
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    outcomes[rank] = connection.recv()
+                except EOFError:
+                    raise RankError(f"rank {rank} died in {what}:\n{self._output()}") from None
+
+    def _start(self) -> None:
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-test-"))
+        address = str(Path(folder) / "socket")
+        listener = self._stack.enter_context(Listener(address, "AF_UNIX", backlog=self.n))
+        command = [*self.arm.line(self.n), "tests.rank", address, self.arm.backend]
+        process, self._log = self._stack.enter_context(started(command))
+        socket = listener._listener._socket  # type: ignore[attr-defined]
+        deadline = time.monotonic() + START_S
+        by_rank: dict[int, Connection] = {}
+        while len(by_rank) < self.n:
+            socket.settimeout(0.5)
+            try:
+                connection = listener.accept()
+            except TimeoutError:
+                if time.monotonic() > deadline or process.poll() is not None:
+                    text = self._output()
+                    self.stop()
+                    raise RankError(f"{self.arm.name} x {self.n} did not start:\n{text}") from None
+                continue
+            self._stack.callback(connection.close)
+            rank = connection.recv()
+            if isinstance(rank, Raised):
+                self.stop()
+                raise RankError(f"{self.arm.name} x {self.n} did not open:\n{rank.trace}")
+            by_rank[rank] = connection
+        self._connections = [by_rank[rank] for rank in range(self.n)]
+
+    def _output(self) -> str:
+        return self._log.read_text(errors="replace")[-4000:] if self._log is not None else ""
+
+    def stop(self) -> None:
+        """Kill the ranks. The next call starts new ones."""
+        self._connections = []
+        self._stack.close()
+        self._stack = contextlib.ExitStack()
+
+    def close(self) -> None:
+        """Let the ranks close their backend and end, and make sure that they did."""
+        if not self._connections:
+            return
+        for connection in self._connections:
+            connection.send(None)
+        deadline = time.monotonic() + 30
+        for rank, connection in enumerate(self._connections):
+            if not connection.poll(max(0, deadline - time.monotonic())):
+                text = self._output()
+                self.stop()
+                raise RankError(f"rank {rank} of {self.arm.name} x {self.n} did not close:\n{text}")
+            with contextlib.suppress(EOFError):
+                farewell = connection.recv()
+                assert not isinstance(farewell, Raised), farewell.trace
+        self.stop()
