@@ -93,8 +93,8 @@ class ImageNet(Task):
             found = import_torchvision().datasets.ImageFolder(folder, transform)
         except OSError as error:
             raise InputError(
-                f"no images in {folder} ({error}); give the folder that holds train/<class>/*.jpg and "
-                f"val/<class>/*.jpg with --set data=PATH"
+                f"no images in {folder} ({error}); give the folder that holds "
+                f"train/<class>/*.jpg and val/<class>/*.jpg with --set data=PATH"
             ) from None
         if len(found.classes) != self.classes:
             raise InputError(

@@ -72,6 +72,11 @@ def started(
         try:
             yield process, Path(log.name)
         finally:
+            if process.poll() is None:
+                # mpirun and horovodrun clear what their ranks left in /dev/shm, if they are let.
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
             kill_session(process.pid)
             process.wait()
 

@@ -7,7 +7,7 @@ import traceback
 from multiprocessing.connection import Client
 
 from hvdtrain import BackendOptions, detect, open_backend
-from tests.ranks import Raised
+from tests.ranks import Raised, receive, send
 
 
 def raised(error: BaseException) -> Raised:
@@ -20,21 +20,21 @@ def main() -> None:
         try:
             backend = open_backend(name, detect(), BackendOptions(timeout_s=30))
         except BaseException as error:
-            connection.send(raised(error))
+            send(connection, raised(error))
             raise
-        connection.send(backend.world.rank)
-        while (call := connection.recv()) is not None:
+        send(connection, backend.world.rank)
+        while (call := receive(connection)) is not None:
             function, args, kwargs = call
             try:
                 result = function(backend, *args, **kwargs)
             except Exception as error:
                 result = raised(error)
-            connection.send(result)
+            send(connection, result)
         try:
             backend.close()
-            connection.send(None)
+            send(connection, None)
         except Exception as error:
-            connection.send(raised(error))
+            send(connection, raised(error))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ A pool in which a call failed on some ranks only, or hung, is no longer in step;
 from __future__ import annotations
 
 import contextlib
+import pickle
 import sys
 import tempfile
 import time
@@ -60,6 +61,16 @@ class Raised:
     trace: str
 
 
+def send(connection: Connection, value: object) -> None:
+    """Send by plain pickle; the connection's own pickler would share tensors, not copy them."""
+    connection.send_bytes(pickle.dumps(value))
+
+
+def receive(connection: Connection) -> Any:
+    """Receive what `send` sent. Raises EOFError where the other side is gone."""
+    return pickle.loads(connection.recv_bytes())
+
+
 class RankError(AssertionError):
     """A call failed on at least one rank."""
 
@@ -94,7 +105,7 @@ class Ranks:
         outcomes: list[Any] = [None] * self.n
         try:
             for connection in self._connections:
-                connection.send((function, args, kwargs))
+                send(connection, (function, args, kwargs))
             self._receive(outcomes, function.__name__)
         except BaseException:
             self.stop()
@@ -118,7 +129,7 @@ class Ranks:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
-                    outcomes[rank] = connection.recv()
+                    outcomes[rank] = receive(connection)
                 except EOFError:
                     raise RankError(f"rank {rank} died in {what}:\n{self._output()}") from None
 
@@ -142,7 +153,7 @@ class Ranks:
                     raise RankError(f"{self.arm.name} x {self.n} did not start:\n{text}") from None
                 continue
             self._stack.callback(connection.close)
-            rank = connection.recv()
+            rank = receive(connection)
             if isinstance(rank, Raised):
                 self.stop()
                 raise RankError(f"{self.arm.name} x {self.n} did not open:\n{rank.trace}")
@@ -163,7 +174,7 @@ class Ranks:
         if not self._connections:
             return
         for connection in self._connections:
-            connection.send(None)
+            send(connection, None)
         deadline = time.monotonic() + 30
         for rank, connection in enumerate(self._connections):
             if not connection.poll(max(0, deadline - time.monotonic())):
@@ -171,6 +182,6 @@ class Ranks:
                 self.stop()
                 raise RankError(f"rank {rank} of {self.arm.name} x {self.n} did not close:\n{text}")
             with contextlib.suppress(EOFError):
-                farewell = connection.recv()
+                farewell = receive(connection)
                 assert not isinstance(farewell, Raised), farewell.trace
         self.stop()

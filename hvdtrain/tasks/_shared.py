@@ -27,7 +27,7 @@ def check_counts(**counts: object) -> None:
 
 def check_optimizer(name: str, lr: float) -> None:
     """Raise InputError for an unknown optimizer, and for a learning rate that is not above zero."""
-    if name not in OPTIMIZERS:
+    if name not in list(OPTIMIZERS):  # a list takes unhashable values too
         raise InputError(f"optimizer={name!r} is not one of: {', '.join(OPTIMIZERS)}")
     if not isinstance(lr, (int, float)) or not lr > 0:
         raise InputError(f"lr={lr!r} must be a number greater than zero")

@@ -105,9 +105,7 @@ class TrainConfig:
     run_dir: str | None = _option(
         None, "[default: runs/<time>-<task>-<backend>]", fingerprint=False
     )
-    checkpoint_every: int = _option(
-        0, "Steps between checkpoints. 0: at the end of every epoch.", fingerprint=False
-    )
+    checkpoint_every: int = _option(0, "Steps between checkpoints. 0: at the end of every epoch.")
     keep: int = _option(2, "Checkpoints to keep.")
     resume: str = _option(
         "none",
@@ -121,8 +119,10 @@ class TrainConfig:
             accumulate lr step_factor clip_norm eval_every log_every keep""".split()
         for name in positive:
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not value > 0:  # this way round for NaN
                 raise InputError(f"{flag(name)} {value} must be greater than zero")
+            if value == math.inf and name != "clip_norm":
+                raise InputError(f"{flag(name)} {value} must be finite")
         for name in ("workers", "warmup_steps", "checkpoint_every", "seed"):
             if getattr(self, name) < 0:
                 raise InputError(f"{flag(name)} {getattr(self, name)} must not be negative")
@@ -132,16 +132,21 @@ class TrainConfig:
                 raise InputError(f"{flag(item.name)} {value!r} is not one of: {', '.join(choices)}")
         if self.batch_size is not None and self.global_batch_size is not None:
             raise InputError("--batch-size and --global-batch-size exclude each other; give one")
+        if self.resume == "auto" and self.run_dir is None:
+            raise InputError("--resume auto looks for a checkpoint in --run-dir; give that, too")
         self.drop_epochs()
 
     def drop_epochs(self) -> tuple[int, ...]:
         """`step_epochs` as numbers, in order. Raises InputError where it is something else."""
         try:
-            return tuple(sorted(int(part) for part in self.step_epochs.split(",") if part.strip()))
+            epochs = sorted(int(part) for part in self.step_epochs.split(",") if part.strip())
         except ValueError:
+            epochs = [0]  # refused below
+        if epochs and epochs[0] < 1:
             raise InputError(
-                f"--step-epochs {self.step_epochs!r} is not a list of numbers, such as 30,60,80"
-            ) from None
+                f"--step-epochs {self.step_epochs!r} is not a list of epochs, such as 30,60,80"
+            )
+        return tuple(epochs)
 
     def micro_batch(self, num_ranks: int) -> int:
         """Samples of one rank's micro-batch. Raises InputError where the global batch does not

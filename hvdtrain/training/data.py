@@ -58,13 +58,12 @@ class ShardedBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(mix(self._seed, self._epoch))
         order = torch.randperm(self.num_samples, generator=generator)
-        if self._pad:
-            missing = max(0, self._start + len(self) * self.span - self.num_samples)
-            order = torch.cat([order, order.repeat(-(-missing // self.num_samples))[:missing]])
         offset = self._start + self._world.rank * self.batch_size
         for batch in range(len(self)):
             first = offset + batch * self.span
-            yield order[first : first + self.batch_size].tolist()
+            places = torch.arange(first, first + self.batch_size)
+            # What pads the last batch is the order again, from its beginning.
+            yield order[places % self.num_samples].tolist()
 
 
 class EvalBatches(Sampler[list[int]]):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from hvdtrain.backends.base import Backend
+from hvdtrain.errors import InputError
 
 
 class Mean:
@@ -20,9 +20,19 @@ class Mean:
         self._counts: dict[str, int] = {}
 
     def add(self, values: Mapping[str, Tensor], num_samples: int) -> None:
-        """Add the means of one batch of `num_samples`. Not collective; waits for no device."""
+        """Add the means of one batch of `num_samples`. Not collective; waits for no device.
+
+        Raises InputError for a value that is not one number.
+        """
         for name, value in values.items():
-            self._sums.setdefault(name, []).append(value.detach().double() * num_samples)
+            if value.numel() != 1:
+                raise InputError(
+                    f"the metric {name!r} has shape {tuple(value.shape)}; a task must return its "
+                    "mean over the batch"
+                )
+            self._sums.setdefault(name, []).append(
+                value.detach().double().reshape(()) * num_samples
+            )
             self._counts[name] = self._counts.get(name, 0) + num_samples
 
     def reduce(self, backend: Backend) -> dict[str, float]:
@@ -38,7 +48,7 @@ class Mean:
         means = {}
         for name in names:
             parts = [part[name] for part in everyone if name in part]
-            means[name] = math.fsum(total for total, _ in parts) / sum(count for _, count in parts)
+            means[name] = sum(total for total, _ in parts) / sum(count for _, count in parts)
         return means
 
 

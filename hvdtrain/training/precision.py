@@ -48,5 +48,8 @@ class Precision:
 
     def step(self, optimizer: Optimizer) -> None:
         """Step the optimizer, unless a gradient overflowed, and adapt the scale."""
+        if self.scaler.is_enabled():
+            # A skipped step counts for the schedule; torch would warn that there was none before.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
         self.scaler.step(optimizer)
         self.scaler.update()

@@ -8,11 +8,14 @@ gone, and a resumed run corrects it to "killed".
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import itertools
 import json
+import math
 import os
-import tempfile
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
@@ -33,24 +36,33 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self._metrics: TextIO | None = None
         self.run: dict[str, Any] = {}
-        try:
+        with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("w")
-        except OSError as error:
-            raise InputError(f"cannot write the run directory {path}: {error.strerror}") from None
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            self._acquire()
+            if not resuming and ((path / "run.json").exists() or self.checkpoints.exists()):
+                raise InputError(
+                    f"{path} holds a run already; continue it with --resume auto, or choose "
+                    f"another --run-dir"
+                )
+        except InputError:
             self._lock.close()
+            raise
+
+    def _acquire(self) -> None:
+        try:
+            # Not flock, which the loader processes of a killed run would go on holding.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise InputError(
+                    f"another run is writing to {self.path}; choose another --run-dir"
+                ) from None
             raise InputError(
-                f"another run is writing to {path}; choose another --run-dir"
+                f"cannot lock the run directory {self.path}: {error.strerror}; choose a --run-dir "
+                "on a file system with locks"
             ) from None
-        if not resuming and (path / "run.json").exists():
-            self._lock.close()
-            raise InputError(
-                f"{path} holds a run already; continue it with --resume auto, or choose another "
-                f"--run-dir"
-            )
 
     def start(self, about: dict[str, Any]) -> None:
         """Write run.json, with what is known of the earlier attempts of a resumed run."""
@@ -69,15 +81,18 @@ class RunDirectory:
     def open_metrics(self, first_step: int) -> None:
         """Open metrics.jsonl. Lines after `first_step`, of steps that are now taken again, go."""
         metrics = self.path / "metrics.jsonl"
-        if metrics.exists():
-            lines = metrics.read_text().splitlines()
-            _replace(metrics, "".join(f"{line}\n" for line in lines if _step(line) <= first_step))
-        self._metrics = metrics.open("a", buffering=1)
+        with _writing(self.path):
+            if metrics.exists():
+                lines = metrics.read_text(errors="replace").splitlines()
+                kept = (f"{line}\n" for line in lines if _step(line) <= first_step)
+                _replace(metrics, "".join(kept))
+            self._metrics = metrics.open("a", buffering=1)
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one object to metrics.jsonl."""
         if self._metrics is not None:
-            self._metrics.write(json.dumps(record) + "\n")
+            with _writing(self.path):
+                self._metrics.write(_dump(record) + "\n")
 
     def update(self, **more: Any) -> None:
         """Add to run.json."""
@@ -90,18 +105,22 @@ class RunDirectory:
 
     def write(self) -> None:
         """Replace run.json atomically."""
-        _replace(self.path / "run.json", json.dumps(self.run, indent=1, default=str) + "\n")
+        with _writing(self.path):
+            _replace(self.path / "run.json", _dump(self.run, indent=1) + "\n")
 
     def close(self) -> None:
         """Close metrics.jsonl and give up the lock. Twice is safe."""
         if self._metrics is not None:
-            self._metrics.close()
+            with contextlib.suppress(OSError):  # a line that found no room, once more
+                self._metrics.close()
         self._lock.close()
 
     def _earlier_attempts(self) -> list[dict[str, Any]]:
         try:
             before = json.loads((self.path / "run.json").read_text())
         except (OSError, ValueError):
+            return []
+        if not isinstance(before, dict):
             return []
         # We hold the lock, so a run that still says "running" is gone.
         outcome = "killed" if before.get("outcome") == "running" else before.get("outcome")
@@ -114,15 +133,14 @@ class RunDirectory:
 def make_default(task: str, backend: str) -> Path:
     """Make `runs/<time>-<task>-<backend>`, with a number behind it where that is taken."""
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(task.rpartition(':')[2]).stem}-{backend}".lower()
+    runs = Path("runs")
+    with _writing(runs):
+        runs.mkdir(exist_ok=True)
     for number in itertools.count(1):
-        path = Path("runs") / (name if number == 1 else f"{name}-{number}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue  # another job of the same second
-        except OSError as error:
-            raise InputError(f"cannot write the run directory {path}: {error.strerror}") from None
-        return path
+        path = runs / (name if number == 1 else f"{name}-{number}")
+        with _writing(path), contextlib.suppress(FileExistsError):  # another job of the same second
+            path.mkdir()
+            return path
     raise AssertionError("count() never ends")
 
 
@@ -134,15 +152,38 @@ def now() -> str:
 def _step(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ArithmeticError, ValueError, LookupError, TypeError):
         return 1 << 62  # the torn last line of a killed run
 
 
+def _dump(value: object, indent: int | None = None) -> str:
+    return json.dumps(_finite(value), indent=indent, default=str, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """Copy `value` with "inf" and "nan" as text, which float() reads: JSON has no such numbers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn what the system says of a path in the run directory into an InputError."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write the run directory {path}: {error.strerror}") from None
+
+
 def _replace(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    with os.fdopen(handle, "w") as file:
+    fresh = path.with_name(f".{path.name}.new")  # one name, so that killed runs leave no heap
+    with fresh.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.chmod(name, 0o644)
-    os.replace(name, path)
+    fresh.replace(path)

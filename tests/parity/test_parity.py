@@ -1,0 +1,48 @@
+"""Equality is the first test: every backend against a hand-written loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import EVERY_ARM
+from tests.parity.reference import CASES, reference, train
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The sums inside an operation depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fp32_is_bitwise_equal(ranks: Ranks, case: str, tmp_path: Path) -> None:
+    """At one and two ranks bit by bit; beyond, the order of a sum is the transport's."""
+    expected = reference(case, ranks.n, "fp32")
+    for state in ranks.run(train, case, "fp32", tmp_path):
+        for name, t in state.items():
+            if ranks.n <= 2:
+                assert torch.equal(t, expected[name]), name
+            else:
+                torch.testing.assert_close(t, expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fp64_equals_one_process(ranks: Ranks, case: str, tmp_path: Path) -> None:
+    """On the same global batch, whatever the number of ranks, within 1e-12."""
+    expected = reference(case, 1, "fp64")
+    states = ranks.run(train, case, "fp64", tmp_path)
+    for state in states:
+        for name, t in state.items():
+            assert t.dtype == torch.float64
+            assert (t - expected[name]).abs().max() <= 1e-12, name
+            assert torch.equal(t, states[0][name]), f"the ranks differ in {name}"

@@ -1,0 +1,166 @@
+"""The examples, run as their docstrings say."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from examples.imagenet import decay_groups, top_k
+from tests.launching import ROOT, Finished, run
+
+EXAMPLES = ROOT / "examples"
+MINIMAL = EXAMPLES / "minimal.py"
+ENV = {"OMP_NUM_THREADS": "1"}
+
+LAUNCHERS = {
+    "python": ("python",),
+    "torchrun": ("torchrun", "--standalone", "--nproc-per-node", "2"),
+    "horovodrun": ("horovodrun", "-np", "2", "python"),
+    "mpirun": ("mpirun", "-np", "2", "--bind-to", "none", "python"),
+}
+
+
+def succeed(done: Finished) -> str:
+    assert done.code == 0, done.output
+    return done.output
+
+
+# minimal.py: an own loop
+
+
+@cache
+def minimal_losses(launcher: str) -> list[float]:
+    """The loss after every epoch, as rank 0 prints it."""
+    output = succeed(run([*LAUNCHERS[launcher], MINIMAL], env=ENV, timeout=100))
+    ranks = 1 if launcher == "python" else 2
+    assert f"on {ranks} ranks" in output
+    return [float(text) for text in re.findall(r"epoch \d+  loss (\d+\.\d+)", output)]
+
+
+def test_minimal_is_minimal() -> None:
+    assert len(MINIMAL.read_text().splitlines()) < 40
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_minimal_trains(launcher: str) -> None:
+    losses = minimal_losses(launcher)
+    assert len(losses) == 5
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+def test_minimal_trains_the_same_under_every_launcher(launcher: str) -> None:
+    assert minimal_losses(launcher) == pytest.approx(minimal_losses("torchrun"), rel=1e-6)
+
+
+# Tasks and the Trainer
+
+
+def test_minimal_task_trains(tmp_path: Path) -> None:
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "hvdtrain"]
+    task = ["--task", "examples/minimal_task.py:MyTask", "--epochs", "2"]
+    output = succeed(run([*torchrun, *task, "--run-dir", tmp_path / "run"]))
+    losses = [float(text) for text in re.findall(r"  loss (\S+)", output)]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_digits_drives_the_trainer(tmp_path: Path) -> None:
+    # Its run directory goes where it runs.
+    done = run([*LAUNCHERS["torchrun"], EXAMPLES / "digits.py"], cwd=tmp_path, timeout=100)
+    found = re.search(r"accuracy (\d\.\d+) after (\d+) steps", succeed(done))
+    assert found is not None
+    assert float(found[1]) > 0.85
+    assert len(list(tmp_path.glob("runs/*/run.json"))) == 1
+
+
+# torchvision cannot be had everywhere; these stand for it.
+
+
+def fake_torchvision(folder: Path, text: str) -> dict[str, str]:
+    """Make a module of that name, and return the environment in which it is found."""
+    (folder / "torchvision").mkdir()
+    (folder / "torchvision" / "__init__.py").write_text(text)
+    return {**ENV, "PYTHONPATH": str(folder)}
+
+
+@pytest.mark.parametrize("task", ["mnist.py:MNIST", "imagenet.py:ImageNet"])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        "ModuleNotFoundError(\"No module named 'torchvision'\")",
+        'RuntimeError("operator torchvision::nms does not exist")',  # built for another torch
+    ],
+)
+def test_without_torchvision_one_line_says_so(tmp_path: Path, task: str, problem: str) -> None:
+    env = fake_torchvision(tmp_path, f"raise {problem}")
+    command = ["hvdtrain", "--task", f"examples/{task}", "--run-dir"]
+    done = run([*command, tmp_path / "run"], env=env)
+    assert done.code == 2
+    (line,) = done.output.splitlines()
+    assert line.startswith("error: this task needs the torchvision that belongs to torch")
+    assert line.endswith("install it with: pip install torchvision")
+    assert not (tmp_path / "run").exists()
+
+
+FAKE_MNIST = """
+import time
+from pathlib import Path
+import torch
+
+class MNIST:
+    def __init__(self, root, train=True, download=False):
+        folder = Path(root) / "MNIST" / "raw"
+        if download and not folder.exists():
+            with (Path(root) / "downloads").open("a") as log:
+                log.write("one\\n")
+            time.sleep(1)
+            folder.mkdir(parents=True)
+        if not folder.exists():
+            raise RuntimeError("Dataset not found.\\nYou can use download=True")
+        num = 64 if train else 32
+        self.data = torch.zeros(num, 28, 28, dtype=torch.uint8)
+        self.targets = torch.arange(num) % 10
+"""
+
+
+def test_mnist_trains_and_one_rank_alone_downloads(tmp_path: Path) -> None:
+    env = fake_torchvision(tmp_path, "")
+    (tmp_path / "torchvision" / "datasets.py").write_text(FAKE_MNIST)
+    data = tmp_path / "data"
+    task = ["--task", "examples/mnist.py:MNIST", "--set", f"data={data}"]
+    size = ["--batch-size", "8", "--epochs", "2", "--set", "epochs=2"]
+
+    done = run(["hvdtrain", *task, *size, "--run-dir", tmp_path / "1"], env=env)
+    assert done.code == 2
+    assert len(done.output.splitlines()) == 1
+    assert f"no MNIST in {data} (Dataset not found. You can" in done.output
+
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "hvdtrain"]
+    more = ["--set", "download=True", "--log-every", "4", "--run-dir", str(tmp_path / "2")]
+    output = succeed(run([*torchrun, *task, *size, *more], env=env))
+    assert (data / "downloads").read_text() == "one\n"
+    assert re.findall(r"  lr (\S+)", output) == ["1", "0.7"], "the rate of each epoch's last step"
+    assert re.search(r"eval_accuracy .*eval_loss", output)
+
+
+def test_imagenet_decays_weights_but_no_norm_and_no_bias() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    model[3].weight.requires_grad_(False)
+    decayed, others = decay_groups(model, 0.1)
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    names = {p: name for name, p in model.named_parameters()}
+    assert [names[p] for p in decayed["params"]] == ["0.weight"]
+    assert [names[p] for p in others["params"]] == ["0.bias", "1.weight", "1.bias", "3.bias"]
+
+
+def test_imagenet_counts_the_best_and_the_best_five() -> None:
+    scores = torch.arange(6.0).repeat(4, 1)
+    found = top_k(scores, torch.tensor([5, 5, 1, 0]))
+    assert {name: value.item() for name, value in found.items()} == {"top1": 0.5, "top5": 0.75}
+    few = top_k(scores[:, :3], torch.tensor([2, 1, 0, 0]))
+    assert {name: value.item() for name, value in few.items()} == {"top1": 0.25, "top5": 1.0}

@@ -1,0 +1,194 @@
+"""The built-in tasks, with plain torch: no launcher, no backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+import sklearn.datasets  # noqa: F401 -- sets variables on import, as does the next
+import torch
+import torch._dynamo  # imported by the first optimizer of a process
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hvdtrain.errors import InputError
+from hvdtrain.tasks import TASKS
+from hvdtrain.training.task import Task, load_task
+
+# Small, and still quick to learn.
+SMALL = {
+    "digits": ("width=8",),
+    "mlp": ("width=32", "depth=2", "samples=512"),
+    "convnet": ("width=8", "stages=2", "image_size=16", "samples=512"),
+    "transformer": (
+        "width=32",
+        "layers=1",
+        "context=16",
+        "vocabulary=16",
+        "samples=512",
+        "lr=0.01",
+    ),
+}
+SYNTHETIC = [name for name in TASKS if name != "digits"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """On a busy machine several threads wait for each other longer than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small(name: str, *more: str) -> Task:
+    return load_task(name, (*SMALL[name], *more))
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def data_of(task: Task) -> tuple[TensorDataset, TensorDataset]:
+    train, evaluation = task.datasets()
+    return cast("TensorDataset", train), cast("TensorDataset", evaluation)
+
+
+def train(task: Task, num_steps: int) -> list[float]:
+    """The loss of every step."""
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = task.optimizer(model)
+    losses: list[float] = []
+    data = data_of(task)[0]
+    while len(losses) < num_steps:
+        for batch in DataLoader(data, 32, shuffle=True):
+            loss = task.loss(model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses[:num_steps]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_loss_goes_down(name: str) -> None:
+    losses = train(small(name), 40)
+    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_either_optimizer_learns(name: str) -> None:
+    for more in (("optimizer=sgd", "lr=0.1"), ("optimizer=adamw", "lr=0.01")):
+        losses = train(small(name, *more), 40)
+        assert sum(losses[-5:]) < 0.7 * sum(losses[:5]), more
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_metrics_are_scalar_means_over_samples(name: str) -> None:
+    task = small(name)
+    model = task.model().eval()
+    inputs, targets = data_of(task)[1][:16]
+
+    def metrics(part: slice) -> dict[str, Tensor]:
+        return task.metrics(model, (inputs[part], targets[part]))
+
+    with torch.no_grad():
+        whole, first, rest = metrics(slice(16)), metrics(slice(4)), metrics(slice(4, 16))
+    assert whole.keys() == {"accuracy", "loss"}
+    for key, value in whole.items():
+        assert value.ndim == 0
+        torch.testing.assert_close(value, (4 * first[key] + 12 * rest[key]) / 16)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_data_are_the_same_whatever_the_random_state(name: str) -> None:
+    torch.manual_seed(1)
+    one = [t for data in data_of(small(name)) for t in data.tensors]
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    other = [t for data in data_of(small(name)) for t in data.tensors]
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert torch.equal(state, torch.get_rng_state()), "the data took from the run's random numbers"
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_the_evaluation_data_are_an_eighth_more(name: str) -> None:
+    training, evaluation = data_of(small(name))
+    assert (len(training), len(evaluation)) == (512, 64)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_one_random_state_gives_one_model(name: str) -> None:
+    task = small(name)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(task.model().state_dict())
+    assert models[0].keys() == models[1].keys()
+    assert all(torch.equal(models[0][key], models[1][key]) for key in models[0])
+
+
+# What the docstrings promise
+
+
+def test_mlp_has_the_parameters_of_its_formula() -> None:
+    def formula(width: int, depth: int, features: int, classes: int) -> int:
+        inner = (depth - 1) * (width + 1) * width
+        return (features + 1) * width + inner + (width + 1) * classes
+
+    sizes = {"width": 48, "depth": 3, "features": 7, "classes": 5}
+    settings = tuple(f"{key}={value}" for key, value in sizes.items())
+    assert num_parameters(load_task("mlp", settings).model()) == formula(**sizes)
+    default = num_parameters(load_task("mlp").model())
+    assert default == formula(1024, 4, 64, 10)
+    assert 4 * default == pytest.approx(12.9e6, rel=0.01)
+
+
+def test_transformer_has_the_parameters_of_its_formula() -> None:
+    def formula(width: int, layers: int, context: int, vocabulary: int) -> int:
+        return layers * (12 * width + 13) * width + (2 * vocabulary + context + 2) * width
+
+    sizes = {"width": 24, "layers": 3, "context": 10, "vocabulary": 11}
+    settings = tuple(f"{key}={value}" for key, value in sizes.items())
+    assert num_parameters(load_task("transformer", settings).model()) == formula(**sizes)
+    assert num_parameters(load_task("transformer").model()) == formula(128, 2, 64, 256) == 470_528
+
+
+def test_convnet_has_the_parameters_of_its_docstring_and_batchnorm() -> None:
+    model = load_task("convnet").model()
+    assert num_parameters(model) == 78_042
+    assert any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+
+
+def test_transformer_sees_no_later_token() -> None:
+    model = small("transformer").model().eval()
+    tokens = torch.zeros(1, 16, dtype=torch.long)
+    changed = tokens.clone()
+    changed[0, 10:] = 1
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "says"),
+    [
+        ("mlp", "width=0", "width=0 must be a whole number greater than zero"),
+        ("mlp", "depth=1.5", "depth=1.5 must be"),
+        ("mlp", "samples=many", "samples='many' must be"),
+        ("mlp", "classes=True", "classes=True must be"),
+        ("mlp", "optimizer=lion", "optimizer='lion' is not one of: sgd, adamw"),
+        ("mlp", "optimizer=[1]", r"optimizer=\[1\] is not one of"),
+        ("mlp", "lr=-1", "lr=-1 must be a number greater than zero"),
+        ("convnet", "blocks=-2", "blocks=-2 must be"),
+        ("convnet", "image_size=4", "image_size=4 is too small for stages=3, which want 8"),
+        ("transformer", "heads=3", "width=128 is not a multiple of heads=3"),
+        ("transformer", "lr=nan", "lr='nan' must be a number"),
+    ],
+)
+def test_a_bad_argument_is_one_line(name: str, setting: str, says: str) -> None:
+    with pytest.raises(InputError, match=says) as caught:
+        load_task(name, (setting,))
+    assert "\n" not in str(caught.value)
