@@ -11,7 +11,8 @@ def main() -> None:
     task = Digits(width=16)
     config = TrainConfig(epochs=5, batch_size=32, lr_scaling="sqrt", schedule="cosine")
     # The backend compares `agree_on` between the ranks before anything trains.
-    with open_backend(agree_on=config.agreed()) as backend:
+    options, agreed = config.backend_options(), config.agreed()
+    with open_backend(options=options, agree_on=agreed) as backend:
         result = Trainer(task, backend, config).fit()
         if backend.world.rank == 0:
             print(f"accuracy {result.metrics['accuracy']:.4f} after {result.steps} steps")

@@ -27,7 +27,7 @@ from hvdtrain.errors import InputError
 
 
 class MNIST(Task):
-    """Adadelta, whose rate falls by `gamma` after each epoch; `epochs` must be that of --epochs."""
+    """Adadelta, whose rate falls by `gamma` after each epoch."""
 
     def __init__(
         self,
@@ -35,14 +35,12 @@ class MNIST(Task):
         download: bool = False,
         lr: float = 1.0,
         gamma: float = 0.7,
-        epochs: int = 14,
     ) -> None:
         _import_datasets()  # at once, before anything is made
         self.data = Path(data)
         self.download = download
         self.lr = lr
         self.gamma = gamma
-        self.epochs = epochs
 
     def model(self) -> nn.Module:
         return nn.Sequential(
@@ -54,8 +52,10 @@ class MNIST(Task):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adadelta(model.parameters(), lr=self.lr)
 
-    def schedule(self, optimizer: torch.optim.Optimizer, total_steps: int) -> StepLR:
-        return StepLR(optimizer, max(1, total_steps // self.epochs), self.gamma)
+    def schedule(
+        self, optimizer: torch.optim.Optimizer, steps_per_epoch: int, total_steps: int
+    ) -> StepLR:
+        return StepLR(optimizer, steps_per_epoch, self.gamma)
 
     def datasets(self) -> tuple[TensorDataset, TensorDataset]:
         datasets = _import_datasets()

@@ -4,10 +4,11 @@
       InputError                  2   an option, file, task or dataset that cannot be used
       LaunchError                 2   the launcher's environment is incomplete or contradictory
       BackendUnavailable          2   not installed, not built, or another launcher is needed
-      WorldMismatch               2   ranks disagree: on the world, the configuration or the
-      versions CheckpointError             2   missing, damaged, or of another model
-      TrainingDiverged            3   the loss is not finite WorldError                  4   a peer
-      has gone, or did not come in time
+      WorldMismatch               2   ranks disagree: on the world, configuration or versions
+      CheckpointError             2   missing, damaged, or of another model
+      TrainingDiverged            3   the loss is not finite
+      WorldError                  4   a peer has gone, or did not come in time
+      BuildFailed, CheckFailed    1   of `hvdtrain install-horovod` (see hvdtrain.horovod_build)
 
 An error outside this tree is a bug, ours or the task's: it ends with its traceback and exit code 1.
 Ctrl-C ends with 130, SIGTERM with 143. Each message says what happened, with the values, and what

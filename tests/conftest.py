@@ -13,8 +13,8 @@ import pytest
 from tests.launching import descendants
 from tests.ranks import Ranks
 
-# Tests say `@pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)`. pytest groups tests of one session-scoped
-# parameter, so that one pool at a time is alive.
+# Tests say `@pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)`. pytest groups tests of
+# one session-scoped parameter, so that one pool at a time is alive.
 EVERY_ARM = [
     ("single", 1),
     *(("ddp-torchrun", n) for n in (1, 2, 3)),
@@ -48,8 +48,8 @@ def _nothing_leaks() -> Iterator[None]:
         name
         for name in {*environment, *os.environ}
         if environment.get(name) != os.environ.get(name)
-        # pytest's own, and what torch sets when an optimizer first steps
-        and name not in ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+        # pytest's own, and what torch sets at the first optimizer and scikit-learn at its import
+        and not name.startswith(("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "KMP_"))
     }
     assert not changed, f"environment variables leaked: {changed}"
     left = {t for t in threading.enumerate() if t not in threads and not t.daemon}
@@ -66,4 +66,5 @@ def _nothing_stays_behind() -> Iterator[None]:
         time.sleep(0.1)
     assert not alive, f"processes stayed behind: {alive}"
     left = set(Path("/dev/shm").iterdir()) - shared_before
-    assert not left, f"shared memory stayed behind: {left}"
+    if "CI" in os.environ:  # elsewhere other programs use it meanwhile
+        assert not left, f"shared memory stayed behind: {left}"

@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 
 # What a launcher, or a test before this one, may have left in our own environment.
-_FOREIGN = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMPI_",
-    "PMIX_", "PMI_", "MPI_", "MV2_", "SLURM_", "HOROVOD_", "HVDTRAIN_", "OMP_", "TORCH_",
-)  # fmt: skip
+_FOREIGN = tuple(
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_ ROLE_ MASTER_ TORCHELASTIC_ OMPI_ PMIX_ PMI_ "
+    "MPI_ MV2_ SLURM_ HOROVOD_ HVDTRAIN_ OMP_ TORCH_".split()
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Finished:
 
 
 def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This environment without any launcher's variables, with the virtual environment first on PATH.
+    """This environment without any launcher's variables, with the virtual environment first on
+    PATH.
 
     Open MPI refuses root and more ranks than cores unless told otherwise; test machines are both.
     """
@@ -87,7 +88,9 @@ def run(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Finished:
-    """Run a command to its end. Fails the test, with the output, where it takes longer than `timeout` seconds."""
+    """Run a command to its end. Fails the test, with the output, where it takes longer than
+    `timeout` seconds.
+    """
     begin = time.monotonic()
     with started(command, cwd, env) as (process, log):
         try:

@@ -1,8 +1,9 @@
 """A pool of live ranks.
 
-A rank costs seconds of imports, so the ranks of one arm (a backend under one launcher) stay alive for all tests of that
-arm: started by the real launcher, with the backend open, they wait on a Unix socket for functions to call.
-A pool in which a call failed on some ranks only, or hung, is no longer in step; it is killed and started anew.
+A rank costs seconds of imports, so the ranks of one arm (a backend under one launcher) stay alive
+for all tests of that arm: started by the real launcher, with the backend open, they wait on a Unix
+socket for functions to call. A pool in which a call failed on some ranks only, or hung, is no
+longer in step; it is killed and started anew.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def test_mnist_trains_and_one_rank_alone_downloads(tmp_path: Path) -> None:
     (tmp_path / "torchvision" / "datasets.py").write_text(FAKE_MNIST)
     data = tmp_path / "data"
     task = ["--task", "examples/mnist.py:MNIST", "--set", f"data={data}"]
-    size = ["--batch-size", "8", "--epochs", "2", "--set", "epochs=2"]
+    size = ["--batch-size", "8", "--epochs", "2"]
 
     done = run(["hvdtrain", *task, *size, "--run-dir", tmp_path / "1"], env=env)
     assert done.code == 2

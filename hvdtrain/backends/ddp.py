@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -10,6 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hvdtrain.backends.c10d import C10d
+
+# torch 2.13 renamed it, and warns of the old name.
+_SYNC_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel.__init__).parameters
+)
 
 
 class DDP(C10d):
@@ -23,7 +31,7 @@ class DDP(C10d):
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
             bucket_cap_mb=self.options.bucket_mib,
             # The contract's own policy for buffers applies, once a step, on every backend alike.
-            broadcast_buffers=False,
+            **{_SYNC_BUFFERS: False},
             find_unused_parameters=self.options.unused_parameters == "zero",
             # p.grad lies in the bucket itself: no copy back after the all-reduce.
             gradient_as_bucket_view=True,

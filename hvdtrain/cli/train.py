@@ -133,19 +133,11 @@ def command(ctx: click.Context, /, **values: Any) -> None:
 def run(config: TrainConfig, origins: dict[str, str]) -> None:
     """Open the backend, load the task and train. Collective: every rank of the job calls."""
     from hvdtrain.backends import open_backend
-    from hvdtrain.backends.base import BackendOptions
     from hvdtrain.training.task import load_task
     from hvdtrain.training.trainer import Trainer
 
-    options = BackendOptions(
-        device=config.device,
-        transport=config.transport,
-        timeout_s=config.timeout,
-        bucket_mib=config.bucket_mib,
-        buffers=typing.cast("Any", config.buffers),
-        unused_parameters=typing.cast("Any", config.unused_parameters),
-    )
-    with open_backend(config.backend, options=options, agree_on=config.agreed()) as backend:
+    options, agreed = config.backend_options(), config.agreed()
+    with open_backend(config.backend, options=options, agree_on=agreed) as backend:
         with backend.together():
             task = load_task(config.task, config.set)
         Trainer(task, backend, config, origins).fit()

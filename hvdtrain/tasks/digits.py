@@ -1,5 +1,4 @@
-"""scikit-learn's handwritten digits: 1797 real 8x8 scans, shipped in its wheel. The default task.
-"""
+"""scikit-learn's handwritten digits: 1797 real 8x8 scans, shipped in its wheel; the default."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain.errors import InputError
+from hvdtrain.tasks._shared import check_counts
 from hvdtrain.training.task import Task
 
 
@@ -21,6 +21,7 @@ class Digits(Task):
     """
 
     def __init__(self, lr: float = 0.002, width: int = 32, dropout: float = 0.0) -> None:
+        check_counts(width=width)
         self.lr = lr
         self.width = width
         self.dropout = dropout

@@ -310,5 +310,6 @@ def _one_line(error: BaseException) -> str:
             return f"{cause.strerror}: {cause.filename}" if cause.filename else cause.strerror
         cause = cause.__context__
     text = " ".join(str(error).split()) or type(error).__name__
-    # Of torch's advice, which is to trust the file, only what it found there.
-    return text.rpartition("WeightsUnpickler error: ")[2].partition(" Please use ")[0]
+    # torch's own text goes on at length, and advises to trust the file.
+    refused = re.search(r"GLOBAL (\S+)", text)
+    return f"it holds {refused[1]}, which may run code when loaded" if refused else text

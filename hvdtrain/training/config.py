@@ -9,9 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hvdtrain.errors import InputError
+
+if TYPE_CHECKING:
+    from hvdtrain.backends.base import BackendOptions
 
 
 def _option(default: Any, text: str, *choices: str, **more: Any) -> Any:
@@ -161,6 +164,19 @@ class TrainConfig:
                 f"ranks x {self.accumulate} accumulated micro-batches = {parts}"
             )
         return self.global_batch_size // parts
+
+    def backend_options(self) -> BackendOptions:
+        """The part of the options that `open_backend` takes."""
+        from hvdtrain.backends.base import BackendOptions
+
+        return BackendOptions(
+            device=self.device,
+            transport=self.transport,
+            timeout_s=self.timeout,
+            bucket_mib=self.bucket_mib,
+            buffers=cast("Any", self.buffers),
+            unused_parameters=cast("Any", self.unused_parameters),
+        )
 
     def agreed(self) -> dict[str, object]:
         """The options that the handshake compares between ranks, by flag."""

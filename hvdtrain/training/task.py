@@ -57,10 +57,10 @@ class Task(ABC):
         """
         return {"loss": self.loss(net, batch)}
 
-    def schedule(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
-        """Return a scheduler that is stepped once per optimizer step, or None for the one of the
-        options.
-        """
+    def schedule(
+        self, optimizer: Optimizer, steps_per_epoch: int, total_steps: int
+    ) -> LRScheduler | None:
+        """Return a scheduler that is stepped once per optimizer step, or None for the options'."""
         return None
 
     def collate(self, samples: list[Any]) -> Batch:
@@ -115,17 +115,23 @@ def _load_module(name: str) -> ModuleType:
     path = Path(name).resolve()
     if not path.is_file():
         raise InputError(f"no task file {name!r} here ({Path.cwd()})")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Under its own name, so that loader processes can unpickle what it defines.
-    sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.parent))
+    folder = str(path.parent)
+    if folder not in sys.path:
+        # It stays there: loader processes import the module by its name.
+        sys.path.append(folder)
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__task_file__", None) is not None:
+        del sys.modules[path.stem]  # the task file of an earlier load
+    importlib.invalidate_caches()
+    spec = importlib.util.find_spec(path.stem)
+    if spec is None or spec.origin != str(path):
+        other = spec.origin if spec is not None else "something else"
+        raise InputError(
+            f"the task file {name!r} has the name of a module that Python imports from {other}; "
+            f"rename the file"
+        )
+    module = import_module(path.stem)
+    module.__task_file__ = str(path)  # type: ignore[attr-defined]
     return module
 
 

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,11 @@ class Position:
     step: int = 0
     epoch: int = 0
     sample: int = 0
+
+    @property
+    def epoch_number(self) -> int:
+        """The epoch that the last step was of, from 1."""
+        return self.epoch + (1 if self.sample else 0)
 
 
 class Trainer:
@@ -189,12 +194,13 @@ class Trainer:
 
     def _make_scheduler(self, loaded: dict[str, Any]) -> LRScheduler:
         total = self.ledger.total_steps
-        own = self.task.schedule(self.optimizer, total)
+        own = self.task.schedule(self.optimizer, self.ledger.steps_per_epoch, total)
         self._own_schedule = own is not None
         if own is None:
             return build_schedule(
                 self.optimizer, self.config, self.position.step, total, self.ledger.steps_per_epoch
             )
+        self.ledger = replace(self.ledger, schedule="the task's own", warmup_steps=0)
         if loaded.get("schedule") is not None:
             own.load_state_dict(loaded["schedule"])
             for group, lr in zip(self.optimizer.param_groups, own.get_last_lr(), strict=True):
@@ -331,7 +337,7 @@ class Trainer:
                 mean.add(self.task.metrics(self.model, batch), len(indices))
         self.model.train()
         metrics = mean.reduce(self.backend)
-        record = {"step": self.position.step, "epoch": self.position.epoch}
+        record = {"step": self.position.step, "epoch": self.position.epoch_number}
         self.log({**record, **{f"eval_{name}": value for name, value in metrics.items()}})
         return metrics
 
@@ -516,7 +522,11 @@ class Meter:
             )
             error.everywhere = True
             raise error
-        record: dict[str, Any] = {"step": step, "epoch": trainer.position.epoch, "loss": loss}
+        record: dict[str, Any] = {
+            "step": step,
+            "epoch": trainer.position.epoch_number,
+            "loss": loss,
+        }
         if norm is not None:
             record["grad_norm"] = float(norm)
         if lr is not None:

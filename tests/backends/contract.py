@@ -114,7 +114,9 @@ def prepare_makes_equal(backend: Backend) -> None:
 
 
 def gradients_are_means(backend: Backend, micro_batches: int) -> None:
-    """After finish_backward p.grad is the mean over ranks and micro-batches; twice, so that state resets."""
+    """After finish_backward p.grad is the mean over ranks and micro-batches; twice, so that state
+    resets.
+    """
     rank, size = backend.world.rank, backend.world.size
     torch.manual_seed(3)
     model = nn.Linear(3, 2).double()

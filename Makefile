@@ -1,0 +1,53 @@
+# make demo    from a bare clone: installs, and trains the digits with 2 ranks under native DDP
+# make test    from a bare clone: installs everything, Open MPI and real Horovod included, and runs the suite
+# make check   ruff and mypy --strict
+# make bench   the benchmarks; writes benchmarks/results/
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+INSTALL := $(PIP) install --quiet --constraint constraints.txt
+# Open MPI refuses root, and more ranks than cores, unless it is told otherwise.
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export OMPI_MCA_rmaps_base_oversubscribe := 1
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/demo.installed
+	$(BIN)/torchrun --nproc-per-node 2 --module hvdtrain --backend ddp --epochs 10
+
+test: $(VENV)/all.installed $(VENV)-mpich/installed
+	$(BIN)/python -m pytest $(PYTEST)
+
+check: $(VENV)/all.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/all.installed
+	$(BIN)/python benchmarks/trainer_overhead.py
+
+clean:
+	rm -rf $(VENV) $(VENV)-mpich
+
+$(VENV)/pip.installed:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	touch $@
+
+$(VENV)/demo.installed: $(VENV)/pip.installed pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[demo]'
+	touch $@
+
+$(VENV)/all.installed: $(VENV)/pip.installed pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[all]' --group dev
+	$(BIN)/hvdtrain install-horovod
+	touch $@
+
+# A second MPI, for the tests: mpiexec of MPICH and an mpi4py that finds its library.
+$(VENV)-mpich/installed:
+	$(PYTHON) -m venv $(VENV)-mpich
+	$(VENV)-mpich/bin/python -m pip install --quiet mpich mpi4py
+	touch $@

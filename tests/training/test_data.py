@@ -1,0 +1,323 @@
+"""Every sample where it belongs, at any number of ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+
+from hvdtrain.errors import InputError
+from hvdtrain.training.data import (
+    EvalBatches,
+    ShardedBatches,
+    make_loader,
+    map_tensors,
+    mix,
+    on_device,
+    size_of,
+)
+from hvdtrain.world import World
+
+CPU = torch.device("cpu")
+quick = settings(max_examples=60, deadline=None, database=None)
+
+
+def world(rank: int, size: int) -> World:
+    return World(rank, size, rank, size)
+
+
+def on_all_ranks(
+    num_samples: int,
+    batch: int,
+    size: int,
+    uneven: str,
+    epoch: int = 0,
+    start: int = 0,
+    seed: int = 0,
+) -> list[list[list[int]]]:
+    """The micro-batches of each rank, by rank."""
+    found = []
+    for rank in range(size):
+        batches = ShardedBatches(num_samples, batch, world(rank, size), seed, uneven)
+        batches.set_epoch(epoch, start)
+        mine = list(batches)
+        assert len(mine) == len(batches) == batches.batches_from(start)
+        assert all(len(indices) == batch for indices in mine)
+        found.append(mine)
+    return found
+
+
+def flat(ranks: list[list[list[int]]]) -> list[int]:
+    return [index for batches in ranks for indices in batches for index in indices]
+
+
+def by_step(ranks: list[list[list[int]]]) -> list[list[int]]:
+    """What all ranks together get in each micro-batch, in rank order."""
+    return [[i for indices in step for i in indices] for step in zip(*ranks, strict=True)]
+
+
+sizes = {
+    "num_samples": st.integers(1, 200),
+    "batch": st.integers(1, 12),
+    "size": st.integers(1, 5),
+    "epoch": st.integers(0, 3),
+}
+
+
+@quick
+@given(**sizes)
+def test_drop_takes_no_sample_twice(num_samples: int, batch: int, size: int, epoch: int) -> None:
+    seen = flat(on_all_ranks(num_samples, batch, size, "drop", epoch))
+    assert len(set(seen)) == len(seen)
+    assert set(seen) <= set(range(num_samples))
+    leftover = ShardedBatches(num_samples, batch, world(0, size), 0, "drop").leftover()
+    assert len(seen) == num_samples + leftover
+    assert -batch * size < leftover <= 0
+
+
+@quick
+@given(**sizes)
+def test_pad_takes_every_sample(num_samples: int, batch: int, size: int, epoch: int) -> None:
+    counts = Counter(flat(on_all_ranks(num_samples, batch, size, "pad", epoch)))
+    assert set(counts) == set(range(num_samples))
+    leftover = ShardedBatches(num_samples, batch, world(0, size), 0, "pad").leftover()
+    assert counts.total() == num_samples + leftover
+    assert 0 <= leftover < batch * size
+    assert max(counts.values()) - min(counts.values()) <= 1  # the repeats are spread
+
+
+@quick
+@given(
+    num_samples=st.integers(8, 100), uneven=st.sampled_from(["drop", "pad"]), seed=st.integers(0, 9)
+)
+def test_a_global_micro_batch_is_the_same_however_it_is_divided(
+    num_samples: int, uneven: str, seed: int
+) -> None:
+    one, *others = (
+        by_step(on_all_ranks(num_samples, 8 // size, size, uneven, seed=seed))
+        for size in (1, 2, 4, 8)
+    )
+    assert one
+    assert all(other == one for other in others)
+
+
+@pytest.mark.parametrize("uneven", ["drop", "pad"])
+def test_orders_differ_by_epoch_and_by_seed(uneven: str) -> None:
+    orders = {
+        tuple(flat(on_all_ranks(64, 8, 1, uneven, epoch, seed=seed)))
+        for epoch in range(5)
+        for seed in range(5)
+    }
+    assert len(orders) == 25
+    again = on_all_ranks(64, 8, 1, uneven, 3, seed=2)
+    assert again == on_all_ranks(64, 8, 1, uneven, 3, seed=2)
+
+
+@quick
+@given(
+    num_samples=st.integers(1, 150),
+    batch=st.integers(1, 6),
+    before=st.integers(1, 4),
+    after=st.integers(1, 4),
+    steps=st.integers(0, 10),
+    uneven=st.sampled_from(["drop", "pad"]),
+)
+def test_resuming_at_another_world_size(
+    num_samples: int, batch: int, before: int, after: int, steps: int, uneven: str
+) -> None:
+    """Mid-epoch, no sample is lost or seen twice beyond what the end of an epoch drops or pads."""
+    first = by_step(on_all_ranks(num_samples, batch, before, uneven))
+    steps = min(steps, len(first) - 1) if first else 0
+    start = steps * batch * before
+    seen = [index for step in first[:steps] for index in step]
+    rest = flat(on_all_ranks(num_samples, batch, after, uneven, start=start))
+    span = batch * after
+    if uneven == "drop":
+        assert len({*seen, *rest}) == len(seen) + len(rest)
+        assert 0 <= num_samples - len(seen) - len(rest) < span
+    else:
+        assert {*seen, *rest} == set(range(num_samples))
+        assert 0 <= len(seen) + len(rest) - num_samples < span
+
+
+def test_resuming_goes_on_in_the_same_order() -> None:
+    whole = by_step(on_all_ranks(50, 3, 2, "pad", epoch=2))
+    for step in range(len(whole)):
+        assert by_step(on_all_ranks(50, 3, 2, "pad", epoch=2, start=6 * step)) == whole[step:]
+    assert on_all_ranks(50, 3, 2, "pad", start=54) == [[], []]
+    assert on_all_ranks(50, 3, 2, "drop", start=48) == [[], []]
+
+
+def test_a_micro_batch_larger_than_the_data() -> None:
+    assert on_all_ranks(3, 5, 2, "drop") == [[], []]
+    padded = by_step(on_all_ranks(3, 5, 2, "pad"))
+    assert len(padded) == 1
+    assert padded[0][:3] * 4 == padded[0] + padded[0][1:3]  # the order, over and over
+    assert ShardedBatches(3, 5, world(0, 2), 0, "pad").leftover() == 7
+
+
+def test_padding_costs_no_memory() -> None:
+    """A wrong --batch-size must not repeat the data a million times over on every rank."""
+    batches = ShardedBatches(10, 4, world(0, 1 << 40), 0, "pad")
+    assert len(list(batches)) == 1
+
+
+@quick
+@given(num_samples=st.integers(1, 100), batch=st.integers(1, 9), size=st.integers(1, 9))
+def test_evaluation_takes_every_sample_once(num_samples: int, batch: int, size: int) -> None:
+    shares = [EvalBatches(num_samples, batch, world(rank, size)) for rank in range(size)]
+    lists = [list(share) for share in shares]
+    assert [len(share) for share in shares] == [len(batches) for batches in lists]
+    assert sorted(flat(lists)) == list(range(num_samples))
+    assert all(0 < len(indices) <= batch for batches in lists for indices in batches)
+    counts = [sum(map(len, batches)) for batches in lists]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_more_ranks_than_samples_to_evaluate() -> None:
+    assert [list(EvalBatches(2, 4, world(rank, 3))) for rank in range(3)] == [[[0]], [[1]], []]
+
+
+def test_seeds_are_distinct_where_it_matters() -> None:
+    """torch's CPU generator looks at 32 bits of its seed alone."""
+    seeds = [
+        mix(seed, step, rank) for seed in range(3) for step in range(5000) for rank in range(9)
+    ]
+    assert len({seed % (1 << 32) for seed in seeds}) == len(seeds)
+    assert len({mix(0), mix(0, 0), mix(0, 0, 0), mix(1), mix(0, 1), mix(1, 0)}) == 6
+    huge = mix(10**30, 10**30)
+    torch.Generator().manual_seed(huge)
+    assert 0 <= huge < 1 << 62
+
+
+# Datasets and loaders
+
+
+class NoLength(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 3
+
+
+def test_size_of() -> None:
+    assert size_of(TensorDataset(torch.arange(3)), "training") == 3
+    for dataset in (NoLength(), Stream(), SizedStream()):
+        with pytest.raises(InputError, match=rf"training dataset \({type(dataset).__name__}\) has"):
+            size_of(dataset, "training")
+    with pytest.raises(InputError, match=r"evaluation dataset \(TensorDataset\) is empty"):
+        size_of(TensorDataset(torch.empty(0)), "evaluation")
+
+
+def batches_of(workers: int, launcher: str = "none") -> list[Any]:
+    dataset = TensorDataset(torch.arange(40.0), torch.arange(40))
+    batches = ShardedBatches(40, 4, World(1, 2, 1, 2, launcher=launcher), 0, "drop")
+    loader = make_loader(dataset, batches, default_collate, world(1, 2), CPU, workers, seed=0)
+    found = []
+    for epoch, start in ((0, 0), (1, 0), (2, 16)):
+        batches.set_epoch(epoch, start)
+        assert len(loader) == len(batches)
+        found += list(on_device(loader, CPU, lambda t: t))
+    return found
+
+
+def test_loader_processes_change_nothing() -> None:
+    alone, helped = batches_of(0), batches_of(2)
+    assert len(alone) == len(helped) == 13
+    for (x, y), (u, v) in zip(alone, helped, strict=True):
+        assert torch.equal(x, u)
+        assert torch.equal(y, v)
+    assert not multiprocessing.active_children()
+
+
+def test_an_abandoned_loader_leaves_no_process() -> None:
+    dataset = TensorDataset(torch.arange(40.0))
+    batches = ShardedBatches(40, 4, world(0, 1), 0, "drop")
+    loader = make_loader(dataset, batches, default_collate, world(0, 1), CPU, 2, seed=0)
+    data = on_device(loader, CPU, lambda t: t)
+    next(data)
+    data.close()  # type: ignore[attr-defined]
+    del data
+    assert not multiprocessing.active_children()
+
+
+def test_mpi_ranks_are_not_forked() -> None:
+    mpi = World(0, 2, 0, 2, launcher="openmpi")
+    dataset, batches = TensorDataset(torch.arange(4.0)), EvalBatches(4, 2, mpi)
+    loaders = [make_loader(dataset, batches, default_collate, mpi, CPU, n, 0) for n in (0, 1)]
+    assert loaders[0].multiprocessing_context is None
+    assert loaders[1].multiprocessing_context.get_start_method() == "forkserver"
+
+
+class Noise(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(1)
+
+
+def test_loader_processes_draw_other_numbers_on_other_ranks() -> None:
+    drawn = []
+    for rank in range(2):
+        batches = EvalBatches(8, 2, world(0, 1))
+        loader = make_loader(Noise(), batches, default_collate, world(rank, 2), CPU, 1, seed=0)
+        drawn += torch.cat(list(loader)).flatten().tolist()
+    assert len(set(drawn)) == 16
+
+
+# Nested batches
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Any
+
+
+def test_map_tensors() -> None:
+    t = torch.ones(2)
+    nested = {"a": [t, (t, "text")], "b": Pair(t, {"c": t, "d": None}), 3: 4}
+    mapped = map_tensors(nested, lambda value: value + 1)
+    two = torch.full((2,), 2.0)
+    assert isinstance(mapped["b"], Pair)
+    assert isinstance(mapped["a"], list)
+    assert isinstance(mapped["a"][1], tuple)
+    for value in (mapped["a"][0], mapped["a"][1][0], mapped["b"].x, mapped["b"].y["c"]):
+        assert torch.equal(value, two)
+    assert (mapped["a"][1][1], mapped["b"].y["d"], mapped[3]) == ("text", None, 4)
+    assert torch.equal(t, torch.ones(2)), "the input changed"
+
+
+@pytest.mark.parametrize("value", [(), [], {}, "text", None, 3, b"bytes", {1}, range(3)])
+def test_map_tensors_leaves_the_rest(value: object) -> None:
+    assert map_tensors(value, lambda t: t + 1) == value
+
+
+def test_map_tensors_keeps_sizes_and_odd_dicts() -> None:
+    assert map_tensors(torch.Size([2, 3]), lambda t: t) == torch.Size([2, 3])
+    mapped = map_tensors(defaultdict(list, a=[torch.zeros(1)]), lambda t: t + 1)
+    assert mapped["a"][0] == 1
+
+
+def test_map_tensors_on_a_packed_sequence() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    mapped = map_tensors(packed, lambda t: t.double() if t.is_floating_point() else t)
+    assert isinstance(mapped, torch.nn.utils.rnn.PackedSequence)
+    assert mapped.data.dtype == torch.float64
+    assert torch.equal(mapped.batch_sizes, packed.batch_sizes)

@@ -1,0 +1,151 @@
+"""Means that do not depend on how samples are shared out, and a hash that sees every bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvdtrain import Backend, BackendOptions
+from hvdtrain.backends.single import Single
+from hvdtrain.errors import InputError
+from hvdtrain.training.data import EvalBatches
+from hvdtrain.training.metrics import Mean, fingerprint
+from hvdtrain.world import World
+from tests.ranks import Ranks
+
+
+def single() -> Backend:
+    return Single(World(), BackendOptions())
+
+
+def share_of_mean(backend: Backend, num_samples: int, batch: int) -> dict[str, float]:
+    """On live ranks: the mean over shares of the samples 0, 1, 2..., squared."""
+    mean = Mean()
+    for indices in EvalBatches(num_samples, batch, backend.world):
+        x = torch.tensor(indices, dtype=torch.float32)
+        mean.add({"square": x.square().mean(), "x": x.mean()}, len(indices))
+    if backend.world.rank == 0:
+        mean.add({"rank 0 alone": torch.tensor(7.0)}, 3)
+    return mean.reduce(backend)
+
+
+@pytest.mark.parametrize(
+    "ranks", [("single", 1), ("ddp-torchrun", 2), ("ddp-torchrun", 3)], indirect=True
+)
+def test_the_mean_is_exact_however_samples_are_shared(ranks: Ranks) -> None:
+    for num_samples, batch in ((1, 4), (2, 1), (7, 2), (10, 4)):
+        expected = {
+            "square": sum(i * i for i in range(num_samples)) / num_samples,
+            "x": (num_samples - 1) / 2,
+            "rank 0 alone": 7.0,
+        }
+        everyone = ranks.run(share_of_mean, num_samples, batch)
+        assert all(found == everyone[0] for found in everyone)
+        # Means of float32 batches: exact for these small integers but for the division.
+        assert everyone[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_batches_of_any_size_weigh_by_their_samples() -> None:
+    mean = Mean()
+    mean.add({"a": torch.tensor(1.0), "b": torch.tensor(2)}, 30)
+    mean.add({"a": torch.tensor([4.0])}, 10)
+    assert mean.reduce(single()) == {"a": 1.75, "b": 2.0}
+
+
+def test_nothing_added() -> None:
+    assert Mean().reduce(single()) == {}
+
+
+def test_low_precision_adds_up_in_double() -> None:
+    mean = Mean()
+    for _ in range(1000):
+        mean.add({"a": torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True)}, 3)
+    mean.add({"a": torch.tensor(1.5, dtype=torch.float16)}, 1000)
+    assert mean.reduce(single()) == {"a": 0.75}
+
+
+@pytest.mark.parametrize("values", [[math.inf, -math.inf], [math.nan, 1.0]])
+def test_what_is_not_finite_is_nan_and_no_crash(values: list[float]) -> None:
+    mean = Mean()
+    for value in values:
+        mean.add({"a": torch.tensor(value)}, 1)
+    assert math.isnan(mean.reduce(single())["a"])
+
+
+class TwoShares(Single):
+    """What two ranks gathered, on one."""
+
+    def all_gather_object(self, obj: object) -> list:  # type: ignore[type-arg, override]
+        return [{"a": (math.inf, 1)}, {"a": (-math.inf, 1)}, {}]
+
+
+def test_opposite_infinities_of_two_ranks() -> None:
+    assert math.isnan(Mean().reduce(TwoShares(World(), BackendOptions()))["a"])
+
+
+def test_a_value_for_each_sample_is_refused() -> None:
+    """Summed up, it would be a mean times the batch size."""
+    with pytest.raises(InputError, match=r"'accuracy' has shape \(4,\).*mean over the batch"):
+        Mean().add({"accuracy": torch.ones(4)}, 4)
+
+
+# Fingerprints
+
+STATE: dict[str, Tensor] = {
+    "weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "bias": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+    "count": torch.tensor(3),
+    "empty": torch.empty(0, 4),
+    "mask": torch.tensor([True, False]),
+    "phase": torch.tensor([1 + 2j]),
+}
+
+
+def test_the_fingerprint_does_not_depend_on_order_or_layout() -> None:
+    expected = fingerprint(STATE)
+    assert len(expected) == 64
+    assert fingerprint(dict(reversed(STATE.items()))) == expected
+    transposed = STATE["weight"].t().contiguous().t()
+    assert not transposed.is_contiguous()
+    assert fingerprint({**STATE, "weight": transposed}) == expected
+    assert fingerprint({**STATE, "weight": torch.nn.Parameter(STATE["weight"])}) == expected
+    assert fingerprint({**STATE, "extra state": {"not": "a tensor"}}) == expected
+    conjugate = torch.tensor([1 - 2j]).conj()
+    assert fingerprint({**STATE, "phase": conjugate}) == expected
+
+
+@pytest.mark.parametrize("name", [name for name, t in STATE.items() if t.numel()])
+def test_the_fingerprint_sees_every_bit(name: str) -> None:
+    t = STATE[name]
+    seen = {fingerprint(STATE)}
+    num_bytes = t.numel() * t.element_size()
+    for byte in range(num_bytes):
+        for bit in range(1 if t.dtype is torch.bool else 8):
+            changed = t.clone()
+            changed.reshape(-1).view(torch.uint8)[byte] ^= 1 << bit
+            seen.add(fingerprint({**STATE, name: changed}))
+    assert len(seen) == 1 + num_bytes * (1 if t.dtype is torch.bool else 8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight": STATE["weight"].reshape(3, 2)},
+        {"weight": STATE["weight"].view(torch.int32)},
+        {"bias": STATE["bias"].view(torch.float16)},
+        {"count": STATE["count"].reshape(1)},
+        {"empty": torch.empty(4, 0)},
+        {"more": torch.empty(0)},
+    ],
+    ids=["shape", "dtype", "16-bit dtype", "0-dim", "empty shape", "name"],
+)
+def test_the_fingerprint_sees_names_shapes_and_dtypes(change: dict[str, Tensor]) -> None:
+    assert fingerprint({**STATE, **change}) != fingerprint(STATE)
+
+
+def test_the_fingerprint_sees_a_swap_of_names() -> None:
+    a, b = torch.ones(2), torch.zeros(2)
+    assert fingerprint({"a": a, "b": b}) != fingerprint({"a": b, "b": a})

@@ -1,0 +1,323 @@
+"""The run directory: readable at any moment, and one writer at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.errors import InputError
+from hvdtrain.training.run_dir import RunDirectory, make_default
+
+
+@contextmanager
+def opened(path: Path, resuming: bool = False) -> Iterator[RunDirectory]:
+    run_dir = RunDirectory(path, resuming)
+    try:
+        yield run_dir
+    finally:
+        run_dir.close()
+
+
+def read(path: Path) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    found: dict[str, Any] = json.loads((path / "run.json").read_text(), parse_constant=refuse)
+    return found
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_from_start_to_end(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "run"
+    with opened(path) as run_dir:
+        run_dir.start({"config": {"clip_norm": math.inf, "set": ("a=1",)}, "path": path})
+        assert read(path)["outcome"] == "running"
+        assert read(path)["process"]["pid"] == os.getpid()
+        run_dir.update(ledger={"ranks": 2})
+        run_dir.open_metrics(0)
+        run_dir.log({"step": 1, "loss": 0.5})
+        assert steps(path) == [1], "a line must be there at once"
+        run_dir.finish("finished", metrics={"accuracy": 0.5})
+    run = read(path)
+    assert (run["format"], run["outcome"], run["attempts"]) == (1, "finished", [])
+    assert run["start"] <= run["end"]
+    assert run["ledger"] == {"ranks": 2}
+    assert run["metrics"] == {"accuracy": 0.5}
+    assert run["path"] == str(path)
+    assert sorted(p.name for p in path.iterdir()) == [".lock", "metrics.jsonl", "run.json"]
+
+
+def test_numbers_that_json_lacks_are_text_that_float_reads(tmp_path: Path) -> None:
+    """NaN and Infinity are no JSON: jq and a browser refuse the whole file."""
+    with opened(tmp_path) as run_dir:
+        run_dir.start({"config": {"clip_norm": math.inf}})
+        run_dir.open_metrics(0)
+        run_dir.log({"step": 1, "grad_norm": math.nan, "nested": [(-math.inf,)]})
+    assert float(read(tmp_path)["config"]["clip_norm"]) == math.inf
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert math.isnan(float(line["grad_norm"]))
+    assert line["nested"] == [["-inf"]]
+
+
+def test_run_json_is_whole_at_every_moment(tmp_path: Path) -> None:
+    with opened(tmp_path) as run_dir:
+        run_dir.start({})
+        stop, reads = threading.Event(), []
+
+        def reader() -> None:
+            while not stop.is_set():
+                reads.append(len(read(tmp_path)["padding"]))
+
+        run_dir.update(padding="x" * 100_000)
+        thread = threading.Thread(target=reader)
+        thread.start()
+        for size in (10, 200_000) * 15:
+            run_dir.update(padding="x" * size)
+        stop.set()
+        thread.join()
+    assert len(reads) > 5
+    assert set(reads) <= {10, 100_000, 200_000}
+
+
+def test_the_umask_counts(tmp_path: Path) -> None:
+    was = os.umask(0o077)
+    try:
+        with opened(tmp_path) as run_dir:
+            run_dir.start({})
+            run_dir.open_metrics(0)
+    finally:
+        os.umask(was)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("run.json", "metrics.jsonl")] == [
+        0o600,
+        0o600,
+    ]
+
+
+def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:
+    with opened(tmp_path) as run_dir:
+        run_dir.start({})
+        run_dir.finish("finished")
+    before = (tmp_path / "run.json").read_bytes()
+    with pytest.raises(InputError, match="holds a run already; continue it with --resume auto"):
+        RunDirectory(tmp_path, resuming=False)
+    assert (tmp_path / "run.json").read_bytes() == before
+    with opened(tmp_path, resuming=True):
+        pass
+
+
+def test_checkpoints_without_run_json_are_a_run_too(tmp_path: Path) -> None:
+    """Else a later --resume would find the old run's checkpoints behind the new one's."""
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(InputError, match="holds a run already"):
+        RunDirectory(tmp_path, resuming=False)
+
+
+# The lock, held by another process
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+sys.modules["torch"] = None  # not needed, and slow
+from hvdtrain.training.run_dir import RunDirectory
+run_dir = RunDirectory(Path(sys.argv[1]), resuming=False)
+run_dir.start({})
+child = os.fork()  # as a loader process, which outlives a kill of its parent for a while
+if child == 0:
+    time.sleep(30)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(30)
+"""
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        child = int(holder.stdout.readline())
+        try:
+            for resuming in (False, True):
+                with pytest.raises(InputError, match="another run is writing to .*--run-dir"):
+                    RunDirectory(tmp_path, resuming)
+            holder.kill()
+            holder.wait()
+            os.kill(child, 0)  # it lives
+            with opened(tmp_path, resuming=True) as run_dir:
+                run_dir.start({})
+            (attempt,) = read(tmp_path)["attempts"]
+            assert attempt["outcome"] == "killed"
+            assert attempt["process"]["pid"] == holder.pid
+        finally:
+            holder.kill()
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_closed_one_is_free_at_once(tmp_path: Path) -> None:
+    with opened(tmp_path) as run_dir:
+        run_dir.close()
+        run_dir.close()
+        with opened(tmp_path):
+            pass
+
+
+@pytest.mark.parametrize("below", [".", "deeper/still"])
+def test_a_file_in_the_way(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write the run directory .*file"):
+        RunDirectory(tmp_path / "file" / below, resuming=False)
+
+
+def test_no_permission() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        os.chmod(folder, 0o755)
+        was = os.geteuid()
+        if was == 0:
+            os.seteuid(65534)
+        else:
+            os.chmod(folder, 0o500)
+        try:
+            for path in (Path(folder), Path(folder) / "new"):
+                with pytest.raises(InputError, match=f"run directory {path}: Permission denied"):
+                    RunDirectory(path, resuming=False)
+        finally:
+            os.seteuid(was)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with opened(tmp_path) as run_dir:
+        run_dir.start({})
+        run_dir.open_metrics(0)
+        before = read(tmp_path)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        try:
+            with pytest.raises(InputError, match="cannot write the run directory.*too large"):
+                run_dir.update(more="x" * 1000)
+            with pytest.raises(InputError, match="cannot write the run directory.*too large"):
+                run_dir.log({"step": 1, "text": "x" * 1000})
+            run_dir.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert read(tmp_path) == before
+
+
+# Resuming
+
+
+def test_attempts_add_up(tmp_path: Path) -> None:
+    with opened(tmp_path) as run_dir:
+        run_dir.start({"config": {"epochs": 1}})
+        run_dir.finish("failed", error="ValueError: no", last_step=7)
+    with opened(tmp_path, resuming=True) as run_dir:
+        run_dir.start({})
+        run_dir.update(resumed_from="step-00000005")
+    with opened(tmp_path, resuming=True) as run_dir:
+        run_dir.start({})
+        run_dir.finish("finished", params_sha256="abc")
+    run = read(tmp_path)
+    assert run["outcome"] == "finished"
+    failed, killed = run["attempts"]
+    assert (failed["outcome"], failed["error"], failed["last_step"]) == (
+        "failed",
+        "ValueError: no",
+        7,
+    )
+    assert (killed["outcome"], killed["resumed_from"]) == ("killed", "step-00000005")
+    assert "end" in failed
+    assert "end" not in killed
+    assert "error" not in run
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"text"', "\xff"])
+def test_a_damaged_run_json_does_not_stop_a_resume(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text, encoding="latin-1")
+    with opened(tmp_path, resuming=True) as run_dir:
+        run_dir.start({})
+    assert read(tmp_path)["attempts"] == []
+
+
+TORN = [
+    '{"step": 12, "lo',
+    "{",
+    "12",
+    "null",
+    "[]",
+    '{"loss": 1}',
+    '{"step": "x"}',
+    '{"step": Infinity}',
+    "\xff\xfe",
+]
+
+
+@pytest.mark.parametrize("torn", TORN)
+def test_lines_after_the_resumed_step_and_torn_ones_go(tmp_path: Path, torn: str) -> None:
+    lines = [json.dumps({"step": step}) for step in (5, 10, 10, 11, 15)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, torn]), encoding="latin-1")
+    with opened(tmp_path, resuming=True) as run_dir:
+        run_dir.open_metrics(10)
+        run_dir.log({"step": 12})
+    assert steps(tmp_path) == [5, 10, 10, 12]
+
+
+def test_a_fresh_start_in_an_old_directory_drops_all_lines(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with opened(tmp_path, resuming=True) as run_dir:
+        run_dir.open_metrics(0)
+    assert steps(tmp_path) == []
+
+
+# Default names
+
+
+def test_default_names_never_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = [make_default("digits", "ddp") for _ in range(20)]
+    assert len(set(made)) == 20
+    assert all(path.is_dir() and path.parent == Path("runs") for path in made)
+    assert all("-digits-ddp" in path.name for path in made)
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        ("digits", "digits-ddp"),
+        ("some/where/my_task.py:MyTask", "mytask-ddp"),
+        ("package.module:MyTask", "mytask-ddp"),
+    ],
+)
+def test_default_names_tell_the_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert make_default(task, "ddp").name.endswith(name)
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling symlink"])
+def test_no_place_for_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A link to a disk that is not there must not make it look for a free name for ever."""
+    monkeypatch.chdir(tmp_path)
+    if kind == "file":
+        Path("runs").write_text("")
+    else:
+        Path("runs").symlink_to("/not/mounted")
+    begin = time.monotonic()
+    with pytest.raises(InputError, match="cannot write the run directory runs"):
+        make_default("digits", "ddp")
+    assert time.monotonic() - begin < 5

@@ -1,0 +1,151 @@
+"""The learning rate at every step, and after every resume."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.schedule import build_schedule, lr_factor, set_base_lr
+
+TOTAL, PER_EPOCH = 40, 4
+CONFIGS = {
+    "constant": TrainConfig(),
+    "warm-up": TrainConfig(warmup_steps=3),
+    "cosine": TrainConfig(schedule="cosine"),
+    "cosine after warm-up": TrainConfig(schedule="cosine", warmup_steps=8),
+    "step": TrainConfig(schedule="step", step_epochs="2, 5,7", step_factor=0.5),
+    "step after warm-up": TrainConfig(schedule="step", step_epochs="2", warmup_steps=10),
+}
+
+
+def optimizer_of(*lrs: float) -> Optimizer:
+    return SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in lrs])
+
+
+def rates(
+    config: TrainConfig, optimizer: Optimizer, start: int = 0, stop: int = TOTAL
+) -> list[list[float]]:
+    """The rates that steps `start` to `stop` - 1 are taken with, by group."""
+    schedule = build_schedule(optimizer, config, start, TOTAL, PER_EPOCH)
+    found = []
+    for _ in range(start, stop):
+        found.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def rates_of(config: TrainConfig) -> list[float]:
+    return [group[0] for group in rates(config, optimizer_of(1.0))]
+
+
+def test_constant() -> None:
+    assert rates_of(CONFIGS["constant"]) == [1.0] * TOTAL
+
+
+def test_warm_up_is_linear_and_ends_at_the_rate() -> None:
+    assert rates_of(CONFIGS["warm-up"]) == [0.25, 0.5, 0.75] + [1.0] * (TOTAL - 3)
+
+
+def test_cosine() -> None:
+    found = rates_of(CONFIGS["cosine"])
+    assert found[0] == 1.0
+    assert found[TOTAL // 2] == pytest.approx(0.5)
+    assert found[10] == pytest.approx(0.5 * (1 + math.sqrt(0.5)))
+    assert 0 < found[-1] < 0.01
+    assert found == sorted(found, reverse=True)
+
+
+def test_cosine_after_warm_up() -> None:
+    found = rates_of(CONFIGS["cosine after warm-up"])
+    assert found[:9] == pytest.approx([step / 9 for step in range(1, 10)])
+    assert found[8 + 16] == pytest.approx(0.5)
+
+
+def test_step_drops_at_epochs() -> None:
+    found = rates_of(CONFIGS["step"])
+    assert found == [1.0] * 8 + [0.5] * 12 + [0.25] * 8 + [0.125] * 12
+
+
+def test_step_counts_epochs_from_the_start_of_the_warm_up() -> None:
+    found = rates_of(CONFIGS["step after warm-up"])
+    assert found[9] == pytest.approx(10 / 11)
+    assert found[10:] == pytest.approx([0.1] * 30)
+
+
+def test_a_warm_up_longer_than_the_run() -> None:
+    found = rates_of(TrainConfig(schedule="cosine", warmup_steps=100))
+    assert found == pytest.approx([step / 101 for step in range(1, TOTAL + 1)])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_resuming_at_any_step_goes_on_alike(name: str) -> None:
+    config = CONFIGS[name]
+    whole = rates(config, prepared(0.3, 0.02))
+    for start in range(TOTAL):
+        optimizer = prepared(0.3, 0.02)
+        rates(config, optimizer, stop=start)
+        restored = prepared(0.3, 0.02)
+        restored.load_state_dict(optimizer.state_dict())
+        set_base_lr_of_options(restored, [0.3, 0.02])
+        assert rates(config, restored, start) == whole[start:]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_changed_rate_takes_effect_on_resume_and_is_not_compounded(name: str) -> None:
+    """Scaling what the checkpoint holds would scale it once more at every resume."""
+    config = CONFIGS[name]
+    whole = rates(config, prepared(1.0))
+    optimizer = prepared(1.0)
+    rates(config, optimizer, stop=5)
+    for start in (5, 12):
+        restored = prepared(1.0)
+        restored.load_state_dict(optimizer.state_dict())
+        set_base_lr_of_options(restored, [4.0])
+        found = rates(config, restored, start)
+        assert found == [[4 * lr] for (lr,) in whole[start:]]
+        optimizer = restored
+
+
+def prepared(*lrs: float) -> Optimizer:
+    optimizer = optimizer_of(*lrs)
+    set_base_lr(optimizer, None, 1.0)
+    return optimizer
+
+
+def set_base_lr_of_options(optimizer: Optimizer, lrs: list[float]) -> None:
+    """What the trainer does after it has loaded the state."""
+    for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+        group["lr"] = group["initial_lr"] = lr
+
+
+def test_groups_keep_their_proportion() -> None:
+    whole = rates(CONFIGS["cosine"], prepared(0.5, 0.25, 0.0))
+    assert all(second == first / 2 and third == 0 for first, second, third in whole)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "factor"), [("none", 1.0), ("linear", 12.0), ("sqrt", math.sqrt(12))]
+)
+def test_lr_factor(scaling: str, factor: float) -> None:
+    assert lr_factor(scaling, num_ranks=4, accumulate=3) == factor
+    assert lr_factor(scaling, 1, 1) == 1.0
+
+
+def test_set_base_lr() -> None:
+    optimizer = optimizer_of(0.1, 0.2)
+    assert set_base_lr(optimizer, None, 4.0) == ([0.1, 0.2], [0.4, 0.8])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.4, 0.8]
+    assert [group["initial_lr"] for group in optimizer.param_groups] == [0.4, 0.8]
+    assert set_base_lr(optimizer, 0.5, 2.0) == ([0.5, 0.5], [1.0, 1.0])
+
+
+def test_a_rate_in_a_tensor() -> None:
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5))
+    assert set_base_lr(optimizer, None, 2.0) == ([0.5], [1.0])
+    assert rates(CONFIGS["warm-up"], optimizer, stop=2) == [[0.25], [0.5]]
