@@ -19,9 +19,9 @@ from hvdtrain.errors import LaunchError
 class World:
     """The facts of one process among `size`.
 
-    `cross_rank` and `cross_size` number the hosts. Open MPI, MPICH and MVAPICH do not tell them;
-    there they follow from equally filled hosts in rank order, which is what these launchers do by
-    default.
+    `cross_rank` and `cross_size` number the hosts; horovodrun counts only those that have this
+    local rank. Open MPI, MPICH and MVAPICH do not tell them; there they follow from equally filled
+    hosts in rank order, which is what these launchers do by default.
     """
 
     rank: int = 0
@@ -132,6 +132,7 @@ LAUNCHERS = (
         "SLURM_TASKS_PER_NODE",
         "SLURM_NODEID",
         "SLURM_NNODES",
+        required=("SLURM_NODEID",),
         agents=True,
     ),
 )
@@ -196,11 +197,32 @@ def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
     cross_size = -(-size // local_size) if local_size else 0
     if row.cross_rank in env and row.cross_size in env:
         cross_rank, cross_size = _number(env, row.cross_rank), _number(env, row.cross_size)
-    source = ", ".join(f"{name}={env[name]}" for name in row.variables)
+    told = [name for name in (*row.variables, row.cross_rank, row.cross_size) if name in env]
+    source = ", ".join(f"{name}={env[name]}" for name in told)
     world = World(rank, size, local_rank, local_size, cross_rank, cross_size, row.name, source)
-    if not (0 <= rank < size and 0 <= local_rank < local_size <= size and local_rank <= rank):
+    possible = (
+        0 <= rank < size
+        and 0 <= local_rank < local_size <= size
+        and 0 <= cross_rank < cross_size <= size
+        and local_rank <= rank
+    )
+    if not possible:
         raise LaunchError(f"an impossible {row.name} environment: {source}")
     return world
+
+
+def presume(env: Mapping[str, str] | None = None) -> World:
+    """Guess who this process is where `detect` has raised LaunchError, so that the ranks of a host
+    need not all say so. Not collective; never raises.
+
+    The largest numbers of any launcher: one left over from another job says the same on every rank.
+    """
+    env = os.environ if env is None else env
+    ranks, local_ranks = [0], [0]
+    for row in LAUNCHERS:
+        ranks.append(_number_or_zero(env, row.rank))
+        local_ranks.append(_number_or_zero(env, row.local_rank))
+    return World(max(ranks), max(ranks) + 1, max(local_ranks), max(local_ranks) + 1)
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
@@ -208,6 +230,11 @@ def _number(env: Mapping[str, str], name: str) -> int:
         return int(env[name])
     except ValueError:
         raise LaunchError(f"{name}={env[name]!r} is not a whole number") from None
+
+
+def _number_or_zero(env: Mapping[str, str], name: str) -> int:
+    text = env.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def _consistent(inner: World, outer: World) -> bool:
@@ -232,10 +259,10 @@ def _consistent(inner: World, outer: World) -> bool:
 
 def _is_srun_task(env: Mapping[str, str]) -> bool:
     """Whether this is a task of a step, not the shell of `salloc` or `sbatch`, which has SLURM_*
-    too.
+    too, SLURM_PROCID included.
     """
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
-    return step.isdigit() and int(step) < _SLURM_SPECIAL_STEPS and "SLURM_PROCID" in env
+    return step.isdigit() and int(step) < _SLURM_SPECIAL_STEPS
 
 
 def _srun_facts(env: Mapping[str, str]) -> dict[str, str]:
@@ -272,8 +299,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 def first_slurm_host(nodelist: str) -> str:
     """The first host of Slurm's compressed list: "gpu[03-05,9],login1" gives "gpu03"."""
-    match = re.match(r"([^,\[]+)(?:\[([^\]]*)\])?([^,]*)", nodelist.strip())
+    match = re.match(r"(?:[^,\[\]]|\[\w[^\[\]]*\])+(?=,|$)", nodelist.strip())
     if match is None:
         raise LaunchError(f"cannot read the first host of SLURM_STEP_NODELIST={nodelist!r}")
-    first = re.split(r"[,-]", match[2])[0] if match[2] else ""
-    return match[1] + first + match[3]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])

@@ -18,8 +18,8 @@ BIN = Path(sys.executable).parent
 
 # What a launcher, or a test before this one, may have left in our own environment.
 _FOREIGN = tuple(
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_ ROLE_ MASTER_ TORCHELASTIC_ OMPI_ PMIX_ PMI_ "
-    "MPI_ MV2_ SLURM_ HOROVOD_ HVDTRAIN_ OMP_ TORCH_".split()
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_ ROLE_ MASTER_ TORCHELASTIC_ OMPI_ PMIX_ "
+    "PMI_ MPI_ MV2_ SLURM_ HOROVOD_ HVDTRAIN_ OMP_ TORCH_".split()
 )
 
 

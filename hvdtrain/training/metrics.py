@@ -61,7 +61,7 @@ def fingerprint(state: Mapping[str, object]) -> str:
         value = state[name]
         if not isinstance(value, Tensor):
             continue
-        data = value.detach().cpu().contiguous()
+        data = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         digest.update(f"{name} {data.dtype} {tuple(data.shape)}\n".encode())
         digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -22,9 +22,7 @@ State = dict[str, Tensor]
 
 
 class Regression(Task):
-    """A small convolutional regression: deterministic, and with 200 samples never an even number of
-    windows.
-    """
+    """A small convolutional regression, deterministic."""
 
     def __init__(self, optimizer: str = "sgd") -> None:
         self.kind = optimizer

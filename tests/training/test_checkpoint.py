@@ -382,9 +382,14 @@ def end_before_call(n: int, action: Callable[[], object]) -> bool:
         os._exit(1)
 
 
+def save_and_prune(root: Path, step: int) -> None:
+    save(root, step)
+    checkpoint.prune(root, 1)
+
+
 SCENARIOS: dict[str, Callable[[Path], object]] = {
-    "next step": lambda root: (save(root, 30), checkpoint.prune(root, 1)),
-    "same step": lambda root: (save(root, 20), checkpoint.prune(root, 1)),
+    "next step": lambda root: save_and_prune(root, 30),
+    "same step": lambda root: save_and_prune(root, 20),
     "only one there": lambda root: save(root, 20),
     "prune": lambda root: checkpoint.prune(root, 1),
     "set aside": lambda root: checkpoint.set_aside(root, 5),

@@ -1,0 +1,84 @@
+"""Interrupt training at a step, resume it, and compare with the run that was left alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.utils.data import Dataset, TensorDataset
+
+from hvdtrain import Backend, Task, TrainConfig, Trainer
+
+
+class Stateful(Task):
+    """What carries state from step to step: dropout, BatchNorm, momentum, a scheduler."""
+
+    def __init__(self, own_schedule: bool = False) -> None:
+        self.own_schedule = own_schedule
+        self.seen: list[list[int]] = []
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+    def datasets(self) -> tuple[Dataset[Any], None]:
+        inputs = torch.randn(50, 5, generator=torch.Generator().manual_seed(2))
+        return TensorDataset(inputs, torch.arange(50)), None
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        inputs, index = batch
+        self.seen.append(index.tolist())
+        loss: Tensor = (net(inputs).squeeze(1) - inputs.sum(1)).square().mean()
+        return loss
+
+    def schedule(
+        self, optimizer: torch.optim.Optimizer, steps_per_epoch: int, total_steps: int
+    ) -> LRScheduler | None:
+        return StepLR(optimizer, 2, 0.5) if self.own_schedule else None
+
+
+CONFIG = TrainConfig(
+    seed=7,
+    epochs=3,
+    global_batch_size=12,
+    schedule="cosine",
+    warmup_steps=3,
+    log_every=2,
+    checkpoint_every=1,
+    keep=99,
+    threads=1,
+)  # 50 samples in steps of 12: 4 steps an epoch, 12 in all
+
+
+class Stop(Exception):
+    """The run dies here."""
+
+
+def train(
+    backend: Backend, run_dir: Path, stop_at: int = -1, resume: str = "none", **changes: Any
+) -> dict[str, Any]:
+    """Train, or die before step `stop_at`; says what was seen, the rates and the weights."""
+    own_schedule = changes.pop("own_schedule", False)
+    config = replace(CONFIG, run_dir=str(run_dir), resume=resume, **changes)
+    task = Stateful(own_schedule)
+    trainer = Trainer(task, backend, config)
+    rates: list[float] = []
+
+    class Watch(type(trainer.console)):  # type: ignore[misc]
+        def advance(self, step: int) -> None:
+            rates.append(trainer.optimizer.param_groups[0]["lr"])
+            if step == stop_at:
+                raise Stop
+
+    trainer.console = Watch()
+    try:
+        digest = trainer.fit().params_sha256
+    except Stop:
+        digest = "stopped"
+    return {"digest": digest, "seen": task.seen, "rates": rates, "step": trainer.position.step}

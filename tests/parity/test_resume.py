@@ -1,0 +1,94 @@
+"""Resuming is exact: weights, sample order, rates, dropout and buffers, on every backend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.backends.base import BackendOptions
+from hvdtrain.backends.single import Single
+from hvdtrain.world import World
+from tests.conftest import TWO_RANKS
+from tests.parity.resume import train
+from tests.ranks import Ranks
+
+
+def single() -> Single:
+    return Single(World(), BackendOptions())
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> object:
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"own_schedule": True}, {"accumulate": 3}, {"precision": "fp64"}, {"precision": "fp16"}],
+    ids=str,
+)
+@pytest.mark.parametrize("stop_at", range(1, 12))
+def test_every_step_in_one_process(
+    tmp_path: Path, stop_at: int, changes: dict[str, object]
+) -> None:
+    """Stopping after any step of any epoch, and resuming, changes nothing."""
+    whole = train(single(), tmp_path / "whole", **changes)
+    first = train(single(), tmp_path / "parts", stop_at, **changes)
+    assert first["digest"] == "stopped"
+    second = train(single(), tmp_path / "parts", resume="auto", **changes)
+    assert second["digest"] == whole["digest"]
+    # The last step before the stop may have no checkpoint: it is then taken again.
+    again = len(first["rates"]) + len(second["rates"]) - len(whole["rates"])
+    assert again in (0, 1)
+    assert second["rates"] == whole["rates"][-len(second["rates"]) :]
+    assert second["seen"] == whole["seen"][-len(second["seen"]) :]
+    about = json.loads((tmp_path / "parts" / "run.json").read_text())
+    assert [attempt["outcome"] for attempt in about["attempts"]] == ["failed"]
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == sorted(set(steps)), "a step was logged twice"
+
+
+@pytest.mark.parametrize("ranks", TWO_RANKS, indirect=True)
+def test_on_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    whole = ranks.run(train, tmp_path / "whole")
+    first = ranks.run(train, tmp_path / "parts", 6)
+    second = ranks.run(train, tmp_path / "parts", resume="auto")
+    assert [r["digest"] for r in second] == [r["digest"] for r in whole]
+    for rank in range(2):
+        assert first[rank]["seen"][:5] + second[rank]["seen"] == whole[rank]["seen"]
+
+
+@pytest.mark.parametrize("ranks", [*TWO_RANKS, ("ddp-torchrun", 3)], indirect=True)
+def test_across_backends_and_world_sizes(ranks: Ranks, tmp_path: Path) -> None:
+    """One process stops in the middle of an epoch; these ranks go on: each sample once an epoch."""
+    first = train(single(), tmp_path, 6)
+    rest = ranks.run(train, tmp_path, resume="auto")
+    # Steps 1 to 5 have checkpoints: the sixth is taken again.
+    seen = [sum((r["seen"][i] for r in rest), []) for i in range(len(rest[0]["seen"]))]
+    taken = first["seen"][:5] + seen
+    assert len(taken) == 12
+    for epoch in range(3):
+        samples = sum(taken[4 * epoch : 4 * epoch + 4], [])
+        assert len(samples) == len(set(samples)) == 48
+    whole = train(single(), tmp_path / "whole")
+    assert [sorted(batch) for batch in taken] == [sorted(batch) for batch in whole["seen"]]
+    assert rest[0]["rates"] == whole["rates"][-len(rest[0]["rates"]) :]
+    assert len({r["digest"] for r in rest}) == 1
+
+
+def test_a_smaller_step_after_resuming(tmp_path: Path) -> None:
+    """Another global batch: the position counts samples, so none is lost or repeated."""
+    train(single(), tmp_path, 3)
+    rest = train(single(), tmp_path, resume="auto", global_batch_size=6, max_steps=6)
+    whole = train(single(), tmp_path / "whole")
+    seen = sum(whole["seen"][:2], []) + sum(rest["seen"][:4], [])
+    assert seen == sum(whole["seen"][:4], [])

@@ -1,0 +1,306 @@
+"""Options that make no sense are refused, by flag; precision does what its name says."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.errors import InputError
+from hvdtrain.training.config import TrainConfig, flag
+from hvdtrain.training.environment import set_threads, variables, versions
+from hvdtrain.training.ledger import Ledger
+from hvdtrain.training.precision import Precision
+from hvdtrain.training.schedule import build_schedule, set_base_lr
+from hvdtrain.world import World
+
+FIELDS = dataclasses.fields(TrainConfig)
+POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size accumulate lr
+    step_factor clip_norm eval_every log_every keep""".split()
+NOT_NEGATIVE = "workers warmup_steps checkpoint_every seed".split()
+CHOICES = [item.name for item in FIELDS if item.metadata["choices"]]
+
+
+def make(**values: Any) -> TrainConfig:
+    return TrainConfig(**values)
+
+
+def refusal(**values: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        make(**values).check()
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_the_defaults_are_fine() -> None:
+    TrainConfig().check()
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("value", [0, -1, math.nan, -math.inf])
+def test_what_must_be_positive(name: str, value: float) -> None:
+    text = refusal(**{name: value})
+    assert text == f"{flag(name)} {value} must be greater than zero"
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+def test_what_must_be_finite(name: str) -> None:
+    if name == "clip_norm":
+        make(clip_norm=math.inf).check()  # no clipping
+    else:
+        assert refusal(**{name: math.inf}) == f"{flag(name)} inf must be finite"
+        make(**{name: 1}).check()
+
+
+@pytest.mark.parametrize("name", NOT_NEGATIVE)
+def test_what_must_not_be_negative(name: str) -> None:
+    assert refusal(**{name: -1}) == f"{flag(name)} -1 must not be negative"
+    make(**{name: 0}).check()
+
+
+def test_every_number_has_a_rule() -> None:
+    numbers = {
+        item.name
+        for item in FIELDS
+        if isinstance(item.type, str) and ("int" in item.type or "float" in item.type)
+    }
+    assert numbers == {*POSITIVE, *NOT_NEGATIVE}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices(name: str) -> None:
+    (item,) = (item for item in FIELDS if item.name == name)
+    for choice in item.metadata["choices"]:
+        make(**{name: choice}).check()
+    assert item.default in item.metadata["choices"]
+    text = refusal(**{name: "nonsense"})
+    assert text == f"{flag(name)} 'nonsense' is not one of: {', '.join(item.metadata['choices'])}"
+
+
+def test_huge_numbers_are_no_crash() -> None:
+    huge = make(epochs=10**30, max_steps=10**30, seed=10**30, global_batch_size=10**30)
+    huge.check()
+    assert huge.micro_batch(10) == 10**29
+
+
+def test_two_batch_sizes_exclude_each_other() -> None:
+    assert "exclude each other" in refusal(batch_size=2, global_batch_size=4)
+
+
+def test_resume_auto_wants_a_directory() -> None:
+    """It would make a new one, find nothing there, and start afresh."""
+    assert "--run-dir" in refusal(resume="auto")
+    make(resume="auto", run_dir="runs/a").check()
+    make(resume="runs/a/checkpoints/step-00000010").check()
+
+
+@pytest.mark.parametrize("text", ["x", "1;2", "1.5", "-3", "0,5", "1,-2", "1e3"])
+def test_bad_step_epochs(text: str) -> None:
+    assert refusal(step_epochs=text).startswith(f"--step-epochs {text!r} is not a list of epochs")
+
+
+def test_step_epochs() -> None:
+    assert make(step_epochs=" 60,30,, 80 ").drop_epochs() == (30, 60, 80)
+    assert make(step_epochs="").drop_epochs() == ()
+
+
+def test_micro_batch() -> None:
+    assert make().micro_batch(7) == 32
+    assert make(batch_size=5).micro_batch(7) == 5
+    assert make(global_batch_size=24, accumulate=2).micro_batch(3) == 4
+    with pytest.raises(InputError) as caught:
+        make(global_batch_size=20, accumulate=2).micro_batch(3)
+    assert str(caught.value) == (
+        "--global-batch-size 20 is not a multiple of 3 ranks x 2 accumulated micro-batches = 6"
+    )
+    with pytest.raises(InputError):
+        make(global_batch_size=3).micro_batch(4)
+
+
+def test_every_option_has_help() -> None:
+    for item in FIELDS:
+        text = item.metadata["help"]
+        assert len(text) > 8, item.name
+        assert text.endswith((".", "]")), item.name
+
+
+def test_ranks_agree_on_all_that_makes_them_call_together() -> None:
+    agreed = make(lr=0.5).agreed()
+    assert {flag(item.name) for item in FIELDS} - set(agreed) == {"--run-dir", "--resume"}
+    assert agreed["--lr"] == 0.5
+    # Ranks that save at different steps would wait for each other for ever.
+    assert "--checkpoint-every" in agreed
+
+
+def test_the_options_import_no_torch() -> None:
+    code = (
+        "import sys, hvdtrain.training.config as c; c.TrainConfig(); print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "False\n"
+
+
+# The ledger
+
+
+def test_the_ledger_says_what_a_step_is() -> None:
+    ledger = Ledger(8, 2, 4, 1000, -40, 15, 150, [0.1], [0.8], "linear", "cosine", 5)
+    assert ledger.global_batch == 64
+    assert ledger.as_dict()["global_batch"] == 64
+    batch, steps, lr = ledger.lines()
+    assert batch == "batch    8 samples x 2 accumulated x 4 ranks = 64 a step"
+    assert steps == "steps    150 (15 an epoch); 40 of 1000 samples dropped each epoch"
+    assert lr == "lr       0.1 -> 0.8 (linear scaling), cosine, 5 steps of warm-up"
+
+
+def test_the_ledger_of_a_plain_run() -> None:
+    ledger = Ledger(8, 1, 1, 16, 0, 2, 2, [0.1, 0.2], [0.1, 0.2], "none", "constant", 0)
+    batch, steps, lr = ledger.lines()
+    assert batch == "batch    8 samples x 1 rank = 8 a step"
+    assert steps == "steps    2 (2 an epoch); every sample once an epoch"
+    assert lr == "lr       0.1, 0.2 (none scaling), constant"
+
+
+# The environment
+
+
+@pytest.fixture
+def threads() -> Any:
+    was = torch.get_num_threads()
+    yield
+    torch.set_num_threads(was)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("requested", "launcher", "given", "expected"),
+    [
+        (3, "none", "2", "3 a rank (--threads)"),
+        (None, "none", "2", "2 a rank (OMP_NUM_THREADS)"),
+        (None, "openmpi", "1", "1 a rank (OMP_NUM_THREADS)"),
+        (None, "torchrun", "2", "2 a rank (OMP_NUM_THREADS)"),
+    ],
+)
+def test_threads(requested: int | None, launcher: str, given: str, expected: str) -> None:
+    world = World(0, 2, 0, 2, launcher=launcher)
+    assert set_threads(requested, world, {"OMP_NUM_THREADS": given}) == expected
+    assert torch.get_num_threads() == int(expected.split()[0])
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("given", ["1", "", "0", "many", "²"])
+def test_the_one_thread_of_torchrun_is_no_choice_of_the_user(given: str) -> None:
+    world = World(0, 1000, 0, 1000, launcher="torchrun")
+    assert set_threads(None, world, {"OMP_NUM_THREADS": given}).startswith("1 a rank (")
+    alone = set_threads(None, World(), {"OMP_NUM_THREADS": "" if given == "1" else given})
+    assert "cores / 1)" in alone
+
+
+def test_records() -> None:
+    env = {"NCCL_DEBUG": "INFO", "PATH": "x", "AWS_SECRET_KEY": "y", "OMP_NUM_THREADS": "2"}
+    assert variables(env) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
+    assert versions()["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+
+
+# Precision
+
+CPU = torch.device("cpu")
+
+
+def test_fp64_converts_model_and_batch() -> None:
+    precision = Precision("fp64", CPU)
+    model = precision.convert(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    dtypes = {name: t.dtype for name, t in model.state_dict().items()}
+    assert dtypes.pop("1.num_batches_tracked") == torch.int64
+    assert set(dtypes.values()) == {torch.float64}
+    assert precision.convert_batch(torch.ones(2)).dtype == torch.float64
+    assert precision.convert_batch(torch.ones(2, dtype=torch.int64)).dtype == torch.int64
+    with precision.autocast():
+        assert model(precision.convert_batch(torch.ones(3, 2))).dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_the_others_keep_weights_and_batch(name: str) -> None:
+    precision, model, t = Precision(name, CPU), nn.Linear(2, 2), torch.ones(2)
+    assert precision.convert(model) is model
+    assert model.weight.dtype == torch.float32
+    assert precision.convert_batch(t) is t
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+)
+def test_autocast(name: str, dtype: torch.dtype) -> None:
+    model = nn.Linear(2, 2)
+    with Precision(name, CPU).autocast():
+        assert model(torch.ones(3, 2)).dtype == dtype
+    assert model(torch.ones(3, 2)).dtype == torch.float32
+
+
+def trained(precision: Precision | None) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = model(torch.randn(5, 4)).square().mean()
+        if precision is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            precision.backward(loss)
+            precision.unscale_(optimizer)
+            precision.step(optimizer)
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_a_disabled_scaler_changes_no_bit(name: str) -> None:
+    plain, passed = trained(None), trained(Precision(name, CPU))
+    assert all(torch.equal(plain[key], passed[key]) for key in plain)
+
+
+def test_scaling_is_undone() -> None:
+    """A scale is a power of two, so in fp32 not a bit is lost."""
+    plain, scaled = trained(None), trained(Precision("fp16", CPU))
+    assert all(torch.equal(plain[key], scaled[key]) for key in plain)
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_an_overflow_skips_the_step_and_warns_of_nothing(start: int) -> None:
+    """The first scale of all is often too large; torch would then warn that the schedule was
+    stepped before the optimizer.
+    """
+    precision, model = Precision("fp16", CPU), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    set_base_lr(optimizer, None, 1.0)
+    schedule = build_schedule(optimizer, TrainConfig(warmup_steps=3), start, 10, 10)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    scale = precision.scaler.get_scale()
+    for value in (torch.inf, 1.0):
+        precision.backward(model(torch.full((1, 2), value)).mean())
+        precision.unscale_(optimizer)
+        precision.step(optimizer)
+        schedule.step()
+        optimizer.zero_grad()
+        same = [torch.equal(before[name], t) for name, t in model.state_dict().items()]
+        assert same == [value == torch.inf] * 2
+        assert precision.scaler.get_scale() == scale / 2
+    assert schedule.last_epoch == start + 2
+
+
+def test_the_scale_survives_a_checkpoint() -> None:
+    old, new = Precision("fp16", CPU), Precision("fp16", CPU)
+    old.scaler.scale(torch.ones(1))
+    old.scaler.update(8.0)
+    new.scaler.load_state_dict(old.scaler.state_dict())
+    assert new.scaler.get_scale() == 8.0
+    Precision("fp32", CPU).scaler.load_state_dict(old.scaler.state_dict())

@@ -1,0 +1,178 @@
+"""Finding the user's task, and saying what is wrong where it is not found."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import InputError
+from hvdtrain.tasks import TASKS
+from hvdtrain.training.task import load_task
+
+SOURCE = """
+from torch import nn
+from torch.optim import SGD
+from hvdtrain.training.task import Task
+
+class {name}(Task):
+    answer = {answer}
+
+    def __init__(self, width: int = 3, names=(), text="x") -> None:
+        self.width, self.names, self.text = width, names, text
+
+    def model(self):
+        return nn.Linear(self.width, 1)
+
+    def optimizer(self, model):
+        return SGD(model.parameters(), lr=0.1)
+
+    def datasets(self):
+        return [1, 2], None
+
+    def loss(self, net, batch):
+        return net(batch).mean()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder of a user with a task file; what loading it adds to Python goes again."""
+    modules, path = dict(sys.modules), list(sys.path)
+    (tmp_path / "mine_task.py").write_text(SOURCE.format(name="Mine", answer=1))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in set(sys.modules) - set(modules):
+        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(
+            sys.modules[name].__file__
+        ):
+            del sys.modules[name]
+    sys.path[:] = path
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_built_in(name: str) -> None:
+    task = load_task(name)
+    assert type(task).__module__ == TASKS[name].partition(":")[0]
+
+
+@pytest.mark.parametrize("name", ["digit", "dig", "transformers"])
+def test_a_typing_error_gets_a_suggestion(name: str) -> None:
+    with pytest.raises(InputError, match="unknown task .*did you mean '(digits|transformer)'"):
+        load_task(name)
+
+
+@pytest.mark.parametrize(
+    "form", ["mine_task.py:Mine", "./mine_task.py:Mine", "{}/mine_task.py:Mine"]
+)
+def test_a_file(folder: Path, form: str) -> None:
+    task = load_task(form.format(folder))
+    assert type(task).__name__ == "Mine"
+    assert task.model().in_features == 3
+
+
+def test_a_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+    assert type(load_task("mine_task:Mine")).__name__ == "Mine"
+
+
+def test_arguments(folder: Path) -> None:
+    task = load_task(
+        "mine_task.py:Mine", ("width=5", "names=['a', (1, 2.5)]", "text=a=b, not a literal")
+    )
+    assert task.width == 5  # type: ignore[attr-defined]
+    assert task.names == ["a", (1, 2.5)]  # type: ignore[attr-defined]
+    assert task.text == "a=b, not a literal"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("None", None),
+        ("True", True),
+        ("", ""),
+        ("1e-3", 1e-3),
+        ("'5'", "5"),
+        ("/data/set one", "/data/set one"),
+        ("__import__('os')", "__import__('os')"),
+    ],
+)
+def test_values_are_literals_or_else_strings(folder: Path, text: str, value: object) -> None:
+    assert load_task("mine_task.py:Mine", (f"text={text}",)).text == value  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("setting", ["width", "=5", "a b=5", ""])
+def test_not_a_setting(folder: Path, setting: str) -> None:
+    with pytest.raises(InputError, match="is not name=value"):
+        load_task("mine_task.py:Mine", (setting,))
+
+
+def test_an_unknown_argument_gets_a_suggestion(folder: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        load_task("mine_task.py:Mine", ("widht=5",))
+    text = str(caught.value)
+    assert "did you mean 'width'?" in text
+    assert "it takes: width, names, text" in text
+
+
+def test_a_missing_class_lists_what_is_there(folder: Path) -> None:
+    with pytest.raises(InputError, match="no Task subclass named 'Yours'; it has: Mine"):
+        load_task("mine_task.py:Yours")
+    with pytest.raises(InputError, match="no Task subclass named 'nn'"):
+        load_task("mine_task.py:nn")  # there, but no Task
+
+
+def test_no_such_file_or_module(folder: Path) -> None:
+    with pytest.raises(InputError, match="no task file 'other.py' here"):
+        load_task("other.py:Mine")
+    with pytest.raises(InputError, match="no module named 'no_such_module'"):
+        load_task("no_such_module:Mine")
+
+
+def test_a_missing_import_of_the_task_is_not_blamed_on_its_name(folder: Path) -> None:
+    (folder / "needy_task.py").write_text("import not_installed_at_all\n")
+    with pytest.raises(ModuleNotFoundError, match="not_installed_at_all"):
+        load_task("needy_task.py:Mine")
+
+
+def test_a_sibling_is_imported(folder: Path) -> None:
+    package = folder / "project"
+    package.mkdir()
+    (package / "sibling_of_task.py").write_text("ANSWER = 42\n")
+    source = SOURCE.format(name="Mine", answer="ANSWER")
+    (package / "near_task.py").write_text(f"from sibling_of_task import ANSWER\n{source}")
+    assert load_task("project/near_task.py:Mine").answer == 42  # type: ignore[attr-defined]
+
+
+def test_two_files_of_one_name_are_not_mixed_up(folder: Path) -> None:
+    for name, answer in (("one", 1), ("two", 2)):
+        (folder / name).mkdir()
+        (folder / name / "same_task.py").write_text(SOURCE.format(name="Mine", answer=answer))
+    assert load_task("one/same_task.py:Mine").answer == 1  # type: ignore[attr-defined]
+    with pytest.raises(InputError, match="two/same_task.py.*rename the file"):
+        load_task("two/same_task.py:Mine")
+
+
+def test_a_file_named_like_a_module_of_python_is_refused(folder: Path) -> None:
+    """Whatever imports `random` later would get the task."""
+    (folder / "random.py").write_text(SOURCE.format(name="Mine", answer=1))
+    with pytest.raises(InputError, match="rename the file"):
+        load_task("random.py:Mine")
+    assert hasattr(sys.modules["random"], "randint")
+
+
+def test_a_loader_process_can_import_what_a_task_file_defines(folder: Path) -> None:
+    """One that was not forked, as under MPI, unpickles the dataset by its module's name."""
+    task = load_task("mine_task.py:Mine")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(answer_of, pickle.dumps(task)).result(60) == 1
+
+
+def answer_of(pickled: bytes) -> int:
+    answer: int = pickle.loads(pickled).answer
+    return answer
