@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -26,6 +26,11 @@ _TURN_S = 0.5
 _LONGEST_TURN_S = 3.0
 # A rank that merely lost a peer lets that one say why.
 _WITNESS_S = 3.0
+# The flags, files and variables of a host are the same for its ranks: local rank 0 speaks for them.
+# The others speak if that has not ended the job by then, as where they alone have the problem.
+_SPOKESMAN_S = 6.0
+# Ctrl-C in a terminal reaches a rank directly and again by way of its launcher.
+_SAME_REQUEST_S = 2.0
 
 
 def exit_code(error: BaseException) -> int:
@@ -34,10 +39,8 @@ def exit_code(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return 130
-    if isinstance(error, SystemExit):
-        if error.code is None or isinstance(error.code, int):
-            return error.code or 0
-        return 1
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        return error.code or 0
     return 1
 
 
@@ -45,10 +48,12 @@ def exit_code(error: BaseException) -> int:
 def guard(world: World) -> Iterator[None]:
     """End the job, with one report, where the block raises or exits with an error. Not collective.
 
-    SIGTERM raises SystemExit(143) inside the block, so that what is open is closed and its end
-    recorded.
+    SIGTERM raises SystemExit(143) inside the block, and Ctrl-C KeyboardInterrupt, so that what is
+    open is closed and its end recorded. A second request ends the process at once.
     """
-    previous = signal.signal(signal.SIGTERM, _on_sigterm)
+    handler = _raise_once()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    previous = [signal.signal(number, handler) for number in numbers]
     try:
         yield
     except BaseException as error:
@@ -56,7 +61,8 @@ def guard(world: World) -> Iterator[None]:
             raise
         end_job(world, error)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, old in zip(numbers, previous, strict=True):
+            signal.signal(number, old)
 
 
 def end_job(world: World, error: BaseException) -> NoReturn:
@@ -65,16 +71,35 @@ def end_job(world: World, error: BaseException) -> NoReturn:
     if world.size == 1:
         report(world, error)
         sys.exit(code)
+    # From here on the launcher may end us because another rank has spoken: in silence, then.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        time.sleep(_turn_s(world, error))
+        report(world, error)
+        sys.stdout.flush()
+    finally:  # even where the terminal has gone
+        _leave(code)
+
+
+def _turn_s(world: World, error: BaseException) -> float:
+    """How long a rank lets others speak before it reports `error`."""
     turn_s = min(_TURN_S * world.rank, _LONGEST_TURN_S)
-    time.sleep(turn_s + (_WITNESS_S if isinstance(error, WorldError) else 0))
-    report(world, error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.COMM_WORLD.Abort(code)
-    # Not sys.exit: the exit handlers of Horovod and MPI wait for the other ranks.
-    os._exit(code)
+    if isinstance(error, WorldError):
+        return turn_s + _WITNESS_S
+    if isinstance(error, HvdtrainError) and not error.everywhere and world.local_rank > 0:
+        return turn_s + _SPOKESMAN_S
+    return turn_s
+
+
+def _leave(code: int) -> NoReturn:
+    try:
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+            mpi.COMM_WORLD.Abort(code)
+    finally:
+        # Not sys.exit: the exit handlers of Horovod and MPI wait for the other ranks.
+        os._exit(code)
 
 
 def report(world: World, error: BaseException) -> None:
@@ -85,17 +110,33 @@ def report(world: World, error: BaseException) -> None:
     if isinstance(error, HvdtrainError):
         if error.everywhere and world.rank > 0:
             return
-        where = "" if error.everywhere or world.size == 1 else f"[{world}] "
+        unknown = world.launcher == "none"  # the rank is presumed, or there is one only
+        where = "" if error.everywhere or unknown or world.size == 1 else f"[{world}] "
         text = f"{where}error: {error}\n"
     elif isinstance(error, KeyboardInterrupt):
         text = "interrupted\n" if world.rank == 0 else ""
     elif isinstance(error, SystemExit):
-        text = f"[{world}] exits with code {exit_code(error)}\n" if world.size > 1 else ""
+        said = "" if error.code is None or isinstance(error.code, int) else f"{error.code}\n"
+        text = said + (f"[{world}] exits with code {exit_code(error)}\n" if world.size > 1 else "")
     else:
         head = f"[{world}] failed:\n" if world.size > 1 else ""
         text = head + "".join(traceback.format_exception(error))
     sys.stderr.write(text)  # one write, so that the lines of two ranks do not mix
+    sys.stderr.flush()
 
 
-def _on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + signum)
+def _raise_once() -> Callable[[int, FrameType | None], None]:
+    """Make a handler that raises at the first signal, passes over its echo, and then kills."""
+    first: list[float] = []
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        if first:
+            if time.monotonic() - first[0] > _SAME_REQUEST_S:
+                os._exit(128 + signum)
+            return
+        first.append(time.monotonic())
+        if signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + signum)
+
+    return handle

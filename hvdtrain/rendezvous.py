@@ -10,9 +10,12 @@ on one host never take each other's.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
 import os
+import re
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -23,12 +26,7 @@ from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]
-    PrefixStore,
-    Store,
-    TCPStore,
-    rendezvous,
-)
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from hvdtrain.errors import BackendUnavailable, LaunchError, WorldError, WorldMismatch
 from hvdtrain.world import World, first_slurm_host
@@ -37,6 +35,9 @@ _TOKEN = "hvdtrain/token"
 _MESSAGE_BYTES = 1024  # what rank 0 publishes: addresses, port, token
 _SLURM_PORTS = range(20000, 28000)
 _SLURM_TRIES = 8
+_ANSWER_S = 3.0  # a store answers at once; a server that is none may never
+_NAMES_S = 10.0  # the name of a container that has just started may not be known yet
+_MOST_ADDRESSES = 8  # so that they fit into the message
 
 
 def open_store(world: World, timeout_s: float) -> Store:
@@ -47,12 +48,24 @@ def open_store(world: World, timeout_s: float) -> Store:
     missing ranks, LaunchError for two processes of one rank.
     """
     deadline = time.monotonic() + timeout_s
-    if _has_address(world):
-        store = _at_address(world, timeout_s)
-    else:
+    if world.size == 1:
+        store: Store = _serve(0, deadline)
+    elif _has_address():
+        store = _at_address(world, deadline)
+    elif world.launcher in _MEETINGS:
         store = _MEETINGS[world.launcher](world, deadline)
+    else:
+        raise LaunchError(
+            f"{world} has no launcher through which to meet the others; set MASTER_ADDR and "
+            f"MASTER_PORT"
+        )
     store.set_timeout(timedelta(seconds=timeout_s))
-    return _await_all(store, world, deadline)
+    try:
+        return _await_all(store, world, deadline)
+    except dist.DistError as error:
+        raise WorldError(
+            f"{world} lost rank 0's store before all ranks had met: {_first_line(error)}"
+        ) from None
 
 
 def load_mpi(world: World) -> Any:
@@ -82,36 +95,47 @@ def load_mpi(world: World) -> Any:
 # The address is given
 
 
-def _has_address(world: World) -> bool:
+def _has_address() -> bool:
     names = ("MASTER_ADDR", "MASTER_PORT")
     given = [name for name in names if os.environ.get(name)]
-    if len(given) == 1 and world.size > 1:
+    if len(given) == 1:
         missing = next(name for name in names if name not in given)
         raise LaunchError(
             f"{given[0]}={os.environ[given[0]]} is set without {missing}; set or unset both"
         )
-    return len(given) == 2 and world.launcher != "none"
+    return len(given) == 2
 
 
-def _at_address(world: World, timeout_s: float) -> Store:
-    url = f"env://?rank={world.rank}&world_size={world.size}"
+def _at_address(world: World, deadline: float) -> Store:
+    host, port_text = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    port = int(port_text) if port_text.isascii() and port_text.isdigit() else 0
+    if not 0 < port < 1 << 16:
+        raise LaunchError(f"MASTER_PORT={port_text!r} is not a port; give one of 1 to 65535")
+    _check_resolves(host, deadline)
+    # torchrun's agent serves the store, for its ranks too.
+    agents = world.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    if world.rank > 0 or agents == "True":
+        return _connect(world, [(host, port)], None, deadline)
     try:
-        store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=timeout_s)))
-    except (dist.DistError, ValueError, OSError) as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        what = "serve" if world.rank == 0 else "reach"
-        raise WorldError(
-            f"{world} could not {what} the store at MASTER_ADDR:MASTER_PORT={where}: "
-            f"{_first_line(error)}"
+        return _serve(port, deadline)
+    except dist.DistNetworkError as error:
+        raise LaunchError(
+            f"rank 0 cannot serve at MASTER_PORT={port} ({_first_line(error)}); choose a free "
+            f"port, or unset MASTER_ADDR and MASTER_PORT and let rank 0 pick one"
         ) from None
-    return store  # type: ignore[no-any-return]
+
+
+def _check_resolves(host: str, deadline: float) -> None:
+    for _ in _until(min(deadline, time.monotonic() + _NAMES_S), pause_s=0.5):
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (OSError, UnicodeError) as error:
+            why = error
+    raise LaunchError(f"MASTER_ADDR={host} is the name of no host: {_first_line(why)}")
 
 
 # Rank 0 binds, then publishes
-
-
-def _alone(world: World, deadline: float) -> Store:
-    return _serve(0, deadline)
 
 
 def _over_mpi(world: World, deadline: float) -> Store:
@@ -139,15 +163,18 @@ def _over_horovodrun(world: World, deadline: float) -> Store:
     url = f"http://{address}:{port}/hvdtrain/{_next_meeting(url_key=f'{address}:{port}')}"
 
     def put_or_poll(message: bytes) -> bytes:
-        if world.rank == 0:
-            _http(urllib.request.Request(url, data=message, method="PUT"))
-            return message
+        data = message or None
+        request = urllib.request.Request(url, data, method="PUT" if message else "GET")
+        why = ""
         for _ in _until(deadline):
-            answer = _http(urllib.request.Request(url))
-            if answer:
-                return answer
+            try:
+                answer = _http(request)
+                if message or answer:
+                    return message or answer
+            except OSError as error:
+                why = f": {_first_line(error)}"
         raise WorldError(
-            f"{world} waited in vain for rank 0 at horovodrun's store {address}:{port}"
+            f"{world} met no rank 0 at horovodrun's store {address}:{port} in time{why}"
         )
 
     return _publish(world, deadline, put_or_poll)
@@ -185,8 +212,12 @@ def _over_slurm(world: World, deadline: float) -> Store:
     for port in ports:
         try:
             store = _serve(port, deadline)
-        except dist.DistNetworkError:
-            continue  # taken: the others look at the next one too, and tell by the token
+        except dist.DistNetworkError:  # taken: the others look on too, and tell by the token
+            if _token_at("localhost", port) == token:
+                raise LaunchError(
+                    f"two processes say that they are rank 0 of step {token} ({world.source})"
+                ) from None
+            continue
         store.set(_TOKEN, token)
         return store
     raise WorldError(
@@ -200,15 +231,16 @@ def _slurm_ports(reserved: str, token: str) -> list[int]:
     pick.
     """
     if reserved:
-        first, _, last = reserved.split(",")[0].partition("-")
-        return list(range(int(first), int(last or first) + 1))
+        match = re.match(r"(\d+)(?:-(\d+))?(,|$)", reserved)
+        if match is None:
+            raise LaunchError(f"SLURM_STEP_RESV_PORTS={reserved!r} is not a list of ports")
+        return list(range(int(match[1]), int(match[2] or match[1]) + 1))
     digest = int.from_bytes(hashlib.sha256(token.encode()).digest()[:4], "big")
     start = digest % (len(_SLURM_PORTS) - _SLURM_TRIES)
     return list(_SLURM_PORTS[start : start + _SLURM_TRIES])
 
 
 _MEETINGS: dict[str, Callable[[World, float], Store]] = {
-    "none": _alone,
     "openmpi": _over_mpi,
     "mpich": _over_mpi,
     "mvapich": _over_mpi,
@@ -222,11 +254,13 @@ _MEETINGS: dict[str, Callable[[World, float], Store]] = {
 
 def _await_all(store: Store, world: World, deadline: float) -> Store:
     """Wait until every rank has signed in, each once, and return this meeting's own name space."""
-    me = f"{socket.gethostname()}:{os.getpid()}"
+    # With something random: two containers may have the same host name and process id.
+    me = f"{socket.gethostname()}:{os.getpid()} {_ME}"
     other = store.compare_set(f"hvdtrain/who/{world.rank}", "", me).decode()
     if other != me:
+        pair = f"{other.split()[0]} and {me.split()[0]}"
         raise LaunchError(
-            f"two processes say that they are rank {world.rank}: {other} and {me} ({world.source})"
+            f"two processes say that they are rank {world.rank}: {pair} ({world.source})"
         )
     meeting = store.add(f"hvdtrain/meetings/{world.rank}", 1)
     store = PrefixStore(f"hvdtrain/{meeting}", store)
@@ -242,26 +276,70 @@ def _await_all(store: Store, world: World, deadline: float) -> Store:
     return store
 
 
+_ME = uuid.uuid4().hex
+# Kept to the end of the process: a rank that opens a second time may come back to a fixed port
+# before rank 0 does.
+_serving: dict[int, TCPStore] = {}
+
+
 def _serve(port: int, deadline: float) -> TCPStore:
-    timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-    return TCPStore("localhost", port, is_master=True, timeout=timeout, wait_for_workers=False)
+    """Serve at `port`; any free one for 0. Raises DistNetworkError where it is taken."""
+    if port not in _serving:
+        timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+        store = TCPStore("localhost", port, is_master=True, timeout=timeout, wait_for_workers=False)
+        if port == 0:
+            return store
+        _serving[port] = store
+    return _serving[port]
 
 
-def _connect(world: World, places: list[tuple[str, int]], token: str, deadline: float) -> TCPStore:
-    """Try the places in turn until one is a store with this job's token."""
+def _connect(
+    world: World, places: list[tuple[str, int]], token: str | None, deadline: float
+) -> TCPStore:
+    """Try the places in turn until one is a store, with this job's token if there is one."""
     why = "nothing listens there"
     for _ in _until(deadline, pause_s=0.1):
         for host, port in places:
             try:
+                # TCPStore itself would try twice as long as it may, and be loud about it.
                 socket.create_connection((host, port), timeout=2).close()
-                store = TCPStore(host, port, timeout=timedelta(seconds=5), wait_for_workers=False)
-                if store.get(_TOKEN).decode() == token:
+                store = _client(host, port)
+                if token is None or store.get(_TOKEN).decode() == token:
                     return store
                 why = f"{host}:{port} belongs to another job"
             except (OSError, dist.DistError) as error:
                 why = _first_line(error)
     tried = ", ".join(f"{host}:{port}" for host, port in places)
     raise WorldError(f"{world} could not reach rank 0's store at {tried}: {why}")
+
+
+def _token_at(host: str, port: int) -> str | None:
+    try:
+        return _client(host, port).get(_TOKEN).decode()
+    except (OSError, dist.DistError):
+        return None
+
+
+def _client(host: str, port: int) -> TCPStore:
+    """Connect to a store. Raises TimeoutError where what listens there accepts and is silent, for
+    which TCPStore itself would wait for ever.
+    """
+    timeout = timedelta(seconds=_ANSWER_S)
+    made: list[TCPStore] = []
+    raised: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            made.append(TCPStore(host, port, timeout=timeout, wait_for_workers=False))
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(_ANSWER_S)
+    if made:
+        return made[0]
+    raise raised[0] if raised else TimeoutError(f"{host}:{port} does not answer as a store")
 
 
 def _own_addresses(world: World) -> list[str]:
@@ -275,16 +353,30 @@ def _own_addresses(world: World) -> list[str]:
         addresses += [str(info[4][0]) for info in infos]
     except OSError:
         pass  # a host that does not know its own name; its route below still helps
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    # No packet is sent: this asks the kernel which own address a route outward has. Both are
+    # reserved for documentation (RFC 5737, RFC 3849).
+    for family, outside in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         try:
-            # No packet is sent: this asks the kernel which own address a route outward has.
-            # 192.0.2.1 is reserved for documentation (RFC 5737).
-            probe.connect(("192.0.2.1", 9))
-            addresses.append(probe.getsockname()[0])
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((outside, 9))
+                addresses.append(str(probe.getsockname()[0]))
         except OSError:
-            pass
-    # Debian maps a host's own name to 127.0.1.1, which means another host there.
-    return [a for a in dict.fromkeys(addresses) if not a.startswith("127.") and a != "::1"]
+            continue
+    usable = [a for a in dict.fromkeys(addresses) if not _is_local(a)]
+    if not usable:
+        raise LaunchError(
+            f"{name} has no address that other hosts could reach; set MASTER_ADDR and MASTER_PORT"
+        )
+    return usable[:_MOST_ADDRESSES]
+
+
+def _is_local(address: str) -> bool:
+    """Whether this means another host elsewhere. Debian maps a host's own name to 127.0.1.1."""
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        return address.split(".")[0].lower() == "localhost"
+    return ip.is_loopback or ip.is_link_local or ip.is_unspecified
 
 
 def _until(deadline: float, pause_s: float = 0.01) -> Iterator[None]:
@@ -296,7 +388,7 @@ def _until(deadline: float, pause_s: float = 0.01) -> Iterator[None]:
 
 
 def _http(request: urllib.request.Request) -> bytes:
-    """The answer's body; empty where the key is not there yet."""
+    """The answer's body; empty where the key is not there yet. Raises OSError without an answer."""
     # The store is the launcher's own: a proxy from the environment must not come between.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -304,8 +396,8 @@ def _http(request: urllib.request.Request) -> bytes:
             return bytes(response.read())
     except urllib.error.HTTPError as error:
         error.close()
-        return b""
-    except OSError:
+        if error.code != 404 or request.data is not None:
+            raise
         return b""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,7 +31,7 @@ class DDP(C10d):
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
             bucket_cap_mb=self.options.bucket_mib,
             # The contract's own policy for buffers applies, once a step, on every backend alike.
-            **{_SYNC_BUFFERS: False},
+            **cast("dict[str, Any]", {_SYNC_BUFFERS: False}),
             find_unused_parameters=self.options.unused_parameters == "zero",
             # p.grad lies in the bucket itself: no copy back after the all-reduce.
             gradient_as_bucket_view=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from difflib import get_close_matches
 from importlib import import_module
 
@@ -10,7 +11,7 @@ import click
 import hvdtrain
 from hvdtrain import failure
 from hvdtrain.errors import InputError, LaunchError
-from hvdtrain.world import World, detect
+from hvdtrain.world import detect, presume
 
 COMMANDS = {
     "train": "hvdtrain.cli.train",
@@ -72,12 +73,15 @@ def main() -> None:
     try:
         world = detect()
     except LaunchError as error:
-        failure.end_job(World(), error)
+        failure.end_job(presume(), error)
     with failure.guard(world):
         try:
-            cli.main(prog_name="hvdtrain", standalone_mode=False)
-        except click.exceptions.Abort:
-            raise KeyboardInterrupt from None
+            # Not cli.main: it takes an EOFError of the task for Ctrl-C, and is silent about a
+            # BrokenPipeError.
+            with cli.make_context("hvdtrain", sys.argv[1:]) as context:
+                cli.invoke(context)
+        except click.exceptions.Exit as done:
+            sys.exit(done.exit_code)
         except click.ClickException as error:
             raise _as_input_error(error) from None
 

@@ -67,7 +67,7 @@ def _read_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
     if value is None:
         return
     try:
-        table = tomllib.loads(Path(value).read_text())
+        table = tomllib.loads(Path(value).read_bytes().decode())
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read --config {value}: {error}") from None
     except tomllib.TOMLDecodeError as error:
@@ -77,7 +77,23 @@ def _read_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
         _check_known(key, _FIELDS, f"unknown key {key!r} in --config {value}")
     if isinstance(table.get("set"), dict):
         table["set"] = [f"{key}={item!r}" for key, item in table["set"].items()]
+    for key, item in table.items():
+        _check_type(key, item, f"--config {value}: {key} = {item!r}")
     ctx.default_map = table
+
+
+def _check_type(key: str, item: object, where: str) -> None:
+    """Raise InputError where click would convert silently, such as 2.5 epochs to 2."""
+    kind = _plain(typing.get_type_hints(TrainConfig)[key])
+    if typing.get_origin(kind) is tuple:
+        if not (isinstance(item, list) and all(isinstance(part, str) for part in item)):
+            raise InputError(f'{where} is not a table, nor a list such as ["name=value"]')
+        return
+    # In Python a bool is an int; and a whole number is also a float.
+    if type(item) is kind or (kind is float and type(item) is int):
+        return
+    name = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[kind]
+    raise InputError(f"{where} is not {name}")
 
 
 def _check_environment() -> None:

@@ -17,15 +17,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from hvdtrain.backends.base import Backend, to_cpu
-from hvdtrain.errors import (
-    CheckpointError,
-    HvdtrainError,
-    InputError,
-    TrainingDiverged,
-    WorldMismatch,
-)
-from hvdtrain.training import checkpoint, environment
+from hvdtrain.backends.base import Backend
+from hvdtrain.errors import InputError, WorldMismatch
+from hvdtrain.training import checkpoint, environment, state
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console, make_console
 from hvdtrain.training.data import (
@@ -37,6 +31,7 @@ from hvdtrain.training.data import (
     size_of,
 )
 from hvdtrain.training.ledger import Ledger
+from hvdtrain.training.meter import Meter
 from hvdtrain.training.metrics import Mean, fingerprint
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.run_dir import RunDirectory, make_default
@@ -53,22 +48,6 @@ class Result:
     """The last evaluation: means over every sample of the evaluation data."""
     params_sha256: str
     run_dir: Path
-
-
-@dataclass
-class Position:
-    """Where a run stands: optimizer steps done, and samples of all ranks consumed in the current
-    epoch.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    sample: int = 0
-
-    @property
-    def epoch_number(self) -> int:
-        """The epoch that the last step was of, from 1."""
-        return self.epoch + (1 if self.sample else 0)
 
 
 class Trainer:
@@ -91,7 +70,7 @@ class Trainer:
         self.world = backend.world
         self.console: Console = make_console(self.world)
         self.precision = Precision(config.precision, backend.device)
-        self.position = Position()
+        self.position = state.Position()
         self._origins = origins or {}
         self._run_dir: RunDirectory | None = None
         self._saved_step = -1
@@ -122,7 +101,8 @@ class Trainer:
         """Make everything that needs no other rank."""
         config, world = self.config, self.world
         self._threads = environment.set_threads(config.threads, world, os.environ)
-        torch.use_deterministic_algorithms(config.deterministic)
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True)
         environment.seed_all(mix(config.seed))
         train, evaluation = self.task.datasets()
         micro_batch = config.micro_batch(world.size)
@@ -257,19 +237,14 @@ class Trainer:
         self.batches.set_epoch(position.epoch, position.sample)
         left = self.batches.batches_from(position.sample)
         data = on_device(self._train_loader, self.backend.device, self.precision.convert_batch)
-        meter = Meter(self)
+        meter = Meter(self.backend, self.batches.span)
         self.model.train()
         while left and position.step < self.ledger.total_steps:
             window = min(config.accumulate, left)
             left -= window
             last = left == 0 or position.step + 1 == self.ledger.total_steps
             self._take_step(data, window, meter, last)
-            if (
-                not last
-                and config.checkpoint_every
-                and position.step % config.checkpoint_every == 0
-            ):
-                meter.flush()
+            if not last and self._checkpoint_is_due(position.step):
                 self._save()
         if left == 0:
             position.epoch, position.sample = position.epoch + 1, 0
@@ -277,9 +252,13 @@ class Trainer:
         metrics = None
         if done or position.epoch % config.eval_every == 0:
             metrics = self._evaluate()
-        if done or not config.checkpoint_every or position.step % config.checkpoint_every == 0:
+        if done or not config.checkpoint_every or self._checkpoint_is_due(position.step):
             self._save()
         return metrics
+
+    def _checkpoint_is_due(self, step: int) -> bool:
+        every = self.config.checkpoint_every
+        return every > 0 and step % every == 0
 
     def _take_step(self, data: Iterator[Any], window: int, meter: Meter, last: bool) -> None:
         """One optimizer step over `window` micro-batches; `last`: of the epoch or of the run."""
@@ -297,18 +276,21 @@ class Trainer:
             meter.add_loss(loss)
         self.backend.finish_backward(optimizer)
         self.precision.unscale_(optimizer)
-        logs = last or (position.step + 1) % self.config.log_every == 0
+        step = position.step + 1
+        # Always before a checkpoint: what is logged is checked, and no diverged state is kept.
+        logs = last or step % self.config.log_every == 0 or self._checkpoint_is_due(step)
         norm = self._clip(logs)
         lr = optimizer.param_groups[0]["lr"]
         self.precision.step(optimizer)
         self.scheduler.step()
         optimizer.zero_grad()
-        position.step += 1
+        position.step = step
         position.sample += window * self.batches.span
         meter.count(window)
         if logs:
-            meter.flush(norm, lr)
-        self.console.advance(position.step)
+            numbers = meter.flush(step, norm, self.precision.scaler.is_enabled())
+            self.log({"step": step, "epoch": position.epoch_number, "lr": lr, **numbers})
+        self.console.advance(step)
 
     def _clip(self, wanted: bool) -> Tensor | None:
         """Clip the gradients, which are equal on all ranks by now; the norm only where somebody
@@ -361,16 +343,10 @@ class Trainer:
         self._saved_step = self.position.step
 
     def _write_checkpoint(self, run_dir: RunDirectory) -> None:
-        trainer = {
-            **asdict(self.position),
-            "scaler": self.precision.scaler.state_dict(),
-            "schedule": self.scheduler.state_dict() if self._own_schedule else None,
-        }
-        parts = {
-            "model": to_cpu(self.model.state_dict()),
-            "optimizer": to_cpu(self.optimizer.state_dict()),
-            "trainer": trainer,
-        }
+        schedule = self.scheduler if self._own_schedule else None
+        parts = state.collect(
+            self.model, self.optimizer, self.precision.scaler, schedule, self.position
+        )
         about = {
             "task": self.config.task,
             "world_size": self.world.size,
@@ -383,15 +359,16 @@ class Trainer:
         run_dir.run["last_step"] = self.position.step
 
     def _resume(self, base_lrs: list[float]) -> dict[str, Any]:
-        """Load the state on rank 0 and give it to all. Returns the trainer's part; empty for a
-        fresh start.
+        """Load the state on rank 0 and give it to all. Collective.
+
+        Returns the trainer's part of the checkpoint; empty for a fresh start.
         """
         loaded: dict[str, Any] = {}
         if self.config.resume == "none":
             return loaded
         with self.backend.together():
             if self._run_dir is not None:
-                loaded = self._load(self._run_dir)
+                loaded = self._load(self._run_dir.checkpoints)
         loaded = self.backend.broadcast_object(loaded)
         if not loaded:
             return loaded
@@ -400,46 +377,20 @@ class Trainer:
         for group, lr in zip(self.optimizer.param_groups, base_lrs, strict=True):
             group["lr"] = group["initial_lr"] = lr
         self.precision.scaler.load_state_dict(loaded["scaler"])
-        self.position = Position(loaded["step"], loaded["epoch"], loaded["sample"])
+        self.position = state.Position(**loaded["position"])
         self._saved_step = self.position.step
         return loaded
 
-    def _load(self, run_dir: RunDirectory) -> dict[str, Any]:
-        path = self._choose_checkpoint(run_dir)
-        if path is None:
-            return {}
-        loaded: dict[str, Any] = checkpoint.load(path, "trainer")
-        try:
-            self.model.load_state_dict(checkpoint.load(path, "model"))
-            self.optimizer.load_state_dict(checkpoint.load(path, "optimizer"))
-        except (RuntimeError, ValueError, KeyError) as error:
-            if isinstance(error, HvdtrainError):
-                raise
-            text = " ".join(str(error).split())
-            raise CheckpointError(f"{path} is of another model or optimizer: {text}") from None
-        aside = checkpoint.set_aside(run_dir.checkpoints, loaded["step"])
-        for old in aside:
+    def _load(self, root: Path) -> dict[str, Any]:
+        path = state.choose(root, self.config.resume, self.console.say)
+        loaded = {} if path is None else state.restore(path, self.model, self.optimizer)
+        step = loaded["position"]["step"] if loaded else -1
+        for old in checkpoint.set_aside(root, step):
             self.console.say(f"resume   set aside {old.name}")
-        self.console.say(f"resume   from {path}, step {loaded['step']}")
-        self._resumed_from = str(path)
+        if path is not None:
+            self.console.say(f"resume   from {path}, step {step}")
+            self._resumed_from = str(path)
         return loaded
-
-    def _choose_checkpoint(self, run_dir: RunDirectory) -> Path | None:
-        if self.config.resume != "auto":
-            path = Path(self.config.resume)
-            why = checkpoint.problem(path)
-            if why is not None:
-                raise CheckpointError(f"cannot resume from {path}: {why}")
-            return path
-        path_or_none, skipped = checkpoint.newest(run_dir.checkpoints)
-        for item in skipped:
-            self.console.say(f"resume   skipped {item.path.name}: {item.reason}")
-        if path_or_none is None:
-            self.console.say(
-                f"resume   no valid checkpoint in {run_dir.checkpoints}; starting afresh"
-            )
-            checkpoint.set_aside(run_dir.checkpoints, -1)
-        return path_or_none
 
     # Records
 
@@ -477,65 +428,6 @@ class Trainer:
                     f"rank {rank} has {other[:12]}; something trained on one rank alone"
                 )
         return self.backend.broadcast_object(fingerprint(self.model.state_dict()))
-
-
-class Meter:
-    """Times and losses between two lines of metrics."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._reset()
-
-    def _reset(self) -> None:
-        self.data_s = 0.0
-        self._loss: Tensor | None = None
-        self._steps = 0
-        self._samples = 0
-        self._since = time.perf_counter()
-
-    def add_loss(self, loss: Tensor) -> None:
-        """Add the loss of one micro-batch, divided by its window. Waits for no device."""
-        value = loss.detach()
-        self._loss = value if self._loss is None else self._loss + value
-
-    def count(self, micro_batches: int) -> None:
-        """Count one optimizer step."""
-        self._steps += 1
-        self._samples += micro_batches * self._trainer.batches.span
-
-    def flush(self, norm: Tensor | None = None, lr: float | None = None) -> None:
-        """Reduce the loss over all ranks, check it, and log a line. Collective.
-
-        Raises TrainingDiverged on every rank where it is not finite on any.
-        """
-        if self._steps == 0 or self._loss is None:
-            return
-        trainer, steps = self._trainer, self._steps
-        loss = float(trainer.backend.all_reduce(self._loss.double() / steps, "mean"))
-        elapsed = time.perf_counter() - self._since
-        step = trainer.position.step
-        if not math.isfinite(loss):
-            error = TrainingDiverged(
-                f"the loss became {loss} in steps {step - steps + 1} to {step}; lower the "
-                "learning rate, clip with --clip-norm, or look at the data; no checkpoint of "
-                "these steps was kept"
-            )
-            error.everywhere = True
-            raise error
-        record: dict[str, Any] = {
-            "step": step,
-            "epoch": trainer.position.epoch_number,
-            "loss": loss,
-        }
-        if norm is not None:
-            record["grad_norm"] = float(norm)
-        if lr is not None:
-            record["lr"] = lr
-        record["step_ms"] = 1000 * elapsed / steps
-        record["data_ms"] = 1000 * self.data_s / steps
-        record["samples_per_s"] = self._samples / elapsed
-        trainer.log(record)
-        self._reset()
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,0 +1,87 @@
+"""What a checkpoint holds of a run: collected on rank 0, and put back there before a broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hvdtrain.backends.base import to_cpu
+from hvdtrain.errors import CheckpointError, HvdtrainError
+from hvdtrain.training import checkpoint
+
+
+@dataclass
+class Position:
+    """Where a run stands: optimizer steps done, and samples of all ranks used in this epoch."""
+
+    step: int = 0
+    epoch: int = 0
+    sample: int = 0
+
+    @property
+    def epoch_number(self) -> int:
+        """The epoch that the last step was of, from 1."""
+        return self.epoch + (1 if self.sample else 0)
+
+
+def collect(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scaler: torch.amp.GradScaler,
+    schedule: LRScheduler | None,
+    position: Position,
+) -> dict[str, Any]:
+    """The parts of a checkpoint, on the CPU. `schedule`: a task's own, which has state."""
+    trainer = {
+        "position": asdict(position),
+        "scaler": scaler.state_dict(),
+        "schedule": None if schedule is None else schedule.state_dict(),
+    }
+    return {
+        "model": to_cpu(model.state_dict()),
+        "optimizer": to_cpu(optimizer.state_dict()),
+        "trainer": trainer,
+    }
+
+
+def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Load model and optimizer, in place, and return the trainer's part.
+
+    Raises CheckpointError where they are of another model or cannot be read.
+    """
+    trainer: dict[str, Any] = checkpoint.load(path, "trainer")
+    try:
+        model.load_state_dict(checkpoint.load(path, "model"))
+        optimizer.load_state_dict(checkpoint.load(path, "optimizer"))
+    except HvdtrainError:
+        raise
+    except (RuntimeError, ValueError, KeyError) as error:
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"{path} is of another model or optimizer: {text}") from None
+    return trainer
+
+
+def choose(root: Path, resume: str, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint to resume from: the newest valid one under `root` for "auto", else `resume`.
+
+    Says which it skipped and why. None where there is none yet; CheckpointError where the one
+    that was asked for is damaged.
+    """
+    if resume != "auto":
+        why = checkpoint.problem(Path(resume))
+        if why is not None:
+            raise CheckpointError(f"cannot resume from {resume}: {why}")
+        return Path(resume)
+    path, skipped = checkpoint.newest(root)
+    for item in skipped:
+        say(f"resume   skipped {item.path.name}: {item.reason}")
+    if path is None:
+        say(f"resume   no valid checkpoint in {root}; starting afresh")
+    return path
