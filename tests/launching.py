@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,26 +51,34 @@ def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**env, **(extra or {})}
 
 
+class Started(subprocess.Popen[bytes]):
+    """A running command; `marker` tells its processes from others."""
+
+    marker: str
+
+
 @contextlib.contextmanager
 def started(
     command: Sequence[str | Path],
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+) -> Iterator[tuple[Started, Path]]:
     """Start a command in a process group of its own; at the end kill what is left of it.
 
     Yields the process and the file that its output, stdout and stderr together, goes to.
     """
     with tempfile.NamedTemporaryFile(prefix="hvdtrain-test-", suffix=".log") as log:
-        process = subprocess.Popen(
+        marker = f"TEST_COMMAND={uuid.uuid4().hex}"
+        process = Started(
             [str(part) for part in command],
             cwd=cwd or ROOT,
-            env=clean_env(env),
+            env={**clean_env(env), "TEST_COMMAND": marker.partition("=")[2]},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        process.marker = marker
         try:
             yield process, Path(log.name)
         finally:
@@ -78,7 +87,7 @@ def started(
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(5)
-            kill_session(process.pid)
+            kill(process.marker)
             process.wait()
 
 
@@ -101,26 +110,29 @@ def run(
             ) from None
         seconds = time.monotonic() - begin
         output = log.read_text(errors="replace")
-        left = _stragglers(process.pid)
+        left = _stragglers(process.marker)
         assert not left, f"{' '.join(map(str, command))} left processes behind: {left}\n{output}"
         return Finished(code, output, seconds)
 
 
-def _stragglers(session: int) -> dict[int, str]:
-    """What is left of a session whose leader has ended, after a moment of grace."""
+def _stragglers(marker: str) -> dict[int, str]:
+    """What is left of a command that has ended, after a moment of grace."""
     deadline = time.monotonic() + 3
-    while (left := members(session)) and time.monotonic() < deadline:
+    while (left := members(marker)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
 
 
-def members(session: int) -> dict[int, str]:
-    """The living processes of the session that process `session` leads, with their commands."""
+def members(marker: str) -> dict[int, str]:
+    """The living processes that a command started, at any depth, with their commands.
+
+    Told by a variable in their environment: torchrun's ranks are in sessions of their own, and
+    lose their parent when it is killed.
+    """
     found = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            state, _, _, own_session = _stat(entry)
-            if own_session == session and state != "Z":
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            if marker.encode() in _read(entry / "environ") and _stat(entry)[0] != "Z":
                 found[int(entry.name)] = _command(entry)
     return found
 
@@ -137,11 +149,13 @@ def descendants(ancestor: int) -> dict[int, str]:
     return found
 
 
-def kill_session(session: int) -> None:
-    """Kill every process of a session, in whatever process group."""
-    for pid in members(session):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+def kill(marker: str) -> None:
+    """Kill -9 every process that a command started, all at once."""
+    while found := members(marker):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def _stat(entry: Path) -> tuple[str, int, int, int]:
@@ -154,7 +168,11 @@ def _stat(entry: Path) -> tuple[str, int, int, int]:
 
 
 def _command(entry: Path) -> str:
+    return _read(entry / "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def _read(path: Path) -> bytes:
     try:
-        return (entry / "cmdline").read_text().replace("\0", " ").strip()
+        return path.read_bytes()
     except OSError:
-        return "?"
+        return b""  # the process has just ended

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.training import checkpoint
-from tests.launching import kill_session, run, started
+from tests.launching import kill, run, started
 
 KILLS = 20
 # Saving takes longer than a step here, so most kills hit a checkpoint being written.
@@ -52,7 +52,7 @@ def _kill_in_training(run_dir: Path, after_s: float) -> bool:
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
         time.sleep(after_s)
-        kill_session(process.pid)
+        kill(process.marker)
         code = process.wait()
         assert code in (0, -signal.SIGKILL), log.read_text()
     outcome = json.loads((run_dir / "run.json").read_text())["outcome"]

@@ -1,0 +1,70 @@
+"""A task, and a loop of its own, that fail as told: see test_failure.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import Dataset, TensorDataset
+
+from hvdtrain import Task, detect, open_backend
+
+
+def fail(how: str, mark: str) -> None:
+    Path(mark).write_text(str(time.time()))
+    if how == "raise":
+        raise ArithmeticError("as told")
+    if how == "exit":
+        sys.exit(3)
+    if how == "_exit":
+        os._exit(3)
+    if how == "wait":  # for a signal
+        time.sleep(60)
+
+
+class Failing(Task):
+    """Fails on `rank` (-1: on all), in `where`."""
+
+    def __init__(self, where: str, how: str, rank: int, mark: str) -> None:
+        self.where, self.how, self.mark = where, how, mark
+        self.mine = rank in (-1, detect().rank)
+        self.steps = 0
+
+    def _maybe(self, where: str) -> None:
+        if self.mine and where == self.where:
+            fail(self.how, self.mark)
+
+    def model(self) -> nn.Module:
+        self._maybe("model")
+        return nn.Linear(2, 1)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=0.01)
+
+    def datasets(self) -> tuple[Dataset[Any], None]:
+        return TensorDataset(torch.zeros(4096, 2)), None
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        self.steps += 1
+        if self.steps == 4:
+            self._maybe("loop")
+        return net(batch[0]).sum()  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    backend_name, how, rank, mark = sys.argv[1:]
+    with open_backend(backend_name) as backend:
+        for step in range(100_000):
+            if step == 4 and backend.world.rank == int(rank):
+                fail(how, mark)
+            backend.all_reduce(torch.ones(1))
+
+
+if __name__ == "__main__":
+    main()

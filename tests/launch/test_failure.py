@@ -1,0 +1,232 @@
+"""A rank that fails ends the job: soon, with one report that names it, and with its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launching import Finished, members, run, started
+
+LAUNCHERS = {
+    "mpirun": "mpirun -np {n} {python}",
+    "torchrun": "torchrun --nproc-per-node {n}",
+    "horovodrun": "horovodrun -np {n} --gloo {python}",
+}
+FAILING = Path(__file__).with_name("failing.py")
+SOON_S = 10.0
+
+
+def line(launcher: str, n: int, *arguments: object) -> list[str]:
+    return [*LAUNCHERS[launcher].format(n=n, python=sys.executable).split(), *map(str, arguments)]
+
+
+def train(launcher: str, n: int, backend: str, *arguments: object) -> list[str]:
+    return line(launcher, n, "-m", "hvdtrain", "--backend", backend, *arguments)
+
+
+def failing(tmp_path: Path, where: str, how: str, rank: int) -> list[object]:
+    settings = {"where": where, "how": how, "rank": rank, "mark": tmp_path / "mark"}
+    sets = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+    return ["--task", f"{FAILING}:Failing", *sets, "--run-dir", tmp_path / "run", "--threads", 1]
+
+
+def check_ended(finished: Finished, tmp_path: Path, how: str, who: str, status: int | None) -> None:
+    """The job ended soon after the failure, and said so as it should."""
+    after_s = time.time() - float((tmp_path / "mark").read_text())
+    assert after_s < SOON_S, finished.output
+    assert finished.code not in (0, 124), finished.output
+    if status is not None:
+        assert finished.code == status, finished.output
+    traces = finished.output.count("Traceback (most recent call last)")
+    assert traces == (how == "raise"), finished.output
+    if how == "raise":
+        assert len(finished.lines(f"[{who}] failed:")) == 1, finished.output
+        assert len(finished.lines("ArithmeticError: as told")) == 1, finished.output
+    elif how == "exit":
+        assert len(finished.lines(f"[{who}] exits with code 3")) == 1, finished.output
+
+
+@pytest.mark.parametrize(
+    ("n", "backend", "where", "how", "rank"),
+    [
+        (2, "ddp", "loop", "raise", 0),
+        (2, "ddp", "loop", "raise", 1),
+        (2, "ddp", "loop", "exit", 1),
+        (2, "ddp", "loop", "_exit", 0),
+        (2, "ddp", "model", "raise", 1),
+        (3, "ddp", "loop", "raise", 2),
+        (2, "horovod", "loop", "raise", 0),
+        (2, "horovod", "loop", "raise", 1),
+        (2, "horovod", "loop", "exit", 0),
+        (2, "horovod", "loop", "_exit", 1),
+        (2, "horovod", "model", "exit", 1),
+    ],
+)
+def test_one_rank_of_mpirun(
+    tmp_path: Path, n: int, backend: str, where: str, how: str, rank: int
+) -> None:
+    finished = run(train("mpirun", n, backend, *failing(tmp_path, where, how, rank)))
+    status = None if how == "raise" else 3
+    check_ended(finished, tmp_path, how, f"rank {rank}/{n}", status)
+
+
+@pytest.mark.parametrize(
+    ("backend", "how", "rank"),
+    [
+        ("ddp", "raise", 1),
+        ("ddp", "exit", 0),
+        ("ddp", "_exit", 1),
+        ("horovod", "raise", 0),
+        ("horovod", "exit", 1),
+        ("horovod", "_exit", 0),
+    ],
+)
+def test_one_rank_of_a_loop_of_ones_own(tmp_path: Path, backend: str, how: str, rank: int) -> None:
+    finished = run(line("mpirun", 2, FAILING, backend, how, rank, tmp_path / "mark"))
+    status = None if how == "raise" else 3
+    check_ended(finished, tmp_path, how, f"rank {rank}/2", status)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend", "where", "how", "rank"),
+    [
+        ("torchrun", "ddp", "loop", "raise", 0),
+        ("torchrun", "ddp", "loop", "raise", 1),
+        ("torchrun", "ddp", "loop", "exit", 1),
+        ("torchrun", "ddp", "model", "raise", 0),
+        ("horovodrun", "horovod", "loop", "raise", 0),
+        ("horovodrun", "horovod", "loop", "raise", 1),
+        ("horovodrun", "horovod", "model", "exit", 0),
+        ("horovodrun", "ddp", "loop", "raise", 1),
+    ],
+)
+def test_one_rank_of_another_launcher(
+    tmp_path: Path, launcher: str, backend: str, where: str, how: str, rank: int
+) -> None:
+    finished = run(train(launcher, 2, backend, *failing(tmp_path, where, how, rank)))
+    check_ended(finished, tmp_path, how, f"rank {rank}/2", None)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_all_ranks_alike(tmp_path: Path, launcher: str) -> None:
+    finished = run(train(launcher, 2, "ddp", *failing(tmp_path, "model", "raise", -1)))
+    assert finished.code != 0
+    assert "ArithmeticError: as told" in finished.output
+
+
+# What the ranks of a host share is said once
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("arguments", "env", "said"),
+    [
+        (["--task", "digitz"], {}, "unknown task 'digitz'"),
+        (["--epoch", "1"], {}, "No such option"),
+        (["--backend", "hovorod"], {}, "unknown backend"),
+        (["--config", "/no/such.toml"], {}, "cannot read --config"),
+        ([], {"HVDTRAIN_EPOCH": "1"}, "HVDTRAIN_EPOCHS"),
+        ([], {"HOROVOD_RANK": "0"}, "incomplete horovodrun"),
+    ],
+    ids=["task", "option", "backend", "config", "variable", "leftover"],
+)
+def test_bad_input_is_said_once(
+    tmp_path: Path, launcher: str, arguments: list[str], env: dict[str, str], said: str
+) -> None:
+    if launcher == "horovodrun" and "HOROVOD_RANK" in env:
+        env = {"OMPI_COMM_WORLD_RANK": "0"}
+        said = "incomplete openmpi"
+    finished = run(line(launcher, 2, "-m", "hvdtrain", *arguments), cwd=tmp_path, env=env)
+    assert finished.code != 0
+    (only,) = finished.lines("error: ")
+    assert said in only
+    assert "hvdtrain" not in finished.output.partition("Traceback")[2], finished.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_one_rank_alone_has_wrong_is_said() -> None:
+    good = [sys.executable, "-m", "hvdtrain", "--backend", "ddp"]
+    finished = run(["mpirun", "-np", "1", *good, ":", "-np", "1", *good, "--epochs", "-1"])
+    assert finished.code == 2
+    (only,) = finished.lines("error: ")
+    assert "[rank 1/2] error: --epochs -1" in only
+
+
+@pytest.mark.parametrize(
+    ("backend", "fix"), [("horovod", "horovodrun"), ("single", "--backend ddp")]
+)
+def test_a_backend_that_torchrun_cannot_carry(tmp_path: Path, backend: str, fix: str) -> None:
+    finished = run(train("torchrun", 2, backend), cwd=tmp_path)
+    assert finished.code != 0
+    (only,) = finished.lines("error: ")
+    assert fix in only
+    assert not list(tmp_path.iterdir())
+
+
+# Signals
+
+
+def ended_by(
+    tmp_path: Path, command: list[str], number: signal.Signals, whom: str
+) -> tuple[int, str, str]:
+    """Send a signal once training waits for it: to `whom`, a `group`, the `launcher` or `rank 0`.
+
+    Returns the exit code, the output and the outcome in run.json.
+    """
+    with started(command) as (process, log):
+        deadline = time.monotonic() + 40
+        while not (tmp_path / "mark").exists():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        if whom == "group":
+            for pid in members(process.pid):
+                os.kill(pid, number)
+        else:
+            record = json.loads((tmp_path / "run" / "run.json").read_text())
+            os.kill(record["process"]["pid"] if whom == "rank 0" else process.pid, number)
+        code = process.wait(20)
+        while members(process.pid):
+            assert time.monotonic() < deadline + 20, members(process.pid)
+            time.sleep(0.05)
+        outcome = json.loads((tmp_path / "run" / "run.json").read_text())["outcome"]
+        return code, log.read_text(), outcome
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "outcome"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_a_signal_to_one_process(
+    tmp_path: Path, number: signal.Signals, code: int, outcome: str
+) -> None:
+    arguments = map(str, failing(tmp_path, "loop", "wait", -1))
+    command = [sys.executable, "-m", "hvdtrain", *arguments]
+    got_code, output, got = ended_by(tmp_path, command, number, "launcher")
+    assert (got_code, got) == (code, outcome), output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("number", "whom"),
+    [
+        (signal.SIGINT, "group"),
+        (signal.SIGTERM, "launcher"),
+        (signal.SIGTERM, "rank 0"),
+    ],
+)
+def test_a_signal(tmp_path: Path, launcher: str, number: signal.Signals, whom: str) -> None:
+    command = train(launcher, 2, "ddp", *failing(tmp_path, "loop", "wait", -1))
+    code, output, outcome = ended_by(tmp_path, command, number, whom)
+    assert code != 0
+    assert outcome in ("interrupted", "terminated"), output
+    if (launcher, number) != ("torchrun", signal.SIGINT) and whom != "launcher":
+        assert "Traceback" not in output, output
+    assert "hvdtrain/" not in output.partition("Traceback")[2], output  # none of ours
