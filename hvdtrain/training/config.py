@@ -180,11 +180,13 @@ class TrainConfig:
 
     def agreed(self) -> dict[str, object]:
         """The options that the handshake compares between ranks, by flag."""
-        return {
+        options = {
             flag(item.name): getattr(self, item.name)
             for item in dataclasses.fields(self)
             if item.metadata.get("fingerprint", True)
         }
+        # Where rank 0 resumes from is its own affair; that it does is everybody's.
+        return {**options, "--resume": self.resume != "none"}
 
 
 def flag(name: str) -> str:

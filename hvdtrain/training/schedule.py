@@ -37,12 +37,14 @@ def build_schedule(
     start_step: int,
     total_steps: int,
     steps_per_epoch: int,
+    epoch_steps: int | None = None,
 ) -> LRScheduler:
-    """Warm up and then hold, anneal or drop: a function of the step alone, so a resumed run needs
-    no state.
+    """Warm up and then hold, anneal or drop: a function of the step, so it needs no saved state.
 
-    The optimizer's groups must hold `initial_lr`.
+    The optimizer's groups must hold `initial_lr`. `epoch_steps` is how many of this run's steps
+    the epochs so far amount to; it differs from `start_step` after a resume at another batch size.
     """
+    ahead = 0 if epoch_steps is None else epoch_steps - start_step
 
     def factor(step: int) -> float:
         if step < config.warmup_steps:
@@ -51,8 +53,9 @@ def build_schedule(
             span = max(1, total_steps - config.warmup_steps)
             return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - config.warmup_steps) / span)))
         if config.schedule == "step":
-            epoch = step / steps_per_epoch
-            return float(config.step_factor ** sum(epoch >= drop for drop in config.drop_epochs()))
+            done = step + ahead
+            drops = sum(done >= drop * steps_per_epoch for drop in config.drop_epochs())
+            return float(config.step_factor**drops)
         return 1.0
 
     return LambdaLR(optimizer, factor, last_epoch=start_step - 1)

@@ -71,8 +71,7 @@ class Task(ABC):
 
 
 def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
-    """Make the task that `spec` names: a built-in one, `module:Class` or `path/file.py:Class`. Not
-    collective.
+    """Make the task that `spec` names: built-in, `module:Class` or `file.py:Class`. Not collective.
 
     `settings` are its constructor arguments as "name=value"; a value is a Python literal, or else a
     string. Raises InputError for what cannot be found, and for arguments that the constructor does
@@ -87,12 +86,17 @@ def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
             f"unknown task {spec!r}; {hint}one of: {', '.join(TASKS)}, module:Class, or "
             f"file.py:Class"
         )
+    if not module_name or not class_name:
+        raise InputError(f"the task {spec!r} is not module:Class or file.py:Class")
     module = _load_module(module_name)
     cls = getattr(module, class_name, None)
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         found = [n for n, c in vars(module).items() if _is_own_task(c, module)]
         hint = f"; it has: {', '.join(found)}" if found else ""
         raise InputError(f"{module_name} has no Task subclass named {class_name!r}{hint}")
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise InputError(f"the task {spec!r} lacks the methods: {missing}")
     arguments = dict(_parse_setting(setting) for setting in settings)
     _check_arguments(spec, cls, arguments)
     return cls(**arguments)
@@ -105,27 +109,36 @@ def _is_own_task(value: object, module: ModuleType) -> bool:
 
 
 def _load_module(name: str) -> ModuleType:
-    if not name.endswith(".py"):
-        try:
-            return import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not name.startswith(error.name):
-                raise  # the task's own import of something else: its traceback says where
-            raise InputError(f"no module named {error.name!r} for the task {name!r}") from None
+    if name.endswith(".py"):
+        return _load_file(name)
+    _add_to_path(Path.cwd())  # the console script does not have it, unlike `python -m`
+    try:
+        return import_module(name)
+    except (ValueError, TypeError):
+        raise InputError(f"{name!r} is not the name of a module") from None
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if not (missing and (name == missing or name.startswith(f"{missing}."))):
+            raise  # the task's own import of something else: its traceback says where
+        raise InputError(f"no module named {missing!r} for the task {name!r}") from None
+
+
+def _load_file(name: str) -> ModuleType:
     path = Path(name).resolve()
     if not path.is_file():
         raise InputError(f"no task file {name!r} here ({Path.cwd()})")
-    folder = str(path.parent)
-    if folder not in sys.path:
-        # It stays there: loader processes import the module by its name.
-        sys.path.append(folder)
+    if not path.stem.isidentifier():
+        raise InputError(f"the task file {name!r} has no name that Python can import; rename it")
     known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__task_file__", None) is not None:
+    if known is not None and hasattr(known, "__task_file__"):
         del sys.modules[path.stem]  # the task file of an earlier load
+    _add_to_path(path.parent)
     importlib.invalidate_caches()
     spec = importlib.util.find_spec(path.stem)
-    if spec is None or spec.origin != str(path):
-        other = spec.origin if spec is not None else "something else"
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
+        if known is not None:
+            sys.modules[path.stem] = known
+        other = spec.origin if spec is not None else "elsewhere"
         raise InputError(
             f"the task file {name!r} has the name of a module that Python imports from {other}; "
             f"rename the file"
@@ -135,13 +148,19 @@ def _load_module(name: str) -> ModuleType:
     return module
 
 
+def _add_to_path(folder: Path) -> None:
+    """Last on the path, and for good: loader processes import a task's module by its name."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
 def _parse_setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise InputError(f"--set {text!r} is not name=value")
     try:
         return name, literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):
         return name, value
 
 

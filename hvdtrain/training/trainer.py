@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
@@ -18,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.errors import InputError, WorldMismatch
+from hvdtrain.errors import HvdtrainError, InputError, WorldMismatch
 from hvdtrain.training import checkpoint, environment, state
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console, make_console
@@ -153,8 +154,10 @@ class Trainer:
 
     def _make_ledger(self, lr_before: list[float], lr_after: list[float]) -> Ledger:
         config, batches = self.config, self.batches
-        per_epoch = -(-batches.batches_from(0) // config.accumulate)
-        total = per_epoch * config.epochs
+        per_epoch = self._steps_left(0)
+        # Not the epochs times that: the steps so far may have been of another size.
+        whole = max(0, config.epochs - self.position.epoch)
+        total = self.position.step + whole * per_epoch - self._epoch_steps_done() * (whole > 0)
         if config.max_steps is not None:
             total = min(total, config.max_steps)
         return Ledger(
@@ -172,14 +175,22 @@ class Trainer:
             config.warmup_steps,
         )
 
+    def _steps_left(self, sample: int) -> int:
+        """Steps of an epoch from a sample on."""
+        return -(-self.batches.batches_from(sample) // self.config.accumulate)
+
+    def _epoch_steps_done(self) -> int:
+        """Steps of the current epoch that are behind, at this run's size of a step."""
+        return self._steps_left(0) - self._steps_left(self.position.sample)
+
     def _make_scheduler(self, loaded: dict[str, Any]) -> LRScheduler:
         total = self.ledger.total_steps
         own = self.task.schedule(self.optimizer, self.ledger.steps_per_epoch, total)
         self._own_schedule = own is not None
         if own is None:
-            return build_schedule(
-                self.optimizer, self.config, self.position.step, total, self.ledger.steps_per_epoch
-            )
+            per_epoch, step = self.ledger.steps_per_epoch, self.position.step
+            behind = self.position.epoch * per_epoch + self._epoch_steps_done()
+            return build_schedule(self.optimizer, self.config, step, total, per_epoch, behind)
         self.ledger = replace(self.ledger, schedule="the task's own", warmup_steps=0)
         if loaded.get("schedule") is not None:
             own.load_state_dict(loaded["schedule"])
@@ -236,6 +247,9 @@ class Trainer:
         position, config = self.position, self.config
         self.batches.set_epoch(position.epoch, position.sample)
         left = self.batches.batches_from(position.sample)
+        # Loader processes draw their seeds from it.
+        loader_seed = mix(config.seed, self.world.rank, position.epoch)
+        self._train_loader.generator.manual_seed(loader_seed)
         data = on_device(self._train_loader, self.backend.device, self.precision.convert_batch)
         meter = Meter(self.backend, self.batches.span)
         self.model.train()
@@ -356,7 +370,7 @@ class Trainer:
         }
         checkpoint.save(run_dir.checkpoints, self.position.step, parts, about)
         checkpoint.prune(run_dir.checkpoints, self.config.keep)
-        run_dir.run["last_step"] = self.position.step
+        run_dir.update(last_step=self.position.step)
 
     def _resume(self, base_lrs: list[float]) -> dict[str, Any]:
         """Load the state on rank 0 and give it to all. Collective.
@@ -376,7 +390,8 @@ class Trainer:
         # The rates of this run's options count, not those of the run that wrote the checkpoint.
         for group, lr in zip(self.optimizer.param_groups, base_lrs, strict=True):
             group["lr"] = group["initial_lr"] = lr
-        self.precision.scaler.load_state_dict(loaded["scaler"])
+        if loaded["scaler"]:  # empty where the checkpoint is not of an fp16 run
+            self.precision.scaler.load_state_dict(loaded["scaler"])
         self.position = state.Position(**loaded["position"])
         self._saved_step = self.position.step
         return loaded
@@ -416,7 +431,8 @@ class Trainer:
         elif isinstance(error, SystemExit):
             outcome = "terminated"
         text = f"{type(error).__name__}: {error}"
-        self._run_dir.finish(outcome, error=text, last_step=self.position.step)
+        with contextlib.suppress(HvdtrainError):  # a full disk must not hide the error itself
+            self._run_dir.finish(outcome, error=text, last_step=self.position.step)
 
     def _agreed_fingerprint(self) -> str:
         """Hash the final state dict, and make sure that all ranks trained the same parameters."""

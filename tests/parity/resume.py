@@ -61,7 +61,7 @@ class Stop(Exception):
 
 
 def train(
-    backend: Backend, run_dir: Path, stop_at: int = -1, resume: str = "none", **changes: Any
+    backend: Backend, /, run_dir: Path, stop_at: int = -1, resume: str = "none", **changes: Any
 ) -> dict[str, Any]:
     """Train, or die before step `stop_at`; says what was seen, the rates and the weights."""
     own_schedule = changes.pop("own_schedule", False)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from hvdtrain.backends.base import BackendOptions
 from hvdtrain.backends.single import Single
@@ -19,10 +21,12 @@ def single() -> Single:
     return Single(World(), BackendOptions())
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> object:
-    import torch
+def joined(batches: Iterable[list[int]]) -> list[int]:
+    return [index for batch in batches for index in batch]
 
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -73,11 +77,11 @@ def test_across_backends_and_world_sizes(ranks: Ranks, tmp_path: Path) -> None:
     first = train(single(), tmp_path, 6)
     rest = ranks.run(train, tmp_path, resume="auto")
     # Steps 1 to 5 have checkpoints: the sixth is taken again.
-    seen = [sum((r["seen"][i] for r in rest), []) for i in range(len(rest[0]["seen"]))]
+    seen = [joined(r["seen"][i] for r in rest) for i in range(len(rest[0]["seen"]))]
     taken = first["seen"][:5] + seen
     assert len(taken) == 12
     for epoch in range(3):
-        samples = sum(taken[4 * epoch : 4 * epoch + 4], [])
+        samples = joined(taken[4 * epoch : 4 * epoch + 4])
         assert len(samples) == len(set(samples)) == 48
     whole = train(single(), tmp_path / "whole")
     assert [sorted(batch) for batch in taken] == [sorted(batch) for batch in whole["seen"]]
@@ -88,7 +92,15 @@ def test_across_backends_and_world_sizes(ranks: Ranks, tmp_path: Path) -> None:
 def test_a_smaller_step_after_resuming(tmp_path: Path) -> None:
     """Another global batch: the position counts samples, so none is lost or repeated."""
     train(single(), tmp_path, 3)
-    rest = train(single(), tmp_path, resume="auto", global_batch_size=6, max_steps=6)
+    rest = train(single(), tmp_path, resume="auto", global_batch_size=6)
     whole = train(single(), tmp_path / "whole")
-    seen = sum(whole["seen"][:2], []) + sum(rest["seen"][:4], [])
-    assert seen == sum(whole["seen"][:4], [])
+    seen = joined(whole["seen"][:2]) + joined(rest["seen"][:4])
+    assert seen == joined(whole["seen"][:4])
+    # Two steps of 12, then 4 of 6, and two epochs of 8.
+    assert rest["step"] == 2 + 4 + 8 + 8
+
+
+def test_another_precision_after_resuming(tmp_path: Path) -> None:
+    """From fp32 to fp16, whose gradient scaler the checkpoint knows nothing of."""
+    train(single(), tmp_path, 3)
+    assert train(single(), tmp_path, resume="auto", precision="fp16")["step"] == 12

@@ -133,7 +133,7 @@ def test_every_option_has_help() -> None:
 
 def test_ranks_agree_on_all_that_makes_them_call_together() -> None:
     agreed = make(lr=0.5).agreed()
-    assert {flag(item.name) for item in FIELDS} - set(agreed) == {"--run-dir", "--resume"}
+    assert {flag(item.name) for item in FIELDS} - set(agreed) == {"--run-dir"}
     assert agreed["--lr"] == 0.5
     # Ranks that save at different steps would wait for each other for ever.
     assert "--checkpoint-every" in agreed

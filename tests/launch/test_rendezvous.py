@@ -1,0 +1,362 @@
+"""Where ranks meet: real processes, with what the launcher sets made by hand where it is absent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hvdtrain import rendezvous
+from hvdtrain.errors import LaunchError
+from hvdtrain.world import World
+from tests.launching import clean_env, run, started
+
+Env = dict[str, str]
+Answer = dict[str, Any]
+MEET = [sys.executable, "-m", "tests.meet"]
+
+
+def srun(rank: int, size: int, job: str, **more: str) -> Env:
+    """What srun sets for one task, all of them on this host."""
+    return {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_TASKS_PER_NODE": str(size),
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "localhost",
+        **more,
+    }
+
+
+def torch_like(rank: int, size: int, **more: str) -> Env:
+    """What torchrun's users set by hand."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        **more,
+    }
+
+
+def answers(output: str) -> list[Answer]:
+    """The lines of JSON in an output, in rank order."""
+    found = [
+        json.loads(line[line.index("{") :]) for line in output.splitlines() if '"rank"' in line
+    ]
+    return sorted(found, key=lambda answer: answer["rank"])
+
+
+def meet(*envs: Env, timeout_s: float = 20, times: int = 1) -> list[Answer]:
+    """Start one process for each environment; return their answers in rank order."""
+    with contextlib.ExitStack() as stack:
+        running = [
+            stack.enter_context(
+                started([*MEET, str(timeout_s), f"{env_id(env)}-", str(times)], env=env)
+            )
+            for env in envs
+        ]
+        for process, log in running:
+            process.wait(50)
+            assert '"rank"' in log.read_text(), log.read_text()
+        return answers("\n".join(log.read_text() for _, log in running))
+
+
+def env_id(env: Env) -> str:
+    return env.get("SLURM_JOB_ID", "x")
+
+
+def job_id() -> str:
+    return uuid.uuid4().hex[:8]
+
+
+def first_port(job: str) -> int:
+    return rendezvous._slurm_ports("", f"{job}.0")[0]
+
+
+@contextlib.contextmanager
+def listening(port: int = 0) -> Iterator[int]:
+    """Somebody else, who accepts connections and never says a word."""
+    with socket.socket(socket.AF_INET6) as server:
+        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("::", port))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+# srun
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_srun(size: int) -> None:
+    job = job_id()
+    got = meet(*(srun(rank, size, job) for rank in range(size)))
+    assert [answer.get("read") for answer in got] == [[f"{job}-0"] * size] * size, got
+
+
+def test_srun_twice_in_one_process() -> None:
+    job = job_id()
+    got = meet(*(srun(rank, 2, job) for rank in range(2)), times=5)
+    assert [answer.get("read") for answer in got] == [[f"{job}-4"] * 2] * 2, got
+
+
+def test_srun_when_a_stranger_has_the_first_port() -> None:
+    job = job_id()
+    with listening(first_port(job)):
+        got = meet(*(srun(rank, 2, job) for rank in range(2)))
+    assert [answer.get("read") for answer in got] == [[f"{job}-0"] * 2] * 2, got
+
+
+def test_srun_when_another_job_has_the_first_port() -> None:
+    mine, other = job_id(), job_id()
+    start = f"{first_port(mine)}-{first_port(mine) + 5}"
+    ports = {"SLURM_STEP_RESV_PORTS": start}  # the same ports for both, as if the hashes were alike
+    got = meet(*(srun(rank, 2, job, **ports) for rank in range(2) for job in (mine, other)))
+    reads = [answer.get("read") for answer in got]
+    for job in (mine, other):
+        assert reads.count([f"{job}-0"] * 2) == 2, got
+
+
+def test_srun_with_reserved_ports() -> None:
+    with listening() as port:
+        job, ports = job_id(), {"SLURM_STEP_RESV_PORTS": f"{port}-{port + 3},60000"}
+        got = meet(*(srun(rank, 2, job, **ports) for rank in range(2)))
+    assert [answer.get("read") for answer in got] == [[f"{job}-0"] * 2] * 2, got
+
+
+def test_srun_with_no_port_left() -> None:
+    with listening() as port:
+        (got,) = meet(srun(0, 2, job_id(), SLURM_STEP_RESV_PORTS=str(port)))
+    assert "--resv-ports" in got["error"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_processes_of_one_rank(rank: int) -> None:
+    job = job_id()
+    ranks = [0, 1, rank]
+    got = meet(*(srun(rank, 3, job) for rank in ranks), timeout_s=12)
+    said = [a for a in got if a.get("error", "").startswith("LaunchError: two processes")]
+    assert len(said) == 1, got
+    assert said[0]["rank"] == rank
+    assert said[0]["seconds"] < 10
+
+
+@pytest.mark.parametrize("bad", ["x", "-", "1-x"])
+def test_reserved_ports_that_are_none(bad: str) -> None:
+    (got,) = meet(srun(0, 2, job_id(), SLURM_STEP_RESV_PORTS=bad))
+    assert "LaunchError: SLURM_STEP_RESV_PORTS" in got["error"]
+
+
+# Somebody does not come
+
+
+@pytest.mark.parametrize("here", [(0, 2), (1, 2)])
+def test_a_missing_rank_is_named_in_time_under_srun(here: tuple[int, int]) -> None:
+    job = job_id()
+    got = meet(*(srun(rank, 3, job) for rank in here), timeout_s=4)
+    (missing,) = {0, 1, 2} - set(here)
+    assert all("WorldError" in answer["error"] for answer in got), got
+    assert all(answer["seconds"] < 12 for answer in got), got
+    if missing:  # without rank 0 there is no store that would know
+        assert f"1 of 3 ranks: {missing}" in got[0]["error"]
+    else:
+        assert "could not reach rank 0's store" in got[0]["error"]
+
+
+def test_a_missing_rank_is_named_in_time_at_a_given_address() -> None:
+    with listening() as port:
+        pass  # free now
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    got = meet(*(torch_like(rank, 3, **address) for rank in (0, 2)), timeout_s=4)
+    assert "1 of 3 ranks: 1" in got[0]["error"], got
+    assert all("WorldError" in answer["error"] for answer in got), got
+    assert all(answer["seconds"] < 8 for answer in got), got
+
+
+# A given address
+
+
+def given(port: object, host: str = "localhost") -> list[Env]:
+    address = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    return [torch_like(rank, 2, **address) for rank in range(2)]
+
+
+def test_a_given_address_five_times_in_one_process() -> None:
+    with listening() as port:
+        pass
+    got = meet(*given(port), times=5)
+    assert [answer.get("read") for answer in got] == [["x-4", "x-4"]] * 2, got
+
+
+def test_a_port_without_a_host_is_half_an_address() -> None:
+    (got,) = meet({**srun(0, 2, job_id()), "MASTER_ADDR": "localhost"})
+    assert "MASTER_ADDR=localhost is set without MASTER_PORT" in got["error"]
+    (got,) = meet({**srun(0, 2, job_id()), "MASTER_PORT": "1"})
+    assert "MASTER_PORT=1 is set without MASTER_ADDR" in got["error"]
+
+
+def test_a_busy_port() -> None:
+    with listening() as port:
+        zero, one = meet(*given(port), timeout_s=5)
+    assert f"LaunchError: rank 0 cannot serve at MASTER_PORT={port}" in zero["error"]
+    assert zero["seconds"] < 2
+    assert "does not answer as a store" in one["error"]
+    assert one["seconds"] < 12
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("host", "port", "said"),
+    [
+        ("no-such-host.invalid", 29500, "MASTER_ADDR=no-such-host.invalid is the name of no host"),
+        ("a" * 70 + ".invalid", 29500, "is the name of no host"),
+        ("localhost", "http", "MASTER_PORT='http' is not a port"),
+        ("localhost", 70000, "MASTER_PORT='70000' is not a port"),
+        ("localhost", 0, "MASTER_PORT='0' is not a port"),
+    ],
+)
+def test_an_address_that_is_none(rank: int, host: str, port: object, said: str) -> None:
+    (got,) = meet(given(port, host)[rank], timeout_s=4)
+    assert got["error"].startswith("LaunchError")
+    assert said in got["error"]
+    assert got["seconds"] < 8
+
+
+# Real launchers
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["mpirun", "-np", "2", *MEET],
+        ["horovodrun", "-np", "2", "--gloo", *MEET],
+        ["torchrun", "--nproc-per-node", "2", "-m", "tests.meet"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_two_jobs_at_once(command: list[str]) -> None:
+    if command[0] == "torchrun":  # its own port is 29500 unless told otherwise
+        command = [command[0], "--standalone", *command[1:]]
+    with started([*command, "30", "a", "3"]) as (_, log):
+        second = run([*command, "30", "b", "3"])
+        first_process = _
+        assert first_process.wait(40) == 0, log.read_text()
+        first = log.read_text()
+    assert [answer.get("read") for answer in answers(first)] == [["a2", "a2"]] * 2, first
+    assert [answer.get("read") for answer in answers(second.output)] == [["b2", "b2"]] * 2
+
+
+def test_mpirun_with_a_given_address() -> None:
+    with listening() as port:
+        pass
+    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    finished = run(["mpirun", "-np", "3", *MEET, "30", "v", "4"], env=env)
+    assert [a.get("read") for a in answers(finished.output)] == [["v3"] * 3] * 3, finished.output
+
+
+# Addresses
+
+
+def test_several_hosts_never_get_a_loopback_address() -> None:
+    world = World(0, 4, 0, 2, 0, 2, "openmpi")
+    addresses = rendezvous._own_addresses(world)
+    assert addresses
+    assert not any(a.startswith(("127.", "localhost", "::1", "fe80")) for a in addresses)
+    assert len(json.dumps([addresses, 65535, "0" * 32])) <= rendezvous._MESSAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("127.0.1.1", True),
+        ("::1", True),
+        ("0.0.0.0", True),
+        ("fe80::1", True),
+        ("fe80::1%eth0", True),
+        ("localhost", True),
+        ("localhost.localdomain", True),
+        ("localhost6", False),
+        ("gpu01", False),
+        ("10.0.0.1", False),
+        ("fd00::1", False),
+        ("::ffff:127.0.0.1", True),
+    ],
+)
+def test_what_means_another_host_elsewhere(address: str, local: bool) -> None:
+    assert rendezvous._is_local(address) == local
+
+
+def test_a_world_without_a_launcher_needs_an_address() -> None:
+    with pytest.raises(LaunchError, match="set MASTER_ADDR and MASTER_PORT"):
+        rendezvous.open_store(World(1, 2, 1, 2), 1)
+
+
+# Two hosts, which are two network namespaces
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[str, str]]:
+    """Names of two namespaces, with the addresses 10.77.0.1 and 10.77.0.2."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces want root and iproute2")
+    names = tuple(f"hvdtrain-{os.getpid()}-{host}" for host in (1, 2))
+    link = f"hv{os.getpid()}"
+    commands = [f"ip netns add {name}" for name in names]
+    commands += [f"ip link add {link}a netns {names[0]} type veth peer {link}b netns {names[1]}"]
+    for host, (name, end) in enumerate(zip(names, "ab", strict=True), start=1):
+        commands += [
+            f"ip -n {name} addr add 10.77.0.{host}/24 dev {link}{end}",
+            f"ip -n {name} link set {link}{end} up",
+            f"ip -n {name} link set lo up",
+            f"ip -n {name} route add default dev {link}{end}",
+        ]
+    try:
+        for command in commands:
+            made = subprocess.run(command.split(), capture_output=True, text=True)
+            if made.returncode:
+                pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_two_hosts_under_srun(two_hosts: tuple[str, str]) -> None:
+    job = job_id()
+    with contextlib.ExitStack() as stack:
+        running = []
+        for rank, host in enumerate(two_hosts):
+            env = srun(rank, 2, job, SLURM_STEP_NODELIST="10.77.0.1,10.77.0.2")
+            env |= {"SLURM_LOCALID": "0", "SLURM_NODEID": str(rank), "SLURM_STEP_NUM_NODES": "2"}
+            env |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+            command = ["ip", "netns", "exec", host, *MEET, "20", f"{job}-"]
+            running.append(stack.enter_context(started(command, env=env)))
+        for process, _ in running:
+            process.wait(40)
+        got = answers("\n".join(log.read_text() for _, log in running))
+    assert [answer.get("read") for answer in got] == [[f"{job}-0"] * 2] * 2, got
+
+
+def test_the_address_that_another_host_reaches(two_hosts: tuple[str, str]) -> None:
+    code = (
+        "from hvdtrain.rendezvous import _own_addresses as a; from hvdtrain.world import World; "
+        "print(a(World(0, 2, 0, 1, 0, 2, 'openmpi')))"
+    )
+    command = ["ip", "netns", "exec", two_hosts[0], sys.executable, "-c", code]
+    printed = subprocess.run(command, env=clean_env(), capture_output=True, text=True, check=True)
+    assert "'10.77.0.1'" in printed.stdout
+    assert "127." not in printed.stdout
