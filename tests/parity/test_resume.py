@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def _one_thread() -> Iterator[None]:
 )
 @pytest.mark.parametrize("stop_at", range(1, 12))
 def test_every_step_in_one_process(
-    tmp_path: Path, stop_at: int, changes: dict[str, object]
+    tmp_path: Path, stop_at: int, changes: dict[str, Any]
 ) -> None:
     """Stopping after any step of any epoch, and resuming, changes nothing."""
     whole = train(single(), tmp_path / "whole", **changes)
