@@ -55,7 +55,7 @@ def by_hand(backend: Backend, width: int) -> float:
         if step == WARM_UP:
             begin = time.perf_counter()
         loss = F.cross_entropy(net(inputs), targets)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         if step % 50 == 49:
