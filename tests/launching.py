@@ -131,9 +131,10 @@ def members(marker: str) -> dict[int, str]:
     """
     found = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            if marker.encode() in _read(entry / "environ") and _stat(entry)[0] != "Z":
-                found[int(entry.name)] = _command(entry)
+        if not entry.name.isdigit() or _stat(entry)[0] == "Z":
+            continue
+        if marker.encode() in _read(entry / "environ"):
+            found[int(entry.name)] = _command(entry)
     return found
 
 

@@ -44,10 +44,10 @@ def set_threads(requested: int | None, world: World, env: Mapping[str, str]) -> 
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch on every device in use, NumPy and Python. Takes microseconds: it runs every step."""
+    """Seed torch on the devices in use, NumPy and Python, in microseconds: it runs every step."""
     # torch.manual_seed looks for every kind of device there is, which takes ten times as long.
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)
     np.random.seed(seed % (1 << 32))
     random.seed(seed)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -196,19 +201,50 @@ class Partial(nn.Module):
         return result
 
 
-def buffers_follow(backend: Backend) -> None:
-    """With the default policy BatchNorm's statistics are rank 0's after every step."""
+@contextmanager
+def options(backend: Backend, **changes: Any) -> Iterator[None]:
+    """The live backend with other options."""
+    before = backend.options
+    backend.options = replace(before, **changes)
+    yield
+    backend.options = before
+
+
+def unused_as_zero(backend: Backend) -> None:
+    """Allowed, a parameter without a gradient gets zeros on every backend: weight decay applies."""
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1.0)
+    with options(backend, unused_parameters="zero"):
+        net, optimizer = backend.prepare(Partial(model), optimizer)  # type: ignore[assignment]
+        before = [p.detach().clone() for p in model["idle"].parameters()]
+        for _ in range(2):
+            with backend.accumulate(net, last=True):
+                net(torch.ones(1, 2)).sum().backward()
+            backend.finish_backward(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, old in zip(model["idle"].parameters(), before, strict=True):
+        torch.testing.assert_close(p.detach(), old * 0.81)
+
+
+def buffers_follow(backend: Backend, policy: str) -> None:
+    """BatchNorm's statistics after a step: rank 0's, the mean, or every rank's own."""
     model = small_model(0)
-    net, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    torch.manual_seed(100 + backend.world.rank)
-    with backend.accumulate(net, last=True):
-        net(torch.randn(6, 4)).square().mean().backward()
-    local = model[1].running_mean.clone()  # type: ignore[index, operator, union-attr]
-    backend.finish_backward(optimizer)
-    everyone = backend.all_gather_object(model[1].running_mean.clone())  # type: ignore[index, operator, union-attr]
-    assert all(torch.equal(other, everyone[0]) for other in everyone)
-    if backend.world.rank == 0:
-        assert torch.equal(local, everyone[0])
+    norm = model.get_submodule("1")
+    with options(backend, buffers=policy):
+        net, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        torch.manual_seed(100 + backend.world.rank)
+        with backend.accumulate(net, last=True):
+            net(torch.randn(6, 4)).square().mean().backward()
+        own = backend.all_gather_object(norm.get_buffer("running_mean").clone())
+        backend.finish_backward(optimizer)
+    expected = {
+        "broadcast": own[0],
+        "average": torch.stack(own).mean(0),
+        "local": own[backend.world.rank],
+    }[policy]
+    torch.testing.assert_close(norm.get_buffer("running_mean"), expected)
+    assert norm.get_buffer("num_batches_tracked") == 1
 
 
 def different_models(backend: Backend) -> str:
@@ -222,9 +258,8 @@ def different_models(backend: Backend) -> str:
 
 def channels_last(backend: Backend) -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 2))
-    with torch.no_grad():
-        model[0].weight.fill_(backend.world.rank)
-    model = model.to(memory_format=torch.channels_last)
+    weight = model.get_parameter("0.weight")
+    weight.data = torch.full_like(weight, backend.world.rank).to(memory_format=torch.channels_last)
     backend.sync_state(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert model[0].weight.eq(0).all()
-    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert weight.eq(0).all()
+    assert weight.is_contiguous(memory_format=torch.channels_last)

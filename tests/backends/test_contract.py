@@ -76,8 +76,13 @@ def test_unused_parameters_are_named(ranks: Ranks) -> None:
         assert "parts.idle.weight, parts.idle.bias" in text
 
 
-def test_buffers_follow_rank_0(ranks: Ranks) -> None:
-    ranks.run(contract.buffers_follow)
+def test_unused_parameters_may_count_as_zero(ranks: Ranks) -> None:
+    ranks.run(contract.unused_as_zero)
+
+
+@pytest.mark.parametrize("policy", ["broadcast", "average", "local"])
+def test_buffers_follow_their_policy(ranks: Ranks, policy: str) -> None:
+    ranks.run(contract.buffers_follow, policy)
 
 
 def test_different_models_are_an_error(ranks: Ranks) -> None:
