@@ -10,9 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Ledger:
-    """The arithmetic of a run. `leftover`: samples dropped (negative) or repeated (positive) in
-    each epoch.
-    """
+    """The arithmetic of a run. `leftover`: samples an epoch drops (negative) or repeats."""
 
     micro_batch: int
     accumulate: int
@@ -48,10 +46,11 @@ class Ledger:
             ", ".join(f"{lr:g}" for lr in lrs) for lrs in (self.lr_before, self.lr_after)
         )
         scaled = "" if before == after else f" -> {after}"
+        scaling = "not scaled" if self.lr_scaling == "none" else f"{self.lr_scaling} scaling"
         warmup = f", {self.warmup_steps} steps of warm-up" if self.warmup_steps else ""
         return [
             f"batch    {self.micro_batch} samples{accumulated} x {ranks} = "
             f"{self.global_batch} a step",
             f"steps    {self.total_steps} ({self.steps_per_epoch} an epoch); {uneven}",
-            f"lr       {before}{scaled} ({self.lr_scaling} scaling), {self.schedule}{warmup}",
+            f"lr       {before}{scaled} ({scaling}), {self.schedule}{warmup}",
         ]

@@ -1,0 +1,141 @@
+"""What the real launchers set, captured here and now, and a job under an MPI of another make."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.world import World, detect
+from tests.launching import BIN, ROOT, run
+
+DUMP = Path(__file__).with_name("dump_environment.py")
+LAUNCHERS = {
+    "torchrun": ("torchrun", "torchrun --standalone --nproc-per-node {n}"),
+    "torch.distributed.launch": (
+        "torchrun",
+        "{python} -W ignore -m torch.distributed.launch --standalone --nproc-per-node {n}",
+    ),
+    "horovodrun --gloo": ("horovodrun", "horovodrun --gloo -np {n} {python}"),
+    "horovodrun --mpi": ("openmpi", "horovodrun --mpi -np {n} {python}"),
+    "mpirun": ("openmpi", "mpirun -np {n} {python}"),
+}
+
+
+def worlds(command: str, n: int, folder: Path) -> list[World]:
+    """The worlds that the ranks of a launcher find, in rank order."""
+    line = command.format(n=n, python=sys.executable).split()
+    finished = run([*line, DUMP, folder])
+    assert finished.code == 0, finished.output
+    found = [detect(json.loads(file.read_text())) for file in folder.glob("*.json")]
+    return sorted(found, key=lambda world: world.rank)
+
+
+def check(found: list[World], n: int, launcher: str) -> None:
+    facts = [
+        (w.rank, w.size, w.local_rank, w.local_size, w.cross_rank, w.cross_size) for w in found
+    ]
+    assert facts == [(rank, n, rank, n, 0, 1) for rank in range(n)]
+    assert {world.launcher for world in found} == {launcher}
+    assert all(world.one_host for world in found)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_real_launcher(tmp_path: Path, name: str, n: int) -> None:
+    launcher, command = LAUNCHERS[name]
+    check(worlds(command, n, tmp_path), n, launcher)
+
+
+def test_horovodrun_as_it_comes(tmp_path: Path) -> None:
+    found = worlds("horovodrun -np 2 {python}", 2, tmp_path)
+    assert found[0].launcher in ("horovodrun", "openmpi")  # by how Horovod was built
+    check(found, 2, found[0].launcher)
+
+
+def test_torchrun_by_mpirun(tmp_path: Path) -> None:
+    command = "mpirun -np 1 torchrun --standalone --nproc-per-node 2"
+    check(worlds(command, 2, tmp_path), 2, "torchrun")
+
+
+def test_a_variable_left_over_from_another_job(tmp_path: Path) -> None:
+    arguments = ["-np", "2", sys.executable, DUMP, tmp_path]
+    left = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    assert run(["mpirun", *arguments], env={**left, **address}).code == 0
+    for file in tmp_path.glob("*.json"):
+        with pytest.raises(Exception, match="WORLD_SIZE=1.*OMPI_COMM_WORLD_SIZE=2"):
+            detect(json.loads(file.read_text()))
+
+
+# MPICH
+
+
+@pytest.fixture(scope="module")
+def mpich() -> Path:
+    """The `bin` of an environment with the packages mpich and mpi4py: `make` makes it."""
+    folder = Path(os.environ.get("TEST_MPICH_ENV", ROOT / ".venv-mpich")) / "bin"
+    if not (folder / "mpiexec").exists():
+        why = f"no MPICH in {folder}: python3 -m venv .venv-mpich && .venv-mpich/bin/pip install "
+        why += "mpich mpi4py"
+        if "CI" in os.environ:
+            pytest.fail(why)
+        pytest.skip(why)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packages(mpich: Path) -> dict[str, str]:
+    """Variables that give the Python of that environment what ours has.
+
+    mpi4py takes the MPI library of `sys.prefix`, so that the one of ours then finds MPICH's.
+    """
+    (site,) = (BIN.parent / "lib").glob("python3.*/site-packages")
+    return {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_mpich(tmp_path: Path, mpich: Path, n: int) -> None:
+    check(worlds(f"{mpich}/mpiexec -n {{n}} {{python}}", n, tmp_path), n, "mpich")
+
+
+def test_training_under_mpich(tmp_path: Path, mpich: Path, packages: dict[str, str]) -> None:
+    command = [mpich / "mpiexec", "-n", "2", mpich / "python", "-m", "hvdtrain"]
+    arguments = "--backend ddp --task digits --epochs 1 --threads 1 --run-dir".split()
+    finished = run([*command, *arguments, tmp_path / "run"], env=packages)
+    assert finished.code == 0, finished.output
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (record["world"]["launcher"], record["world"]["size"]) == ("mpich", 2)
+    assert record["outcome"] == "finished"
+
+
+def test_one_rank_fails_under_mpich(tmp_path: Path, mpich: Path, packages: dict[str, str]) -> None:
+    failing = Path(__file__).with_name("failing.py")
+    command = [mpich / "mpiexec", "-n", "2", mpich / "python", failing]
+    finished = run([*command, "ddp", "raise", "1", tmp_path / "mark"], env=packages)
+    assert finished.code != 0
+    assert finished.output.count("Traceback (most recent call last)") == 1, finished.output
+    assert finished.lines("[rank 1/2] failed:")
+
+
+def test_one_rank_never_comes_under_mpich(mpich: Path, packages: dict[str, str]) -> None:
+    good = [mpich / "python", "-m", "hvdtrain", "--backend", "ddp"]
+    alone = ["-n", "1", *good, ":", "-n", "1", *good, "--epochs", "-1"]
+    finished = run([mpich / "mpiexec", *alone], env=packages)
+    assert finished.code != 0
+    (only,) = finished.lines("error: ")
+    assert "--epochs -1" in only
+
+
+def test_mpich_with_an_open_mpi_library(tmp_path: Path, mpich: Path) -> None:
+    command = [mpich / "mpiexec", "-n", "2", sys.executable, "-m", "hvdtrain", "--backend", "ddp"]
+    finished = run([*command, "--run-dir", tmp_path / "run"])
+    assert finished.code == 2, finished.output
+    (only,) = finished.lines("error: ")
+    assert "mpich started rank 0 of 2" in only
+    assert "Open MPI" in only
+    assert "Traceback" not in finished.output
+    assert not (tmp_path / "run").exists()
