@@ -165,7 +165,7 @@ def test_the_ledger_of_a_plain_run() -> None:
     batch, steps, lr = ledger.lines()
     assert batch == "batch    8 samples x 1 rank = 8 a step"
     assert steps == "steps    2 (2 an epoch); every sample once an epoch"
-    assert lr == "lr       0.1, 0.2 (none scaling), constant"
+    assert lr == "lr       0.1, 0.2 (not scaled), constant"
 
 
 # The environment
