@@ -16,7 +16,7 @@ export OMPI_MCA_rmaps_base_oversubscribe := 1
 .PHONY: demo test check bench clean
 
 demo: $(VENV)/demo.installed
-	$(BIN)/torchrun --nproc-per-node 2 --module hvdtrain --backend ddp --epochs 10
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m hvdtrain --backend ddp
 
 test: $(VENV)/all.installed $(VENV)-mpich/installed
 	$(BIN)/python -m pytest $(PYTEST)

@@ -97,6 +97,10 @@ def _leave(code: int) -> NoReturn:
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
             mpi.COMM_WORLD.Abort(code)
+        if "PMI_FD" in os.environ:
+            # Unlike the other launchers, Hydra (MPICH, Intel MPI) takes no notice of a rank that
+            # ends before MPI_Init, where the others then wait for ever. This is its own protocol.
+            os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
     finally:
         # Not sys.exit: the exit handlers of Horovod and MPI wait for the other ranks.
         os._exit(code)

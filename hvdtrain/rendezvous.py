@@ -35,6 +35,12 @@ _TOKEN = "hvdtrain/token"
 _MESSAGE_BYTES = 1024  # what rank 0 publishes: addresses, port, token
 _SLURM_PORTS = range(20000, 28000)
 _SLURM_TRIES = 8
+# How the libraries introduce themselves that a launcher's ranks cannot be on.
+_OTHER_MAKES: dict[str, str | tuple[str, ...]] = {
+    "openmpi": ("MPICH", "Intel", "MVAPICH"),
+    "mpich": "Open MPI",
+    "mvapich": "Open MPI",
+}
 _ANSWER_S = 3.0  # a store answers at once; a server that is none may never
 _NAMES_S = 10.0  # the name of a container that has just started may not be known yet
 _MOST_ADDRESSES = 8  # so that they fit into the message
@@ -69,25 +75,37 @@ def open_store(world: World, timeout_s: float) -> Store:
 
 
 def load_mpi(world: World) -> Any:
-    """Import `mpi4py.MPI`, which joins MPI, and check that it sees this world. Collective under
-    mpirun.
+    """Join MPI through `mpi4py.MPI`, and check that it sees this world. Collective under mpirun.
 
     Raises BackendUnavailable without mpi4py, WorldMismatch where its MPI library is not the
     launcher's.
     """
     try:
+        # The import alone would join MPI, and Open MPI's library ends a process that another make's
+        # mpiexec has started, before anybody could say why.
+        settings = import_module("mpi4py").rc
+        settings.initialize, settings.finalize = False, True
         mpi = import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailable(
             f"mpi4py cannot be used under {world.launcher}'s mpirun ({error}); install it with "
             f"pip install 'hvdtrain[mpi]', or set MASTER_ADDR and MASTER_PORT"
         ) from None
-    rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
-    if (rank, size) != (world.rank, world.size):
-        library = mpi.Get_library_version().splitlines()[0].split(",")[0]
+    library = " ".join(mpi.Get_library_version().splitlines()[0].split(",")[0].split())
+    sees = ""
+    if library.startswith(_OTHER_MAKES.get(world.launcher, ())):
+        sees = "cannot join it"
+    else:
+        if not mpi.Is_initialized():
+            mpi.Init_thread()
+        rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+        if (rank, size) != (world.rank, world.size):
+            sees = f"sees rank {rank} of {size}"
+    if sees:
         raise WorldMismatch(
             f"{world.launcher} started rank {world.rank} of {world.size}, but mpi4py, on "
-            f"{library}, sees rank {rank} of {size}; use the mpirun that belongs to that library"
+            f"{library}, {sees}; use the mpirun that belongs to that library, or set MASTER_ADDR "
+            f"and MASTER_PORT"
         )
     return mpi
 
