@@ -10,7 +10,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,29 +59,29 @@ class Lines:
         self._server = server
         self.folder = folder
 
-    def __call__(self, *arguments: object, **env: str) -> Finished:
+    def __call__(self, *arguments: object, env: Mapping[str, str] | None = None) -> Finished:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        request = [[str(part) for part in arguments], str(self.folder), env]
+        request = [[str(part) for part in arguments], str(self.folder), dict(env or {})]
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         code, output = json.loads(self._server.stdout.readline())
         return Finished(code, output, 0.0)
 
-    def refused(self, *arguments: object, code: int = 2, **env: str) -> str:
+    def refused(self, *arguments: object, env: Mapping[str, str] | None = None) -> str:
         """The one line that a wrong command line gets; it leaves nothing behind."""
         before = sorted(self.folder.rglob("*"))
-        finished = self(*arguments, **env)
-        assert finished.code == code, finished.output
+        finished = self(*arguments, env=env)
+        assert finished.code == 2, finished.output
         assert "Traceback" not in finished.output, finished.output
         (line,) = finished.lines("error:")
         assert finished.output == line + "\n", "more than the line"
         assert sorted(self.folder.rglob("*")) == before
         return line
 
-    def trained(self, *arguments: object, **env: str) -> dict[str, Any]:
+    def trained(self, *arguments: object, env: Mapping[str, str] | None = None) -> dict[str, Any]:
         """The run.json of a run that goes well."""
-        finished = self(*arguments, "--run-dir", "run", **env)
+        finished = self(*arguments, "--run-dir", "run", env=env)
         assert finished.code == 0, finished.output
         record: dict[str, Any] = json.loads((self.folder / "run" / "run.json").read_text())
         return record
@@ -151,7 +151,7 @@ def test_train_is_what_runs_without_a_command(line: Lines) -> None:
 def test_precedence_and_origins(line: Lines) -> None:
     line.write("c.toml", 'task = "mlp"\nlr = 0.25\nseed = 2\nbatch-size = 4\nset = ["samples=64"]')
     env = {"HVDTRAIN_LR": "0.5", "HVDTRAIN_SEED": "3", "HVDTRAIN_MAX_STEPS": "1"}
-    record = line.trained("--config", "c.toml", "--seed", 4, "--threads", 1, **env)
+    record = line.trained("--config", "c.toml", "--seed", 4, "--threads", 1, env=env)
     config, origins = record["config"], record["origins"]
     assert (config["seed"], origins["seed"]) == (4, "flag")
     assert (config["lr"], origins["lr"]) == (0.5, "environment")
@@ -163,7 +163,7 @@ def test_precedence_and_origins(line: Lines) -> None:
 
 def test_a_table_of_settings(line: Lines) -> None:
     line.write("c.toml", 'task = "mlp"\nmax_steps = 1\n[set]\nsamples = 64')
-    record = line.trained(HVDTRAIN_CONFIG="c.toml")
+    record = line.trained(env={"HVDTRAIN_CONFIG": "c.toml"})
     assert record["config"]["set"] == ["samples=64"]
 
 
@@ -271,7 +271,7 @@ def test_a_whole_number_in_a_file_may_be_a_float(line: Lines) -> None:
     ],
 )
 def test_a_wrong_variable(line: Lines, name: str, value: str, said: str) -> None:
-    assert said in line.refused(**{name: value})
+    assert said in line.refused(env={name: value})
 
 
 # Tasks of one's own
@@ -381,7 +381,14 @@ def test_a_directory_that_has_a_run(line: Lines) -> None:
 
 
 def test_two_runs_in_one_directory(line: Lines) -> None:
-    command = [*HVDTRAIN, *QUICK[:4], "--epochs", "100000", "--run-dir", line.folder / "run"]
+    command: list[str | Path] = [
+        *HVDTRAIN,
+        *QUICK[:4],
+        "--epochs",
+        "100000",
+        "--run-dir",
+        line.folder / "run",
+    ]
     with started(command) as (process, log):
         while not (line.folder / "run" / "metrics.jsonl").exists():
             assert process.poll() is None, log.read_text()

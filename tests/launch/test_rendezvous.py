@@ -312,7 +312,7 @@ def two_hosts() -> Iterator[tuple[str, str]]:
     """Names of two namespaces, with the addresses 10.77.0.1 and 10.77.0.2."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces want root and iproute2")
-    names = tuple(f"hvdtrain-{os.getpid()}-{host}" for host in (1, 2))
+    names = f"hvdtrain-{os.getpid()}-1", f"hvdtrain-{os.getpid()}-2"
     link = f"hv{os.getpid()}"
     commands = [f"ip netns add {name}" for name in names]
     commands += [f"ip link add {link}a netns {names[0]} type veth peer {link}b netns {names[1]}"]

@@ -12,6 +12,8 @@ import pytest
 from hvdtrain.world import World, detect
 from tests.launching import BIN, ROOT, run
 
+Line = list[str | Path]
+
 DUMP = Path(__file__).with_name("dump_environment.py")
 LAUNCHERS = {
     "torchrun": ("torchrun", "torchrun --standalone --nproc-per-node {n}"),
@@ -27,8 +29,8 @@ LAUNCHERS = {
 
 def worlds(command: str, n: int, folder: Path) -> list[World]:
     """The worlds that the ranks of a launcher find, in rank order."""
-    line = command.format(n=n, python=sys.executable).split()
-    finished = run([*line, DUMP, folder])
+    line: Line = [*command.format(n=n, python=sys.executable).split(), DUMP, folder]
+    finished = run(line)
     assert finished.code == 0, finished.output
     found = [detect(json.loads(file.read_text())) for file in folder.glob("*.json")]
     return sorted(found, key=lambda world: world.rank)
@@ -62,7 +64,7 @@ def test_torchrun_by_mpirun(tmp_path: Path) -> None:
 
 
 def test_a_variable_left_over_from_another_job(tmp_path: Path) -> None:
-    arguments = ["-np", "2", sys.executable, DUMP, tmp_path]
+    arguments: Line = ["-np", "2", sys.executable, DUMP, tmp_path]
     left = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     assert run(["mpirun", *arguments], env={**left, **address}).code == 0
@@ -103,7 +105,7 @@ def test_mpich(tmp_path: Path, mpich: Path, n: int) -> None:
 
 
 def test_training_under_mpich(tmp_path: Path, mpich: Path, packages: dict[str, str]) -> None:
-    command = [mpich / "mpiexec", "-n", "2", mpich / "python", "-m", "hvdtrain"]
+    command: Line = [mpich / "mpiexec", "-n", "2", mpich / "python", "-m", "hvdtrain"]
     arguments = "--backend ddp --task digits --epochs 1 --threads 1 --run-dir".split()
     finished = run([*command, *arguments, tmp_path / "run"], env=packages)
     assert finished.code == 0, finished.output
@@ -114,7 +116,7 @@ def test_training_under_mpich(tmp_path: Path, mpich: Path, packages: dict[str, s
 
 def test_one_rank_fails_under_mpich(tmp_path: Path, mpich: Path, packages: dict[str, str]) -> None:
     failing = Path(__file__).with_name("failing.py")
-    command = [mpich / "mpiexec", "-n", "2", mpich / "python", failing]
+    command: Line = [mpich / "mpiexec", "-n", "2", mpich / "python", failing]
     finished = run([*command, "ddp", "raise", "1", tmp_path / "mark"], env=packages)
     assert finished.code != 0
     assert finished.output.count("Traceback (most recent call last)") == 1, finished.output
@@ -122,8 +124,8 @@ def test_one_rank_fails_under_mpich(tmp_path: Path, mpich: Path, packages: dict[
 
 
 def test_one_rank_never_comes_under_mpich(mpich: Path, packages: dict[str, str]) -> None:
-    good = [mpich / "python", "-m", "hvdtrain", "--backend", "ddp"]
-    alone = ["-n", "1", *good, ":", "-n", "1", *good, "--epochs", "-1"]
+    good: Line = [mpich / "python", "-m", "hvdtrain", "--backend", "ddp"]
+    alone: Line = ["-n", "1", *good, ":", "-n", "1", *good, "--epochs", "-1"]
     finished = run([mpich / "mpiexec", *alone], env=packages)
     assert finished.code != 0
     (only,) = finished.lines("error: ")
@@ -131,7 +133,16 @@ def test_one_rank_never_comes_under_mpich(mpich: Path, packages: dict[str, str])
 
 
 def test_mpich_with_an_open_mpi_library(tmp_path: Path, mpich: Path) -> None:
-    command = [mpich / "mpiexec", "-n", "2", sys.executable, "-m", "hvdtrain", "--backend", "ddp"]
+    command: Line = [
+        mpich / "mpiexec",
+        "-n",
+        "2",
+        sys.executable,
+        "-m",
+        "hvdtrain",
+        "--backend",
+        "ddp",
+    ]
     finished = run([*command, "--run-dir", tmp_path / "run"])
     assert finished.code == 2, finished.output
     (only,) = finished.lines("error: ")

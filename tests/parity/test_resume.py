@@ -39,9 +39,7 @@ def _one_thread() -> Iterator[None]:
     ids=str,
 )
 @pytest.mark.parametrize("stop_at", range(1, 12))
-def test_every_step_in_one_process(
-    tmp_path: Path, stop_at: int, changes: dict[str, Any]
-) -> None:
+def test_every_step_in_one_process(tmp_path: Path, stop_at: int, changes: dict[str, Any]) -> None:
     """Stopping after any step of any epoch, and resuming, changes nothing."""
     whole = train(single(), tmp_path / "whole", **changes)
     first = train(single(), tmp_path / "parts", stop_at, **changes)
