@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -71,10 +72,11 @@ def end_job(world: World, error: BaseException) -> NoReturn:
     if world.size == 1:
         report(world, error)
         sys.exit(code)
-    # From here on the launcher may end us because another rank has spoken: in silence, then.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
+        if threading.current_thread() is threading.main_thread():
+            # From here on the launcher may end us, because another rank has spoken: in silence.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         time.sleep(_turn_s(world, error))
         report(world, error)
         sys.stdout.flush()

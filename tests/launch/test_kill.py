@@ -17,7 +17,7 @@ KILLS = 20
 # Saving takes longer than a step here, so most kills hit a checkpoint being written.
 LINE = (
     "torchrun --nproc-per-node 2 -m hvdtrain --backend ddp --task mlp --set width=128 "
-    "--set samples=4096 --epochs 6 --checkpoint-every 1 --log-every 1 --timeout 30"
+    "--set samples=4096 --epochs 4 --checkpoint-every 1 --log-every 1 --timeout 30"
 ).split()
 
 
@@ -31,14 +31,14 @@ def test_twenty_kills(tmp_path: Path) -> None:
     kills, job, attempts = 0, 0, 0
     while kills < KILLS:
         run_dir = tmp_path / f"job-{job}"
-        if _kill_in_training(run_dir, chance.uniform(0, 2.5)):
+        if _kill_in_training(run_dir, chance.uniform(0, 1.5)):
             kills, attempts = kills + 1, attempts + 1
             if checkpoint.steps(run_dir / "checkpoints"):
                 newest, _ = checkpoint.newest(run_dir / "checkpoints")
                 assert newest is not None, "a killed run left no valid checkpoint"
         else:
-            attempts = 5
-        if kills == KILLS or attempts >= 5:
+            attempts = 10
+        if kills == KILLS or attempts >= 10:
             _finish(run_dir, expected)
             job, attempts = job + 1, 0
 
