@@ -363,7 +363,6 @@ def test_a_task_that_exits_with_a_message(line: Lines) -> None:
 # Run directories
 
 
-@pytest.mark.xfail(reason="the trainer makes the run directory before it looks at --resume")
 def test_a_checkpoint_that_is_not_there(line: Lines) -> None:
     said = line.refused(*QUICK, "--resume", "no/such/checkpoint")
     assert "no/such/checkpoint" in said

@@ -68,16 +68,20 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any
     return trainer
 
 
-def choose(root: Path, resume: str, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint to resume from: the newest valid one under `root` for "auto", else `resume`.
-
-    Says which it skipped and why. None where there is none yet; CheckpointError where the one
-    that was asked for is damaged.
-    """
-    if resume != "auto":
+def check(resume: str) -> None:
+    """Raise CheckpointError where `resume` is the path of a checkpoint that cannot be used."""
+    if resume not in ("none", "auto"):
         why = checkpoint.problem(Path(resume))
         if why is not None:
             raise CheckpointError(f"cannot resume from {resume}: {why}")
+
+
+def choose(root: Path, resume: str, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint to resume from: the newest valid one under `root` for "auto", else `resume`.
+
+    Says which it skipped and why. None where there is none yet.
+    """
+    if resume != "auto":
         return Path(resume)
     path, skipped = checkpoint.newest(root)
     for item in skipped:

@@ -132,6 +132,7 @@ class Trainer:
     def _open_run_dir(self) -> None:
         if self.world.rank > 0:
             return
+        state.check(self.config.resume)
         given = self.config.run_dir
         path = Path(given) if given else make_default(self.config.task, self.backend.name)
         self._run_dir = RunDirectory(path, resuming=self.config.resume != "none")
