@@ -339,8 +339,10 @@ def _token_at(host: str, port: int) -> str | None:
 
 
 def _client(host: str, port: int) -> TCPStore:
-    """Connect to a store. Raises TimeoutError where what listens there accepts and is silent, for
-    which TCPStore itself would wait for ever.
+    """Connect to a store.
+
+    Raises TimeoutError where what listens there accepts and is silent, for which TCPStore itself
+    would wait for ever.
     """
     timeout = timedelta(seconds=_ANSWER_S)
     made: list[TCPStore] = []

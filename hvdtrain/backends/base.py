@@ -1,5 +1,6 @@
-"""The contract of a backend. To add one: a subclass in a file of its own, and a row in the table
-beside it.
+"""The contract of a backend.
+
+To add one: a subclass in a file of its own, and a row in the table beside it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Backend(ABC):
         """Why this backend was chosen."""
         self.hosts: list[str] = []
         """The host of every rank, in rank order, once the handshake has been."""
-        self._prepared: dict[int, tuple[nn.Module, dict[Tensor, str]]] = {}
+        # By the id of the optimizer, which is kept too: an id may be used again.
+        self._prepared: dict[int, tuple[Optimizer, nn.Module, dict[Tensor, str]]] = {}
 
     # What a backend must or may say about itself
 
@@ -73,8 +75,9 @@ class Backend(ABC):
 
     @classmethod
     def refuses(cls, world: World) -> str | None:
-        """None where the launcher of `world` can carry this backend, else why not and the fix. Not
-        collective.
+        """None where the launcher of `world` can carry this backend, else why not and the fix.
+
+        Not collective.
         """
         return None
 
@@ -83,8 +86,9 @@ class Backend(ABC):
         """[all] Join the world. Raises WorldError, WorldMismatch or BackendUnavailable."""
 
     def close(self, failed: bool = False) -> None:  # noqa: B027 -- single has nothing to leave
-        """[all] Leave the world; twice, or after a failure, is safe. `failed`: do not wait for the
-        others.
+        """[all] Leave the world; twice, or after a failure, is safe.
+
+        `failed`: do not wait for the others.
         """
 
     def describe(self) -> dict[str, Any]:
@@ -92,8 +96,9 @@ class Backend(ABC):
         return {"name": self.name, "device": str(self.device), "torch": torch.__version__}
 
     def peer_failure(self, error: Exception) -> HvdtrainError | None:
-        """A WorldError where `error` says that a peer has gone or is late, else None. Not
-        collective.
+        """A WorldError where `error` says that a peer has gone or is late, else None.
+
+        Not collective.
         """
         return None
 
@@ -112,7 +117,8 @@ class Backend(ABC):
         self._check_same_model(model)
         self.sync_state(model, optimizer)
         net, wrapped = self._wrap(model, optimizer)
-        self._prepared[id(wrapped)] = (model, {p: name for name, p in model.named_parameters()})
+        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        self._prepared[id(wrapped)] = (wrapped, model, names)
         return net, wrapped
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -134,8 +140,9 @@ class Backend(ABC):
             optimizer.load_state_dict(state)
 
     def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Put around forward and backward of one micro-batch; `last`: the next call is
-        `finish_backward`.
+        """Put around forward and backward of one micro-batch.
+
+        `last`: the next call is `finish_backward`.
 
         Gradients add up over the micro-batches of a window: divide the loss by how many there are.
         """
@@ -150,15 +157,16 @@ class Backend(ABC):
         """
         if id(optimizer) not in self._prepared:
             raise ValueError("finish_backward wants the optimizer that prepare returned")
-        model, names = self._prepared[id(optimizer)]
+        _, model, names = self._prepared[id(optimizer)]
         self._settle_unused(optimizer, names)
         self._reduce_gradients(optimizer)
         if self.world.size > 1:
             self._sync_buffers(model)
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:  # noqa: B027
-        """[all] Wait for, or do, the averaging. Backends that average within backward need nothing
-        here.
+        """[all] Wait for, or do, the averaging.
+
+        Backends that average within backward need nothing here.
         """
 
     # Small values

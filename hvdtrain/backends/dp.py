@@ -12,8 +12,9 @@ from hvdtrain.backends.single import Single
 
 
 class DataParallel(Single):
-    """`single`, with the forward pass split over all GPUs of the host. Without several GPUs it is
-    `single`.
+    """`single`, with the forward pass split over all GPUs of the host.
+
+    Without several GPUs it is `single`.
     """
 
     name: ClassVar[str] = "dp"

@@ -15,8 +15,10 @@ from hvdtrain.training.task import Task
 
 
 class ConvNet(Task):
-    """ResNet-like, with BatchNorm: `stages` of `blocks`, each stage of twice the channels of the
-    one before, which start at `width`, and half its size.
+    """ResNet-like, with BatchNorm:
+
+    `stages` of `blocks`, each stage of twice the channels of the one before, which start at
+    `width`, and half its size.
 
     The defaults have 78,042 parameters, 0.3 MB of gradients (4 bytes each), on 32 x 32 images.
     """
@@ -65,8 +67,9 @@ class ConvNet(Task):
         return _shared.make_optimizer(self.optimizer_name, model, self.lr)
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        """A coarse pattern for each class, under noise; `samples` to train on, an eighth of that to
-        evaluate.
+        """A coarse pattern for each class, under noise.
+
+        `samples` to train on, an eighth of that to evaluate.
         """
         generator = _shared.generator()
         num, size = _shared.with_evaluation(self.samples), self.image_size

@@ -71,8 +71,9 @@ def save(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, An
 
 
 def problem(path: Path) -> str | None:
-    """None where `path` is a whole, undamaged checkpoint, else what is wrong with it. Reads every
-    byte.
+    """None where `path` is a whole, undamaged checkpoint, else what is wrong with it.
+
+    Reads every byte.
     """
     try:
         if not path.is_dir():
@@ -105,8 +106,9 @@ def problem(path: Path) -> str | None:
 
 
 def load(path: Path, name: str) -> Any:
-    """Load one part of a checkpoint, on the CPU. Raises CheckpointError; runs no code of the
-    file's.
+    """Load one part of a checkpoint, on the CPU.
+
+    Raises CheckpointError; runs no code of the file's.
     """
     try:
         if f"{name}.pt" not in json.loads((path / _MANIFEST).read_bytes())["files"]:
@@ -119,8 +121,9 @@ def load(path: Path, name: str) -> Any:
 
 
 def newest(root: Path) -> tuple[Path | None, list[Skipped]]:
-    """Find the newest valid checkpoint under `root`, and those passed over on the way. One rank
-    calls.
+    """Find the newest valid checkpoint under `root`, and those passed over on the way.
+
+    One rank calls.
     """
     skipped: list[Skipped] = []
     for path in reversed(steps(root)):
@@ -185,8 +188,9 @@ def sweep(root: Path) -> None:
 
 
 def _entries(root: Path) -> list[Path]:
-    """What is in `root`; nothing where it is no directory. Raises CheckpointError where it cannot
-    be read, lest a resumed run start afresh.
+    """What is in `root`; nothing where it is no directory.
+
+    Raises CheckpointError where it cannot be read, lest a resumed run start afresh.
     """
     try:
         return sorted(root.iterdir()) if root.is_dir() else []
@@ -199,8 +203,9 @@ def _step(path: Path) -> int:
 
 
 def _put_in_place(staging: Path, final: Path) -> None:
-    """Rename `staging` to `final`. An old one stays until the new one is there; `sweep` finishes
-    this after a kill.
+    """Rename `staging` to `final`.
+
+    An old one stays until the new one is there; `sweep` finishes this after a kill.
     """
     trash = final.with_name(f"{_TRASH}{final.name}-{os.getpid()}")
     replaces = os.path.lexists(final)
@@ -233,8 +238,9 @@ def _rename(path: Path, target: Path) -> None:
 
 
 def _looks_whole(path: Path) -> bool:
-    """Whether everything that the manifest lists is there, at its size: `problem` without the
-    hashes of the files.
+    """Whether everything that the manifest lists is there, at its size:
+
+    `problem` without the hashes of the files.
     """
     try:
         text = (path / _MANIFEST).read_bytes()
@@ -264,8 +270,9 @@ class _MeasuredFile(io.BufferedWriter):
 
 
 def _write_part(folder: Path, name: str, value: Any) -> dict[str, Any]:
-    """Write `<name>.pt` and return its measures. Raises whatever a part that cannot be loaded again
-    raises.
+    """Write `<name>.pt` and return its measures.
+
+    Raises whatever a part that cannot be loaded again raises.
     """
     path = folder / f"{name}.pt"
     with _MeasuredFile(path) as file:

@@ -152,8 +152,9 @@ class TrainConfig:
         return tuple(epochs)
 
     def micro_batch(self, num_ranks: int) -> int:
-        """Samples of one rank's micro-batch. Raises InputError where the global batch does not
-        divide.
+        """Samples of one rank's micro-batch.
+
+        Raises InputError where the global batch does not divide.
         """
         if self.global_batch_size is None:
             return 32 if self.batch_size is None else self.batch_size

@@ -1,5 +1,6 @@
-"""What rank 0 says while it trains: a progress bar on a terminal, plain lines elsewhere. Other
-ranks are silent.
+"""What rank 0 says while it trains: a progress bar on a terminal, plain lines elsewhere.
+
+Other ranks are silent.
 """
 
 from __future__ import annotations

@@ -38,8 +38,9 @@ class ShardedBatches(Sampler[list[int]]):
         return self.batch_size * self._world.size
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch's order, and the sample of it to start from. Every rank must call it
-        alike.
+        """Choose the epoch's order, and the sample of it to start from.
+
+        Every rank must call it alike.
         """
         self._epoch, self._start = epoch, start
 
@@ -128,8 +129,9 @@ def make_loader(
 def on_device(
     loader: Iterable[Any], device: torch.device, convert: Callable[[Tensor], Tensor]
 ) -> Iterator[Any]:
-    """Yield the batches on `device`. On CUDA the copy of the next one runs beside the work on this
-    one.
+    """Yield the batches on `device`.
+
+    On CUDA the copy of the next one runs beside the work on this one.
     """
     if device.type != "cuda":
         for batch in loader:

@@ -21,8 +21,9 @@ _VARIABLES = tuple(
 
 
 def set_threads(requested: int | None, world: World, env: Mapping[str, str]) -> str:
-    """Set this rank's CPU threads, so that it does not depend on the launcher. Returns what and
-    why.
+    """Set this rank's CPU threads, so that it does not depend on the launcher.
+
+    Returns what and why.
 
     torchrun sets OMP_NUM_THREADS=1 and the others nothing: the sums inside a convolution would then
     differ in their last bits between them, and the ranks would crowd each other's cores.

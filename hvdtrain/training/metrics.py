@@ -36,8 +36,9 @@ class Mean:
             self._counts[name] = self._counts.get(name, 0) + num_samples
 
     def reduce(self, backend: Backend) -> dict[str, float]:
-        """Return the means over all samples of all ranks. Collective; a rank that added nothing
-        calls too.
+        """Return the means over all samples of all ranks.
+
+        Collective; a rank that added nothing calls too.
         """
         mine = {
             name: (float(torch.stack(sums).sum()), self._counts[name])

@@ -13,8 +13,10 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """How the numbers are kept. Never collective: gradients are equal everywhere when `unscale_`
-    looks at them, so that all ranks find the same overflow and skip the same step.
+    """How the numbers are kept.
+
+    Never collective: gradients are equal everywhere when `unscale_` looks at them, so that all
+    ranks find the same overflow and skip the same step.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:

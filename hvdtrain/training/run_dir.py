@@ -1,5 +1,6 @@
-"""The run directory: `run.json`, `metrics.jsonl` and checkpoints, the only link between training
-and reports.
+"""The run directory:
+
+`run.json`, `metrics.jsonl` and checkpoints, the only link between training and reports.
 
 Rank 0 alone makes and writes it. `run.json` is replaced atomically, and written before the first
 step, so that a killed run still has one: its outcome then stays "running", with a process that is
@@ -29,8 +30,9 @@ class RunDirectory:
     """One open run. Holds a lock on its directory, which the system drops even at kill -9."""
 
     def __init__(self, path: Path, resuming: bool) -> None:
-        """Make and lock `path`. Raises InputError where it cannot be written, is in use, or holds a
-        run already.
+        """Make and lock `path`.
+
+        Raises InputError where it cannot be written, is in use, or holds a run already.
         """
         self.path = path
         self.checkpoints = path / "checkpoints"

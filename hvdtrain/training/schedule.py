@@ -21,8 +21,9 @@ def lr_factor(scaling: str, num_ranks: int, accumulate: int) -> float:
 def set_base_lr(
     optimizer: Optimizer, lr: float | None, factor: float
 ) -> tuple[list[float], list[float]]:
-    """Set the rate that every schedule starts from, in place. Returns it before and after scaling,
-    by group.
+    """Set the rate that every schedule starts from, in place.
+
+    Returns it before and after scaling, by group.
     """
     before = [float(group["lr"]) if lr is None else lr for group in optimizer.param_groups]
     after = [value * factor for value in before]

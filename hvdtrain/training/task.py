@@ -47,8 +47,9 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, net: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean loss over the samples of `batch`, a scalar. Calls `net` once, which may
-        be a wrapper.
+        """Return the mean loss over the samples of `batch`, a scalar.
+
+        Calls `net` once, which may be a wrapper.
         """
 
     def metrics(self, net: nn.Module, batch: Batch) -> dict[str, Tensor]:

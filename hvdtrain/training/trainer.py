@@ -242,8 +242,9 @@ class Trainer:
         return Result(self.position.step, metrics, digest, path)
 
     def _run_epoch(self) -> dict[str, float] | None:
-        """Take the rest of the current epoch, or of the run. Returns the metrics if it ended with
-        an evaluation.
+        """Take the rest of the current epoch, or of the run.
+
+        Returns the metrics if it ended with an evaluation.
         """
         position, config = self.position, self.config
         self.batches.set_epoch(position.epoch, position.sample)
@@ -347,8 +348,9 @@ class Trainer:
     # Checkpoints
 
     def _save(self) -> None:
-        """Write a checkpoint, unless this step has one. Collective: what fails on rank 0 fails
-        everywhere.
+        """Write a checkpoint, unless this step has one.
+
+        Collective: what fails on rank 0 fails everywhere.
         """
         if self._saved_step == self.position.step:
             return
