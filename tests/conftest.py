@@ -29,8 +29,24 @@ TWO_RANKS = [(name, n) for name, n in EVERY_ARM if n == 2]
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Live ranks of one arm."""
     pool = Ranks(*request.param)
+    _alive.append(pool)
     yield pool
+    _alive.remove(pool)
     pool.close()
+
+
+_alive: list[Ranks] = []
+
+
+@pytest.fixture(autouse=True)
+def _idle_ranks_end(request: pytest.FixtureRequest) -> None:
+    """End live ranks before a test that has none: waiting, Horovod's poll a thousand times a second.
+
+    Should they be wanted again they start again.
+    """
+    if "ranks" not in request.fixturenames:
+        for pool in _alive:
+            pool.close()
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
