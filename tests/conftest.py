@@ -40,7 +40,7 @@ _alive: list[Ranks] = []
 
 @pytest.fixture(autouse=True)
 def _idle_ranks_end(request: pytest.FixtureRequest) -> None:
-    """End live ranks before a test that has none: waiting, Horovod's poll a thousand times a second.
+    """End live ranks before a test that has none: idle, Horovod's poll every millisecond.
 
     Should they be wanted again they start again.
     """

@@ -41,7 +41,7 @@ class BackendOptions:
     floating ones become the mean, or every rank keeps its own.
     """
     unused_parameters: Literal["error", "zero"] = "error"
-    """A parameter that got no gradient on any rank: an error that names it, or a gradient of zeros
+    """A parameter that got no gradient on a rank: an error that names it, or a gradient of zeros
     (so that weight decay and momentum apply).
     """
 
@@ -112,8 +112,7 @@ class Backend(ABC):
         whose names the wrapper may change. Raises WorldMismatch where the models differ in a name,
         shape or dtype.
         """
-        if not any(p.requires_grad for p in model.parameters()):
-            raise InputError(f"{type(model).__name__} has no parameter that requires a gradient")
+        _check_owned(model, optimizer)
         self._check_same_model(model)
         self.sync_state(model, optimizer)
         net, wrapped = self._wrap(model, optimizer)
@@ -135,7 +134,14 @@ class Backend(ABC):
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 self._broadcast_any(tensor)
-        state = self.broadcast_object(to_cpu(optimizer.state_dict()))
+        tensors: list[Tensor] = []
+        state = to_cpu(optimizer.state_dict())
+        skeleton = self.broadcast_object(_take_out(state, tensors))
+        if self.world.rank > 0:
+            tensors = []
+            state = _put_in(skeleton, tensors)
+        for tensor in tensors:  # one by one: as one object they may exceed 2 GiB
+            self.broadcast_(tensor)
         if self.world.rank > 0:
             optimizer.load_state_dict(state)
 
@@ -162,6 +168,10 @@ class Backend(ABC):
         self._reduce_gradients(optimizer)
         if self.world.size > 1:
             self._sync_buffers(model)
+
+    def names(self, optimizer: Optimizer) -> dict[Tensor, str]:
+        """The names of the parameters of a prepared optimizer. Not collective."""
+        return self._prepared[id(optimizer)][2]
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:  # noqa: B027
         """[all] Wait for, or do, the averaging.
@@ -311,18 +321,74 @@ def check_op(t: Tensor, op: Op) -> None:
 def pick_device(world: World, wanted: str) -> torch.device:
     """The device of this rank: `cuda:<local_rank>` or the CPU. Not collective."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto" and 0 < count < world.local_size:
+        raise InputError(
+            f"{world} sees {count} GPUs for the {world.local_size} ranks of its host; say "
+            f"--device cuda if every rank sees a GPU of its own, or --device cpu"
+        )
     if wanted == "auto":
-        wanted = "cuda" if count >= world.local_size else "cpu"
+        wanted = "cuda" if count else "cpu"
     if wanted == "cpu":
         return torch.device("cpu")
     if wanted != "cuda":
         raise InputError(f"unknown device {wanted!r}; one of: auto, cpu, cuda")
+    if count == 1:  # the only one of the host, or the one that the launcher gave this rank
+        return torch.device("cuda", 0)
     if count < world.local_size:
         raise InputError(
             f"--device cuda wants a GPU for each of the {world.local_size} ranks of this host, "
             f"which has {count} that torch {torch.__version__} can use"
         )
     return torch.device("cuda", world.local_rank)
+
+
+def _check_owned(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise InputError for parameters of one but not of the other: nobody would average them."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise InputError(f"{type(model).__name__} has no parameter that requires a gradient")
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    left_out = [name for name, p in trained.items() if p not in stepped]
+    if left_out:
+        raise InputError(
+            f"the optimizer does not have {len(left_out)} parameters of the model: "
+            f"{', '.join(left_out)}; add them, or freeze them with requires_grad_(False)"
+        )
+    foreign = len(stepped - set(model.parameters()))
+    if foreign:
+        raise InputError(
+            f"the optimizer has {foreign} parameters that are not the model's; make them part of it"
+        )
+
+
+@dataclass(frozen=True)
+class _Hole:
+    """Where a tensor was in a structure that is sent without its tensors."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _take_out(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value.contiguous())
+        return _Hole(tuple(value.shape), value.dtype)
+    if isinstance(value, dict):
+        return {key: _take_out(item, tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_take_out(item, tensors) for item in value)
+    return value
+
+
+def _put_in(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, _Hole):
+        tensors.append(torch.empty(value.shape, dtype=value.dtype))
+        return tensors[-1]
+    if isinstance(value, dict):
+        return {key: _put_in(item, tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_put_in(item, tensors) for item in value)
+    return value
 
 
 def to_cpu(value: Any) -> Any:

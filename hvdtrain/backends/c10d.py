@@ -60,12 +60,12 @@ class C10d(Backend):
 
     def open(self) -> None:
         """[all] Meet in a store and make the process group."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         if dist.is_initialized():
             self._adopt_group()
             return
         store = open_store(self.world, self.options.timeout_s)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         dist.init_process_group(
             self.transport,
             store=store,
@@ -119,20 +119,22 @@ class C10d(Backend):
         """[all] Combine `t` over all ranks into a new tensor: see the contract."""
         check_op(t, op)
         result = t.detach().clone(memory_format=torch.contiguous_format)
+        result = result.to(self._carrier(t))
         dist.all_reduce(result, _REDUCE[op])
         if op == "mean":
             result.div_(self.world.size)
-        return result
+        return result.to(t.device)
 
     def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
         """[all] Overwrite `t` with the root's, in place."""
-        dist.broadcast(t, src=root)
-        return t
+        carried = t.to(self._carrier(t))
+        dist.broadcast(carried, src=root)
+        return t if carried is t else t.copy_(carried)
 
     def broadcast_object(self, obj: T, root: int = 0) -> T:
         """[all] Return the root's `obj`."""
         boxed = [obj]
-        dist.broadcast_object_list(boxed, src=root, device=self._object_device)
+        dist.broadcast_object_list(boxed, src=root, device=self._carrier())
         return boxed[0]
 
     def all_gather_object(self, obj: T) -> list[T]:
@@ -151,6 +153,8 @@ class C10d(Backend):
         else:
             dist.barrier()
 
-    @property
-    def _object_device(self) -> torch.device:
-        return self.device if self.transport == "nccl" else torch.device("cpu")
+    def _carrier(self, t: Tensor | None = None) -> torch.device:
+        """The device from which the transport takes `t`, or an object: NCCL knows CUDA alone."""
+        if self.transport == "nccl":
+            return self.device
+        return torch.device("cpu") if t is None else t.device

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
-from hvdtrain.errors import HvdtrainError, WorldError, WorldMismatch
+from hvdtrain.errors import HvdtrainError, InputError, WorldError, WorldMismatch
 from hvdtrain.world import World, is_mpi
 
 T = TypeVar("T")
@@ -36,7 +35,7 @@ class Horovod(Backend):
     def __init__(self, world: World, options: BackendOptions) -> None:
         super().__init__(world, options)
         self._hvd: Any = None
-        self._skip = ExitStack()
+        self._skips: dict[int, ExitStack] = {}
         self._optimizers: dict[int, Any] = {}
 
     @classmethod
@@ -94,7 +93,8 @@ class Horovod(Backend):
     def close(self, failed: bool = False) -> None:
         """[all] `hvd.shutdown()`; not after a failure: it could wait for a rank that is gone."""
         hvd, self._hvd = self._hvd, None
-        self._skip.close()
+        for skip in self._skips.values():
+            skip.close()
         if hvd is None or not hvd.is_initialized():
             return
         if not failed:
@@ -126,9 +126,18 @@ class Horovod(Backend):
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         state = optimizer.state_dict()
-        wrapped = self._hvd.DistributedOptimizer(
-            optimizer, named_parameters=list(model.named_parameters()), op=self._hvd.Average
-        )
+        # Names are how the ranks of Horovod find each other: two models must not share any.
+        prefix = f"{len(self._optimizers)}." if self._optimizers else ""
+        named = [(prefix + name, p) for name, p in model.named_parameters()]
+        try:
+            wrapped = self._hvd.DistributedOptimizer(
+                optimizer, named_parameters=named, op=self._hvd.Average
+            )
+        except TypeError as error:
+            raise InputError(
+                f"Horovod makes {type(optimizer).__name__} anew from its parameter groups, which "
+                f"it does not allow ({error}); give its arguments defaults, or use --backend ddp"
+            ) from None
         if optimizer.state:
             wrapped.load_state_dict(state)  # it is a new optimizer, made from param_groups alone
         self._optimizers[id(model)] = wrapped
@@ -136,24 +145,21 @@ class Horovod(Backend):
 
     def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Let Horovod's hooks send gradients in the last micro-batch of a window only."""
-        return self._counted(self._optimizers.get(id(net)), last)
-
-    @contextmanager
-    def _counted(self, optimizer: Any, last: bool) -> Iterator[None]:
+        if id(net) not in self._optimizers:
+            raise ValueError("accumulate wants the net that prepare returned")
         # The hooks count backward passes down from here. Setting the count for each pass, to one
         # for the last and to more for the others, makes a short window at the end of an epoch no
         # special case.
-        passes = 1 if last else 2
-        if optimizer is not None:
-            optimizer.set_backward_passes_per_step(passes)
-        yield
+        self._optimizers[id(net)].set_backward_passes_per_step(1 if last else 2)
+        return nullcontext()
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:
         optimizer.synchronize()  # type: ignore[attr-defined]
         # The step that follows must not reduce again. Entered anew each time, because Horovod's
         # load_state_dict silently ends it.
-        self._skip.close()
-        self._skip.enter_context(optimizer.skip_synchronize())  # type: ignore[attr-defined]
+        skip = self._skips.setdefault(id(optimizer), ExitStack())
+        skip.close()
+        skip.enter_context(optimizer.skip_synchronize())  # type: ignore[attr-defined]
 
     # Small values
 

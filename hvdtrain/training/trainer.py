@@ -186,6 +186,7 @@ class Trainer:
 
     def _make_scheduler(self, loaded: dict[str, Any]) -> LRScheduler:
         total = self.ledger.total_steps
+        loaded_groups = [dict(group) for group in self.optimizer.param_groups]
         own = self.task.schedule(self.optimizer, self.ledger.steps_per_epoch, total)
         self._own_schedule = own is not None
         if own is None:
@@ -194,10 +195,26 @@ class Trainer:
             return build_schedule(self.optimizer, self.config, step, total, per_epoch, behind)
         self.ledger = replace(self.ledger, schedule="the task's own", warmup_steps=0)
         if loaded.get("schedule") is not None:
-            own.load_state_dict(loaded["schedule"])
-            for group, lr in zip(self.optimizer.param_groups, own.get_last_lr(), strict=True):
-                group["lr"] = lr
+            self._continue_schedule(own, loaded["schedule"], loaded_groups)
         return own
+
+    def _continue_schedule(
+        self, own: LRScheduler, saved: dict[str, Any], loaded_groups: list[dict[str, Any]]
+    ) -> None:
+        """Put a task's own scheduler where it was, but for this run's learning rates.
+
+        Making it has changed the groups that were loaded: `lr`, and momentum or betas for some.
+        """
+        base_now = list(own.base_lrs)
+        own.load_state_dict(saved)
+        rates = zip(own.base_lrs, own.get_last_lr(), base_now, strict=True)
+        scaled = [last * (now / base if base else 1.0) for base, last, now in rates]
+        own.base_lrs = base_now
+        for group, before, lr in zip(
+            self.optimizer.param_groups, loaded_groups, scaled, strict=True
+        ):
+            group.update({key: value for key, value in before.items() if key != "params"})
+            group["lr"] = lr
 
     def _introduce(self) -> None:
         about, world = self.backend.describe(), self.world
@@ -316,8 +333,13 @@ class Trainer:
         if not wanted and math.isinf(clip):
             return None
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        grads = [p.grad for p in parameters if p.grad is not None]
         if math.isinf(clip):
-            return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            return nn.utils.get_total_norm(
+                [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+            )
+        if any(grad.is_sparse for grad in grads):
+            raise InputError("--clip-norm cannot clip sparse gradients; leave it out")
         return nn.utils.clip_grad_norm_(parameters, clip)
 
     @torch.no_grad()

@@ -195,10 +195,11 @@ class Partial(nn.Module):
     def __init__(self, parts: nn.ModuleDict) -> None:
         super().__init__()
         self.parts = parts
+        self.both = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.parts["used"](x)
-        return result
+        return result + self.parts["idle"](x) if self.both else result
 
 
 @contextmanager
@@ -263,3 +264,82 @@ def channels_last(backend: Backend) -> None:
     backend.sync_state(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert weight.eq(0).all()
     assert weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def unused_in_the_last_micro_batch(backend: Backend) -> str:
+    """Used in the first micro-batch of a window only: averaged all the same, or an error."""
+    rank, size = backend.world.rank, backend.world.size
+    model = nn.ModuleDict(
+        {"used": nn.Linear(1, 1, bias=False), "idle": nn.Linear(1, 1, bias=False)}
+    )
+    holder = Partial(model)
+    net, optimizer = backend.prepare(holder, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.full((1, 1), rank + 1.0)
+    with backend.accumulate(net, last=False):
+        holder.both = True
+        net(x).sum().backward()
+    with backend.accumulate(net, last=True):
+        holder.both = False
+        net(x).sum().backward()
+    try:
+        backend.finish_backward(optimizer)
+    except InputError as error:
+        return str(error)
+    mean = sum(r + 1.0 for r in range(size)) / size
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    assert gradients["used.weight"] == 2 * mean
+    assert gradients["idle.weight"] == mean
+    return "averaged"
+
+
+def parameters_of_one_but_not_the_other(backend: Backend) -> list[str]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    stray = nn.Parameter(torch.ones(1))
+    texts = []
+    for parameters in ([*model.parameters(), stray], list(model[0].parameters())):
+        try:
+            backend.prepare(model, torch.optim.SGD(parameters, lr=0.1))
+        except InputError as error:
+            texts.append(str(error))
+    return texts
+
+
+def two_models(backend: Backend) -> None:
+    """Two models at once, as a GAN has them, each with an optimizer of its own."""
+    size = backend.world.size
+    pairs = [
+        backend.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for model in (nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    ]
+    weights = [next(net.parameters()) for net, _ in pairs]
+    before = [float(weight.detach()) for weight in weights]
+    x = torch.full((1, 1), backend.world.rank + 1.0)
+    for net, _ in pairs:
+        with backend.accumulate(net, last=True):
+            net(x).sum().backward()
+    for _, optimizer in pairs:
+        backend.finish_backward(optimizer)
+    for _, optimizer in pairs:
+        optimizer.step()
+        optimizer.zero_grad()
+    mean = sum(r + 1.0 for r in range(size)) / size
+    for weight, old in zip(weights, before, strict=True):
+        torch.testing.assert_close(float(weight.detach()), old - mean)
+
+
+def state_of_any_kind(backend: Backend) -> None:
+    """sync_state moves tensors of any shape and dtype, and what else a state holds."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + backend.world.rank, momentum=0.5)
+    state = optimizer.state[model.weight]
+    state["momentum_buffer"] = torch.full((2, 3), float(backend.world.rank))
+    state["count"] = torch.tensor(backend.world.rank)
+    state["flag"] = torch.tensor([backend.world.rank == 0])
+    state["number"] = backend.world.rank
+    backend.sync_state(model, optimizer)
+    state = optimizer.state[model.weight]
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert state["momentum_buffer"].eq(0).all()
+    assert state["count"] == 0
+    assert state["flag"].item()
+    assert state["number"] == 0

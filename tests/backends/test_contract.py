@@ -96,6 +96,29 @@ def test_channels_last_survives_the_broadcast(ranks: Ranks) -> None:
     ranks.run(contract.channels_last)
 
 
+def test_unused_in_the_last_micro_batch(ranks: Ranks) -> None:
+    """DDP cannot average that; it must say so, not step with the ranks apart."""
+    for said in ranks.run(contract.unused_in_the_last_micro_batch):
+        if ranks.arm.backend == "ddp":
+            assert "in the last micro-batch of a step: parts.idle.weight" in said
+        else:
+            assert said == "averaged"
+
+
+def test_parameters_of_one_but_not_the_other(ranks: Ranks) -> None:
+    for foreign, left_out in ranks.run(contract.parameters_of_one_but_not_the_other):
+        assert "1 parameters that are not the model's" in foreign
+        assert "2 parameters of the model: 1.weight, 1.bias" in left_out
+
+
+def test_two_models(ranks: Ranks) -> None:
+    ranks.run(contract.two_models)
+
+
+def test_state_of_any_kind(ranks: Ranks) -> None:
+    ranks.run(contract.state_of_any_kind)
+
+
 def test_the_pool_reports_an_exception(ranks: Ranks) -> None:
     """The pool itself: a failure on the ranks must reach the test."""
     outcomes = ranks.outcomes(fails)

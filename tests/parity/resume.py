@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer
@@ -17,7 +17,7 @@ from hvdtrain import Backend, Task, TrainConfig, Trainer
 class Stateful(Task):
     """What carries state from step to step: dropout, BatchNorm, momentum, a scheduler."""
 
-    def __init__(self, own_schedule: bool = False) -> None:
+    def __init__(self, own_schedule: str = "") -> None:
         self.own_schedule = own_schedule
         self.seen: list[list[int]] = []
 
@@ -40,7 +40,9 @@ class Stateful(Task):
     def schedule(
         self, optimizer: torch.optim.Optimizer, steps_per_epoch: int, total_steps: int
     ) -> LRScheduler | None:
-        return StepLR(optimizer, 2, 0.5) if self.own_schedule else None
+        if self.own_schedule == "one-cycle":
+            return OneCycleLR(optimizer, 0.1, total_steps=total_steps + 1)
+        return StepLR(optimizer, 2, 0.5) if self.own_schedule == "step" else None
 
 
 CONFIG = TrainConfig(
@@ -64,7 +66,7 @@ def train(
     backend: Backend, /, run_dir: Path, stop_at: int = -1, resume: str = "none", **changes: Any
 ) -> dict[str, Any]:
     """Train, or die before step `stop_at`; says what was seen, the rates and the weights."""
-    own_schedule = changes.pop("own_schedule", False)
+    own_schedule = changes.pop("own_schedule", "")
     config = replace(CONFIG, run_dir=str(run_dir), resume=resume, **changes)
     task = Stateful(own_schedule)
     trainer = Trainer(task, backend, config)

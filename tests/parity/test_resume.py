@@ -35,7 +35,14 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"own_schedule": True}, {"accumulate": 3}, {"precision": "fp64"}, {"precision": "fp16"}],
+    [
+        {},
+        {"own_schedule": "step"},
+        {"own_schedule": "one-cycle"},
+        {"accumulate": 3},
+        {"precision": "fp64"},
+        {"precision": "fp16"},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("stop_at", range(1, 12))
@@ -97,6 +104,14 @@ def test_a_smaller_step_after_resuming(tmp_path: Path) -> None:
     assert seen == joined(whole["seen"][:4])
     # Two steps of 12, then 4 of 6, and two epochs of 8.
     assert rest["step"] == 2 + 4 + 8 + 8
+
+
+def test_another_rate_after_resuming(tmp_path: Path) -> None:
+    """This run's learning rate counts, also under a schedule of the task's own."""
+    whole = train(single(), tmp_path / "whole", own_schedule="step")
+    train(single(), tmp_path / "parts", 3, own_schedule="step")
+    rest = train(single(), tmp_path / "parts", resume="auto", own_schedule="step", lr=0.2)
+    assert rest["rates"] == pytest.approx([10 * rate for rate in whole["rates"][2:]])
 
 
 def test_another_precision_after_resuming(tmp_path: Path) -> None:
