@@ -213,8 +213,9 @@ class Trainer:
         for group, before, lr in zip(
             self.optimizer.param_groups, loaded_groups, scaled, strict=True
         ):
-            group.update({key: value for key, value in before.items() if key != "params"})
-            group["lr"] = lr
+            # All but the rates (initial_lr, max_lr, ...), which are this run's.
+            kept = {k: v for k, v in before.items() if k != "params" and not k.endswith("lr")}
+            group.update(kept, lr=lr)
 
     def _introduce(self) -> None:
         about, world = self.backend.describe(), self.world
