@@ -175,7 +175,10 @@ def state_loads_after_prepare(backend: Backend) -> None:
     optimizer.load_state_dict({**saved, "param_groups": groups})
     step()
     for name, t in model.state_dict().items():
-        assert torch.equal(t, expected[name]), name
+        if backend.world.size <= 2:
+            assert torch.equal(t, expected[name]), name
+        else:  # how Horovod fuses, and so the order of a sum of three, may change from step to step
+            torch.testing.assert_close(t, expected[name])
 
 
 def unused_parameter(backend: Backend) -> str:
