@@ -1,5 +1,6 @@
 # make demo    from a bare clone: installs, and trains the digits with 2 ranks under native DDP
 # make test    from a bare clone: installs everything, Open MPI and real Horovod included, and runs the suite
+# make test-all  the same at every launcher times every number of ranks, where make test runs some
 # make check   ruff and mypy --strict
 # make bench   the benchmarks; writes benchmarks/results/
 
@@ -13,12 +14,15 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMPI_MCA_rmaps_base_oversubscribe := 1
 
-.PHONY: demo test check bench clean
+.PHONY: demo test test-all check bench clean
 
 demo: $(VENV)/demo.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m hvdtrain --backend ddp
 
 test: $(VENV)/all.installed $(VENV)-mpich/installed
+	$(BIN)/python -m pytest -m "not exhaustive" $(PYTEST)
+
+test-all: $(VENV)/all.installed $(VENV)-mpich/installed
 	$(BIN)/python -m pytest $(PYTEST)
 
 check: $(VENV)/all.installed
@@ -28,6 +32,7 @@ check: $(VENV)/all.installed
 
 bench: $(VENV)/all.installed
 	$(BIN)/python benchmarks/trainer_overhead.py
+	$(BIN)/python benchmarks/hvd_steps.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-mpich

@@ -21,6 +21,7 @@ __all__ = [
     "World",
     "detect",
     "open_backend",
+    "run",
 ]
 
 _HOME = {
@@ -33,12 +34,14 @@ _HOME = {
     "World": "hvdtrain.world",
     "detect": "hvdtrain.world",
     "open_backend": "hvdtrain.backends",
+    "run": "hvdtrain.hvd.runner",
 }
 
 if TYPE_CHECKING:
     from hvdtrain.backends import open_backend
     from hvdtrain.backends.base import Backend, BackendOptions
     from hvdtrain.errors import HvdtrainError
+    from hvdtrain.hvd.runner import run
     from hvdtrain.training.config import TrainConfig
     from hvdtrain.training.task import Task
     from hvdtrain.training.trainer import Trainer

@@ -204,7 +204,7 @@ def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) 
         store = _serve(0, deadline)
         token = uuid.uuid4().hex
         store.set(_TOKEN, token)
-        message = json.dumps([_own_addresses(world), store.port, token]).encode()
+        message = json.dumps([own_addresses(world), store.port, token]).encode()
         exchange(message)
         return store
     hosts, port, token = json.loads(exchange(b"").decode())
@@ -362,7 +362,14 @@ def _client(host: str, port: int) -> TCPStore:
     raise raised[0] if raised else TimeoutError(f"{host}:{port} does not answer as a store")
 
 
-def _own_addresses(world: World) -> list[str]:
+def store_hosts(store: Store) -> list[str]:
+    """Under which name this process has reached a store; none where it is no TCPStore."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return [store.host] if isinstance(store, TCPStore) else []
+
+
+def own_addresses(world: World) -> list[str]:
     """Where the other ranks may reach this host, the likeliest first."""
     if world.one_host:
         return ["localhost", "127.0.0.1"]

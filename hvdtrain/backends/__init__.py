@@ -24,6 +24,7 @@ BACKENDS = {
     "dp": "hvdtrain.backends.dp:DataParallel",
     "ddp": "hvdtrain.backends.ddp:DDP",
     "horovod": "hvdtrain.backends.horovod:Horovod",
+    "compat": "hvdtrain.backends.compat:Compat",
 }
 
 # What `auto` tries, in order: what users of each launcher came for.
@@ -31,10 +32,10 @@ PREFERRED = {
     "none": ("single",),
     "torchrun": ("ddp",),
     "srun": ("ddp",),
-    "horovodrun": ("horovod", "ddp"),
-    "openmpi": ("horovod", "ddp"),
-    "mpich": ("horovod", "ddp"),
-    "mvapich": ("horovod", "ddp"),
+    "horovodrun": ("horovod", "compat"),
+    "openmpi": ("horovod", "compat"),
+    "mpich": ("horovod", "compat"),
+    "mvapich": ("horovod", "compat"),
 }
 
 

@@ -1,4 +1,7 @@
-"""Real Horovod: hooks on the gradients, and a background thread that negotiates and averages."""
+"""Real Horovod: hooks on the gradients, and a background thread that negotiates and averages.
+
+`compat` is the same class on another module of the same API: what differs is at its end.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,6 @@ T = TypeVar("T")
 _BITS = {torch.bool: torch.uint8, torch.bfloat16: torch.int16, torch.complex64: torch.int64}
 
 
-def _import_horovod() -> ModuleType:
-    import horovod.torch as hvd
-
-    return cast("ModuleType", hvd)
-
-
 class Horovod(Backend):
     """`horovod.torch.DistributedOptimizer`."""
 
@@ -39,6 +36,13 @@ class Horovod(Backend):
         self._optimizers: dict[int, Any] = {}
 
     @classmethod
+    def module(cls) -> ModuleType:
+        """Import the API that this backend trains on."""
+        import horovod.torch as hvd
+
+        return cast("ModuleType", hvd)
+
+    @classmethod
     def unavailable(cls) -> str | None:
         """Look for Horovod's native library and for the torch it was built for."""
         from hvdtrain.horovod_build import installed_horovod
@@ -49,7 +53,7 @@ class Horovod(Backend):
         problem = found.problem(torch.__version__)
         if problem is not None:
             return problem
-        if not hasattr(_import_horovod(), "init"):  # it prints its ImportError and goes on without
+        if not hasattr(cls.module(), "init"):  # it prints its ImportError and goes on without
             return (
                 "Horovod's native library does not load; rebuild it with: "
                 "hvdtrain install-horovod --force"
@@ -66,7 +70,7 @@ class Horovod(Backend):
                 f"Horovod does not know torchrun's ranks and would train {world.size} models; "
                 "start it with horovodrun or mpirun, or use --backend ddp"
             )
-        if is_mpi(world) and not _import_horovod().mpi_built():
+        if is_mpi(world) and not cls.module().mpi_built():
             return (
                 "this Horovod was built without MPI; use horovodrun --gloo, or rebuild it with: "
                 "hvdtrain install-horovod --with-mpi --force"
@@ -75,7 +79,7 @@ class Horovod(Backend):
 
     def open(self) -> None:
         """[all] `hvd.init()`, and check that it sees the launcher's world."""
-        self._hvd = _import_horovod()
+        self._hvd = self.module()
         # Horovod only warns of a stalled rank, for ever, unless told when to give up.
         os.environ.setdefault(
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(int(self.options.timeout_s))
@@ -83,8 +87,8 @@ class Horovod(Backend):
         if self.device.type != "cpu":
             torch.cuda.set_device(self.device)
         self._hvd.init()
-        if (self._hvd.rank(), self._hvd.size()) != (self.world.rank, self.world.size):
-            seen = f"rank {self._hvd.rank()}/{self._hvd.size()}"
+        seen = World(self._hvd.rank(), self._hvd.size())
+        if str(seen) != str(self.world):
             raise WorldMismatch(
                 f"{self.world.launcher} says {self.world}, but Horovod sees {seen}; use the "
                 "mpirun that Horovod was built with (hvdtrain install-horovod --check)"

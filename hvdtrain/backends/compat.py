@@ -1,0 +1,66 @@
+"""Horovod's API on torch.distributed, `hvdtrain.hvd`: the backend `horovod`, without Horovod."""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import Any, ClassVar
+
+from hvdtrain import transports
+from hvdtrain.backends.base import Backend, BackendOptions
+from hvdtrain.backends.horovod import Horovod
+from hvdtrain.errors import InputError
+from hvdtrain.world import World
+
+
+class Compat(Horovod):
+    """`hvdtrain.hvd.DistributedOptimizer`, under every launcher."""
+
+    name: ClassVar[str] = "compat"
+
+    def __init__(self, world: World, options: BackendOptions) -> None:
+        super().__init__(world, options)
+        self.transport, self.transport_reason = transports.choose(options.transport, self.device)
+        if (
+            options.transport != "auto"
+            and self.transport != transports.choose("auto", self.device)[0]
+        ):
+            raise InputError(
+                f"--transport {options.transport}: compat carries tensors on {self.device.type} by "
+                f"{transports.choose('auto', self.device)[0]} only"
+            )
+
+    @classmethod
+    def module(cls) -> ModuleType:
+        """Import `hvdtrain.hvd`."""
+        from hvdtrain import hvd
+
+        return hvd
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Return None: it comes with hvdtrain."""
+        return None
+
+    @classmethod
+    def refuses(cls, world: World) -> str | None:
+        """Return None: it knows every launcher."""
+        return None
+
+    def open(self) -> None:
+        """[all] `hvd.init()`, which waits for the others as long as every other backend."""
+        os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(self.options.timeout_s)))
+        try:
+            super().open()
+        except ValueError as error:  # of a HOROVOD_ variable
+            raise InputError(str(error)) from None
+
+    def describe(self) -> dict[str, Any]:
+        """Add the transport, and the variables in force."""
+        settings = ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CACHE_CAPACITY")
+        return {
+            **Backend.describe(self),
+            "transport": self.transport,
+            "transport_reason": self.transport_reason,
+            "settings": {name: os.environ[name] for name in settings if name in os.environ},
+        }

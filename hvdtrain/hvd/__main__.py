@@ -1,0 +1,142 @@
+"""`python -m hvdtrain.hvd SCRIPT`: run a script of Horovod's with hvdtrain.hvd in its place."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import pkgutil
+import runpy
+import sys
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
+from typing import NoReturn
+
+from hvdtrain.errors import InputError, LaunchError
+from hvdtrain.failure import end_job, exit_code
+from hvdtrain.hvd.alias import install
+from hvdtrain.world import World, detect, is_mpi, presume
+
+USAGE = """\
+usage: python -m hvdtrain.hvd SCRIPT [ARGUMENT ...]
+       python -m hvdtrain.hvd -m MODULE [ARGUMENT ...]
+
+Run a script or a module in which `import horovod.torch` gives hvdtrain.hvd. On two ranks:
+
+  torchrun --nproc-per-node 2 -m hvdtrain.hvd SCRIPT [ARGUMENT ...]
+  mpirun -np 2 python -m hvdtrain.hvd SCRIPT [ARGUMENT ...]
+  horovodrun -np 2 python -m hvdtrain.hvd SCRIPT [ARGUMENT ...]
+"""
+
+
+def main(arguments: list[str]) -> None:
+    """Run what the command line names, as `python` itself would. Exits with 2 if it cannot."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(USAGE, end="")
+        return
+    if not arguments:
+        sys.stderr.write(USAGE)
+        sys.exit(2)
+    try:
+        target = _target(arguments)
+    except InputError as error:
+        end_job(_world(), error)
+    install()
+    try:
+        target()
+    except BaseException as error:
+        _fail(error)
+
+
+def _target(arguments: list[str]) -> Callable[[], object]:
+    """What to call to run the script or module, with sys.argv and sys.path as it expects them."""
+    name, *rest = arguments
+    if name == "-m":
+        if not rest:
+            raise InputError("-m needs the name of a module")
+        module, *rest = rest
+        _check_module(module)
+        sys.argv = [module, *rest]  # the name becomes the file's when it runs
+        return lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if name.startswith("-"):
+        raise InputError(f"no such option: {name}; see python -m hvdtrain.hvd --help")
+    if not os.path.exists(name):
+        raise InputError(f"no such file: {name}")
+    sys.argv = arguments
+    if pkgutil.get_importer(name) is not None:  # a folder or archive with a __main__.py
+        _set_path(None)
+        return lambda: runpy.run_path(os.path.abspath(name), run_name="__main__")
+    _set_path(os.path.dirname(os.path.realpath(name)))
+    return lambda: _run_file(os.path.abspath(name))
+
+
+def _check_module(name: str) -> None:
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module's package needs one that is not there
+        spec = None
+    except ValueError:  # "__main__", which is us
+        spec = None
+    if spec is None:
+        raise InputError(f"no module named {name}, or it cannot be run")
+
+
+def _set_path(folder: str | None) -> None:
+    """Put the script's folder first on sys.path, where `-m` has put the working directory."""
+    if getattr(sys.flags, "safe_path", False):  # -P, where -m puts nothing there
+        return
+    del sys.path[0]
+    if folder is not None:
+        sys.path.insert(0, folder)
+
+
+def _run_file(path: str) -> None:
+    """Run a file as `__main__`, which it stays to the end, as under python: for exit handlers, and
+    for what multiprocessing does in children.
+
+    runpy would put back another `__main__`, and the full path into sys.argv[0].
+    """
+    main = ModuleType("__main__")
+    main.__file__ = path
+    main.__loader__ = SourceFileLoader("__main__", path)
+    vars(main)["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, vars(main))
+
+
+def _fail(error: BaseException) -> NoReturn:
+    """End as python does; under MPI, end the other ranks too, which would wait for this one."""
+    error.__traceback__ = _theirs(error.__traceback__)
+    world = _world()
+    if exit_code(error) != 0 and world.size > 1 and is_mpi(world):
+        end_job(world, error)
+    if not isinstance(error, Exception):  # SystemExit, KeyboardInterrupt
+        raise error
+    sys.excepthook(type(error), error, error.__traceback__)
+    sys.exit(1)
+
+
+def _theirs(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's first line on."""
+    ours = (__file__, "<frozen runpy>", runpy.__file__)
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace
+
+
+def _world() -> World:
+    try:
+        return detect()
+    except LaunchError:
+        return presume()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,96 @@
+"""`horovod` as another name for what is here, so that a script of Horovod's runs unchanged.
+
+`install()` is what `python -m hvdtrain.hvd SCRIPT` calls before the script; `import hvdtrain` alone
+never does it. Afterwards `horovod.__version__` is "0.28.1", the version whose interface this is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+VERSION = "0.28.1"
+
+# What each module of Horovod's is here. Nothing else of `horovod` can be imported.
+MODULES = {
+    "horovod.common.basics": "hvdtrain.hvd.basics",
+    "horovod.common.elastic": "hvdtrain.hvd.elastic.common",
+    "horovod.common.exceptions": "hvdtrain.hvd.exceptions",
+    "horovod.common.process_sets": "hvdtrain.hvd.process_sets",
+    "horovod.common.util": "hvdtrain.hvd.util",
+    "horovod.runner": "hvdtrain.hvd.runner",
+    "horovod.torch": "hvdtrain.hvd",
+    "horovod.torch.compression": "hvdtrain.hvd.compression",
+    "horovod.torch.elastic": "hvdtrain.hvd.elastic",
+    "horovod.torch.elastic.sampler": "hvdtrain.hvd.elastic.sampler",
+    "horovod.torch.elastic.state": "hvdtrain.hvd.elastic.state",
+    "horovod.torch.functions": "hvdtrain.hvd.functions",
+    "horovod.torch.mpi_ops": "hvdtrain.hvd.mpi_ops",
+    "horovod.torch.optimizer": "hvdtrain.hvd.optimizer",
+    "horovod.torch.sync_batch_norm": "hvdtrain.hvd.sync_batch_norm",
+}
+
+# A folder with a package `horovod` that calls `install()`: for the processes that this one starts
+# by multiprocessing (loader workers), which are given our sys.path but not our sys.modules.
+SHIM = Path(__file__).parent / "shim"
+_PACKAGE = SHIM / "horovod" / "__init__.py"
+
+
+def install() -> None:
+    """Make `import horovod.torch` give hvdtrain.hvd in this process and those it starts by
+    multiprocessing. A real Horovod that is installed is then not found. Not collective.
+
+    Raises ImportError where the real one has been imported already.
+    """
+    package = sys.modules.get("horovod")
+    if package is not None and getattr(package, "__file__", None) != str(_PACKAGE):
+        raise ImportError(
+            f"horovod was imported from {getattr(package, '__file__', None)} before hvdtrain could "
+            "take its name; call hvdtrain.hvd.alias.install() before the first import of horovod"
+        )
+    if installed():
+        return
+    if str(SHIM) not in sys.path:
+        sys.path.insert(1, str(SHIM))  # behind the script's own folder, before what is installed
+    found = {name: importlib.import_module(here) for name, here in MODULES.items()}
+    if package is None:
+        spec = importlib.util.spec_from_file_location("horovod", _PACKAGE)
+        assert spec is not None
+        package = importlib.util.module_from_spec(spec)
+    common = ModuleType("horovod.common", "What is common to Horovod's frameworks.")
+    common.__spec__ = ModuleSpec(common.__name__, None, is_package=True)
+    common.__path__ = []
+    for name, module in found.items():
+        if name.startswith("horovod.common."):
+            setattr(common, name.rpartition(".")[2], module)
+    names = {"__version__": VERSION, "run": found["horovod.runner"].run, "common": common}
+    names |= {"runner": found["horovod.runner"], "torch": found["horovod.torch"]}
+    vars(package).update(names)
+    sys.modules.update({"horovod": package, "horovod.common": common, **found})
+    sys.meta_path.insert(0, _OnlyThese())
+
+
+def installed() -> bool:
+    """Whether `horovod` is hvdtrain in this process."""
+    here = sys.modules.get(MODULES["horovod.torch"])
+    return here is not None and sys.modules.get("horovod.torch") is here
+
+
+class _OnlyThese(MetaPathFinder):
+    """Says in one line that a module of Horovod's is not here. Asked for what is not imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith("horovod."):
+            return None
+        raise ModuleNotFoundError(
+            f"No module named {fullname!r}: hvdtrain has Horovod for PyTorch only "
+            f"({', '.join(name for name in MODULES if name.count('.') == 1)}, horovod.common)"
+        )

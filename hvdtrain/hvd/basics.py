@@ -1,0 +1,324 @@
+"""Where an engine begins and ends, and what it knows of the world. Horovod's `common.basics`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from hvdtrain.errors import WorldError
+from hvdtrain.hvd.engine.engine import Engine
+from hvdtrain.hvd.engine.settings import Settings, apply_log_level, warn_ignored
+from hvdtrain.hvd.engine.timeline import Timeline
+from hvdtrain.hvd.exceptions import NOT_INITIALIZED, HorovodInternalError
+from hvdtrain.rendezvous import open_store, own_addresses
+from hvdtrain.world import World, detect, is_mpi
+
+if TYPE_CHECKING:
+    from hvdtrain.hvd.process_sets import ProcessSet
+
+_NOT_ON_MPI = "Horovod MPI is not enabled; Please make sure it's installed and enabled."
+
+
+class HorovodBasics:
+    """The process-wide engine, and questions to it. `hvd.mpi_ops._basics` is the one instance."""
+
+    Average, Sum, Adasum, Min, Max, Product = range(6)
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._stores: dict[World, Store] = {}
+        self._generation = 0
+        self._at_exit = False
+
+    # Life
+
+    def init(
+        self,
+        comm: Sequence[int] | Any | None = None,
+        process_sets: Sequence[ProcessSet] | str | None = None,
+    ) -> None:
+        """Meet the other ranks. Collective. A second call does nothing.
+
+        `comm`: all of the launcher's ranks, or a list of some of them, or an mpi4py communicator.
+        `process_sets`: sets to register, the same on all ranks, or "dynamic". Raises ValueError for
+        what is not one of these, LaunchError and WorldError where the ranks cannot meet.
+        """
+        from hvdtrain.hvd import process_sets as sets
+
+        sets.check(process_sets)
+        if self._engine is not None:
+            return
+        settings = Settings.from_env(os.environ)
+        if process_sets == "dynamic":
+            settings = replace(settings, dynamic_process_sets=True)
+        if settings.gloo_iface and "GLOO_SOCKET_IFNAME" not in os.environ:
+            os.environ["GLOO_SOCKET_IFNAME"] = settings.gloo_iface
+        apply_log_level(settings)
+        world, store = self._meet(comm, settings)
+        warn_ignored(settings, world.rank)
+        self._generation += 1
+        hello = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            # Containers may share a host name; MPI's launchers do not number the hosts.
+            "place": socket.gethostname() + ("" if is_mpi(world) else f"#{world.cross_rank}"),
+            "local_rank": world.local_rank,
+            "local_size": world.local_size,
+            "sets": _describe_sets(process_sets),
+        }
+        name = f"hvd/{self._generation}"
+        self._engine = Engine(world, PrefixStore(name, store), settings, hello)
+        if not self._at_exit:
+            self._at_exit = True
+            atexit.register(self.shutdown)
+        try:
+            sets.begin(self, process_sets)
+        except BaseException:
+            self.shutdown()
+            raise
+        if settings.timeline not in (None, "DYNAMIC"):
+            self._open_timeline(str(settings.timeline), settings.timeline_mark_cycles)
+
+    def shutdown(self) -> None:
+        """Leave. Operations of other ranks that wait for this one raise HorovodInternalError.
+
+        Twice, without `init`, or at the interpreter's exit is safe.
+        """
+        from hvdtrain.hvd import process_sets as sets
+        from hvdtrain.hvd.ops import common
+
+        engine, self._engine = self._engine, None
+        common.reset()
+        sets.end()
+        if engine is not None:
+            engine.shutdown()
+
+    def is_initialized(self) -> bool:
+        """Whether `init` has been called, and `shutdown` not since. Never raises."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises HorovodInternalError where there is none."""
+        if self._engine is None:
+            raise HorovodInternalError(NOT_INITIALIZED)
+        return self._engine
+
+    def _meet(self, comm: Any, settings: Settings) -> tuple[World, Store]:
+        world = detect()
+        if comm is None or comm == []:
+            pass
+        elif isinstance(comm, (list, tuple, range)) and all(isinstance(r, int) for r in comm):
+            world = _part(world, list(comm))
+        elif hasattr(comm, "Get_rank") and hasattr(comm, "bcast"):
+            return self._meet_over(comm, settings)
+        else:
+            raise ValueError(
+                "Invalid type of argument comm. Expected list of rank integers or mpi4py.MPI.Comm "
+                "object."
+            )
+        if world not in self._stores:
+            # Kept to the end of the process, for the next init: rank 0 serves it.
+            self._stores[world] = open_store(world, settings.gloo_timeout_s)
+        return world, self._stores[world]
+
+    def _meet_over(self, comm: Any, settings: Settings) -> tuple[World, Store]:
+        """Make the world that a communicator describes. Collective over it."""
+        rank, size = comm.Get_rank(), comm.Get_size()
+        hosts = comm.allgather(socket.gethostname())
+        local = [r for r in range(size) if hosts[r] == hosts[rank]]
+        order = list(dict.fromkeys(hosts))
+        world = World(
+            rank, size, local.index(rank), len(local), order.index(hosts[rank]), len(order),
+            "mpi4py", "the communicator given to hvd.init",
+        )  # fmt: skip
+        store: Any = None
+        place = None
+        if rank == 0:
+            store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            place = (own_addresses(world), store.port)
+        addresses, port = comm.bcast(place, root=0)
+        if store is None:
+            store = _reach(addresses, port)
+        self._stores[world] = store
+        return world, store
+
+    # The world
+
+    def rank(self) -> int:
+        """Return this process's number. Raises ValueError before `init`, as all of these do."""
+        return self._world.rank
+
+    def size(self) -> int:
+        """Return the number of processes."""
+        return self._world.size
+
+    def local_rank(self) -> int:
+        """Return this process's number on its host."""
+        return self._world.local_rank
+
+    def local_size(self) -> int:
+        """Return the number of processes on this host."""
+        return self._world.local_size
+
+    def cross_rank(self) -> int:
+        """Return the number of this host among those that have a process of this local rank."""
+        hosts = self._peers_by_host()
+        return hosts.index(self._engine_or_raise().people[self._world.rank]["place"])
+
+    def cross_size(self) -> int:
+        """Return how many hosts have a process of this local rank."""
+        return len(self._peers_by_host())
+
+    def is_homogeneous(self) -> bool:
+        """Return whether every host has the same number of processes."""
+        return len({person["local_size"] for person in self._engine_or_raise().people}) == 1
+
+    def _peers_by_host(self) -> list[str]:
+        people = self._engine_or_raise().people
+        mine = self._world.local_rank
+        return [person["place"] for person in people if person["local_rank"] == mine]
+
+    @property
+    def _world(self) -> World:
+        return self._engine_or_raise().world
+
+    def _engine_or_raise(self) -> Engine:
+        if self._engine is None:
+            raise ValueError(NOT_INITIALIZED)
+        return self._engine
+
+    # What is underneath
+
+    def mpi_threads_supported(self) -> bool:
+        """Raise ValueError: MPI carries no operation here."""
+        self._engine_or_raise()
+        raise ValueError(_NOT_ON_MPI)
+
+    def mpi_enabled(self) -> bool:
+        """Return False: MPI may have started the processes, but carries no operation."""
+        return False
+
+    def mpi_built(self) -> bool:
+        """Return False."""
+        return False
+
+    def gloo_enabled(self) -> bool:
+        """Return True: torch's Gloo carries operations on CPU tensors."""
+        return True
+
+    def gloo_built(self) -> bool:
+        """Return whether this torch has Gloo."""
+        return dist.is_gloo_available()
+
+    def nccl_built(self) -> int:
+        """Return the version code of torch's NCCL, such as 22809; 0 where torch has none."""
+        if not (torch.cuda.is_available() and dist.is_nccl_available()):
+            return 0
+        major, minor, patch = (*torch.cuda.nccl.version(), 0)[:3]  # type: ignore[no-untyped-call]
+        return int(major) * 10000 + int(minor) * 100 + int(patch)
+
+    def ddl_built(self) -> bool:
+        """Return False: IBM's library is not used."""
+        return False
+
+    def ccl_built(self) -> bool:
+        """Return False: Intel's library is not used."""
+        return False
+
+    def cuda_built(self) -> bool:
+        """Return whether torch was built for CUDA."""
+        return torch.version.cuda is not None
+
+    def rocm_built(self) -> bool:
+        """Return whether torch was built for ROCm."""
+        return torch.version.hip is not None
+
+    # The timeline
+
+    def start_timeline(self, file_path: str, mark_cycles: bool = False) -> None:
+        """Begin to write Chrome-trace JSON on rank 0. Raises ValueError before `init`, and unless
+        HOROVOD_TIMELINE was set when it was called.
+        """
+        engine = self._engine_or_raise()
+        if engine.settings.timeline is None:
+            raise ValueError("Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage.")
+        self.stop_timeline()
+        self._open_timeline(file_path, mark_cycles)
+
+    def stop_timeline(self) -> None:
+        """End the timeline, if there is one. Raises ValueError before `init`."""
+        engine = self._engine_or_raise()
+        engine.set_timeline(Timeline(None, False))
+
+    def _open_timeline(self, path: str, mark_cycles: bool) -> None:
+        engine = self._engine_or_raise()
+        if engine.world.rank == 0:
+            engine.set_timeline(Timeline(path, mark_cycles))
+
+    # Process sets, by id; private names that tests of Horovod's users use
+
+    def _process_set_rank(self, process_set_id: int) -> int:
+        members = self._members(process_set_id)
+        if self._world.rank not in members:
+            raise ValueError("Process is not part of provided process set.")
+        return members.index(self._world.rank)
+
+    def _process_set_size(self, process_set_id: int) -> int:
+        return len(self._members(process_set_id))
+
+    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
+        return {i: list(ranks) for i, ranks in sorted(self._engine_or_raise().sets.items())}
+
+    def _comm_process_set_id(self, comm: Any) -> int:
+        raise NotImplementedError("process sets are lists of ranks here, not communicators")
+
+    def _members(self, process_set_id: int) -> list[int]:
+        members = self._engine_or_raise().sets.get(process_set_id)
+        if members is None:
+            raise ValueError("Process set does not exist or has not been registered.")
+        return members
+
+
+def _part(world: World, ranks: list[int]) -> World:
+    """Return the world of some of the launcher's ranks, numbered in the order given."""
+    if len(set(ranks)) < len(ranks) or not all(0 <= r < world.size for r in ranks):
+        raise ValueError(f"comm={ranks} is not a list of different ranks below {world.size}")
+    if world.rank not in ranks:
+        raise ValueError(f"comm={ranks} leaves out rank {world.rank}, which must not call hvd.init")
+    here = [r for r in ranks if world.one_host or r // world.local_size == world.cross_rank]
+    return replace(
+        world,
+        rank=ranks.index(world.rank),
+        size=len(ranks),
+        local_rank=here.index(world.rank),
+        local_size=len(here),
+        source=f"{world.source}; ranks {ranks} of them",
+    )
+
+
+def _reach(addresses: list[str], port: int) -> Store:
+    for address in addresses:
+        try:
+            socket.create_connection((address, port), timeout=2).close()
+            return TCPStore(address, port, is_master=False, wait_for_workers=False)
+        except OSError:
+            continue
+    raise WorldError(f"no way to the communicator's rank 0 at {addresses}, port {port}")
+
+
+def _describe_sets(process_sets: Any) -> list[list[int]] | None:
+    if process_sets is None or isinstance(process_sets, str):
+        return None
+    return [list(s.ranks) for s in process_sets]
+
+
+basics = HorovodBasics()

@@ -1,0 +1,253 @@
+"""The operations on tensors, on one process group. Collective: every member calls, in one order.
+
+What moves without being added up moves as bytes, so every dtype does; what Gloo cannot add up is
+added up in a wider dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hvdtrain.hvd.engine import adasum
+from hvdtrain.hvd.engine.groups import all_reduce
+from hvdtrain.hvd.engine.request import ADASUM, AVERAGE, Meta, dtype_of
+from hvdtrain.hvd.engine.scaling import scale_
+from hvdtrain.hvd.engine.work import Work
+
+Wait = Callable[[Any], None]
+_WIDER = {
+    torch.bool: torch.int32,
+    torch.float16: torch.float32,  # which Gloo adds up faster than twice as many halves
+    torch.int8: torch.int32,  # a mean of large numbers must not be of their overflow
+    torch.uint8: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int64,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+    **{dtype_of(name): torch.float32 for name in dir(torch) if name.startswith("float8_")},
+}
+
+
+class Batch:
+    """Operations of one kind that run together. A rank that has joined has no works."""
+
+    def __init__(
+        self,
+        group: Any,
+        members: list[int],
+        rank: int,
+        works: list[Work | None],
+        metas: list[Any],
+        extras: list[Any],
+        wait: Wait,
+    ) -> None:
+        self.group = group
+        self.members = members
+        self.rank = rank
+        self.works = works
+        self.metas = metas
+        self.extras = extras
+        self.wait = wait
+
+    @property
+    def size(self) -> int:
+        """How many ranks take part."""
+        return len(self.members)
+
+    def alone(self) -> tuple[Work, Any]:
+        """The one operation, and what is known of the others' share, where nothing is fused."""
+        work = self.works[0]
+        assert work is not None  # kinds that are never fused are refused once a rank has joined
+        return work, self.extras[0]
+
+
+def run_allreduce(batch: Batch) -> None:
+    """Reduce all tensors of the batch as one, as far as they have the same dtype."""
+    meta = batch.metas[0]
+    device = _device(batch)
+    inputs: list[Tensor] = []
+    for work, m in zip(batch.works, batch.metas, strict=True):
+        if work is None:
+            inputs += [torch.zeros(s, dtype=dtype_of(d), device=device) for s, d in _tensors(m)]
+        else:
+            inputs += work.inputs
+    reduced = _reduce(batch, inputs, meta)
+    at = 0
+    for work in batch.works:
+        if work is None:
+            continue
+        results = reduced[at : at + len(work.inputs)]
+        at += len(work.inputs)
+        work.finish(deliver(work, results))
+
+
+def _tensors(meta: Any) -> list[tuple[tuple[int, ...], str]]:
+    return list(zip(meta.shapes, meta.dtypes, strict=True))
+
+
+def _reduce(batch: Batch, inputs: list[Tensor], meta: Meta) -> list[Tensor]:
+    """Return the reduced and scaled tensors in fresh memory, in the order of the inputs."""
+    op, factor = meta.op, meta.postscale / (batch.size if meta.op == AVERAGE else 1)
+    results: list[Tensor] = [torch.empty(0)] * len(inputs)
+    for dtype in dict.fromkeys(t.dtype for t in inputs):
+        places = [i for i, t in enumerate(inputs) if t.dtype == dtype]
+        flat = torch.cat([inputs[i].detach().reshape(-1) for i in places])
+        scale_(flat, meta.prescale)
+        wire = torch.view_as_real(flat).reshape(-1) if dtype.is_complex else flat
+        wire = wire.to(_WIDER.get(dtype, dtype) if meta.device == "CPU" else dtype)
+        if op == ADASUM:
+            adasum.reduce_(wire, [inputs[i].numel() for i in places], batch)
+        elif wire.numel():
+            batch.wait(all_reduce(batch.group, wire, op))
+        scale_(wire, factor)
+        if dtype.is_complex:
+            wire = torch.view_as_complex(wire.reshape(-1, 2))
+        pieces = torch.split(wire.to(dtype), [inputs[i].numel() for i in places])
+        for i, piece in zip(places, pieces, strict=True):
+            results[i] = piece.view(inputs[i].shape)
+    return results
+
+
+def deliver(work: Work, results: list[Tensor]) -> list[Tensor]:
+    """Write the results where the caller wants them."""
+    if work.outputs is None:
+        # Parts of one buffer would keep the whole of it alive.
+        return results if len(results) == 1 and _whole(results[0]) else [t.clone() for t in results]
+    with torch.no_grad():
+        for out, t in zip(work.outputs, results, strict=True):
+            out.copy_(t.view(out.shape))
+    return work.outputs
+
+
+def _whole(t: Tensor) -> bool:
+    return t.untyped_storage().nbytes() == t.numel() * t.element_size()
+
+
+def run_broadcast(batch: Batch) -> None:
+    """Broadcast all tensors of the batch as one run of bytes."""
+    root = batch.metas[0].root
+    works = [work for work in batch.works if work is not None]
+    tensors = [t for work in works for t in work.inputs]
+    if len(tensors) == 1 and works[0].outputs is not None and works[0].outputs[0].is_contiguous():
+        flat = as_bytes(works[0].outputs[0])
+        if batch.rank == root and works[0].outputs[0] is not tensors[0]:
+            flat.copy_(as_bytes(tensors[0]))
+    else:
+        flat = torch.cat([as_bytes(t) for t in tensors])
+    if flat.numel():
+        options = dist.BroadcastOptions()
+        options.rootRank = batch.members.index(root)
+        batch.wait(batch.group.broadcast([flat], options))
+    at = 0
+    for work in works:
+        results = []
+        for t in work.inputs:
+            size = t.numel() * t.element_size()
+            results.append(_from_bytes(flat[at : at + size], t.dtype, list(t.shape)))
+            at += size
+        work.finish(deliver(work, results))
+
+
+def run_allgather(batch: Batch) -> None:
+    """Concatenate along the first dimension, which may differ between ranks."""
+    work, extra = batch.alone()
+    work.extra = extra
+    work.finish([_gather(batch, t, rows) for t, rows in zip(work.inputs, extra, strict=True)])
+
+
+def _gather(batch: Batch, t: Tensor, rows: list[int]) -> Tensor:
+    row_bytes = _row_bytes(t)
+    out = torch.empty(sum(rows) * row_bytes, dtype=torch.uint8, device=t.device)
+    pieces = list(torch.split(out, [n * row_bytes for n in rows]))
+    mine = as_bytes(t)
+    if len(set(rows)) == 1:
+        if out.numel():
+            batch.wait(batch.group._allgather_base(out, mine))
+    else:
+        works = []
+        for root, piece in enumerate(pieces):
+            if root == batch.members.index(batch.rank):
+                piece.copy_(mine)
+            if piece.numel():
+                options = dist.BroadcastOptions()
+                options.rootRank = root
+                works.append(batch.group.broadcast([piece], options))
+        for item in works:
+            batch.wait(item)
+    return _from_bytes(out, t.dtype, [sum(rows), *t.shape[1:]])
+
+
+def run_alltoall(batch: Batch) -> None:
+    """Send each member its rows; the result is the received rows, and how many from whom."""
+    work, splits = batch.alone()
+    t = work.inputs[0]
+    me = batch.members.index(batch.rank)
+    received = [row[me] for row in splits]
+    row_bytes = _row_bytes(t)
+    out = torch.empty(sum(received) * row_bytes, dtype=torch.uint8, device=t.device)
+    data = as_bytes(t)[: sum(splits[me]) * row_bytes]
+    batch.wait(
+        batch.group.alltoall_base(
+            out, data, [n * row_bytes for n in received], [n * row_bytes for n in splits[me]]
+        )
+    )
+    result = _from_bytes(out, t.dtype, [sum(received), *t.shape[1:]])
+    work.finish((result, torch.tensor(received, dtype=torch.int32)))
+
+
+def run_reducescatter(batch: Batch) -> None:
+    """Reduce, and keep one's own rows. Gloo's own reduce-scatter moves no less."""
+    work, _ = batch.alone()
+    reduced = _reduce(batch, work.inputs, work.meta)
+    me = batch.members.index(batch.rank)
+    results = []
+    for t in reduced:
+        begin, rows = share(t.shape[0], batch.size, me)
+        results.append(t[begin : begin + rows].clone())
+    work.finish(deliver(work, results))
+
+
+def share(rows: int, size: int, rank: int) -> tuple[int, int]:
+    """Return where a rank's share of some rows begins, and how many it is: the first get more."""
+    each, left = divmod(rows, size)
+    return rank * each + min(rank, left), each + (rank < left)
+
+
+RUN = {
+    "allreduce": run_allreduce,
+    "broadcast": run_broadcast,
+    "allgather": run_allgather,
+    "alltoall": run_alltoall,
+    "reducescatter": run_reducescatter,
+}
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """View a contiguous tensor as its bytes."""
+    return t.detach().reshape(-1).view(torch.uint8)
+
+
+def _from_bytes(data: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
+    if data.storage_offset() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype).view(shape)
+
+
+def _row_bytes(t: Tensor) -> int:
+    size = t.element_size()
+    for n in t.shape[1:]:
+        size *= n
+    return size
+
+
+def _device(batch: Batch) -> torch.device:
+    if batch.metas[0].device == "CPU":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

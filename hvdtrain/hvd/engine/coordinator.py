@@ -1,0 +1,316 @@
+"""What rank 0 knows: who has asked for what, and what may therefore run.
+
+No sockets, threads or clocks of its own: messages go in, messages come out. One order of answers
+goes to everybody, so all ranks run the same batches in the same order.
+
+To rank 0:  op (key, meta; data)   hit (cache id; data)   join   step (lane, number)
+            idle   bye (steps)   drained   broken (reason)
+From it:    run (batches)   done (key, cache id, extra; result)   error (key, text)   again (id)
+            joined (last rank)   shadow (lane, number)   down (reason, by, steps)   close
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.hvd.engine import inline
+from hvdtrain.hvd.engine.checks import mismatch
+from hvdtrain.hvd.engine.plan import merge_plans
+from hvdtrain.hvd.engine.request import GLOBAL_SET, Key, Meta
+from hvdtrain.hvd.engine.timeline import Timeline
+from hvdtrain.hvd.exceptions import SHUT_DOWN
+
+Send = Callable[[list[int], list[Any], bytes], None]
+
+_BETTER_REASON_S = 1.0
+# Operations that the messages themselves carry out, whatever the size of what they hold.
+_CONTROL_KINDS = ("barrier", "add_set", "remove_set")
+
+
+@dataclass
+class Waiting:
+    """A name that some ranks have submitted."""
+
+    since: float
+    asked: dict[int, Meta] = field(default_factory=dict)
+    data: dict[int, bytes] = field(default_factory=dict)
+    warned: bool = False
+
+
+@dataclass
+class Ready:
+    """An operation that all ranks have submitted, and that moves data."""
+
+    key: Key
+    cache_id: int
+    meta: Meta
+    extra: Any
+
+
+class Coordinator:
+    """The one who answers. Not thread safe: the control thread alone calls it."""
+
+    def __init__(
+        self, size: int, cache_capacity: int, fusion_bytes: int, send: Send, timeline: Timeline
+    ) -> None:
+        self.size = size
+        self.sets: dict[int, list[int]] = {GLOBAL_SET: list(range(size))}
+        self.waiting: dict[Key, Waiting] = {}
+        self.joined: dict[int, None] = {}  # in the order in which they joined
+        self.lanes: dict[str, LaneSteps] = {}
+        self.lane_tensors: dict[str, list[str]] = {}
+        self._next_set = 1
+        self._cache: OrderedDict[int, tuple[Key, dict[int, Meta]]] = OrderedDict()
+        self._cache_ids: dict[Key, int] = {}
+        self._next_cache_id = 1
+        self._cache_capacity = cache_capacity
+        self._fusion_bytes = fusion_bytes
+        self._send = send
+        self.timeline = timeline
+        self._ready: list[Ready] = []
+        self._busy = False
+        self._down = False
+        self._broken: tuple[float, str] | None = None
+        self._drained: set[int] = set()
+
+    def receive(self, rank: int, header: list[Any], payload: bytes, now: float) -> None:
+        """Take one message and send what follows from it."""
+        what, *rest = header
+        if self._down and what not in ("drained", "idle"):
+            return  # its sender hears, or has heard, that it is over
+        if what == "op":
+            self._arrive(rank, Key(*rest[0]), Meta.from_wire(rest[1]), payload, now)
+        elif what == "hit":
+            if rest[0] in self._cache:
+                self._cache.move_to_end(rest[0])
+                key, metas = self._cache[rest[0]]
+                self._arrive(rank, key, metas[rank], payload, now)
+            else:
+                self._send([rank], ["again", rest[0]], b"")
+        elif what == "step":
+            lane, set_id, number = rest
+            self._step(rank, lane, set_id, number, now)
+        elif what == "join":
+            self._join(rank)
+        elif what == "idle":
+            self._busy = False
+            self._pump()
+        elif what == "bye":
+            self.go_down(SHUT_DOWN, rank, rest[0])
+        elif what == "broken":
+            self._broken = self._broken or (now, rest[0])
+        elif what == "drained":
+            self._drain(rank)
+
+    def tick(self, now: float) -> None:
+        """Give up where a connection between ranks has broken. Called twice a second.
+
+        Not at once: that a rank has ended, and which, is the better reason, and is on its way.
+        """
+        if self._broken is not None and now - self._broken[0] > _BETTER_REASON_S:
+            self.go_down(self._broken[1], -1, {})
+
+    def lose(self, rank: int, person: str) -> None:
+        """Tell everybody that a rank has gone without a farewell."""
+        self.go_down(
+            f"{SHUT_DOWN} Rank {rank} ({person}) has ended: its connection is closed.", -1, {}
+        )
+        self._drain(rank)
+
+    def go_down(self, reason: str, by: int, steps: dict[str, int]) -> None:
+        """End the job's operations: what runs is finished, nothing else begins."""
+        if self._down:
+            return
+        self._down = True
+        self.waiting.clear()
+        self._ready.clear()
+        self._send(self.sets[GLOBAL_SET], ["down", reason, by, steps], b"")
+
+    # Operations
+
+    def _arrive(self, rank: int, key: Key, meta: Meta, payload: bytes, now: float) -> None:
+        waiting = self.waiting.get(key)
+        if waiting is None:
+            waiting = self.waiting[key] = Waiting(now)
+            self.timeline.negotiate_start(key.name, meta.kind)
+        waiting.asked[rank] = meta
+        if payload:
+            waiting.data[rank] = payload
+        self.timeline.negotiate_rank_ready(key.name, rank)
+        self._finish_if_complete(key, waiting)
+
+    def missing(self, key: Key, waiting: Waiting) -> list[int]:
+        """Return the ranks that a name still waits for."""
+        members = self.sets.get(key.set_id, [])
+        absent = self.joined if key.set_id == GLOBAL_SET else {}
+        return [r for r in members if r not in waiting.asked and r not in absent]
+
+    def _finish_if_complete(self, key: Key, waiting: Waiting) -> None:
+        if self.missing(key, waiting):
+            return
+        del self.waiting[key]
+        self.timeline.negotiate_end(key.name)
+        asked = waiting.asked
+        joined = key.set_id == GLOBAL_SET and bool(self.joined)
+        problem = mismatch(asked, joined)
+        meta = asked[min(asked)]
+        if problem is not None:
+            self._forget(key)
+            self._send(sorted(asked), ["error", *key, problem], b"")
+            return
+        cache_id = self._remember(key, asked) if not joined else 0
+        members = self.sets[key.set_id]
+        if meta.kind == "plan":
+            plan, problem = merge_plans([waiting.data[r] for r in sorted(asked)])
+            if plan is not None:
+                lane = key.name.split(".", 2)[2].rpartition("/")[0]
+                self.lane_tensors[lane] = plan[0]
+            answer = ["done", *key, 0, plan] if problem is None else ["error", *key, problem]
+            self._send(members, answer, b"")
+        elif meta.kind in _CONTROL_KINDS:
+            self._send(members, ["done", *key, 0, self._carry_out(meta)], b"")
+        elif inline.fits(meta, len(members)):
+            self.timeline.cycle()
+            self.timeline.start(key.name, meta.kind)
+            data = [waiting.data.get(r, b"") for r in sorted(asked)]
+            result = inline.combine(
+                meta, data + [b""] * (len(self.joined) if joined else 0), len(members)
+            )
+            extra = _extra(meta, asked)
+            self._send(sorted(asked), ["done", *key, cache_id, extra], result)
+            self.timeline.end(key.name)
+        else:
+            self._ready.append(Ready(key, cache_id, meta, _extra(meta, asked)))
+            self._pump()
+
+    def _carry_out(self, meta: Meta) -> Any:
+        if meta.kind == "add_set":
+            set_id, self._next_set = self._next_set, self._next_set + 1
+            self.sets[set_id] = list(meta.data)
+            return set_id
+        if meta.kind == "remove_set":
+            self.sets.pop(meta.data, None)
+        return None
+
+    def _pump(self) -> None:
+        """Send what is ready, unless a batch is under way: what comes meanwhile is then fused."""
+        if self._busy or not self._ready:
+            return
+        ready, self._ready = self._ready, []
+        self.timeline.cycle()
+        for members, batch in self._fuse(ready):
+            head = batch[0]
+            entries = [[r.key.name, r.cache_id, r.extra] for r in batch]
+            metas = [r.meta for r in batch] if self.joined else None
+            self._send(members, ["run", head.key.set_id, head.meta.kind, entries, metas], b"")
+            # The executor of this very rank says when it has nothing to do.
+            self._busy = self._busy or 0 in members
+
+    def _fuse(self, ready: list[Ready]) -> list[tuple[list[int], list[Ready]]]:
+        batches: list[tuple[Any, list[Ready], int]] = []
+        open_batch: dict[Any, int] = {}
+        for item in ready:
+            meta, num_bytes = item.meta, item.meta.num_bytes
+            alike = (item.key.set_id, *meta._replace(shapes=(), dtypes=(), data=None))
+            at = open_batch.get(alike) if meta.kind in ("allreduce", "broadcast") else None
+            if at is not None and batches[at][2] + num_bytes <= self._fusion_bytes:
+                _, items, total = batches[at]
+                items.append(item)
+                batches[at] = (alike, items, total + num_bytes)
+            else:
+                open_batch[alike] = len(batches)
+                batches.append((alike, [item], num_bytes))
+        return [(self.sets[items[0].key.set_id], items) for _, items, _ in batches]
+
+    # The cache: after the first time a request is one number
+
+    def _remember(self, key: Key, asked: dict[int, Meta]) -> int:
+        if ".noname." in key.name or self._cache_capacity <= 0:
+            return 0  # never asked for again
+        known = self._cache_ids.get(key)
+        if known is not None and self._cache[known][1] == asked:
+            return known
+        self._forget(key)
+        cache_id, self._next_cache_id = self._next_cache_id, self._next_cache_id + 1
+        self._cache[cache_id] = (key, asked)
+        self._cache_ids[key] = cache_id
+        if len(self._cache) > self._cache_capacity:
+            _, (old, _) = self._cache.popitem(last=False)
+            del self._cache_ids[old]
+        return cache_id
+
+    def _forget(self, key: Key) -> None:
+        cache_id = self._cache_ids.pop(key, None)
+        if cache_id is not None:
+            del self._cache[cache_id]
+
+    # Ranks that have no more data
+
+    def _join(self, rank: int) -> None:
+        self.joined[rank] = None
+        if len(self.joined) == self.size:
+            last = rank
+            self.joined = {}
+            self._send(self.sets[GLOBAL_SET], ["joined", last], b"")
+            return
+        for lane, steps in self.lanes.items():
+            self._shadow(rank, lane, steps)
+        for key, waiting in list(self.waiting.items()):
+            if key.set_id == GLOBAL_SET:
+                self._finish_if_complete(key, waiting)
+
+    def _step(self, rank: int, lane: str, set_id: int, number: int, now: float) -> None:
+        steps = self.lanes.setdefault(lane, LaneSteps(set_id))
+        steps.by_rank[rank] = number
+        steps.changed, steps.warned = now, False
+        for joined in self.joined:
+            self._shadow(joined, lane, steps)
+
+    def late(self, steps: LaneSteps) -> list[int]:
+        """Return the ranks that have not begun the step that others are in."""
+        last = max(steps.by_rank.values())
+        absent = self.joined if steps.set_id == GLOBAL_SET else {}
+        return [
+            rank
+            for rank in self.sets.get(steps.set_id, [])
+            if steps.by_rank.get(rank, 0) < last and rank not in absent
+        ]
+
+    def _shadow(self, rank: int, lane: str, steps: LaneSteps) -> None:
+        """Let a joined rank take part, with zeros, in the steps that others have begun."""
+        if steps.set_id != GLOBAL_SET:
+            return
+        begun = max(steps.by_rank.values())
+        for number in range(steps.by_rank.get(rank, 0) + 1, begun + 1):
+            self._send([rank], ["shadow", lane, number], b"")
+        steps.by_rank[rank] = begun
+
+    # The end
+
+    def _drain(self, rank: int) -> None:
+        self._drained.add(rank)
+        if self._down and len(self._drained) == self.size:
+            self._send(self.sets[GLOBAL_SET], ["close"], b"")
+
+
+@dataclass
+class LaneSteps:
+    """How far each rank's optimizer has come."""
+
+    set_id: int
+    by_rank: dict[int, int] = field(default_factory=dict)
+    changed: float = 0.0
+    warned: bool = False
+
+
+def _extra(meta: Meta, asked: dict[int, Meta]) -> Any:
+    """What every member must know of the others: rows to gather, or rows to exchange."""
+    ranks = sorted(asked)
+    if meta.kind == "allgather":
+        return [[asked[r].shapes[i][0] for r in ranks] for i in range(len(meta.shapes))]
+    if meta.kind == "alltoall":
+        return [list(asked[r].splits) for r in ranks]
+    return None

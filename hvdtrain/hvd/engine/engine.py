@@ -1,0 +1,338 @@
+"""One rank's side of the engine: what it has submitted, and what becomes of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from hvdtrain.hvd.engine import collectives, inline, stall
+from hvdtrain.hvd.engine.control import Control
+from hvdtrain.hvd.engine.coordinator import Coordinator
+from hvdtrain.hvd.engine.executor import Executor
+from hvdtrain.hvd.engine.groups import Groups
+from hvdtrain.hvd.engine.lanes import Lane
+from hvdtrain.hvd.engine.request import GLOBAL_SET, Key, Meta
+from hvdtrain.hvd.engine.scaling import scale_
+from hvdtrain.hvd.engine.settings import Settings
+from hvdtrain.hvd.engine.timeline import Timeline
+from hvdtrain.hvd.engine.work import Work
+from hvdtrain.hvd.exceptions import SHUT_DOWN, HorovodInternalError
+from hvdtrain.world import World
+
+_FUSION_BYTES = 128 << 20
+_LEAVE_S = 10.0
+
+DUPLICATE_NAME = (
+    "Requested to allreduce, allgather, or broadcast a tensor with the same name as another "
+    "tensor that is currently being processed.  If you want to request another tensor, use a "
+    "different tensor name."
+)
+
+
+class Engine:
+    """The engine of one rank, from `hvd.init` to `hvd.shutdown`.
+
+    Three threads meet here: the caller's submits and waits, the control thread receives, the
+    executor carries out. `_lock` guards what has been submitted and how the job ends: `failure`
+    says why nothing begins any more, `broken` why what runs cannot be finished either.
+    """
+
+    def __init__(self, world: World, store: Store, settings: Settings, hello: dict[str, Any]):
+        """Connect. Collective. Raises WorldError naming the ranks that did not come."""
+        self.world = world
+        self.settings = settings
+        self.sets: dict[int, list[int]] = {GLOBAL_SET: list(range(world.size))}
+        self.lanes: dict[str, Lane] = {}
+        self.lane_numbers: dict[tuple[str, int], int] = {}  # of lanes with the same parameters
+        self.timeline = Timeline(None, False)
+        self.zeros_on = 0  # the GPU of a rank that has joined, and of the executor
+        self.joins = 0
+        self.failure: str | None = None
+        self.broken: str | None = None
+        self._left_by: tuple[int, dict[str, int]] | None = None
+        self._pending: dict[Key, Work] = {}
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[Key, tuple[Meta, int]] = OrderedDict()
+        self._join_work: Work | None = None
+        self._closed = threading.Event()
+        self._pid = os.getpid()
+        self.control = Control(world, store, hello, settings.gloo_timeout_s)
+        self.people = self.control.people
+        self.groups = Groups(store, world.rank, settings.gloo_timeout_s, lambda: self.broken)
+        self._coordinator: Coordinator | None = None
+        if world.rank == 0:
+            fusion = settings.fusion_threshold
+            self._coordinator = Coordinator(
+                world.size,
+                settings.cache_capacity,
+                _FUSION_BYTES if fusion is None else fusion,
+                self.control.send_all,
+                self.timeline,
+            )
+            self._stall = stall.Inspector(self._coordinator, settings)
+        self.executor = Executor(self)
+        self.control.start(self._deliver, self._lost, self._tick, self.pin)
+        _engines.add(self)
+
+    # The caller's thread
+
+    def submit(self, work: Work) -> Work:
+        """Ask for an operation. Never blocks. Raises ValueError for a name that is under way,
+        HorovodInternalError once the job is over.
+        """
+        meta = work.meta
+        if inline.fits(meta, len(self.sets[work.key.set_id])):
+            work.payload = self._pack(work)
+        with self._lock:
+            if self.failure is not None:
+                raise HorovodInternalError(self.failure)
+            if work.key in self._pending:
+                raise ValueError(DUPLICATE_NAME)
+            self._pending[work.key] = work
+            known = self._cache.get(work.key)
+        if known is not None and known[0] == meta:
+            self.control.send(0, ["hit", known[1]], work.payload)
+        else:
+            self.control.send(0, ["op", work.key, meta], work.payload)
+        return work
+
+    def ask(
+        self, name: str, kind: str, data: Any = None, payload: bytes = b"", set_id: int = GLOBAL_SET
+    ) -> Work:
+        """Submit a request without tensors."""
+        work = Work(Key(set_id, name), Meta(kind, data=data))
+        work.payload = payload
+        return self.submit(work)
+
+    def join(self) -> Work:
+        """Say that this rank has no more data. The result is the last rank to say so."""
+        with self._lock:
+            if self.failure is not None:
+                raise HorovodInternalError(self.failure)
+            work = self._join_work = Work(Key(GLOBAL_SET, "join"), Meta("join"))
+        self.control.send(0, ["join"])
+        return work
+
+    def lane(self, name: str, set_id: int) -> Lane:
+        """Return the lane of this name; made at first."""
+        with self._lock:
+            if name not in self.lanes:
+                self.lanes[name] = Lane(self, name, set_id)
+            return self.lanes[name]
+
+    def drop_lane(self, name: str) -> None:
+        """Forget the lane of an optimizer that is gone. Not collective."""
+        with self._lock:
+            lane = self.lanes.pop(name, None)
+        if lane is not None and self.failure is None:
+            self.executor.put(lambda: self.groups.drop(f"lane/{name}"))
+
+    def shutdown(self) -> None:
+        """Leave, and with it end the operations of all ranks. Twice is safe."""
+        if os.getpid() != self._pid:
+            return
+        steps = {name: lane.launched for name, lane in self.lanes.items()}
+        self.control.send(0, ["bye", steps])
+        if not self._closed.wait(_LEAVE_S):
+            self._end(SHUT_DOWN)
+        self.executor.close(_LEAVE_S)
+        self.control.close()
+        self.groups.close()
+        self.timeline.close()
+        _engines.discard(self)
+
+    def set_timeline(self, timeline: Timeline) -> None:
+        """Write to another timeline from now on, and close the one before."""
+        before, self.timeline = self.timeline, timeline
+        if self._coordinator is not None:
+            self._coordinator.timeline = timeline
+        before.close()
+
+    def waits_in_vain(self, lane: str, step: int) -> bool:
+        """Whether a rank has left before it began this step of a lane."""
+        return self._left_by is not None and self._left_by[1].get(lane, 0) < step
+
+    def break_down(self, reason: str) -> None:
+        """Tell everybody that a connection has failed."""
+        self.control.send(0, ["broken", f"{SHUT_DOWN} Rank {self.world.rank} said: {reason}"])
+
+    def news(self, seconds: float) -> str | None:
+        """Wait a moment for the reason why the job is over."""
+        deadline = time.monotonic() + seconds
+        while self.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.failure
+
+    def _pack(self, work: Work) -> bytes:
+        tensors = work.inputs
+        if work.meta.prescale != 1.0:
+            tensors = [scale_(t.detach().clone(), work.meta.prescale) for t in tensors]
+        return inline.pack(tensors)
+
+    def pin(self) -> None:
+        """Keep the calling thread, one of the engine's own, on the core that was asked for."""
+        cores, local_rank = self.settings.thread_affinity, self.world.local_rank
+        if local_rank < len(cores) and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {cores[local_rank]})  # 0 is this thread, not the process
+
+    # The control thread
+
+    def _deliver(self, sender: int, header: list[Any], payload: bytes) -> None:
+        what, *rest = header
+        try:
+            if what in _ANSWERS:
+                _ANSWERS[what](self, rest, payload)
+            elif self._coordinator is not None:
+                self._coordinator.receive(sender, header, payload, time.monotonic())
+        except Exception as error:
+            # A bug of ours. Without this thread everybody would wait for ever.
+            traceback.print_exc()
+            self._end(f"{SHUT_DOWN} Rank {self.world.rank} said: {error!r}")
+            self.break_down(repr(error))
+
+    def _on_done(self, rest: list[Any], payload: bytes) -> None:
+        key, cache_id, extra = Key(rest[0], rest[1]), rest[2], rest[3]
+        work = self._take(key, cache_id)
+        if key.name.startswith("plan."):
+            self._adopt_plan(key.name, extra)
+        if work is None:
+            return
+        if work.meta.kind == "add_set":
+            self.sets[extra] = list(work.meta.data)
+        elif work.meta.kind == "remove_set":
+            self.sets.pop(work.meta.data, None)
+        if payload or work.inputs:
+            self._finish_inline(work, payload)
+        else:
+            work.finish(extra)
+
+    def _finish_inline(self, work: Work, payload: bytes) -> None:
+        try:
+            work.finish(collectives.deliver(work, inline.unpack(payload, work.meta)))
+        except RuntimeError as error:
+            work.fail(HorovodInternalError(str(error)))
+
+    def _on_run(self, rest: list[Any], payload: bytes) -> None:
+        set_id, kind, entries, metas = rest
+        works = [self._take(Key(set_id, name), cache_id) for name, cache_id, _ in entries]
+        known = [w.meta if w is not None else None for w in works]
+        if metas is not None:
+            known = [Meta.from_wire(fields) for fields in metas]
+        extras = [extra for _, _, extra in entries]
+        self.executor.put(lambda: self.executor.run_batch(set_id, kind, works, known, extras))
+
+    def _on_error(self, rest: list[Any], payload: bytes) -> None:
+        work = self._take(Key(rest[0], rest[1]), 0)
+        if work is not None:
+            work.fail(HorovodInternalError(rest[2]))
+
+    def _on_again(self, rest: list[Any], payload: bytes) -> None:
+        with self._lock:
+            forgotten = [key for key, (_, cache_id) in self._cache.items() if cache_id == rest[0]]
+            works = [work for key in forgotten if (work := self._pending.get(key)) is not None]
+            for key in forgotten:
+                del self._cache[key]
+        for work in works:
+            self.control.send(0, ["op", work.key, work.meta], work.payload)
+
+    def _on_joined(self, rest: list[Any], payload: bytes) -> None:
+        with self._lock:
+            work, self._join_work = self._join_work, None
+            self.joins += 1
+        if work is not None:
+            work.finish(rest[0])
+
+    def _on_shadow(self, rest: list[Any], payload: bytes) -> None:
+        name, step = rest
+        shadow = self.lane(name, GLOBAL_SET).shadow(step)
+        self.executor.put(shadow)
+
+    def _on_down(self, rest: list[Any], payload: bytes) -> None:
+        reason, by, steps = rest
+        if by >= 0:
+            self._left_by = (by, steps)
+            self._end(reason, graceful=True)
+        else:
+            self._end(reason)
+        self.executor.put(lambda: self.executor.drain(by >= 0))
+
+    def _on_close(self, rest: list[Any], payload: bytes) -> None:
+        self._closed.set()
+
+    def _take(self, key: Key, cache_id: int) -> Work | None:
+        with self._lock:
+            work = self._pending.pop(key, None)
+            if work is not None and cache_id:
+                self._cache[key] = (work.meta, cache_id)
+                self._cache.move_to_end(key)
+                if len(self._cache) > self.settings.cache_capacity:
+                    self._cache.popitem(last=False)
+        return work
+
+    def _adopt_plan(self, name: str, fields: list[Any]) -> None:
+        _, set_id, lane_name = name.split(".", 2)
+        lane = self.lane(lane_name.rpartition("/")[0], int(set_id))
+        lane.adopt(fields)
+        self.executor.put(lane.connect)
+
+    def _lost(self, rank: int) -> None:
+        person = self.people[rank]
+        who = f"process {person['pid']} on {person['host']}"
+        if self._coordinator is not None:
+            self._coordinator.lose(rank, who)
+        elif not self._closed.is_set():
+            if self._left_by is None:
+                self._end(f"{SHUT_DOWN} Rank 0 ({who}) has ended: its connection is closed.")
+            self._closed.set()
+
+    def _tick(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.tick(time.monotonic())
+            self._stall.look(time.monotonic())
+
+    def _end(self, reason: str, graceful: bool = False) -> None:
+        """Fail what has not begun; what runs is finished if `graceful`."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = reason
+            if not graceful:
+                self.broken = reason
+            pending, self._pending = list(self._pending.values()), {}
+            if self._join_work is not None:
+                pending.append(self._join_work)
+                self._join_work = None
+        for work in pending:
+            work.fail(HorovodInternalError(reason))
+
+
+_ANSWERS: dict[str, Callable[[Engine, list[Any], bytes], None]] = {
+    "done": Engine._on_done,
+    "run": Engine._on_run,
+    "error": Engine._on_error,
+    "again": Engine._on_again,
+    "joined": Engine._on_joined,
+    "shadow": Engine._on_shadow,
+    "down": Engine._on_down,
+    "close": Engine._on_close,
+}
+
+
+# A forked child, a DataLoader's worker say, must not hold the connections open when its parent
+# dies, and can do nothing with them.
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for engine in list(_engines):
+        engine.control.forget()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,127 @@
+"""The executor: the thread that carries out, in rank 0's order, what all ranks have asked for."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hvdtrain.hvd.engine import collectives
+from hvdtrain.hvd.engine.groups import Broken
+from hvdtrain.hvd.engine.request import ADASUM
+from hvdtrain.hvd.engine.work import Work
+from hvdtrain.hvd.exceptions import HorovodInternalError
+
+if TYPE_CHECKING:
+    from hvdtrain.hvd.engine.engine import Engine
+
+_NEWS_S = 3.0  # a broken connection is noticed here before the control plane says whose
+
+
+class Executor:
+    """Runs one task after another. All ranks put theirs in the same order, so none waits for one
+    that a peer has behind another.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="hvd-executor", daemon=True)
+        self._thread.start()
+
+    def put(self, task: Callable[[], None]) -> None:
+        """Let a task be run after those before it. Any thread."""
+        self._tasks.put(task)
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread after what it has to do."""
+        self._tasks.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def run_batch(
+        self, set_id: int, kind: str, works: list[Work | None], metas: list[Any], extras: list[Any]
+    ) -> None:
+        """Carry out operations of one kind together. A task."""
+        engine = self._engine
+        timeline, names = engine.timeline, [w.key.name for w in works if w is not None]
+        for name in names:
+            timeline.start(name, kind)
+        try:
+            members, device = engine.sets[set_id], metas[0].device
+            if device == "GPU":
+                self._use_device(works)
+            if metas[0].op == ADASUM:
+                device = "CPU"  # its exchanges between two ranks go by the host
+            cuda = device == "GPU"
+            group = engine.groups.get(f"set{set_id}", members, device)
+
+            def wait(work: Any) -> None:
+                engine.groups.wait(work, cuda)
+
+            batch = collectives.Batch(group, members, engine.world.rank, works, metas, extras, wait)
+            for name in names:
+                timeline.activity_start(name, _activity(kind, cuda))
+            for work in works:
+                if work is not None and work.submitted is not None:
+                    torch.cuda.current_stream().wait_event(work.submitted)
+            collectives.RUN[kind](batch)
+        except Broken as error:
+            engine.break_down(str(error))
+            reason = engine.news(_NEWS_S) or str(error)
+            _fail(works, HorovodInternalError(reason))
+        except Exception as error:
+            _fail(works, HorovodInternalError(str(error)))
+        for name in names:
+            timeline.activity_end(name)
+            timeline.end(name)
+
+    def drain(self, graceful: bool) -> None:
+        """Finish what all ranks have begun, or, where that cannot be, close the connections. A
+        task, the last before the end.
+        """
+        if graceful:
+            for lane in list(self._engine.lanes.values()):
+                lane.drain()
+        else:
+            # So that a peer that waits for this rank's data learns of it too.
+            self._engine.groups.close()
+        self._engine.control.send(0, ["drained"])
+
+    def _use_device(self, works: list[Work | None]) -> None:
+        """Work on the GPU of the tensors; on the one before where this rank has joined."""
+        devices = [w.inputs[0].device.index for w in works if w is not None and w.inputs]
+        if devices:
+            self._engine.zeros_on = devices[0]
+        torch.cuda.set_device(self._engine.zeros_on)
+
+    def _run(self) -> None:
+        engine = self._engine
+        engine.pin()
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception as error:
+                if engine.failure is not None:
+                    continue
+                # Nobody waits for this one in particular, so everybody must hear of it.
+                print(f"hvd: rank {engine.world.rank}: {error}", file=sys.stderr, flush=True)
+                engine.break_down(str(error))
+            if engine.world.rank == 0 and self._tasks.empty():
+                engine.control.send(0, ["idle"])
+
+
+def _activity(kind: str, cuda: bool) -> str:
+    """Return Horovod's name for the innermost event of an operation."""
+    what = "BCAST" if kind == "broadcast" else kind.upper()
+    return f"{'NCCL' if cuda else 'GLOO'}_{what}"
+
+
+def _fail(works: list[Work | None], error: Exception) -> None:
+    for work in works:
+        if work is not None:
+            work.fail(error)

@@ -1,0 +1,123 @@
+"""Process groups of the engine's own, and how to wait on them without waiting for the dead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from hvdtrain import transports
+from hvdtrain.hvd.engine.request import AVERAGE, MAX, MIN, PRODUCT, SUM
+from hvdtrain.hvd.exceptions import HorovodInternalError
+
+REDUCE_OPS = {
+    AVERAGE: dist.ReduceOp.SUM,  # divided by us: see collectives
+    SUM: dist.ReduceOp.SUM,
+    MIN: dist.ReduceOp.MIN,
+    MAX: dist.ReduceOp.MAX,
+    PRODUCT: dist.ReduceOp.PRODUCT,
+}
+_SLICE = timedelta(seconds=1)
+# The control plane tells of a peer that is late or gone; this limit is for when it cannot.
+_LIMIT_S = 24 * 3600.0
+# What a transport says of tensors that it cannot carry: the connections are as they were.
+_REFUSALS = ("scalar type", "not supported", "nsupported")
+_NEWS_S = 3.0  # a broken connection is noticed here before the control plane says whose
+
+
+class Groups:
+    """The process groups of one engine, by name; made when first wanted, in the same order on all
+    ranks.
+
+    `failure()` says why the job is over, or None while it is not.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, connect_s: float, failure: Callable[[], str | None]
+    ) -> None:
+        self._store = store
+        self._connect_s = connect_s
+        self._rank = rank
+        self._failure = failure
+        self._groups: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def get(self, label: str, members: list[int], device: str) -> Any:
+        """Return the group of this name over these ranks. Collective among them at first."""
+        transport = "nccl" if device == "GPU" and _nccl() else "gloo"
+        name = f"{label}/{transport}"
+        with self._lock:
+            group = self._groups.get(name)
+        if group is None:
+            store = PrefixStore(name, self._store)
+            rank = members.index(self._rank)
+            try:
+                group = transports.open_group(transport, store, rank, len(members), self._connect_s)
+                group._set_default_timeout(timedelta(seconds=_LIMIT_S))
+            except RuntimeError as error:
+                raise Broken(f"could not connect {name}: {error}") from None
+            with self._lock:
+                self._groups[name] = group
+        return group
+
+    def drop(self, label: str) -> None:
+        """Close the groups of this name, whose owner has gone."""
+        with self._lock:
+            gone = [n for n in self._groups if n.rpartition("/")[0] == label]
+            dropped = [self._groups.pop(n) for n in gone]
+        del dropped  # closes the connections; not under the lock, because it joins threads
+
+    def close(self) -> None:
+        """Close them all. What still waits on a peer keeps its own until that peer closes its."""
+        with self._lock:
+            dropped, self._groups = self._groups, {}
+        # The destructor waits for operations under way: those of a peer that hangs would hang us.
+        closer = threading.Thread(target=dropped.clear, name="hvd-close", daemon=True)
+        closer.start()
+        closer.join(_NEWS_S)
+
+    def wait(
+        self, work: Any, cuda: bool = False, give_up: Callable[[], str | None] | None = None
+    ) -> None:
+        """Wait for an operation. Raises Broken where a peer has gone, or the job is over.
+
+        `give_up` may know more reasons not to wait any longer.
+        """
+        while True:
+            try:
+                if cuda:
+                    work.wait()  # orders the current stream after it, and returns
+                else:
+                    work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                if "Operation timed out" in str(error) and not work.is_completed():
+                    reason = self._failure() or (give_up() if give_up is not None else None)
+                    if reason is None:
+                        continue
+                    raise Broken(reason) from None
+                if any(phrase in str(error) for phrase in _REFUSALS):
+                    raise
+                raise Broken(str(error).strip().split("\n")[0]) from None
+
+
+class Broken(HorovodInternalError):
+    """A connection has failed, so that no operation can be finished any more."""
+
+
+def all_reduce(group: Any, tensor: Tensor, op: int) -> Any:
+    """Begin to reduce in place; returns the work to wait for."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = REDUCE_OPS[op]  # type: ignore[assignment]
+    options.asyncOp = True
+    return group.allreduce([tensor], options)
+
+
+def _nccl() -> bool:
+    return dist.is_nccl_available() and torch.cuda.is_available()

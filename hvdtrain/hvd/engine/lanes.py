@@ -1,0 +1,243 @@
+"""Lanes: how an optimizer's gradients are averaged without asking.
+
+A lane is the agreed list of an optimizer's buckets and a process group of its own. All ranks send
+all buckets in the same order in every step, so nothing needs to be matched. That a step begins is
+told to rank 0, in passing: for the stall inspector, and for ranks that have joined, which send
+zeros (`hvd.join`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.hvd.engine.groups import Broken, all_reduce
+from hvdtrain.hvd.engine.plan import DENSE, Plan
+from hvdtrain.hvd.engine.request import AVERAGE, SUM, dtype_of
+from hvdtrain.hvd.engine.work import Work
+from hvdtrain.hvd.exceptions import HorovodInternalError
+
+if TYPE_CHECKING:
+    from hvdtrain.hvd.engine.engine import Engine
+
+FIRST_BYTES = 1 << 20  # a small first bucket starts the communication early, as DDP's does
+BUCKET_BYTES = 25 << 20
+# Larger gradients are reduced where they are: to copy them costs a fifth of reducing them.
+IN_PLACE_BYTES = 1 << 20
+# Tensors under this size are copied by one call for all of them.
+SMALL_NUMEL = 16 * 1024
+
+
+@dataclass
+class Layout:
+    """One bucket: its parameters by name, small ones first, and its size in elements.
+
+    `in_place`: one parameter, whose gradient is the buffer. `flag`: the last element says that a
+    rank's set of parameters has changed.
+    """
+
+    names: list[str]
+    dtype: torch.dtype
+    numel: int
+    in_place: bool = False
+    flag: bool = False
+    op: int = SUM
+    device: str = "CPU"
+
+
+def lay_out(plan: Plan) -> list[Layout]:
+    """Divide a plan's dense parameters into buckets. A pure function: the same on all ranks."""
+    op, wire, bucket_bytes, device, groups = plan.options
+    group_of = {name: at for at, group in enumerate(_groups(plan, groups)) for name in group}
+    layouts: list[tuple[int, Layout]] = []
+    open_buckets: dict[Any, list[str]] = {}
+    seen: set[str] = set()
+
+    def numel(name: str) -> int:
+        return prod(plan.shapes[name])
+
+    def num_bytes(name: str) -> int:
+        return numel(name) * _wire(plan, name, wire).itemsize
+
+    def close(at: int, names: list[str]) -> None:
+        names = sorted(names, key=lambda name: numel(name) >= SMALL_NUMEL)
+        dtype = _wire(plan, names[0], wire)
+        layouts.append((at, Layout(names, dtype, sum(map(numel, names)), op=op, device=device)))
+
+    dense = [name for name in plan.names if plan.kinds[name] == DENSE]
+    for at, name in enumerate(dense):
+        if name in seen:
+            continue
+        dtype = _wire(plan, name, wire)
+        if name in group_of:
+            members = [n for n in dense if group_of.get(n) == group_of[name]]
+            seen.update(members)
+            for d in dict.fromkeys(_wire(plan, n, wire) for n in members):
+                last = max(dense.index(n) for n in members)
+                close(last, [n for n in members if _wire(plan, n, wire) == d])
+        elif num_bytes(name) >= min(IN_PLACE_BYTES, bucket_bytes) and dtype == dtype_of(
+            plan.dtypes[name]
+        ):
+            layout = Layout([name], dtype, numel(name), in_place=True, op=op, device=device)
+            layouts.append((at, layout))
+        else:
+            names = open_buckets.setdefault(dtype, [])
+            names.append(name)
+            limit = bucket_bytes if layouts else min(FIRST_BYTES, bucket_bytes)
+            if sum(map(num_bytes, names)) >= limit:
+                close(at, open_buckets.pop(dtype))
+    for names in open_buckets.values():
+        close(len(dense), names)
+    ordered = [layout for _, layout in sorted(layouts, key=lambda item: item[0])]
+    return _with_flag(ordered, op, device)
+
+
+def _groups(plan: Plan, groups: int | list[list[str]]) -> list[list[str]]:
+    """Return lists of names that are sent together; a number asks for so many near-equal ones."""
+    if not isinstance(groups, int):
+        return groups
+    dense = [name for name in plan.names if plan.kinds[name] == DENSE]
+    ends = [len(dense) * i // groups for i in range(groups + 1)] if groups else []
+    return [dense[a:b] for a, b in zip(ends, ends[1:], strict=False) if b > a]
+
+
+def _with_flag(layouts: list[Layout], op: int, device: str) -> list[Layout]:
+    """Add the flag where it costs nothing: at the end of a bucket that is copied anyway.
+
+    On CUDA it would have to be fetched from the device, and it needs a sum.
+    """
+    for layout in layouts:
+        floating = layout.dtype.is_floating_point and not layout.in_place
+        if device == "CPU" and op in (AVERAGE, SUM) and floating:
+            layout.flag = True
+            layout.numel += 1
+            return layouts
+    return [Layout([], torch.float32, 1, flag=True), *layouts]
+
+
+def _wire(plan: Plan, name: str, wire: str | None) -> torch.dtype:
+    dtype = dtype_of(plan.dtypes[name])
+    return dtype_of(wire) if wire is not None and dtype.is_floating_point else dtype
+
+
+class Lane:
+    """The lane of one optimizer on one rank. Its steps are numbered from 1 on all ranks alike."""
+
+    def __init__(self, engine: Engine, name: str, set_id: int) -> None:
+        self.engine = engine
+        self.name = name
+        self.set_id = set_id
+        self.plan: Plan | None = None
+        self.version = 0
+        self.layouts: list[Layout] = []
+        self.step = 0
+        self.launched = 0
+        """The last step of which this rank has sent all buckets."""
+        self._running: deque[tuple[int, Any, Tensor]] = deque()
+        self._connected = threading.Event()
+        self._groups: dict[str, Any] = {}
+
+    def ask(self, mine: Plan) -> Work:
+        """Begin to merge the descriptions into a new plan. Collective; waits for nobody."""
+        name = f"plan.{self.set_id}.{self.name}/{self.version + 1}"
+        return self.engine.ask(name, "plan", payload=mine.to_wire(), set_id=self.set_id)
+
+    def has_settled(self, work: Work) -> bool:
+        """Whether `settle` would return at once."""
+        return work.done() and self._connected.is_set()
+
+    def settle(self, work: Work) -> None:
+        """Wait for the plan. Raises HorovodInternalError where the descriptions do not fit."""
+        work.wait()
+        while not self._connected.wait(1.0):
+            if self.engine.failure is not None:
+                raise HorovodInternalError(self.engine.failure)
+
+    def adopt(self, fields: list[Any]) -> None:
+        """Take a plan over. In the control thread, also of a rank that has joined."""
+        self.plan = Plan.from_wire(fields)
+        self.layouts = lay_out(self.plan)
+        self.version += 1
+
+    def connect(self) -> None:
+        """Make the process groups. In the executor; collective."""
+        members = self.engine.sets[self.set_id]
+        for device in dict.fromkeys(["CPU", *(layout.device for layout in self.layouts)]):
+            if device not in self._groups:
+                group = self.engine.groups.get(f"lane/{self.name}", members, device)
+                self._groups[device] = group
+        self._connected.set()
+
+    def begin(self) -> None:
+        """Begin the next step, and say so; nobody answers."""
+        self.step += 1
+        self.engine.control.send(0, ["step", self.name, self.set_id, self.step])
+
+    def send(self, layout: Layout, flat: Tensor) -> Any:
+        """Begin to reduce a bucket in place. Returns the work for `wait`."""
+        if self.engine.failure is not None:
+            raise HorovodInternalError(self.engine.failure)
+        tensor = torch.view_as_real(flat) if flat.dtype.is_complex else flat
+        try:
+            work = all_reduce(self._groups[layout.device], tensor, layout.op)
+        except (RuntimeError, KeyError) as error:
+            raise HorovodInternalError(self.engine.news(3.0) or str(error)) from None
+        self._running.append((self.step, work, flat))
+        if self.engine.timeline.is_open:
+            for name in layout.names:
+                self.engine.timeline.start(f"allreduce.{name}", "allreduce")
+                self.engine.timeline.activity_start(f"allreduce.{name}", "GLOO_ALLREDUCE")
+        while self._running and self._running[0][1].is_completed():
+            self._running.popleft()
+        return work
+
+    def wait(self, layout: Layout, work: Any) -> None:
+        """Wait for a bucket of this rank's step. Raises HorovodInternalError where a peer has gone
+        or has left before it began the step.
+        """
+        try:
+            on_cuda = layout.device == "GPU"
+            self.engine.groups.wait(work, on_cuda, give_up=lambda: self._in_vain(self.step))
+        except Broken as error:
+            self.engine.break_down(str(error))
+            raise HorovodInternalError(self.engine.news(3.0) or str(error)) from None
+        if self.engine.timeline.is_open:
+            for name in layout.names:
+                self.engine.timeline.activity_end(f"allreduce.{name}")
+                self.engine.timeline.end(f"allreduce.{name}")
+
+    def _in_vain(self, step: int) -> str | None:
+        left = self.engine.waits_in_vain(self.name, step)
+        return self.engine.failure if left else None
+
+    def drain(self) -> None:
+        """Let what all ranks have sent arrive, before connections are closed. In the executor."""
+        for step, work, _ in list(self._running):
+            if not self.engine.waits_in_vain(self.name, step):
+                try:
+                    self.engine.groups.wait(work, give_up=lambda: None)
+                except Broken:
+                    return
+
+    def shadow(self, step: int) -> Callable[[], None]:
+        """Return what sends zeros in a step of the others, once this rank has joined.
+
+        Nothing is waited for: the others may be busy with other things between two buckets.
+        """
+        layouts = self.layouts
+        self.step = self.launched = step
+
+        def send_zeros() -> None:
+            for layout in layouts:
+                gpu = torch.device("cuda", self.engine.zeros_on)
+                device = torch.device("cpu") if layout.device == "CPU" else gpu
+                self.send(layout, torch.zeros(layout.numel, dtype=layout.dtype, device=device))
+
+        return send_zeros

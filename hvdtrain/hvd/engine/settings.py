@@ -1,0 +1,207 @@
+"""The HOROVOD_* variables: what each means here, and which ones mean nothing."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar, overload
+
+_LOG = logging.getLogger("hvdtrain")
+
+DYNAMIC = "DYNAMIC"
+LOG_LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "fatal": logging.CRITICAL,
+}
+
+HONOURED = {
+    "HOROVOD_FUSION_THRESHOLD": "bytes fused into one collective",
+    "HOROVOD_CACHE_CAPACITY": "operations remembered, so as not to be negotiated again; 0: none",
+    "HOROVOD_TIMELINE": "file that rank 0 writes its trace to, or DYNAMIC for start_timeline()",
+    "HOROVOD_TIMELINE_MARK_CYCLES": "whether the trace marks the rounds of negotiation",
+    "HOROVOD_STALL_CHECK_DISABLE": "whether waiting for missing ranks goes without warning",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "seconds until that warning",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "seconds until such operations fail; 0: never",
+    "HOROVOD_DYNAMIC_PROCESS_SETS": "whether process sets may be added and removed after init()",
+    "HOROVOD_ELASTIC": "whether the world may change",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "seconds that the ranks wait for each other at init()",
+    "HOROVOD_GLOO_IFACE": "network interface, as GLOO_SOCKET_IFNAME",
+    "HOROVOD_LOG_LEVEL": "level of the logger `hvdtrain`",
+    "HOROVOD_THREAD_AFFINITY": "core of the engine's threads, one for each local rank",
+}
+
+_NO_CYCLE = "negotiation is driven by events, not by a clock"
+_NO_TUNING = "there is nothing to tune"
+_TORCH = "the collectives are torch.distributed's"
+IGNORED = {
+    "HOROVOD_CYCLE_TIME": _NO_CYCLE,
+    "HOROVOD_AUTOTUNE": _NO_TUNING,
+    "HOROVOD_AUTOTUNE_LOG": _NO_TUNING,
+    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": _NO_TUNING,
+    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": _NO_TUNING,
+    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": _NO_TUNING,
+    "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": _NO_TUNING,
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "NCCL chooses its algorithm itself",
+    "HOROVOD_HIERARCHICAL_ALLGATHER": "NCCL chooses its algorithm itself",
+    "HOROVOD_TORUS_ALLREDUCE": "NCCL chooses its algorithm itself",
+    "HOROVOD_NUM_NCCL_STREAMS": "NCCL has one stream for each process set",
+    "HOROVOD_BATCH_D2D_MEMCOPIES": "torch copies",
+    "HOROVOD_DISABLE_GROUP_FUSION": "results do not depend on it",
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": "completion is always asynchronous on a GPU",
+    "HOROVOD_DISABLE_NVTX_RANGES": "there are no NVTX ranges",
+    "HOROVOD_LOG_HIDE_TIME": "messages have no time",
+    "HOROVOD_MPI_THREADS_DISABLE": "MPI is not used",
+    "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "MPI is not used",
+    "HOROVOD_CONTROLLER": "the control plane is our own",
+    "HOROVOD_CPU_OPERATIONS": _TORCH,
+    "HOROVOD_CCL_CACHE": _TORCH,
+    "DDL_OPTIONS": _TORCH,
+    "HOROVOD_ENABLE_XLA_OPS": "there is no TensorFlow here",
+}
+# Values that ask for what is done anyway. horovodrun --gloo always sets the first two.
+_AGREEABLE = {
+    "HOROVOD_CONTROLLER": "gloo",
+    "HOROVOD_CPU_OPERATIONS": "gloo",
+    "HOROVOD_AUTOTUNE": "0",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
+    "HOROVOD_HIERARCHICAL_ALLGATHER": "0",
+    "HOROVOD_TORUS_ALLREDUCE": "0",
+    "HOROVOD_NUM_NCCL_STREAMS": "1",
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": "1",
+    "HOROVOD_DISABLE_NVTX_RANGES": "1",
+    "HOROVOD_LOG_HIDE_TIME": "1",
+    "HOROVOD_ENABLE_XLA_OPS": "0",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks of the engine."""
+
+    fusion_threshold: int | None = None
+    """Bytes; None leaves it to the engine."""
+    cache_capacity: int = 1024
+    timeline: str | None = None
+    """A path, or DYNAMIC."""
+    timeline_mark_cycles: bool = False
+    stall_check_disable: bool = False
+    stall_check_time_s: float = 60.0
+    stall_shutdown_time_s: float = 0.0
+    dynamic_process_sets: bool = False
+    elastic: bool = False
+    gloo_timeout_s: float = 30.0
+    gloo_iface: str | None = None
+    log_level: str | None = None
+    thread_affinity: tuple[int, ...] = ()
+    ignored: tuple[str, ...] = ()
+    """Variables that are set to something that has no meaning here."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Settings:
+        """Read the variables. Raises ValueError naming the one that cannot be read.
+
+        An empty variable is an unset one, and a boolean is true where it begins with a positive
+        number, as in Horovod: "true" is false.
+        """
+        read = _Reader(env)
+        default = cls()
+        return cls(
+            fusion_threshold=read.integer("HOROVOD_FUSION_THRESHOLD", None),
+            cache_capacity=read.integer("HOROVOD_CACHE_CAPACITY", default.cache_capacity),
+            timeline=read.text("HOROVOD_TIMELINE"),
+            timeline_mark_cycles=read.boolean("HOROVOD_TIMELINE_MARK_CYCLES"),
+            stall_check_disable=read.boolean("HOROVOD_STALL_CHECK_DISABLE"),
+            stall_check_time_s=read.seconds(
+                "HOROVOD_STALL_CHECK_TIME_SECONDS", default.stall_check_time_s
+            ),
+            stall_shutdown_time_s=read.seconds(
+                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown_time_s
+            ),
+            dynamic_process_sets=read.boolean("HOROVOD_DYNAMIC_PROCESS_SETS"),
+            elastic=read.boolean("HOROVOD_ELASTIC"),
+            gloo_timeout_s=read.seconds("HOROVOD_GLOO_TIMEOUT_SECONDS", default.gloo_timeout_s),
+            gloo_iface=read.text("HOROVOD_GLOO_IFACE"),
+            log_level=read.log_level("HOROVOD_LOG_LEVEL"),
+            thread_affinity=read.integers("HOROVOD_THREAD_AFFINITY"),
+            ignored=tuple(
+                name
+                for name in IGNORED
+                if (value := read.text(name)) is not None and value.lower() != _AGREEABLE.get(name)
+            ),
+        )
+
+
+def apply_log_level(settings: Settings) -> None:
+    """Set the level of the logger `hvdtrain`, where the environment asks for one."""
+    if settings.log_level is not None:
+        _LOG.setLevel(LOG_LEVELS[settings.log_level])
+
+
+def warn_ignored(settings: Settings, rank: int) -> None:
+    """Say on rank 0, once in a process, which variables are set to no effect."""
+    if rank == 0:
+        for name in settings.ignored:
+            _warn(name)
+
+
+@functools.cache
+def _warn(name: str) -> None:
+    _LOG.warning("%s has no effect: %s", name, IGNORED[name])
+
+
+class _Reader:
+    """Reads typed values of an environment."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+
+    def text(self, name: str) -> str | None:
+        return self._env.get(name, "").strip() or None
+
+    def boolean(self, name: str) -> bool:
+        number = re.match(r"[+-]?\d+", self.text(name) or "")
+        return number is not None and int(number.group()) > 0
+
+    @overload
+    def integer(self, name: str, default: int) -> int: ...
+    @overload
+    def integer(self, name: str, default: None) -> int | None: ...
+    def integer(self, name: str, default: int | None) -> int | None:
+        value = self.text(name)
+        return default if value is None else _number(name, value, int)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        values = self.text(name)
+        return tuple(_number(name, v, int) for v in values.split(",")) if values else ()
+
+    def seconds(self, name: str, default: float) -> float:
+        value = self.text(name)
+        return default if value is None else _number(name, value, float)
+
+    def log_level(self, name: str) -> str | None:
+        value = self.text(name)
+        if value is not None and value.lower() not in LOG_LEVELS:
+            raise ValueError(f"{name}={value} must be one of {', '.join(LOG_LEVELS)}")
+        return value.lower() if value is not None else None
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _number(name: str, value: str, kind: type[_Number]) -> _Number:
+    try:
+        number = kind(value)
+    except ValueError:
+        number = kind(-1)
+    if not 0 <= number < math.inf:
+        what = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{name}={value} must be {what} >= 0")
+    return number

@@ -1,0 +1,177 @@
+"""The timeline: what happened to each tensor, as a Chrome trace.
+
+The file is a complete JSON document after every event, so that it can be looked at while the
+program runs, and after it was killed. Each event overwrites the closing bracket and puts it back
+behind itself, in one write. Blanks follow the bracket, for the next events to go into: a reader
+that needs several reads, as most do, gets a whole document as long as the file's size stays the
+same. One that still meets a write, microseconds long, has to read again. `close` cuts the blanks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+_LOG = logging.getLogger("hvdtrain")
+
+_CLOSING = b"\n]\n"
+_BLANKS = 1 << 16
+
+
+class Timeline:
+    """A trace file, or none: `path=None` and a path that cannot be written make every call nothing.
+
+    Any thread may call. Nothing is ever raised: a failure is a warning, and the end of the trace.
+    A tensor's name is a process of the trace. An operation is, from outside in, negotiation
+    (NEGOTIATE_ALLREDUCE, with an event for every rank that is ready), then ALLREDUCE with its
+    activities inside.
+    """
+
+    def __init__(self, path: str | None = None, mark_cycles: bool = False) -> None:
+        self._lock = threading.Lock()
+        self._fd = -1
+        if path is not None:
+            self.open(path, mark_cycles)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether events are written."""
+        return self._fd >= 0
+
+    def open(self, path: str, mark_cycles: bool = False) -> None:
+        """Begin a new file, in place of the one there was. Ends a trace that is being written."""
+        self.close()
+        with self._lock:
+            self._path = path
+            self._mark_cycles = mark_cycles
+            self._pids: dict[str, int] = {}
+            self._depth: dict[str, int] = {}
+            self._begin_us = time.monotonic_ns() // 1000
+            self._end = self._allocated = 0
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+                self._fd = os.open(path, flags, 0o644)
+            except OSError as error:
+                _LOG.warning("no timeline: %s", error)
+                return
+            epoch_us = time.time_ns() // 1000
+            self._put(_metadata(0, "process_name", "start_time_since_epoch_in_micros", epoch_us))
+
+    def close(self) -> None:
+        """End the file. Later events go nowhere."""
+        with self._lock:
+            if self._fd < 0:
+                return
+            fd, self._fd = self._fd, -1
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, self._end + len(_CLOSING))
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def negotiate_start(self, name: str, kind: str) -> None:
+        """The first rank has asked for an operation: `kind` is "allreduce", "broadcast", ..."""
+        self._begin(name, f"NEGOTIATE_{kind.upper()}")
+
+    def negotiate_rank_ready(self, name: str, rank: int) -> None:
+        """A rank has asked for it."""
+        if self._fd >= 0:
+            with self._lock:
+                self._put(self._event("X", name, str(rank), ', "dur": 0'))
+
+    def negotiate_end(self, name: str) -> None:
+        """All ranks have."""
+        self._finish(name)
+
+    def start(self, name: str, kind: str) -> None:
+        """The operation begins."""
+        self._begin(name, kind.upper())
+
+    def activity_start(self, name: str, activity: str) -> None:
+        """Part of the operation begins: QUEUE, MEMCPY_IN_FUSION_BUFFER, GLOO_ALLREDUCE, ..."""
+        self._begin(name, activity)
+
+    def activity_end(self, name: str) -> None:
+        """The part that began last is done."""
+        self._finish(name)
+
+    def end(self, name: str, dtype: str = "", shape: Sequence[int] = ()) -> None:
+        """The operation is done, or has failed; what is still open of it ends too."""
+        if self._fd < 0:
+            return
+        args = {"dtype": dtype, "shape": str(list(shape))}
+        extra = f', "args": {json.dumps(args)}' if dtype else ""
+        with self._lock:
+            for left in reversed(range(self._depth.pop(name, 0))):
+                self._put(self._event("E", name, None, "" if left else extra))
+
+    def cycle(self) -> None:
+        """A round of negotiation begins. Written only where cycles are to be marked."""
+        if self._fd >= 0 and self._mark_cycles:
+            with self._lock:
+                ts = self._now()
+                self._put(f'{{"ph": "i", "name": "CYCLE_START", "ts": {ts}, "pid": 0, "s": "g"}}')
+
+    def _begin(self, name: str, what: str) -> None:
+        if self._fd >= 0:
+            with self._lock:
+                self._put(self._event("B", name, what))
+                self._depth[name] = self._depth.get(name, 0) + 1
+
+    def _finish(self, name: str) -> None:
+        # An end without a beginning: the trace was begun in between.
+        if self._fd >= 0:
+            with self._lock:
+                if depth := self._depth.get(name, 0):
+                    self._put(self._event("E", name))
+                    self._depth[name] = depth - 1
+
+    def _event(self, phase: str, tensor: str, what: str | None = None, extra: str = "") -> str:
+        pid = self._pids.get(tensor) or self._introduce(tensor)
+        label = f'"name": {json.dumps(what)}, ' if what is not None else ""
+        return f'{{"ph": "{phase}", {label}"ts": {self._now()}, "pid": {pid}{extra}}}'
+
+    def _introduce(self, tensor: str) -> int:
+        pid = self._pids[tensor] = len(self._pids) + 1
+        self._put(_metadata(pid, "process_name", "name", tensor))
+        self._put(_metadata(pid, "process_sort_index", "sort_index", pid))
+        return pid
+
+    def _now(self) -> int:
+        return time.monotonic_ns() // 1000 - self._begin_us
+
+    def _put(self, event: str) -> None:
+        """Write one event. The lock is held."""
+        if self._fd < 0:
+            return
+        lead = ",\n" if self._end else "[\n"
+        data = lead.encode() + event.encode()
+        end = self._end + len(data)
+        data += _CLOSING
+        if end + len(_CLOSING) > self._allocated:
+            self._allocated = end + _BLANKS
+            data += b" " * (self._allocated - end - len(_CLOSING))
+        try:
+            if os.pwrite(self._fd, data, self._end) < len(data):
+                raise OSError("the disk is full")
+        except OSError as error:
+            self._give_up(error)
+        self._end = end
+
+    def _give_up(self, error: OSError) -> None:
+        _LOG.warning("the timeline %s ends early: %s", self._path, error)
+        with contextlib.suppress(OSError):
+            os.pwrite(self._fd, _CLOSING, self._end)
+            os.ftruncate(self._fd, self._end + len(_CLOSING))
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+        self._fd = -1
+
+
+def _metadata(pid: int, what: str, key: str, value: str | int) -> str:
+    args = json.dumps({key: value})
+    return f'{{"name": "{what}", "ph": "M", "pid": {pid}, "args": {args}}}'

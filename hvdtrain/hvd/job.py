@@ -1,0 +1,226 @@
+"""One function on several processes of this host, started by torch.distributed's own launcher.
+
+What the processes are to call, and what they return or raise, goes through files in a temporary
+folder: `call`, and `RANK.result` or `RANK.error`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from hvdtrain.hvd.alias import install, installed
+
+# How long ranks that are asked to end, because another has failed, may take.
+_SHUTDOWN_S = 5
+# How often a rank looks whether the process that wants its result still lives.
+_PARENT_CHECK_S = 1.0
+
+
+def run_job(
+    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+    num_proc: int,
+    executable: str,
+    output: str | None,
+    variables: Mapping[str, str],
+) -> list[Any]:
+    """Make the call (function, arguments, keywords) on every rank; return the results in order.
+
+    `variables` are set for the ranks. See `hvdtrain.hvd.runner.run`.
+    """
+    data = _dumps(call, "the function and its arguments")
+    with _own_signals(), _folder() as folder:
+        (folder / "call").write_bytes(data)
+        _launch(folder, num_proc, executable, output, variables)
+        paths = [folder / f"{rank}.result" for rank in range(num_proc)]
+        return [cloudpickle.loads(path.read_bytes()) for path in paths]
+
+
+def _launch(
+    folder: Path, num_proc: int, executable: str, output: str | None, variables: Mapping[str, str]
+) -> None:
+    """Run the ranks to their end; what they return is in `folder` then."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_proc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        shutdown_timeout=_SHUTDOWN_S,
+        local_addr="localhost",
+        logs_specs=_logs(folder, num_proc, output),
+        log_line_prefix_template="[${rank}]:",
+    )
+    # A command, not a function: multiprocessing would import the caller's script once more.
+    command = ["-c", _start_text(), str(folder)]
+    try:
+        with _environment(variables), warnings.catch_warnings():
+            # The files of ranks that end well are left to the garbage collector.
+            warnings.simplefilter("ignore", ResourceWarning)
+            elastic_launch(config, executable)(*command)
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        raise RuntimeError(_failure(folder, codes)) from None
+    if missing := [r for r in range(num_proc) if not (folder / f"{r}.result").exists()]:
+        raise RuntimeError(f"rank {missing[0]} ended without returning from the function")
+
+
+def _start_text() -> str:
+    """What a rank is started with: this interpreter's path first, so that it finds what we do."""
+    paths = [os.path.abspath(path) for path in sys.path]
+    return (
+        f"import sys; sys.path[:] = {json.dumps(paths)}; "
+        f"from hvdtrain.hvd.job import _rank_main; _rank_main({installed()})"
+    )
+
+
+def _rank_main(alias: bool) -> None:
+    """Be one rank: call what the folder holds, and leave there what came of it."""
+    folder = Path(sys.argv[1])
+    sys.argv = [""]
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    rank = os.environ["RANK"]
+    try:
+        if alias:
+            install()
+        func, args, kwargs = cloudpickle.loads((folder / "call").read_bytes())
+        result = _dumps(func(*args, **kwargs), "the result")
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            raise
+        text = "".join(traceback.format_exception(_without_first_frame(error)))
+        _write(folder / f"{rank}.error", json.dumps([time.time(), text]).encode())
+        sys.exit(1)
+    _write(folder / f"{rank}.result", result)
+
+
+def _without_first_frame(error: BaseException) -> BaseException:
+    """Begin the traceback at the user's function, not at the line here that calls it."""
+    trace = error.__traceback__
+    return error.with_traceback(trace.tb_next or trace) if trace else error
+
+
+def _end_with(parent: int) -> None:
+    """End this rank where the process that started the job is gone: nobody waits for it then."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _failure(folder: Path, codes: Mapping[int, int]) -> str:
+    """Tell which rank failed first, and of what."""
+    errors = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.error")}
+    killed = {rank: code for rank, code in codes.items() if rank not in errors}
+    # The others are ended by SIGTERM; a rank that ended in another way is why they were.
+    first = min(killed, key=lambda rank: (killed[rank] == -signal.SIGTERM, rank), default=None)
+    if first is not None and (not errors or killed[first] != -signal.SIGTERM):
+        code = killed[first]
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return f"rank {first} {how}"
+    rank = min(errors, key=lambda rank: float(errors[rank][0]))
+    return f"rank {rank} failed:\n{errors[rank][1]}"
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write at once: a rank may be killed at any time."""
+    part = path.with_suffix(".part" + path.suffix)
+    part.write_bytes(data)
+    part.replace(path)
+
+
+def _logs(folder: Path, num_proc: int, output: str | None) -> Any:
+    """Where the ranks' output goes: to ours, and to the folder `output` if there is one."""
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, Std
+
+    # With a folder of our own, or torch makes one that it leaves behind.
+    if output is None:
+        return DefaultLogsSpecs(log_dir=str(folder / "logs"))
+    target = Path(output)
+
+    class Logs(DefaultLogsSpecs):
+        """Horovod's names for the files."""
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            dest = super().reify(envs)
+            width = len(str(num_proc - 1))
+            for kind in ("stdout", "stderr"):
+                paths: dict[int, str] = {}
+                for rank in range(num_proc):
+                    path = target / f"rank.{rank:0{width}d}" / kind
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    paths[rank] = str(path)
+                getattr(dest, f"{kind}s").update(paths)
+                getattr(dest, f"tee_{kind}s").update(paths)
+            return dest
+
+    return Logs(log_dir=str(folder / "logs"), tee=Std.ALL)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="hvdtrain-run-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the ranks; ours are as before afterwards, whatever torch sets."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Give back the signal handlers that torch's launcher takes, and send us what it caught."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    caught = None
+    try:
+        yield
+    except SignalException as error:
+        caught = error.sigval
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    if caught is not None:
+        os.kill(os.getpid(), caught)
+        raise RuntimeError(f"the ranks were ended by {caught.name}")  # where ours goes on
+
+
+def _dumps(value: object, what: str) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:
+        raise ValueError(f"{what} cannot be pickled: {error}") from error

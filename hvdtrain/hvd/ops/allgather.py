@@ -1,0 +1,89 @@
+"""allgather: every rank gets all ranks' rows. Collective over the process set, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.hvd.basics import basics
+from hvdtrain.hvd.engine.request import AVERAGE
+from hvdtrain.hvd.ops import common
+from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
+
+
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin to concatenate all ranks' tensors along the first dimension, which may differ between
+    them, and may be zero. Returns a handle.
+    """
+    return _begin("allgather", [tensor], name, process_set, common.first)
+
+
+def allgather(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Concatenate all ranks' tensors along the first dimension. Differentiable: a rank's gradient
+    is its own rows of the mean.
+    """
+    result: Tensor = common.apply(_Allgather, False, name, process_set, tensor)[0]
+    return result
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to gather several tensors, all or none of them. Returns one handle."""
+    return _begin("grouped_allgather", tensors, name, process_set, tuple)
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[Tensor, ...]:
+    """Gather several tensors, all or none of them. Differentiable."""
+    result: tuple[Tensor, ...] = common.apply(_Allgather, True, name, process_set, *tensors)
+    return result
+
+
+def _begin(
+    prefix: str,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    pick: Callable[[Any], Any],
+) -> int:
+    meta = common.describe("allgather", tensors)
+    return common.submit(prefix, name, meta, tensors, process_set, pick)
+
+
+class _Allgather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, grouped: bool, name: str | None, process_set: ProcessSet, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        prefix = "grouped_allgather" if grouped else "allgather"
+        handle = _begin(prefix, tensors, name, process_set, tuple)
+        work = common.work_of(handle)
+        ctx.how = f"{prefix}.{common.name_of(handle)}.backward", process_set
+        ctx.rows = [t.shape[0] if t.dim() else 0 for t in tensors]
+        result: tuple[Tensor, ...] = common.synchronize(handle)
+        me = basics.engine.sets[work.key.set_id].index(basics.rank())
+        ctx.begins = [sum(rows[:me]) for rows in work.extra]
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        from hvdtrain.hvd.ops.allreduce import grouped_allreduce_async
+
+        name, process_set = ctx.how
+        handle = grouped_allreduce_async(grad_outputs, None, name, AVERAGE, process_set=process_set)
+        means = common.synchronize(handle)
+        grads = [g.narrow(0, b, n) for g, b, n in zip(means, ctx.begins, ctx.rows, strict=True)]
+        return (None, None, None, *grads)

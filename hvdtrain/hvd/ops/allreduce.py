@@ -1,0 +1,238 @@
+"""allreduce, in all its forms. Collective over the process set; ranks meet by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.hvd.basics import basics
+from hvdtrain.hvd.compression import Compression
+from hvdtrain.hvd.engine.request import ADASUM, AVERAGE
+from hvdtrain.hvd.ops import allgather as gathering
+from hvdtrain.hvd.ops import common
+from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to combine a tensor over all ranks into a new one. Returns a handle."""
+    op = common.choose_op(op, average)
+    return _begin(
+        "allreduce", [tensor], name, op, prescale_factor, postscale_factor, process_set,
+        pick=common.first,
+    )  # fmt: skip
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to combine a tensor over all ranks in place. Returns a handle."""
+    op = common.choose_op(op, average)
+    return _begin(
+        "allreduce", [tensor], name, op, prescale_factor, postscale_factor, process_set,
+        pick=common.first, in_place=True,
+    )  # fmt: skip
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Combine a tensor over all ranks into a new one; by default the mean. Differentiable: the
+    gradient is combined in the same way.
+
+    Integers are averaged in double precision and truncated toward zero.
+    """
+    op = common.choose_op(op, average)
+    compressed, ctx = compression.compress(tensor)
+    (reduced,) = common.apply(
+        _Allreduce, "allreduce", name, op, prescale_factor, postscale_factor, process_set,
+        compressed,
+    )  # fmt: skip
+    decompressed: Tensor = compression.decompress(reduced, ctx)
+    return decompressed
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Combine a tensor over all ranks in place, and return it."""
+    op = common.choose_op(op, average)
+    handle = allreduce_async_(
+        tensor, None, name, op, prescale_factor, postscale_factor, process_set
+    )
+    result: Tensor = common.synchronize(handle)
+    return result
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to combine several tensors, all or none of them, into new ones. Returns one handle."""
+    op = common.choose_op(op, average)
+    return _begin(
+        "grouped_allreduce", tensors, name, op, prescale_factor, postscale_factor, process_set,
+        pick=tuple,
+    )  # fmt: skip
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to combine several tensors in place. Returns one handle."""
+    op = common.choose_op(op, average)
+    return _begin(
+        "grouped_allreduce", tensors, name, op, prescale_factor, postscale_factor, process_set,
+        pick=tuple, in_place=True,
+    )  # fmt: skip
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Combine several tensors, all or none of them, into new ones. Differentiable."""
+    op = common.choose_op(op, average)
+    compressed, ctxs = zip(*(compression.compress(t) for t in tensors), strict=True)
+    reduced = common.apply(
+        _Allreduce, "grouped_allreduce", name, op, prescale_factor, postscale_factor, process_set,
+        *compressed,
+    )  # fmt: skip
+    return [compression.decompress(t, ctx) for t, ctx in zip(reduced, ctxs, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[Tensor, ...]:
+    """Combine several tensors in place, and return them."""
+    op = common.choose_op(op, average)
+    handle = grouped_allreduce_async_(
+        tensors, None, name, op, prescale_factor, postscale_factor, process_set
+    )
+    results: tuple[Tensor, ...] = common.synchronize(handle)
+    return results
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Begin to add up (op Average: to average) sparse COO tensors. Returns a function that waits,
+    and returns the result, uncoalesced.
+    """
+    indices, values = tensor._indices(), tensor._values()
+    by_row = indices.transpose(0, 1).contiguous()
+    rows = gathering.allgather_async(by_row, f"{name}.indices", process_set)
+    data = gathering.allgather_async(values, f"{name}.values", process_set)
+    size = len(basics.engine.sets[process_set.process_set_id or 0])
+
+    def wait() -> Tensor:
+        gathered = common.synchronize(data)
+        places = common.synchronize(rows).transpose(0, 1)
+        if op == AVERAGE:
+            gathered = gathered / size
+        return torch.sparse_coo_tensor(places, gathered, tensor.size(), check_invariants=False)
+
+    return wait
+
+
+def _begin(
+    prefix: str,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: int,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    pick: Callable[[Any], Any],
+    in_place: bool = False,
+) -> int:
+    common.check_reducible(tensors, op)
+    if op == ADASUM:
+        if process_set is not global_process_set:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        common.check_adasum()
+    meta = common.describe(
+        "allreduce", tensors, op=op, prescale=float(prescale), postscale=float(postscale)
+    )
+    outputs = list(tensors) if in_place else None
+    return common.submit(prefix, name, meta, tensors, process_set, pick, outputs)
+
+
+class _Allreduce(torch.autograd.Function):
+    """The name of the backward's own reduction follows from the forward's, so that the order of
+    backwards may differ between ranks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        prefix: str,
+        name: str | None,
+        op: int,
+        prescale: float,
+        postscale: float,
+        process_set: ProcessSet,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        handle = _begin(prefix, tensors, name, op, prescale, postscale, process_set, tuple)
+        backward = f"{common.name_of(handle)}.backward"
+        ctx.how = (prefix, backward, op, prescale, postscale, process_set)
+        result: tuple[Tensor, ...] = common.synchronize(handle)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        reduced = common.apply(_Allreduce, *ctx.how, *grad_outputs)
+        return (*[None] * len(ctx.how), *reduced)

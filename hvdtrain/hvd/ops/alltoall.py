@@ -1,0 +1,96 @@
+"""alltoall: every rank sends rows to every other. Collective over the process set, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.hvd.basics import basics
+from hvdtrain.hvd.ops import common
+from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
+
+Splits = Tensor | Sequence[int] | None
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to send `splits[i]` rows to rank i; an equal number to each without splits. Returns a
+    handle, of which `synchronize` makes the received rows and the number of them from each rank.
+    """
+    counts = _counts(tensor, splits, process_set)
+    device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
+    meta = common.describe("alltoall", [tensor], splits=tuple(counts))
+
+    def pick(result: Any) -> tuple[Tensor, Tensor]:
+        return result[0], result[1].to(device)
+
+    return common.submit("alltoall", name, meta, [tensor], process_set, pick)
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Send `splits[i]` rows to rank i. Returns the received rows, in rank order; with splits also
+    the number of rows from each. Differentiable: gradients go back to where rows came from.
+    """
+    output, received = common.apply(_Alltoall, tensor, splits, name, process_set)
+    return output if splits is None else (output, received)
+
+
+def _counts(tensor: Tensor, splits: Splits, process_set: ProcessSet) -> list[int]:
+    size = len(basics.engine.sets.get(process_set.process_set_id or 0, [0]))
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if splits is None:
+        if rows % size:
+            raise ValueError(
+                "splits not provided, but first dimension of tensor is not an even multiple of the "
+                "number of workers."
+            )
+        return [rows // size] * size
+    if isinstance(splits, Tensor):
+        if splits.dim() != 1:
+            raise ValueError("alltoall expects a 1D splits tensor")
+        if splits.dtype != torch.int32:
+            raise ValueError("alltoall expects splits to contain 32-bit integer elements.")
+        splits = splits.tolist()
+    counts = [int(n) for n in splits]
+    if len(counts) != size:
+        raise ValueError("Number of entries in splits does not equal number of workers.")
+    if any(n < 0 for n in counts):
+        raise ValueError(f"splits={counts} must not be negative.")
+    if sum(counts) > rows:
+        raise ValueError("Sum of splits entries is greater than the first dimension of tensor.")
+    return counts
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet
+    ) -> tuple[Tensor, Tensor]:
+        handle = alltoall_async(tensor, splits, name, process_set)
+        ctx.how = f"{common.name_of(handle)}.backward", process_set
+        ctx.rows = tensor.shape[0]
+        output, received = common.synchronize(handle)
+        ctx.received = received
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, *unused: Any) -> Any:
+        name, process_set = ctx.how
+        handle = alltoall_async(grad_output, ctx.received.cpu(), name, process_set)
+        grad, _ = common.synchronize(handle)
+        if len(grad) < ctx.rows:  # rows that were sent to nobody
+            grad = torch.cat([grad, grad.new_zeros(ctx.rows - len(grad), *grad.shape[1:])])
+        return grad, None, None, None

@@ -1,0 +1,100 @@
+"""broadcast: every rank gets the root's tensor. Collective over the process set, by name.
+
+`root_rank` is a rank of the whole world, also where a process set is given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.hvd.basics import basics
+from hvdtrain.hvd.engine.request import AVERAGE
+from hvdtrain.hvd.ops import common
+from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
+
+
+def broadcast_async(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to get the root's tensor, of the same shape and dtype, into a new one. Returns a
+    handle.
+    """
+    return _begin(tensor, root_rank, name, process_set, None)
+
+
+def broadcast_async_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to overwrite a tensor with the root's. Returns a handle."""
+    return _begin(tensor, root_rank, name, process_set, [tensor])
+
+
+def broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Return the root's tensor in a new one. Differentiable: the root gets the mean gradient, the
+    others zeros.
+    """
+    result: Tensor = common.apply(_Broadcast, tensor, root_rank, name, process_set)
+    return result
+
+
+def broadcast_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Overwrite a tensor with the root's, and return it."""
+    result: Tensor = common.synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return result
+
+
+def _begin(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    outputs: list[Tensor] | None,
+) -> int:
+    members = basics.engine.sets.get(process_set.process_set_id or 0, [])
+    if process_set.process_set_id is not None and root_rank not in members:
+        raise ValueError(
+            f"broadcast received invalid root rank {root_rank} for provided process set"
+        )
+    meta = common.describe("broadcast", [tensor], root=int(root_rank))
+    return common.submit("broadcast", name, meta, [tensor], process_set, common.first, outputs)
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> Tensor:
+        handle = broadcast_async(tensor, root_rank, name, process_set)
+        ctx.how = f"broadcast.{common.name_of(handle)}.backward", root_rank, process_set
+        result: Tensor = common.synchronize(handle)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        from hvdtrain.hvd.ops.allreduce import allreduce_async
+
+        name, root_rank, process_set = ctx.how
+        handle = allreduce_async(grad_output, None, name, AVERAGE, process_set=process_set)
+        mean = common.synchronize(handle)
+        if basics.rank() != root_rank:
+            mean = torch.zeros_like(mean)
+        return mean, None, None, None

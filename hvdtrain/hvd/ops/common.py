@@ -1,0 +1,194 @@
+"""What all operations share: names, handles, and the checks made at the call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.hvd.basics import basics
+from hvdtrain.hvd.engine.request import AVERAGE, GLOBAL_SET, MAX, MIN, PRODUCT, SUM, Key, Meta
+from hvdtrain.hvd.engine.request import dtype_name as dtype_name
+from hvdtrain.hvd.engine.work import Work
+from hvdtrain.hvd.exceptions import HorovodInternalError
+from hvdtrain.hvd.process_sets import ProcessSet
+
+Pick = Callable[[Any], Any]
+
+
+@dataclass
+class Handle:
+    """What `synchronize` needs: the operation, and which part of its result the caller gets."""
+
+    work: Work
+    pick: Pick
+    own_name: str | None = None
+
+
+_handles: dict[int, Handle] = {}
+_next_handle = 0
+# Of unnamed operations, per process set and kind: a rank that is not in a set, or whose call was
+# refused, still counts as the others do.
+_unnamed: dict[tuple[int, str], int] = {}
+
+
+def submit(
+    prefix: str,
+    name: str | None,
+    meta: Meta,
+    inputs: Sequence[Tensor],
+    process_set: ProcessSet,
+    pick: Pick,
+    outputs: list[Tensor] | None = None,
+) -> int:
+    """Ask for an operation and return its handle.
+
+    Raises HorovodInternalError before `init` and after the end, ValueError for what only this rank
+    has done wrong.
+    """
+    global _next_handle
+    engine = basics.engine
+    number = set_id(meta.kind, process_set)
+    counted = name is None
+    if name is None:
+        name = _unnamed_name(prefix, number)
+    for t in inputs:
+        if t.is_sparse or t.layout != inputs[0].layout:
+            raise ValueError(f"Tensor type {t.type()} is not supported.")
+    dense = [t.detach().contiguous() for t in inputs]
+    work = Work(Key(number, f"{prefix}.{name}"), meta, dense, outputs)
+    engine.submit(work)
+    if counted:
+        _unnamed[number, prefix] = _unnamed.get((number, prefix), 0) + 1
+    handle, _next_handle = _next_handle, _next_handle + 1
+    _handles[handle] = Handle(work, pick, name)
+    return handle
+
+
+def describe(kind: str, tensors: Sequence[Tensor], **fields: Any) -> Meta:
+    """Return the request for some tensors. Raises HorovodInternalError for several devices."""
+    if len({t.device.type for t in tensors}) > 1:
+        raise HorovodInternalError("Tensors in list must be on same device.")
+    return Meta(
+        kind,
+        tuple(dtype_name(t.dtype) for t in tensors),
+        tuple(tuple(t.shape) for t in tensors),
+        "GPU" if tensors and tensors[0].is_cuda else "CPU",
+        **fields,
+    )
+
+
+def name_of(handle: int) -> str:
+    """Return the name under which an operation was submitted, without its prefix."""
+    return str(_handles[handle].own_name)
+
+
+def work_of(handle: int) -> Work:
+    """Return the operation of a handle."""
+    return _handles[handle].work
+
+
+def poll(handle: int) -> bool:
+    """Return whether an operation has ended, with a result or an error. Never waits.
+
+    Raises ValueError for a handle that was synchronized already, or never given.
+    """
+    if handle not in _handles:
+        raise ValueError(f"Handle {handle} was not created or has been cleared.")
+    return _handles[handle].work.done()
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for an operation and return its result; None for a handle that is not known any more.
+
+    Raises HorovodInternalError where the ranks asked for different things, or one has gone.
+    """
+    known = _handles.pop(handle, None)
+    if known is None:
+        return None
+    return known.pick(known.work.wait())
+
+
+def reset() -> None:
+    """Forget all handles, and count from zero again."""
+    global _next_handle
+    _handles.clear()
+    _unnamed.clear()
+    _next_handle = 0
+
+
+def choose_op(op: int | None, average: bool | None) -> int:
+    """Return the reduction, from Horovod's old argument or its new one."""
+    if op is not None:
+        if average is not None:
+            raise ValueError(
+                "The op parameter supersedes average. Please provide only one of them."
+            )
+        return op
+    if average is None:
+        return AVERAGE
+    warnings.warn(
+        "Parameter `average` has been replaced with `op` and will be removed in v1.0",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return AVERAGE if average else SUM
+
+
+def check_reducible(tensors: Sequence[Tensor], op: int) -> None:
+    """Refuse what has no order, no product, or no mean."""
+    for t in tensors:
+        nonsense = t.dtype.is_complex and op in (MIN, MAX, PRODUCT)
+        if nonsense or (t.dtype == torch.bool and op == AVERAGE):
+            raise ValueError(f"Tensor type {t.type()} is not supported with this reduction.")
+
+
+def check_adasum() -> None:
+    """Raise NotImplementedError unless the number of ranks is a power of two."""
+    size = basics.size()
+    if size & (size - 1):
+        raise NotImplementedError("Running Adasum with non-power of 2 ranks is not supported yet.")
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Call a differentiable function."""
+    return function.apply(*args)  # type: ignore[no-untyped-call]
+
+
+def first(results: Any) -> Any:
+    """Pick the one tensor."""
+    return results[0]
+
+
+def set_id(kind: str, process_set: ProcessSet) -> int:
+    """Return a process set's id. Raises ValueError unless this rank is in it."""
+    engine = basics.engine
+    number = process_set.process_set_id
+    members = engine.sets.get(number) if number is not None else None
+    if number is None or members is None:
+        raise ValueError(
+            f"{kind.capitalize()}: Process set provided does not exist, or has not been registered."
+        )
+    if engine.world.rank not in members:
+        raise ValueError(
+            f"{kind.capitalize()}: Rank {engine.world.rank} is not a member of the provided "
+            "process set."
+        )
+    return number
+
+
+def _unnamed_name(prefix: str, number_of_set: int) -> str:
+    number = _unnamed.get((number_of_set, prefix), 0)
+    if number_of_set != GLOBAL_SET or not basics.engine.joins:
+        return f"noname.{number}"
+    return f"noname.{basics.engine.joins}.{number}"
+
+
+def restart_unnamed() -> None:
+    """Count anew after a join: a rank that joined early has called less than the others."""
+    for key in [key for key in _unnamed if key[0] == GLOBAL_SET]:
+        del _unnamed[key]

@@ -1,0 +1,263 @@
+"""DistributedOptimizer: any torch optimizer, stepping on gradients averaged over all ranks."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hvdtrain.hvd import pipelining, reducers
+from hvdtrain.hvd.adasum_optimizer import make_adasum
+from hvdtrain.hvd.basics import basics
+from hvdtrain.hvd.compression import Compression
+from hvdtrain.hvd.engine.request import ADASUM, AVERAGE
+from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
+from hvdtrain.hvd.reducers.base import Recipe, Reducer
+
+_SYNCHRONIZED_TWICE = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after "
+    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
+    "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code."
+)
+_ZERO_GRAD_TOO_EARLY = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+    "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+)
+
+
+def DistributedOptimizer(
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return an optimizer of the same class, with the same parameter groups, state and defaults,
+    whose `step` averages the gradients over all ranks first.
+
+    Not collective; the first `step` is where ranks with different parameters are told so. Gradients
+    of `backward_passes_per_step` passes are added up before they are averaged. `named_parameters`
+    name what belongs together, `groups` what is sent together; `op=Adasum` combines the updates
+    instead of the gradients. Raises ValueError for arguments that make no sense.
+    """
+    if gradient_predivide_factor != 1.0 and op != AVERAGE:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if num_groups != 0:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    names = _names(optimizer, named_parameters)
+    if op == ADASUM and basics.size() > 1:
+        if process_set is not global_process_set:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        return make_adasum(optimizer, names, compression, backward_passes_per_step)
+    recipe = Recipe(
+        names=[],
+        params=[],
+        label=type(optimizer).__name__,
+        op=op,
+        predivide=gradient_predivide_factor,
+        compression=compression,
+        groups=_groups(groups, names),
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        passes=backward_passes_per_step,
+    )
+    cls = type(type(optimizer).__name__, (type(optimizer),), dict(_DistributedOptimizer.__dict__))
+    wrapped: Any = object.__new__(cls)
+    # Not by the constructor: that would need arguments nobody has kept, and forget the state.
+    own = {key: value for key, value in vars(optimizer).items() if key != "step"}
+    vars(wrapped).update(own)
+    wrapped._begin(recipe, names)
+    return wrapped
+
+
+class _DistributedOptimizer(Optimizer):
+    """The body of the class that DistributedOptimizer makes for each optimizer class."""
+
+    def _begin(self, recipe: Recipe, names: dict[Tensor, str]) -> None:
+        self._parameter_names = names
+        self._recipe = recipe
+        self._synchronized = False
+        self._should_synchronize = True
+        self._reducer: Reducer | None = None
+        for group in self.param_groups:
+            for p in group["params"]:
+                recipe.names.append(names[p])
+                recipe.params.append(p)
+        many = basics.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
+        if recipe.process_set.included() and many:
+            self._reducer = reducers.make(recipe)
+            self._reducer.watch()
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes are added up before gradients are averaged."""
+        return self._recipe.passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backward passes are added up, from this step on."""
+        self._recipe.passes = passes
+        if self._reducer is not None:
+            self._reducer.expect(passes)
+
+    def synchronize(self) -> None:
+        """Average the gradients, in place: `p.grad` stays the same tensor. Collective.
+
+        A parameter without a gradient takes part with zeros. Raises HorovodInternalError where a
+        peer has gone.
+        """
+        if self._reducer is not None:
+            self._reducer.synchronize()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let `step` not average: `synchronize` was called already."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average the gradients, unless inside `skip_synchronize`, and step. Collective.
+
+        A closure is called after the averaging; its gradients are this rank's own.
+        """
+        inner = super(self.__class__, self).step
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(_SYNCHRONIZED_TWICE, stacklevel=2)
+            pipelined = closure is None and pipelining.worthwhile(self)
+            if pipelined and isinstance(self._reducer, reducers.BucketReducer):
+                pipelining.step(self, self._reducer)
+                self._synchronized = False
+                return None
+            self.synchronize()
+        self._synchronized = False
+        return inner(closure) if closure is not None else inner()
+
+    # torch would wrap a method of a new class so that step hooks run, and the inner one has hooks.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients. Raises AssertionError while some wait to be averaged."""
+        if self._reducer is not None and self._reducer.active:
+            raise AssertionError(_ZERO_GRAD_TOO_EARLY)
+        super(self.__class__, self).zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters. The next step averages them too, with all ranks' agreement."""
+        super(self.__class__, self).add_param_group(param_group)
+        if "_recipe" not in vars(self):
+            return
+        known = set(self._recipe.params)
+        for p in self.param_groups[-1]["params"]:
+            if p not in known:
+                number = len(self._recipe.params)
+                name = self._parameter_names.setdefault(p, f"allreduce.noname.added.{number}")
+                if self._reducer is not None:
+                    self._reducer.add(name, p)
+        if self._reducer is not None:
+            self._reducer.watch()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the inner optimizer's state; what was computed for this step is dropped."""
+        if self._reducer is not None:
+            self._reducer.reset()
+        self._synchronized = False
+        self._should_synchronize = True
+        super(self.__class__, self).load_state_dict(state_dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        recipe = self._recipe
+        groups = recipe.groups
+        if isinstance(groups, list):
+            by_name = {name: p for p, name in self._parameter_names.items()}
+            groups = [[by_name[name] for name in group] for group in groups]  # type: ignore[misc]
+        arguments = {
+            "named_parameters": [(name, p) for p, name in self._parameter_names.items()],
+            "compression": recipe.compression,
+            "backward_passes_per_step": recipe.passes,
+            "op": recipe.op,
+            "gradient_predivide_factor": recipe.predivide,
+            "groups": groups or None,
+            "sparse_as_dense": recipe.sparse_as_dense,
+            "process_set": recipe.process_set,
+        }
+        return _restore, (type(self).__base__, Optimizer.__getstate__(self), arguments)
+
+
+def _restore(cls: type[Optimizer], state: dict[str, Any], arguments: dict[str, Any]) -> Any:
+    """Undo `__reduce__`: wrapped again where `hvd.init` has been called, else as it was before."""
+    optimizer = cls.__new__(cls)
+    optimizer.__setstate__(state)
+    return DistributedOptimizer(optimizer, **arguments) if basics.is_initialized() else optimizer
+
+
+def _names(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> dict[Tensor, str]:
+    mine = [
+        (f"allreduce.noname.{i}.{j}", p)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
+    ]
+    if named_parameters is None:
+        return {p: name for name, p in mine}
+    named = list(named_parameters)
+    if any(not isinstance(item, tuple) for item in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced "
+            "by model.named_parameters()."
+        )
+    repeated = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+    if repeated:
+        raise ValueError(
+            "Parameter names in named_parameters must be unique. Found duplicates: "
+            f"{', '.join(repeated)}"
+        )
+    known = {p for _, p in named}
+    unnamed = [str(id(p)) for _, p in mine if p not in known]
+    if unnamed:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named. "
+            f"Python object ids: {', '.join(unnamed)}"
+        )
+    return {p: name for name, p in named}
+
+
+def _groups(groups: Any, names: dict[Tensor, str]) -> int | list[list[str]]:
+    if groups is None:
+        return []
+    if not isinstance(groups, list):
+        if isinstance(groups, int) and groups > 0:
+            return groups
+        raise ValueError(
+            "groups should be a non-negative integer or a list of list of torch.Tensor."
+        )
+    seen: set[Tensor] = set()
+    for p in (p for group in groups for p in group):
+        if not isinstance(p, Tensor):
+            raise ValueError("groups must consist of torch.Tensor.")
+        if p in seen:
+            raise ValueError("A parameter can only appear once in groups.")
+        seen.add(p)
+    return [[names[p] for p in group if p in names] for group in groups]

@@ -1,0 +1,186 @@
+"""Process sets: operations among some of the ranks. Horovod's `common.process_sets`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hvdtrain.hvd.basics import HorovodBasics, basics
+from hvdtrain.hvd.engine.request import GLOBAL_SET
+
+_NOT_DYNAMIC = (
+    "Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {} process sets after Horovod initialization."
+)
+
+
+class ProcessSet:
+    """Some ranks, in ascending order. It can be used once it is registered: see `init` and
+    `add_process_set`.
+    """
+
+    process_set_id: int | None = None
+    ranks: list[int] | None = None
+    mpi_comm: Any = None
+
+    def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
+        """Describe a set. Not collective. Raises ValueError for what is not a list of ranks."""
+        if hasattr(ranks_or_comm, "Get_rank"):
+            self.mpi_comm = ranks_or_comm
+            return
+        if isinstance(ranks_or_comm, str) or not isinstance(ranks_or_comm, Iterable):
+            raise ValueError(_NOT_RANKS)
+        ranks = sorted(ranks_or_comm)
+        if any(not isinstance(rank, int) for rank in ranks):
+            raise ValueError(_NOT_RANKS)
+        self.ranks = ranks
+
+    def _invalidate(self) -> None:
+        self.process_set_id = None
+
+    def size(self) -> int | None:
+        """Return the number of ranks; None before the set is registered."""
+        if self.process_set_id is None:
+            return None
+        return basics._process_set_size(self.process_set_id)
+
+    def rank(self) -> int | None:
+        """Return this process's number in the set; None before the set is registered.
+
+        Raises ValueError where this process is not in the set.
+        """
+        if self.process_set_id is None:
+            return None
+        return basics._process_set_rank(self.process_set_id)
+
+    def included(self) -> bool | None:
+        """Return whether this process is in the set; None where its ranks are not known yet."""
+        if self.ranks is None:
+            return None
+        return basics.rank() in self.ranks
+
+    def __reduce__(self) -> Any:
+        if self is global_process_set:
+            return "global_process_set"
+        return ProcessSet, (self.ranks,), vars(self)
+
+    def __str__(self) -> str:
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, "
+            f"mpi_comm={self.mpi_comm})"
+        )
+
+
+_NOT_RANKS = (
+    "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object"
+)
+
+global_process_set = ProcessSet([])
+global_process_set.process_set_id = GLOBAL_SET
+global_process_set.ranks = None
+
+_registered: dict[int, ProcessSet] = {}
+_requests = 0  # numbers the collective requests, in program order
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a set, and return it. Collective over all ranks, members or not.
+
+    Raises ValueError unless process sets are dynamic, and for ranks that are a set already.
+    """
+    engine = basics._engine_or_raise()
+    if not engine.settings.dynamic_process_sets:
+        raise ValueError(_NOT_DYNAMIC.format("adding"))
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    if process_set.ranks is None:
+        raise NotImplementedError(
+            "Dynamically adding process sets defined by an MPI communicator is not implemented. "
+            "Please build the process set via a list of ranks."
+        )
+    _register(process_set)
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a set; False where it was not registered, or is the global one. Collective over all
+    ranks. Raises ValueError unless process sets are dynamic.
+    """
+    engine = basics._engine_or_raise()
+    if not engine.settings.dynamic_process_sets:
+        raise ValueError(_NOT_DYNAMIC.format("removing"))
+    set_id = process_set.process_set_id
+    if set_id is None or set_id == GLOBAL_SET:
+        return False
+    process_set._invalidate()
+    known = _registered.pop(set_id, None) is not None
+    engine.ask(_next_name(), "remove_set", set_id).wait()
+    return known
+
+
+def check(process_sets: Any) -> None:
+    """Refuse what `init` cannot take as process sets, before anything is begun."""
+    if process_sets is None or isinstance(process_sets, str):
+        if process_sets not in (None, "dynamic"):
+            raise ValueError(f"process_sets={process_sets!r}: None, a list, or 'dynamic'")
+        return
+    seen: list[list[int]] = []
+    for i, process_set in enumerate(process_sets):
+        if process_set.ranks in seen:
+            raise ValueError(_duplicate_at(i, process_set))
+        if process_set.ranks is None:
+            raise NotImplementedError("Define process sets by lists of ranks.")
+        seen.append(process_set.ranks)
+
+
+def begin(own: HorovodBasics, process_sets: Any) -> None:
+    """Set up the global set and register those given to `init`. Collective."""
+    engine = own.engine
+    global_process_set.ranks = list(engine.sets[GLOBAL_SET])
+    global_process_set.process_set_id = GLOBAL_SET
+    told = [person["sets"] for person in engine.people]
+    if any(sets != told[0] for sets in told):
+        raise ValueError(
+            "Horovod initialization failed. Please check log messages above for a more descriptive "
+            f"error. The ranks gave different process sets: {told}"
+        )
+    if process_sets is None or isinstance(process_sets, str):
+        return
+    for i, process_set in enumerate(process_sets):
+        if process_set.ranks == global_process_set.ranks:
+            raise ValueError(_duplicate_at(i, process_set))
+        _register(process_set)
+
+
+def end() -> None:
+    """Invalidate every set but the global one."""
+    global _requests
+    _requests = 0
+    for process_set in _registered.values():
+        process_set._invalidate()
+    _registered.clear()
+
+
+def _register(process_set: ProcessSet) -> None:
+    engine = basics.engine
+    ranks = process_set.ranks
+    assert ranks is not None
+    if not ranks or ranks[0] < 0 or ranks[-1] >= engine.world.size or len(set(ranks)) < len(ranks):
+        raise ValueError(f"{process_set} is not made of different ranks below {engine.world.size}")
+    if ranks in engine.sets.values():
+        raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
+    process_set.process_set_id = engine.ask(_next_name(), "add_set", ranks).wait()
+    assert process_set.process_set_id is not None
+    _registered[process_set.process_set_id] = process_set
+
+
+def _next_name() -> str:
+    global _requests
+    _requests += 1
+    return f"process_set.{_requests}"
+
+
+def _duplicate_at(i: int, process_set: ProcessSet) -> str:
+    return (
+        f"Horovod could not be initialized because process_sets entry number {i} is a duplicate: "
+        f"{process_set}"
+    )
