@@ -2,40 +2,70 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
+from tests.hvd.pool import HvdRanks
 from tests.launching import descendants
-from tests.ranks import Ranks
+from tests.ranks import Pool, Ranks
+
+PoolT = TypeVar("PoolT", bound=Pool[Any])
 
 # Tests say `@pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)`. pytest groups tests of
 # one session-scoped parameter, so that one pool at a time is alive.
-EVERY_ARM = [
+_ARMS = [
     ("single", 1),
     *(("ddp-torchrun", n) for n in (1, 2, 3)),
     ("ddp-mpirun", 2),
     *(("horovod-gloo", n) for n in (1, 2, 3)),
     *(("horovod-mpi", n) for n in (1, 2, 3)),
+    *(("compat-torchrun", n) for n in (1, 2, 3)),
+    ("compat-mpirun", 2),
+    ("compat-horovodrun", 2),
 ]
-TWO_RANKS = [(name, n) for name, n in EVERY_ARM if n == 2]
+# What other arms show as well; `make test-all` has them.
+_ONLY_IN_ALL = [
+    ("horovod-gloo", 1),
+    ("horovod-gloo", 3),
+    ("horovod-mpi", 1),
+    ("compat-torchrun", 1),
+]
+EVERY_ARM = [
+    pytest.param(arm, marks=pytest.mark.exhaustive if arm in _ONLY_IN_ALL else ()) for arm in _ARMS
+]
+TWO_RANKS = [(name, n) for name, n in _ARMS if n == 2]
 
 
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Live ranks of one arm."""
-    pool = Ranks(*request.param)
-    _alive.append(pool)
+    with _kept("ranks", Ranks(*request.param)) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def hvd_ranks(request: pytest.FixtureRequest) -> Iterator[HvdRanks]:
+    """Live ranks of one Horovod API, initialised: see tests/hvd/pool.py."""
+    with _kept("hvd_ranks", HvdRanks(*request.param)) as pool:
+        yield pool
+
+
+_alive: list[tuple[str, Pool[Any]]] = []
+
+
+@contextlib.contextmanager
+def _kept(fixture: str, pool: PoolT) -> Iterator[PoolT]:
+    _alive.append((fixture, pool))
     yield pool
-    _alive.remove(pool)
+    _alive.remove((fixture, pool))
     pool.close()
-
-
-_alive: list[Ranks] = []
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +74,15 @@ def _idle_ranks_end(request: pytest.FixtureRequest) -> None:
 
     Should they be wanted again they start again.
     """
-    if "ranks" not in request.fixturenames:
-        for pool in _alive:
+    for fixture, pool in _alive:
+        if fixture not in request.fixturenames:
             pool.close()
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
-    return f"{val[0]}-x{val[1]}" if argname == "ranks" and isinstance(val, tuple) else None
+    if argname in ("ranks", "hvd_ranks") and isinstance(val, tuple):
+        return f"{val[0]}-x{val[1]}"
+    return None
 
 
 @pytest.fixture(autouse=True)

@@ -4,37 +4,53 @@ from __future__ import annotations
 
 import sys
 import traceback
-from multiprocessing.connection import Client
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection
+from typing import TypeVar
 
-from hvdtrain import BackendOptions, detect, open_backend
+from hvdtrain import Backend, BackendOptions, detect, open_backend
 from tests.ranks import Raised, receive, send
+
+S = TypeVar("S")
 
 
 def raised(error: BaseException) -> Raised:
     return Raised(type(error).__name__, str(error), traceback.format_exc())
 
 
+def serve(
+    connection: Connection, opened: Callable[[], tuple[S, int]], close: Callable[[S], object]
+) -> None:
+    """Open the subject, tell the rank, and call on the subject what is sent, until None is."""
+    try:
+        subject, rank = opened()
+    except BaseException as error:
+        send(connection, raised(error))
+        raise
+    send(connection, rank)
+    while (call := receive(connection)) is not None:
+        function, args, kwargs = call
+        try:
+            result = function(subject, *args, **kwargs)
+        except Exception as error:
+            result = raised(error)
+        send(connection, result)
+    try:
+        close(subject)
+        send(connection, None)
+    except Exception as error:
+        send(connection, raised(error))
+
+
 def main() -> None:
     address, name = sys.argv[1:]
+
+    def opened() -> tuple[Backend, int]:
+        backend = open_backend(name, detect(), BackendOptions(timeout_s=30))
+        return backend, backend.world.rank
+
     with Client(address, "AF_UNIX") as connection:
-        try:
-            backend = open_backend(name, detect(), BackendOptions(timeout_s=30))
-        except BaseException as error:
-            send(connection, raised(error))
-            raise
-        send(connection, backend.world.rank)
-        while (call := receive(connection)) is not None:
-            function, args, kwargs = call
-            try:
-                result = function(backend, *args, **kwargs)
-            except Exception as error:
-                result = raised(error)
-            send(connection, result)
-        try:
-            backend.close()
-            send(connection, None)
-        except Exception as error:
-            send(connection, raised(error))
+        serve(connection, opened, lambda backend: backend.close())
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 A rank costs seconds of imports, so the ranks of one arm (a backend under one launcher) stay alive
 for all tests of that arm: started by the real launcher, with the backend open, they wait on a Unix
 socket for functions to call. A pool in which a call failed on some ranks only, or hung, is no
-longer in step; it is killed and started anew.
+longer in step; it is killed and started anew. tests/hvd/pool.py has the same for a Horovod API.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from hvdtrain import Backend
 from tests.launching import started
 
 P = ParamSpec("P")
 T = TypeVar("T")
+S = TypeVar("S")
 
 START_S = 60.0
 CALL_S = 40.0
@@ -31,7 +32,10 @@ CALL_S = 40.0
 
 @dataclass(frozen=True)
 class Arm:
-    """A backend under one launcher; `{n}` in the command is the number of ranks."""
+    """A backend, or a Horovod API by its module, under one launcher.
+
+    `{n}` in the command is the number of ranks.
+    """
 
     name: str
     backend: str
@@ -49,6 +53,9 @@ ARMS = {
         Arm("ddp-mpirun", "ddp", "mpirun -np {n} {python} -m"),
         Arm("horovod-gloo", "horovod", "horovodrun -np {n} --gloo {python} -m"),
         Arm("horovod-mpi", "horovod", "mpirun -np {n} {python} -m"),
+        Arm("compat-torchrun", "compat", "torchrun --nproc-per-node {n} -m"),
+        Arm("compat-mpirun", "compat", "mpirun -np {n} {python} -m"),
+        Arm("compat-horovodrun", "compat", "horovodrun -np {n} --gloo {python} -m"),
     )
 }
 
@@ -76,29 +83,37 @@ class RankError(AssertionError):
     """A call failed on at least one rank."""
 
 
-class Ranks:
-    """`n` live ranks of one arm. `run` is collective on them."""
+def _traces(outcomes: list[Any]) -> str:
+    """The traces of the ranks that raised; empty where none did."""
+    raised = ((rank, out) for rank, out in enumerate(outcomes) if isinstance(out, Raised))
+    return "".join(f"\n--- rank {rank}\n{out.trace}" for rank, out in raised)
 
-    def __init__(self, arm: str, n: int) -> None:
-        self.arm = ARMS[arm]
+
+class Pool(Generic[S]):
+    """`n` live ranks of one arm, each with its own subject S open. `run` is collective on them."""
+
+    entry = "tests.rank"
+    env: Mapping[str, str] = {}
+    call_s = CALL_S
+
+    def __init__(self, arm: Arm, n: int) -> None:
+        self.arm = arm
         self.n = n
         self._stack = contextlib.ExitStack()
         self._connections: list[Connection] = []
         self._log: Path | None = None
 
     def run(
-        self, function: Callable[Concatenate[Backend, P], T], *args: P.args, **kwargs: P.kwargs
+        self, function: Callable[Concatenate[S, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[T]:
-        """Call `function(backend, *args)` on every rank and return the results in rank order."""
+        """Call `function(subject, *args)` on every rank and return the results in rank order."""
         outcomes = self.outcomes(function, *args, **kwargs)
-        raised = {rank: out for rank, out in enumerate(outcomes) if isinstance(out, Raised)}
-        if raised:
-            traces = "\n".join(f"--- rank {rank}\n{out.trace}" for rank, out in raised.items())
-            raise RankError(f"{function.__name__} failed on {self.arm.name} x {self.n}:\n{traces}")
+        if traces := _traces(outcomes):
+            raise RankError(f"{function.__name__} failed on {self.arm.name} x {self.n}:{traces}")
         return outcomes
 
     def outcomes(
-        self, function: Callable[Concatenate[Backend, P], T], *args: P.args, **kwargs: P.kwargs
+        self, function: Callable[Concatenate[S, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[Any]:
         """Like `run`, but an exception is returned, as Raised, in its rank's place."""
         if not self._connections:
@@ -118,13 +133,14 @@ class Ranks:
 
     def _receive(self, outcomes: list[Any], what: str) -> None:
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
-        deadline = time.monotonic() + CALL_S
+        deadline = time.monotonic() + self.call_s
         while waiting:
             ready = wait(list(waiting), timeout=max(0, deadline - time.monotonic()))
             if not ready:
                 late = ", ".join(map(str, waiting.values()))
                 raise RankError(
-                    f"{what} hung on {self.arm.name} x {self.n}: ranks {late}\n{self._output()}"
+                    f"{what} hung on {self.arm.name} x {self.n}: ranks {late}"
+                    f"{_traces(outcomes)}\n{self._output()}"
                 )
             for connection in ready:
                 assert isinstance(connection, Connection)
@@ -138,8 +154,8 @@ class Ranks:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-test-"))
         address = str(Path(folder) / "socket")
         listener = self._stack.enter_context(Listener(address, "AF_UNIX", backlog=self.n))
-        command = [*self.arm.line(self.n), "tests.rank", address, self.arm.backend]
-        process, self._log = self._stack.enter_context(started(command))
+        command = [*self.arm.line(self.n), self.entry, address, self.arm.backend]
+        process, self._log = self._stack.enter_context(started(command, env=self.env))
         socket = listener._listener._socket  # type: ignore[attr-defined]
         deadline = time.monotonic() + START_S
         by_rank: dict[int, Connection] = {}
@@ -171,7 +187,7 @@ class Ranks:
         self._stack = contextlib.ExitStack()
 
     def close(self) -> None:
-        """Let the ranks close their backend and end, and make sure that they did."""
+        """Let the ranks close what they opened and end, and make sure that they did."""
         if not self._connections:
             return
         for connection in self._connections:
@@ -186,3 +202,10 @@ class Ranks:
                 farewell = receive(connection)
                 assert not isinstance(farewell, Raised), farewell.trace
         self.stop()
+
+
+class Ranks(Pool[Backend]):
+    """`n` live ranks of one backend under one launcher."""
+
+    def __init__(self, arm: str, n: int) -> None:
+        super().__init__(ARMS[arm], n)

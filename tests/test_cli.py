@@ -68,15 +68,19 @@ class Lines:
         code, output = json.loads(self._server.stdout.readline())
         return Finished(code, output, 0.0)
 
+    def files(self) -> list[Path]:
+        """What is in the folder, but for what Python keeps of a task's module."""
+        return sorted(path for path in self.folder.rglob("*") if "__pycache__" not in path.parts)
+
     def refused(self, *arguments: object, env: Mapping[str, str] | None = None) -> str:
         """The one line that a wrong command line gets; it leaves nothing behind."""
-        before = sorted(self.folder.rglob("*"))
+        before = self.files()
         finished = self(*arguments, env=env)
         assert finished.code == 2, finished.output
         assert "Traceback" not in finished.output, finished.output
         (line,) = finished.lines("error:")
         assert finished.output == line + "\n", "more than the line"
-        assert sorted(self.folder.rglob("*")) == before
+        assert self.files() == before
         return line
 
     def trained(self, *arguments: object, env: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -23,6 +23,9 @@ LINES = {
     "horovod, horovodrun --gloo": "horovodrun -np 2 --gloo hvdtrain",
     "horovod, horovodrun --mpi": "horovodrun -np 2 --mpi hvdtrain",
     "horovod, mpirun": "mpirun -np 2 hvdtrain --backend horovod",
+    "compat, torchrun": "torchrun --nproc-per-node 2 -m hvdtrain --backend compat",
+    "compat, mpirun": "mpirun -np 2 hvdtrain --backend compat",
+    "compat, horovodrun": "horovodrun -np 2 --gloo hvdtrain --backend compat",
 }
 
 CONTROLLER = {

@@ -273,7 +273,7 @@ def test_mpirun_with_a_given_address() -> None:
 
 def test_several_hosts_never_get_a_loopback_address() -> None:
     world = World(0, 4, 0, 2, 0, 2, "openmpi")
-    addresses = rendezvous._own_addresses(world)
+    addresses = rendezvous.own_addresses(world)
     assert addresses
     assert not any(a.startswith(("127.", "localhost", "::1", "fe80")) for a in addresses)
     assert len(json.dumps([addresses, 65535, "0" * 32])) <= rendezvous._MESSAGE_BYTES
@@ -352,10 +352,44 @@ def test_two_hosts_under_srun(two_hosts: tuple[str, str]) -> None:
 
 def test_the_address_that_another_host_reaches(two_hosts: tuple[str, str]) -> None:
     code = (
-        "from hvdtrain.rendezvous import _own_addresses as a; from hvdtrain.world import World; "
+        "from hvdtrain.rendezvous import own_addresses as a; from hvdtrain.world import World; "
         "print(a(World(0, 2, 0, 1, 0, 2, 'openmpi')))"
     )
     command = ["ip", "netns", "exec", two_hosts[0], sys.executable, "-c", code]
     printed = subprocess.run(command, env=clean_env(), capture_output=True, text=True, check=True)
     assert "'10.77.0.1'" in printed.stdout
     assert "127." not in printed.stdout
+
+
+HVD = """
+import torch, hvdtrain.hvd as hvd
+hvd.init()
+mean = hvd.allreduce(torch.ones(3) * hvd.rank())
+total = hvd.allreduce(torch.ones(300000), op=hvd.Sum)
+model = torch.nn.Linear(300, 300)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(3):
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+places = [hvd.rank(), hvd.local_rank(), hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()]
+print("hosts", *places, mean.tolist(), total[-1].item())
+"""
+
+
+def test_hvd_on_two_hosts(two_hosts: tuple[str, str]) -> None:
+    with contextlib.ExitStack() as stack:
+        running = []
+        for rank, host in enumerate(two_hosts):
+            env = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+            env |= {"GROUP_RANK": rank, "GROUP_WORLD_SIZE": 2, "MASTER_PORT": 29555}
+            texts = {name: str(value) for name, value in env.items()}
+            texts |= {"MASTER_ADDR": "10.77.0.1"}
+            texts |= {"GLOO_SOCKET_IFNAME": f"hv{os.getpid()}{'ab'[rank]}"}
+            command = ["ip", "netns", "exec", host, sys.executable, "-c", HVD]
+            running.append(stack.enter_context(started(command, env=texts)))
+        for process, _ in running:
+            process.wait(60)
+        said = [log.read_text() for _, log in running]
+    for rank, text in enumerate(said):
+        assert f"hosts {rank} 0 {rank} 2 True [0.5, 0.5, 0.5] 2.0" in text, said

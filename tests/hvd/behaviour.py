@@ -1,0 +1,183 @@
+"""The table of cases: what every operation does, the same on the real Horovod and on ours.
+
+A case is a function of the module that every rank calls, with its expectations as asserts. It
+holds on both libraries, unless it says that ours is `stronger` (it refuses less) or `different`,
+or that only the `real` one is so; each such reason is a row of the compatibility table in the docs.
+The cases are in the behaviour_*.py files, by operation; tests/hvd/test_behaviour.py runs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+Hvd = Any
+Run = Callable[[Hvd], object]
+F = TypeVar("F", bound=Run)
+
+# What the real Horovod reduces, and what it moves.
+REDUCED = (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
+MOVED = (*REDUCED, torch.uint8, torch.int8, torch.int16)
+
+TYPES = "Mismatched data types: One rank had type {}, but another rank had type {}."
+SHUT_DOWN = "Horovod has been shut down. This was caused by an exception on one of the ranks"
+NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
+DUPLICATE_NAME = (
+    "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor "
+    "that is currently being processed.  If you want to request another tensor, use a different "
+    "tensor name."
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table."""
+
+    function: Run
+    stronger: str  # why only ours does it: the real one refuses, or does wrong
+    different: str  # why ours does it otherwise than the real one
+    real: str  # why only the real one does it
+    sizes: Sequence[int]
+    arms: Sequence[str]  # as in the tests' ids, or how these begin; empty: all
+    uneven: bool  # ranks make different numbers of calls
+    ends: bool  # it shuts down, and these ranks are of no further use
+
+    @property
+    def name(self) -> str:
+        group = self.function.__module__.rpartition("behaviour_")[2]
+        return f"{group}-{self.function.__name__}"
+
+    def holds_on(self, arm: str, n: int) -> bool:
+        real = arm.startswith("horovod-")
+        only_ours, only_real = bool(self.stronger or self.different), bool(self.real)
+        return (
+            not (only_ours if real else only_real)
+            and n in self.sizes
+            and (not self.arms or f"{arm}-x{n}".startswith(tuple(self.arms)))
+        )
+
+
+TABLE: list[Case] = []
+
+
+def case(
+    *,
+    stronger: str = "",
+    different: str = "",
+    real: str = "",
+    sizes: Sequence[int] = (2, 3),
+    arms: Sequence[str] = (),
+    uneven: bool = False,
+    ends: bool = False,
+) -> Callable[[F], F]:
+    """Make a function a row of the table."""
+
+    def add(function: F) -> F:
+        TABLE.append(Case(function, stronger, different, real, sizes, arms, uneven, ends))
+        return function
+
+    return add
+
+
+def perform(hvd: Hvd, function: Run, uneven: bool, ends: bool) -> None:
+    """Run a case, and see that the engine is as usable as before, named and unnamed."""
+    function(hvd)
+    if ends:
+        return
+    if uneven:
+        level(hvd)
+    n = hvd.size()
+    named = hvd.allreduce(torch.tensor([1.0, hvd.rank()]), name="after", op=hvd.Sum)
+    unnamed = hvd.allreduce(torch.tensor(hvd.rank() + 1), op=hvd.Sum)
+    assert named.tolist() == [n, n * (n - 1) / 2]
+    assert unnamed.item() == n * (n + 1) / 2
+
+
+def is_real(hvd: Hvd) -> bool:
+    """Whether this is the real Horovod."""
+    return str(hvd.__name__).startswith("horovod")
+
+
+def level(hvd: Hvd) -> None:
+    """Bring the handle numbers of the ranks in step again. Collective.
+
+    The real Horovod matches unnamed operations by them; ours counts otherwise.
+    """
+    if not is_real(hvd):
+        return
+    handle = hvd.allreduce_async(torch.zeros(1), name="level")
+    hvd.synchronize(handle)
+    top = hvd.allreduce(torch.tensor(handle), name="top", op=hvd.Max).item()
+    for _ in range(top - handle):
+        with raises(ValueError):
+            hvd.broadcast_async(torch.zeros(1), root_rank=-1, name="burn")
+
+
+@contextlib.contextmanager
+def raises(kind: type[BaseException], text: str = "") -> Iterator[None]:
+    """Expect exactly this class, with a text in its message."""
+    caught: BaseException | None = None
+    try:
+        yield
+    except Exception as error:
+        caught = error
+    assert type(caught) is kind, f"{caught!r}, not {kind!r} ({text})"
+    assert text in str(caught), f"{text!r} is not in {str(caught)!r}"
+
+
+@contextlib.contextmanager
+def fails(hvd: Hvd, text: str, *values: object) -> Iterator[None]:
+    """Expect the engine's error, with the two values, in either order, in its text.
+
+    Horovod names the values in the order in which it heard of them.
+    """
+    texts = [text.format(*values), text.format(*reversed(values))]
+    caught: BaseException | None = None
+    try:
+        yield
+    except Exception as error:
+        caught = error
+    assert type(caught) is hvd.HorovodInternalError, f"{caught!r}, not {texts[0]!r}"
+    assert any(text in str(caught) for text in texts), f"{texts!r} is not in {str(caught)!r}"
+
+
+def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What a rank puts in: small whole numbers, so that sums are exact in every dtype."""
+    numel = int(torch.Size(shape).numel())
+    return (torch.arange(numel) % 4 + 1 + rank).reshape(shape).to(dtype)
+
+
+def mine(hvd: Hvd, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What this rank puts in."""
+    return data(hvd.rank(), *shape, dtype=dtype)
+
+
+def everyones(hvd: Hvd, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """What each rank puts in, in rank order."""
+    return [data(rank, *shape, dtype=dtype) for rank in range(hvd.size())]
+
+
+def total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their sum, in their dtype."""
+    return torch.stack(list(tensors)).sum(0, dtype=tensors[0].dtype)
+
+
+def mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their average, in their dtype: whole numbers are cut toward zero."""
+    exact = torch.stack(list(tensors)).double().sum(0) / len(tensors)
+    return exact.to(tensors[0].dtype)
+
+
+def same(got: object, expected: torch.Tensor) -> None:
+    """Equal dtype, shape and values; floats up to rounding, as 1/3 may be applied as a factor."""
+    assert isinstance(got, torch.Tensor), type(got)
+    torch.testing.assert_close(got.detach(), expected)
+
+
+def last(hvd: Hvd) -> bool:
+    """Whether this is the last rank: the one that differs from the others in most cases."""
+    return bool(hvd.rank() == hvd.size() - 1)

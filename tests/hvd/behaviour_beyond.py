@@ -1,0 +1,223 @@
+"""What only ours does: see behaviour.py. Each reason is a row of the compatibility table."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import torch
+
+from tests.hvd.behaviour import (
+    Hvd,
+    case,
+    data,
+    everyones,
+    fails,
+    last,
+    mean,
+    mine,
+    raises,
+    same,
+    total,
+)
+from tests.hvd.behaviour_alltoall import swapped
+from tests.hvd.behaviour_reducescatter import part
+
+SMALL = (torch.uint8, torch.int8, torch.int16)
+
+
+@case(stronger="bfloat16")
+def bfloat16(hvd: Hvd) -> None:
+    n, dtype = hvd.size(), torch.bfloat16
+    tensors = everyones(hvd, 4, dtype=dtype)
+    tensor = mine(hvd, 4, dtype=dtype)
+    same(hvd.allreduce(tensor, name="x", op=hvd.Sum), total(tensors))
+    same(hvd.allreduce(tensor, name="y"), mean(tensors))
+    same(hvd.allreduce(tensor, name="z", op=hvd.Min), tensors[0])
+    same(hvd.allgather(tensor, name="x"), torch.cat(tensors))
+    same(hvd.broadcast(tensor, 1, name="x"), tensors[1])
+    same(hvd.reducescatter(tensor, name="x", op=hvd.Sum), part(hvd, total(tensors)))
+    sent, splits, expected = swapped(hvd, lambda r, s: r + s, dtype=dtype)
+    same(hvd.alltoall(sent, splits, name="x")[0], expected)
+    ones = torch.full((2,), 1.0 + 1 / 128, dtype=dtype)
+    same(hvd.allreduce(ones, name="s", op=hvd.Sum, prescale_factor=1 / n), ones)
+
+
+@case(stronger="small integers are reduced")
+def small_integers(hvd: Hvd) -> None:
+    for dtype in SMALL:
+        tensors = everyones(hvd, 3, dtype=dtype)
+        tensor = mine(hvd, 3, dtype=dtype)
+        same(hvd.allreduce(tensor, name=f"s{dtype}", op=hvd.Sum), total(tensors))
+        same(hvd.allreduce(tensor, name=f"a{dtype}"), mean(tensors))
+        same(hvd.allreduce(tensor, name=f"m{dtype}", op=hvd.Max), tensors[-1])
+        same(hvd.reducescatter(tensor, name=f"s{dtype}", op=hvd.Sum), part(hvd, total(tensors)))
+
+
+@case(stronger="bool")
+def booleans(hvd: Hvd) -> None:
+    n, rank = hvd.size(), hvd.rank()
+    tensor = torch.tensor([True, False, rank == 0])
+    assert hvd.allreduce(tensor, name="max", op=hvd.Max).tolist() == [True, False, True]
+    assert hvd.allreduce(tensor, name="min", op=hvd.Min).tolist() == [True, False, False]
+    assert hvd.allreduce(tensor, name="sum", op=hvd.Sum).tolist() == [True, False, True]
+    assert hvd.allgather(tensor, name="x").tolist() == [
+        value for r in range(n) for value in (True, False, r == 0)
+    ]
+    assert hvd.broadcast(tensor, 1, name="x").tolist() == [True, False, False]
+
+
+@case(stronger="complex numbers")
+def complex_numbers(hvd: Hvd) -> None:
+    for dtype in (torch.complex64, torch.complex128):
+        tensors = [data(r, 3).to(dtype) * (1 + 2j) for r in range(hvd.size())]
+        tensor = tensors[hvd.rank()]
+        same(hvd.allreduce(tensor, name=f"s{dtype}", op=hvd.Sum), total(tensors))
+        same(hvd.allreduce(tensor, name=f"a{dtype}"), total(tensors) / hvd.size())
+        same(hvd.allgather(tensor, name=f"{dtype}"), torch.cat(tensors))
+        same(hvd.broadcast(tensor, 1, name=f"{dtype}"), tensors[1])
+
+
+@case(stronger="tensors that are not contiguous")
+def not_contiguous(hvd: Hvd) -> None:
+    n = hvd.size()
+
+    def turned(rank: int) -> torch.Tensor:
+        return data(rank, 3, 2 * n).t()
+
+    tensors = [turned(r) for r in range(n)]
+    same(hvd.allreduce(turned(hvd.rank()), name="x", op=hvd.Sum), total(tensors))
+    same(hvd.allgather(turned(hvd.rank()), name="x"), torch.cat(tensors))
+    same(hvd.broadcast(turned(hvd.rank()), 1, name="x"), tensors[1])
+    same(hvd.reducescatter(turned(hvd.rank()), name="x", op=hvd.Sum), part(hvd, total(tensors)))
+    expected = torch.cat([t[2 * hvd.rank() : 2 * hvd.rank() + 2] for t in tensors])
+    same(hvd.alltoall(turned(hvd.rank()), name="x"), expected)
+
+
+@case(stronger="tensors that are not contiguous")
+def not_contiguous_in_place(hvd: Hvd) -> None:
+    whole = mine(hvd, 3, 4)
+    columns = whole[:, 1:3]
+    assert hvd.allreduce_(columns, name="x", op=hvd.Sum) is columns
+    expected = mine(hvd, 3, 4)
+    expected[:, 1:3] = total(everyones(hvd, 3, 4))[:, 1:3]
+    same(whole, expected)
+    turned = mine(hvd, 2, 3).t()
+    assert hvd.broadcast_(turned, 1, name="x") is turned
+    same(turned, data(1, 2, 3).t())
+
+
+@case(stronger="channels_last")
+def channels_last(hvd: Hvd) -> None:
+    def images(rank: int) -> torch.Tensor:
+        return data(rank, 2, 3, 2, 2).to(memory_format=torch.channels_last)
+
+    tensors = [images(r) for r in range(hvd.size())]
+    same(hvd.allreduce(images(hvd.rank()), name="x", op=hvd.Sum), total(tensors))
+    tensor = images(hvd.rank())
+    assert hvd.allreduce_(tensor, name="x") is tensor
+    assert tensor.is_contiguous(memory_format=torch.channels_last)
+    same(tensor, mean(tensors))
+    mixed = images(0) if last(hvd) else images(0).contiguous()
+    same(hvd.allreduce(mixed, name="mixed", op=hvd.Max), images(0))
+
+
+@case(stronger="a later member of a group need not be contiguous; Horovod mixes its values up")
+def later_group_member_not_contiguous(hvd: Hvd) -> None:
+    turned = torch.arange(6.0).view(2, 3).t()
+    got = hvd.grouped_allreduce([torch.ones(1), turned], name="g")
+    same(got[1], turned)
+    group = [torch.ones(1), torch.arange(6.0).view(2, 3).t()]
+    hvd.grouped_allreduce_(group, name="g", op=hvd.Sum)
+    same(group[1], turned * hvd.size())
+
+
+@case(stronger="a call that fails on one rank only leaves unnamed operations in step")
+def unnamed_after_a_failed_call(hvd: Hvd) -> None:
+    if hvd.rank() == 0:
+        for _ in range(2):
+            with raises(ValueError):
+                hvd.broadcast(torch.ones(2), -1)
+        with raises(ValueError):
+            hvd.alltoall(torch.ones(2), [7] * hvd.size())
+    same(hvd.allreduce(mine(hvd, 2)), mean(everyones(hvd, 2)))
+    x = mine(hvd, 2).requires_grad_()
+    hvd.allgather(x).sum().backward()
+    same(x.grad, torch.ones(2))
+
+
+@case(stronger="named operations do not count: ranks may make different numbers of them")
+def unnamed_among_uneven_named_ones(hvd: Hvd) -> None:
+    process_set = hvd.add_process_set([0])
+    if process_set.included():
+        for i in range(3):
+            hvd.allreduce(torch.ones(2), name=f"own{i}", process_set=process_set)
+            hvd.allreduce(torch.ones(2), process_set=process_set)
+    hvd.remove_process_set(process_set)
+    same(hvd.allreduce(mine(hvd, 2)), mean(everyones(hvd, 2)))
+
+
+@case(stronger="backward takes its name from forward, so its order may differ between ranks")
+def backward_in_different_orders(hvd: Hvd) -> None:
+    for names in (("a", "b", "c"), (None, None, None)):
+        xs = [mine(hvd, i + 2).requires_grad_() for i in range(3)]
+        ys = [hvd.allreduce(x, name=name, op=hvd.Sum) for x, name in zip(xs, names, strict=True)]
+        backwards = [
+            threading.Thread(target=y.backward, args=(torch.full_like(y, i + 1.0),))
+            for i, y in enumerate(ys)
+        ]
+        for thread in backwards if hvd.rank() else reversed(backwards):
+            thread.start()
+            time.sleep(0.01)
+        for i, thread in enumerate(backwards):
+            thread.join(10)
+            same(xs[i].grad, torch.full((i + 2,), (i + 1.0) * hvd.size()))
+
+
+@case(stronger="the gradient given to reducescatter's backward stays as it was")
+def reducescatter_backward_leaves_the_gradient(hvd: Hvd) -> None:
+    n = hvd.size()
+    x = mine(hvd, 2 * n).requires_grad_()
+    y = hvd.reducescatter(x, op=hvd.Sum)
+    grad = torch.ones(2)
+    y.backward(grad)
+    same(grad, torch.ones(2))
+    same(x.grad, torch.full((2 * n,), float(n)))
+
+
+@case(stronger="Adasum needs no MPI", sizes=(2,))
+def adasum_of_half_and_zero(hvd: Hvd) -> None:
+    zero = torch.zeros(3) if hvd.rank() == 0 else torch.ones(3)
+    same(hvd.allreduce(zero, name="zero", op=hvd.Adasum), torch.ones(3))
+    half = torch.eye(2, dtype=torch.float16)[hvd.rank()]
+    same(hvd.allreduce(half, name="half", op=hvd.Adasum), torch.ones(2, dtype=torch.float16))
+
+
+@case(stronger="half is summed in single precision, in which the average fits")
+def half_does_not_overflow_in_an_average(hvd: Hvd) -> None:
+    tensor = torch.full((2,), 60000.0, dtype=torch.float16)
+    assert hvd.allreduce(tensor, name="x").tolist() == [60000.0, 60000.0]
+
+
+@case(stronger="joined ranks answer for the dtypes that Horovod has not")
+def join_with_bfloat16(hvd: Hvd) -> None:
+    if hvd.rank():
+        got = hvd.allreduce(torch.ones(2, dtype=torch.bfloat16), name="x", op=hvd.Sum)
+        same(got, torch.full((2,), hvd.size() - 1.0, dtype=torch.bfloat16))
+    hvd.join()
+
+
+@case(stronger="infinite and undefined values pass through")
+def values_that_are_not_finite(hvd: Hvd) -> None:
+    tensor = torch.tensor([math.inf, -math.inf, math.nan if last(hvd) else 1.0])
+    got = hvd.allreduce(tensor, name="x")
+    assert got[0] == math.inf
+    assert got[1] == -math.inf
+    assert got[2].isnan()
+
+
+@case(stronger="a mismatch of dtypes that Horovod has not is told as well")
+def mismatched_extensions(hvd: Hvd) -> None:
+    with fails(hvd, "Mismatched data types: One rank had type {}", "bfloat16", "float32"):
+        hvd.allreduce(torch.ones(2, dtype=torch.bfloat16 if last(hvd) else None), name="x")

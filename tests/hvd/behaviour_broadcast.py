@@ -1,0 +1,91 @@
+"""Broadcast in all its forms; see behaviour.py."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.hvd.behaviour import MOVED, TYPES, Hvd, case, data, fails, last, mine, raises, same
+
+INVALID = "broadcast received invalid root rank {root} for provided process set"
+
+
+@case()
+def from_every_root_in_every_form(hvd: Hvd) -> None:
+    for root in range(hvd.size()):
+        same(hvd.broadcast(mine(hvd, 3), root, name="x"), data(root, 3))
+        same(hvd.broadcast(mine(hvd, 3), root_rank=root), data(root, 3))
+        same(hvd.broadcast_(mine(hvd, 3), root, "x", hvd.global_process_set), data(root, 3))
+        same(hvd.synchronize(hvd.broadcast_async(mine(hvd, 3), root, "x")), data(root, 3))
+        same(hvd.synchronize(hvd.broadcast_async_(mine(hvd, 3), root, "x")), data(root, 3))
+
+
+@case()
+def every_dtype(hvd: Hvd) -> None:
+    for dtype in MOVED:
+        got = hvd.broadcast(mine(hvd, 3, dtype=dtype), 1, name=f"x.{dtype}")
+        same(got, data(1, 3, dtype=dtype))
+
+
+@case()
+def in_place_or_not(hvd: Hvd) -> None:
+    tensor = mine(hvd, 2)
+    result = hvd.broadcast(tensor, 0, name="x")
+    assert result.data_ptr() != tensor.data_ptr()
+    same(tensor, mine(hvd, 2))
+    assert hvd.broadcast_(tensor, 0, name="x") is tensor
+    same(tensor, data(0, 2))
+
+
+@case()
+def into_parameters(hvd: Hvd) -> None:
+    parameter = torch.nn.Parameter(mine(hvd, 2))
+    assert hvd.broadcast_(parameter, 1, name="x") is parameter
+    same(parameter, data(1, 2))
+    assert parameter.is_leaf
+    assert parameter.requires_grad
+    handle = hvd.broadcast_async_(parameter, 0, name="x")
+    assert hvd.synchronize(handle) is parameter
+    same(parameter, data(1, 2))
+
+
+@case()
+def scalars_and_no_elements(hvd: Hvd) -> None:
+    assert hvd.broadcast(torch.tensor(hvd.rank() + 5), 1, name="s").item() == 6
+    assert hvd.broadcast(torch.empty(0, 3), 1, name="e").shape == (0, 3)
+    same(hvd.broadcast(mine(hvd, 1 << 18), 1, name="large"), data(1, 1 << 18))
+
+
+@case()
+def roots_out_of_range(hvd: Hvd) -> None:
+    for root in (-1, hvd.size()):
+        with raises(ValueError, INVALID.format(root=root)):
+            hvd.broadcast(mine(hvd, 2), root, name="x")
+        with raises(ValueError, INVALID.format(root=root)):
+            hvd.broadcast_async_(mine(hvd, 2), root, name="x")
+
+
+@case()
+def mismatches(hvd: Hvd) -> None:
+    text = (
+        "Mismatched BROADCAST root ranks: One rank specified root rank {}, "
+        "but another rank specified root rank {}."
+    )
+    with fails(hvd, text, 0, 1):
+        hvd.broadcast(mine(hvd, 2), 1 if last(hvd) else 0, name="x")
+    text = (
+        "Mismatched BROADCAST tensor shapes: One rank sent a tensor of shape {}, "
+        "but another rank sent a tensor of shape {}."
+    )
+    with fails(hvd, text, [2], [3]):
+        hvd.broadcast(mine(hvd, 3 if last(hvd) else 2), 0, name="x")
+    with fails(hvd, TYPES, "float32", "int32"):
+        hvd.broadcast_(mine(hvd, 2, dtype=torch.int32 if last(hvd) else torch.float32), 0, name="x")
+
+
+@case()
+def gradient_goes_to_the_root(hvd: Hvd) -> None:
+    n = hvd.size()
+    for root in range(n):
+        x = mine(hvd, 2).requires_grad_()
+        hvd.broadcast(x, root, name="x").backward(torch.full((2,), hvd.rank() + 1.0))
+        same(x.grad, torch.full((2,), (n + 1) / 2 if hvd.rank() == root else 0.0))

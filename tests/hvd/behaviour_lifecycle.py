@@ -1,0 +1,205 @@
+"""Init, shutdown, topology and what was built; see behaviour.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tests.hvd.behaviour import (
+    NOT_INITIALIZED,
+    SHUT_DOWN,
+    Hvd,
+    case,
+    everyones,
+    fails,
+    mean,
+    mine,
+    raises,
+    same,
+)
+
+# Real ranks on MPI cannot be initialised again; on Gloo they can, but about one time in ten they
+# find each other's old addresses, and abort or hang: too often for a test to do it. (Seen to pass
+# there all the same.)
+AGAIN = "initialised again at once, at any size and however often"
+
+
+@case()
+def topology_of_one_host(hvd: Hvd) -> None:
+    n, rank = hvd.size(), hvd.rank()
+    assert hvd.is_initialized() is True
+    assert (hvd.local_size(), hvd.local_rank()) == (n, rank)
+    assert (hvd.cross_size(), hvd.cross_rank()) == (1, 0)
+    assert hvd.mpi_ops.is_homogeneous() is True
+    assert hvd.allgather(torch.tensor([rank]), name="ranks").tolist() == list(range(n))
+
+
+@case()
+def constants(hvd: Hvd) -> None:
+    ops = (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product)
+    assert ops == (0, 1, 2, 3, 4, 5)
+    assert all(type(op) is int for op in ops)
+
+
+@case()
+def what_was_built(hvd: Hvd) -> None:
+    for name in "mpi_built gloo_built ddl_built ccl_built cuda_built rocm_built".split():
+        assert type(getattr(hvd, name)()) is bool, name
+    assert type(hvd.nccl_built()) is int
+    assert hvd.gloo_built() is True
+    assert type(hvd.mpi_enabled()) is bool
+    assert type(hvd.gloo_enabled()) is bool
+    assert hvd.mpi_enabled() is not hvd.gloo_enabled()
+    if hvd.mpi_enabled():
+        assert type(hvd.mpi_threads_supported()) is bool
+    else:
+        text = "Horovod MPI is not enabled; Please make sure it's installed and enabled."
+        with raises(ValueError, text):
+            hvd.mpi_threads_supported()
+
+
+@case()
+def init_again_changes_nothing(hvd: Hvd) -> None:
+    before = (hvd.rank(), hvd.size(), hvd.local_rank())
+    hvd.init()
+    hvd.init(comm=None, process_sets=None)
+    assert (hvd.rank(), hvd.size(), hvd.local_rank()) == before
+
+
+@case()
+def timeline_was_not_asked_for(hvd: Hvd) -> None:
+    with raises(ValueError, "Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage."):
+        hvd.start_timeline("/dev/null")
+    hvd.stop_timeline()
+
+
+def _questions(hvd: Hvd) -> Iterator[Hvd]:
+    yield from (hvd.size, hvd.rank, hvd.local_size, hvd.local_rank, hvd.cross_size, hvd.cross_rank)
+    yield from (hvd.stop_timeline, lambda: hvd.start_timeline("/dev/null"))
+    yield from (hvd.global_process_set.size, hvd.global_process_set.rank)
+    yield lambda: hvd.add_process_set([0])
+
+
+@case(ends=True)
+def after_shutdown(hvd: Hvd) -> None:
+    hvd.shutdown()
+    assert hvd.is_initialized() is False
+    for question in _questions(hvd):
+        with raises(ValueError, NOT_INITIALIZED):
+            question()
+    with fails(hvd, NOT_INITIALIZED):
+        hvd.allreduce(torch.ones(2), name="x")
+    with fails(hvd, NOT_INITIALIZED):
+        hvd.allgather_async(torch.ones(2), name="x")
+    for call in (hvd.join, hvd.barrier):
+        with fails(hvd, NOT_INITIALIZED):
+            call()
+    assert type(hvd.gloo_built()) is bool
+    hvd.shutdown()
+
+
+@case(stronger=AGAIN)
+def shutdown_and_init_again(hvd: Hvd) -> None:
+    place = (hvd.rank(), hvd.size())
+    for i in range(3):
+        hvd.shutdown()
+        hvd.init()
+        assert hvd.is_initialized() is True
+        assert (hvd.rank(), hvd.size()) == place
+        same(hvd.allreduce(mine(hvd, 2), name="x"), mean(everyones(hvd, 2)))
+        same(hvd.allreduce(mine(hvd, 2) + i), mean(everyones(hvd, 2)) + i)
+
+
+@case(stronger=AGAIN)
+def handles_end_with_a_shutdown(hvd: Hvd) -> None:
+    handle = hvd.allreduce_async(mine(hvd, 2), name="x")
+    hvd.synchronize(handle)
+    hvd.shutdown()
+    hvd.init()
+    with raises(ValueError, "was not created or has been cleared."):
+        hvd.poll(handle + 1)
+    first = hvd.allreduce_async(mine(hvd, 2), name="x")
+    assert first <= handle
+    same(hvd.synchronize(first), mean(everyones(hvd, 2)))
+
+
+@case(stronger="the others always hear of it; real ones now and then hang", ends=True)
+def one_leaves(hvd: Hvd) -> None:
+    """The others' pending and next operations fail; they are initialised until they leave too."""
+    handle = hvd.allreduce_async(mine(hvd, 2), name="pending") if hvd.rank() else None
+    hvd.barrier()
+    if handle is None:
+        hvd.shutdown()
+    else:
+        with fails(hvd, SHUT_DOWN):
+            hvd.synchronize(handle)
+        with fails(hvd, SHUT_DOWN):
+            hvd.allreduce(mine(hvd, 2), name="next")
+        assert hvd.is_initialized() is True
+        hvd.shutdown()
+    assert hvd.is_initialized() is False
+
+
+@case(stronger=AGAIN)
+def static_process_sets(hvd: Hvd) -> None:
+    hvd.shutdown()
+    first, second = hvd.ProcessSet([0]), hvd.ProcessSet([1])
+    hvd.init(process_sets=[first, second])
+    assert (first.process_set_id, second.process_set_id) == (1, 2)
+    own = (first, second)[hvd.rank()] if hvd.rank() < 2 else None
+    if own is not None:
+        same(hvd.allreduce(mine(hvd, 2), name="x", process_set=own), mine(hvd, 2))
+    hvd.barrier()
+    hvd.shutdown()
+    hvd.init()
+    everyone = list(range(hvd.size()))
+    assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: everyone}
+
+
+@case(stronger=AGAIN)
+def static_process_sets_that_are_duplicates(hvd: Hvd) -> None:
+    hvd.shutdown()
+    sets = [hvd.ProcessSet([0]), hvd.ProcessSet([0])]
+    with raises(ValueError, "process_sets entry number 1 is a duplicate: "):
+        hvd.init(process_sets=sets)
+    hvd.shutdown()
+    hvd.init()
+
+
+@case(stronger=AGAIN)
+def dynamic_process_sets_by_word(hvd: Hvd) -> None:
+    hvd.shutdown()
+    hvd.init(process_sets="dynamic")
+    process_set = hvd.add_process_set([0])
+    assert process_set.process_set_id == 1
+    hvd.shutdown()
+    hvd.init()
+
+
+@case(stronger="refused, where Horovod asks MPI and may end the process")
+def a_comm_of_something_else(hvd: Hvd) -> None:
+    hvd.shutdown()
+    with raises(ValueError, "Invalid type of argument comm. Expected list of rank integers"):
+        hvd.init(comm=3.5)
+    hvd.init()
+
+
+@case(stronger=AGAIN)
+def one_leaves_and_returns(hvd: Hvd) -> None:
+    hvd.barrier()
+    if hvd.rank():
+        with fails(hvd, SHUT_DOWN):
+            hvd.allreduce(mine(hvd, 2), name="pending")
+    hvd.shutdown()
+    hvd.init()
+    same(hvd.allreduce(mine(hvd, 2), name="pending"), mean(everyones(hvd, 2)))
+
+
+@case(stronger=AGAIN)
+def many_times(hvd: Hvd) -> None:
+    for i in range(30):
+        hvd.shutdown()
+        hvd.init()
+        if i % 3:
+            same(hvd.allreduce(mine(hvd, 2), name="x"), mean(everyones(hvd, 2)))

@@ -1,0 +1,296 @@
+"""One rank of a job whose end is the test: see test_lifecycle.py.
+
+`python -m tests.hvd.lifecycle SCENARIO FOLDER ARGUMENTS` prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hvdtrain.hvd as hvd
+
+Answer = dict[str, Any]
+MIB = 1 << 18  # floats
+
+
+def die(folder: Path, how: str) -> None:
+    """End this rank: by a signal or like a program that has finished."""
+    (folder / "died").write_text(str(time.time()))
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "shutdown":
+        hvd.shutdown()
+        time.sleep(1)
+    elif how == "exception":
+        raise ValueError("of the script's own")
+    sys.exit(0)
+
+
+def wait_for(path: Path, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.01)
+
+
+def end_of(folder: Path, operation: Callable[[], object]) -> Answer:
+    """Run what must fail, and say how and how soon after the death; then leave, and say what of
+    the engine is left.
+    """
+    try:
+        operation()
+        return {"kind": "", "text": "the operation came to its end"}
+    except Exception as error:
+        failed = time.time()
+        answer: Answer = {"kind": type(error).__name__, "text": str(error)}
+    wait_for(folder / "died")
+    answer["seconds"] = failed - float((folder / "died").read_text())
+    begin = time.monotonic()
+    for name in ("next", "and the one after"):
+        try:
+            hvd.allreduce(torch.ones(1), name=name)
+        except hvd.HorovodInternalError as error:
+            answer["next"] = str(error)
+    answer["next_s"] = time.monotonic() - begin
+    begin = time.monotonic()
+    hvd.shutdown()
+    answer["shutdown_s"] = time.monotonic() - begin
+    answer["threads"] = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    return answer
+
+
+def in_a_blocking_operation(folder: Path, victim: int, how: str) -> Answer:
+    """The others wait for the victim in an operation that it never submits."""
+    (folder / f"ready-{hvd.rank()}").touch()
+    if hvd.rank() == victim:
+        for rank in range(hvd.size()):
+            wait_for(folder / f"ready-{rank}")
+        time.sleep(0.5)
+        die(folder, how)
+    return end_of(folder, lambda: hvd.allreduce(torch.ones(3), name="alpha"))
+
+
+def in_a_big_operation(folder: Path, victim: int, how: str) -> Answer:
+    """All are in the middle of moving data."""
+    tensor = torch.ones(64 * MIB)
+    hvd.allreduce_(tensor, name="warm")
+    begin = time.monotonic()
+    hvd.allreduce_(tensor, name="big")
+    took = time.monotonic() - begin
+
+    def operation() -> None:
+        for i in range(20):
+            hvd.synchronize(hvd.allreduce_async_(tensor, name=f"big.{i}"))
+
+    if hvd.rank() == victim:
+        threading.Timer(1.5 * took, die, (folder, how)).start()
+    return end_of(folder, operation)
+
+
+def in_a_step(folder: Path, victim: int, how: str) -> Answer:
+    """All are training."""
+    model = nn.Sequential(*(nn.Linear(500, 500) for _ in range(12)))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters()
+    )
+    steps = 0
+
+    def train() -> None:
+        nonlocal steps
+        while True:
+            optimizer.zero_grad()
+            model(torch.ones(8, 500)).square().mean().backward()
+            optimizer.step()
+            steps += 1
+            if steps == 5 and hvd.rank() == victim:
+                if how == "kill":
+                    threading.Timer(0.1, die, (folder, how)).start()
+                else:
+                    die(folder, how)
+
+    return end_of(folder, train)
+
+
+def with_pending_operations(folder: Path, victim: int, how: str) -> Answer:
+    """The others have asynchronous operations that the victim has not submitted."""
+    if hvd.rank() == victim:
+        for rank in set(range(hvd.size())) - {victim}:
+            wait_for(folder / f"ready-{rank}")
+        die(folder, how)
+    handles = [hvd.allreduce_async(torch.ones(i + 1), name=f"a.{i}") for i in range(3)]
+    handles += [
+        hvd.allgather_async(torch.ones(2), name="b"),
+        hvd.broadcast_async_(torch.ones(1), 0),
+    ]
+    (folder / f"ready-{hvd.rank()}").touch()
+
+    def every() -> None:
+        errors = []
+        for handle in handles:
+            try:
+                hvd.synchronize(handle)
+            except hvd.HorovodInternalError as error:
+                errors.append(error)
+        assert len(errors) == len(handles)
+        raise errors[0]
+
+    return end_of(folder, every)
+
+
+def in_join(folder: Path, victim: int, how: str) -> Answer:
+    """The others have joined."""
+    if hvd.rank() == victim:
+        time.sleep(0.5)
+        die(folder, how)
+    return end_of(folder, hvd.join)
+
+
+def in_barrier(folder: Path, victim: int, how: str) -> Answer:
+    """The others wait in a barrier."""
+    if hvd.rank() == victim:
+        time.sleep(0.5)
+        die(folder, how)
+    return end_of(folder, hvd.barrier)
+
+
+def a_hundred_times(folder: Path) -> Answer:
+    """Init and shutdown, with an operation and a step in between."""
+    counts = []
+    hvd.shutdown()
+    for i in range(100):
+        hvd.init()
+        total = hvd.allreduce(torch.full((10,), float(i + hvd.rank())), name="x", op=hvd.Sum)
+        n = hvd.size()
+        assert total.tolist() == [n * i + n * (n - 1) / 2] * 10
+        if i % 10 == 0:
+            parameter = nn.Parameter(torch.zeros(4))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+            (parameter * hvd.rank()).sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            assert parameter.tolist() == [-(n - 1) / 2] * 4
+        hvd.shutdown()
+        if i in (19, 99):
+            counts.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")])
+    return {"counts": counts}
+
+
+def one_optimizer_over_two_lives(folder: Path) -> Answer:
+    """An optimizer outlives shutdown and init, as in elastic training."""
+    parameter = nn.Parameter(torch.zeros(4))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)])
+    for life in range(3):
+        for _ in range(3):
+            optimizer.zero_grad()
+            (parameter * hvd.rank()).sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        if life < 2:
+            hvd.shutdown()
+            hvd.init()
+    return {"value": parameter.tolist(), "expected": [-9 * (hvd.size() - 1) / 2] * 4}
+
+
+def without_shutdown(folder: Path) -> Answer:
+    """The script just ends, and has waited for neither an operation nor an optimizer."""
+    parameter = nn.Parameter(torch.zeros(4))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)])
+    for step in range(3):
+        parameter.sum().backward()  # type: ignore[no-untyped-call]
+        if step < 2:
+            optimizer.step()
+    hvd.allreduce_async(torch.ones(1000), name="x")
+    hvd.allreduce(torch.ones(3), name="y")
+    return {}
+
+
+class Squares(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), float(index) ** 2)
+
+
+def with_children(folder: Path) -> Answer:
+    """Children forked in the middle: workers of a loader, and one that ends as a script does."""
+    parameter = nn.Parameter(torch.zeros(4))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)])
+    total = 0.0
+    for _ in range(2):
+        loader = torch.utils.data.DataLoader(
+            Squares(), batch_size=8, num_workers=2, multiprocessing_context="fork"
+        )
+        for data in loader:
+            optimizer.zero_grad()
+            (parameter * data.mean(0) * (hvd.rank() + 1)).sum().backward()
+            optimizer.step()
+            total += data.mean().item() * (hvd.size() + 1) / 2
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)  # runs what is registered for the exit
+        os.waitpid(child, 0)
+        child = os.fork()
+        if child == 0:
+            hvd.shutdown()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert hvd.allreduce(torch.ones(1), name="alive", op=hvd.Sum).item() == hvd.size()
+    return {"value": parameter.tolist(), "expected": [-total] * 4}
+
+
+def with_a_late_rank(folder: Path) -> Answer:
+    """The last rank comes three seconds late, to several operations."""
+    late = hvd.rank() == hvd.size() - 1
+    if late:
+        time.sleep(3)
+    handles = [hvd.allreduce_async(torch.ones(2), name=f"alpha.{i}") for i in range(8)]
+    handles.append(hvd.allgather_async(torch.ones(2), name="beta"))
+    sums = [hvd.synchronize(handle).sum().item() for handle in handles]
+    return {"sums": sums, "expected": [2.0] * 8 + [2.0 * hvd.size()]}
+
+
+def with_a_late_rank_in_a_step(folder: Path) -> Answer:
+    """The last rank comes three seconds late to a step."""
+    parameter = nn.Parameter(torch.zeros(4))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([parameter], lr=1.0), [("gamma", parameter)]
+    )
+    for step in range(4):
+        if step == 3 and hvd.rank() == hvd.size() - 1:
+            time.sleep(3)
+        optimizer.zero_grad()
+        parameter.sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return {"value": parameter.tolist()}
+
+
+def with_a_rank_that_never_comes(folder: Path) -> Answer:
+    """The last rank does other things for long, and then finds the job over."""
+    if hvd.rank() == hvd.size() - 1:
+        (folder / "died").write_text(str(time.time()))
+        time.sleep(6)
+        return end_of(folder, lambda: hvd.allreduce(torch.ones(1), name="beta"))
+    return end_of(folder, lambda: hvd.allreduce(torch.ones(1), name="alpha"))
+
+
+def main() -> None:
+    scenario, folder, *arguments = sys.argv[1:]
+    torch.set_num_threads(1)
+    hvd.init()
+    answer = globals()[scenario](Path(folder), *(int(a) if a.isdigit() else a for a in arguments))
+    rank = int(os.environ["RANK"])
+    print(json.dumps({"rank": rank, **answer}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

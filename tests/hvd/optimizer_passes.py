@@ -1,0 +1,200 @@
+"""Accumulation over several backward passes; see optimizer_table.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.hvd.behaviour import Hvd, last, raises
+from tests.hvd.optimizer_table import (
+    averages,
+    batch,
+    by_hand,
+    case,
+    close,
+    each_ranks,
+    grads,
+    loss,
+    net,
+    plain,
+    sgd,
+    shard,
+    train,
+    twin,
+    wrap,
+)
+from tests.hvd.optimizer_training import GUARD
+
+TOO_MANY = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). "
+    "Increase backward_passes_per_step to accumulate gradients locally."
+)
+
+
+def windows(hvd: Hvd, lengths: list[int], **options: Any) -> None:
+    """Train over windows of these numbers of passes; in each, gradients are summed."""
+    model, expected = net(), net()
+    optimizer, by_itself = wrap(hvd, model, **options), sgd(expected.parameters())
+    step = 0
+    for length in lengths:
+        optimizer.zero_grad()
+        by_itself.zero_grad()
+        for _ in range(length):
+            loss(model, shard(hvd, step)).backward()
+            loss(expected, batch(step)).backward()
+            step += 1
+        optimizer.step()
+        by_itself.step()
+        close(model, expected)
+
+
+@case()
+def passes_are_summed(hvd: Hvd) -> None:
+    windows(hvd, [2, 2, 2], backward_passes_per_step=2)
+    windows(hvd, [3, 3, 3], backward_passes_per_step=3, groups=2)
+
+
+@case()
+def a_short_window_is_reduced_at_the_step(hvd: Hvd) -> None:
+    windows(hvd, [3, 1, 3, 2, 3], backward_passes_per_step=3)
+    windows(hvd, [3, 1, 3, 2, 3], backward_passes_per_step=3, groups=[])
+
+
+@case()
+def keeping_the_gradients(hvd: Hvd) -> None:
+    """Windows without zero_grad between them: gradients go on from the reduced ones."""
+    model, expected = net(), net()
+    optimizer = wrap(hvd, model, backward_passes_per_step=2)
+    by_itself = sgd(expected.parameters())
+    for step in range(0, 6, 2):
+        for k in (step, step + 1):
+            loss(model, shard(hvd, k)).backward()
+            loss(expected, batch(k)).backward()
+        optimizer.step()
+        by_itself.step()
+    close(model, expected)
+
+
+@case()
+def one_pass_without_zero_grad(hvd: Hvd) -> None:
+    """The same at one pass a window: each reduction is of all that has come together."""
+    model, expected = net(), net()
+    optimizer, by_itself = wrap(hvd, model), sgd(expected.parameters())
+    for step in range(4):
+        loss(model, shard(hvd, step)).backward()
+        optimizer.step()
+        loss(expected, batch(step)).backward()
+        by_itself.step()
+    close(model, expected)
+
+
+@case()
+def gradients_are_local_between_passes(hvd: Hvd) -> None:
+    model = net()
+    optimizer = wrap(hvd, model, plain, backward_passes_per_step=2)
+    for window in (0, 2):
+        optimizer.zero_grad()
+        first = each_ranks(hvd, twin(model), window)[hvd.rank()]
+        loss(model, shard(hvd, window)).backward()
+        close(grads(model), first)
+        expected = [
+            sum(pair)
+            for pair in zip(*(averages(hvd, twin(model), window + k) for k in (0, 1)), strict=True)
+        ]
+        loss(model, shard(hvd, window + 1)).backward()
+        optimizer.synchronize()
+        close(grads(model), expected)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+@case(sizes=(2, 3))
+def more_passes_than_allowed(hvd: Hvd) -> None:
+    for passes in (1, 2):
+        model = net()
+        optimizer = wrap(hvd, model, backward_passes_per_step=passes)
+        for step in range(passes):
+            loss(model, shard(hvd, step)).backward()
+        with raises(AssertionError, TOO_MANY):
+            loss(model, shard(hvd, passes)).backward()
+        optimizer.step()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer.zero_grad()
+        expected = averages(hvd, twin(model), 9)
+        for _ in range(passes):
+            loss(model, shard(hvd, 9)).backward()
+        optimizer.synchronize()
+        close(grads(model), [grad * passes for grad in expected])
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+@case(sizes=(2, 3))
+def zero_grad_is_guarded_within_a_window(hvd: Hvd) -> None:
+    model = net()
+    optimizer = wrap(hvd, model, backward_passes_per_step=3)
+    loss(model, shard(hvd, 0)).backward()
+    with raises(AssertionError, GUARD):
+        optimizer.zero_grad()
+    optimizer.step()
+    close(model, by_hand(1))
+
+
+@case()
+def the_number_can_be_changed(hvd: Hvd) -> None:
+    model, expected = net(), net()
+    optimizer, by_itself = wrap(hvd, model), sgd(expected.parameters())
+    step = 0
+    for passes in (1, 3, 2, 1):
+        optimizer.set_backward_passes_per_step(passes)
+        assert optimizer.backward_passes_per_step == passes
+        for _ in range(2):
+            optimizer.zero_grad()
+            by_itself.zero_grad()
+            for _ in range(passes):
+                loss(model, shard(hvd, step)).backward()
+                loss(expected, batch(step)).backward()
+                step += 1
+            optimizer.step()
+            by_itself.step()
+    close(model, expected)
+
+
+@case(sizes=(2, 3))
+def ranks_may_differ_in_the_last_window(hvd: Hvd) -> None:
+    """One rank steps early, with fewer passes than the others."""
+    model = net()
+    optimizer = wrap(hvd, model, plain, backward_passes_per_step=3)
+    train_window = 2 if last(hvd) else 3
+    expected = [torch.zeros_like(p) for p in model.parameters()]
+    for step in range(3):
+        for rank, local in enumerate(each_ranks(hvd, twin(model), step)):
+            if step < 2 or rank != hvd.size() - 1:
+                for total, grad in zip(expected, local, strict=True):
+                    total += grad / hvd.size()
+    for step in range(train_window):
+        loss(model, shard(hvd, step)).backward()
+    optimizer.synchronize()
+    close(grads(model), expected)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+@case()
+def parts_of_the_model_at_different_passes(hvd: Hvd) -> None:
+    """Half of the parameters get gradients in the first pass, all of them in the second."""
+    model, expected = net(), net()
+    optimizer = wrap(hvd, model, backward_passes_per_step=2)
+    by_itself = sgd(expected.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        by_itself.zero_grad()
+        for module, data in ((model, shard(hvd, step)), (expected, batch(step))):
+            hidden = module[1](module[0](data[0])).detach()
+            torch.nn.functional.mse_loss(module[2](hidden), data[1]).backward()  # type: ignore[no-untyped-call]
+            loss(module, data).backward()
+        optimizer.step()
+        by_itself.step()
+    close(model, expected)
+    train(hvd, model, optimizer, range(2))

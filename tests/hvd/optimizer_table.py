@@ -1,0 +1,175 @@
+"""The table of cases of DistributedOptimizer, as behaviour.py has one of the operations, and what
+the cases share: a model, batches, and training by hand on one process.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.hvd.behaviour import Case, F, Hvd
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+TABLE: list[Case] = []
+ROWS = 12  # of a global batch: divisible by every number of ranks
+
+
+def case(
+    *,
+    stronger: str = "",
+    different: str = "",
+    real: str = "",
+    sizes: Sequence[int] = (1, 2, 3),
+    arms: Sequence[str] = (),
+    uneven: bool = False,
+) -> Callable[[F], F]:
+    """Make a function a row of the table, as behaviour.case does."""
+
+    def add(function: F) -> F:
+        TABLE.append(
+            Case(
+                function=function,
+                stronger=stronger,
+                different=different,
+                real=real,
+                sizes=sizes,
+                arms=arms,
+                uneven=uneven,
+                ends=False,
+            )
+        )
+        return function
+
+    return add
+
+
+def net(seed: int = 0) -> Any:
+    """A small model in double precision, equal on all ranks."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    x = torch.randn(ROWS, 4, generator=generator, dtype=torch.double)
+    y = torch.randn(ROWS, 3, generator=generator, dtype=torch.double)
+    return x, y
+
+
+def shard(hvd: Hvd, step: int) -> tuple[Tensor, Tensor]:
+    """This rank's part of it."""
+    x, y = batch(step)
+    return x[hvd.rank() :: hvd.size()], y[hvd.rank() :: hvd.size()]
+
+
+def loss(model: nn.Module, data: tuple[Tensor, Tensor]) -> Any:
+    return nn.functional.mse_loss(model(data[0]), data[1])
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def plain(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Nothing but the learning rate, so that the gradient is what a parameter moves by."""
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
+
+
+def wrap(hvd: Hvd, model: nn.Module, make: Make = sgd, **options: Any) -> Any:
+    """The model's optimizer, wrapped, with its parameters' names."""
+    options.setdefault("named_parameters", model.named_parameters())
+    return hvd.DistributedOptimizer(make(model.parameters()), **options)
+
+
+def by_hand(steps: int, make: Make = sgd, model: nn.Module | None = None) -> Any:
+    """Train on the global batches without hvd: what every wrapped training is compared with."""
+    model = model if model is not None else net()
+    optimizer = make(model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(model, batch(step)).backward()
+        optimizer.step()
+    return model
+
+
+def train(hvd: Hvd, model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
+    """The loop of every Horovod script."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss(model, shard(hvd, step)).backward()
+        optimizer.step()
+
+
+def gradients(model: nn.Module, data: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """The gradients of these data, in the order of the parameters; the model is left alone."""
+    return list(torch.autograd.grad(loss(model, data), list(model.parameters())))
+
+
+def each_ranks(hvd: Hvd, model: nn.Module, step: int) -> list[list[Tensor]]:
+    """The gradients of every rank's part of the batch, by rank."""
+    x, y = batch(step)
+    n = hvd.size()
+    return [gradients(model, (x[rank::n], y[rank::n])) for rank in range(n)]
+
+
+def averages(hvd: Hvd, model: nn.Module, step: int) -> list[Tensor]:
+    """The gradients that all ranks must have after synchronisation."""
+    return [torch.stack(grads).mean(0) for grads in zip(*each_ranks(hvd, model, step), strict=True)]
+
+
+def grads(model: nn.Module) -> list[Tensor]:
+    """The gradients that the parameters have now; none may be None."""
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(found) == len(list(model.parameters()))
+    return found
+
+
+def close(got: Iterable[Tensor] | nn.Module, expected: Iterable[Tensor] | nn.Module) -> None:
+    """Equal up to the rounding of double precision."""
+    for a, b in zip(tensors(got), tensors(expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def equal_everywhere(hvd: Hvd, values: Iterable[Tensor] | nn.Module) -> None:
+    """Bitwise the same on all ranks."""
+    flat = torch.cat([t.detach().reshape(-1).double() for t in tensors(values)])
+    for other in hvd.allgather(flat[None], name="equal_everywhere"):
+        assert torch.equal(other, flat)
+
+
+def tensors(values: Iterable[Tensor] | nn.Module) -> list[Tensor]:
+    values = values.parameters() if isinstance(values, nn.Module) else values
+    return [value.detach() for value in values]
+
+
+def twin(model: nn.Module) -> Any:
+    """A copy to compute expectations on."""
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    return model
+
+
+class Warned(list[str]):
+    """The texts of the warnings that its block gave."""
+
+    def __enter__(self) -> Warned:
+        self._catch = warnings.catch_warnings(record=True)
+        self._caught = self._catch.__enter__()
+        warnings.simplefilter("always")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._catch.__exit__(*error)
+        self.extend(str(w.message) for w in self._caught or ())

@@ -1,0 +1,83 @@
+"""Pools of live ranks with a Horovod API initialised: the real `horovod.torch`, or ours.
+
+Tests say `@pytest.mark.parametrize("hvd_ranks", ALL_HVD_ARMS, indirect=True)`, and
+`hvd_ranks.run(function, *args)` calls `function(hvd, *args)` on every rank, `hvd` being the
+module. This file is also what a rank runs: `python -m tests.hvd.pool SOCKET MODULE`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Client
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from tests.ranks import Arm, Pool
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+REAL = "horovod.torch"
+OURS = "hvdtrain.hvd"
+
+HVD = {
+    arm.name: arm
+    for arm in (
+        Arm("horovod-gloo", REAL, "horovodrun -np {n} --gloo {python} -m"),
+        Arm("horovod-mpi", REAL, "mpirun -np {n} {python} -m"),
+        Arm("hvd-torchrun", OURS, "torchrun --nproc-per-node {n} -m"),
+        Arm("hvd-mpirun", OURS, "mpirun -np {n} {python} -m"),
+        Arm("hvd-horovodrun", OURS, "horovodrun -np {n} --gloo {python} -m"),
+    )
+}
+REAL_ARMS = [(arm.name, n) for arm in HVD.values() for n in (2, 3) if arm.backend == REAL]
+OUR_ARMS = [(arm.name, n) for arm in HVD.values() for n in (2, 3) if arm.backend == OURS]
+OUR_TORCHRUN = [("hvd-torchrun", 2), ("hvd-torchrun", 3)]
+
+
+class HvdRanks(Pool[Any]):
+    """`n` live ranks, each with one Horovod API initialised. `run` is collective on them."""
+
+    entry = "tests.hvd.pool"
+    env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    call_s = 20.0
+
+    def __init__(self, arm: str, n: int) -> None:
+        super().__init__(HVD[arm], n)
+
+    @property
+    def real(self) -> bool:
+        """Whether these run the real Horovod."""
+        return self.arm.backend == REAL
+
+    def run(
+        self, function: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
+        """Call `function(hvd, *args)` on every rank and return the results in rank order."""
+        try:
+            return super().run(function, *args, **kwargs)
+        except BaseException:
+            self.stop()  # it may have left operations pending, even where all ranks failed alike
+            raise
+
+
+def main() -> None:
+    from tests.rank import serve
+
+    address, name = sys.argv[1:]
+
+    def opened() -> tuple[Any, int]:
+        torch.set_num_threads(1)
+        hvd = importlib.import_module(name)
+        hvd.init()
+        return hvd, hvd.rank()
+
+    with Client(address, "AF_UNIX") as connection:
+        serve(connection, opened, lambda hvd: hvd.shutdown())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,367 @@
+"""Random training runs, each made from a seed, compared with one process that plays all ranks.
+
+The seed says everything, the ranks' differences included: which branches of its model a rank uses
+in a pass, and in which order; how many passes it makes before a step; how many batches it has
+before it joins; in which order it submits metrics of its own between backward and step, and when
+it waits for them; and when it is late. See test_random_runs.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.hvd.behaviour import Hvd
+
+SEED_S = 12.0  # a run takes well under a second; this is when it hangs
+
+
+@dataclass(frozen=True)
+class Metric:
+    """An operation of the script's own."""
+
+    name: str
+    kind: str  # "allreduce", "allgather" or "broadcast"
+    size: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank does in a step. `passes[k]` are the branches of its k-th pass, by optimizer."""
+
+    passes: list[list[list[int]]]
+    metrics: list[int]  # the order in which it submits them
+    waits_early: list[bool]  # for which it waits before it steps
+    steps: list[int]  # the order in which its optimizers step
+    late: tuple[float, float]  # before backward, before step
+    frozen: list[list[int]]  # branches that need no gradient in this step, by optimizer
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of all ranks; ranks that have joined have no share."""
+
+    optimizers: list[int]  # those that take part
+    metrics: list[Metric]
+    shares: list[Share | None]
+
+
+@dataclass
+class Plan:
+    """A whole run."""
+
+    seed: int
+    branches: list[int]  # how many each optimizer has
+    kinds: list[str]  # of the optimizers
+    options: list[dict[str, Any]]
+    same_names: bool
+    clip: bool
+    keep: bool  # zero the gradients instead of dropping them
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def passes(self) -> list[int]:
+        """How many passes each optimizer expects."""
+        return [int(options["backward_passes_per_step"]) for options in self.options]
+
+
+def make_plan(seed: int, n: int, portable: bool) -> Plan:
+    """Make the plan of a seed; a portable one has nothing that stalls the real Horovod."""
+    rng = random.Random(seed)
+    number = rng.choice([1, 1, 2])
+    plan = Plan(
+        seed,
+        branches=[rng.randint(1, 4) for _ in range(number)],
+        kinds=[rng.choice(["sgd", "momentum", "adamw"]) for _ in range(number)],
+        options=[_options(rng, portable) for _ in range(number)],
+        same_names=number == 2 and not portable and rng.random() < 0.5,
+        clip=rng.random() < 0.3,
+        keep=rng.random() < 0.3,
+    )
+    batches = [rng.randint(2, 5)] * n
+    if rng.random() < 0.4:  # uneven: one or two ranks have fewer
+        for rank in rng.sample(range(n), rng.randint(1, max(1, n - 1))):
+            batches[rank] = rng.randint(0, batches[rank] - 1)
+    even = len(set(batches)) == 1
+    for step in range(max(batches)):
+        plan.steps.append(_step(rng, plan, n, step, [step < b for b in batches], even))
+    return plan
+
+
+def _options(rng: random.Random, portable: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "backward_passes_per_step": rng.choice([1, 1, 2, 3]),
+        "gradient_predivide_factor": rng.choice([1.0, 1.0, 2.0]),
+    }
+    if not portable and rng.random() < 0.3:  # ranks whose groups differ in what is complete
+        options["groups"] = rng.randint(1, 4)
+    return options
+
+
+def _step(
+    rng: random.Random, plan: Plan, n: int, number: int, active: list[bool], even: bool
+) -> Step:
+    optimizers = rng.choice([[0], [1], [0, 1], [1, 0]]) if len(plan.branches) == 2 else [0]
+    # Two ranks must not wait for each other's zeros: only where every rank uses everything in
+    # every pass may they step in different orders.
+    total = len(optimizers) == 2 and rng.random() < 0.5
+    kinds = ["allreduce", "allgather", "broadcast"] if even else ["allreduce"]
+    metrics = [
+        Metric(f"metric.{i}" if rng.random() < 0.7 else f"metric.{number}.{i}", kind, size)
+        for i in range(rng.randint(0, 4))
+        for kind, size in [(rng.choice(kinds), rng.choice([1, 5, 3000]))]
+    ]
+    shares: list[Share | None] = []
+    alike = _frozen(rng, plan) if rng.random() < 0.3 else None  # on all ranks; or on each its own
+    for rank in range(n):
+        frozen = alike or _frozen(rng, plan, 0 if total else 0.2)
+        share = _share(rng, plan, optimizers, len(metrics), total, frozen)
+        shares.append(share if active[rank] else None)
+    return Step(optimizers, metrics, shares)
+
+
+def _frozen(rng: random.Random, plan: Plan, chance: float = 1.0) -> list[list[int]]:
+    some = rng.random() < chance
+    return [rng.sample(range(b), rng.randint(0, b) if some else 0) for b in plan.branches]
+
+
+def _share(
+    rng: random.Random,
+    plan: Plan,
+    optimizers: list[int],
+    metrics: int,
+    total: bool,
+    frozen: list[list[int]],
+) -> Share:
+    def some(branches: int) -> list[int]:
+        return rng.sample(range(branches), branches if total else rng.randint(0, branches))
+
+    window = min(plan.passes[o] for o in optimizers)
+    if not total and rng.random() < 0.2:
+        window = rng.randint(1, window)  # this rank steps early
+    passes = [
+        [some(plan.branches[o]) if o in optimizers else [] for o in range(len(plan.branches))]
+        for _ in range(window)
+    ]
+    steps = list(optimizers)
+    if total and not any(frozen) and all(plan.passes[o] == window for o in optimizers):
+        rng.shuffle(steps)
+    late = [rng.choice([0.0, 0.0, 0.0, 0.01]) for _ in range(2)]
+    order = rng.sample(range(metrics), metrics)
+    early = [rng.random() < 0.5 for _ in range(metrics)]
+    return Share(passes, order, early, steps, (late[0], late[1]), frozen)
+
+
+# The model
+
+
+def make_model(plan: Plan) -> list[nn.ModuleList]:
+    """A list of branches for every optimizer, equal on all ranks."""
+    with torch.random.fork_rng():
+        torch.manual_seed(plan.seed)
+        return [
+            nn.ModuleList(
+                nn.Sequential(nn.Linear(3, 2 + i), nn.Tanh(), nn.Linear(2 + i, 2)).double()
+                for i in range(branches)
+            )
+            for branches in plan.branches
+        ]
+
+
+def make_optimizer(kind: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    if kind == "adamw":
+        return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.1, eps=1e-4)
+    momentum = 0.5 if kind == "momentum" else 0.0
+    return torch.optim.SGD(parameters, lr=0.1, momentum=momentum, weight_decay=0.01)
+
+
+def losses(
+    plan: Plan, model: Sequence[nn.ModuleList], share: Share, number: int, rank: int, k: int
+) -> list[Any]:
+    """What each optimizer's branches lose in a rank's pass; the second looks at the first too."""
+    for branches, frozen in zip(model, share.frozen, strict=True):
+        for i, branch in enumerate(branches):
+            branch.requires_grad_(i not in frozen)
+    seed = (plan.seed * 1009 + number * 101 + rank) * 11 + k
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
+    found = []
+    seen = torch.zeros(4, 2, dtype=torch.double)
+    for branches, taken in zip(model, share.passes[k], strict=True):
+        total = seen.detach()
+        for i in taken:
+            total = total + branches[i](x)
+        value = (total - x[:, :2]).square().mean()
+        if value.requires_grad:
+            found.append(value)
+        seen = total
+    return found
+
+
+# What the ranks do
+
+
+def train(hvd: Hvd, plan: Plan) -> tuple[list[nn.ModuleList], list[Any]]:
+    """Run this rank's part of the plan."""
+    model = make_model(plan)
+    optimizers = []
+    for o, branches in enumerate(model):
+        prefix = "net" if plan.same_names else f"net{o}"
+        names = [(f"{prefix}.{k}", p) for k, p in branches.named_parameters()]
+        inner = make_optimizer(plan.kinds[o], branches.parameters())
+        optimizers.append(hvd.DistributedOptimizer(inner, names, **plan.options[o]))
+    for number, step in enumerate(plan.steps):
+        share = step.shares[hvd.rank()]
+        if share is None:
+            break
+        _one_step(hvd, plan, model, optimizers, number, step, share)
+    if any(share is None for step in plan.steps for share in step.shares):
+        last = hvd.join()
+        longest = max(
+            range(hvd.size()), key=lambda r: sum(s.shares[r] is not None for s in plan.steps)
+        )
+        assert plan.steps[-1].shares[last] is not None
+        for o, branches in enumerate(model):
+            named = {f"{o}.{k}": v for k, v in branches.state_dict().items()}
+            hvd.broadcast_parameters(named, root_rank=longest)
+    return model, optimizers
+
+
+def _one_step(
+    hvd: Hvd,
+    plan: Plan,
+    model: list[nn.ModuleList],
+    optimizers: list[Any],
+    number: int,
+    step: Step,
+    share: Share,
+) -> None:
+    for o in step.optimizers:
+        if plan.keep:
+            model[o].zero_grad(set_to_none=False)
+        else:
+            optimizers[o].zero_grad()
+    time.sleep(share.late[0])
+    for k in range(len(share.passes)):
+        for value in losses(plan, model, share, number, hvd.rank(), k):
+            value.backward()
+    handles = {}
+    for i in share.metrics:
+        handles[i] = _submit(hvd, step.metrics[i], number, i)
+    time.sleep(share.late[1])
+    for i, early in enumerate(share.waits_early):
+        if early:
+            _check(hvd, step, number, i, handles.pop(i))
+    for o in share.steps:
+        if plan.clip:
+            optimizers[o].synchronize()
+            nn.utils.clip_grad_norm_(model[o].parameters(), 0.1)
+            with optimizers[o].skip_synchronize():
+                optimizers[o].step()
+        else:
+            optimizers[o].step()
+    for i, handle in handles.items():
+        _check(hvd, step, number, i, handle)
+
+
+def _value(metric: Metric, number: int, i: int, rank: int) -> Tensor:
+    return torch.arange(metric.size, dtype=torch.double) + 10 * number + i + 100 * rank
+
+
+def _submit(hvd: Hvd, metric: Metric, number: int, i: int) -> int:
+    value = _value(metric, number, i, hvd.rank())
+    if metric.kind == "allreduce":
+        handle = hvd.allreduce_async(value, name=metric.name, op=hvd.Sum)
+    elif metric.kind == "allgather":
+        handle = hvd.allgather_async(value[: hvd.rank() + 1], name=metric.name)
+    else:
+        handle = hvd.broadcast_async(value, root_rank=number % hvd.size(), name=metric.name)
+    return int(handle)
+
+
+def _check(hvd: Hvd, step: Step, number: int, i: int, handle: int) -> None:
+    metric, n = step.metrics[i], hvd.size()
+    if metric.kind == "allreduce":
+        active = [rank for rank in range(n) if step.shares[rank] is not None]
+        expected = torch.stack([_value(metric, number, i, rank) for rank in active]).sum(0)
+    elif metric.kind == "allgather":
+        expected = torch.cat([_value(metric, number, i, rank)[: rank + 1] for rank in range(n)])
+    else:
+        expected = _value(metric, number, i, number % n)
+    assert torch.equal(hvd.synchronize(handle), expected), f"{metric} in step {number}"
+
+
+# What must come out
+
+
+def by_hand(plan: Plan, n: int) -> list[nn.ModuleList]:
+    """Play all ranks on one process, without hvd."""
+    model = make_model(plan)
+    optimizers = [
+        make_optimizer(kind, branches.parameters())
+        for kind, branches in zip(plan.kinds, model, strict=True)
+    ]
+    for number, step in enumerate(plan.steps):
+        for o in step.optimizers:
+            for p in model[o].parameters():
+                p.grad = torch.zeros_like(p)
+        for rank, share in enumerate(step.shares):
+            for k in range(len(share.passes) if share is not None else 0):
+                assert share is not None
+                for value in losses(plan, model, share, number, rank, k):
+                    (value / n).backward()
+        for o in step.optimizers:
+            if plan.clip:
+                nn.utils.clip_grad_norm_(model[o].parameters(), 0.1)
+            optimizers[o].step()
+    return model
+
+
+def run_seeds(hvd: Hvd, seeds: Sequence[int], portable: bool = False) -> list[str]:
+    """Run these plans, and return what was wrong, by seed. A run that hangs ends the process, with
+    the seed in the output.
+    """
+    wrong = []
+    for seed in seeds:
+        plan = make_plan(seed, hvd.size(), portable)
+        try:
+            with _hangs_end(f"rank {hvd.rank()} hangs in seed {seed}"):
+                model, _ = train(hvd, plan)
+        except Exception as error:
+            raise AssertionError(f"seed {seed} raised {type(error).__name__}: {error}") from error
+        for o, (got, expected) in enumerate(zip(model, by_hand(plan, hvd.size()), strict=True)):
+            for (name, p), value in zip(got.named_parameters(), expected.parameters(), strict=True):
+                if not torch.allclose(p, value, rtol=1e-12, atol=1e-12):
+                    off = (p - value).abs().max().item()
+                    wrong.append(f"seed {seed}: {name} of optimizer {o} is off by {off}")
+                    break
+    return wrong
+
+
+@contextlib.contextmanager
+def _hangs_end(text: str) -> Iterator[None]:
+    main = threading.get_ident()
+
+    def end() -> None:
+        stack = "".join(traceback.format_stack(sys._current_frames()[main])[-5:])
+        print(f"{text}:\n{stack}", file=sys.stderr, flush=True)
+        time.sleep(1)  # for the other ranks' word, before the launcher ends them
+        os._exit(1)
+
+    timer = threading.Timer(SEED_S, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,396 @@
+"""Elastic training in a world that stays the same: commits, failures, news of hosts, samplers.
+
+The functions that take `hvd` run on every rank of a pool, under the real Horovod and under ours.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+
+from tests.hvd.pool import HvdRanks
+from tests.launching import run
+
+# Horovod itself is not asked to start anew: it cannot under MPI, and with Gloo, in a world that
+# stays the same, its ranks now and then meet the addresses of the world before, and abort.
+OURS = [("hvd-torchrun", 2), ("hvd-mpirun", 2), ("hvd-horovodrun", 2)]
+ON_BOTH = pytest.mark.parametrize("hvd_ranks", [("horovod-gloo", 2), OURS[0]], indirect=True)
+ON_OURS = pytest.mark.parametrize("hvd_ranks", OURS, indirect=True)
+
+
+def common(hvd: Any) -> Any:
+    """The names of horovod.common.elastic."""
+    real = hvd.__name__ == "horovod.torch"
+    return import_module("horovod.common.elastic" if real else "hvdtrain.hvd.elastic.common")
+
+
+def make_state(hvd: Any, **more: Any) -> Any:
+    """A model and an optimizer with momentum, different on every rank until they are synced."""
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return hvd.elastic.TorchState(model, optimizer, step=0, **more)
+
+
+def train_one(hvd: Any, state: Any) -> None:
+    state.optimizer.zero_grad()
+    state.model(torch.full((3, 4), float(state.step + hvd.rank()))).square().sum().backward()
+    for index, parameter in enumerate(state.model.parameters()):
+        hvd.allreduce_(parameter.grad, name=f"grad.{index}")
+    state.optimizer.step()
+    state.step += 1
+
+
+def weights(state: Any) -> list[float]:
+    return [value for p in state.model.parameters() for value in p.flatten().tolist()]
+
+
+# Failures
+
+
+def train_with_failures(hvd: Any, fail_at: tuple[int, ...]) -> dict[str, Any]:
+    """Six steps with a commit after every second. Fails once before each step of `fail_at`."""
+    state = make_state(hvd)
+    left, resets, starts = list(fail_at), [], []
+    state.register_reset_callbacks([lambda: resets.append(("first", hvd.size()))])
+    state.register_reset_callbacks([lambda: resets.append(("second", hvd.rank()))])
+
+    @hvd.elastic.run  # type: ignore[untyped-decorator]
+    def train(state: Any, until: int, *, times: int) -> str:
+        """Train."""
+        starts.append(state.step)
+        while state.step < until * times:
+            if left and state.step == left[0]:
+                left.pop(0)
+                hvd.allreduce(torch.ones(2 + hvd.rank()), name="of different shapes")
+            train_one(hvd, state)
+            if state.step % 2 == 0:
+                state.commit()
+        return "done"
+
+    assert train.__doc__ == "Train."
+    result = train(state, 3, times=2)
+    return {"result": result, "weights": weights(state), "resets": resets, "starts": starts}
+
+
+@ON_OURS
+def test_a_failure_goes_back_to_the_last_commit(hvd_ranks: HvdRanks) -> None:
+    whole = hvd_ranks.run(train_with_failures, ())
+    assert whole[0]["starts"] == [0]
+    assert whole[0]["resets"] == []
+    assert whole[0]["weights"] == whole[1]["weights"]
+    failing = hvd_ranks.run(train_with_failures, (1, 5))
+    for rank, outcome in enumerate(failing):
+        assert outcome["result"] == "done"
+        assert outcome["starts"] == [0, 0, 4]
+        assert outcome["resets"] == [("first", 2), ("second", rank)] * 2
+        assert outcome["weights"] == whole[0]["weights"]
+
+
+@ON_OURS
+def test_two_failures_in_a_row_go_back_to_the_same_commit(hvd_ranks: HvdRanks) -> None:
+    """Horovod's optimizer goes on with the tensors that were saved, and so spoils them."""
+    whole = hvd_ranks.run(train_with_failures, ())
+    failing = hvd_ranks.run(train_with_failures, (3, 3, 3))
+    assert failing[0]["starts"] == [0, 2, 2, 2]
+    assert failing[0]["weights"] == whole[0]["weights"]
+
+
+def fail_on_one_rank(hvd: Any) -> list[int]:
+    state = make_state(hvd)
+    starts: list[int] = []
+
+    @hvd.elastic.run  # type: ignore[untyped-decorator]
+    def train(state: Any) -> list[int]:
+        starts.append(state.step)
+        while state.step < 4:
+            if len(starts) == 1 and state.step == 3 and hvd.rank() == 1:
+                raise common(hvd).HorovodInternalError("as if its network were gone")
+            train_one(hvd, state)
+            if state.step == 2:
+                state.commit()
+        return starts
+
+    found: list[int] = train(state)
+    return found
+
+
+@ON_OURS
+def test_a_failure_on_one_rank_takes_the_others_along(hvd_ranks: HvdRanks) -> None:
+    assert hvd_ranks.run(fail_on_one_rank) == [[0, 2], [0, 2]]
+
+
+def raise_another(hvd: Any) -> list[Any]:
+    state = make_state(hvd)
+
+    @hvd.elastic.run  # type: ignore[untyped-decorator]
+    def train(state: Any) -> None:
+        raise KeyError("mine")
+
+    outcomes: list[Any] = []
+    try:
+        train(state)
+    except KeyError as error:
+        outcomes.append(str(error))
+    return [*outcomes, len(common(hvd).notification_manager._listeners)]
+
+
+@ON_BOTH
+def test_another_error_is_the_callers(hvd_ranks: HvdRanks) -> None:
+    assert hvd_ranks.run(raise_another) == [["'mine'", 0]] * 2
+
+
+# News of hosts
+
+
+def train_with_news(hvd: Any, kind: str, by_commit: bool) -> dict[str, Any]:
+    """Six steps; rank 0 is told of a change during the third."""
+    names = common(hvd)
+    state = make_state(hvd, sampler=hvd.elastic.ElasticSampler(range(20)))
+    starts: list[Any] = []
+    resets: list[int] = []
+    state.register_reset_callbacks([lambda: resets.append(state.step)])
+
+    @hvd.elastic.run  # type: ignore[untyped-decorator]
+    def train(state: Any) -> None:
+        starts.append(state.step)
+        while state.step < 6:
+            train_one(hvd, state)
+            state.sampler.record_batch(0, 1)
+            if state.step == 3 and len(starts) == 1 and hvd.rank() == 0:
+                change = getattr(names.HostUpdateResult, kind)
+                names.notification_manager.handle_hosts_updated(100, change)
+                names.notification_manager.handle_hosts_updated(100, change)  # not news
+            if by_commit:
+                state.commit()
+            else:
+                state.check_host_updates()
+
+    syncs: list[int] = []
+    sync = state.sync
+
+    def counted() -> None:
+        syncs.append(state.step)
+        sync()
+
+    state.sync = counted
+    train(state)
+    return {
+        "weights": weights(state),
+        "starts": starts,
+        "resets": resets,
+        "syncs": syncs,
+        "left": len(state.sampler),
+    }
+
+
+@ON_OURS
+@pytest.mark.parametrize("kind", ["added", "removed", "mixed"])
+def test_news_of_hosts_keep_the_state(hvd_ranks: HvdRanks, kind: str) -> None:
+    whole = hvd_ranks.run(train_with_failures, ())
+    for outcome in hvd_ranks.run(train_with_news, kind, True):
+        assert outcome["starts"] == [0, 3]
+        assert outcome["resets"] == [3]
+        assert outcome["syncs"] == ([0] if kind == "removed" else [0, 3])
+        assert outcome["weights"] == whole[0]["weights"]
+
+
+@ON_OURS
+@pytest.mark.parametrize("kind", ["added", "removed"])
+def test_news_between_commits_lose_nothing(hvd_ranks: HvdRanks, kind: str) -> None:
+    """Horovod sets the plain objects, but not the model, back to the last commit; and where hosts
+    were only removed, it leaves the sampler to the old world.
+    """
+    whole = hvd_ranks.run(train_with_failures, ())
+    for outcome in hvd_ranks.run(train_with_news, kind, False):
+        assert outcome["starts"] == [0, 3]
+        assert outcome["weights"] == whole[0]["weights"]
+        assert outcome["left"] == (20 - 3 * 2) // 2
+
+
+# States
+
+
+def sync_and_restore(hvd: Any) -> list[Any]:
+    state = make_state(hvd, epoch=10 + hvd.rank(), rates=[0.1 * (1 + hvd.rank())])
+    found = [state.epoch, weights(state)]
+    state.sync()
+    found += [state.epoch, state.rates, weights(state)]
+    state.epoch, state.step = 20, 3
+    state.commit()
+    train_one(hvd, state)
+    state.epoch = 30
+    state.restore()
+    return [*found, state.epoch, state.step, weights(state)]
+
+
+@ON_BOTH
+def test_sync_takes_rank_zeros_and_restore_the_commits(hvd_ranks: HvdRanks) -> None:
+    first, second = hvd_ranks.run(sync_and_restore)
+    assert (first[0], second[0]) == (10, 11)
+    assert first[1] != second[1]
+    assert first[2:] == second[2:] == [10, [0.1], first[1], 20, 3, first[1]]
+
+
+def assign_and_register(hvd: Any) -> list[Any]:
+    module = import_module(f"{hvd.__name__}.elastic.state")
+
+    class Counter:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    class CounterHandler(module.StateHandler):  # type: ignore[misc, name-defined]
+        def save(self) -> None:
+            self.saved = self.value.value
+
+        def restore(self) -> None:
+            self.value.value = self.saved
+
+        def sync(self) -> None:
+            self.value.value = hvd.broadcast_object(self.value.value, name="counter")
+
+    before = module.get_handler_registry()
+    module.set_handler_registry([*before, (Counter, CounterHandler)])
+    try:
+        state = make_state(hvd, counter=Counter(hvd.rank()))
+    finally:
+        module.set_handler_registry(before)
+    state.sync()
+    state.counter.value += 5
+    state.save()
+    state.counter.value += 1
+    state.restore()
+    other = torch.nn.Linear(4, 2)
+    expected = other.weight.tolist()
+    state.model = other
+    with torch.no_grad():
+        other.weight.zero_()
+    state.restore()
+    empty = hvd.elastic.TorchState(batch=1)
+    kept = state.model is other and state.model.weight.tolist() == expected
+    return [state.counter.value, kept, empty.model, empty.optimizer, empty.batch]
+
+
+@ON_BOTH
+def test_own_handlers_and_assigned_modules_are_saved(hvd_ranks: HvdRanks) -> None:
+    assert hvd_ranks.run(assign_and_register) == [[5, True, None, None, 1]] * 2
+
+
+# Samplers
+
+
+def sample(hvd: Any, total: int, shuffle: bool, seed: int, epoch: int, done: int) -> list[Any]:
+    sampler = hvd.elastic.ElasticSampler(range(total), shuffle, seed)
+    sampler.set_epoch(epoch)
+    for batch in range(done):
+        sampler.record_batch(batch, 3)
+    state = sampler.state_dict()
+    other = hvd.elastic.ElasticSampler(range(total), shuffle, seed)
+    other.load_state_dict(state)
+    return [state, len(sampler), list(sampler), len(other), list(other)]
+
+
+@pytest.mark.parametrize(
+    ("total", "shuffle", "seed", "epoch", "done"),
+    [
+        (20, True, 0, 0, 0),
+        (21, True, 7, 3, 2),
+        (1797, True, 123456, 40, 100),
+        (13, False, 0, 1, 1),
+        (12, True, 0, 0, 2),
+        (11, True, 0, 0, 9),
+    ],
+)
+@ON_BOTH
+def test_the_samplers_order_is_horovods(
+    hvd_ranks: HvdRanks, total: int, shuffle: bool, seed: int, epoch: int, done: int
+) -> None:
+    order = list(range(total))
+    if shuffle:
+        random.Random(seed + epoch).shuffle(order)
+    left = order[done * 3 * 2 :]
+    per_rank = -(-len(left) // 2)
+
+    def share(indices: list[int], rank: int) -> list[int]:
+        padded = indices + indices[: -(-len(indices) // 2) * 2 - len(indices)]
+        return padded[rank::2]
+
+    for rank, found in enumerate(hvd_ranks.run(sample, total, shuffle, seed, epoch, done)):
+        whole = share(order, rank)
+        state = {"epoch": epoch, "processed_num": done * 3 * 2}
+        assert found == [state, len(whole), whole, per_rank, share(left, rank)]
+
+
+@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 3)], indirect=True)
+def test_fewer_samples_left_than_ranks(hvd_ranks: HvdRanks) -> None:
+    """Horovod fails here."""
+    assert [found[2] for found in hvd_ranks.run(sample, 1, True, 0, 0, 0)] == [[0]] * 3
+
+
+# Names
+
+NAMES = """
+elastic.run elastic.TorchState elastic.ElasticSampler
+elastic.state.StateHandler elastic.state.ModelStateHandler elastic.state.OptimizerStateHandler
+elastic.state.SamplerStateHandler elastic.state.TorchState elastic.state.get_handler_registry
+elastic.state.set_handler_registry elastic.sampler.ElasticSampler
+""".split()
+COMMON = """
+State ObjectState run_fn notification_manager.init
+notification_manager.register_listener notification_manager.remove_listener
+notification_manager.handle_hosts_updated
+""".split()
+METHODS = {
+    "State": "register_reset_callbacks on_reset on_hosts_updated commit check_host_updates save "
+    "restore sync reset",
+    "ObjectState": "save restore sync",
+    "TorchState": "save restore sync",
+    "StateHandler": "save restore sync set_value",
+    "ElasticSampler": "set_epoch record_batch load_state_dict state_dict reset __iter__ __len__",
+}
+
+
+def signatures(torch_name: str, common_name: str) -> dict[str, list[list[str]]]:
+    """Names, kinds and defaults of the parameters of everything public."""
+    found = {}
+    for root, names in ((torch_name, NAMES), (common_name, COMMON)):
+        import_module(f"{torch_name}.elastic.state")
+        import_module(f"{torch_name}.elastic.sampler")
+        for name in names:
+            value: Any = import_module(root)
+            for part in name.split("."):
+                value = getattr(value, part)
+            found[name] = value
+    for owner in [name for name in found if name.rpartition(".")[2] in METHODS]:
+        for method in METHODS[owner.rpartition(".")[2]].split():
+            found[f"{owner}.{method}"] = getattr(found[owner], method)
+    return {
+        name: [[p.name, p.kind.name, str(p.default)] for p in signature(value).parameters.values()]
+        for name, value in found.items()
+    }
+
+
+def test_signatures_are_horovods() -> None:
+    script = (
+        "import json; from tests.hvd.test_elastic import signatures; "
+        "print('FOUND', json.dumps(signatures('horovod.torch', 'horovod.common.elastic')))"
+    )
+    done = run([sys.executable, "-c", script])
+    (line,) = done.lines("FOUND")
+    assert signatures("hvdtrain.hvd", "hvdtrain.hvd.elastic.common") == json.loads(
+        line.removeprefix("FOUND ")
+    )
+
+
+def test_horovods_driver_is_refused() -> None:
+    from hvdtrain.hvd.elastic.common import notification_manager
+
+    with pytest.raises(NotImplementedError, match="handle_hosts_updated"):
+        notification_manager.init("10.0.0.1", 1234)

@@ -1,0 +1,204 @@
+"""How jobs begin and end: ranks that die, leave, come late or never, and live a hundred times.
+
+Ranks are processes of their own here, with what torchrun sets made by hand: a launcher would end
+the others when one dies, before they could say what they saw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hvd.behaviour import SHUT_DOWN
+from tests.launching import members, started
+
+LIMIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """How a rank ended: exit code, output, and its answer, empty where it gave none."""
+
+    code: int
+    output: str
+    answer: dict[str, Any]
+
+
+def play(
+    scenario: str, folder: Path, *arguments: object, n: int = 3, timeout: float = 60, **env: str
+) -> list[Rank]:
+    """Run a scenario of lifecycle.py; nothing of it may stay behind."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shared = set(Path("/dev/shm").iterdir())
+    command = [sys.executable, "-m", "tests.hvd.lifecycle", scenario, str(folder)]
+    ranks = []
+    with contextlib.ExitStack() as stack:
+        running = []
+        for rank in range(n):
+            place = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(n),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(n),
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": str(port),
+            }
+            line = [*command, *map(str, arguments)]
+            running.append(stack.enter_context(started(line, env={**place, **env})))
+        deadline = time.monotonic() + timeout
+        for rank, (process, log) in enumerate(running):
+            try:
+                code = process.wait(max(0.1, deadline - time.monotonic()))
+            except Exception:
+                texts = "\n".join(log.read_text(errors="replace") for _, log in running)
+                raise AssertionError(f"{scenario}: rank {rank} did not end:\n{texts}") from None
+            output = log.read_text(errors="replace")
+            lines = [line for line in output.splitlines() if line.startswith('{"rank"')]
+            ranks.append(Rank(code, output, json.loads(lines[0]) if lines else {}))
+        left = {**members(running[0][0].marker), **members(running[-1][0].marker)}
+        assert not left, f"{scenario} left processes behind: {left}"
+    new = {path.name for path in set(Path("/dev/shm").iterdir()) - shared if "torch" in path.name}
+    assert not new, f"{scenario} left shared memory behind: {new}"
+    return ranks
+
+
+def check_survivors(ranks: list[Rank], victim: int, limit_s: float) -> None:
+    """Every other rank saw the end in time, and could end in peace."""
+    for number, rank in enumerate(ranks):
+        if number == victim:
+            continue
+        answer = rank.answer
+        assert answer, rank.output
+        assert answer["kind"] == "HorovodInternalError", answer
+        assert answer["text"].startswith(SHUT_DOWN), answer
+        assert answer["seconds"] < limit_s, answer
+        assert answer["next"].startswith(SHUT_DOWN), answer
+        assert answer["next_s"] < 1, answer
+        assert answer["shutdown_s"] < 5, answer
+        assert not answer["threads"], answer
+        assert rank.code == 0, rank.output
+        assert "Traceback" not in rank.output, rank.output
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    "scenario",
+    ["in_a_blocking_operation", "in_a_big_operation", "in_a_step", "with_pending_operations"],
+)
+def test_killed(scenario: str, victim: int, tmp_path: Path) -> None:
+    ranks = play(scenario, tmp_path, victim, "kill")
+    assert ranks[victim].code == -signal.SIGKILL
+    check_survivors(ranks, victim, LIMIT_S)
+
+
+def test_the_dead_rank_is_named(tmp_path: Path) -> None:
+    ranks = play("in_a_blocking_operation", tmp_path, 1, "kill")
+    assert all("Rank 1 (process" in ranks[rank].answer["text"] for rank in (0, 2))
+
+
+@pytest.mark.parametrize("scenario", ["in_join", "in_barrier"])
+def test_killed_while_others_wait(scenario: str, tmp_path: Path) -> None:
+    check_survivors(play(scenario, tmp_path, 1, "kill"), 1, LIMIT_S)
+
+
+@pytest.mark.parametrize("how", ["shutdown", "exit", "exception"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_left(how: str, victim: int, tmp_path: Path) -> None:
+    ranks = play("with_pending_operations", tmp_path, victim, how)
+    assert ranks[victim].code == (1 if how == "exception" else 0), ranks[victim].output
+    check_survivors(ranks, victim, 5)
+
+
+@pytest.mark.parametrize("scenario", ["in_a_blocking_operation", "in_a_step", "in_join"])
+def test_left_while_others_wait(scenario: str, tmp_path: Path) -> None:
+    ranks = play(scenario, tmp_path, 1, "exit")
+    assert ranks[1].code == 0, ranks[1].output
+    check_survivors(ranks, 1, 5)
+
+
+def test_a_hundred_lives(tmp_path: Path) -> None:
+    for rank in play("a_hundred_times", tmp_path, n=2, timeout=100):
+        assert rank.answer, rank.output
+        early, late = rank.answer["counts"]
+        assert late[0] <= early[0] + 1, f"threads grew: {early} -> {late}"
+        assert late[1] <= early[1] + 2, f"open files grew: {early} -> {late}"
+
+
+def test_an_optimizer_of_two_lives(tmp_path: Path) -> None:
+    for rank in play("one_optimizer_over_two_lives", tmp_path, n=2):
+        assert rank.answer, rank.output
+        assert rank.answer["value"] == rank.answer["expected"]
+
+
+def test_ends_without_shutdown(tmp_path: Path) -> None:
+    for rank in play("without_shutdown", tmp_path):
+        assert rank.code == 0, rank.output
+        assert rank.output.splitlines()[:-1] == [], rank.output
+
+
+def test_forked_children_do_not_matter(tmp_path: Path) -> None:
+    for rank in play("with_children", tmp_path, n=2):
+        assert rank.code == 0, rank.output
+        assert rank.answer["value"] == pytest.approx(rank.answer["expected"], rel=1e-5)
+        assert "Traceback" not in rank.output, rank.output
+
+
+STALLED = (
+    "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks "
+    "and are waiting for remainder of ranks for more than 1 seconds."
+)
+
+
+def test_a_stall_is_told(tmp_path: Path) -> None:
+    ranks = play("with_a_late_rank", tmp_path, HOROVOD_STALL_CHECK_TIME_SECONDS="1")
+    for rank in ranks:
+        assert rank.answer["sums"] == rank.answer["expected"]
+    assert STALLED in ranks[0].output
+    told = ranks[0].output.partition("Missing ranks:\n")[2]
+    names = ", ".join(f"allreduce.alpha.{i}" for i in range(6))
+    assert told.startswith(f"2: [{names} ...]"), ranks[0].output
+    assert not any(STALLED in rank.output for rank in ranks[1:])
+
+
+def test_a_stalled_step_is_told(tmp_path: Path) -> None:
+    ranks = play("with_a_late_rank_in_a_step", tmp_path, HOROVOD_STALL_CHECK_TIME_SECONDS="1")
+    for rank in ranks:
+        assert rank.answer["value"] == [-4.0] * 4
+    assert STALLED in ranks[0].output
+    told = ranks[0].output.partition("Missing ranks:\n")[2]
+    assert told.startswith("2: ["), ranks[0].output
+
+
+def test_stalls_may_be_kept_quiet(tmp_path: Path) -> None:
+    ranks = play(
+        "with_a_late_rank",
+        tmp_path,
+        n=2,
+        HOROVOD_STALL_CHECK_TIME_SECONDS="1",
+        HOROVOD_STALL_CHECK_DISABLE="1",
+    )
+    assert not any(STALLED in rank.output for rank in ranks)
+
+
+def test_a_stall_may_end_the_job(tmp_path: Path) -> None:
+    ranks = play(
+        "with_a_rank_that_never_comes",
+        tmp_path,
+        HOROVOD_STALL_CHECK_TIME_SECONDS="1",
+        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="2",
+    )
+    assert STALLED in ranks[0].output
+    check_survivors(ranks, -1, 10)
+    for rank in ranks[:2]:
+        assert 1.5 < rank.answer["seconds"] < 5, rank.answer

@@ -1,0 +1,296 @@
+"""Every public name of the installed Horovod is here, with the same signature; and in the manual.
+
+What differs is listed at the top, with the reason. Horovod is not optional: without it these fail.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import hvdtrain
+import hvdtrain.hvd
+from hvdtrain.hvd import adasum_optimizer
+from hvdtrain.hvd.alias import MODULES, VERSION
+
+MANUAL = Path(hvdtrain.hvd.__file__).with_name("README.md")
+
+# Not here. Names of Horovod's machinery, which nothing outside it can use.
+LEFT_OUT = {
+    "horovod.common.exceptions": {"get_version_mismatch_message"},  # there is no build to mismatch
+    "horovod.torch.mpi_ops": {  # autograd functions of the operations, which have no state
+        "HorovodAllgather",
+        "HorovodAllreduce",
+        "HorovodAlltoall",
+        "HorovodBroadcast",
+        "HorovodGroupedAllgather",
+        "HorovodGroupedAllreduce",
+        "HorovodGroupedReducescatter",
+        "HorovodReducescatter",
+        "check_installed_version",  # imported there, and used only there
+        "gpu_available",
+        "handle_average_backwards_compatibility",
+        "num_rank_is_power_2",
+        "get_average_backwards_compatibility_fun",
+        "Compression",
+    },
+    "horovod.torch": {"check_extension"},  # an import of its own: it is horovod.common.util's
+}
+# Parameters at the end, with defaults, that Horovod does not have.
+MORE = {
+    "allgather_object": ["process_set"],
+    "broadcast_parameters": ["process_set"],
+    "broadcast_optimizer_state": ["process_set"],
+}
+# Where Horovod's own signature says nothing, or ours takes more than it.
+OTHERWISE = {
+    "horovod.common.basics.HorovodBasics": "()",  # there is no library to load
+    "horovod.common.exceptions.HostsUpdatedInterrupt": "(skip_sync=False)",
+    **{  # (*args, **kwargs) in Horovod, being cached
+        f"horovod.common.util.{name}_built": "(verbose=False)"
+        for name in ("ccl", "ddl", "gloo", "mpi", "nccl")
+    },
+    "horovod.common.util.gpu_available": "(ext_base_name, verbose=False)",
+    "horovod.common.util.is_version_greater_equal_than": "(ver, target)",
+    "optimizer.load_state_dict": "(self, state_dict)",  # (*args, **kwargs)
+    "optimizer.zero_grad": "(self, set_to_none=True)",  # as torch has it
+}
+WORDS = {"identical", "stronger", "different", "refused"}
+
+
+def defined(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """The public names that a module of Horovod's defines; in the two that scripts import from also
+    those that it passes on.
+    """
+    passes_on = module.__name__ in ("horovod.torch", "horovod.torch.mpi_ops")
+    for name, value in vars(module).items():
+        home = getattr(value, "__module__", None) or (passes_on and module.__name__)
+        if name.startswith("_") or isinstance(value, ModuleType) or name == "MPI":
+            continue
+        if home == module.__name__ or (passes_on and str(home).startswith("horovod.")):
+            yield name, value
+
+
+def described(signature: inspect.Signature) -> list[tuple[str, str, object]]:
+    """A signature without annotations; our defaults are other objects than Horovod's own."""
+    described = []
+    for p in signature.parameters.values():
+        default = p.default
+        if isinstance(default, type) and default is not inspect.Parameter.empty:
+            default = default.__name__
+        elif type(default).__name__ == "ProcessSet":
+            default = ("process set", default.process_set_id)
+        described.append((p.name, p.kind.name, default))
+    return described
+
+
+def bare(signature: inspect.Signature) -> str:
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(inspect.Signature(parameters))
+
+
+def differs(name: str, real: Any, ours: Any) -> str | None:
+    """What is wrong with the signature of ours."""
+    theirs, own = inspect.signature(real), inspect.signature(ours)
+    text = f"{name}: {bare(own)} instead of {bare(theirs)}"
+    if name in OTHERWISE:
+        return None if OTHERWISE[name] in ("*", bare(own)) else text
+    more = MORE.get(name.rpartition(".")[2], [])
+    parameters = described(own)
+    end = len(parameters) - len(more)
+    if parameters[:end] != described(theirs) or [p[0] for p in parameters[end:]] != more:
+        return text
+    return None if all(p[2] is not inspect.Parameter.empty for p in parameters[end:]) else text
+
+
+def differences(name: str, real: Any, ours: Any) -> Iterator[str]:
+    """What is wrong with ours, be it a function, a class with its methods, or a constant."""
+    if not callable(real):
+        if isinstance(real, (int, str, list)) and ours != real:
+            yield f"{name} is {ours!r} instead of {real!r}"
+        return
+    try:
+        wrong = differs(name, real, ours)
+    except ValueError:  # a builtin without a signature
+        wrong = None
+    if wrong is not None:
+        yield wrong
+    if not isinstance(real, type):
+        return
+    for base in reversed([c for c in real.__mro__ if c.__module__.startswith("horovod.")]):
+        for method, value in vars(base).items():
+            if method.startswith("_") or not callable(getattr(real, method)):
+                continue
+            if not hasattr(ours, method):
+                yield f"{name}.{method} is missing"
+            elif isinstance(value, (staticmethod, classmethod)) or inspect.isfunction(value):
+                wrong = differs(f"{name}.{method}", getattr(real, method), getattr(ours, method))
+                if wrong is not None:
+                    yield wrong
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_name_with_its_signature(name: str) -> None:
+    real, ours = importlib.import_module(name), importlib.import_module(MODULES[name])
+    left_out = LEFT_OUT.get(name, set())
+    names = dict(defined(real))
+    missing = {n for n in names if not hasattr(ours, n)}
+    assert missing - left_out == set()
+    assert left_out - missing == set(), "these are here, or are not Horovod's"
+    wrong: list[str] = []
+    for n, value in names.items():
+        if n in missing:
+            continue
+        if n in ("init", "shutdown"):  # wrappers that take anything
+            value = getattr(importlib.import_module("horovod.torch.mpi_ops")._basics, n)
+        wrong += differences(f"{name}.{n}", value, getattr(ours, n))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kind", ["_DistributedOptimizer", "_DistributedAdasumOptimizer"])
+def test_the_wrapped_optimizers_methods(kind: str) -> None:
+    real = getattr(importlib.import_module("horovod.torch.optimizer"), kind)
+    ours = {
+        "_DistributedOptimizer": hvdtrain.hvd.optimizer._DistributedOptimizer,
+        "_DistributedAdasumOptimizer": adasum_optimizer._AdasumOptimizer,
+    }[kind]
+    wrong: list[str | None] = []
+    for name, value in vars(real).items():
+        if not name.startswith("_") and inspect.isfunction(value):
+            wrong += [differs(f"optimizer.{name}", value, getattr(ours, name))]
+    assert [text for text in wrong if text is not None] == []
+
+
+def test_what_is_no_function_of_a_module() -> None:
+    real = importlib.import_module("horovod.common.elastic").notification_manager
+    ours = importlib.import_module("hvdtrain.hvd.elastic.common").notification_manager
+    names = {name for name in dir(real) if not name.startswith("_")}
+    assert names - set(dir(ours)) == set()
+    for name in ("register_listener", "remove_listener", "handle_hosts_updated"):
+        assert differs(name, getattr(real, name), getattr(ours, name)) is None
+    horovod = importlib.import_module("horovod")
+    assert horovod.__version__ == VERSION
+    assert differs("run", horovod.run, hvdtrain.run) is None
+    hvd = hvdtrain.hvd
+    for module in ("mpi_ops", "optimizer", "functions", "compression", "sync_batch_norm"):
+        assert getattr(hvd, module) is importlib.import_module(f"hvdtrain.hvd.{module}")
+    assert hvd.elastic.state.__name__ == "hvdtrain.hvd.elastic.state"
+    mpi_ops = importlib.import_module("hvdtrain.hvd.mpi_ops")
+    assert mpi_ops._basics is importlib.import_module("hvdtrain.hvd.basics").basics
+    assert hvd._MPI_LIB_AVAILABLE is True
+    assert isinstance(hvd._check_has_gpu(), bool)
+    assert issubclass(hvd.HorovodInternalError, RuntimeError)
+
+
+def manual_rows() -> list[tuple[list[str], str, str]]:
+    """The names, the word and the reason of every row of the manual's table of calls."""
+    text = MANUAL.read_text().partition("## Every call")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \| (\w+) \|\s*(.*?)\s*\|$", text, re.MULTILINE)
+    return [(re.findall(r"`([\w.]+)`", names), word, reason) for names, word, reason in rows]
+
+
+def test_every_call_is_in_the_manual() -> None:
+    rows = manual_rows()
+    named = [name for names, _, _ in rows for name in names]
+    assert {name for name in named if named.count(name) > 1} == set()
+    assert {word for _, word, _ in rows} == WORDS
+    assert [names for names, word, reason in rows if word != "identical" and not reason] == []
+    expected = {name for name, _ in defined(importlib.import_module("horovod.torch"))}
+    expected -= LEFT_OUT["horovod.torch"]
+    for module in ("optimizer", "elastic", "elastic.state", "elastic.sampler"):
+        expected |= {n for n, _ in defined(importlib.import_module(f"horovod.torch.{module}"))}
+    expected |= {n for n, _ in defined(importlib.import_module("horovod.common.elastic"))}
+    expected |= {n for n, _ in defined(importlib.import_module("horovod.common.exceptions"))}
+    expected -= LEFT_OUT["horovod.common.exceptions"]
+    expected |= {f"Compression.{n}" for n in ("none", "fp16", "bf16")} | {"is_homogeneous"}
+    expected = (expected - {"run", "Compression"}) | {"elastic.run", "horovod.run"}
+    assert expected - set(named) == set()
+    for name in named:  # and every name in the manual is there
+        where = {"horovod": hvdtrain}.get(name.partition(".")[0], hvdtrain.hvd)
+        if not found(where, name.removeprefix("horovod.")):
+            pytest.fail(f"the manual has {name}, which is not here")
+
+
+def found(where: Any, name: str) -> bool:
+    homes = (where, *(importlib.import_module(m) for m in MODULES.values()))
+    first, _, rest = name.partition(".")
+    for home in homes:
+        value = getattr(home, first, None)
+        if value is not None and (not rest or hasattr(value, rest)):
+            return True
+    return first == "optimizer" and hasattr(hvdtrain.hvd.optimizer._DistributedOptimizer, rest)
+
+
+def test_importing_starts_nothing() -> None:
+    code = (
+        "import sys, threading, hvdtrain.hvd as hvd\n"
+        "assert threading.active_count() == 1\n"
+        "assert not hvd.is_initialized()\n"
+        "assert 'horovod' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
+def test_util() -> None:
+    from hvdtrain.hvd import util
+
+    real = importlib.import_module("horovod.common.util")
+    for length in range(8):
+        for n in range(1, 5):
+            items = list(range(length))
+            assert util.split_list(items, n) == real.split_list(items, n)
+        assert util.num_rank_is_power_2(length) == real.num_rank_is_power_2(length)
+    assert util.get_extension_full_path("/a/b.py", "c", "d") == real.get_extension_full_path(
+        "/a/b.py", "c", "d"
+    )
+    for one, other in (("2.9.0", "2.10.0"), ("2.10.0", "2.9.0"), ("2.13.0+cpu", "2.13.0")):
+        expected = real.is_version_greater_equal_than(one, other)
+        assert util.is_version_greater_equal_than(one, other) is expected
+    for bad in ((2, "1.0.0"), ("2.0.0", "1.0")):
+        with pytest.raises(ValueError, match="only accepts|must be major"):
+            util.is_version_greater_equal_than(*bad)
+    assert [util.is_iterable(x) for x in ((), "a", 3)] == [True, True, False]
+    util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
+    with pytest.raises(ImportError, match="Extension horovod.mxnet has not been built"):
+        util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__, "mpi_lib")
+    assert [util.extension_available(name) for name in util.EXTENSIONS] == [False, True, False]
+    assert util.gpu_available("tensorflow") is False
+    assert (util.mpi_built(), util.ddl_built(), util.ccl_built()) == (False, False, False)
+    assert util.gloo_built() is True
+    assert isinstance(util.nccl_built(), int)
+    util.check_installed_version("pytorch", "1.0")
+
+
+def test_util_env(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    from hvdtrain.hvd.util import env
+
+    monkeypatch.setenv("A_VARIABLE", "before")
+    with env(A_VARIABLE="in", ANOTHER_VARIABLE="x", A_THIRD=None):
+        assert (os.environ["A_VARIABLE"], os.environ["ANOTHER_VARIABLE"]) == ("in", "x")
+        assert "A_THIRD" not in os.environ
+    assert os.environ["A_VARIABLE"] == "before"
+    assert "ANOTHER_VARIABLE" not in os.environ
+
+
+def test_util_average_or_op() -> None:
+    from hvdtrain.hvd.util import get_average_backwards_compatibility_fun
+
+    choose = get_average_backwards_compatibility_fun(hvdtrain.hvd)
+    assert choose(None, None) == hvdtrain.hvd.Average
+    assert choose(hvdtrain.hvd.Min, None) == hvdtrain.hvd.Min
+    for average, op in ((True, hvdtrain.hvd.Average), (False, hvdtrain.hvd.Sum)):
+        with pytest.deprecated_call(match="Parameter `average` has been replaced with `op`"):
+            assert choose(None, average) == op
+    with pytest.raises(ValueError, match="op parameter supersedes average"):
+        choose(hvdtrain.hvd.Sum, True)

@@ -1,0 +1,50 @@
+"""Every case of DistributedOptimizer's table, on the real Horovod and on ours."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hvd import (
+    optimizer_arguments,
+    optimizer_changes,
+    optimizer_class,
+    optimizer_passes,
+    optimizer_reduction,
+    optimizer_state,
+    optimizer_training,
+    optimizer_uneven,
+)
+from tests.hvd.behaviour import Case, perform
+from tests.hvd.optimizer_table import TABLE
+from tests.hvd.pool import OUR_ARMS, REAL_ARMS, HvdRanks
+
+GROUPS = (
+    optimizer_arguments,
+    optimizer_changes,
+    optimizer_class,
+    optimizer_passes,
+    optimizer_reduction,
+    optimizer_state,
+    optimizer_training,
+    optimizer_uneven,
+)
+# By which launcher ranks meet makes no difference to an optimizer: one of them, in every run.
+_EVERY_RUN = [("horovod-gloo", 2), ("horovod-mpi", 3), ("hvd-torchrun", 2), ("hvd-torchrun", 3)]
+ARMS = [
+    pytest.param(arm, marks=() if arm in _EVERY_RUN else pytest.mark.exhaustive)
+    for arm in (*REAL_ARMS, *OUR_ARMS, ("horovod-gloo", 1), ("hvd-torchrun", 1))
+]
+
+
+def name(row: Case) -> str:
+    return f"{row.function.__module__.rpartition('optimizer_')[2]}-{row.function.__name__}"
+
+
+@pytest.mark.parametrize("row", TABLE, ids=name)
+@pytest.mark.parametrize("hvd_ranks", ARMS, indirect=True)
+def test_behaves(hvd_ranks: HvdRanks, row: Case) -> None:
+    hvd_ranks.run(perform, row.function, row.uneven, row.ends)
+
+
+def test_every_group_has_rows() -> None:
+    assert {row.function.__module__ for row in TABLE} == {group.__name__ for group in GROUPS}

@@ -1,0 +1,55 @@
+"""Two hundred random runs: no hang, and no gradient of another step, pass, rank or parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hvd.pool import HvdRanks
+from tests.hvd.random_runs import make_plan, run_seeds
+
+SEEDS = range(200)
+PER_CALL = 40
+
+
+class SmallBuckets(HvdRanks):
+    """Ranks for which a few parameters fill a bucket."""
+
+    env = {**HvdRanks.env, "HOROVOD_FUSION_THRESHOLD": "200", "HVDTRAIN_PIPELINED_STEP": "1"}
+
+
+KINDS = {"big": HvdRanks, "small": SmallBuckets}
+
+
+@pytest.fixture(scope="module", params=[(n, kind) for n in (2, 3) for kind in KINDS], ids=str)
+def pool(request: pytest.FixtureRequest) -> Iterator[HvdRanks]:
+    n, kind = request.param
+    ranks = KINDS[kind]("hvd-torchrun", n)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("first", SEEDS[::PER_CALL])
+def test_trains_as_one_process(pool: HvdRanks, first: int) -> None:
+    """Half of the seeds with many buckets, half with few; with the other number of ranks too."""
+    seeds = SEEDS[first : first + PER_CALL]
+    halves = [[seed for seed in seeds if seed % 2 == half] for half in (0, 1)]
+    small = isinstance(pool, SmallBuckets)
+    results = pool.run(run_seeds, halves[small])
+    assert not any(results), "\n".join(line for lines in results for line in lines)
+
+
+def test_seeds_reach_everything() -> None:
+    """So that no later change of the generator makes the runs easy."""
+    plans = [make_plan(seed, 3, portable=False) for seed in SEEDS]
+    shares = [share for plan in plans for step in plan.steps for share in step.shares]
+    joined = [plan for plan in plans if any(None in step.shares for step in plan.steps)]
+    assert len(joined) > 40
+    assert sum(len(plan.branches) == 2 for plan in plans) > 40
+    assert sum(plan.same_names for plan in plans) > 20
+    assert sum(max(plan.passes) > 1 for plan in plans) > 80
+    assert sum(bool(share and any(share.late)) for share in shares) > 200
+    assert sum(bool(share and len(share.metrics) > 1) for share in shares) > 200
+    assert sum(bool(share and any(share.frozen)) for share in shares) > 200
+    assert sum(share.steps == [1, 0] for share in shares if share) > 50

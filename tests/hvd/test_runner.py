@@ -1,0 +1,270 @@
+"""`hvdtrain.run`: a function on several processes of this host."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hvdtrain.hvd as hvd
+from hvdtrain.hvd.runner import run
+from tests import launching
+from tests.launching import started
+
+PYTHON = sys.executable
+
+
+@pytest.fixture(autouse=True)
+def _nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """No file stays behind, and no signal is taken from us."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert [signal.getsignal(number) for number in numbers] == handlers
+
+
+# Results
+
+
+def test_results_come_in_rank_order() -> None:
+    factor = 3
+
+    def work(values: list[float], *, name: str) -> tuple[int, int, list[float], Any]:
+        hvd.init()
+        total = hvd.allreduce(torch.tensor(values) * (hvd.rank() + 1), op=hvd.Sum, name=name)
+        mine = hvd.rank() * factor
+        return hvd.rank(), hvd.size(), total.tolist(), lambda: mine
+
+    results = run(work, ([1.0, 2.0],), {"name": "values"}, num_proc=2)
+    assert [result[:3] for result in results] == [(0, 2, [3.0, 6.0]), (1, 2, [3.0, 6.0])]
+    assert [result[3]() for result in results] == [0, 3]
+
+
+def test_one_process_is_the_default() -> None:
+    assert run(lambda: os.environ["WORLD_SIZE"]) == ["1"]
+
+
+def test_ranks_see_our_path_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_here.py").write_text("def work():\n    import os\n    return os.getcwd()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    import only_here  # type: ignore[import-not-found]
+
+    assert run(only_here.work) == [str(tmp_path)]
+
+
+def test_it_works_from_another_thread() -> None:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.extend(run(lambda: 1, num_proc=2)))
+    thread.start()
+    thread.join(60)
+    assert results == [1, 1]
+
+
+def test_output_goes_to_files_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def speak() -> None:
+        print("said by", os.environ["RANK"])
+        print("complained by", os.environ["RANK"], file=sys.stderr)
+
+    run(speak, num_proc=2, output_filename=str(tmp_path / "output"), verbose=1)
+    for rank in (0, 1):
+        folder = tmp_path / "output" / f"rank.{rank}"
+        assert (folder / "stdout").read_text() == f"said by {rank}\n"
+        assert (folder / "stderr").read_text() == f"complained by {rank}\n"
+    captured = capfd.readouterr()
+    assert "[1]:said by 1" in captured.out
+    assert "[1]:complained by 1" in captured.err
+    assert "hvdtrain.run: starting 2 processes" in captured.err
+
+
+def test_interfaces_reach_the_ranks() -> None:
+    def names() -> list[str]:
+        return [os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]]
+
+    assert run(names, network_interfaces=["lo", "eth0"]) == [["lo,eth0", "lo,eth0"]]
+
+
+# Failures
+
+
+def test_a_failing_rank_is_named_with_its_traceback() -> None:
+    def fail() -> None:
+        hvd.init()
+        if hvd.rank() == 1:
+            raise KeyError("gone")
+        hvd.allreduce(torch.ones(1), name="never")
+
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        run(fail, num_proc=2)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "rank 1 failed:", caught.value
+    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[2].endswith("in fail")
+    assert lines[-1] == "KeyError: 'gone'"
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 was killed by SIGKILL"),
+        (lambda: os._exit(7), "rank 1 exited with 7"),
+        (lambda: os._exit(0), "rank 1 ended without returning"),
+        (lambda: sys.exit(3), "rank 1 failed:\n(.|\n)*SystemExit: 3"),
+        (lambda: sys.exit(), "rank 1 ended without returning"),
+        (lambda: threading.Lock(), "rank 1 failed:\n(.|\n)*the result cannot be pickled"),
+    ],
+    ids=["killed", "exit", "exit-0", "sys-exit", "sys-exit-0", "result"],
+)
+def test_a_rank_may_end_in_any_way(how: Any, message: str) -> None:
+    def end() -> Any:
+        return how() if os.environ["RANK"] == "1" else 0
+
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        run(end, num_proc=2)
+
+
+def test_what_cannot_be_sent_is_said_at_once() -> None:
+    with pytest.raises(ValueError, match="the function and its arguments cannot be pickled"):
+        run(lambda lock: None, (threading.Lock(),))
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_proc": 0}, "num_proc=0 must be at least 1"),
+        ({"use_mpi": True}, "use_mpi=True: hvdtrain starts its processes by torch.distributed"),
+        ({"use_mpi": True, "use_gloo": True}, "only allow one set True"),
+        ({"hosts": "localhost:1", "hostfile": "hosts"}, "only allow one provided"),
+        ({"hosts": "elsewhere:2"}, "on this host .* only, not on elsewhere; start the script"),
+        ({"hosts": "localhost:1,elsewhere:2"}, "not on elsewhere"),
+        ({"hosts": "localhost:1", "num_proc": 2}, r"Requested more processes \(2\) than .* \(1\)"),
+        ({"hosts": "localhost"}, "Invalid host input, please make sure it has format as"),
+        ({"min_num_proc": 1}, "min_num_proc=1: hvdtrain.run starts a fixed number of processes"),
+        ({"max_num_proc": 4, "reset_limit": 1}, "max_num_proc=4, reset_limit=1: .* leave them out"),
+        ({"host_discovery_script": "x.sh"}, "host_discovery_script='x.sh': .* leave it out"),
+        ({"cooldown_range": (1, 2)}, r"cooldown_range=\(1, 2\)"),
+    ],
+    ids=str,
+)
+def test_what_does_not_apply_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(lambda: 0, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "category", "message"),
+    [
+        ({"ssh_port": 22, "slots": 2}, UserWarning, "hvdtrain.run ignores slots, ssh_port: it"),
+        ({"np": 2}, DeprecationWarning, "np is deprecated, use num_proc instead"),
+        (
+            {"network_interface": "lo"},
+            DeprecationWarning,
+            "network_interface is deprecated, use network_interfaces instead",
+        ),
+    ],
+    ids=str,
+)
+def test_what_changes_nothing_is_warned_about(
+    arguments: dict[str, Any], category: type[Warning], message: str
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results = run(lambda: 0, **arguments)
+    assert results == [0] * arguments.get("np", 1)
+    (warning,) = caught
+    assert warning.category is category
+    assert str(warning.message).startswith(message)
+    assert warning.filename == __file__
+
+
+def test_this_host_may_be_named(tmp_path: Path) -> None:
+    assert run(lambda: 0, num_proc=1, hosts=f"{socket.gethostname()}:2", use_gloo=True) == [0]
+    (tmp_path / "hosts").write_text("# ours\n\nlocalhost slots=1\n127.0.0.1\n")
+    assert run(lambda: 0, num_proc=2, hostfile=str(tmp_path / "hosts")) == [0, 0]
+
+
+def test_the_signature_is_horovods() -> None:
+    script = (
+        "import json, inspect, horovod; print('FOUND', json.dumps([[p.name, p.kind.name, "
+        "str(p.default)] for p in inspect.signature(horovod.run).parameters.values()]))"
+    )
+    (line,) = launching.run([PYTHON, "-c", script]).lines("FOUND")
+    ours = [[p.name, p.kind.name, str(p.default)] for p in signature(run).parameters.values()]
+    assert ours == json.loads(line.removeprefix("FOUND "))
+
+
+# Where it is called
+
+# Without the `if __name__ == "__main__"` that multiprocessing would need.
+SCRIPT = """
+import os
+from hvdtrain.hvd.runner import run
+class Result:
+    def __init__(self, rank): self.rank = rank
+def work(offset):
+    return Result(int(os.environ["RANK"]) + offset)
+print([result.rank for result in run(work, (5,), num_proc=2)])
+"""
+
+
+@pytest.mark.parametrize("by", ["script", "command", "alias"])
+def test_it_works_from(by: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    aliased = SCRIPT.replace("from hvdtrain.hvd.runner import run", "from horovod import run")
+    aliased = aliased.replace("    return", "    import horovod.torch as h; h.init()\n    return")
+    (tmp_path / "aliased.py").write_text(aliased)
+    commands: dict[str, list[str | Path]] = {
+        "script": [PYTHON, tmp_path / "script.py"],
+        "command": [PYTHON, "-c", SCRIPT],
+        "alias": [PYTHON, "-m", "hvdtrain.hvd", tmp_path / "aliased.py"],
+    }
+    done = launching.run(commands[by], cwd=tmp_path)
+    assert (done.code, done.output) == (0, "[5, 6]\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_ranks_end_with_us(number: signal.Signals, tmp_path: Path) -> None:
+    script = (
+        "import os, time, pathlib\n"
+        "from hvdtrain.hvd.runner import run\n"
+        "def work():\n"
+        "    pathlib.Path(os.environ['RANK']).touch()\n"
+        "    time.sleep(60)\n"
+        "run(work, num_proc=2)\n"
+    )
+    temporary = tmp_path / "of_the_command"
+    temporary.mkdir()
+    command = [PYTHON, "-c", script]
+    with started(command, cwd=tmp_path, env={"TMPDIR": str(temporary)}) as (process, log):
+        deadline = time.monotonic() + 30
+        while not all((tmp_path / str(rank)).exists() for rank in (0, 1)):
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        os.kill(process.pid, number)
+        assert process.wait(20) == -number, log.read_text()
+        deadline = time.monotonic() + 10
+        while left := launching.members(process.marker):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+    if number != signal.SIGKILL:
+        assert list(temporary.iterdir()) == []

@@ -1,0 +1,137 @@
+"""The HOROVOD_* variables: values, defaults, complaints, and the manual's table of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+import hvdtrain
+from hvdtrain.hvd.engine import settings
+from hvdtrain.hvd.engine.settings import HONOURED, IGNORED, Settings
+
+MANUAL = Path(hvdtrain.__file__).parent / "hvd" / "README.md"
+
+
+def test_an_empty_environment_gives_horovods_defaults() -> None:
+    assert Settings.from_env({}) == Settings()
+    assert dataclasses.asdict(Settings()) == {
+        "fusion_threshold": None,
+        "cache_capacity": 1024,
+        "timeline": None,
+        "timeline_mark_cycles": False,
+        "stall_check_disable": False,
+        "stall_check_time_s": 60.0,
+        "stall_shutdown_time_s": 0.0,
+        "dynamic_process_sets": False,
+        "elastic": False,
+        "gloo_timeout_s": 30.0,
+        "gloo_iface": None,
+        "log_level": None,
+        "thread_affinity": (),
+        "ignored": (),
+    }
+    assert Settings.from_env(dict.fromkeys([*HONOURED, *IGNORED], "")) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "field", "value"),
+    [
+        ("HOROVOD_FUSION_THRESHOLD", "1048576", "fusion_threshold", 1 << 20),
+        ("HOROVOD_FUSION_THRESHOLD", "0", "fusion_threshold", 0),
+        ("HOROVOD_CACHE_CAPACITY", "0", "cache_capacity", 0),
+        ("HOROVOD_TIMELINE", "/tmp/x.json", "timeline", "/tmp/x.json"),
+        ("HOROVOD_TIMELINE", "DYNAMIC", "timeline", settings.DYNAMIC),
+        ("HOROVOD_TIMELINE_MARK_CYCLES", "1", "timeline_mark_cycles", True),
+        ("HOROVOD_STALL_CHECK_DISABLE", "1", "stall_check_disable", True),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "2", "stall_check_time_s", 2.0),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0.5", "stall_shutdown_time_s", 0.5),
+        ("HOROVOD_DYNAMIC_PROCESS_SETS", "1", "dynamic_process_sets", True),
+        ("HOROVOD_ELASTIC", "1", "elastic", True),
+        ("HOROVOD_GLOO_TIMEOUT_SECONDS", "90", "gloo_timeout_s", 90.0),
+        ("HOROVOD_GLOO_IFACE", "eth0", "gloo_iface", "eth0"),
+        ("HOROVOD_LOG_LEVEL", "DEBUG", "log_level", "debug"),
+        ("HOROVOD_THREAD_AFFINITY", "3, 1", "thread_affinity", (3, 1)),
+    ],
+)
+def test_each_honoured_variable(name: str, text: str, field: str, value: object) -> None:
+    found = dataclasses.asdict(Settings.from_env({name: text}))
+    assert found == {**dataclasses.asdict(Settings()), field: value}
+
+
+def test_every_honoured_variable_is_tested() -> None:
+    (parameters,) = (m for m in test_each_honoured_variable.pytestmark)  # type: ignore[attr-defined]
+    assert {row[0] for row in parameters.args[1]} == set(HONOURED)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", True), ("2x", True), (" 1", True), ("+1", True), ("0", False), ("-1", False)]
+    + [(text, False) for text in ("true", "True", "yes", "on", "x1", "")],
+)
+def test_a_boolean_is_what_strtol_makes_of_it(text: str, value: bool) -> None:
+    assert Settings.from_env({"HOROVOD_ELASTIC": text}).elastic is value
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("HOROVOD_FUSION_THRESHOLD", "64MB"),
+        ("HOROVOD_FUSION_THRESHOLD", "-1"),
+        ("HOROVOD_CACHE_CAPACITY", "1.5"),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "soon"),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "nan"),
+        ("HOROVOD_GLOO_TIMEOUT_SECONDS", "inf"),
+        ("HOROVOD_THREAD_AFFINITY", "0,x"),
+        ("HOROVOD_LOG_LEVEL", "loud"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_variable(name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}=.*{text.rpartition(',')[2]}.* must be "):
+        Settings.from_env({name: text})
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_each_ignored_variable_is_reported(name: str) -> None:
+    assert Settings.from_env({name: "7"}).ignored == (name,)
+
+
+def test_what_asks_for_what_is_done_anyway_is_not_reported() -> None:
+    horovodrun = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "GLOO"}
+    off = {"HOROVOD_AUTOTUNE": "0", "HOROVOD_HIERARCHICAL_ALLREDUCE": "0"}
+    assert Settings.from_env({**horovodrun, **off, "HOROVOD_RANK": "0"}).ignored == ()
+
+
+def test_ignored_variables_are_said_once_and_on_rank_0(caplog: pytest.LogCaptureFixture) -> None:
+    found = Settings.from_env({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_CONTROLLER": "mpi"})
+    settings._warn.cache_clear()
+    with caplog.at_level(logging.WARNING, "hvdtrain"):
+        settings.warn_ignored(found, 1)
+        assert caplog.messages == []
+        for _ in range(2):
+            settings.warn_ignored(found, 0)
+    assert caplog.messages == [
+        f"{name} has no effect: {IGNORED[name]}"
+        for name in ("HOROVOD_CYCLE_TIME", "HOROVOD_CONTROLLER")
+    ]
+
+
+def test_the_log_level_is_the_loggers() -> None:
+    logger = logging.getLogger("hvdtrain")
+    before = logger.level
+    try:
+        settings.apply_log_level(Settings())
+        assert logger.level == before
+        settings.apply_log_level(Settings(log_level="fatal"))
+        assert logger.level == logging.CRITICAL
+    finally:
+        logger.setLevel(before)
+
+
+def test_every_variable_is_in_one_row_of_the_manual() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", MANUAL.read_text(), re.MULTILINE))
+    rows = {name: word for name, word in rows.items() if word in ("honoured", "ignored")}
+    assert rows == {**dict.fromkeys(HONOURED, "honoured"), **dict.fromkeys(IGNORED, "ignored")}

@@ -1,0 +1,270 @@
+"""SyncBatchNorm against torch.nn.BatchNorm on the batches of all ranks together."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.hvd.pool import OUR_TORCHRUN, HvdRanks
+
+SHAPES = {1: (), 2: (5,), 3: (4, 3), 4: (2, 3, 2)}
+PLAIN = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}
+
+
+def data(rows: list[int], spatial: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Any:
+    """The batches of all ranks, and what to multiply the outputs with for a loss."""
+    torch.manual_seed(3)
+    batches = [3 + 2 * torch.randn(n, 3, *spatial, dtype=dtype) for n in rows]
+    weights = [torch.randn_like(batch) for batch in batches]
+    return batches, weights
+
+
+def layers(hvd: Any, dims: int, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+    """Ours, and a plain one, with the same unusual parameters and running statistics."""
+    ours = hvd.SyncBatchNorm(3, **options).to(dtype)
+    plain = PLAIN[dims](3, **options).to(dtype)
+    torch.manual_seed(5)
+    for tensor in [*ours.parameters(), *(b for b in ours.buffers() if b.dtype == dtype)]:
+        tensor.data.uniform_(0.5, 2)
+    plain.load_state_dict(ours.state_dict())
+    return ours, plain
+
+
+def close(a: Tensor | None, b: Tensor | None, tolerance: float = 1e-12) -> None:
+    if a is None or b is None:
+        assert a is b
+    else:
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def compare(hvd: Any, /, dims: int, rows: list[int], steps: int = 2, **options: Any) -> None:
+    rank = hvd.rank()
+    ours, plain = layers(hvd, dims, torch.float64, **options)
+    batches, weights = data(rows[: hvd.size()], SHAPES[dims])
+    for _ in range(steps):
+        x = batches[rank].clone().requires_grad_()
+        y = ours(x)
+        (y * weights[rank]).sum().backward()
+        all_x = torch.cat(batches).requires_grad_()
+        all_y = plain(all_x)
+        (all_y * torch.cat(weights)).sum().backward()
+        begin, end = sum(rows[:rank]), sum(rows[: rank + 1])
+        close(y, all_y[begin:end])
+        assert all_x.grad is not None
+        close(x.grad, all_x.grad[begin:end])
+        for mine, theirs in zip(ours.buffers(), plain.buffers(), strict=True):
+            close(mine, theirs)
+    for own, whole in zip(ours.parameters(), plain.parameters(), strict=True):
+        close(hvd.allreduce(own.grad, op=hvd.Sum, name="grad"), whole.grad)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"momentum": None},
+    {"momentum": 0.3, "eps": 1e-2},
+    {"affine": False},
+    {"track_running_stats": False},
+    {"affine": False, "track_running_stats": False},
+]
+
+
+@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_it_equals_batch_norm_on_all_batches_together(
+    hvd_ranks: HvdRanks, options: dict[str, Any]
+) -> None:
+    hvd_ranks.run(compare, 3, [4, 4, 4], **options)
+
+
+@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
+@pytest.mark.parametrize("dims", SHAPES)
+@pytest.mark.parametrize("rows", [[5, 2, 3], [4, 0, 1], [0, 3, 0]], ids=str)
+def test_uneven_batches_of_any_shape(hvd_ranks: HvdRanks, dims: int, rows: list[int]) -> None:
+    hvd_ranks.run(compare, dims, rows)
+
+
+def far_from_zero(hvd: Any) -> None:
+    batches = [1e6 + torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(i)).double()
+               for i in range(hvd.size())]  # fmt: skip
+    ours, plain = layers(hvd, 2, torch.float64)
+    y, all_y = ours(batches[hvd.rank()]), plain(torch.cat(batches))
+    close(y, all_y[4 * hvd.rank() :][:4], 1e-8)
+
+
+@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
+def test_a_mean_far_from_zero_costs_no_precision(hvd_ranks: HvdRanks) -> None:
+    hvd_ranks.run(far_from_zero)
+
+
+def other_modes(hvd: Any) -> None:
+    rank = hvd.rank()
+    batches, _ = data([3, 2, 4][: hvd.size()], (4,))
+    mine, everything = batches[rank], torch.cat(batches)
+    begin = sum(len(b) for b in batches[:rank])
+
+    def part(whole: Tensor) -> Tensor:
+        return whole[begin : begin + len(mine)]
+
+    ours, plain = layers(hvd, 2, torch.float64)
+    with torch.no_grad():  # in training
+        close(ours(mine), part(plain(everything)))
+    close(ours.running_var, plain.running_var)
+    ours.eval()
+    plain.eval()
+    if rank == 0:  # with running statistics there is no communication
+        close(ours(mine), plain(mine))
+        assert ours.num_batches_tracked == 1
+    ours, plain = (layer.eval() for layer in layers(hvd, 2, torch.float64, track_running_stats=0))
+    close(ours(mine), part(plain(everything)))
+    ours, plain = layers(hvd, 2, torch.float64)
+    for parameter in ours.parameters():  # frozen, and an input that needs no gradient
+        parameter.requires_grad_(False)
+    assert not ours(mine).requires_grad
+    x = mine.clone().requires_grad_()
+    ours(x).sum().backward()
+    assert x.grad is not None
+    ours.bias.requires_grad_(True)
+    ours(mine).sum().backward()
+    close(ours.bias.grad, torch.full((3,), len(mine) * 4.0).double())
+
+
+@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
+def test_eval_no_grad_and_frozen_parameters(hvd_ranks: HvdRanks) -> None:
+    hvd_ranks.run(other_modes)
+
+
+def narrow(hvd: Any, dtype: torch.dtype, parameters: torch.dtype) -> None:
+    batches, weights = data([3, 2, 4][: hvd.size()], (4,), dtype)
+    ours = hvd.SyncBatchNorm(3).to(parameters)
+    plain = nn.BatchNorm1d(3).double()
+    x = batches[hvd.rank()].clone().requires_grad_()
+    y = ours(x)
+    assert y.dtype == dtype
+    (y * weights[hvd.rank()]).sum().backward()
+    all_x = torch.cat(batches).double().requires_grad_()
+    all_y = plain(all_x)
+    (all_y * torch.cat(weights).double()).sum().backward()
+    begin = sum(len(b) for b in batches[: hvd.rank()])
+    tolerance = 4 * torch.finfo(dtype).eps
+    close(y.double(), all_y[begin:][: len(x)], tolerance)
+    assert x.grad is not None
+    assert all_x.grad is not None
+    assert x.grad.dtype == dtype
+    assert ours.weight.grad.dtype == ours.bias.grad.dtype == ours.running_var.dtype == parameters
+    close(x.grad.double(), all_x.grad[begin:][: len(x)], tolerance)
+
+
+@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN[:1], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_narrow_dtypes(hvd_ranks: HvdRanks, dtype: torch.dtype, mixed: bool) -> None:
+    hvd_ranks.run(narrow, dtype, torch.float32 if mixed else dtype)
+
+
+def a_network(hvd: Any) -> None:
+    """A module that is used twice in a graph, its copy, and graphs backward in another order."""
+    rank = hvd.rank()
+    batches, _ = data([3, 2, 4][: hvd.size()], ())
+    shared, plain_shared = layers(hvd, 1, torch.float64)
+    second = copy.deepcopy(shared)
+    third = pickle.loads(pickle.dumps(shared))
+
+    def network(x: Tensor, a: nn.Module, b: nn.Module, c: nn.Module) -> list[Tensor]:
+        y = a(x) * 2 + x
+        return [a(y).pow(3), b(a(y) + y).exp(), c(y.sigmoid())]
+
+    plain = plain_shared, copy.deepcopy(plain_shared), copy.deepcopy(plain_shared)
+    begin = sum(len(b) for b in batches[:rank])
+    for _ in range(2):
+        x = batches[rank].clone().requires_grad_()
+        all_x = torch.cat(batches).requires_grad_()
+        for mine, whole in zip(
+            reversed(network(x, shared, second, third)),
+            reversed(network(all_x, *plain)),
+            strict=True,
+        ):
+            torch.autograd.backward(mine.sum(), retain_graph=True)
+            torch.autograd.backward(whole.sum(), retain_graph=True)
+        assert all_x.grad is not None
+        close(x.grad, all_x.grad[begin:][: len(x)], 1e-10)
+    sites: list[Any] = [m._site for m in (shared, second, third)]
+    numbers = [site.number for site in sites]
+    assert numbers == list(range(numbers[0], numbers[0] + 3))
+    assert [site.pending for site in sites] == [0, 0, 0]
+    assert sites[0].calls == 2
+
+
+@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
+def test_modules_and_calls_are_told_apart(hvd_ranks: HvdRanks) -> None:
+    hvd_ranks.run(a_network)
+
+
+def again(hvd: Any) -> tuple[int, int]:
+    """Ranks that constructed, and used, different modules before still fit after a new `init`."""
+    extra = [hvd.SyncBatchNorm(2) for _ in range(hvd.rank())]
+    layer = hvd.SyncBatchNorm(2)
+    layer(torch.ones(2, 2))
+    before = layer._site.number
+    hvd.shutdown()
+    hvd.init()
+    layer(torch.ones(2, 2))
+    assert len(extra) == hvd.rank()
+    return before, layer._site.number
+
+
+@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
+def test_numbers_do_not_depend_on_what_else_a_rank_makes(hvd_ranks: HvdRanks) -> None:
+    found = hvd_ranks.run(again)
+    assert len(set(found)) == 1
+    assert found[0][1] == 0
+
+
+def refused(hvd: Any) -> list[str]:
+    texts = []
+    for shape in [(3,), (2, 4)]:
+        with pytest.raises(ValueError, match="expected") as raised:
+            hvd.SyncBatchNorm(3)(torch.ones(shape))
+        texts.append(str(raised.value))
+    return texts
+
+
+@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN[:1], indirect=True)
+def test_wrong_shapes_are_refused(hvd_ranks: HvdRanks) -> None:
+    for texts in hvd_ranks.run(refused):
+        assert texts[0] == "expected at least 2D input (got 1D input)"
+        assert texts[1] == "expected 3 channels (got 4)"
+
+
+def alone(hvd: Any) -> None:
+    for options in OPTIONS:
+        compare(hvd, 3, [4], **options)
+
+
+@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 1)], indirect=True)
+def test_one_rank(hvd_ranks: HvdRanks) -> None:
+    hvd_ranks.run(alone)
+
+
+def on_a_gpu(hvd: Any) -> None:
+    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+    ours, plain = (layer.cuda() for layer in layers(hvd, 3, torch.float64))
+    batches, _ = data([5, 2, 3][: hvd.size()], (4, 3))
+    x = batches[hvd.rank()].cuda().requires_grad_()
+    all_x = torch.cat(batches).cuda().requires_grad_()
+    ours(x).pow(3).sum().backward()
+    plain(all_x).pow(3).sum().backward()
+    begin = sum(len(b) for b in batches[: hvd.rank()])
+    assert all_x.grad is not None
+    close(x.grad, all_x.grad[begin:][: len(x)], 1e-10)
+    close(ours.running_var, plain.running_var)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU for each rank")
+@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN[:1], indirect=True)
+def test_on_gpus(hvd_ranks: HvdRanks) -> None:
+    hvd_ranks.run(on_a_gpu)

@@ -1,0 +1,289 @@
+"""The timeline: the events and their nesting, and a file that parses at all times."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.hvd.engine.timeline import Timeline
+from tests.launching import run
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    document = json.loads(path.read_text())
+    assert isinstance(document, list)
+    return document
+
+
+def by_tensor(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The events of each tensor, in order, without metadata."""
+    document = events(path)
+    names = {e["pid"]: e["args"].get("name") for e in document if e.get("name") == "process_name"}
+    found = defaultdict(list)
+    for event in document:
+        if event["ph"] != "M":
+            found[names[event["pid"]]].append(event)
+    return dict(found)
+
+
+def an_allreduce(timeline: Timeline, name: str) -> None:
+    timeline.negotiate_start(name, "allreduce")
+    for rank in range(2):
+        timeline.negotiate_rank_ready(name, rank)
+    timeline.negotiate_end(name)
+    timeline.start(name, "allreduce")
+    for activity in ("QUEUE", "MEMCPY_IN_FUSION_BUFFER", "GLOO_ALLREDUCE"):
+        timeline.activity_start(name, activity)
+        timeline.activity_end(name)
+    timeline.end(name, "float32", (2, 3))
+
+
+def test_the_events_are_horovods(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    timeline = Timeline(str(path), mark_cycles=True)
+    timeline.cycle()
+    an_allreduce(timeline, 'allreduce."a\n"')
+    timeline.close()
+    found = by_tensor(path)
+    assert [(e["ph"], e.get("name")) for e in found['allreduce."a\n"']] == [
+        ("B", "NEGOTIATE_ALLREDUCE"),
+        ("X", "0"),
+        ("X", "1"),
+        ("E", None),
+        ("B", "ALLREDUCE"),
+        ("B", "QUEUE"),
+        ("E", None),
+        ("B", "MEMCPY_IN_FUSION_BUFFER"),
+        ("E", None),
+        ("B", "GLOO_ALLREDUCE"),
+        ("E", None),
+        ("E", None),
+    ]
+    assert found['allreduce."a\n"'][-1]["args"] == {"dtype": "float32", "shape": "[2, 3]"}
+    (cycle,) = (e for e in events(path) if e.get("name") == "CYCLE_START")
+    assert cycle["ph"] == "i"
+    times = [e["ts"] for e in events(path) if e["ph"] != "M"]
+    assert times == sorted(times)
+    assert times[0] >= 0
+    assert abs(events(path)[0]["args"]["start_time_since_epoch_in_micros"] / 1e6 - time.time()) < 60
+
+
+def test_each_tensor_is_one_process_of_the_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    timeline = Timeline(str(path))
+    for name in "abab":
+        an_allreduce(timeline, name)
+    timeline.cycle()
+    timeline.close()
+    assert list(by_tensor(path)) == ["a", "b"]
+    assert len(by_tensor(path)["a"]) == 24
+    assert not any(e.get("name") == "CYCLE_START" for e in events(path))
+    named = [e for e in events(path) if e.get("name") == "process_name"]
+    assert [e["pid"] for e in named] == [0, 1, 2]
+
+
+def test_what_is_open_ends_with_the_operation(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    timeline = Timeline(str(path))
+    timeline.activity_end("a")  # the trace began in the middle of it
+    timeline.end("a")
+    timeline.start("a", "broadcast")
+    timeline.activity_start("a", "GLOO_BCAST")
+    timeline.end("a")
+    timeline.close()
+    assert [e["ph"] for e in by_tensor(path)["a"]] == ["B", "B", "E", "E"]
+
+
+def test_the_file_parses_after_every_event(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    timeline = Timeline(str(path))
+    seen = len(events(path))
+    for i in range(1500):  # past the first blanks
+        timeline.start(f"tensor.{i % 7}", "allreduce")
+        now = len(events(path)) if i % 50 == 0 or 700 < i < 850 else seen
+        assert now >= seen
+        seen = now
+    timeline.close()
+    assert sum(e["ph"] == "B" for e in events(path)) == 1500
+    assert path.read_bytes().endswith(b"}\n]\n")
+
+
+def test_many_threads_write_and_another_reads(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    timeline = Timeline(str(path))
+
+    def work(name: str) -> None:
+        for _ in range(150):
+            an_allreduce(timeline, name)
+            time.sleep(0.001)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    num_reads = 0
+    while any(thread.is_alive() for thread in threads):
+        parsed_at_once_or_again(path)
+        num_reads += 1
+    for thread in threads:
+        thread.join()
+    timeline.close()
+    assert num_reads > 10
+    found = by_tensor(path)
+    for name in "abc":
+        assert len(found[name]) == 150 * 12
+        depth = 0
+        for event in found[name]:
+            depth += {"B": 1, "E": -1}.get(event["ph"], 0)
+            assert depth in (0, 1, 2)
+        assert depth == 0
+
+
+def parsed_at_once_or_again(path: Path) -> None:
+    try:
+        events(path)
+    except ValueError:
+        events(path)
+
+
+WRITER = """
+import itertools, sys
+from hvdtrain.hvd.engine.timeline import Timeline
+from tests.launching import run
+
+timeline = Timeline(sys.argv[1])
+print("begun", flush=True)
+for i in itertools.count():
+    timeline.start(f"allreduce.{i % 10}", "allreduce")
+    timeline.end(f"allreduce.{i % 10}")
+"""
+
+
+def test_the_file_parses_after_kill_9(tmp_path: Path) -> None:
+    for attempt in range(5):
+        path = tmp_path / f"{attempt}.json"
+        command = [sys.executable, "-c", WRITER, str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(0.05 + 0.013 * attempt)
+            process.kill()
+            process.wait()
+        assert len(events(path)) > 100
+
+
+def test_no_path_is_no_timeline(tmp_path: Path) -> None:
+    timeline = Timeline(None)
+    an_allreduce(timeline, "a")
+    timeline.cycle()
+    timeline.close()
+    assert not timeline.is_open
+    timeline.open(str(tmp_path / "trace.json"))
+    assert timeline.is_open
+    timeline.close()
+    an_allreduce(timeline, "a")
+    assert len(events(tmp_path / "trace.json")) == 1
+
+
+def test_an_unwritable_path_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "hvdtrain"):
+        timeline = Timeline(str(tmp_path / "missing" / "trace.json"))
+        an_allreduce(timeline, "a")
+        timeline.close()
+    (line,) = caplog.messages
+    assert line.startswith("no timeline: ")
+    assert "missing/trace.json" in line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_a_full_disk_ends_the_timeline_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "hvdtrain"):
+        timeline = Timeline("/dev/full")
+        an_allreduce(timeline, "a")
+    assert not timeline.is_open
+    (line,) = caplog.messages
+    assert "/dev/full ends early" in line
+
+
+def test_reopening_begins_anew(tmp_path: Path) -> None:
+    timeline = Timeline(str(tmp_path / "1.json"))
+    timeline.start("a", "allreduce")
+    timeline.open(str(tmp_path / "2.json"))
+    an_allreduce(timeline, "b")
+    timeline.close()
+    assert list(by_tensor(tmp_path / "1.json")) == ["a"]
+    assert list(by_tensor(tmp_path / "2.json")) == ["b"]
+    assert not [fd for fd in os.listdir("/proc/self/fd") if _target(fd).startswith(str(tmp_path))]
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+SCRIPT = """
+import json, os, sys
+import torch
+import hvdtrain.hvd as hvd
+
+path = sys.argv[1]
+hvd.init()
+if os.environ["HOROVOD_TIMELINE"] == "DYNAMIC":
+    hvd.allreduce(torch.ones(2), name="before")
+    hvd.start_timeline(path, mark_cycles=True)
+    hvd.barrier()  # not asked for before rank 0 writes
+hvd.allreduce(torch.ones(2), name="small")
+hvd.barrier()
+if hvd.rank() == 0:  # the file is complete while the job runs
+    seen = json.dumps(json.load(open(path)))
+    for text in ("allreduce.small", '"NEGOTIATE_ALLREDUCE"', '"ALLREDUCE"', '"CYCLE_START"'):
+        assert text in seen, text
+handles = [hvd.allreduce_async(torch.ones(100_000), name=f"large.{i}") for i in range(3)]
+for handle in handles:
+    hvd.synchronize(handle)
+hvd.allgather(torch.ones(2), name="rows")
+hvd.broadcast(torch.ones(2), 0, name="root")
+hvd.barrier()
+if os.environ["HOROVOD_TIMELINE"] == "DYNAMIC":
+    hvd.stop_timeline()
+    hvd.stop_timeline()
+    hvd.allreduce(torch.ones(2), name="after")
+hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize("how", ["path", "DYNAMIC"])
+def test_a_jobs_timeline(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "trace.json"
+    (tmp_path / "script.py").write_text(SCRIPT)
+    value = str(path) if how == "path" else how
+    done = run(
+        ["torchrun", "--nproc-per-node", "2", tmp_path / "script.py", path],
+        env={"HOROVOD_TIMELINE": value, "HOROVOD_TIMELINE_MARK_CYCLES": "1"},
+        timeout=90,
+    )
+    assert done.code == 0, done.output
+    assert list(tmp_path.glob("*.json")) == [path]
+    found = {name: event for name, event in by_tensor(path).items() if name is not None}
+    assert not {"allreduce.before", "allreduce.after"} & set(found)
+    for name in ("allreduce.small", "allreduce.large.2", "allgather.rows", "broadcast.root"):
+        kind = name.partition(".")[0].upper()
+        labels = [e.get("name") for e in found[name]]
+        assert labels[0] == f"NEGOTIATE_{kind}"
+        assert {"0", "1", kind} <= set(labels)
+        begun = sum(e["ph"] == "B" for e in found[name])
+        assert begun == sum(e["ph"] == "E" for e in found[name])
+    assert "GLOO_ALLREDUCE" in [e.get("name") for e in found["allreduce.large.0"]]
