@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from hvdtrain.errors import BackendUnavailable, InputError
 
@@ -31,16 +27,3 @@ def choose(requested: str, device: torch.device) -> tuple[str, str]:
     if requested == "nccl" and device.type != "cuda":
         raise BackendUnavailable(f"nccl carries CUDA tensors only, and the device is {device}")
     return requested, "as requested"
-
-
-def open_group(transport: str, store: Store, rank: int, size: int, timeout_s: float) -> Any:
-    """Make a process group that torch.distributed's registry does not know. Collective.
-
-    Returns c10d's own class; `store` must be a name space of its own.
-    """
-    timeout = timedelta(seconds=timeout_s)
-    if transport == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    return dist.ProcessGroupGloo(store, rank, size, timeout)

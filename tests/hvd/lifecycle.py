@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -19,6 +21,7 @@ import torch
 from torch import nn
 
 import hvdtrain.hvd as hvd
+from hvdtrain.hvd.basics import basics
 
 Answer = dict[str, Any]
 MIB = 1 << 18  # floats
@@ -183,6 +186,30 @@ def a_hundred_times(folder: Path) -> Answer:
         if i in (19, 99):
             counts.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")])
     return {"counts": counts}
+
+
+def optimizers_of_one_step(folder: Path) -> Answer:
+    """A rank lets an optimizer go while others still connect for it."""
+    gc.collect()
+    gc.freeze()  # what is there already need not be looked at again
+    gc.disable()
+    late = random.Random(hvd.rank())
+    for _ in range(60):
+        parameter = nn.Parameter(torch.zeros(4))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+        (parameter * hvd.rank()).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        time.sleep(late.choice((0, 0, 0.005)))
+        del optimizer, parameter
+        if late.random() < 0.5:
+            gc.collect()
+        hvd.barrier()
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while basics.engine.lanes and time.monotonic() < deadline:
+        time.sleep(0.1)
+    hvd.barrier()
+    return {"lanes": list(basics.engine.lanes)}
 
 
 def one_optimizer_over_two_lives(folder: Path) -> Answer:

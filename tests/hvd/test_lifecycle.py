@@ -135,6 +135,12 @@ def test_a_hundred_lives(tmp_path: Path) -> None:
         assert late[1] <= early[1] + 2, f"open files grew: {early} -> {late}"
 
 
+def test_optimizers_of_one_step(tmp_path: Path) -> None:
+    for rank in play("optimizers_of_one_step", tmp_path):
+        assert rank.answer, rank.output
+        assert rank.answer["lanes"] == [], "connections are kept for optimizers that are gone"
+
+
 def test_an_optimizer_of_two_lives(tmp_path: Path) -> None:
     for rank in play("one_optimizer_over_two_lives", tmp_path, n=2):
         assert rank.answer, rank.output

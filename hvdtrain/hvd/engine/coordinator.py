@@ -3,10 +3,11 @@
 No sockets, threads or clocks of its own: messages go in, messages come out. One order of answers
 goes to everybody, so all ranks run the same batches in the same order.
 
-To rank 0:  op (key, meta; data)   hit (cache id; data)   join   step (lane, number)
+To rank 0:  op (key, meta; data)   hit (cache id; data)   join   step (lane, number)   drop (lane)
             idle   bye (steps)   drained   broken (reason)
 From it:    run (batches)   done (key, cache id, extra; result)   error (key, text)   again (id)
-            joined (last rank)   shadow (lane, number)   down (reason, by, steps)   close
+            joined (last rank)   shadow (lane, number)   dropped (lane)
+            down (reason, by, steps)   close
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Coordinator:
         self.joined: dict[int, None] = {}  # in the order in which they joined
         self.lanes: dict[str, LaneSteps] = {}
         self.lane_tensors: dict[str, list[str]] = {}
+        self._dropped: dict[str, set[int]] = {}
         self._next_set = 1
         self._cache: OrderedDict[int, tuple[Key, dict[int, Meta]]] = OrderedDict()
         self._cache_ids: dict[Key, int] = {}
@@ -95,6 +97,8 @@ class Coordinator:
             self._step(rank, lane, set_id, number, now)
         elif what == "join":
             self._join(rank)
+        elif what == "drop":
+            self._drop(rank, *rest)
         elif what == "idle":
             self._busy = False
             self._pump()
@@ -268,6 +272,20 @@ class Coordinator:
         steps.changed, steps.warned = now, False
         for joined in self.joined:
             self._shadow(joined, lane, steps)
+
+    def _drop(self, rank: int, lane: str, set_id: int) -> None:
+        """Let a lane go once the optimizers of all its ranks have."""
+        members = self.sets.get(set_id, [])
+        dropped = self._dropped.setdefault(lane, set())
+        dropped.add(rank)
+        if not dropped.issuperset(members):
+            return
+        del self._dropped[lane]
+        self.lanes.pop(lane, None)
+        self.lane_tensors.pop(lane, None)
+        for key in [k for k in self.waiting if k.name.startswith(f"plan.{set_id}.{lane}/")]:
+            del self.waiting[key]  # some had asked for a plan that nobody needs any more
+        self._send(members, ["dropped", lane], b"")
 
     def late(self, steps: LaneSteps) -> list[int]:
         """Return the ranks that have not begun the step that others are in."""

@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +59,7 @@ class Engine:
         self.broken: str | None = None
         self._left_by: tuple[int, dict[str, int]] | None = None
         self._pending: dict[Key, Work] = {}
+        self._dropped: deque[tuple[str, int]] = deque()
         self._lock = threading.Lock()
         self._cache: OrderedDict[Key, tuple[Meta, int]] = OrderedDict()
         self._join_work: Work | None = None
@@ -128,12 +129,13 @@ class Engine:
                 self.lanes[name] = Lane(self, name, set_id)
             return self.lanes[name]
 
-    def drop_lane(self, name: str) -> None:
-        """Forget the lane of an optimizer that is gone. Not collective."""
-        with self._lock:
-            lane = self.lanes.pop(name, None)
-        if lane is not None and self.failure is None:
-            self.executor.put(lambda: self.groups.drop(f"lane/{name}"))
+    def drop_lane(self, name: str, set_id: int) -> None:
+        """Say that the optimizer of a lane is gone here. The lane goes once it is gone everywhere:
+        to close connections that a peer is still making would break its.
+
+        Called by the garbage collector, in any thread and under any lock: so it takes none.
+        """
+        self._dropped.append((name, set_id))
 
     def shutdown(self) -> None:
         """Leave, and with it end the operations of all ranks. Twice is safe."""
@@ -145,9 +147,15 @@ class Engine:
             self._end(SHUT_DOWN)
         self.executor.close(_LEAVE_S)
         self.control.close()
-        self.groups.close()
+        self.disconnect()
         self.timeline.close()
         _engines.discard(self)
+
+    def disconnect(self) -> None:
+        """Close all connections but those to and from rank 0."""
+        for lane in list(self.lanes.values()):
+            lane.disconnect()
+        self.groups.close()
 
     def set_timeline(self, timeline: Timeline) -> None:
         """Write to another timeline from now on, and close the one before."""
@@ -255,6 +263,12 @@ class Engine:
         shadow = self.lane(name, GLOBAL_SET).shadow(step)
         self.executor.put(shadow)
 
+    def _on_dropped(self, rest: list[Any], payload: bytes) -> None:
+        (name,) = rest
+        with self._lock:
+            self.lanes.pop(name, None)
+        self.executor.put(lambda: self.groups.drop(f"lane/{name}"))
+
     def _on_down(self, rest: list[Any], payload: bytes) -> None:
         reason, by, steps = rest
         if by >= 0:
@@ -294,6 +308,8 @@ class Engine:
             self._closed.set()
 
     def _tick(self) -> None:
+        while self._dropped:
+            self.control.send(0, ["drop", *self._dropped.popleft()])
         if self._coordinator is not None:
             self._coordinator.tick(time.monotonic())
             self._stall.look(time.monotonic())
@@ -320,6 +336,7 @@ _ANSWERS: dict[str, Callable[[Engine, list[Any], bytes], None]] = {
     "again": Engine._on_again,
     "joined": Engine._on_joined,
     "shadow": Engine._on_shadow,
+    "dropped": Engine._on_dropped,
     "down": Engine._on_down,
     "close": Engine._on_close,
 }

@@ -89,7 +89,7 @@ class Executor:
                 lane.drain()
         else:
             # So that a peer that waits for this rank's data learns of it too.
-            self._engine.groups.close()
+            self._engine.disconnect()
         self._engine.control.send(0, ["drained"])
 
     def _use_device(self, works: list[Work | None]) -> None:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from hvdtrain import transports
 from hvdtrain.hvd.engine.request import AVERAGE, MAX, MIN, PRODUCT, SUM
 from hvdtrain.hvd.exceptions import HorovodInternalError
+from hvdtrain.transports.gloo import Connections, open_gloo
 
 REDUCE_OPS = {
     AVERAGE: dist.ReduceOp.SUM,  # divided by us: see collectives
@@ -28,7 +28,8 @@ _SLICE = timedelta(seconds=1)
 _LIMIT_S = 24 * 3600.0
 # What a transport says of tensors that it cannot carry: the connections are as they were.
 _REFUSALS = ("scalar type", "not supported", "nsupported")
-_NEWS_S = 3.0  # a broken connection is noticed here before the control plane says whose
+_CLOSE_S = 0.5  # what closing a group takes at most if nobody waits in it
+_HUNG_UP_S = 3.0
 
 
 class Groups:
@@ -46,22 +47,27 @@ class Groups:
         self._rank = rank
         self._failure = failure
         self._groups: dict[str, Any] = {}
+        self._connections: dict[str, Connections] = {}
         self._lock = threading.Lock()
 
     def get(self, label: str, members: list[int], device: str) -> Any:
         """Return the group of this name over these ranks. Collective among them at first."""
-        transport = "nccl" if device == "GPU" and _nccl() else "gloo"
-        name = f"{label}/{transport}"
+        on_nccl = device == "GPU" and _nccl()
+        name = f"{label}/{'nccl' if on_nccl else 'gloo'}"
         with self._lock:
             group = self._groups.get(name)
         if group is None:
             store = PrefixStore(name, self._store)
             rank = members.index(self._rank)
             try:
-                group = transports.open_group(transport, store, rank, len(members), self._connect_s)
-                group._set_default_timeout(timedelta(seconds=_LIMIT_S))
+                if on_nccl:
+                    group = _open_nccl(store, rank, len(members), self._connect_s)
+                else:
+                    group, connections = open_gloo(store, rank, len(members), self._connect_s)
+                    self._connections[name] = connections
             except RuntimeError as error:
                 raise Broken(f"could not connect {name}: {error}") from None
+            group._set_default_timeout(timedelta(seconds=_LIMIT_S))
             with self._lock:
                 self._groups[name] = group
         return group
@@ -70,17 +76,25 @@ class Groups:
         """Close the groups of this name, whose owner has gone."""
         with self._lock:
             gone = [n for n in self._groups if n.rpartition("/")[0] == label]
-            dropped = [self._groups.pop(n) for n in gone]
-        del dropped  # closes the connections; not under the lock, because it joins threads
+            dropped = {n: self._groups.pop(n) for n in gone}
+        self._close(dropped)
 
     def close(self) -> None:
-        """Close them all. What still waits on a peer keeps its own until that peer closes its."""
+        """Close them all. An operation that still waits for a peer fails, there too."""
         with self._lock:
             dropped, self._groups = self._groups, {}
-        # The destructor waits for operations under way: those of a peer that hangs would hang us.
+        self._close(dropped)
+
+    def _close(self, dropped: dict[str, Any]) -> None:
+        names = list(dropped)
         closer = threading.Thread(target=dropped.clear, name="hvd-close", daemon=True)
         closer.start()
-        closer.join(_NEWS_S)
+        closer.join(_CLOSE_S)
+        for name in names:
+            connections = self._connections.pop(name, None)
+            if connections is not None and closer.is_alive():
+                connections.hang_up()  # the destructor waits for operations that wait for a peer
+        closer.join(_HUNG_UP_S)
 
     def wait(
         self, work: Any, cuda: bool = False, give_up: Callable[[], str | None] | None = None
@@ -121,3 +135,9 @@ def all_reduce(group: Any, tensor: Tensor, op: int) -> Any:
 
 def _nccl() -> bool:
     return dist.is_nccl_available() and torch.cuda.is_available()
+
+
+def _open_nccl(store: Store, rank: int, size: int, timeout_s: float) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -175,6 +175,10 @@ class Lane:
                 self._groups[device] = group
         self._connected.set()
 
+    def disconnect(self) -> None:
+        """Let go of the process groups, so that closing them closes their connections."""
+        self._groups.clear()
+
     def begin(self) -> None:
         """Begin the next step, and say so; nobody answers."""
         self.step += 1

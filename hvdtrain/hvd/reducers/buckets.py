@@ -250,7 +250,7 @@ class BucketReducer(Reducer):
         self._engine, self._lane, self._version = engine, engine.lane(name, set_id), 0
         self._asked, self._next_asked, self._begun = None, None, False
         self._by_name = ByName(self.recipe, f"@{name}")
-        weakref.finalize(self, Engine.drop_lane, engine, name).atexit = False
+        weakref.finalize(self, Engine.drop_lane, engine, name, set_id).atexit = False
 
     def _ask(self) -> Work:
         """Describe the parameters to the others, and do not wait for them."""
