@@ -1,29 +1,108 @@
-"""Which transport moves the bytes of a c10d process group, and why."""
+"""Which transport moves the bytes of a c10d process group, and why.
+
+Importing this registers two c10d backends that any script can use alone:
+`torch.distributed.init_process_group("shm")` and, under mpirun, `("mpi4py")`; and under launchers
+that set no RANK, such as mpirun, it lets `init_process_group` find the others.
+"""
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.errors import BackendUnavailable, InputError
+from hvdtrain.transports import launched
+from hvdtrain.world import World, is_mpi
 
-TRANSPORTS = ("nccl", "gloo")
+# Transport: the c10d backend. "mpi" is torch's own name for one that its wheels do not have.
+TRANSPORTS = {"nccl": "nccl", "gloo": "gloo", "shm": "shm", "mpi": "mpi4py"}
 
 
-def choose(requested: str, device: torch.device) -> tuple[str, str]:
+def choose(requested: str, device: torch.device, world: World) -> tuple[str, str]:
     """Return the transport and the reason for it. Not collective.
 
     Raises InputError for an unknown name, BackendUnavailable for one that torch here lacks or that
     cannot carry tensors of `device`.
     """
     if requested == "auto":
-        if device.type == "cuda":
-            return "nccl", "tensors are on CUDA"
-        return "gloo", "tensors are on the CPU"
+        return _best(device, world)
     if requested not in TRANSPORTS:
         raise InputError(f"unknown transport {requested!r}; one of: auto, {', '.join(TRANSPORTS)}")
-    if not dist.is_backend_available(requested):
+    if not dist.is_backend_available(TRANSPORTS[requested]):
         raise BackendUnavailable(f"torch {torch.__version__} has no {requested}")
-    if requested == "nccl" and device.type != "cuda":
-        raise BackendUnavailable(f"nccl carries CUDA tensors only, and the device is {device}")
+    carries = {"nccl": ("cuda",), "gloo": ("cpu", "cuda")}.get(requested, ("cpu",))
+    if device.type not in carries:
+        kinds = " and ".join(kind.upper() for kind in carries)
+        raise BackendUnavailable(f"{requested} carries {kinds} tensors, and the device is {device}")
+    if requested == "shm" and (missing := shm_unavailable()):
+        raise BackendUnavailable(f"no shared memory here: {missing}")
+    if requested == "mpi" and (missing := mpi_unavailable(world)):
+        raise BackendUnavailable(f"no MPI here: {missing}")
     return requested, "as requested"
+
+
+def _best(device: torch.device, world: World) -> tuple[str, str]:
+    if device.type == "cuda":
+        return "nccl", "tensors are on CUDA"
+    if world.size == 1:
+        return "gloo", "one rank, on the CPU"
+    if world.one_host:
+        if missing := shm_unavailable():
+            return "gloo", f"no shared memory here: {missing}"
+        return "shm", "tensors are on the CPU, all ranks on one host"
+    if mpi_unavailable(world) is None:
+        return "mpi", f"tensors are on the CPU, several hosts under {world.launcher}"
+    return "gloo", "tensors are on the CPU, ranks on several hosts"
+
+
+def shm_unavailable() -> str | None:
+    """Return what this system lacks for shm, or None."""
+    if not hasattr(os, "memfd_create"):
+        return "it needs Linux, and a Python that knows memfd_create"
+    if not os.path.isdir("/proc/self/fd"):
+        return "/proc is not mounted"
+    return None
+
+
+def mpi_unavailable(world: World) -> str | None:
+    """Return why MPI cannot carry this world's tensors, or None."""
+    if not is_mpi(world):
+        return f"{world.launcher} has started the ranks, not mpirun"
+    if find_spec("mpi4py") is None:
+        return "mpi4py is missing; pip install 'hvdtrain[mpi]'"
+    return None
+
+
+def open_shm(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Make a process group in shared memory. Collective; `store` must be a name space of its own.
+
+    Raises PeerLost, a RuntimeError, where a rank does not come.
+    """
+    from hvdtrain.transports.group import Group
+    from hvdtrain.transports.shm import Shm
+
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+    return Group(Shm(store, rank, size, timeout.total_seconds(), gloo), gloo)
+
+
+def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Make a process group over MPI: see `hvdtrain.transports.mpi`. Collective."""
+    from hvdtrain.transports import mpi
+
+    return mpi.open_mpi(store, rank, size, timeout)
+
+
+# Those that torch does not have.
+OPEN = {"shm": open_shm, "mpi": open_mpi}
+
+if dist.is_available():
+    for _name, _open in OPEN.items():
+        if not dist.is_backend_available(TRANSPORTS[_name]):
+            dist.Backend.register_backend(TRANSPORTS[_name], _open, devices=["cpu"])
+    launched.register()

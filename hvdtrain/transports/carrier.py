@@ -1,0 +1,136 @@
+"""What moves the bytes of one group of ranks: the contract of a transport of hvdtrain's own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# What c10d's reduce operations are to a carrier. AVG is a sum whose factor is 1 / size.
+SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR = "sum product min max band bor bxor".split()
+REDUCE_OPS = {
+    dist.ReduceOp.SUM: SUM,
+    dist.ReduceOp.PRODUCT: PRODUCT,
+    dist.ReduceOp.MIN: MIN,
+    dist.ReduceOp.MAX: MAX,
+    dist.ReduceOp.BAND: BAND,
+    dist.ReduceOp.BOR: BOR,
+    dist.ReduceOp.BXOR: BXOR,
+}
+
+
+class TransportError(RuntimeError):
+    """A collective of one of hvdtrain's transports failed. Torch's own are RuntimeErrors, too."""
+
+
+class Mismatch(TransportError):
+    """The ranks called different collectives. All of them are told; the group stays usable."""
+
+
+class PeerLost(TransportError):
+    """A rank has ended, or did not come in time. The group is of no use any more."""
+
+
+class Carrier(ABC):
+    """Carries out collectives on CPU tensors, one at a time, in one order on all ranks.
+
+    Every method is collective and blocks; tensors are contiguous and one-dimensional. `what` says
+    in words what this rank calls: where it is not the same everywhere all ranks raise Mismatch.
+    Raises PeerLost where a rank has ended, or did not come within the group's timeout.
+    """
+
+    name: str
+    rank: int
+    size: int
+
+    @abstractmethod
+    def barrier(self, what: str) -> None:
+        """Wait for all ranks."""
+
+    @abstractmethod
+    def all_reduce(self, what: str, t: Tensor, op: str, divisor: int = 1) -> None:
+        """Combine `t` over all ranks in rank order, in place; then divide it.
+
+        Halves are added up in float32. Whole numbers are divided only by 1.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, what: str, out: Tensor, t: Tensor, op: str, divisor: int = 1) -> None:
+        """Combine `t`, `size` times as long as `out`, and keep this rank's part of it in `out`."""
+
+    @abstractmethod
+    def broadcast(self, what: str, data: Tensor, root: int) -> None:
+        """Overwrite bytes with the root's, in place."""
+
+    @abstractmethod
+    def all_gather(self, what: str, out: Tensor, data: Tensor) -> None:
+        """Concatenate equally many bytes of every rank, in rank order, in `out`."""
+
+    @abstractmethod
+    def all_to_all(
+        self, what: str, out: Tensor, data: Tensor, received: list[int], sent: list[int]
+    ) -> None:
+        """Send `sent[r]` bytes to rank r, and receive `received[r]` from it, in rank order."""
+
+    @abstractmethod
+    def close(self, failed: bool) -> None:
+        """Release everything. Not collective; twice is safe."""
+
+    def consider(self, t: Tensor) -> None:
+        """Prepare for a tensor that is about to be combined. Not collective; in the caller's
+        thread, while nothing else uses its storage.
+        """
+        return
+
+    def lost(self) -> str:
+        """Say in words which ranks are known to have ended or to hang; else nothing."""
+        return ""
+
+    def allocate(self, num_bytes: int) -> Tensor | None:
+        """Return bytes that this carrier moves without a copy; None where it makes no difference.
+
+        Not collective. They are released with the tensor.
+        """
+        return None
+
+
+def supports(op: str, dtype: torch.dtype) -> bool:
+    """Whether elements of this type can be combined so; Gloo's table, and int16."""
+    if dtype in _FLOATS:
+        return op in (SUM, PRODUCT, MIN, MAX)
+    if dtype.is_complex:
+        return op == SUM
+    return dtype in _WHOLE
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def combine_(into: Tensor, other: Tensor, op: str) -> Tensor:
+    """Combine `other` into `into`, in place, as c10d defines `op`; bools are logical."""
+    if into.dtype == torch.bool:
+        return _BOOL[op](into, other)
+    return _COMBINE[op](into, other)
+
+
+_COMBINE = {
+    SUM: torch.Tensor.add_,
+    PRODUCT: torch.Tensor.mul_,
+    MIN: lambda a, b: torch.minimum(a, b, out=a),
+    MAX: lambda a, b: torch.maximum(a, b, out=a),
+    BAND: torch.Tensor.bitwise_and_,
+    BOR: torch.Tensor.bitwise_or_,
+    BXOR: torch.Tensor.bitwise_xor_,
+}
+_BOOL = {
+    SUM: torch.Tensor.logical_or_,
+    PRODUCT: torch.Tensor.logical_and_,
+    MIN: torch.Tensor.logical_and_,
+    MAX: torch.Tensor.logical_or_,
+    BAND: torch.Tensor.logical_and_,
+    BOR: torch.Tensor.logical_or_,
+    BXOR: torch.Tensor.logical_xor_,
+}

@@ -1,0 +1,41 @@
+"""`init_process_group()` without an address, under launchers that set no RANK: mpirun, horovodrun.
+
+torch's own `env://` asks for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and is what it does
+without being told. Where none of these is set and a launcher that we know has started this process,
+the ranks meet as hvdtrain's own do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from hvdtrain.rendezvous import open_store
+from hvdtrain.world import detect
+
+_TORCHS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def register() -> None:
+    """Put the handler in front of torch's. Twice is safe."""
+    # The module has a function of its own name in front of it.
+    handlers: dict[str, Any] = sys.modules[f"{dist.__name__}.rendezvous"]._rendezvous_handlers
+    torchs = handlers["env"]
+    if getattr(torchs, "is_hvdtrains", False):
+        return
+
+    def meet(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[Any]:
+        world = None if any(name in os.environ for name in _TORCHS) or "?" in url else detect()
+        if world is None or world.launcher == "none":
+            yield from torchs(url, timeout=timeout, **more)
+            return
+        yield open_store(world, timeout.total_seconds()), world.rank, world.size
+        raise RuntimeError("env:// cannot meet a second time")  # as torch's says
+
+    meet.is_hvdtrains = True  # type: ignore[attr-defined]
+    handlers["env"] = meet

@@ -1,0 +1,499 @@
+"""The transport `mpi4py`: collectives over any MPI, through point-to-point messages of mpi4py.
+
+Every operation begins with a meeting, in which each rank sends every other a small slot: a digest
+of what it calls, and the data itself where they fit. So ranks that call different collectives all
+find out before data move, small operations need nothing more, and whose slot has not come is who
+is missing.
+
+Large all-reduces go in pieces that stay in the cache: each rank receives its share of a piece from
+all others, adds them up in rank order, and sends the sum to all. MPI's own collectives are not used
+for that: blocking ones cannot be given up, and none add halves in float32. As there is nothing to
+wake a rank up, whoever waits looks again and again, less and less often.
+
+Messages are as many as there are pairs of ranks, which suits tens of ranks, not thousands.
+
+MPI cannot be left in order once a rank is lost, for MPI_Finalize waits for it: a process that has
+raised PeerLost calls MPI_Abort where it would end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import itertools
+import os
+import struct
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from hvdtrain.errors import BackendUnavailable
+from hvdtrain.rendezvous import load_mpi
+from hvdtrain.transports.carrier import (
+    SUM,
+    Carrier,
+    Mismatch,
+    PeerLost,
+    TransportError,
+    combine_,
+)
+from hvdtrain.world import detect, is_mpi
+
+PIECE_BYTES = 4 << 20
+_GATHERED_BYTES = 64 << 10  # up to here all send all to all, which saves a step
+_BLOCK_BYTES = 256 << 10  # what stays in a core's cache
+_SLOT_BYTES = 2048  # eager in every MPI, and little more expensive than a byte
+_HEAD = struct.Struct("<8sQ")  # digest of the call, bytes
+_TEXT_BYTES = 768
+_MOST_VIEWS = 100  # of the slots that are kept: making them takes as long as a message
+_MEETING, _DATA, _FAREWELL = range(3)  # tags
+_HALVES = (torch.float16, torch.bfloat16)
+
+# How whoever waits looks: at once, then letting others have the core, then asleep in between.
+_SPIN_S = 50e-6
+_YIELD_S = 1e-3
+_SHORTEST_S, _LONGEST_S = 20e-6, 200e-6
+_LOOK_S = 0.5  # how often for a farewell
+
+_created = itertools.count()
+_abandoned: list[Any] = []  # requests under way for ever, whose buffers must not be freed
+
+
+def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Make a process group over MPI. Collective; `store` must be a name space of its own.
+
+    Raises BackendUnavailable where no MPI launcher has started this process or mpi4py is missing,
+    WorldMismatch where mpi4py is on another MPI, RuntimeError where a rank does not come.
+    """
+    from hvdtrain.transports.group import Group
+
+    mpi = _join()
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+    comm = _connect(mpi, store, rank, size, timeout)
+    return Group(Mpi(mpi, comm, timeout.total_seconds()), gloo)
+
+
+def _join() -> Any:
+    """Return `mpi4py.MPI`, initialised so that threads may use it. Collective the first time."""
+    world = detect()
+    if world.launcher != "srun" and not is_mpi(world):
+        starter = "no launcher" if world.launcher == "none" else world.launcher
+        raise BackendUnavailable(
+            f"mpi4py carries ranks that MPI's own launcher has started, and {starter} has started "
+            f"this process; use mpirun, or another transport"
+        )
+    mpi = load_mpi(world)
+    level = mpi.Query_thread()
+    if level < mpi.THREAD_MULTIPLE:
+        names = ("SINGLE", "FUNNELED", "SERIALIZED")
+        known = {getattr(mpi, f"THREAD_{name}"): name for name in names}
+        raise TransportError(
+            f"MPI runs at MPI_THREAD_{known.get(level, level)}, and the transport mpi4py needs "
+            f"MPI_THREAD_MULTIPLE, for its groups have threads of their own; leave "
+            f"mpi4py.rc.thread_level at its default, or use an MPI that is built with threads"
+        )
+    return mpi
+
+
+def _connect(mpi: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Make the communicator of those that meet in a store. Collective over these alone."""
+    world = mpi.COMM_WORLD
+    keys = [f"member/{r}" for r in range(size)]
+    store.set(keys[rank], f"{world.Get_rank()} {next(_created)}")
+    store.wait(keys, timeout)
+    members = [[int(word) for word in store.get(key).split()] for key in keys]
+    # Groups that are made at the same time must have different tags. Each has a rank 0, which has
+    # a number of its own for each.
+    leader, count = members[0]
+    tag = (count * world.Get_size() + leader) % (world.Get_attr(mpi.TAG_UB) + 1)
+    everybody = world.Get_group()
+    group = everybody.Incl([member for member, _ in members])
+    try:
+        return world.Create_group(group, tag)
+    finally:
+        group.Free()
+        everybody.Free()
+
+
+class Mpi(Carrier):
+    """One rank of a group over MPI, on a communicator that is its own."""
+
+    name = "mpi4py"
+
+    def __init__(self, mpi: Any, comm: Any, timeout_s: float) -> None:
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+        self.timeout_s = timeout_s
+        self._mpi = mpi
+        self._comm = comm
+        self._broken = False
+        self._closing = threading.Lock()
+        self._peers = [r for r in range(self.size) if r != self.rank]
+        # A slot must have room for what all_to_all says: bytes to and from every rank.
+        slot_bytes = max(_SLOT_BYTES, _HEAD.size + 16 * self.size)
+        self._payload_bytes = slot_bytes - _HEAD.size
+        self._slots = torch.zeros(self.size, slot_bytes, dtype=torch.uint8)
+        self._payloads = self._slots[:, _HEAD.size :]
+        rows = [row.numpy() for row in self._slots]
+        self._heads = [memoryview(row)[: _HEAD.size] for row in rows]
+        # Receives come before sends in all lists of requests, so that a list says who is missing.
+        self._meeting = [
+            *(comm.Recv_init([rows[r], mpi.BYTE], r, _MEETING) for r in self._peers),
+            *(comm.Send_init([rows[self.rank], mpi.BYTE], r, _MEETING) for r in self._peers),
+        ]
+        self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def close(self, failed: bool) -> None:
+        """Release everything. Not collective; twice is safe."""
+        with self._closing:
+            comm, self._comm = self._comm, None
+        if comm is None or failed or self._broken or self._mpi.Is_finalized():
+            _abandoned.append((comm, self._meeting, self._slots))
+            return
+        for request in self._meeting:
+            request.Free()
+        comm.Free()
+
+    # Operations
+
+    def barrier(self, what: str) -> None:
+        """Wait for all ranks."""
+        self._meet(what, 0)
+
+    def all_reduce(self, what: str, t: Tensor, op: str, divisor: int = 1) -> None:
+        """Combine in place."""
+        num_bytes = t.numel() * t.element_size()
+        if num_bytes <= self._payload_bytes:
+            said = self._said(num_bytes, t.dtype)
+            said[self.rank].copy_(t)
+            self._meet(what, num_bytes)
+            self._combine(said, op, divisor, t)
+            return
+        self._meet(what, num_bytes)
+        if num_bytes * len(self._peers) <= _GATHERED_BYTES:
+            everybody = self._room("gathered", self.size * t.numel(), t.dtype).view(self.size, -1)
+            everybody[self.rank].copy_(t)
+            received = {r: everybody[r] for r in self._peers}
+            self._exchange(what, received, dict.fromkeys(self._peers, t))
+            self._combine(list(everybody), op, divisor, t)
+            return
+        self._reduce_pieces(what, t, op, divisor)
+
+    def _reduce_pieces(self, what: str, t: Tensor, op: str, divisor: int) -> None:
+        """Combine a share of each piece, and let everybody have it while the next one's come."""
+        pieces = [_shares(p, self.size) for p in _pieces(t, PIECE_BYTES // t.element_size())]
+        rooms = [self._others(f"share {k}", pieces[0][self.rank]) for k in (0, 1)]
+        waiting = self._collect(pieces[0], rooms[0])
+        for k, shares in enumerate(pieces):
+            self._wait(what, waiting)
+            mine = shares[self.rank]
+            waiting = _Requests()
+            if k + 1 < len(pieces):
+                waiting = self._collect(pieces[k + 1], rooms[(k + 1) % 2])
+            self._combine(self._in_order(mine, rooms[k % 2]), op, divisor, mine)
+            received = {r: shares[r] for r in self._peers}
+            waiting += self._start(received, dict.fromkeys(self._peers, mine))
+        self._wait(what, waiting)
+
+    def reduce_scatter(self, what: str, out: Tensor, t: Tensor, op: str, divisor: int = 1) -> None:
+        """Combine, and keep this rank's part."""
+        num_bytes = t.numel() * t.element_size()
+        parts = t.view(self.size, -1)
+        if num_bytes <= self._payload_bytes:
+            self._meet(what, num_bytes, _bytes(t))
+            said = self._said(num_bytes, t.dtype)
+            mine = [row.view(self.size, -1)[self.rank] for row in said]
+            self._combine(mine, op, divisor, out)
+            return
+        self._meet(what, num_bytes)
+        columns = max(1, PIECE_BYTES // self.size // t.element_size())
+        outs = _pieces(out, columns)
+        pieces = [list(rows) for rows in zip(*(_pieces(p, columns) for p in parts), strict=True)]
+        rooms = [self._others(f"share {k}", pieces[0][self.rank]) for k in (0, 1)]
+        waiting = self._collect(pieces[0], rooms[0])
+        for k, shares in enumerate(pieces):
+            self._wait(what, waiting)
+            if k + 1 < len(pieces):
+                waiting = self._collect(pieces[k + 1], rooms[(k + 1) % 2])
+            everybody = self._in_order(shares[self.rank], rooms[k % 2])
+            self._combine(everybody, op, divisor, outs[k])
+
+    def broadcast(self, what: str, data: Tensor, root: int) -> None:
+        """Overwrite bytes with the root's."""
+        if data.numel() <= self._payload_bytes:
+            self._meet(what, data.numel(), data if self.rank == root else None)
+            if self.rank != root:
+                data.copy_(self._said(data.numel(), torch.uint8)[root])
+            return
+        self._meet(what, data.numel())
+        if not self._peers:
+            return
+        # The root sends each of the others a share, and they send it on to one another.
+        others = [r for r in range(self.size) if r != root]
+        for piece in _pieces(data, PIECE_BYTES):
+            shares = dict(zip(others, _shares(piece, len(others)), strict=True))
+            if self.rank == root:
+                self._exchange(what, {}, shares)
+                continue
+            mine = shares.pop(self.rank)
+            self._exchange(what, {root: mine}, {})
+            self._exchange(what, shares, dict.fromkeys(shares, mine))
+
+    def all_gather(self, what: str, out: Tensor, data: Tensor) -> None:
+        """Concatenate every rank's bytes."""
+        rows = out.view(self.size, -1)
+        if data.numel() <= self._payload_bytes:
+            self._meet(what, data.numel(), data)
+            rows.copy_(self._payloads[:, : data.numel()])
+            return
+        self._meet(what, data.numel())
+        rows[self.rank].copy_(data)
+        for begin in range(0, data.numel(), PIECE_BYTES):
+            end = begin + PIECE_BYTES
+            received = {r: rows[r][begin:end] for r in self._peers}
+            self._exchange(what, received, dict.fromkeys(self._peers, data[begin:end]))
+
+    def all_to_all(
+        self, what: str, out: Tensor, data: Tensor, received: list[int], sent: list[int]
+    ) -> None:
+        """Exchange bytes."""
+        self._meet(what, 0, _bytes(torch.tensor([sent, received]).view(-1)))
+        plans = [
+            said.view(2, self.size).tolist() for said in self._said(16 * self.size, torch.int64)
+        ]
+        wrong = [
+            f"rank {a} sends {plans[a][0][b]} bytes to rank {b}, which expects {plans[b][1][a]}"
+            for a, b in itertools.product(range(self.size), repeat=2)
+            if plans[a][0][b] != plans[b][1][a]
+        ]
+        if wrong:
+            raise Mismatch(f"{what}: {'; '.join(wrong)}")
+        outs, datas = torch.split(out, received), torch.split(data, sent)
+        outs[self.rank].copy_(datas[self.rank])
+        for begin in range(0, max(received + sent), PIECE_BYTES):
+            end = begin + PIECE_BYTES
+            coming = {r: outs[r][begin:end] for r in self._peers if begin < received[r]}
+            going = {r: datas[r][begin:end] for r in self._peers if begin < sent[r]}
+            self._exchange(what, coming, going)
+
+    def _combine(self, buffers: list[Tensor], op: str, divisor: int, into: Tensor) -> None:
+        """Combine buffers, in their order, into another, which may be one of them."""
+        dtype = torch.float32 if into.dtype in _HALVES else into.dtype
+        count = _BLOCK_BYTES // dtype.itemsize
+        if into.numel() > count:
+            blocks = [_pieces(b, count) for b in buffers]
+            for *parts, part in zip(*blocks, _pieces(into, count), strict=True):
+                self._combine(parts, op, divisor, part)
+            return
+        if op == SUM and len(buffers) == 2 and dtype == into.dtype != torch.bool:
+            torch.add(buffers[0], buffers[1], out=into)
+            if divisor > 1:
+                into.div_(divisor)
+            return
+        total = self._room("total", count, dtype)[: into.numel()]
+        total.copy_(buffers[0])
+        for other in buffers[1:]:
+            combine_(total, other, op)
+        if divisor > 1:
+            total.div_(divisor)
+        into.copy_(total)
+
+    def _room(self, use: str, count: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for a use, which is kept: fresh memory costs more than what it is for."""
+        room = self._scratch.get((use, dtype))
+        if room is None or room.numel() < count:
+            with torch.inference_mode(False):
+                room = self._scratch[use, dtype] = torch.empty(count, dtype=dtype)
+        return room[:count]
+
+    def _others(self, use: str, share: Tensor) -> dict[int, Tensor]:
+        """Return room for every peer's part of a share."""
+        room = self._room(use, self.size * share.numel(), share.dtype).view(self.size, -1)
+        return {r: room[r] for r in self._peers}
+
+    def _in_order(self, mine: Tensor, theirs: dict[int, Tensor]) -> list[Tensor]:
+        """Return every rank's part of a share, by rank."""
+        parts = {r: room[: mine.numel()] for r, room in theirs.items()}
+        return [mine if r == self.rank else parts[r] for r in range(self.size)]
+
+    # Meeting
+
+    def _meet(self, what: str, num_bytes: int, payload: Tensor | None = None) -> None:
+        """Wait for all ranks, and let each have the others' payloads.
+
+        Raises Mismatch, on all of them, where they have not come for the same.
+        """
+        if self._broken:
+            raise PeerLost(f"{what}: an earlier collective of this group was given up")
+        _HEAD.pack_into(self._heads[self.rank], 0, _digest(what), num_bytes)
+        if payload is not None:
+            self._payloads[self.rank][: payload.numel()].copy_(payload)
+        if not self._peers:
+            return
+        self._restart(what)
+        if any(head != self._heads[self.rank] for head in self._heads):
+            self._disagree(what)
+
+    def _restart(self, what: str) -> None:
+        self._mpi.Prequest.Startall(self._meeting)
+        self._wait(what, _Requests(self._meeting, self._peers * 2))
+
+    def _said(self, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return where every rank's slot has what it brings to a meeting."""
+        said = self._views.get((num_bytes, dtype))
+        if said is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            with torch.inference_mode(False):  # what is made in that mode is of use in no other
+                said = [row[:num_bytes].view(dtype) for row in self._payloads]
+            self._views[num_bytes, dtype] = said
+        return said
+
+    def _disagree(self, what: str) -> None:
+        """Raise what every rank has called. All of them come here."""
+        text = torch.frombuffer(bytearray(what.encode()[:_TEXT_BYTES]), dtype=torch.uint8)
+        self._payloads[self.rank][:_TEXT_BYTES].zero_()
+        self._payloads[self.rank][: text.numel()].copy_(text)
+        self._restart(what)
+        said = [row[:_TEXT_BYTES].numpy().tobytes().rstrip(b"\0") for row in self._payloads]
+        sizes = [_HEAD.unpack(head)[1] for head in self._heads]
+        calls: dict[str, list[str]] = {}
+        for r, call in enumerate(said):
+            size = f" of {sizes[r]} bytes" if len(set(said)) == 1 else ""
+            calls.setdefault(call.decode(errors="replace") + size, []).append(str(r))
+        told = "; ".join(f"rank {', '.join(who)}: {call}" for call, who in calls.items())
+        raise Mismatch(f"the ranks called different collectives: {told}")
+
+    # Messages
+
+    def _exchange(self, what: str, received: dict[int, Tensor], sent: dict[int, Tensor]) -> None:
+        self._wait(what, self._start(received, sent))
+
+    def _collect(self, shares: list[Tensor], rooms: dict[int, Tensor]) -> _Requests:
+        """Start to receive every peer's part of this rank's share, and to send them theirs."""
+        mine = shares[self.rank].numel()
+        received = {r: rooms[r][:mine] for r in self._peers}
+        return self._start(received, {r: shares[r] for r in self._peers})
+
+    def _start(self, received: dict[int, Tensor], sent: dict[int, Tensor]) -> _Requests:
+        """Start messages from and to ranks, empty ones not at all."""
+        started = _Requests()
+        for start, tensors in ((self._comm.Irecv, received), (self._comm.Isend, sent)):
+            for r, t in tensors.items():
+                if t.numel():
+                    # By address: a storage that NumPy has seen cannot be resized, as FSDP does.
+                    num_bytes = t.numel() * t.element_size()
+                    memory = self._mpi.buffer.fromaddress(t.data_ptr(), num_bytes)
+                    started.add(start([memory, self._mpi.BYTE], r, _DATA), r)
+                    started.tensors.append(t)
+        return started
+
+    def _wait(self, what: str, started: _Requests) -> None:
+        """Wait for messages. Raises PeerLost, naming whose do not come."""
+        test, requests = self._mpi.Request.Testall, started.requests
+        try:
+            if test(requests):
+                return
+            begin = now = time.monotonic()
+            look = begin + min(_LOOK_S, self.timeout_s)
+            pause_s = _SHORTEST_S
+            while not test(requests):
+                now = time.monotonic()
+                if now - begin < _SPIN_S:
+                    continue
+                if now - begin < _YIELD_S:
+                    os.sched_yield()
+                    continue
+                if now > look:
+                    self._look_around(what, started, now - begin > self.timeout_s)
+                    look = now + min(_LOOK_S, self.timeout_s)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_S)
+        except BaseException as error:  # Ctrl-C leaves requests under way, too
+            self._give_up(started)
+            if isinstance(error, self._mpi.Exception):
+                raise PeerLost(f"{what}, by MPI: {error}") from None
+            raise
+
+    def _look_around(self, what: str, started: _Requests, late: bool) -> None:
+        status = self._mpi.Status()
+        if self._comm.Iprobe(self._mpi.ANY_SOURCE, _FAREWELL, status):
+            raise PeerLost(
+                f"{what}: rank {status.Get_source()} has given up; rank {self.rank} waited"
+            )
+        if late:
+            # Testall frees requests all at once, so that those that are done can still be asked.
+            missing = sorted({r for q, r in started if not q.Get_status()})
+            who = ", ".join(f"rank {r}" for r in missing) or "a peer"
+            raise PeerLost(
+                f"{what}: {who} did not come within {self.timeout_s:g} s; rank {self.rank} waited"
+            )
+
+    def _give_up(self, started: _Requests) -> None:
+        """Tell the others, as far as they listen, and that MPI cannot be left in order."""
+        self._broken = True
+        _abandoned.append(started)
+        with suppress(self._mpi.Exception):
+            for r in self._peers:
+                _abandoned.append(self._comm.Isend([b"", self._mpi.BYTE], r, _FAREWELL))
+        atexit.unregister(_abort)
+        atexit.register(_abort, self._mpi)
+
+
+class _Requests:
+    """MPI requests, each with the rank that it waits for, and what must not be freed meanwhile."""
+
+    def __init__(self, requests: list[Any] | None = None, ranks: list[int] | None = None) -> None:
+        self.requests = requests or []
+        self._ranks = ranks or []
+        self.tensors: list[Tensor] = []
+
+    def add(self, request: Any, rank: int) -> None:
+        self.requests.append(request)
+        self._ranks.append(rank)
+
+    def __iadd__(self, other: _Requests) -> _Requests:
+        self.requests += other.requests
+        self._ranks += other._ranks
+        self.tensors += other.tensors
+        return self
+
+    def __iter__(self) -> Any:
+        return iter(zip(self.requests, self._ranks, strict=True))
+
+
+def _abort(mpi: Any) -> None:
+    if not mpi.Is_finalized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(1)
+
+
+@lru_cache(maxsize=1024)
+def _digest(what: str) -> bytes:
+    return hashlib.blake2b(what.encode(), digest_size=8).digest()
+
+
+def _shares(t: Tensor, parts: int) -> list[Tensor]:
+    """Divide a tensor, at cache lines, into as many parts, some of which may be empty."""
+    each = -(-t.numel() // parts)
+    each = -(-each // 64) * 64
+    return [t[k * each : (k + 1) * each] for k in range(parts)]
+
+
+def _pieces(t: Tensor, count: int) -> list[Tensor]:
+    return [t[begin : begin + count] for begin in range(0, t.numel(), count)]
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.view(torch.uint8)

@@ -1,0 +1,176 @@
+"""Tensors that lie in shared memory: this rank's own, and its peers'.
+
+A storage that is reduced a second time is moved into shared memory under all its views, so that
+from then on nobody copies it: DDP's buckets, say, which live as long as the run. Peers are told its
+descriptor with the operation, map it once, and let it go when its owner says that it has gone.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hvdtrain.transports import window
+
+MOVE_BYTES = 1 << 20  # smaller ones are copied: that costs less than a system call
+_SWEEP = 256
+
+
+class _Alive:
+    """Whether a storage is still in use, without keeping it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._ref: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def __bool__(self) -> bool:
+        return not self._ref.expired()
+
+
+@dataclass
+class Region:
+    """One storage in shared memory. `number` is never used again by its owner."""
+
+    number: int
+    fd: int
+    num_bytes: int
+    alive: _Alive
+
+
+class Regions:
+    """The regions of one rank that others may read and write, and those of others in use here.
+
+    `find`, `consider` and `allocate` are for the caller's thread, the rest for that which carries
+    out.
+    """
+
+    def __init__(self, shm_dir: str = "/dev/shm") -> None:
+        self._own: dict[int, Region] = {}
+        self._seen: dict[int, _Alive] = {}
+        self._theirs: dict[tuple[int, int], Tensor] = {}
+        self._retired: list[int] = []
+        self._next = 0
+        self._dir = shm_dir
+        self._may_move = True
+        # A storage takes two descriptors, and a quarter of what a process may have is enough.
+        self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
+        self._lock = threading.Lock()
+
+    def find(self, t: Tensor) -> Region | None:
+        """Return the region that a tensor lies in."""
+        region = self._own.get(t.untyped_storage()._cdata)
+        return region if region is not None and region.alive else None
+
+    def consider(self, t: Tensor) -> None:
+        """Move a tensor's storage into shared memory, if it is large, and was seen before.
+
+        Not where something else may point to the memory itself, as NumPy does: such a storage
+        cannot be resized. And not while it is in use.
+        """
+        storage = t.untyped_storage()
+        num_bytes = storage.nbytes()
+        if num_bytes < MOVE_BYTES or not self._may_move or not storage.resizable():
+            return
+        key = storage._cdata
+        with self._lock:
+            if key in self._own and self._own[key].alive:
+                return
+            before = self._seen.get(key)
+            if not before:
+                if len(self._seen) > _SWEEP:
+                    self._seen = {k: w for k, w in self._seen.items() if w}
+                self._seen[key] = _Alive(storage)
+                return
+            del self._seen[key]
+            self._sweep()
+            if len(self._own) >= self._most or not self._fits(num_bytes):
+                return
+            try:
+                fd, _ = storage._share_fd_cpu_()  # moves it, too; the descriptor stays its own
+            except RuntimeError as error:  # others filled it meanwhile
+                self._stay(str(error).split("\n")[0])
+                return
+            self._add(storage, os.dup(fd), num_bytes)
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return zeroed bytes in shared memory, released with the last view of them."""
+        fd = window.create(max(num_bytes, 1))
+        t = window.Mapping(fd, max(num_bytes, 1)).bytes
+        with self._lock:
+            self._add(t.untyped_storage(), fd, max(num_bytes, 1))
+        return t[:num_bytes]
+
+    def _add(self, storage: torch.UntypedStorage, fd: int, num_bytes: int) -> None:
+        self._sweep()
+        self._next += 1
+        region = Region(self._next, fd, num_bytes, _Alive(storage))
+        self._own[storage._cdata] = region
+
+    def _sweep(self) -> None:
+        for key in [k for k, region in self._own.items() if not region.alive]:
+            region = self._own.pop(key)
+            os.close(region.fd)
+            self._retired.append(region.number)
+
+    def _fits(self, num_bytes: int) -> bool:
+        """Whether /dev/shm, where torch puts what it shares, has room; says once if it has not."""
+        try:
+            stat = os.statvfs(self._dir)
+            free = stat.f_bavail * stat.f_frsize
+        except OSError:
+            free = 0
+        if free >= 2 * num_bytes:
+            return True
+        size = f"a tensor to reduce has {num_bytes >> 20} MiB"
+        self._stay(f"{self._dir} has {free >> 20} MiB free, and {size}")
+        return False
+
+    def _stay(self, why: str) -> None:
+        """Move nothing from now on, and say so."""
+        self._may_move = False
+        what = "tensors are copied instead of shared, which is slower"
+        print(f"hvdtrain: {why}: {what}", file=sys.stderr, flush=True)
+
+    # Where collectives are carried out
+
+    def retired(self, most: int) -> list[int]:
+        """Return regions that have gone, of which the peers must be told; each once."""
+        with self._lock:
+            self._sweep()
+            told, self._retired = self._retired[:most], self._retired[most:]
+        return told
+
+    def map(self, owner: int, pid: int, number: int, fd: int, num_bytes: int) -> Tensor:
+        """Return the bytes of a peer's region. Raises OSError."""
+        mapping = self._theirs.get((owner, number))
+        if mapping is None:
+            # Unlike Python's mmap this keeps no descriptor, of which a process may have few.
+            try:
+                mapping = torch.from_file(
+                    f"/proc/{pid}/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8
+                )
+            except RuntimeError as error:
+                raise OSError(str(error)) from None
+            self._theirs[owner, number] = mapping
+        return mapping
+
+    def forget(self, owner: int, numbers: Iterable[int]) -> None:
+        """Let go of what a peer has retired."""
+        for number in numbers:
+            self._theirs.pop((owner, number), None)
+
+    def close(self) -> None:
+        """Close the descriptors. The memory goes with the tensors."""
+        with self._lock:
+            own, self._own = self._own, {}
+            self._theirs.clear()
+        for region in own.values():
+            os.close(region.fd)

@@ -1,0 +1,296 @@
+"""What PyTorch builds on torch.distributed: the same training on every transport.
+
+Each feature is a function of torch.distributed and a folder that every rank calls. It trains, and
+returns the weights; test_features.py compares them, over the ranks and with Gloo's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# What torch warns of when it is imported is not for the process of the tests to see: the rest of
+# torch.distributed is imported where it is used.
+Dist = Any
+Weights = dict[str, Tensor]
+
+FEATURES: dict[str, Callable[[Dist, Path], Weights]] = {}
+
+
+def feature(function: Callable[[Dist, Path], Weights]) -> Callable[[Dist, Path], Weights]:
+    FEATURES[function.__name__] = function
+    return function
+
+
+class Net(nn.Module):
+    """More than 1 MiB: its buckets are moved into shared memory. A part is for odd inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 1500)
+        self.norm = nn.LayerNorm(1500)
+        self.odd = nn.Linear(1500, 1500, bias=False)
+        self.last = nn.Linear(1500, 5)
+
+    def forward(self, x: Tensor, odd: bool = True) -> Any:
+        x = torch.relu(self.norm(self.first(x)))
+        return self.last(x + self.odd(x) if odd else x)
+
+
+def made() -> Net:
+    torch.manual_seed(11)
+    return Net()
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(8, 64, generator=generator)
+    return x, x[:, :5].sin()
+
+
+def loss_of(model: nn.Module, rank: int, step: int, odd: bool = True) -> Any:
+    x, y = batch(rank, step)
+    return nn.functional.mse_loss(model(x, odd), y)
+
+
+def weights(model: nn.Module) -> Weights:
+    return {name: t.detach().clone() for name, t in model.state_dict().items()}
+
+
+def parallel(model: nn.Module, **options: Any) -> Any:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model, **options)
+
+
+def train(
+    dist: Dist,
+    ddp: Any,
+    steps: Iterable[int] = range(5),
+    sometimes: bool = False,
+) -> Weights:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.003, momentum=0.9)
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(ddp, dist.get_rank(), step, not sometimes or step % 2 == 0).backward()
+        optimizer.step()
+    return weights(ddp.module)
+
+
+@feature
+def ddp(dist: Dist, folder: Path) -> Weights:
+    return train(dist, parallel(made()))
+
+
+@feature
+def ddp_with_views_and_many_buckets(dist: Dist, folder: Path) -> Weights:
+    wrapped = parallel(made(), gradient_as_bucket_view=True, bucket_cap_mb=1)
+    return train(dist, wrapped)
+
+
+@feature
+def ddp_with_a_static_graph(dist: Dist, folder: Path) -> Weights:
+    return train(dist, parallel(made(), static_graph=True))
+
+
+@feature
+def ddp_with_unused_parameters(dist: Dist, folder: Path) -> Weights:
+    wrapped = parallel(made(), find_unused_parameters=True)
+    return train(dist, wrapped, sometimes=True)
+
+
+@feature
+def ddp_with_fp16_compression(dist: Dist, folder: Path) -> Weights:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    wrapped = parallel(made())
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return train(dist, wrapped)
+
+
+@feature
+def ddp_with_power_sgd(dist: Dist, folder: Path) -> Weights:
+    """In one bucket: with several, what follows a bucket's first collective is called by another
+    thread at any time, so that ranks call collectives in different orders. Gloo ends the process.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    wrapped = parallel(made(), bucket_cap_mb=100)
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=2
+    )
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return train(dist, wrapped)
+
+
+@feature
+def ddp_with_the_hook_in_c(dist: Dist, folder: Path) -> Weights:
+    wrapped = parallel(made())
+    wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    return train(dist, wrapped)
+
+
+@feature
+def ddp_without_synchronisation_at_times(dist: Dist, folder: Path) -> Weights:
+    wrapped = parallel(made())
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+        with wrapped.no_sync():
+            loss_of(wrapped, dist.get_rank(), 2 * step).backward()
+        loss_of(wrapped, dist.get_rank(), 2 * step + 1).backward()
+        optimizer.step()
+    return weights(wrapped.module)
+
+
+@feature
+def ddp_with_uneven_inputs(dist: Dist, folder: Path) -> Weights:
+    from torch.distributed.algorithms.join import Join
+
+    wrapped = parallel(made())
+    with Join([wrapped]):
+        train(dist, wrapped, range(3 + 2 * dist.get_rank()))
+    return weights(wrapped.module)
+
+
+@feature
+def zero_redundancy_optimizer(dist: Dist, folder: Path) -> Weights:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = parallel(made())
+    optimizer = ZeroRedundancyOptimizer(
+        wrapped.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(wrapped, dist.get_rank(), step).backward()
+        optimizer.step()
+    optimizer.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        assert len(optimizer.state_dict()["state"]) == len(list(wrapped.parameters()))
+    return weights(wrapped.module)
+
+
+# Sharded
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(96, 4, 384, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(96, 7)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def sequence(rank: int, step: int) -> Tensor:
+    return torch.randn(3, 10, 96, generator=torch.Generator().manual_seed(77 * step + rank))
+
+
+def sharded(dist: Dist) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(3)
+    model = Transformer()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def step_sharded(dist: Dist, model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(sequence(dist.get_rank(), step)).square().mean().backward()
+        optimizer.step()
+
+
+def whole(model: nn.Module) -> Weights:
+    parameters: Iterable[tuple[str, Any]] = model.named_parameters()
+    return {name: p.full_tensor().detach().clone() for name, p in parameters}
+
+
+@feature
+def fsdp2(dist: Dist, folder: Path) -> Weights:
+    model = sharded(dist)
+    step_sharded(dist, model, torch.optim.SGD(model.parameters(), lr=0.1), range(3))
+
+    torch.manual_seed(3)
+    alone = Transformer()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(dist.get_world_size()):
+            loss: Any = alone(sequence(rank, step)).square().mean() / dist.get_world_size()
+            loss.backward()
+        optimizer.step()
+    result = whole(model)
+    for name, p in alone.named_parameters():
+        torch.testing.assert_close(result[name], p.detach(), rtol=1e-4, atol=1e-5)
+    return result
+
+
+@feature
+def checkpoint(dist: Dist, folder: Path) -> Weights:
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        weights, state = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": state, "note": {"rank": "all"}}
+
+    model = sharded(dist)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step_sharded(dist, model, optimizer, range(2))
+    state_dict_saver.save(state_of(model, optimizer), checkpoint_id=folder / "saved")
+    after = whole(model)
+    step_sharded(dist, model, optimizer, range(2, 4))
+
+    other = sharded(dist)
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
+    step_sharded(dist, other, other_optimizer, range(9, 10))
+    state = state_of(other, other_optimizer)
+    state_dict_loader.load(state, checkpoint_id=folder / "saved")
+    set_state_dict(
+        other,
+        other_optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    for name, t in whole(other).items():
+        assert torch.equal(t, after[name]), name
+    step_sharded(dist, other, other_optimizer, range(2, 4))
+    result = whole(other)
+    for name, t in whole(model).items():
+        assert torch.equal(t, result[name]), name
+    return result
+
+
+@feature
+def training_is_not_disturbed_by_other_groups(dist: Dist, folder: Path) -> Weights:
+    """Metrics and messages of the script's own between, in and beside DDP's."""
+    other = dist.new_group()
+    wrapped = parallel(made())
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(wrapped, dist.get_rank(), step)
+        beside = dist.all_reduce(loss.detach().clone(), group=other, async_op=True)
+        loss.backward()
+        dist.all_reduce(loss.detach())
+        beside.wait()
+        optimizer.step()
+        told = [step]
+        dist.broadcast_object_list(told, src=0)
+    dist.destroy_process_group(other)
+    return weights(wrapped.module)

@@ -1,0 +1,218 @@
+"""One rank of a job whose end is the test: see test_lifecycle.py.
+
+`python -m tests.transports.lifecycle SCENARIO FOLDER ARGUMENTS` prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import hvdtrain.transports  # noqa: F401  registers the transports
+
+Answer = dict[str, Any]
+TIMEOUT_S = float(os.environ.get("TEST_TIMEOUT_S", "30"))
+MIB = 1 << 18  # floats
+
+
+def die(folder: Path, how: str) -> None:
+    """Be killed, or stopped, now."""
+    (folder / "died").write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+def operate(chance: random.Random) -> Callable[[], object]:
+    """One of many collectives, the same on all ranks that have drawn the same before."""
+    n, count = dist.get_world_size(), chance.choice([1, 1_000, 30_000, 400_000, 3_000_000])
+    asynchronous = chance.random() < 0.3
+    kept = torch.ones(count)
+
+    def several() -> None:
+        works = [dist.all_reduce(torch.ones(count), async_op=True) for _ in range(5)]
+        for work in works:
+            work.wait()
+
+    def again() -> None:
+        for _ in range(4):
+            dist.all_reduce(kept)
+
+    return chance.choice(
+        [
+            several if asynchronous else again,
+            lambda: dist.broadcast(kept, n - 1),
+            lambda: dist.all_gather_into_tensor(torch.empty(n * count), kept),
+            lambda: dist.reduce_scatter_tensor(kept, torch.ones(n * count)),
+            lambda: dist.all_to_all_single(torch.empty(n * count), torch.ones(n * count)),
+            lambda: dist.reduce(kept, 0),
+            dist.barrier,
+        ]
+    )
+
+
+def until_it_fails(folder: Path, operation: Callable[[], object]) -> Answer:
+    """Say what it fails with, and how soon after the death, and what is left then."""
+    try:
+        while True:
+            operation()
+    except RuntimeError as error:
+        answer: Answer = {"text": str(error), "kind": type(error).__name__, "at": time.time()}
+    begin = time.monotonic()
+    for _ in range(2):
+        try:
+            dist.all_reduce(torch.ones(1))
+            answer["next"] = "it works again"
+        except RuntimeError as error:
+            answer["next"] = str(error)
+    answer["next_s"] = time.monotonic() - begin
+    begin = time.monotonic()
+    dist.destroy_process_group()
+    answer["close_s"] = time.monotonic() - begin
+    return answer
+
+
+def in_a_blocking_collective(folder: Path, victim: int, how: str) -> Answer:
+    dist.barrier()
+    if dist.get_rank() == victim:
+        time.sleep(0.3)
+        die(folder, how)
+    return until_it_fails(folder, lambda: dist.all_reduce(torch.ones(3)))
+
+
+def in_a_big_collective(folder: Path, victim: int, how: str) -> Answer:
+    """All are in the middle of moving data."""
+    t = torch.ones(64 * MIB)
+    if dist.get_rank() == victim:
+        threading.Timer(0.7, die, (folder, how)).start()
+    return until_it_fails(folder, lambda: dist.all_reduce(t.fill_(1)))
+
+
+def with_many_in_flight(folder: Path, victim: int, how: str) -> Answer:
+    tensors = [torch.ones(MIB) for _ in range(40)]
+    if dist.get_rank() == victim:
+        threading.Timer(0.5, die, (folder, how)).start()
+
+    def operation() -> None:
+        works = [dist.all_reduce(t.fill_(1), async_op=True) for t in tensors]
+        for work in works:
+            work.wait()
+
+    return until_it_fails(folder, operation)
+
+
+def in_a_collective_by_gloo(folder: Path, victim: int, how: str) -> Answer:
+    if dist.get_rank() == victim:
+        threading.Timer(0.5, die, (folder, how)).start()
+    return until_it_fails(folder, lambda: dist.reduce(torch.ones(MIB), 0))
+
+
+def chaos(folder: Path, victim: int, how: str, seed: int) -> Answer:
+    """Random collectives until the victim is hit at a random moment."""
+    chance = random.Random(seed)
+    after_s = chance.uniform(0, 0.4)
+    dist.barrier()
+    if dist.get_rank() == victim:
+        threading.Timer(after_s, die, (folder, how)).start()
+    return until_it_fails(folder, lambda: operate(chance)())
+
+
+def held() -> dict[str, int]:
+    """What this process holds of the system."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "maps": len(Path("/proc/self/maps").read_text().splitlines()),
+        "threads": len(os.listdir("/proc/self/task")),
+        "mib": int(resident.split()[1]) >> 10,
+    }
+
+
+def many_groups(folder: Path) -> Answer:
+    def one() -> None:
+        group = dist.new_group()
+        t = torch.ones(2 * MIB)
+        for _ in range(3):
+            dist.all_reduce(t, group=group, async_op=True).wait()
+        dist.destroy_process_group(group)
+
+    for _ in range(5):
+        one()
+    dist.barrier()
+    before = held()
+    for _ in range(50):
+        one()
+    dist.barrier()
+    return {"before": before, "after": held()}
+
+
+def many_temporaries(folder: Path, count: int) -> Answer:
+    """Of 2 MiB; some are reduced once, some twice or three times."""
+    before: dict[str, int] = {}
+    n = dist.get_world_size()
+    for k in range(count):
+        if k == min(200, count // 4):
+            before = held()
+        t = torch.ones(512 * 1024 + k % 97)
+        for again in range(1 + k % 3):
+            dist.all_reduce(t)
+            assert t[-1] == n ** (again + 1)
+    return {"before": before, "after": held()}
+
+
+def small_memory(folder: Path) -> Answer:
+    """/dev/shm is too small for what would be moved there."""
+    n = dist.get_world_size()
+    for _ in range(3):
+        tensors = [torch.empty(2 * MIB) for _ in range(3)]
+        for _ in range(3):
+            for t in tensors:
+                dist.all_reduce(t.fill_(1))
+                assert t.eq(n).all()
+    return {"moved": any(t.untyped_storage().is_shared() for t in tensors)}
+
+
+def table(folder: Path) -> Answer:
+    """All of collectives.py, but what is of one host's memory."""
+    from tests.transports.collectives import TABLE
+
+    failed = {}
+    rows = [row for row in TABLE if row.holds_on("shm", dist.get_world_size())]
+    for row in rows:
+        if row.shm_only:
+            continue
+        try:
+            row.function(dist)
+        except Exception:
+            failed[row.name] = traceback.format_exc()
+    world: Any = dist.group.WORLD
+    return {"failed": failed, "hosts": world.carrier.hosts}
+
+
+def main() -> None:
+    scenario, folder, *arguments = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("shm", timeout=timedelta(seconds=TIMEOUT_S))
+    values = [int(a) if a.isdigit() else a for a in arguments]
+    answer = globals()[scenario](Path(folder), *values)
+    print(json.dumps({"rank": os.environ["RANK"], **answer}), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
