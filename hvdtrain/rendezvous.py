@@ -46,8 +46,10 @@ _NAMES_S = 10.0  # the name of a container that has just started may not be know
 _MOST_ADDRESSES = 8  # so that they fit into the message
 
 
-def open_store(world: World, timeout_s: float) -> Store:
+def open_store(world: World, timeout_s: float, part: str = "") -> Store:
     """Meet all ranks in one store. Collective: every rank calls, and leaves once all have come.
+
+    `part` tells worlds apart that are parts of the launcher's, and meet in the same store.
 
     The store answers for `timeout_s` seconds before it gives up, and has a name space of its own
     for every call, so that a process may open one after another. Raises WorldError naming the
@@ -66,6 +68,8 @@ def open_store(world: World, timeout_s: float) -> Store:
             f"MASTER_PORT"
         )
     store.set_timeout(timedelta(seconds=timeout_s))
+    if part:
+        store = PrefixStore(f"hvdtrain/part/{part}", store)
     try:
         return _await_all(store, world, deadline)
     except dist.DistError as error:

@@ -23,11 +23,15 @@ PoolT = TypeVar("PoolT", bound=Pool[Any])
 _ARMS = [
     ("single", 1),
     *(("ddp-torchrun", n) for n in (1, 2, 3)),
+    *(("ddp-gloo", n) for n in (2, 3)),
     ("ddp-mpirun", 2),
+    *(("ddp-mpi", n) for n in (2, 3)),
     *(("horovod-gloo", n) for n in (1, 2, 3)),
     *(("horovod-mpi", n) for n in (1, 2, 3)),
     *(("compat-torchrun", n) for n in (1, 2, 3)),
+    *(("compat-gloo", n) for n in (2, 3)),
     ("compat-mpirun", 2),
+    ("compat-mpi", 2),
     ("compat-horovodrun", 2),
 ]
 # What other arms show as well; `make test-all` has them.
@@ -36,6 +40,8 @@ _ONLY_IN_ALL = [
     ("horovod-gloo", 3),
     ("horovod-mpi", 1),
     ("compat-torchrun", 1),
+    ("compat-gloo", 2),  # compat-mpirun is on Gloo too
+    ("compat-horovodrun", 2),
 ]
 EVERY_ARM = [
     pytest.param(arm, marks=pytest.mark.exhaustive if arm in _ONLY_IN_ALL else ()) for arm in _ARMS

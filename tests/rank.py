@@ -1,4 +1,4 @@
-"""One live rank of a pool: see tests/ranks.py. `python -m tests.rank SOCKET BACKEND`."""
+"""One live rank of a pool: see tests/ranks.py. `python -m tests.rank SOCKET BACKEND TRANSPORT`."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def serve(
 
 
 def main() -> None:
-    address, name = sys.argv[1:]
+    address, name, transport = sys.argv[1:]
 
     def opened() -> tuple[Backend, int]:
-        backend = open_backend(name, detect(), BackendOptions(timeout_s=30))
+        backend = open_backend(name, detect(), BackendOptions(timeout_s=30, transport=transport))
         return backend, backend.world.rank
 
     with Client(address, "AF_UNIX") as connection:

@@ -34,12 +34,13 @@ CALL_S = 40.0
 class Arm:
     """A backend, or a Horovod API by its module, under one launcher.
 
-    `{n}` in the command is the number of ranks.
+    `{n}` in the command is the number of ranks. `auto` as transport is shm here.
     """
 
     name: str
     backend: str
     command: str
+    transport: str = "auto"
 
     def line(self, n: int) -> list[str]:
         return self.command.format(n=n, python=sys.executable).split()
@@ -50,11 +51,15 @@ ARMS = {
     for arm in (
         Arm("single", "single", "{python} -m"),
         Arm("ddp-torchrun", "ddp", "torchrun --nproc-per-node {n} -m"),
+        Arm("ddp-gloo", "ddp", "torchrun --nproc-per-node {n} -m", "gloo"),
         Arm("ddp-mpirun", "ddp", "mpirun -np {n} {python} -m"),
+        Arm("ddp-mpi", "ddp", "mpirun -np {n} {python} -m", "mpi"),
         Arm("horovod-gloo", "horovod", "horovodrun -np {n} --gloo {python} -m"),
         Arm("horovod-mpi", "horovod", "mpirun -np {n} {python} -m"),
         Arm("compat-torchrun", "compat", "torchrun --nproc-per-node {n} -m"),
-        Arm("compat-mpirun", "compat", "mpirun -np {n} {python} -m"),
+        Arm("compat-gloo", "compat", "torchrun --nproc-per-node {n} -m", "gloo"),
+        Arm("compat-mpirun", "compat", "mpirun -np {n} {python} -m", "gloo"),
+        Arm("compat-mpi", "compat", "mpirun -np {n} {python} -m", "mpi"),
         Arm("compat-horovodrun", "compat", "horovodrun -np {n} --gloo {python} -m"),
     )
 }
@@ -154,8 +159,10 @@ class Pool(Generic[S]):
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-test-"))
         address = str(Path(folder) / "socket")
         listener = self._stack.enter_context(Listener(address, "AF_UNIX", backlog=self.n))
-        command = [*self.arm.line(self.n), self.entry, address, self.arm.backend]
-        process, self._log = self._stack.enter_context(started(command, env=self.env))
+        arm = self.arm
+        command = [*arm.line(self.n), self.entry, address, arm.backend, arm.transport]
+        env = {**self.env, "HVDTRAIN_TRANSPORT": arm.transport}
+        process, self._log = self._stack.enter_context(started(command, env=env))
         socket = listener._listener._socket  # type: ignore[attr-defined]
         deadline = time.monotonic() + START_S
         by_rank: dict[int, Connection] = {}

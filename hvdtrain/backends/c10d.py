@@ -13,6 +13,7 @@ from hvdtrain import transports
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
 from hvdtrain.errors import HvdtrainError, WorldError, WorldMismatch
 from hvdtrain.rendezvous import open_store
+from hvdtrain.transports.carrier import PeerLost
 from hvdtrain.world import World
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ _PEER_PHRASES = (
     "Socket closed",
     "ProcessGroupNCCL",
     "monitoredBarrier",
+    "PeerLost",
 )
 
 
@@ -48,7 +50,9 @@ class C10d(Backend):
 
     def __init__(self, world: World, options: BackendOptions) -> None:
         super().__init__(world, options)
-        self.transport, self.transport_reason = transports.choose(options.transport, self.device)
+        self.transport, self.transport_reason = transports.choose(
+            options.transport, self.device, world
+        )
         self._owns_group = False
 
     @classmethod
@@ -67,7 +71,7 @@ class C10d(Backend):
             return
         store = open_store(self.world, self.options.timeout_s)
         dist.init_process_group(
-            self.transport,
+            transports.TRANSPORTS[self.transport],
             store=store,
             rank=self.world.rank,
             world_size=self.world.size,
@@ -105,9 +109,9 @@ class C10d(Backend):
         return {**super().describe(), **about}
 
     def peer_failure(self, error: Exception) -> HvdtrainError | None:
-        """Recognise what Gloo, NCCL and the store say of a peer that has gone or is late."""
+        """Recognise what the transports and the store say of a peer that has gone or is late."""
         text = str(error)
-        typed = isinstance(error, (dist.DistNetworkError, dist.DistStoreError))
+        typed = isinstance(error, (dist.DistNetworkError, dist.DistStoreError, PeerLost))
         if typed or (isinstance(error, RuntimeError) and any(p in text for p in _PEER_PHRASES)):
             said = text.strip().split("\n")[0]
             return WorldError(f"lost contact with a peer, which has ended or hangs: {said}")
@@ -144,7 +148,7 @@ class C10d(Backend):
         return gathered
 
     def barrier(self) -> None:
-        """[all] Wait for all. Gloo names the ranks that did not come in time."""
+        """[all] Wait for all. Gloo and shm name the ranks that did not come in time."""
         if self.transport == "gloo":
             # Its own barrier would only say that it waited.
             dist.monitored_barrier(

@@ -20,15 +20,9 @@ class Compat(Horovod):
 
     def __init__(self, world: World, options: BackendOptions) -> None:
         super().__init__(world, options)
-        self.transport, self.transport_reason = transports.choose(options.transport, self.device)
-        if (
-            options.transport != "auto"
-            and self.transport != transports.choose("auto", self.device)[0]
-        ):
-            raise InputError(
-                f"--transport {options.transport}: compat carries tensors on {self.device.type} by "
-                f"{transports.choose('auto', self.device)[0]} only"
-            )
+        self.transport, self.transport_reason = transports.choose(
+            options.transport, self.device, world
+        )
 
     @classmethod
     def module(cls) -> ModuleType:
@@ -50,6 +44,8 @@ class Compat(Horovod):
     def open(self) -> None:
         """[all] `hvd.init()`, which waits for the others as long as every other backend."""
         os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(self.options.timeout_s)))
+        if self.device.type == "cpu":
+            os.environ["HVDTRAIN_TRANSPORT"] = self.transport
         try:
             super().open()
         except ValueError as error:  # of a HOROVOD_ variable

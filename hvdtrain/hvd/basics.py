@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from hvdtrain.errors import WorldError
+from hvdtrain.errors import LaunchError, WorldError
 from hvdtrain.hvd.engine.engine import Engine
 from hvdtrain.hvd.engine.settings import Settings, apply_log_level, warn_ignored
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.exceptions import NOT_INITIALIZED, HorovodInternalError
-from hvdtrain.rendezvous import open_store, own_addresses
+from hvdtrain.rendezvous import load_mpi, open_store, own_addresses
 from hvdtrain.world import World, detect, is_mpi
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class HorovodBasics:
             "local_rank": world.local_rank,
             "local_size": world.local_size,
             "sets": _describe_sets(process_sets),
+            "transport": settings.transport,
         }
         name = f"hvd/{self._generation}"
         self._engine = Engine(world, PrefixStore(name, store), settings, hello)
@@ -117,7 +118,9 @@ class HorovodBasics:
         if comm is None or comm == []:
             pass
         elif isinstance(comm, (list, tuple, range)) and all(isinstance(r, int) for r in comm):
-            world = _part(world, list(comm))
+            ranks = list(comm)
+            if ranks != list(range(world.size)):
+                return self._meet_part(world, ranks, settings)
         elif hasattr(comm, "Get_rank") and hasattr(comm, "bcast"):
             return self._meet_over(comm, settings)
         else:
@@ -129,6 +132,22 @@ class HorovodBasics:
             # Kept to the end of the process, for the next init: rank 0 serves it.
             self._stores[world] = open_store(world, settings.gloo_timeout_s)
         return world, self._stores[world]
+
+    def _meet_part(self, world: World, ranks: list[int], settings: Settings) -> tuple[World, Store]:
+        """Meet some of the launcher's ranks, in the order given. Collective over them."""
+        part = _part(world, ranks)
+        if is_mpi(world):
+            everybody = load_mpi(world).COMM_WORLD
+            return self._meet_over(everybody.Create_group(everybody.group.Incl(ranks)), settings)
+        if world.launcher != "torchrun":
+            raise LaunchError(
+                f"comm={ranks} are not all {world.size} ranks, which needs torchrun or mpirun, not "
+                f"{world.launcher}; hvd.add_process_set makes sets of ranks under every launcher"
+            )
+        if part not in self._stores:
+            name = "-".join(map(str, ranks))
+            self._stores[part] = open_store(part, settings.gloo_timeout_s, name)
+        return part, self._stores[part]
 
     def _meet_over(self, comm: Any, settings: Settings) -> tuple[World, Store]:
         """Make the world that a communicator describes. Collective over it."""

@@ -33,7 +33,7 @@ class TrainConfig:
 
     # Where and how
     backend: str = _option("auto", "single, dp, ddp, horovod, or module:Class.")
-    transport: str = _option("auto", "Who moves the bytes of a c10d backend: gloo or nccl.")
+    transport: str = _option("auto", "Who moves ddp's and compat's bytes: shm, mpi, gloo, nccl.")
     device: str = _option("auto", "auto is CUDA where every rank has a GPU.", "auto", "cpu", "cuda")
     threads: int | None = _option(
         None, "CPU threads of each rank. [default: OMP_NUM_THREADS, else this host's cores / ranks]"

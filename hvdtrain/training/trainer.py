@@ -222,12 +222,14 @@ class Trainer:
         by = "no launcher" if world.launcher == "none" else world.launcher
         hosts = len(set(self.backend.hosts)) or 1
         over = about.get("transport") or about.get("controller")
+        reasons = [self.backend.reason, about.get("note", "")]
+        if why := about.get("transport_reason"):
+            reasons.append(f"{over}: {why}")
         ranks, on = _count(world.size, "rank"), _count(hosts, "host")
         self.console.say(f"task     {self.config.task}, {ranks} on {on}, started by {by}")
         self.console.say(
             f"backend  {about['name']}{f' over {over}' if over else ''} on "
-            f"{self.backend.device.type} "
-            f"({self.backend.reason}{'; ' + about['note'] if 'note' in about else ''})"
+            f"{self.backend.device.type} ({'; '.join(filter(None, reasons))})"
         )
         for line in self.ledger.lines():
             self.console.say(line)

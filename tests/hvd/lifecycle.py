@@ -262,6 +262,7 @@ def with_children(folder: Path) -> Answer:
             (parameter * data.mean(0) * (hvd.rank() + 1)).sum().backward()
             optimizer.step()
             total += data.mean().item() * (hvd.size() + 1) / 2
+        hvd.allreduce(torch.ones(100_000), name="before")  # too large to go with its request
         child = os.fork()
         if child == 0:
             sys.exit(0)  # runs what is registered for the exit
@@ -271,7 +272,9 @@ def with_children(folder: Path) -> Answer:
             hvd.shutdown()
             os._exit(0)
         os.waitpid(child, 0)
-        assert hvd.allreduce(torch.ones(1), name="alive", op=hvd.Sum).item() == hvd.size()
+        for count in (1, 100_000):
+            sums = hvd.allreduce(torch.ones(count), name="alive", op=hvd.Sum)
+            assert sums.sum().item() == hvd.size() * count
     return {"value": parameter.tolist(), "expected": [-total] * 4}
 
 

@@ -2,7 +2,7 @@
 
 Tests say `@pytest.mark.parametrize("hvd_ranks", ALL_HVD_ARMS, indirect=True)`, and
 `hvd_ranks.run(function, *args)` calls `function(hvd, *args)` on every rank, `hvd` being the
-module. This file is also what a rank runs: `python -m tests.hvd.pool SOCKET MODULE`.
+module. This file is also what a rank runs: `python -m tests.hvd.pool SOCKET MODULE TRANSPORT`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ HVD = {
         Arm("horovod-gloo", REAL, "horovodrun -np {n} --gloo {python} -m"),
         Arm("horovod-mpi", REAL, "mpirun -np {n} {python} -m"),
         Arm("hvd-torchrun", OURS, "torchrun --nproc-per-node {n} -m"),
-        Arm("hvd-mpirun", OURS, "mpirun -np {n} {python} -m"),
-        Arm("hvd-horovodrun", OURS, "horovodrun -np {n} --gloo {python} -m"),
+        Arm("hvd-mpirun", OURS, "mpirun -np {n} {python} -m", "gloo"),
+        Arm("hvd-horovodrun", OURS, "horovodrun -np {n} --gloo {python} -m", "gloo"),
     )
 }
 REAL_ARMS = [(arm.name, n) for arm in HVD.values() for n in (2, 3) if arm.backend == REAL]
@@ -67,7 +67,7 @@ class HvdRanks(Pool[Any]):
 def main() -> None:
     from tests.rank import serve
 
-    address, name = sys.argv[1:]
+    address, name, _ = sys.argv[1:]
 
     def opened() -> tuple[Any, int]:
         torch.set_num_threads(1)

@@ -11,7 +11,7 @@ import pytest
 
 import hvdtrain
 from hvdtrain.hvd.engine import settings
-from hvdtrain.hvd.engine.settings import HONOURED, IGNORED, Settings
+from hvdtrain.hvd.engine.settings import HONOURED, IGNORED, OWN, Settings
 
 MANUAL = Path(hvdtrain.__file__).parent / "hvd" / "README.md"
 
@@ -32,6 +32,7 @@ def test_an_empty_environment_gives_horovods_defaults() -> None:
         "gloo_iface": None,
         "log_level": None,
         "thread_affinity": (),
+        "transport": "auto",
         "ignored": (),
     }
     assert Settings.from_env(dict.fromkeys([*HONOURED, *IGNORED], "")) == Settings()
@@ -55,6 +56,7 @@ def test_an_empty_environment_gives_horovods_defaults() -> None:
         ("HOROVOD_GLOO_IFACE", "eth0", "gloo_iface", "eth0"),
         ("HOROVOD_LOG_LEVEL", "DEBUG", "log_level", "debug"),
         ("HOROVOD_THREAD_AFFINITY", "3, 1", "thread_affinity", (3, 1)),
+        ("HVDTRAIN_TRANSPORT", "gloo", "transport", "gloo"),
     ],
 )
 def test_each_honoured_variable(name: str, text: str, field: str, value: object) -> None:
@@ -64,7 +66,7 @@ def test_each_honoured_variable(name: str, text: str, field: str, value: object)
 
 def test_every_honoured_variable_is_tested() -> None:
     (parameters,) = (m for m in test_each_honoured_variable.pytestmark)  # type: ignore[attr-defined]
-    assert {row[0] for row in parameters.args[1]} == set(HONOURED)
+    assert {row[0] for row in parameters.args[1]} == {*HONOURED, "HVDTRAIN_TRANSPORT"}
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,7 @@ def test_a_boolean_is_what_strtol_makes_of_it(text: str, value: bool) -> None:
         ("HOROVOD_GLOO_TIMEOUT_SECONDS", "inf"),
         ("HOROVOD_THREAD_AFFINITY", "0,x"),
         ("HOROVOD_LOG_LEVEL", "loud"),
+        ("HVDTRAIN_TRANSPORT", "pigeon"),
     ],
 )
 def test_a_bad_value_is_named_with_its_variable(name: str, text: str) -> None:
@@ -133,5 +136,9 @@ def test_the_log_level_is_the_loggers() -> None:
 
 def test_every_variable_is_in_one_row_of_the_manual() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", MANUAL.read_text(), re.MULTILINE))
-    rows = {name: word for name, word in rows.items() if word in ("honoured", "ignored")}
-    assert rows == {**dict.fromkeys(HONOURED, "honoured"), **dict.fromkeys(IGNORED, "ignored")}
+    rows = {name: word for name, word in rows.items() if word in ("honoured", "ignored", "own")}
+    assert rows == {
+        **dict.fromkeys(HONOURED, "honoured"),
+        **dict.fromkeys(OWN, "own"),
+        **dict.fromkeys(IGNORED, "ignored"),
+    }

@@ -286,4 +286,4 @@ def test_a_jobs_timeline(tmp_path: Path, how: str) -> None:
         assert {"0", "1", kind} <= set(labels)
         begun = sum(e["ph"] == "B" for e in found[name])
         assert begun == sum(e["ph"] == "E" for e in found[name])
-    assert "GLOO_ALLREDUCE" in [e.get("name") for e in found["allreduce.large.0"]]
+    assert "SHM_ALLREDUCE" in [e.get("name") for e in found["allreduce.large.0"]]

@@ -23,13 +23,14 @@ LINE = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_twenty_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills_wanted", [8, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_kills(tmp_path: Path, kills_wanted: int) -> None:
     whole = tmp_path / "whole"
     assert run([*LINE, "--run-dir", whole], timeout=100).code == 0
     expected = json.loads((whole / "run.json").read_text())["params_sha256"]
     chance = random.Random(5)
     kills, job, attempts = 0, 0, 0
-    while kills < KILLS:
+    while kills < kills_wanted:
         run_dir = tmp_path / f"job-{job}"
         if _kill_in_training(run_dir, chance.uniform(0, 1.5)):
             kills, attempts = kills + 1, attempts + 1
@@ -38,7 +39,7 @@ def test_twenty_kills(tmp_path: Path) -> None:
                 assert newest is not None, "a killed run left no valid checkpoint"
         else:
             attempts = 10
-        if kills == KILLS or attempts >= 10:
+        if kills == kills_wanted or attempts >= 10:
             _finish(run_dir, expected)
             job, attempts = job + 1, 0
 

@@ -197,6 +197,10 @@ class Coordinator:
             return set_id
         if meta.kind == "remove_set":
             self.sets.pop(meta.data, None)
+            for lane in [lane for lane, s in self.lanes.items() if s.set_id == meta.data]:
+                del self.lanes[lane]
+                self.lane_tensors.pop(lane, None)
+                self._dropped.pop(lane, None)
         return None
 
     def _pump(self) -> None:
@@ -275,7 +279,9 @@ class Coordinator:
 
     def _drop(self, rank: int, lane: str, set_id: int) -> None:
         """Let a lane go once the optimizers of all its ranks have."""
-        members = self.sets.get(set_id, [])
+        members = self.sets.get(set_id)
+        if members is None:
+            return  # the lane went with its process set
         dropped = self._dropped.setdefault(lane, set())
         dropped.add(rank)
         if not dropped.issuperset(members):

@@ -67,7 +67,10 @@ class Engine:
         self._pid = os.getpid()
         self.control = Control(world, store, hello, settings.gloo_timeout_s)
         self.people = self.control.people
-        self.groups = Groups(store, world.rank, settings.gloo_timeout_s, lambda: self.broken)
+        transport = self._choose_transport()
+        self.groups = Groups(
+            store, world.rank, transport, settings.gloo_timeout_s, lambda: self.broken
+        )
         self._coordinator: Coordinator | None = None
         if world.rank == 0:
             fusion = settings.fusion_threshold
@@ -82,6 +85,14 @@ class Engine:
         self.executor = Executor(self)
         self.control.start(self._deliver, self._lost, self._tick, self.pin)
         _engines.add(self)
+
+    def _choose_transport(self) -> str:
+        """Return what carries CPU tensors: as rank 0's environment has it, so that all agree."""
+        asked = str(self.people[0]["transport"])
+        if asked != "auto":
+            return asked
+        one_host = len({person["place"] for person in self.people}) == 1
+        return "shm" if one_host and self.world.size > 1 else "gloo"
 
     # The caller's thread
 
@@ -217,6 +228,8 @@ class Engine:
             self.sets[extra] = list(work.meta.data)
         elif work.meta.kind == "remove_set":
             self.sets.pop(work.meta.data, None)
+            for lane in [lane for lane in self.lanes.values() if lane.set_id == work.meta.data]:
+                self._let_go(lane.name)
         if payload or work.inputs:
             self._finish_inline(work, payload)
         else:
@@ -264,7 +277,9 @@ class Engine:
         self.executor.put(shadow)
 
     def _on_dropped(self, rest: list[Any], payload: bytes) -> None:
-        (name,) = rest
+        self._let_go(rest[0])
+
+    def _let_go(self, name: str) -> None:
         with self._lock:
             self.lanes.pop(name, None)
         self.executor.put(lambda: self.groups.drop(f"lane/{name}"))

@@ -65,7 +65,7 @@ class Executor:
 
             batch = collectives.Batch(group, members, engine.world.rank, works, metas, extras, wait)
             for name in names:
-                timeline.activity_start(name, _activity(kind, cuda))
+                timeline.activity_start(name, engine.groups.activity(kind, device))
             for work in works:
                 if work is not None and work.submitted is not None:
                     torch.cuda.current_stream().wait_event(work.submitted)
@@ -109,16 +109,11 @@ class Executor:
                 if engine.failure is not None:
                     continue
                 # Nobody waits for this one in particular, so everybody must hear of it.
-                print(f"hvd: rank {engine.world.rank}: {error}", file=sys.stderr, flush=True)
-                engine.break_down(str(error))
+                reason = str(error) if isinstance(error, Broken) else repr(error)
+                print(f"hvd: rank {engine.world.rank}: {reason}", file=sys.stderr, flush=True)
+                engine.break_down(reason)
             if engine.world.rank == 0 and self._tasks.empty():
                 engine.control.send(0, ["idle"])
-
-
-def _activity(kind: str, cuda: bool) -> str:
-    """Return Horovod's name for the innermost event of an operation."""
-    what = "BCAST" if kind == "broadcast" else kind.upper()
-    return f"{'NCCL' if cuda else 'GLOO'}_{what}"
 
 
 def _fail(works: list[Work | None], error: Exception) -> None:

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from hvdtrain import transports
 from hvdtrain.hvd.engine.request import AVERAGE, MAX, MIN, PRODUCT, SUM
 from hvdtrain.hvd.exceptions import HorovodInternalError
-from hvdtrain.transports.gloo import Connections, open_gloo
+from hvdtrain.transports.gloo import open_gloo
 
 REDUCE_OPS = {
     AVERAGE: dist.ReduceOp.SUM,  # divided by us: see collectives
@@ -36,41 +37,60 @@ class Groups:
     """The process groups of one engine, by name; made when first wanted, in the same order on all
     ranks.
 
-    `failure()` says why the job is over, or None while it is not.
+    `transport` carries CPU tensors. `failure()` says why the job is over, or None while it is not.
     """
 
     def __init__(
-        self, store: Store, rank: int, connect_s: float, failure: Callable[[], str | None]
+        self,
+        store: Store,
+        rank: int,
+        transport: str,
+        connect_s: float,
+        failure: Callable[[], str | None],
     ) -> None:
+        self.transport = transport
         self._store = store
         self._connect_s = connect_s
         self._rank = rank
         self._failure = failure
         self._groups: dict[str, Any] = {}
-        self._connections: dict[str, Connections] = {}
+        self._hang_up: dict[str, Callable[[], None]] = {}
+        self._shut_down: dict[str, Callable[[], None]] = {}
         self._lock = threading.Lock()
 
     def get(self, label: str, members: list[int], device: str) -> Any:
         """Return the group of this name over these ranks. Collective among them at first."""
-        on_nccl = device == "GPU" and _nccl()
-        name = f"{label}/{'nccl' if on_nccl else 'gloo'}"
+        transport = self._transport(device)
+        name = f"{label}/{transport}"
         with self._lock:
             group = self._groups.get(name)
         if group is None:
             store = PrefixStore(name, self._store)
             rank = members.index(self._rank)
             try:
-                if on_nccl:
+                if transport == "nccl":
                     group = _open_nccl(store, rank, len(members), self._connect_s)
-                else:
+                elif transport == "gloo":
                     group, connections = open_gloo(store, rank, len(members), self._connect_s)
-                    self._connections[name] = connections
+                    self._hang_up[name] = connections.hang_up
+                else:
+                    limit = timedelta(seconds=self._connect_s)
+                    group = transports.OPEN[transport](store, rank, len(members), limit)
+                    self._shut_down[name] = group.shutdown
             except RuntimeError as error:
                 raise Broken(f"could not connect {name}: {error}") from None
             group._set_default_timeout(timedelta(seconds=_LIMIT_S))
             with self._lock:
                 self._groups[name] = group
         return group
+
+    def _transport(self, device: str) -> str:
+        return self.transport if device == "CPU" else "nccl" if _nccl() else "gloo"
+
+    def activity(self, kind: str, device: str) -> str:
+        """Return Horovod's name for the innermost event of an operation in a timeline."""
+        what = "BCAST" if kind == "broadcast" else kind.upper()
+        return f"{self._transport(device).upper()}_{what}"
 
     def drop(self, label: str) -> None:
         """Close the groups of this name, whose owner has gone."""
@@ -87,13 +107,20 @@ class Groups:
 
     def _close(self, dropped: dict[str, Any]) -> None:
         names = list(dropped)
-        closer = threading.Thread(target=dropped.clear, name="hvd-close", daemon=True)
+
+        def end() -> None:
+            for name in names:
+                if (shut_down := self._shut_down.pop(name, None)) is not None:
+                    shut_down()
+            dropped.clear()
+
+        closer = threading.Thread(target=end, name="hvd-close", daemon=True)
         closer.start()
         closer.join(_CLOSE_S)
         for name in names:
-            connections = self._connections.pop(name, None)
-            if connections is not None and closer.is_alive():
-                connections.hang_up()  # the destructor waits for operations that wait for a peer
+            hang_up = self._hang_up.pop(name, None)
+            if hang_up is not None and closer.is_alive():
+                hang_up()  # the destructor waits for operations that wait for a peer
         closer.join(_HUNG_UP_S)
 
     def wait(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hvdtrain.hvd.engine.groups import Broken, all_reduce
 from hvdtrain.hvd.engine.plan import DENSE, Plan
-from hvdtrain.hvd.engine.request import AVERAGE, SUM, dtype_of
+from hvdtrain.hvd.engine.request import AVERAGE, SUM, Key, Meta, dtype_of
 from hvdtrain.hvd.engine.work import Work
 from hvdtrain.hvd.exceptions import HorovodInternalError
 
@@ -54,7 +54,7 @@ class Layout:
 
 def lay_out(plan: Plan) -> list[Layout]:
     """Divide a plan's dense parameters into buckets. A pure function: the same on all ranks."""
-    op, wire, bucket_bytes, device, groups = plan.options
+    op, wire, bucket_bytes, device, groups, in_place = plan.options
     group_of = {name: at for at, group in enumerate(_groups(plan, groups)) for name in group}
     layouts: list[tuple[int, Layout]] = []
     open_buckets: dict[Any, list[str]] = {}
@@ -82,8 +82,10 @@ def lay_out(plan: Plan) -> list[Layout]:
             for d in dict.fromkeys(_wire(plan, n, wire) for n in members):
                 last = max(dense.index(n) for n in members)
                 close(last, [n for n in members if _wire(plan, n, wire) == d])
-        elif num_bytes(name) >= min(IN_PLACE_BYTES, bucket_bytes) and dtype == dtype_of(
-            plan.dtypes[name]
+        elif (
+            in_place
+            and num_bytes(name) >= min(IN_PLACE_BYTES, bucket_bytes)
+            and dtype == dtype_of(plan.dtypes[name])
         ):
             layout = Layout([name], dtype, numel(name), in_place=True, op=op, device=device)
             layouts.append((at, layout))
@@ -140,14 +142,33 @@ class Lane:
         self.step = 0
         self.launched = 0
         """The last step of which this rank has sent all buckets."""
+        self._members: list[int] = []
         self._running: deque[tuple[int, Any, Tensor]] = deque()
         self._connected = threading.Event()
         self._groups: dict[str, Any] = {}
 
+    def buffer(self, layout: Layout, device: torch.device) -> Tensor:
+        """Return zeros for a bucket: where the transport wants them, if it minds."""
+        num_bytes = layout.numel * layout.dtype.itemsize
+        carrier = getattr(self._groups.get(layout.device), "carrier", None)
+        shared: Tensor | None = carrier.allocate(num_bytes) if carrier is not None else None
+        if shared is not None:
+            return shared.view(layout.dtype)
+        return torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+
     def ask(self, mine: Plan) -> Work:
-        """Begin to merge the descriptions into a new plan. Collective; waits for nobody."""
+        """Begin to merge the descriptions into a new plan. Collective; waits for nobody.
+
+        Never raises: a rank may have left that needs no next step, and this step does not need the
+        plan.
+        """
         name = f"plan.{self.set_id}.{self.name}/{self.version + 1}"
-        return self.engine.ask(name, "plan", payload=mine.to_wire(), set_id=self.set_id)
+        try:
+            return self.engine.ask(name, "plan", payload=mine.to_wire(), set_id=self.set_id)
+        except HorovodInternalError as error:
+            work = Work(Key(self.set_id, name), Meta("plan"))
+            work.fail(error)
+            return work
 
     def has_settled(self, work: Work) -> bool:
         """Whether `settle` would return at once."""
@@ -163,15 +184,15 @@ class Lane:
     def adopt(self, fields: list[Any]) -> None:
         """Take a plan over. In the control thread, also of a rank that has joined."""
         self.plan = Plan.from_wire(fields)
+        self._members = self.engine.sets[self.set_id]
         self.layouts = lay_out(self.plan)
         self.version += 1
 
     def connect(self) -> None:
         """Make the process groups. In the executor; collective."""
-        members = self.engine.sets[self.set_id]
         for device in dict.fromkeys(["CPU", *(layout.device for layout in self.layouts)]):
             if device not in self._groups:
-                group = self.engine.groups.get(f"lane/{self.name}", members, device)
+                group = self.engine.groups.get(f"lane/{self.name}", self._members, device)
                 self._groups[device] = group
         self._connected.set()
 
@@ -195,9 +216,10 @@ class Lane:
             raise HorovodInternalError(self.engine.news(3.0) or str(error)) from None
         self._running.append((self.step, work, flat))
         if self.engine.timeline.is_open:
+            activity = self.engine.groups.activity("allreduce", layout.device)
             for name in layout.names:
                 self.engine.timeline.start(f"allreduce.{name}", "allreduce")
-                self.engine.timeline.activity_start(f"allreduce.{name}", "GLOO_ALLREDUCE")
+                self.engine.timeline.activity_start(f"allreduce.{name}", activity)
         while self._running and self._running[0][1].is_completed():
             self._running.popleft()
         return work

@@ -38,6 +38,12 @@ HONOURED = {
     "HOROVOD_THREAD_AFFINITY": "core of the engine's threads, one for each local rank",
 }
 
+OWN = {
+    "HVDTRAIN_TRANSPORT": "what carries CPU tensors: shm, gloo, mpi; auto is shm on one host",
+    "HVDTRAIN_PIPELINED_STEP": "whether an optimizer steps on what has arrived already: 0, 1",
+}
+TRANSPORTS = ("auto", "shm", "gloo", "mpi")
+
 _NO_CYCLE = "negotiation is driven by events, not by a clock"
 _NO_TUNING = "there is nothing to tune"
 _TORCH = "the collectives are torch.distributed's"
@@ -101,6 +107,7 @@ class Settings:
     gloo_iface: str | None = None
     log_level: str | None = None
     thread_affinity: tuple[int, ...] = ()
+    transport: str = "auto"
     ignored: tuple[str, ...] = ()
     """Variables that are set to something that has no meaning here."""
 
@@ -129,8 +136,9 @@ class Settings:
             elastic=read.boolean("HOROVOD_ELASTIC"),
             gloo_timeout_s=read.seconds("HOROVOD_GLOO_TIMEOUT_SECONDS", default.gloo_timeout_s),
             gloo_iface=read.text("HOROVOD_GLOO_IFACE"),
-            log_level=read.log_level("HOROVOD_LOG_LEVEL"),
+            log_level=read.one_of("HOROVOD_LOG_LEVEL", tuple(LOG_LEVELS), None),
             thread_affinity=read.integers("HOROVOD_THREAD_AFFINITY"),
+            transport=read.one_of("HVDTRAIN_TRANSPORT", TRANSPORTS, default.transport),
             ignored=tuple(
                 name
                 for name in IGNORED
@@ -186,11 +194,15 @@ class _Reader:
         value = self.text(name)
         return default if value is None else _number(name, value, float)
 
-    def log_level(self, name: str) -> str | None:
+    @overload
+    def one_of(self, name: str, choices: tuple[str, ...], default: str) -> str: ...
+    @overload
+    def one_of(self, name: str, choices: tuple[str, ...], default: None) -> str | None: ...
+    def one_of(self, name: str, choices: tuple[str, ...], default: str | None) -> str | None:
         value = self.text(name)
-        if value is not None and value.lower() not in LOG_LEVELS:
-            raise ValueError(f"{name}={value} must be one of {', '.join(LOG_LEVELS)}")
-        return value.lower() if value is not None else None
+        if value is not None and value.lower() not in choices:
+            raise ValueError(f"{name}={value} must be one of {', '.join(choices)}")
+        return value.lower() if value is not None else default
 
 
 _Number = TypeVar("_Number", int, float)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.hvd.engine.lanes import SMALL_NUMEL, Layout
+from hvdtrain.hvd.engine.lanes import SMALL_NUMEL, Lane, Layout
 
 
 def _references(p: Tensor) -> int:
@@ -27,10 +27,22 @@ def _own_references() -> int:
 _NOBODY_ELSE = _own_references()
 
 
+def keep_freed_memory() -> None:
+    """Let glibc keep the memory of freed gradients for the next ones, up to 31 MiB each.
+
+    By default it gives large blocks back to the kernel, and every backward pass pays for new,
+    zeroed pages: as much as for a copy. It stops to do so for blocks smaller than one that it has
+    seen freed, of at most 32 MiB (mallopt(3), M_MMAP_THRESHOLD); this one is never touched.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)
+
+
 class Bucket:
     """The parameters of one layout on this rank, and the buffer that their gradients share."""
 
-    def __init__(self, layout: Layout, params: list[Tensor], strides: list[list[int] | None]):
+    def __init__(
+        self, layout: Layout, params: list[Tensor], strides: list[list[int] | None], lane: Lane
+    ) -> None:
         self.layout = layout
         self.params = params
         self.pending = len(params)
@@ -38,10 +50,11 @@ class Bucket:
         self.flat = torch.empty(0)
         self.views: list[Tensor] = []
         self.num_small = 0
+        self._taken = [False] * len(params)
         if layout.in_place:
             return
         device = params[0].device if params else torch.device("cpu")
-        self.flat = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+        self.flat = lane.buffer(layout, device)
         at = 0
         for p, stride in zip(params, strides, strict=True):
             piece = self.flat[at : at + p.numel()]
@@ -54,6 +67,27 @@ class Bucket:
         self.num_small = sum(p.numel() < SMALL_NUMEL for p in params)
         self.small = self.flat[: sum(p.numel() for p in params[: self.num_small])]
 
+    def takes(self, at: int) -> bool:
+        """Whether the gradient at this place may be taken by itself, before the bucket is full."""
+        return not self.layout.in_place and at >= self.num_small and not self._casts
+
+    def take(self, at: int, factor: float) -> None:
+        """Copy one gradient in, times `factor`, and make it a view of the bucket."""
+        p, mine = self.params[at], self._given[at]
+        grad = p.grad
+        usual = grad is not None and not grad.is_sparse and not grad.requires_grad
+        if grad is None or not usual or mine.data_ptr() != self._places[at]:
+            return  # `fill` knows what to do
+        torch.mul(grad, factor, out=self.views[at])
+        self._taken[at] = True
+        if grad is not mine and sys.getrefcount(grad) <= _NOBODY_ELSE:
+            p.grad = mine
+
+    def rearm(self) -> None:
+        """Be ready for the next step."""
+        self.pending = len(self.params)
+        self._taken = [False] * len(self.params)
+
     def fill(self, factor: float, changed: bool) -> Tensor:
         """Copy the gradients in, times `factor`; return what is to be reduced."""
         if self.layout.in_place:
@@ -62,8 +96,8 @@ class Bucket:
         n = self.num_small
         if any(g is None or g.is_sparse or g.requires_grad for g in grads):
             grads = [dense(g) for g in grads]
-            for view, grad in zip(self.views, grads, strict=True):
-                if grad is None:
+            for view, grad, taken in zip(self.views, grads, self._taken, strict=True):
+                if grad is None and not taken:
                     view.zero_()
             pairs = [
                 (v, g) for v, g in zip(self.views[:n], grads[:n], strict=True) if g is not None
@@ -74,8 +108,8 @@ class Bucket:
             torch._foreach_copy_(self.views[:n], grads[:n])  # type: ignore[arg-type]
         if n and factor != 1.0:
             self.small.mul_(factor)
-        for view, grad in zip(self.views[n:], grads[n:], strict=True):
-            if grad is not None:
+        for view, grad, taken in zip(self.views[n:], grads[n:], self._taken[n:], strict=True):
+            if grad is not None and not taken:
                 torch.mul(grad, factor, out=view) if factor != 1.0 else view.copy_(grad)
         if self.layout.flag:
             self.flat[-1] = float(changed)

@@ -25,7 +25,7 @@ from hvdtrain.hvd.engine.plan import FROZEN, SPARSE
 from hvdtrain.hvd.engine.request import AVERAGE, dtype_of
 from hvdtrain.hvd.engine.work import Work
 from hvdtrain.hvd.reducers.base import TOO_MANY, Recipe, Reducer
-from hvdtrain.hvd.reducers.bucket import Bucket
+from hvdtrain.hvd.reducers.bucket import Bucket, keep_freed_memory
 from hvdtrain.hvd.reducers.byname import ByName
 from hvdtrain.hvd.reducers.describe import describe, digest
 
@@ -43,6 +43,7 @@ class BucketReducer(Reducer):
         super().__init__(recipe)
         self.buckets: list[Bucket] = []
         self._owner: list[Bucket | None] = [None] * len(recipe.params)
+        self._large: list[int | None] = [None] * len(recipe.params)  # place in the bucket
         self._order: list[int] = []
         self._mode: str | None = None
         self._begun = False  # whether the others know that this rank sends buckets in this step
@@ -59,12 +60,14 @@ class BucketReducer(Reducer):
         self._next_asked: Work | None = None
         self._asked_early = False
         self._engine: Engine | None = None
+        keep_freed_memory()
         self._bind()
 
     def add(self, name: str, param: Tensor) -> None:
         """Take a parameter in that the optimizer was given later: the next step asks again."""
         super().add(name, param)
         self._owner.append(None)
+        self._large.append(None)
 
     def reset(self) -> None:
         """Forget the backward passes since the last step. What was sent by bucket is waited for:
@@ -78,7 +81,7 @@ class BucketReducer(Reducer):
     # While backward runs
 
     def _hook(self, i: int) -> Any:
-        delays, owner = self._delays, self._owner
+        delays, owner, large = self._delays, self._owner, self._large
         own = weakref.ref(self)  # the hook, which the parameter keeps, must not keep the optimizer
 
         # Called for every parameter in every backward pass: it does no more than count.
@@ -94,11 +97,27 @@ class BucketReducer(Reducer):
                 if (self := own()) is not None:
                     self._take_loose(i)
                 return
+            if large[i] is not None and (self := own()) is not None:
+                self._take(i)
             left = bucket.pending = bucket.pending - 1
             if not left and (self := own()) is not None:
                 self._advance()
 
         return hook
+
+    def _take(self, i: int) -> None:
+        """Copy a large gradient in while it is in the cache, and let its memory be the next one's:
+        fresh memory costs as much as the copy.
+        """
+        if self._mode is None:
+            self._begin_step()
+        if self._mode == _BY_NAME or self._asked is not None:
+            return
+        bucket, place = self._owner[i], self._large[i]
+        if bucket is not None and place is not None:
+            self._begin_buckets()
+            with torch.no_grad():
+                bucket.take(place, self._factors(bucket.layout)[0])
 
     def _take_loose(self, i: int) -> None:
         """Take a gradient that is in no bucket yet."""
@@ -131,6 +150,7 @@ class BucketReducer(Reducer):
             if self._lane.plan is None or [p.dtype for p in self.recipe.params] != self._dtypes:
                 self._mode = _BY_NAME
                 self._owner[:] = [None] * len(self._owner)
+                self._large[:] = [None] * len(self._large)
                 for i, delay in enumerate(self._delays):
                     if delay <= 0:
                         self._by_name.send(i)
@@ -145,11 +165,7 @@ class BucketReducer(Reducer):
             if not everything:
                 return  # a hook must not wait for the other ranks
             self._settle()
-        if not self._begun:
-            self._begun = True
-            self._wanted_now = self._want()
-            self._changed = self._wanted_now != self._wanted or self._unknown
-            self._lane.begin()
+        self._begin_buckets()
         if self._changed:
             self._ask_early()
         with torch.no_grad():
@@ -161,6 +177,14 @@ class BucketReducer(Reducer):
                 flat = bucket.fill(self._factors(bucket.layout)[0], self._changed)
                 bucket.work = self._lane.send(bucket.layout, flat)
         self._lane.launched = self._lane.step
+
+    def _begin_buckets(self) -> None:
+        """Let the others know that this rank sends buckets in this step. Twice is safe."""
+        if not self._begun:
+            self._begun = True
+            self._wanted_now = self._want()
+            self._changed = self._wanted_now != self._wanted or self._unknown
+            self._lane.begin()
 
     def _factors(self, layout: Layout) -> tuple[float, float]:
         """What gradients are multiplied by before and after they are added up."""
@@ -234,7 +258,7 @@ class BucketReducer(Reducer):
         self._mode, self._begun, self._next = None, False, 0
         self._order.clear()
         for bucket in self.buckets:
-            bucket.pending = len(bucket.params)
+            bucket.rearm()
 
     # Agreement
 
@@ -246,7 +270,7 @@ class BucketReducer(Reducer):
         set_id = self.recipe.process_set.process_set_id or 0
         about = (digest(self.recipe), set_id)
         number = engine.lane_numbers[about] = engine.lane_numbers.get(about, 0) + 1
-        name = f"{self.recipe.label}.{about[0]}.{number}"
+        name = f"{self.recipe.label}.{about[0]}.{set_id}.{number}"
         self._engine, self._lane, self._version = engine, engine.lane(name, set_id), 0
         self._asked, self._next_asked, self._begun = None, None, False
         self._by_name = ByName(self.recipe, f"@{name}")
@@ -254,8 +278,7 @@ class BucketReducer(Reducer):
 
     def _ask(self) -> Work:
         """Describe the parameters to the others, and do not wait for them."""
-        fusion = basics.engine.settings.fusion_threshold
-        return self._lane.ask(describe(self.recipe, self._order, self._want(), fusion))
+        return self._lane.ask(describe(self.recipe, self._order, self._want(), basics.engine))
 
     def _ask_early(self) -> None:
         """Ask for the next agreement once all gradients are there, so that others who wait for it
@@ -280,13 +303,16 @@ class BucketReducer(Reducer):
         assert plan is not None
         place = {name: i for i, name in enumerate(self.recipe.names)}
         self._owner[:] = [None] * len(self.recipe.params)
+        self._large[:] = [None] * len(self.recipe.params)
         self.buckets = []
         for layout in self._lane.layouts:
             params = [self.recipe.params[place[name]] for name in layout.names]
-            bucket = Bucket(layout, params, [plan.strides.get(name) for name in layout.names])
+            strides = [plan.strides.get(name) for name in layout.names]
+            bucket = Bucket(layout, params, strides, self._lane)
             self.buckets.append(bucket)
-            for name in layout.names:
+            for at, name in enumerate(layout.names):
                 self._owner[place[name]] = bucket
+                self._large[place[name]] = at if bucket.takes(at) else None
                 bucket.pending -= self._delays[place[name]] <= 0
         self._version = self._lane.version
         self._kinds = plan.kinds

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.hvd.compression import Compression
+from hvdtrain.hvd.engine.engine import Engine
 from hvdtrain.hvd.engine.lanes import BUCKET_BYTES
 from hvdtrain.hvd.engine.plan import DENSE, FROZEN, SPARSE, Plan
 from hvdtrain.hvd.engine.request import dtype_name
@@ -34,10 +35,10 @@ def digest(recipe: Recipe) -> str:
     return hashlib.sha256("\n".join(about).encode()).hexdigest()[:8]
 
 
-def describe(
-    recipe: Recipe, order: list[int], wanted: list[bool], fusion_bytes: int | None
-) -> Plan:
+def describe(recipe: Recipe, order: list[int], wanted: list[bool], engine: Engine) -> Plan:
     """Return this rank's part in the agreement. `order`: whose gradients were ready first."""
+    on_gpu = any(p.is_cuda for p in recipe.params)
+    fusion_bytes = engine.settings.fusion_threshold
     ready = list(dict.fromkeys(order))
     rest = [i for i in reversed(range(len(recipe.params))) if i not in set(ready)]
     names = [recipe.names[i] for i in (*ready, *rest)]
@@ -51,8 +52,9 @@ def describe(
         recipe.op,
         wire_dtype(recipe.compression) or None,
         BUCKET_BYTES if fusion_bytes is None else fusion_bytes,
-        "GPU" if any(p.is_cuda for p in recipe.params) else "CPU",
+        "GPU" if on_gpu else "CPU",
         recipe.groups,
+        on_gpu or engine.groups.transport != "shm",  # where a bucket is shared, copying in pays
     ]
     shapes = {n: list(p.shape) for n, p in zip(recipe.names, recipe.params, strict=True)}
     dtypes = {n: dtype_name(p.dtype) for n, p in zip(recipe.names, recipe.params, strict=True)}

@@ -1,0 +1,27 @@
+"""One rank of a world of some of the launcher's ranks: see test_part.py."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+import hvdtrain.hvd as hvd
+from hvdtrain.world import detect
+
+
+def main() -> None:
+    launched = detect()
+    mine = next(part for part in ([2, 0], [1]) if launched.rank in part)
+    for life in range(2):
+        hvd.init(comm=mine)
+        assert (hvd.rank(), hvd.size()) == (mine.index(launched.rank), len(mine))
+        assert hvd.allgather(torch.tensor([launched.rank])).tolist() == mine
+        total = hvd.allreduce(torch.full((100_000,), float(launched.rank + life)), op=hvd.Sum)
+        assert set(total.tolist()) == {float(sum(mine) + life * len(mine))}
+        hvd.shutdown()
+    print(json.dumps({"rank": launched.rank, "part": mine}))
+
+
+if __name__ == "__main__":
+    main()
