@@ -32,7 +32,8 @@ check: $(VENV)/all.installed
 
 bench: $(VENV)/all.installed
 	$(BIN)/python benchmarks/trainer_overhead.py
-	$(BIN)/python benchmarks/hvd_steps.py
+	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/steps.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-mpich

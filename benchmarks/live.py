@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import platform
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.stats import bootstrap
 
 START_S, CALL_S = 120.0, 300.0
@@ -67,22 +69,30 @@ class Arm:
 
 
 @contextlib.contextmanager
-def arms(script: str, names: dict[str, str], ranks: int) -> Iterator[dict[str, Arm]]:
-    """Start `script SOCKET NAME` for each name under its launcher; end them all at the end."""
+def arms(
+    script: str, names: dict[str, tuple[str, dict[str, str]]], ranks: int
+) -> Iterator[dict[str, Arm]]:
+    """Start `script SOCKET NAME` for each name, under its launcher and with its own variables; end
+    them all at the end.
+    """
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
     started: list[subprocess.Popen[bytes]] = []
     live: dict[str, Arm] = {}
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+b") as log:
         try:
-            for name, launcher in names.items():
+            for name, (launcher, own) in names.items():
                 address = f"{folder}/{len(live)}"
                 with Listener(address, "AF_UNIX", backlog=ranks) as listener:
                     line = LAUNCHERS[launcher].format(n=ranks, python=sys.executable).split()
                     command = [*line, script, address, name]
                     started.append(
                         subprocess.Popen(
-                            command, env=env, stdout=log, stderr=log, start_new_session=True
+                            command,
+                            env={**env, **own},
+                            stdout=log,
+                            stderr=log,
+                            start_new_session=True,
                         )
                     )
                     live[name] = _meet(name, listener, ranks, started[-1])
@@ -134,6 +144,16 @@ def serve(address: str, rank: int, calls: dict[str, Callable[..., Any]]) -> None
         while (call := pickle.loads(connection.recv_bytes())) is not None:
             name, *arguments = call
             connection.send_bytes(pickle.dumps(calls[name](*arguments)))
+
+
+def machine() -> dict[str, Any]:
+    """Where and when: what every result is stored with."""
+    return {
+        "cpus": os.cpu_count(),
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
 
 
 def interval(ratios: list[float]) -> dict[str, float]:

@@ -1,19 +1,18 @@
-"""hvdtrain.hvd against native DDP and real Horovod: whole training steps, and one small allreduce.
+"""Whole training steps: native DDP and compat on every transport, and real Horovod.
 
-    python benchmarks/hvd_steps.py            # 2 ranks, some ten minutes
+    python benchmarks/steps.py            # 2 ranks, some twenty minutes
+    python benchmarks/steps.py --only mlp --arms ddp/gloo,compat/shm
 
 Every arm stays alive under its own launcher; one block runs a few steps of every arm, in random
 order, the others stopped meanwhile. A block's time is its slowest rank's median step; the figure is
 the median over blocks of the ratio of two arms in one block, with a 95 % bootstrap interval.
-`ddp again` is a second `ddp`: what the noise alone does.
+`ddp/gloo again` is a second `ddp/gloo`: what the noise alone does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import statistics
 import sys
@@ -25,27 +24,29 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import live
+from hvdtrain import BackendOptions, detect, open_backend
 
-RESULTS = Path(__file__).parent / "results" / "hvd_steps.json"
-ARMS = {
-    "ddp": "torchrun",
-    "ddp again": "torchrun",
-    "compat": "torchrun",
-    "horovod-mpi": "mpirun",
-    "horovod-mpi unbound": "mpirun unbound",
-    "horovod-gloo": "horovodrun-gloo",
+RESULTS = Path(__file__).parent / "results" / "steps.json"
+# Arm: launcher, and what it needs in the environment. Horovod with its defaults, and as its users
+# tune it: bindings off, as its manual has it, and a fusion buffer that stays in cache.
+ARMS: dict[str, tuple[str, dict[str, str]]] = {
+    "ddp/gloo": ("torchrun", {}),
+    "ddp/gloo again": ("torchrun", {}),
+    "ddp/shm": ("torchrun", {}),
+    "ddp/mpi": ("mpirun unbound", {}),
+    "compat/gloo": ("torchrun", {"HVDTRAIN_TRANSPORT": "gloo"}),
+    "compat/shm": ("torchrun", {"HVDTRAIN_TRANSPORT": "shm"}),
+    "horovod/mpi": ("mpirun", {}),
+    "horovod/mpi tuned": ("mpirun unbound", {"HOROVOD_FUSION_THRESHOLD": str(4 << 20)}),
+    # Its Gloo gives up on ranks that are stopped, as the others are while one arm works.
+    "horovod/gloo": ("horovodrun-gloo", {"HOROVOD_GLOO_TIMEOUT_SECONDS": "900"}),
 }
-RATIOS = [
-    ("compat", "ddp"),
-    ("compat", "horovod-mpi"),
-    ("compat", "horovod-mpi unbound"),
-    ("compat", "horovod-gloo"),
-    ("ddp again", "ddp"),
-]
+BASES = ("ddp/gloo", "horovod/mpi", "horovod/mpi tuned", "horovod/gloo")
 
 
 def mlp() -> nn.Module:
@@ -84,13 +85,13 @@ class Rank:
         torch.set_num_threads(1)
         self.arm = arm
         self.steps: dict[str, Callable[[], None]] = {}
-        if arm.startswith("ddp"):
-            import torch.distributed as dist
-
-            dist.init_process_group("gloo")
-            self.rank = dist.get_rank()
+        backend, transport = arm.split()[0].split("/")
+        self.is_ddp = backend == "ddp"
+        if self.is_ddp:
+            self.backend = open_backend("ddp", detect(), BackendOptions(transport=transport))
+            self.rank = self.backend.world.rank
             return
-        name = "hvdtrain.hvd" if arm == "compat" else "horovod.torch"
+        name = "hvdtrain.hvd" if backend == "compat" else "horovod.torch"
         self.hvd: Any = import_module(name)
         self.hvd.init()
         self.rank = self.hvd.rank()
@@ -102,7 +103,7 @@ class Rank:
         inputs = torch.randn(batch, *shape)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
         net: nn.Module = model
-        if self.arm.startswith("ddp"):
+        if self.is_ddp:
             net = nn.parallel.DistributedDataParallel(
                 model, gradient_as_bucket_view=True, forward_sync_buffers=False
             )
@@ -125,7 +126,10 @@ class Rank:
         """Median milliseconds of a step, after one that is not counted."""
         if workload == LATENCY:
             tensor: Tensor = torch.ones(256)
-            self.steps[workload] = lambda: self.hvd.allreduce(tensor, name="latency")
+            if self.is_ddp:
+                self.steps[workload] = lambda: dist.all_reduce(tensor)
+            else:
+                self.steps[workload] = lambda: self.hvd.allreduce(tensor, name="latency")
         elif workload not in self.steps:
             self.steps[workload] = self.step_of(workload)
         step = self.steps[workload]
@@ -138,17 +142,17 @@ class Rank:
         return 1000 * statistics.median(times)
 
 
-def measure(blocks: int, names: list[str]) -> None:
+def measure(blocks: int, names: list[str], chosen: list[str], path: Path) -> None:
     order = random.Random(0)
     times: dict[str, dict[str, list[float]]] = {}
-    with live.arms(str(Path(__file__).resolve()), ARMS, 2) as arms:
+    arms = {name: ARMS[name] for name in chosen}
+    with live.arms(str(Path(__file__).resolve()), arms, 2) as running:
         for workload in names:
             steps = WORKLOADS[workload][3] if workload in WORKLOADS else 200
-            able = [a for a in ARMS if workload in WORKLOADS or not a.startswith("ddp")]
-            found: dict[str, list[float]] = {arm: [] for arm in able}
+            found: dict[str, list[float]] = {arm: [] for arm in chosen}
             for block in range(blocks + 1):
-                for arm in order.sample(able, len(able)):
-                    slowest = max(arms[arm].call("run", workload, steps))
+                for arm in order.sample(chosen, len(chosen)):
+                    slowest = max(running[arm].call("run", workload, steps))
                     if block > 0:  # the first is the warm-up
                         found[arm].append(slowest)
             times[workload] = found
@@ -157,22 +161,21 @@ def measure(blocks: int, names: list[str]) -> None:
         "step_ms": times,
         "ratios": {w: ratios(found) for w, found in times.items()},
         "ranks": 2,
-        "cpus": os.cpu_count(),
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **live.machine(),
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    draw(record["ratios"], path.with_suffix(".png"))
 
 
 def ratios(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return {
-        f"{over} / {under}": live.interval(
+        f"{over} : {under}": live.interval(
             [a / b for a, b in zip(found[over], found[under], strict=True)]
         )
-        for over, under in RATIOS
-        if over in found and under in found
+        for under in BASES
+        for over in found
+        if under in found and over != under and not (over.startswith("horovod"))
     }
 
 
@@ -180,7 +183,37 @@ def report(workload: str, found: dict[str, list[float]]) -> None:
     medians = "  ".join(f"{arm} {np.median(t):.2f} ms" for arm, t in found.items())
     print(f"\n{workload}: {medians}")
     for name, r in ratios(found).items():
-        print(f"  {name:24} {r['median']:.3f}  [{r['low']:.3f}, {r['high']:.3f}]", flush=True)
+        print(f"  {name:34} {r['median']:.3f}  [{r['low']:.3f}, {r['high']:.3f}]", flush=True)
+
+
+def draw(ratios_by_workload: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
+    """Draw every arm's step as a share of ddp/gloo's, with its interval."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    base = " : ddp/gloo"
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 1.3 * len(ratios_by_workload)))
+    labels, at = [], 0
+    for workload, found in ratios_by_workload.items():
+        for name, r in found.items():
+            if not name.endswith(base):
+                continue
+            arm = name.removesuffix(base)
+            spread = [[r["median"] - r["low"]], [r["high"] - r["median"]]]
+            axes.barh(at, r["median"], xerr=spread, color=COLOURS[arm.split("/")[0]], capsize=3)
+            labels.append((at, f"{workload}  {arm}"))
+            at -= 1
+        at -= 1
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=8)
+    axes.set_xlabel("time of a step, as a share of native DDP's over Gloo (less is better)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+COLOURS = {"ddp": "#0072B2", "compat": "#D55E00"}
 
 
 def main() -> None:
@@ -191,9 +224,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--blocks", type=int, default=15)
     parser.add_argument("--only", help="part of a workload's name")
+    parser.add_argument("--arms", default=",".join(ARMS), help="separated by commas")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     names = [n for n in (*WORKLOADS, LATENCY) if not options.only or options.only in n]
-    measure(options.blocks, names)
+    measure(options.blocks, names, options.arms.split(","), options.output)
 
 
 if __name__ == "__main__":
