@@ -102,6 +102,14 @@ def test_killed(scenario: str, victim: int, tmp_path: Path) -> None:
     check_survivors(ranks, victim, LIMIT_S)
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("scenario", ["in_a_big_operation", "in_a_step"])
+def test_killed_over_gloo(scenario: str, victim: int, tmp_path: Path) -> None:
+    """Two survivors must not wait for each other: see transports/gloo.py."""
+    ranks = play(scenario, tmp_path, victim, "kill", HVDTRAIN_TRANSPORT="gloo")
+    check_survivors(ranks, victim, LIMIT_S)
+
+
 def test_the_dead_rank_is_named(tmp_path: Path) -> None:
     ranks = play("in_a_blocking_operation", tmp_path, 1, "kill")
     assert all("Rank 1 (process" in ranks[rank].answer["text"] for rank in (0, 2))
@@ -135,8 +143,9 @@ def test_a_hundred_lives(tmp_path: Path) -> None:
         assert late[1] <= early[1] + 2, f"open files grew: {early} -> {late}"
 
 
-def test_optimizers_of_one_step(tmp_path: Path) -> None:
-    for rank in play("optimizers_of_one_step", tmp_path):
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_optimizers_of_one_step(transport: str, tmp_path: Path) -> None:
+    for rank in play("optimizers_of_one_step", tmp_path, HVDTRAIN_TRANSPORT=transport):
         assert rank.answer, rank.output
         assert rank.answer["lanes"] == [], "connections are kept for optimizers that are gone"
 

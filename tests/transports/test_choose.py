@@ -1,0 +1,67 @@
+"""Which transport is chosen, and why."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from hvdtrain import transports
+from hvdtrain.errors import BackendUnavailable, InputError
+from hvdtrain.world import World
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def world(launcher: str = "torchrun", size: int = 2, hosts: int = 1) -> World:
+    local = size // hosts
+    return World(0, size, 0, local, 0, hosts, launcher, "a test")
+
+
+@pytest.mark.parametrize(
+    ("device", "about", "expected", "why"),
+    [
+        (CUDA, world(), "nccl", "on CUDA"),
+        (CPU, world("none", size=1), "gloo", "one rank"),
+        (CPU, world(), "shm", "all ranks on one host"),
+        (CPU, world("openmpi"), "shm", "all ranks on one host"),
+        (CPU, world("openmpi", 4, 2), "mpi", "several hosts under openmpi"),
+        (CPU, world("torchrun", 4, 2), "gloo", "ranks on several hosts"),
+    ],
+)
+def test_auto(device: torch.device, about: World, expected: str, why: str) -> None:
+    chosen, reason = transports.choose("auto", device, about)
+    assert chosen == expected
+    assert why in reason
+
+
+@pytest.mark.parametrize("requested", ["gloo", "shm", "mpi"])
+def test_what_is_asked_for(requested: str) -> None:
+    about = world("openmpi", 4, 2)
+    assert transports.choose(requested, CPU, about) == (requested, "as requested")
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "about", "error", "text"),
+    [
+        ("pigeon", CPU, world(), InputError, "one of: auto, nccl, gloo, shm, mpi"),
+        ("mpi", CPU, world(), BackendUnavailable, "torchrun has started the ranks, not mpirun"),
+        ("shm", CUDA, world(), BackendUnavailable, "shm carries CPU tensors"),
+    ],
+)
+def test_what_cannot_be(
+    requested: str, device: torch.device, about: World, error: Any, text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        transports.choose(requested, device, about)
+
+
+def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo is taken, and the reason says why; who asks for shm is told."""
+    monkeypatch.delattr(os, "memfd_create")
+    chosen, reason = transports.choose("auto", CPU, world())
+    assert (chosen, reason.partition(":")[0]) == ("gloo", "no shared memory here")
+    with pytest.raises(BackendUnavailable, match="memfd_create"):
+        transports.choose("shm", CPU, world())
