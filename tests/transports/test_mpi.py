@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from hvdtrain.errors import BackendUnavailable
 from hvdtrain.transports.carrier import Mismatch, PeerLost, TransportError
+from hvdtrain.transports.mpi import open_mpi
 from tests.launching import run
-from tests.transports.mpi_pool import MpiRanks, join
+from tests.transports.mpi_pool import MpiRanks
 
 Dist = Any
 Pools = dict[tuple[str, int], MpiRanks]
@@ -261,7 +263,7 @@ def test_a_script_that_lost_a_rank_ends_the_job() -> None:
 
 def test_without_a_launcher() -> None:
     with pytest.raises(BackendUnavailable, match="no launcher has started this process; use mpiru"):
-        join()
+        open_mpi(HashStore(), 0, 1, timedelta(seconds=5))
 
 
 FUNNELED = """
