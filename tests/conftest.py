@@ -41,6 +41,7 @@ _ONLY_IN_ALL = [
     ("horovod-mpi", 1),
     ("compat-torchrun", 1),
     ("compat-gloo", 2),  # compat-mpirun is on Gloo too
+    ("compat-gloo", 3),
     ("compat-horovodrun", 2),
 ]
 EVERY_ARM = [
