@@ -184,8 +184,9 @@ class Coordinator:
                 meta, data + [b""] * (len(self.joined) if joined else 0), len(members)
             )
             extra = _extra(meta, asked)
-            self._send(sorted(asked), ["done", *key, cache_id, extra], result)
+            # Before the answer: whoever has it may begin another timeline at once.
             self.timeline.end(key.name)
+            self._send(sorted(asked), ["done", *key, cache_id, extra], result)
         else:
             self._ready.append(Ready(key, cache_id, meta, _extra(meta, asked)))
             self._pump()
