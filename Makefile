@@ -1,4 +1,5 @@
-# make demo    from a bare clone: installs, and trains the digits with 2 ranks under native DDP
+# make demo    from a bare clone: installs, trains the digits with 2 ranks under native DDP, and
+#              compares three backends on them
 # make test    from a bare clone: installs everything, Open MPI and real Horovod included, and runs the suite
 # make test-all  the same at every launcher times every number of ranks, where make test runs some
 # make check   ruff and mypy --strict
@@ -18,6 +19,7 @@ export OMPI_MCA_rmaps_base_oversubscribe := 1
 
 demo: $(VENV)/demo.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m hvdtrain --backend ddp
+	$(BIN)/hvdtrain compare --arms ddp/gloo,ddp/shm,compat/shm --budget 45s
 
 test: $(VENV)/all.installed $(VENV)-mpich/installed
 	$(BIN)/python -m pytest -m "not exhaustive" $(PYTEST)
@@ -34,6 +36,7 @@ bench: $(VENV)/all.installed
 	$(BIN)/python benchmarks/trainer_overhead.py
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/steps.py
+	$(BIN)/python benchmarks/comparisons.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-mpich

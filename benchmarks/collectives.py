@@ -146,9 +146,9 @@ def draw(seconds: dict[str, dict[str, list[float]]], path: Path) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) == 3 and sys.argv[1].startswith("/"):
-        rank = Rank(sys.argv[2])
-        live.serve(sys.argv[1], rank.rank, {"run": rank.run})
+    if len(sys.argv) == 3 and sys.argv[2].startswith("/"):
+        rank = Rank(sys.argv[1])
+        live.serve(sys.argv[2], rank.rank, {"run": rank.run})
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--blocks", type=int, default=10)

@@ -1,8 +1,7 @@
-"""Live ranks for interleaved measurements.
+"""Live ranks for interleaved measurements: those of `hvdtrain compare`, for any script.
 
-Every arm is started once, by its own real launcher, and serves calls on a Unix socket. While one
-arm works the others' ranks are stopped (SIGSTOP): idle ranks of some arms poll, and would take time
-from the one that is measured.
+Every arm is started once, by its own real launcher, and serves calls. While one arm works the
+others' ranks are stopped.
 """
 
 from __future__ import annotations
@@ -10,23 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import platform
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from scipy.stats import bootstrap
+from hvdtrain import provenance
+from hvdtrain.compare import machine as host
+from hvdtrain.compare import stats
+from hvdtrain.compare.ranks import Ranks
 
-START_S, CALL_S = 120.0, 300.0
+START_S = 180.0
 LAUNCHERS = {
     "torchrun": "torchrun --nproc-per-node {n}",
     "mpirun": "mpirun -np {n} {python}",  # binds each of two ranks to a core
@@ -35,106 +30,28 @@ LAUNCHERS = {
 }
 
 
-@dataclass
-class Arm:
-    """The ranks of one arm, which stand still but for a `call`, in which all do the same."""
-
-    name: str
-    connections: list[Connection] = field(default_factory=list)
-    pids: list[int] = field(default_factory=list)
-
-    def call(self, *what: object) -> list[Any]:
-        """Send a call to every rank and return their answers in rank order."""
-        self._signal(signal.SIGCONT)
-        for connection in self.connections:
-            connection.send_bytes(pickle.dumps(what))
-        deadline = time.monotonic() + CALL_S
-        answers = []
-        for rank, connection in enumerate(self.connections):
-            if not connection.poll(max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"rank {rank} of {self.name} did not answer {what}")
-            answers.append(pickle.loads(connection.recv_bytes()))
-        self._signal(signal.SIGSTOP)
-        return answers
-
-    def end(self) -> None:
-        """Let the ranks end as a program does."""
-        self._signal(signal.SIGCONT)
-        for connection in self.connections:
-            connection.send_bytes(pickle.dumps(None))
-
-    def _signal(self, number: int) -> None:
-        for pid in self.pids:
-            os.kill(pid, number)
-
-
 @contextlib.contextmanager
 def arms(
     script: str, names: dict[str, tuple[str, dict[str, str]]], ranks: int
-) -> Iterator[dict[str, Arm]]:
-    """Start `script SOCKET NAME` for each name, under its launcher and with its own variables; end
+) -> Iterator[dict[str, Ranks]]:
+    """Start `script NAME SOCKET` for each name, under its launcher and with its own variables; end
     them all at the end.
     """
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
-    started: list[subprocess.Popen[bytes]] = []
-    live: dict[str, Arm] = {}
-    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+b") as log:
+    live: dict[str, Ranks] = {}
+    with tempfile.TemporaryDirectory() as folder:
         try:
             for name, (launcher, own) in names.items():
-                address = f"{folder}/{len(live)}"
-                with Listener(address, "AF_UNIX", backlog=ranks) as listener:
-                    line = LAUNCHERS[launcher].format(n=ranks, python=sys.executable).split()
-                    command = [*line, script, address, name]
-                    started.append(
-                        subprocess.Popen(
-                            command,
-                            env={**env, **own},
-                            stdout=log,
-                            stderr=log,
-                            start_new_session=True,
-                        )
-                    )
-                    live[name] = _meet(name, listener, ranks, started[-1])
+                line = LAUNCHERS[launcher].format(n=ranks, python=sys.executable).split()
+                socket, log = Path(folder) / f"{len(live)}", Path(folder) / f"{len(live)}.log"
+                live[name] = Ranks([*line, script, name], ranks, {**env, **own}, socket, log)
+                live[name].meet(START_S)
+                live[name].pause()
             yield live
-            for arm in live.values():
-                arm.end()
-        except BaseException:
-            log.seek(0)
-            print(log.read().decode(errors="replace")[-4000:], file=sys.stderr)
-            raise
         finally:
-            for process in started:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(20 if sys.exc_info()[0] is None else 0.1)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGTERM)
-                process.wait()
-            for pid in (pid for arm in live.values() for pid in arm.pids):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-
-def _meet(name: str, listener: Listener, ranks: int, process: subprocess.Popen[bytes]) -> Arm:
-    arm = Arm(name)
-    by_rank: dict[int, tuple[int, Connection]] = {}
-    socket = listener._listener._socket  # type: ignore[attr-defined]
-    socket.settimeout(1)
-    deadline = time.monotonic() + START_S
-    while len(by_rank) < ranks:
-        try:
-            connection = listener.accept()
-        except TimeoutError:
-            if time.monotonic() > deadline or process.poll() is not None:
-                raise TimeoutError(f"arm {name} did not start") from None
-            continue
-        rank, pid = pickle.loads(connection.recv_bytes())
-        by_rank[rank] = (pid, connection)
-    for rank in range(ranks):
-        arm.pids.append(by_rank[rank][0])
-        arm.connections.append(by_rank[rank][1])
-    arm._signal(signal.SIGSTOP)
-    return arm
+            for arm in live.values():
+                arm.end(gently=sys.exc_info()[0] is None)
 
 
 def serve(address: str, rank: int, calls: dict[str, Callable[..., Any]]) -> None:
@@ -143,20 +60,20 @@ def serve(address: str, rank: int, calls: dict[str, Callable[..., Any]]) -> None
         connection.send_bytes(pickle.dumps((rank, os.getpid())))
         while (call := pickle.loads(connection.recv_bytes())) is not None:
             name, *arguments = call
-            connection.send_bytes(pickle.dumps(calls[name](*arguments)))
+            connection.send_bytes(pickle.dumps((True, calls[name](*arguments))))
 
 
 def machine() -> dict[str, Any]:
-    """Where and when: what every result is stored with."""
+    """Where, when and with what: what every result is stored with."""
     return {
-        "cpus": os.cpu_count(),
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **host.facts(),
+        **provenance.versions(),
+        "commit": provenance.commit(),
+        "time": provenance.now(),
     }
 
 
 def interval(ratios: list[float]) -> dict[str, float]:
     """The median of paired ratios, and its 95 % bootstrap interval over blocks."""
-    found = bootstrap((np.array(ratios),), np.median, n_resamples=5000, rng=0).confidence_interval
-    return {"median": float(np.median(ratios)), "low": float(found.low), "high": float(found.high)}
+    found = stats.interval(ratios)
+    return {"median": found.median, "low": found.low, "high": found.high}

@@ -38,6 +38,8 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 class ImageNet(Task):
     """`arch` is the name of any classifier of torchvision.models."""
 
+    about_data = "real: photographs in folders by class, such as ImageNet's"
+
     def __init__(
         self,
         data: str = "imagenet",

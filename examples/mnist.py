@@ -29,6 +29,8 @@ from hvdtrain.errors import InputError
 class MNIST(Task):
     """Adadelta, whose rate falls by `gamma` after each epoch."""
 
+    about_data = "real: 28x28 images of handwritten digits (MNIST), from torchvision"
+
     def __init__(
         self,
         data: str = "data",

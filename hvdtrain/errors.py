@@ -24,6 +24,9 @@ class HvdtrainError(RuntimeError):
     exit_code = 1
     everywhere = False
     """True once every rank raises this same error, so that rank 0 alone needs to print it."""
+    in_step = False
+    """True where the ranks had met before: others that raise the same do so at about the same time.
+    """
 
 
 class InputError(HvdtrainError):

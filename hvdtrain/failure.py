@@ -8,9 +8,14 @@ There it must call MPI_Abort.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import signal
+import stat
+import struct
 import sys
+import termios
 import threading
 import time
 import traceback
@@ -27,9 +32,14 @@ _TURN_S = 0.5
 _LONGEST_TURN_S = 3.0
 # A rank that merely lost a peer lets that one say why.
 _WITNESS_S = 3.0
-# The flags, files and variables of a host are the same for its ranks: local rank 0 speaks for them.
-# The others speak if that has not ended the job by then, as where they alone have the problem.
+# The flags, files and variables of a host are the same for its ranks: local rank 0 speaks for them,
+# rank 0 for what all know. The others end, and say why, if that has not ended the job by then: they
+# may have the problem alone. Once the ranks are in step none waits: it would be missed, and blamed.
 _SPOKESMAN_S = 6.0
+# Hydra (MPICH, Intel MPI) drops what a rank has just printed if it hears of its abort before it has
+# read that: one time in ten or so.
+_FORWARD_S = 0.3
+_LONGEST_FORWARD_S = 5.0
 # Ctrl-C in a terminal reaches a rank directly and again by way of its launcher.
 _SAME_REQUEST_S = 2.0
 
@@ -66,6 +76,21 @@ def guard(world: World) -> Iterator[None]:
             signal.signal(number, old)
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let no Ctrl-C or SIGTERM into the block: what it puts in order takes a while. Not collective.
+
+    In the main thread.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    previous = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, old in zip(numbers, previous, strict=True):
+            signal.signal(number, old)
+
+
 def end_job(world: World, error: BaseException) -> NoReturn:
     """Report `error` as this rank's; end the process and, under MPI, the job."""
     code = exit_code(error)
@@ -89,13 +114,17 @@ def _turn_s(world: World, error: BaseException) -> float:
     turn_s = min(_TURN_S * world.rank, _LONGEST_TURN_S)
     if isinstance(error, WorldError):
         return turn_s + _WITNESS_S
-    if isinstance(error, HvdtrainError) and not error.everywhere and world.local_rank > 0:
-        return turn_s + _SPOKESMAN_S
-    return turn_s
+    if not isinstance(error, HvdtrainError) or (error.in_step and not error.everywhere):
+        return turn_s
+    speaks = world.rank == 0 if error.everywhere else world.local_rank == 0
+    return turn_s if speaks else turn_s + _SPOKESMAN_S
 
 
 def _leave(code: int) -> NoReturn:
     try:
+        if "PMI_FD" in os.environ:
+            _until_read()
+            time.sleep(_FORWARD_S)
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
             mpi.COMM_WORLD.Abort(code)
@@ -106,6 +135,17 @@ def _leave(code: int) -> NoReturn:
     finally:
         # Not sys.exit: the exit handlers of Horovod and MPI wait for the other ranks.
         os._exit(code)
+
+
+def _until_read() -> None:
+    """Wait until a launcher on a busy machine has taken what was printed from its pipes."""
+    deadline = time.monotonic() + _LONGEST_FORWARD_S
+    for fd in (1, 2):
+        with contextlib.suppress(OSError):  # closed
+            while stat.S_ISFIFO(os.fstat(fd).st_mode) and time.monotonic() < deadline:
+                if struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4))) == (0,):
+                    break
+                time.sleep(0.01)
 
 
 def report(world: World, error: BaseException) -> None:

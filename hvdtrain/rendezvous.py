@@ -68,6 +68,11 @@ def open_store(world: World, timeout_s: float, part: str = "") -> Store:
             f"MASTER_PORT"
         )
     store.set_timeout(timedelta(seconds=timeout_s))
+    if world.launcher == "torchrun" and os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        # Its own store outlives ranks that it starts again, and what they have left there. The
+        # torchruns of several hosts do not count alike.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"hvdtrain/attempt/{attempt}", store)
     if part:
         store = PrefixStore(f"hvdtrain/part/{part}", store)
     try:

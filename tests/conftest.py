@@ -121,8 +121,8 @@ def _nothing_stays_behind() -> Iterator[None]:
         time.sleep(0.1)
     assert not alive, f"processes stayed behind: {alive}"
     left = set(Path("/dev/shm").iterdir()) - shared_before
-    for path in [path for path in left if path.name.startswith("mpich_shm_")]:
-        path.unlink()  # MPICH's own, which it leaves where a rank is aborted
+    for path in [path for path in left if path.name.startswith(("mpich_shm_", "vader_segment."))]:
+        path.unlink(missing_ok=True)  # MPI's own, which it may leave where a rank is killed
         left.remove(path)
     if "CI" in os.environ:  # elsewhere other programs use it meanwhile
         assert not left, f"shared memory stayed behind: {left}"

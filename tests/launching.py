@@ -151,9 +151,15 @@ def descendants(ancestor: int) -> dict[int, str]:
 
 
 def kill(marker: str) -> None:
-    """Kill -9 every process that a command started, all at once."""
+    """Kill -9 every process that a command started, all at once.
+
+    horovodrun's resource tracker is let: it ends when the others have, and removes semaphores.
+    """
+    deadline = time.monotonic() + 3
     while found := members(marker):
-        for pid in found:
+        for pid, command in found.items():
+            if "multiprocessing.resource_tracker" in command and time.monotonic() < deadline:
+                continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)

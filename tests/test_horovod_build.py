@@ -484,7 +484,7 @@ def is_running(pid: int) -> bool:
     try:
         # A zombie that nobody waits for is dead as well.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

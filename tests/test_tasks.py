@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import cast
 
 import pytest
-import sklearn.datasets  # noqa: F401 -- sets variables on import, as does the next
+import sklearn.datasets
 import torch
-import torch._dynamo  # imported by the first optimizer of a process
+import torch._dynamo  # by the first optimizer of a process; it sets variables
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from examples.imagenet import ImageNet
+from examples.mnist import MNIST
 from hvdtrain.errors import InputError
 from hvdtrain.tasks import TASKS
+from hvdtrain.tasks.digits import Digits
 from hvdtrain.training.task import Task, load_task
 
 # Small, and still quick to learn.
@@ -117,6 +122,36 @@ def test_the_data_are_the_same_whatever_the_random_state(name: str) -> None:
 def test_the_evaluation_data_are_an_eighth_more(name: str) -> None:
     training, evaluation = data_of(small(name))
     assert (len(training), len(evaluation)) == (512, 64)
+
+
+def test_the_digits_are_those_of_scikit_learn() -> None:
+    """Which is not imported for them, as that takes as long as importing torch."""
+    training, evaluation = Digits().datasets()
+    data = sklearn.datasets.load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+    for part, rows in ((evaluation, order[:360]), (training, order[360:])):
+        assert isinstance(part, TensorDataset)
+        images, labels = part.tensors
+        assert torch.equal(images[:, 0], torch.from_numpy(data.images / 16).float()[rows])
+        assert torch.equal(labels, torch.from_numpy(data.target)[rows])
+        assert images.is_contiguous()
+    code = "import sys; from hvdtrain.tasks.digits import Digits; Digits().datasets(); "
+    code += "sys.exit('sklearn' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        *(load_task(name).about_data for name in TASKS),
+        *(task.about_data for task in (ImageNet, MNIST)),
+    ],
+)
+def test_a_report_can_say_in_a_line_whether_the_data_are_real(about: str) -> None:
+    kind, colon, where = about.partition(": ")
+    assert kind in ("real", "synthetic")
+    assert where
+    assert "\n" not in about
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -100,11 +100,16 @@ def open_backend(
     configuration, say) between all ranks; WorldMismatch names both sides of a difference. Raises
     InputError, LaunchError, BackendUnavailable, WorldError.
     """
+    from hvdtrain import transports
     from hvdtrain.backends.base import BackendOptions
 
     world = detect() if world is None else world
     name, reason = choose(name, world)
-    backend = load(name)(world, options or BackendOptions())
+    options = options or BackendOptions()
+    transports.check(options.transport)  # also where the backend has none
+    backend = load(name)(world, options)
+    if options.transport not in ("auto", backend.transport):
+        reason += f"; transport {options.transport} was asked for, but {name} has none to choose"
     backend.reason = reason
     backend.open()
     try:

@@ -55,6 +55,9 @@ class Backend(ABC):
 
     name: ClassVar[str]
 
+    transport: str = ""
+    """Who moves the bytes, where `options.transport` has a say in that; else empty."""
+
     def __init__(self, world: World, options: BackendOptions) -> None:
         self.world = world
         self.options = options
@@ -164,10 +167,10 @@ class Backend(ABC):
         if id(optimizer) not in self._prepared:
             raise ValueError("finish_backward wants the optimizer that prepare returned")
         _, model, names = self._prepared[id(optimizer)]
-        self._settle_unused(optimizer, names)
+        self.settle_unused(optimizer, names)
         self._reduce_gradients(optimizer)
         if self.world.size > 1:
-            self._sync_buffers(model)
+            self.sync_buffers(model)
 
     def names(self, optimizer: Optimizer) -> dict[Tensor, str]:
         """The names of the parameters of a prepared optimizer. Not collective."""
@@ -244,7 +247,9 @@ class Backend(ABC):
             self.close()
             return
         known = self.peer_failure(error) if isinstance(error, Exception) else None
-        shared = isinstance(error, HvdtrainError) and error.everywhere
+        shared = False
+        if isinstance(error, HvdtrainError):
+            error.in_step, shared = True, error.everywhere
         self.close(failed=not shared)
         if self.world.size > 1 and is_mpi(self.world) and failure.exit_code(error) != 0:
             failure.end_job(self.world, known or error)
@@ -266,7 +271,12 @@ class Backend(ABC):
                     f"rank {rank} has {pair[1]}"
                 )
 
-    def _settle_unused(self, optimizer: Optimizer, names: dict[Tensor, str]) -> None:
+    def settle_unused(self, optimizer: Optimizer, names: dict[Tensor, str]) -> None:
+        """Refuse parameters without a gradient, or give them one of zeros. Not collective.
+
+        `finish_backward` does it; a loop that reduces gradients by itself calls it after them.
+        Raises InputError with their `names`.
+        """
         unused = [
             p
             for group in optimizer.param_groups
@@ -284,8 +294,11 @@ class Backend(ABC):
         for p in unused:
             p.grad = torch.zeros_like(p)
 
-    def _sync_buffers(self, model: nn.Module) -> None:
-        """[all] Apply the policy, with one collective for all buffers of a dtype."""
+    def sync_buffers(self, model: nn.Module) -> None:
+        """[all] Apply the policy, with one collective for all buffers of a dtype.
+
+        `finish_backward` does it; a loop that reduces gradients by itself calls it after them.
+        """
         if self.options.buffers == "local":
             return
         by_dtype: dict[torch.dtype, list[Tensor]] = {}

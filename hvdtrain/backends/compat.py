@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from hvdtrain import transports
 from hvdtrain.backends.base import Backend, BackendOptions
 from hvdtrain.backends.horovod import Horovod
-from hvdtrain.errors import InputError
+from hvdtrain.errors import BackendUnavailable, InputError
 from hvdtrain.world import World
 
 
@@ -23,6 +23,10 @@ class Compat(Horovod):
         self.transport, self.transport_reason = transports.choose(
             options.transport, self.device, world
         )
+        if self.device.type == "cuda" and self.transport != "nccl":
+            raise BackendUnavailable(
+                f"compat carries CUDA tensors by nccl, not {self.transport}; leave --transport out"
+            )
 
     @classmethod
     def module(cls) -> ModuleType:

@@ -16,7 +16,7 @@ from hvdtrain.errors import InputError
 from hvdtrain.world import World
 
 # torch 2.13 renamed it, and warns of the old name.
-_SYNC_BUFFERS = next(
+FORWARD_SYNC = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
     if name in inspect.signature(DistributedDataParallel.__init__).parameters
@@ -44,7 +44,7 @@ class DDP(C10d):
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
             bucket_cap_mb=self.options.bucket_mib,
             # The contract's own policy for buffers applies, once a step, on every backend alike.
-            **cast("dict[str, Any]", {_SYNC_BUFFERS: False}),
+            **cast("dict[str, Any]", {FORWARD_SYNC: False}),
             find_unused_parameters=self.options.unused_parameters == "zero",
             # p.grad lies in the bucket itself: no copy back after the all-reduce.
             gradient_as_bucket_view=True,

@@ -15,7 +15,9 @@ from hvdtrain.world import detect, presume
 
 COMMANDS = {
     "train": "hvdtrain.cli.train",
+    "compare": "hvdtrain.cli.compare",
     "install-horovod": "hvdtrain.cli.install_horovod",
+    "report": "hvdtrain.cli.report",
 }
 
 
@@ -88,4 +90,6 @@ def main() -> None:
 
 def _as_input_error(error: click.ClickException) -> InputError:
     """What click says of a wrong line, in one line, for the rank that speaks for its host."""
-    return InputError(f"{error.format_message()} (see: hvdtrain --help)")
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    path = context.command_path if context else "hvdtrain"
+    return InputError(f"{error.format_message()} (see: {path} --help)")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
-import types
 import typing
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,8 +11,9 @@ from typing import Any
 
 import click
 
+from hvdtrain.cli.options import FIELDS, kind_of, train_option
 from hvdtrain.errors import InputError
-from hvdtrain.training.config import TrainConfig, flag
+from hvdtrain.training.config import TrainConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,44 +21,11 @@ else:
     import tomli as tomllib
 
 PREFIX = "HVDTRAIN"
-_FIELDS = {item.name: item for item in dataclasses.fields(TrainConfig)}
 _SOURCES = {
     click.core.ParameterSource.COMMANDLINE: "flag",
     click.core.ParameterSource.ENVIRONMENT: "environment",
     click.core.ParameterSource.DEFAULT_MAP: "file",
 }
-
-
-def _options() -> list[click.Parameter]:
-    """One option for every field of TrainConfig, with its type, default and help text."""
-    hints = typing.get_type_hints(TrainConfig)
-    made: list[click.Parameter] = []
-    for name, item in _FIELDS.items():
-        kind = hints[name]
-        more: dict[str, Any] = {"show_default": item.default not in (None, ())}
-        if kind is bool:
-            more["is_flag"] = True
-        elif typing.get_origin(kind) is tuple:
-            more.update(multiple=True, metavar="NAME=VALUE")
-        else:
-            more["type"] = (
-                click.Choice(item.metadata["choices"]) if item.metadata["choices"] else _plain(kind)
-            )
-        # `--local_rank` of torch.distributed.launch is `--local-rank` by way of the group's
-        # normalisation.
-        made.append(
-            click.Option(
-                [flag(name), name], default=item.default, help=item.metadata["help"], **more
-            )
-        )
-    return made
-
-
-def _plain(kind: Any) -> Any:
-    """`int | None` gives int."""
-    if isinstance(kind, types.UnionType):
-        return next(part for part in typing.get_args(kind) if part is not type(None))
-    return kind
 
 
 def _read_file(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -74,7 +40,7 @@ def _read_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
         raise InputError(f"--config {value} is not TOML: {error}") from None
     table = {key.replace("-", "_"): item for key, item in table.items()}
     for key in table:
-        _check_known(key, _FIELDS, f"unknown key {key!r} in --config {value}")
+        _check_known(key, FIELDS, f"unknown key {key!r} in --config {value}")
     if isinstance(table.get("set"), dict):
         table["set"] = [f"{key}={item!r}" for key, item in table["set"].items()]
     for key, item in table.items():
@@ -84,7 +50,7 @@ def _read_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
 
 def _check_type(key: str, item: object, where: str) -> None:
     """Raise InputError where click would convert silently, such as 2.5 epochs to 2."""
-    kind = _plain(typing.get_type_hints(TrainConfig)[key])
+    kind = kind_of(key)
     if typing.get_origin(kind) is tuple:
         if not (isinstance(item, list) and all(isinstance(part, str) for part in item)):
             raise InputError(f'{where} is not a table, nor a list such as ["name=value"]')
@@ -97,7 +63,7 @@ def _check_type(key: str, item: object, where: str) -> None:
 
 
 def _check_environment() -> None:
-    known = {f"{PREFIX}_{name.upper()}": name for name in (*_FIELDS, "config")}
+    known = {f"{PREFIX}_{name.upper()}": name for name in (*FIELDS, "config")}
     for name in os.environ:
         if name.startswith(f"{PREFIX}_"):
             _check_known(name, known, f"unknown environment variable {name}")
@@ -129,7 +95,7 @@ def _check_known(name: str, known: typing.Mapping[str, object], problem: str) ->
         click.Option(
             ["--local-rank"], type=int, hidden=True, expose_value=False, allow_from_autoenv=False
         ),
-        *_options(),
+        *(train_option(name) for name in FIELDS),
     ],
 )
 @click.pass_context

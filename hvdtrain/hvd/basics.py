@@ -85,8 +85,6 @@ class HorovodBasics:
         except BaseException:
             self.shutdown()
             raise
-        if settings.timeline not in (None, "DYNAMIC"):
-            self._open_timeline(str(settings.timeline), settings.timeline_mark_cycles)
 
     def shutdown(self) -> None:
         """Leave. Operations of other ranks that wait for this one raise HorovodInternalError.
@@ -271,17 +269,13 @@ class HorovodBasics:
         if engine.settings.timeline is None:
             raise ValueError("Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage.")
         self.stop_timeline()
-        self._open_timeline(file_path, mark_cycles)
+        if engine.world.rank == 0:
+            engine.set_timeline(Timeline(file_path, mark_cycles))
 
     def stop_timeline(self) -> None:
         """End the timeline, if there is one. Raises ValueError before `init`."""
         engine = self._engine_or_raise()
         engine.set_timeline(Timeline(None, False))
-
-    def _open_timeline(self, path: str, mark_cycles: bool) -> None:
-        engine = self._engine_or_raise()
-        if engine.world.rank == 0:
-            engine.set_timeline(Timeline(path, mark_cycles))
 
     # Process sets, by id; private names that tests of Horovod's users use
 

@@ -72,7 +72,7 @@ def _launch(
         log_line_prefix_template="[${rank}]:",
     )
     # A command, not a function: multiprocessing would import the caller's script once more.
-    command = ["-c", _start_text(), str(folder)]
+    command = ["-c", _start_text(), str(folder), str(os.getpid())]
     try:
         with _environment(variables), warnings.catch_warnings():
             # The files of ranks that end well are left to the garbage collector.
@@ -96,9 +96,9 @@ def _start_text() -> str:
 
 def _rank_main(alias: bool) -> None:
     """Be one rank: call what the folder holds, and leave there what came of it."""
-    folder = Path(sys.argv[1])
+    folder, parent = Path(sys.argv[1]), int(sys.argv[2])
     sys.argv = [""]
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     rank = os.environ["RANK"]
     try:
         if alias:
@@ -143,7 +143,7 @@ def _failure(folder: Path, codes: Mapping[int, int]) -> str:
 
 def _write(path: Path, data: bytes) -> None:
     """Write at once: a rank may be killed at any time."""
-    part = path.with_suffix(".part" + path.suffix)
+    part = path.with_name(f"{path.name}.part")  # not matched by *.error
     part.write_bytes(data)
     part.replace(path)
 

@@ -23,6 +23,8 @@ class ConvNet(Task):
     The defaults have 78,042 parameters, 0.3 MB of gradients (4 bytes each), on 32 x 32 images.
     """
 
+    about_data = "synthetic: a pattern for each class under noise, drawn from a seed"
+
     def __init__(
         self,
         width: int = 16,

@@ -22,6 +22,8 @@ class MLP(Task):
     bytes per FLOP, 2 / (3 * b). The defaults have 3.2 million parameters, 12.9 MB of gradients.
     """
 
+    about_data = "synthetic: a cloud of points for each class, drawn from a seed"
+
     def __init__(
         self,
         width: int = 1024,

@@ -22,6 +22,8 @@ class Transformer(Task):
     A step averages 4 * P bytes of gradients (fp32). The defaults have 470,528 parameters, 1.9 MB.
     """
 
+    about_data = "synthetic: sequences that follow one permutation, drawn from a seed"
+
     def __init__(
         self,
         width: int = 128,

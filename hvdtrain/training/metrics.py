@@ -64,5 +64,5 @@ def fingerprint(state: Mapping[str, object]) -> str:
             continue
         data = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         digest.update(f"{name} {data.dtype} {tuple(data.shape)}\n".encode())
-        digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -12,15 +12,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import json
-import math
 import os
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
+from hvdtrain import files
 from hvdtrain.errors import InputError
 
 FORMAT = 1
@@ -87,7 +86,7 @@ class RunDirectory:
             if metrics.exists():
                 lines = metrics.read_text(errors="replace").splitlines()
                 kept = (f"{line}\n" for line in lines if _step(line) <= first_step)
-                _replace(metrics, "".join(kept))
+                files.replace(metrics, "".join(kept))
             self._metrics = metrics.open("a", buffering=1)
 
     def log(self, record: dict[str, Any]) -> None:
@@ -103,12 +102,14 @@ class RunDirectory:
 
     def finish(self, outcome: str, **more: Any) -> None:
         """Write how the run ended: `finished`, `failed`, `interrupted` or `terminated`."""
-        self.update(outcome=outcome, end=now(), **more)
+        self.run.update(outcome=outcome, end=now(), **more)
+        self.write(sync=False)  # mpirun kills a second after SIGTERM, and a disk may take longer
+        self.write()
 
-    def write(self) -> None:
-        """Replace run.json atomically."""
+    def write(self, sync: bool = True) -> None:
+        """Replace run.json atomically. Without `sync` a power cut may still lose it."""
         with _writing(self.path):
-            _replace(self.path / "run.json", _dump(self.run, indent=1) + "\n")
+            files.replace(self.path / "run.json", _dump(self.run, indent=1) + "\n", sync)
 
     def close(self) -> None:
         """Close metrics.jsonl and give up the lock. Twice is safe."""
@@ -138,12 +139,8 @@ def make_default(task: str, backend: str) -> Path:
     runs = Path("runs")
     with _writing(runs):
         runs.mkdir(exist_ok=True)
-    for number in itertools.count(1):
-        path = runs / (name if number == 1 else f"{name}-{number}")
-        with _writing(path), contextlib.suppress(FileExistsError):  # another job of the same second
-            path.mkdir()
-            return path
-    raise AssertionError("count() never ends")
+    with _writing(runs / name):
+        return files.make_folder(runs / name)
 
 
 def now() -> str:
@@ -159,18 +156,7 @@ def _step(line: str) -> int:
 
 
 def _dump(value: object, indent: int | None = None) -> str:
-    return json.dumps(_finite(value), indent=indent, default=str, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """Copy `value` with "inf" and "nan" as text, which float() reads: JSON has no such numbers."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
+    return json.dumps(files.finite(value), indent=indent, default=str, allow_nan=False)
 
 
 @contextlib.contextmanager
@@ -180,12 +166,3 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"cannot write the run directory {path}: {error.strerror}") from None
-
-
-def _replace(path: Path, text: str) -> None:
-    fresh = path.with_name(f".{path.name}.new")  # one name, so that killed runs leave no heap
-    with fresh.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)

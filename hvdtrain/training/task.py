@@ -30,6 +30,9 @@ model.
 class Task(ABC):
     """Model, optimizer, data and loss. Constructor arguments come from `--set name=value`."""
 
+    about_data: str = ""
+    """What the data are, in a line for reports: real or synthetic, and from where."""
+
     @abstractmethod
     def model(self) -> nn.Module:
         """Make the model, on the CPU. Called once, with the same random state on every rank."""

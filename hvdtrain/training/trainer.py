@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
+from hvdtrain import provenance
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import HvdtrainError, InputError, WorldMismatch
 from hvdtrain.training import checkpoint, environment, state
@@ -38,6 +39,8 @@ from hvdtrain.training.precision import Precision
 from hvdtrain.training.run_dir import RunDirectory, make_default
 from hvdtrain.training.schedule import build_schedule, lr_factor, set_base_lr
 from hvdtrain.training.task import Task
+from hvdtrain.transports.memory import keep_freed_memory
+from hvdtrain.world import World
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,17 @@ class Result:
     """The last evaluation: means over every sample of the evaluation data."""
     params_sha256: str
     run_dir: Path
+
+
+@dataclass(frozen=True)
+class StepTaken:
+    """One optimizer step, as this rank saw it."""
+
+    number: int
+    data_s: float
+    """Seconds that it waited for data."""
+    loss: Tensor
+    """The mean over this rank's samples: a scalar on the device."""
 
 
 class Trainer:
@@ -72,6 +86,9 @@ class Trainer:
         self.console: Console = make_console(self.world)
         self.precision = Precision(config.precision, backend.device)
         self.position = state.Position()
+        self.on_batch: Callable[[Any], None] | None = None
+        """Called with every micro-batch of this rank, before its forward pass."""
+        self._records = True
         self._origins = origins or {}
         self._run_dir: RunDirectory | None = None
         self._saved_step = -1
@@ -83,9 +100,7 @@ class Trainer:
         Raises InputError, CheckpointError or TrainingDiverged; run.json then says so.
         """
         try:
-            with self.backend.together():
-                self._build()
-            self._start()
+            self.set_up()
             result = self._train()
         except BaseException as error:
             self._record_failure(error)
@@ -96,32 +111,44 @@ class Trainer:
                 self._run_dir.close()
         return result
 
+    def set_up(self, record: bool = True) -> None:
+        """Make everything and prepare it: before `steps`; `fit` does it itself. Collective.
+
+        Without `record` no run directory is made, and nothing said.
+        """
+        self._records = record
+        with self.backend.together():
+            self._build()
+        self._start()
+
+    def steps(self) -> Iterator[StepTaken]:
+        """Take one optimizer step for each `next`, epoch after epoch: what is measured. Collective.
+
+        Nothing is evaluated, saved or logged, and no loss is looked at.
+        """
+        meter = Meter(self.backend, self.batches.span)
+        while self.position.step < self.ledger.total_steps:
+            for _ in self._take_epoch(meter):
+                yield StepTaken(self.position.step, *meter.take())
+
     # Setting up
 
     def _build(self) -> None:
         """Make everything that needs no other rank."""
         config, world = self.config, self.world
         self._threads = environment.set_threads(config.threads, world, os.environ)
+        keep_freed_memory()  # as `shm` and `compat` do alone: on every backend alike
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         environment.seed_all(mix(config.seed))
         train, evaluation = self.task.datasets()
-        micro_batch = config.micro_batch(world.size)
-        self.batches = ShardedBatches(
-            size_of(train, "training"), micro_batch, world, config.seed, config.uneven
-        )
-        if self.batches.batches_from(0) == 0:
-            raise InputError(
-                f"one micro-batch of all ranks, {micro_batch} x {world.size} = "
-                f"{self.batches.span} samples, is larger than the training data, "
-                f"{self.batches.num_samples} samples; make it smaller, or repeat samples with "
-                "--uneven pad"
-            )
+        self.batches = shard(train, config, world)
         common = (self.task.collate, world, self.backend.device, config.workers, config.seed)
         self._train_loader = make_loader(train, self.batches, *common)
         self._eval_loader: DataLoader[Any] | None = None
         if evaluation is not None:
-            shares = EvalBatches(size_of(evaluation, "evaluation"), micro_batch, world)
+            size = size_of(evaluation, "evaluation")
+            shares = EvalBatches(size, self.batches.batch_size, world)
             self._eval_loader = make_loader(evaluation, shares, *common)
             self._eval_batches = shares
         # Again, so that the weights do not depend on what random numbers the data took.
@@ -130,7 +157,7 @@ class Trainer:
         self._open_run_dir()  # last, so that bad input leaves none behind
 
     def _open_run_dir(self) -> None:
-        if self.world.rank > 0:
+        if self.world.rank > 0 or not self._records:
             return
         state.check(self.config.resume)
         given = self.config.run_dir
@@ -151,7 +178,8 @@ class Trainer:
         if self._run_dir is not None:
             self._run_dir.update(ledger=self.ledger.as_dict(), resumed_from=self._resumed_from)
             self._run_dir.open_metrics(self.position.step)
-        self._introduce()
+        if self._records:
+            self._introduce()
 
     def _make_ledger(self, lr_before: list[float], lr_after: list[float]) -> Ledger:
         config, batches = self.config, self.batches
@@ -267,23 +295,9 @@ class Trainer:
         Returns the metrics if it ended with an evaluation.
         """
         position, config = self.position, self.config
-        self.batches.set_epoch(position.epoch, position.sample)
-        left = self.batches.batches_from(position.sample)
-        # Loader processes draw their seeds from it.
-        loader_seed = mix(config.seed, self.world.rank, position.epoch)
-        self._train_loader.generator.manual_seed(loader_seed)
-        data = on_device(self._train_loader, self.backend.device, self.precision.convert_batch)
-        meter = Meter(self.backend, self.batches.span)
-        self.model.train()
-        while left and position.step < self.ledger.total_steps:
-            window = min(config.accumulate, left)
-            left -= window
-            last = left == 0 or position.step + 1 == self.ledger.total_steps
-            self._take_step(data, window, meter, last)
+        for last in self._take_epoch(Meter(self.backend, self.batches.span)):
             if not last and self._checkpoint_is_due(position.step):
                 self._save()
-        if left == 0:
-            position.epoch, position.sample = position.epoch + 1, 0
         done = position.step == self.ledger.total_steps
         metrics = None
         if done or position.epoch % config.eval_every == 0:
@@ -291,6 +305,27 @@ class Trainer:
         if done or not config.checkpoint_every or self._checkpoint_is_due(position.step):
             self._save()
         return metrics
+
+    def _take_epoch(self, meter: Meter) -> Iterator[bool]:
+        """Take the rest of the current epoch, or of the run; after every step, yield whether it was
+        the last.
+        """
+        position, config = self.position, self.config
+        self.batches.set_epoch(position.epoch, position.sample)
+        left = self.batches.batches_from(position.sample)
+        # Loader processes draw their seeds from it.
+        loader_seed = mix(config.seed, self.world.rank, position.epoch)
+        self._train_loader.generator.manual_seed(loader_seed)
+        data = on_device(self._train_loader, self.backend.device, self.precision.convert_batch)
+        self.model.train()
+        while left and position.step < self.ledger.total_steps:
+            window = min(config.accumulate, left)
+            left -= window
+            last = left == 0 or position.step + 1 == self.ledger.total_steps
+            self._take_step(data, window, meter, last)
+            if left == 0:
+                position.epoch, position.sample = position.epoch + 1, 0
+            yield last
 
     def _checkpoint_is_due(self, step: int) -> bool:
         every = self.config.checkpoint_every
@@ -305,6 +340,8 @@ class Trainer:
             waited = time.perf_counter()
             batch = next(data)
             meter.data_s += time.perf_counter() - waited
+            if self.on_batch is not None:
+                self.on_batch(batch)
             with self.backend.accumulate(self.net, last=micro == window - 1):
                 with self.precision.autocast():
                     loss = self.task.loss(self.net, batch) / window
@@ -314,7 +351,8 @@ class Trainer:
         self.precision.unscale_(optimizer)
         step = position.step + 1
         # Always before a checkpoint: what is logged is checked, and no diverged state is kept.
-        logs = last or step % self.config.log_every == 0 or self._checkpoint_is_due(step)
+        due = last or step % self.config.log_every == 0 or self._checkpoint_is_due(step)
+        logs = self._records and due
         norm = self._clip(logs)
         lr = optimizer.param_groups[0]["lr"]
         self.precision.step(optimizer)
@@ -394,7 +432,7 @@ class Trainer:
             "world_size": self.world.size,
             "backend": self.backend.name,
             "global_batch": self.ledger.global_batch,
-            "versions": environment.versions(),
+            "versions": provenance.versions(),
         }
         checkpoint.save(run_dir.checkpoints, self.position.step, parts, about)
         checkpoint.prune(run_dir.checkpoints, self.config.keep)
@@ -421,6 +459,9 @@ class Trainer:
         if loaded["scaler"]:  # empty where the checkpoint is not of an fp16 run
             self.precision.scaler.load_state_dict(loaded["scaler"])
         self.position = state.Position(**loaded["position"])
+        if self.position.sample and not self.batches.batches_from(self.position.sample):
+            # Less than one of this run's steps is left of the epoch: dropped, as at its end.
+            self.position = state.Position(self.position.step, self.position.epoch + 1)
         self._saved_step = self.position.step
         return loaded
 
@@ -446,8 +487,8 @@ class Trainer:
             "hosts": self.backend.hosts or [socket.gethostname()],
             "backend": {**self.backend.describe(), "reason": self.backend.reason},
             "threads": self._threads,
-            "versions": environment.versions(),
-            "environment": environment.variables(os.environ),
+            "versions": provenance.versions(),
+            "environment": provenance.variables(os.environ),
         }
 
     def _record_failure(self, error: BaseException) -> None:
@@ -472,6 +513,22 @@ class Trainer:
                     f"rank {rank} has {other[:12]}; something trained on one rank alone"
                 )
         return self.backend.broadcast_object(fingerprint(self.model.state_dict()))
+
+
+def shard(train: Dataset[Any], config: TrainConfig, world: World) -> ShardedBatches:
+    """Cut the training data into this rank's micro-batches. Not collective.
+
+    Raises InputError where there is none: a loop over epochs would have nothing to do, for ever.
+    """
+    size, each = size_of(train, "training"), config.micro_batch(world.size)
+    batches = ShardedBatches(size, each, world, config.seed, config.uneven)
+    if len(batches) == 0:
+        raise InputError(
+            f"one micro-batch of all ranks, {each} x {world.size} = {batches.span} samples, is "
+            f"larger than the training data, {size} samples; make it smaller, or repeat samples "
+            "with --uneven pad"
+        )
+    return batches
 
 
 def _count(number: int, noun: str) -> str:

@@ -24,16 +24,21 @@ from hvdtrain.world import World, is_mpi
 TRANSPORTS = {"nccl": "nccl", "gloo": "gloo", "shm": "shm", "mpi": "mpi4py"}
 
 
+def check(requested: str) -> None:
+    """Raise InputError for a name that is no transport's, and not "auto". Not collective."""
+    if requested not in ("auto", *TRANSPORTS):
+        raise InputError(f"unknown transport {requested!r}; one of: auto, {', '.join(TRANSPORTS)}")
+
+
 def choose(requested: str, device: torch.device, world: World) -> tuple[str, str]:
     """Return the transport and the reason for it. Not collective.
 
     Raises InputError for an unknown name, BackendUnavailable for one that torch here lacks or that
     cannot carry tensors of `device`.
     """
+    check(requested)
     if requested == "auto":
         return _best(device, world)
-    if requested not in TRANSPORTS:
-        raise InputError(f"unknown transport {requested!r}; one of: auto, {', '.join(TRANSPORTS)}")
     if not dist.is_backend_available(TRANSPORTS[requested]):
         raise BackendUnavailable(f"torch {torch.__version__} has no {requested}")
     carries = {"nccl": ("cuda",), "gloo": ("cpu", "cuda")}.get(requested, ("cpu",))
@@ -84,17 +89,23 @@ def open_shm(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
     Raises PeerLost, a RuntimeError, where a rank does not come.
     """
+    from hvdtrain.transports.gloo import open_gloo
     from hvdtrain.transports.group import Group
+    from hvdtrain.transports.memory import keep_freed_memory
     from hvdtrain.transports.shm import Shm
 
-    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
-    return Group(Shm(store, rank, size, timeout.total_seconds(), gloo), gloo)
+    keep_freed_memory()
+    timeout_s = timeout.total_seconds()
+    gloo, connections = open_gloo(PrefixStore("gloo", store), rank, size, timeout_s)
+    return Group(Shm(store, rank, size, timeout_s, gloo, connections), gloo)
 
 
 def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Make a process group over MPI: see `hvdtrain.transports.mpi`. Collective."""
     from hvdtrain.transports import mpi
+    from hvdtrain.transports.memory import keep_freed_memory
 
+    keep_freed_memory()
     return mpi.open_mpi(store, rank, size, timeout)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,7 @@ class Carrier(ABC):
     name: str
     rank: int
     size: int
+    timeout_s: float  # how long an operation waits for a rank; may be set at any time
 
     @abstractmethod
     def barrier(self, what: str) -> None:
@@ -84,9 +87,12 @@ class Carrier(ABC):
         """
         return
 
-    def lost(self) -> str:
-        """Say in words which ranks are known to have ended or to hang; else nothing."""
-        return ""
+    def wait_for(self, what: str, work: Any) -> None:
+        """Wait for an operation of the Gloo group beside this. Raises PeerLost where it fails."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerLost(f"{what}, by Gloo: {first_line(error)}") from None
 
     def allocate(self, num_bytes: int) -> Tensor | None:
         """Return bytes that this carrier moves without a copy; None where it makes no difference.
@@ -94,6 +100,35 @@ class Carrier(ABC):
         Not collective. They are released with the tensor.
         """
         return None
+
+
+def differ(calls: Mapping[int, str]) -> Mismatch:
+    """Return the error that says which rank has called what."""
+    ranks: dict[str, list[str]] = {}
+    for rank, call in sorted(calls.items()):
+        ranks.setdefault(call, []).append(str(rank))
+    told = "; ".join(f"rank {', '.join(who)}: {call}" for call, who in ranks.items())
+    return Mismatch(f"the ranks called different collectives: {told}")
+
+
+def check_plans(what: str, plans: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Raise Mismatch where ranks do not send each other as many bytes as the other expects.
+
+    A rank's plan is how many it sends to each, and how many it receives from each.
+    """
+    wrong = [
+        f"rank {a} sends {sent} bytes to rank {b}, which expects {plans[b][1][a]}"
+        for a, (row, _) in enumerate(plans)
+        for b, sent in enumerate(row)
+        if sent != plans[b][1][a]
+    ]
+    if wrong:
+        raise Mismatch(f"{what}: {'; '.join(wrong)}")
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error of torch's says, without what it appends."""
+    return str(error).strip().split("\n")[0]
 
 
 def supports(op: str, dtype: torch.dtype) -> bool:
@@ -105,11 +140,51 @@ def supports(op: str, dtype: torch.dtype) -> bool:
     return dtype in _WHOLE
 
 
+HALVES = (torch.float16, torch.bfloat16)
+_BLOCK_BYTES = 256 << 10  # what stays in a core's cache
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def combine_(into: Tensor, other: Tensor, op: str) -> Tensor:
+class Combiner:
+    """Combines tensors a cache-sized block at a time, in memory that is kept: fresh memory costs
+    more than what it is for.
+    """
+
+    def __init__(self) -> None:
+        self._scratch: dict[torch.dtype, Tensor] = {}
+
+    def combine(self, buffers: Sequence[Tensor], op: str, divisor: int, into: list[Tensor]) -> None:
+        """Combine buffers, in their order, and divide; into others, or into some of them."""
+        dtype = torch.float32 if buffers[0].dtype in HALVES else buffers[0].dtype
+        for begin in range(0, buffers[0].numel(), _BLOCK_BYTES // dtype.itemsize):
+            end = begin + _BLOCK_BYTES // dtype.itemsize
+            first, *rest = (b[begin:end] for b in buffers)
+            targets = [target[begin:end] for target in into]
+            # Two addends may be read where the only sum is written; more would be overwritten.
+            add = op == SUM and bool(rest) and dtype == first.dtype != torch.bool
+            straight = add and len(rest) == len(targets) == 1
+            total = targets[0] if straight else self._room(dtype)[: first.numel()]
+            if add:
+                torch.add(first, rest.pop(0), out=total)
+            else:
+                total.copy_(first)
+            for other in rest:
+                _combine_(total, other, op)
+            if divisor > 1:
+                total.div_(divisor)
+            for target in [] if straight else targets:
+                target.copy_(total)
+
+    def _room(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._scratch:
+            with torch.inference_mode(False):  # what is made in that mode is of use in no other
+                room = torch.empty(_BLOCK_BYTES // dtype.itemsize, dtype=dtype)
+            self._scratch[dtype] = room
+        return self._scratch[dtype]
+
+
+def _combine_(into: Tensor, other: Tensor, op: str) -> Tensor:
     """Combine `other` into `into`, in place, as c10d defines `op`; bools are logical."""
     if into.dtype == torch.bool:
         return _BOOL[op](into, other)

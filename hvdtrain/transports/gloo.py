@@ -26,15 +26,24 @@ class Connections:
     def __init__(self, sockets: dict[int, str]) -> None:
         self._sockets = sockets
 
+    def address(self) -> str:
+        """Return where the others reach this process; empty where there are none."""
+        ends = (_ends(fd) for fd in self._sockets)
+        return next((str(pair[0][0]) for pair in ends if pair is not None), "")
+
     def hang_up(self) -> None:
         """End them, so that whoever waits for what comes over them fails. Not collective; does
         nothing where the system does not say what sockets there are.
         """
         for fd, name in self._sockets.items():
             with suppress(OSError):
-                if os.readlink(f"{_FDS}/{fd}") == name:
-                    with socket.socket(fileno=os.dup(fd)) as connection:
-                        connection.shutdown(socket.SHUT_RDWR)
+                # A copy first: closed meanwhile, the number could be that of another socket.
+                copy = os.dup(fd)
+                if os.readlink(f"{_FDS}/{copy}") != name:
+                    os.close(copy)
+                    continue
+                with socket.socket(fileno=copy) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def open_gloo(store: Store, rank: int, size: int, timeout_s: float) -> tuple[Any, Connections]:

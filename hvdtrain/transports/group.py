@@ -11,7 +11,6 @@ import functools
 import os
 import queue
 import threading
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -294,7 +293,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a collective waits for a rank that does not come."""
-        self.carrier.timeout_s = timeout.total_seconds()  # type: ignore[attr-defined]
+        self.carrier.timeout_s = timeout.total_seconds()
         self._gloo._set_default_timeout(timeout)
 
     _set_default_timeout = set_timeout
@@ -542,22 +541,11 @@ class Group(_C10dGroup):  # type: ignore[misc]
                 work = method(*args)
             except (RuntimeError, ValueError, TypeError) as error:
                 raise TransportError(f"{what}, by Gloo: {error}") from None
-            try:
-                work.wait()
-            except RuntimeError as error:
-                first = str(error).strip().split("\n")[0]
-                raise PeerLost(f"{what}: {self._lost()}by Gloo: {first}") from None
+            self.carrier.wait_for(what, work)
 
         return self._order.put(run, Work([], Use(tensors), self._order), wait=False)
 
     # Helpers
-
-    def _lost(self) -> str:
-        """Say who has ended, which is known a moment after its connections have."""
-        deadline = time.monotonic() + 0.5
-        while not (lost := self.carrier.lost()) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return f"{lost}; " if lost else ""
 
     def _put(
         self, run: Callable[[], None], results: list[Tensor], read: list[Tensor], opts: Any

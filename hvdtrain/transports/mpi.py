@@ -39,30 +39,29 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from hvdtrain.errors import BackendUnavailable
 from hvdtrain.rendezvous import load_mpi
 from hvdtrain.transports.carrier import (
-    SUM,
     Carrier,
-    Mismatch,
+    Combiner,
     PeerLost,
     TransportError,
-    combine_,
+    check_plans,
+    differ,
 )
 from hvdtrain.world import detect, is_mpi
 
 PIECE_BYTES = 4 << 20
 _GATHERED_BYTES = 64 << 10  # up to here all send all to all, which saves a step
-_BLOCK_BYTES = 256 << 10  # what stays in a core's cache
 _SLOT_BYTES = 2048  # eager in every MPI, and little more expensive than a byte
 _HEAD = struct.Struct("<8sQ")  # digest of the call, bytes
 _TEXT_BYTES = 768
 _MOST_VIEWS = 100  # of the slots that are kept: making them takes as long as a message
-_MEETING, _DATA, _FAREWELL = range(3)  # tags
-_HALVES = (torch.float16, torch.bfloat16)
+_MEETING, _DATA, _FAREWELL, _ALIVE = range(4)  # tags
 
 # How whoever waits looks: at once, then letting others have the core, then asleep in between.
 _SPIN_S = 50e-6
 _YIELD_S = 1e-3
 _SHORTEST_S, _LONGEST_S = 20e-6, 200e-6
 _LOOK_S = 0.5  # how often for a farewell
+_ANSWER_S = 1.5  # how long a roll call takes: whoever waits looks three times
 
 _created = itertools.count()
 _abandoned: list[Any] = []  # requests under way for ever, whose buffers must not be freed
@@ -136,6 +135,9 @@ class Mpi(Carrier):
         self._mpi = mpi
         self._comm = comm
         self._broken = False
+        self._reason = ""  # why it was given up
+        self._hailed: set[int] = set()
+        self._combine = Combiner().combine
         self._closing = threading.Lock()
         self._peers = [r for r in range(self.size) if r != self.rank]
         # A slot must have room for what all_to_all says: bytes to and from every rank.
@@ -177,7 +179,7 @@ class Mpi(Carrier):
             said = self._said(num_bytes, t.dtype)
             said[self.rank].copy_(t)
             self._meet(what, num_bytes)
-            self._combine(said, op, divisor, t)
+            self._combine(said, op, divisor, [t])
             return
         self._meet(what, num_bytes)
         if num_bytes * len(self._peers) <= _GATHERED_BYTES:
@@ -185,7 +187,7 @@ class Mpi(Carrier):
             everybody[self.rank].copy_(t)
             received = {r: everybody[r] for r in self._peers}
             self._exchange(what, received, dict.fromkeys(self._peers, t))
-            self._combine(list(everybody), op, divisor, t)
+            self._combine(list(everybody), op, divisor, [t])
             return
         self._reduce_pieces(what, t, op, divisor)
 
@@ -200,7 +202,7 @@ class Mpi(Carrier):
             waiting = _Requests()
             if k + 1 < len(pieces):
                 waiting = self._collect(pieces[k + 1], rooms[(k + 1) % 2])
-            self._combine(self._in_order(mine, rooms[k % 2]), op, divisor, mine)
+            self._combine(self._in_order(mine, rooms[k % 2]), op, divisor, [mine])
             received = {r: shares[r] for r in self._peers}
             waiting += self._start(received, dict.fromkeys(self._peers, mine))
         self._wait(what, waiting)
@@ -213,7 +215,7 @@ class Mpi(Carrier):
             self._meet(what, num_bytes, _bytes(t))
             said = self._said(num_bytes, t.dtype)
             mine = [row.view(self.size, -1)[self.rank] for row in said]
-            self._combine(mine, op, divisor, out)
+            self._combine(mine, op, divisor, [out])
             return
         self._meet(what, num_bytes)
         columns = max(1, PIECE_BYTES // self.size // t.element_size())
@@ -226,7 +228,7 @@ class Mpi(Carrier):
             if k + 1 < len(pieces):
                 waiting = self._collect(pieces[k + 1], rooms[(k + 1) % 2])
             everybody = self._in_order(shares[self.rank], rooms[k % 2])
-            self._combine(everybody, op, divisor, outs[k])
+            self._combine(everybody, op, divisor, [outs[k]])
 
     def broadcast(self, what: str, data: Tensor, root: int) -> None:
         """Overwrite bytes with the root's."""
@@ -271,13 +273,7 @@ class Mpi(Carrier):
         plans = [
             said.view(2, self.size).tolist() for said in self._said(16 * self.size, torch.int64)
         ]
-        wrong = [
-            f"rank {a} sends {plans[a][0][b]} bytes to rank {b}, which expects {plans[b][1][a]}"
-            for a, b in itertools.product(range(self.size), repeat=2)
-            if plans[a][0][b] != plans[b][1][a]
-        ]
-        if wrong:
-            raise Mismatch(f"{what}: {'; '.join(wrong)}")
+        check_plans(what, plans)
         outs, datas = torch.split(out, received), torch.split(data, sent)
         outs[self.rank].copy_(datas[self.rank])
         for begin in range(0, max(received + sent), PIECE_BYTES):
@@ -285,28 +281,6 @@ class Mpi(Carrier):
             coming = {r: outs[r][begin:end] for r in self._peers if begin < received[r]}
             going = {r: datas[r][begin:end] for r in self._peers if begin < sent[r]}
             self._exchange(what, coming, going)
-
-    def _combine(self, buffers: list[Tensor], op: str, divisor: int, into: Tensor) -> None:
-        """Combine buffers, in their order, into another, which may be one of them."""
-        dtype = torch.float32 if into.dtype in _HALVES else into.dtype
-        count = _BLOCK_BYTES // dtype.itemsize
-        if into.numel() > count:
-            blocks = [_pieces(b, count) for b in buffers]
-            for *parts, part in zip(*blocks, _pieces(into, count), strict=True):
-                self._combine(parts, op, divisor, part)
-            return
-        if op == SUM and len(buffers) == 2 and dtype == into.dtype != torch.bool:
-            torch.add(buffers[0], buffers[1], out=into)
-            if divisor > 1:
-                into.div_(divisor)
-            return
-        total = self._room("total", count, dtype)[: into.numel()]
-        total.copy_(buffers[0])
-        for other in buffers[1:]:
-            combine_(total, other, op)
-        if divisor > 1:
-            total.div_(divisor)
-        into.copy_(total)
 
     def _room(self, use: str, count: int, dtype: torch.dtype) -> Tensor:
         """Return memory for a use, which is kept: fresh memory costs more than what it is for."""
@@ -367,12 +341,10 @@ class Mpi(Carrier):
         self._restart(what)
         said = [row[:_TEXT_BYTES].numpy().tobytes().rstrip(b"\0") for row in self._payloads]
         sizes = [_HEAD.unpack(head)[1] for head in self._heads]
-        calls: dict[str, list[str]] = {}
-        for r, call in enumerate(said):
-            size = f" of {sizes[r]} bytes" if len(set(said)) == 1 else ""
-            calls.setdefault(call.decode(errors="replace") + size, []).append(str(r))
-        told = "; ".join(f"rank {', '.join(who)}: {call}" for call, who in calls.items())
-        raise Mismatch(f"the ranks called different collectives: {told}")
+        calls = {r: call.decode(errors="replace") for r, call in enumerate(said)}
+        if len(set(said)) == 1:
+            calls = {r: f"{call} of {sizes[r]} bytes" for r, call in calls.items()}
+        raise differ(calls)
 
     # Messages
 
@@ -398,8 +370,18 @@ class Mpi(Carrier):
                     started.tensors.append(t)
         return started
 
-    def _wait(self, what: str, started: _Requests) -> None:
-        """Wait for messages. Raises PeerLost, naming whose do not come."""
+    def wait_for(self, what: str, work: Any) -> None:
+        """Wait for an operation of Gloo. As that does not say who is lost, the roll is called."""
+        try:
+            super().wait_for(what, work)
+        except PeerLost as error:
+            self._mpi.Prequest.Startall(self._meeting)
+            self._wait(str(error), _Requests(self._meeting, self._peers * 2), answer=True)
+            self._give_up(_Requests())
+            raise
+
+    def _wait(self, what: str, started: _Requests, answer: bool = False) -> None:
+        """Wait for messages; for `answer`s not long. Raises PeerLost, naming whose do not come."""
         test, requests = self._mpi.Request.Testall, started.requests
         try:
             if test(requests):
@@ -415,7 +397,8 @@ class Mpi(Carrier):
                     os.sched_yield()
                     continue
                 if now > look:
-                    self._look_around(what, started, now - begin > self.timeout_s)
+                    late = now - begin > (_ANSWER_S if answer else self.timeout_s)
+                    self._look_around(what, started, late, answer)
                     look = now + min(_LOOK_S, self.timeout_s)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_S)
@@ -425,27 +408,57 @@ class Mpi(Carrier):
                 raise PeerLost(f"{what}, by MPI: {error}") from None
             raise
 
-    def _look_around(self, what: str, started: _Requests, late: bool) -> None:
+    def _look_around(self, what: str, started: _Requests, late: bool, answer: bool) -> None:
         status = self._mpi.Status()
         if self._comm.Iprobe(self._mpi.ANY_SOURCE, _FAREWELL, status):
+            text = bytearray(status.Get_count(self._mpi.BYTE))
+            self._comm.Recv([text, self._mpi.BYTE], status.Get_source(), _FAREWELL)
+            self._reason = text.decode()
+            why = f", for {self._reason}" if text else ""
             raise PeerLost(
-                f"{what}: rank {status.Get_source()} has given up; rank {self.rank} waited"
+                f"{what}: rank {status.Get_source()} has given up{why}; rank {self.rank} waited"
             )
         if late:
             # Testall frees requests all at once, so that those that are done can still be asked.
-            missing = sorted({r for q, r in started if not q.Get_status()})
+            missing = self._silent({r for q, r in started if not q.Get_status()})
             who = ", ".join(f"rank {r}" for r in missing) or "a peer"
-            raise PeerLost(
-                f"{what}: {who} did not come within {self.timeout_s:g} s; rank {self.rank} waited"
-            )
+            how = "does not answer" if answer else f"did not come within {self.timeout_s:g} s"
+            self._reason = f"{who} {how}"
+            raise PeerLost(f"{what}: {self._reason}; rank {self.rank} waited")
+
+        for r in self._peers:
+            if self._comm.Iprobe(r, _ALIVE):
+                self._hail(r)
+
+    def _silent(self, missing: set[int]) -> list[int]:
+        """Return those that do not only wait themselves, as who does would answer at its next look;
+        all, where all do. The group is given up then, whatever they answer.
+        """
+        for r in self._peers:  # others may miss this one
+            self._hail(r)
+        silent = set(missing)
+        deadline = time.monotonic() + _ANSWER_S
+        while silent and time.monotonic() < deadline:
+            tags = (_ALIVE, _FAREWELL)
+            silent -= {r for r in silent if any(self._comm.Iprobe(r, tag) for tag in tags)}
+            time.sleep(_LONGEST_S)
+        return sorted(silent or missing)
+
+    def _hail(self, rank: int) -> None:
+        """Let a rank know that this one is alive; once."""
+        if rank not in self._hailed:
+            self._hailed.add(rank)
+            _abandoned.append(self._comm.Isend([b"", self._mpi.BYTE], rank, _ALIVE))
 
     def _give_up(self, started: _Requests) -> None:
         """Tell the others, as far as they listen, and that MPI cannot be left in order."""
         self._broken = True
         _abandoned.append(started)
+        reason = self._reason.encode()
+        _abandoned.append(reason)
         with suppress(self._mpi.Exception):
             for r in self._peers:
-                _abandoned.append(self._comm.Isend([b"", self._mpi.BYTE], r, _FAREWELL))
+                _abandoned.append(self._comm.Isend([reason, self._mpi.BYTE], r, _FAREWELL))
         atexit.unregister(_abort)
         atexit.register(_abort, self._mpi)
 

@@ -22,6 +22,7 @@ import json
 import os
 import secrets
 import struct
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,29 +35,33 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.transports import window
 from hvdtrain.transports.carrier import (
+    HALVES,
     MAX,
     MIN,
     PRODUCT,
     SUM,
     Carrier,
-    Mismatch,
+    Combiner,
     PeerLost,
-    combine_,
+    check_plans,
+    differ,
+    first_line,
 )
+from hvdtrain.transports.gloo import Connections, open_gloo
+from hvdtrain.transports.hosts import Board, Far, Watch
 from hvdtrain.transports.regions import Regions
-from hvdtrain.transports.window import Host, Mapping, Window
+from hvdtrain.transports.window import HEADER_BYTES, LOOK_S, Host, Mapping, Wait, Window
 
 STAGE_BYTES = 4 << 20  # twice in each window: one is filled while the other is read
 _SMALL_BYTES = 64 << 10  # up to here everybody adds up everything, which saves a barrier
-_BLOCK_BYTES = 256 << 10  # what stays in a core's cache
 # sequence number, bytes; region, its descriptor and size, where the tensor begins in it; lengths
 _SLOT = struct.Struct("<QQqiQQHH")
 _RETIRED = 16
+_KNOWN_S = 2.0
 _ACROSS_BYTES = 2048  # what a host says of its ranks' calls
 _TEXT_BYTES = window.SLOT_BYTES - _SLOT.size - 8 * _RETIRED
-_HALVES = (torch.float16, torch.bfloat16)
 # What Gloo does not add up, or not well.
-_WIDER = {torch.int16: torch.int32, **dict.fromkeys(_HALVES, torch.float32)}
+_WIDER = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32)}
 
 
 @dataclass
@@ -73,16 +78,25 @@ class _Said:
 class Shm(Carrier):
     """One rank of a group in shared memory. Making one is collective.
 
-    `gloo` is a group of torch's Gloo over the same ranks. Raises PeerLost where a rank does not
-    come.
+    `gloo` is a group of torch's Gloo over the same ranks, and has `connections`. Raises PeerLost
+    where a rank does not come.
     """
 
     name = "shm"
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, gloo: Any) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        gloo: Any,
+        connections: Connections,
+    ) -> None:
         self.rank = rank
         self.size = size
         self._gloo = gloo
+        self._connections = [connections]
         self._number = 0
         self.regions = Regions()
         hosts, windows = _meet(store, rank, size, timeout_s)
@@ -93,9 +107,12 @@ class Shm(Carrier):
         self._local = len(mine)
         # Who carries which share between hosts: as many as the smallest host has.
         self._carriers = min(map(len, hosts)) if len(hosts) > 1 else self._local
-        self._across: Any = self._open_across(store, timeout_s) if len(hosts) > 1 else None
-        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._combine = Combiner().combine
         self._stages = [torch.split(w.stage, STAGE_BYTES) for w in windows]
+        self._across: Any = None
+        self._watch: Watch | None = None
+        if len(hosts) > 1:
+            self._open_across(store, timeout_s)
 
     @property
     def timeout_s(self) -> float:
@@ -106,24 +123,28 @@ class Shm(Carrier):
     def timeout_s(self, seconds: float) -> None:
         self._host.timeout_s = seconds
 
-    def _open_across(self, store: Store, timeout_s: float) -> Any:
-        """Connect the ranks at the same place of all hosts."""
+    def _open_across(self, store: Store, timeout_s: float) -> None:
+        """Connect the ranks at the same place of all hosts, and let the hosts know each other."""
+        board = Board(self._host.windows[0].memory[HEADER_BYTES + 2 * STAGE_BYTES :])
+        self._host.far = Far(board, self.hosts, self._host.ranks)
         if self.me >= self._carriers:
-            return None
+            return
         peers = [host[self.me] for host in self.hosts]
-        name = PrefixStore(f"across/{self.me}", store)
-        timeout = timedelta(seconds=timeout_s)
-        return dist.ProcessGroupGloo(name, peers.index(self.rank), len(peers), timeout)
+        name, place = PrefixStore(f"across/{self.me}", store), peers.index(self.rank)
+        self._across, connections = open_gloo(name, place, len(peers), timeout_s)
+        self._connections.append(connections)
+        if self.me == 0:
+            address, near = connections.address(), self._host.near
+            self._watch = Watch(store, self.hosts, place, address, board, near, timeout_s)
 
     def close(self, failed: bool) -> None:
         """Release everything. Not collective; twice is safe."""
+        self._host.leave()
+        if self._watch is not None:
+            self._watch.close()
         self._host.close()
         self.regions.close()
         self._across = None
-
-    def lost(self) -> str:
-        """Say which ranks of this host have ended or are stopped."""
-        return self._host.lost()
 
     def allocate(self, num_bytes: int) -> Tensor | None:
         """Return bytes in shared memory."""
@@ -169,7 +190,8 @@ class Shm(Carrier):
             return
         begin, end = share(buffers[0].numel(), self._carriers, self.me)
         if self._across is None:
-            self._combine([b[begin:end] for b in buffers], op, divisor, None)
+            mine = [b[begin:end] for b in buffers]
+            self._combine(mine, op, divisor, mine)
             return
         if begin == end:
             return  # on every host
@@ -187,33 +209,7 @@ class Shm(Carrier):
             op = {SUM: MAX, PRODUCT: MIN}.get(op, op)
         options: Any = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, op.upper())
-        self._by_gloo(what, self._across.allreduce([t], options))
-
-    def _combine(
-        self, buffers: list[Tensor], op: str, divisor: int, into: list[Tensor] | None
-    ) -> None:
-        """Combine buffers, in their order, into others; None for into themselves."""
-        targets = buffers if into is None else into
-        dtype = torch.float32 if buffers[0].dtype in _HALVES else buffers[0].dtype
-        block = _BLOCK_BYTES // dtype.itemsize
-        scratch = self._scratch.get(dtype)
-        if scratch is None:
-            scratch = self._scratch[dtype] = torch.empty(block, dtype=dtype)
-        for begin in range(0, buffers[0].numel(), block):
-            pieces = [b[begin : begin + block] for b in buffers]
-            total = scratch[: pieces[0].numel()]
-            if op == SUM and len(pieces) > 1 and dtype == pieces[0].dtype != torch.bool:
-                torch.add(pieces[0], pieces[1], out=total)
-                rest = pieces[2:]
-            else:
-                total.copy_(pieces[0])
-                rest = pieces[1:]
-            for piece in rest:
-                combine_(total, piece, op)
-            if divisor > 1:
-                total.div_(divisor)
-            for target in targets:
-                target[begin : begin + block].copy_(total)
+        self.wait_for(what, self._across.allreduce([t], options))
 
     def reduce_scatter(self, what: str, out: Tensor, t: Tensor, op: str, divisor: int = 1) -> None:
         """Combine, and keep this rank's part."""
@@ -246,7 +242,7 @@ class Shm(Carrier):
             self._agree(what)
             options = dist.BroadcastOptions()
             options.rootRank = root
-            self._by_gloo(what, self._gloo.broadcast([data], options))
+            self.wait_for(what, self._gloo.broadcast([data], options))
             return
         self._agree(what)
         for piece in torch.split(data, STAGE_BYTES):
@@ -261,7 +257,7 @@ class Shm(Carrier):
         """Concatenate every rank's bytes."""
         if len(self.hosts) > 1:
             self._agree(what)
-            self._by_gloo(what, self._gloo._allgather_base(out, data))
+            self.wait_for(what, self._gloo._allgather_base(out, data))
             return
         rows = out.view(self.size, -1)
         if data.numel() <= _SMALL_BYTES:
@@ -288,7 +284,7 @@ class Shm(Carrier):
         """Exchange bytes."""
         if len(self.hosts) > 1:
             self._plan(what, received, sent)
-            self._by_gloo(what, self._gloo.alltoall_base(out, data, received, sent))
+            self.wait_for(what, self._gloo.alltoall_base(out, data, received, sent))
             return
         plans = self._plan(what, received, sent)
         cell = STAGE_BYTES // self.size
@@ -311,13 +307,7 @@ class Shm(Carrier):
         table = torch.empty(2 * self.size * self.size, dtype=torch.int64)
         self.all_gather(what, _bytes(table), _bytes(torch.tensor(sent + received)))
         plans = table.view(self.size, 2, self.size).tolist()
-        wrong = [
-            f"rank {a} sends {plans[a][0][b]} bytes to rank {b}, which expects {plans[b][1][a]}"
-            for a, b in itertools.product(range(self.size), repeat=2)
-            if plans[a][0][b] != plans[b][1][a]
-        ]
-        if wrong:
-            raise Mismatch(f"{what}: {'; '.join(wrong)}")
+        check_plans(what, plans)
         return plans
 
     # Meeting
@@ -336,12 +326,7 @@ class Shm(Carrier):
         if len(self.hosts) > 1:
             calls, shared = self._agree_across(what, calls, shared)
         if len(set(calls.values())) > 1:
-            told = "; ".join(
-                f"rank {', '.join(str(r) for r in calls if calls[r] == call)}: "
-                f"{call.decode(errors='replace')}"
-                for call in dict.fromkeys(calls.values())
-            )
-            raise Mismatch(f"the ranks called different collectives: {told}")
+            raise differ({r: call.decode(errors="replace") for r, call in calls.items()})
         return said, shared
 
     def _agree_across(
@@ -360,7 +345,7 @@ class Shm(Carrier):
             text = json.dumps([texts, shared]).encode().ljust(_ACROSS_BYTES)
             theirs = torch.empty(hosts * _ACROSS_BYTES, dtype=torch.uint8)
             ours = torch.frombuffer(bytearray(text[:_ACROSS_BYTES]), dtype=torch.uint8)
-            self._by_gloo(what, self._across._allgather_base(theirs, ours))
+            self.wait_for(what, self._across._allgather_base(theirs, ours))
             mine[: theirs.numel()].copy_(theirs)
         self._host.meet(what)
         calls = {}
@@ -423,12 +408,41 @@ class Shm(Carrier):
     def _staged(self, number: int, size: int, dtype: torch.dtype) -> list[Tensor]:
         return [stages[number % 2][:size].view(dtype) for stages in self._stages]
 
-    def _by_gloo(self, what: str, work: Any) -> None:
+    def wait_for(self, what: str, work: Any) -> None:
+        """Wait for an operation of Gloo, which alone would say neither soon nor by name who is
+        lost. Raises PeerLost.
+        """
+        wait = Wait(self._host, what)
         try:
-            work.wait()
+            while not _ends(work):
+                wait.look()
+        except PeerLost:
+            self._hang_up()
+            raise
         except RuntimeError as error:
-            first = str(error).strip().split("\n")[0]
-            raise PeerLost(f"{what}, by Gloo: {first}") from None
+            self._hang_up()
+            # Who has ended is known a moment after its connections have.
+            deadline = time.monotonic() + _KNOWN_S
+            while time.monotonic() < deadline:
+                wait.look()
+                time.sleep(LOOK_S / 4)
+            self._host.give_up(what, [], f"was lost, by Gloo: {first_line(error)}")
+
+    def _hang_up(self) -> None:
+        """Let whoever waits for this rank by Gloo fail, and what is under way here."""
+        for connections in self._connections:
+            connections.hang_up()
+
+
+def _ends(work: Any) -> bool:
+    """Wait a moment for an operation of Gloo, and return whether it has ended. Raises its error."""
+    try:
+        work.wait(timedelta(seconds=LOOK_S))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
 
 
 def share(count: int, parts: int, part: int) -> tuple[int, int]:
@@ -449,7 +463,7 @@ def _meet(
     store: Store, rank: int, size: int, timeout_s: float
 ) -> tuple[list[list[int]], list[Window]]:
     """Return the ranks by host, and the windows of this host's, in their order. Collective."""
-    total = window.HEADER_BYTES + 2 * STAGE_BYTES
+    total = HEADER_BYTES + 2 * STAGE_BYTES + Board.size_bytes(size)
     fd = window.create(total)
     try:
         mapping = Mapping(fd, total)

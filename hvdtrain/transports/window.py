@@ -15,24 +15,26 @@ import os
 import select
 import struct
 import time
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from hvdtrain.transports.carrier import PeerLost
+from hvdtrain.transports.hosts import ALIVE, ENDED, GAVE_UP, HERE, LEFT, STOPPED, Far, Seen
 
 _SEM_BYTES = 64  # a sem_t is 32; one to a cache line
 _ROUNDS = 16  # of a dissemination barrier: 65,536 ranks
-_WORDS = struct.Struct("<QQ")  # barriers entered; one of:
-_HERE, _GAVE_UP, _LEFT = range(3)
+_WORDS = struct.Struct("<QQ")  # barriers entered, state
 _SEMS = 64
 _SLOTS = _SEMS + _ROUNDS * _SEM_BYTES
 SLOT_BYTES = 768
 HEADER_BYTES = 4096
 assert _SLOTS + 2 * SLOT_BYTES <= HEADER_BYTES
 
-_LOOK_S = 0.2  # how often whoever waits looks whether the others are alive
+_NEWS_S = 1.0  # how long they take between hosts, at the worst
+LOOK_S = 0.2  # how often whoever waits looks whether the others are alive
 # To sleep and be woken takes as long as this many looks; more would take time from ranks at work.
 _TRIES = 30
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -94,23 +96,11 @@ class Window:
             if _libc.sem_init(sem, 1, 0):
                 raise OSError(ctypes.get_errno(), "sem_init")
 
-    @property
-    def entered(self) -> int:
-        """How many barriers the owner has come to."""
-        return int(_WORDS.unpack_from(self.memory)[0])
+    def said(self) -> Seen:
+        """Return what the owner says of itself."""
+        return Seen(*_WORDS.unpack_from(self.memory))
 
-    def comes_to(self, barrier: int) -> bool:
-        """Whether the owner has come to a barrier, or still may, as far as it says itself."""
-        entered, state = _WORDS.unpack_from(self.memory)
-        if state == _LEFT:
-            return bool(entered >= barrier)
-        return state == _HERE or bool(entered > barrier)
-
-    def has_left(self) -> bool:
-        """Whether the owner has closed it, after all that it took part in."""
-        return int(_WORDS.unpack_from(self.memory)[1]) == _LEFT
-
-    def say(self, entered: int, state: int = _HERE) -> None:
+    def say(self, entered: int, state: int = HERE) -> None:
         """Say how far the owner is."""
         _WORDS.pack_into(self.memory, 0, entered, state)
 
@@ -133,7 +123,8 @@ class Host:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self.entered = 0
-        self._closed = False
+        self.far: Far | None = None  # where there are other hosts
+        self._closed = self._gave_up = False
         self._pidfds = {i: _pidfd(w.pid) for i, w in enumerate(windows) if i != me}
         n = len(windows)
         rounds = range((n - 1).bit_length())
@@ -142,6 +133,8 @@ class Host:
 
     def meet(self, what: str) -> None:
         """Wait for all. Raises PeerLost, naming who does not come, in what."""
+        if self._closed:
+            raise PeerLost(f"{what}: the group was closed meanwhile")
         self.entered += 1
         self.windows[self.me].say(self.entered)
         for theirs, mine in self._steps:
@@ -154,54 +147,64 @@ class Host:
                 self._wait(mine, what)
 
     def _wait(self, sem: ctypes.c_void_p, what: str) -> None:
-        begin = time.monotonic()
-        doomed = False
+        wait = Wait(self, what)
         while True:
-            until = time.time() + _LOOK_S
+            until = time.time() + LOOK_S
             self._soon.sec, self._soon.nsec = int(until), int(until % 1 * 1e9)
             if _libc.sem_timedwait(sem, ctypes.byref(self._soon)) == 0:
                 return
             if ctypes.get_errno() not in (errno.ETIMEDOUT, errno.EINTR):
                 raise OSError(ctypes.get_errno(), "sem_timedwait")
-            if self._closed:
-                raise PeerLost(f"{what}: the group was closed meanwhile")
-            ended, absent, left = self._missing()
-            if ended or left:
-                if doomed:  # for the second time: what was on its way has come by now
-                    why = "has ended" if ended else "did not come" if absent else "has given up"
-                    self.give_up(what, ended or absent or left, why)
-                doomed = True
-            elif time.monotonic() - begin > self.timeout_s:
-                self.give_up(what, absent, f"did not come within {self.timeout_s:g} s")
+            wait.look()
 
-    def _missing(self) -> tuple[list[int], list[int], list[int]]:
+    def near(self) -> list[Seen]:
+        """Return what is known of the ranks of this host, this one included."""
+        found = []
+        for i, w in enumerate(self.windows):
+            life = ENDED if self._has_ended(i) else STOPPED if _stopped(w.pid) else ALIVE
+            found.append(replace(w.said(), life=life))
+        return found
+
+    def _others(self) -> dict[int, Seen]:
+        found = self.far.look() if self.far is not None else {}
+        found |= zip(self.ranks, self.near(), strict=True)
+        del found[self.ranks[self.me]]
+        return found
+
+    def missing(self) -> tuple[list[int], list[int], list[int]]:
         """Return who has ended, who may still come to this barrier, and who has left before it.
 
-        One that has come to it may have ended, or hang, before it has woken whom it should.
+        One that has come to it may have ended, or hang, before it has woken whom it should. Where
+        it is seen who hangs, those that only wait for it are not named.
         """
-        others = [(i, w) for i, w in enumerate(self.windows) if i != self.me]
-        left = [i for i, w in others if not w.comes_to(self.entered)]
-        near = [i for i, w in others if w.entered <= self.entered and not w.has_left()]
-        late = [i for i in near if self.windows[i].entered < self.entered]
-        here = [i for i in late or near if i not in left]
-        return [i for i in near if self._has_ended(i)], here, left
-
-    def lost(self) -> str:
-        """Name the ranks that have ended or are stopped; empty where all are well."""
-        told = []
-        for i, w in enumerate(self.windows):
-            state = "has ended" if self._has_ended(i) else "is stopped" if _stopped(w.pid) else ""
-            if state:
-                told.append(f"rank {self.ranks[i]} (process {w.pid}) {state}")
-        return ", ".join(told)
+        others = self._others()
+        left = [r for r, seen in others.items() if not _comes_to(seen, self.entered)]
+        near = [
+            r for r, seen in others.items() if seen.entered <= self.entered and seen.state != LEFT
+        ]
+        late = [r for r in near if others[r].entered < self.entered]
+        absent = [r for r in late or near if r not in left]
+        stopped = [r for r in near if others[r].life == STOPPED and r not in left]
+        # Who has given up may end: it is not why.
+        ended = [r for r in near if others[r].life == ENDED and others[r].state == HERE]
+        return ended, stopped or absent, left
 
     def give_up(self, what: str, missing: list[int], why: str) -> NoReturn:
         """Let the peers that wait know, and raise PeerLost."""
-        self.windows[self.me].say(self.entered, _GAVE_UP)
-        who = [f"rank {self.ranks[i]} (process {self.windows[i].pid})" for i in missing]
-        raise PeerLost(
-            f"{what}: {', '.join(who) or 'a peer'} {why}; rank {self.ranks[self.me]} waited"
-        )
+        self._gave_up = True
+        self.windows[self.me].say(self.entered, GAVE_UP)
+        who = ", ".join(map(self._name, missing)) or "a peer"
+        raise PeerLost(f"{what}: {who} {why}; rank {self.ranks[self.me]} waited")
+
+    def _name(self, rank: int) -> str:
+        if rank not in self.ranks:
+            return f"rank {rank} (on another host)"
+        return f"rank {rank} (process {self.windows[self.ranks.index(rank)].pid})"
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self._closed
 
     def _has_ended(self, i: int) -> bool:
         fd = self._pidfds.get(i, -1)
@@ -211,14 +214,54 @@ class Host:
         poller.register(fd, select.POLLIN)
         return bool(poller.poll(0))
 
-    def close(self) -> None:
-        """Let the peers that wait know, and release what is not memory. Twice is safe."""
+    def leave(self) -> None:
+        """Let the peers that wait know that this rank takes part no more. Twice is safe."""
         self._closed = True
-        self.windows[self.me].say(self.entered, _LEFT)
+        self.windows[self.me].say(self.entered, GAVE_UP if self._gave_up else LEFT)
+
+    def close(self) -> None:
+        """Leave, and release what is not memory. Twice is safe."""
+        self.leave()
         fds, self._pidfds = self._pidfds, {}
         for fd in fds.values():
             if fd >= 0:
                 os.close(fd)
+
+
+class Wait:
+    """One rank's waiting in an operation, and what ends it if what it waits for does not come."""
+
+    def __init__(self, host: Host, what: str) -> None:
+        self._host = host
+        self._what = what
+        self._begin = time.monotonic()
+        self._noticed: float | None = None  # when somebody was first seen to be lost
+
+    def look(self) -> None:
+        """Raise PeerLost where somebody is lost, or late. To be called every `LOOK_S`."""
+        host = self._host
+        if host.closed:
+            raise PeerLost(f"{self._what}: the group was closed meanwhile")
+        ended, absent, left = host.missing()
+        now = time.monotonic()
+        noticed = self._noticed
+        if ended or left:
+            self._noticed = noticed or now
+        if ended and noticed is not None:  # for the second time: what was on its way has come
+            host.give_up(self._what, ended, "has ended")
+        # Who has given up may have learnt sooner than this rank that somebody has ended.
+        told = left and noticed is not None and now - noticed > _NEWS_S
+        if told or now - self._begin > host.timeout_s:
+            late = f"did not come within {host.timeout_s:g} s"  # so says who has given up, too
+            why = late if absent or not left else "has given up"
+            host.give_up(self._what, absent or left, why)
+
+
+def _comes_to(seen: Seen, barrier: int) -> bool:
+    """Whether a rank has come to a barrier, or still may, as far as it says itself."""
+    if seen.state == LEFT:
+        return seen.entered >= barrier
+    return seen.state == HERE or seen.entered > barrier
 
 
 def _pidfd(pid: int) -> int:

@@ -7,14 +7,14 @@ import pytest
 from tests.hvd.behaviour import Case
 from tests.hvd.pool import OUR_ARMS, REAL_ARMS
 
-# Every launcher and every size is in a run of `make test`; all of both is `make test-all`.
+# `make test` has what differs: the controllers, our sizes, and ranks that only MPI brings together.
+# The others, by launcher and size, are in `make test-all`.
 _IN_EVERY_RUN = {
     ("horovod-gloo", 2),
     ("horovod-mpi", 3),
     ("hvd-torchrun", 2),
     ("hvd-torchrun", 3),
     ("hvd-mpirun", 2),
-    ("hvd-horovodrun", 3),
 }
 ALL_HVD_ARMS = [
     pytest.param(arm, marks=() if arm in _IN_EVERY_RUN else pytest.mark.exhaustive)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import random
@@ -93,7 +94,7 @@ def in_a_big_operation(folder: Path, victim: int, how: str) -> Answer:
     took = time.monotonic() - begin
 
     def operation() -> None:
-        for i in range(20):
+        for i in itertools.count():
             hvd.synchronize(hvd.allreduce_async_(tensor, name=f"big.{i}"))
 
     if hvd.rank() == victim:
@@ -184,6 +185,7 @@ def a_hundred_times(folder: Path) -> Answer:
             assert parameter.tolist() == [-(n - 1) / 2] * 4
         hvd.shutdown()
         if i in (19, 99):
+            time.sleep(0.2)  # a thread that has been joined is in /proc for a moment longer
             counts.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")])
     return {"counts": counts}
 
@@ -306,6 +308,7 @@ def with_a_late_rank_in_a_step(folder: Path) -> Answer:
 
 def with_a_rank_that_never_comes(folder: Path) -> Answer:
     """The last rank does other things for long, and then finds the job over."""
+    hvd.barrier()
     if hvd.rank() == hvd.size() - 1:
         (folder / "died").write_text(str(time.time()))
         time.sleep(6)

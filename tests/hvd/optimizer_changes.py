@@ -159,6 +159,7 @@ def loading_drops_what_is_under_way(hvd: Hvd) -> None:
     model = net()
     optimizer = wrap(hvd, model)
     loss(model, shard(hvd, 9)).backward()
+    hvd.barrier()  # all have submitted
     time.sleep(0.2)  # what was submitted comes to its end
     optimizer.load_state_dict(sgd(model.parameters()).state_dict())
     optimizer.zero_grad()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -125,6 +126,41 @@ def fail_on_one_rank(hvd: Any) -> list[int]:
 @ON_OURS
 def test_a_failure_on_one_rank_takes_the_others_along(hvd_ranks: HvdRanks) -> None:
     assert hvd_ranks.run(fail_on_one_rank) == [[0, 2], [0, 2]]
+
+
+def fail_while_others_step(hvd: Any, fail: bool) -> dict[str, Any]:
+    """Rank 1 fails between two steps; the others have sent their buckets of the next one."""
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    state = hvd.elastic.TorchState(model, wrapped, step=0)
+    starts: list[int] = []
+
+    @hvd.elastic.run  # type: ignore[untyped-decorator]
+    def train(state: Any) -> None:
+        starts.append(state.step)
+        while state.step < 6:
+            if fail and len(starts) == 1 and state.step == 5 and hvd.rank() == 1:
+                time.sleep(0.3)
+                raise common(hvd).HorovodInternalError("as if its network were gone")
+            state.optimizer.zero_grad()
+            model(torch.full((3, 4), float(state.step + hvd.rank()))).square().sum().backward()
+            state.optimizer.step()
+            state.step += 1
+            if state.step == 4:
+                state.commit()
+
+    train(state)
+    return {"starts": starts, "weights": weights(state)}
+
+
+@ON_OURS
+def test_a_failure_while_others_are_in_a_step(hvd_ranks: HvdRanks) -> None:
+    whole = hvd_ranks.run(fail_while_others_step, False)
+    failing = hvd_ranks.run(fail_while_others_step, True)
+    for outcome in failing:
+        assert outcome == {"starts": [0, 4], "weights": whole[0]["weights"]}
 
 
 def raise_another(hvd: Any) -> list[Any]:

@@ -227,7 +227,9 @@ print([result.rank for result in run(work, (5,), num_proc=2)])
 """
 
 
-@pytest.mark.parametrize("by", ["script", "command", "alias"])
+@pytest.mark.parametrize(
+    "by", ["script", pytest.param("command", marks=pytest.mark.exhaustive), "alias"]
+)
 def test_it_works_from(by: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     aliased = SCRIPT.replace("from hvdtrain.hvd.runner import run", "from horovod import run")
@@ -242,7 +244,10 @@ def test_it_works_from(by: str, tmp_path: Path) -> None:
     assert (done.code, done.output) == (0, "[5, 6]\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive), signal.SIGKILL],
+)
 def test_the_ranks_end_with_us(number: signal.Signals, tmp_path: Path) -> None:
     script = (
         "import os, time, pathlib\n"

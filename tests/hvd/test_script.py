@@ -72,13 +72,17 @@ def test_horovod_trains_the_same_by_mpi() -> None:
     assert trained([*MPIRUN, *PYTHON, EXAMPLE]) == by_horovod("plain")
 
 
-@pytest.mark.parametrize("launcher", UNCHANGED)
+@pytest.mark.parametrize(
+    "launcher", ["torchrun", "horovodrun", pytest.param("mpirun", marks=pytest.mark.exhaustive)]
+)
 def test_the_example_trains_as_under_horovod(launcher: str, no_horovod: dict[str, str]) -> None:
     env = no_horovod if launcher != "horovodrun" else None  # which is Horovod's itself
     assert trained([*UNCHANGED[launcher], EXAMPLE], env) == by_horovod("plain")
 
 
-@pytest.mark.parametrize("options", [name for name in OPTIONS if name != "plain"])
+@pytest.mark.parametrize(
+    "options", ["fp16", pytest.param("accumulate", marks=pytest.mark.exhaustive)]
+)
 def test_the_examples_options_do_as_under_horovod(options: str, no_horovod: dict[str, str]) -> None:
     command: list[str | Path] = [*UNCHANGED["torchrun"], EXAMPLE, *OPTIONS[options]]
     assert trained(command, no_horovod) == by_horovod(options)
@@ -89,7 +93,11 @@ def test_loader_processes_of_the_example_find_us(no_horovod: dict[str, str]) -> 
     assert trained(command, no_horovod) == by_horovod("plain")
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, (*MPIRUN, *PYTHON)], ids=lambda line: line[0])
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param(TORCHRUN, marks=pytest.mark.exhaustive), (*MPIRUN, *PYTHON)],
+    ids=lambda line: line[0],
+)
 def test_one_line_changed_is_enough(
     launcher: tuple[str, ...], tmp_path: Path, no_horovod: dict[str, str]
 ) -> None:

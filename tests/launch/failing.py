@@ -14,12 +14,15 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Task, detect, open_backend
+from hvdtrain.errors import InputError
 
 
 def fail(how: str, mark: str) -> None:
     Path(mark).write_text(str(time.time()))
     if how == "raise":
         raise ArithmeticError("as told")
+    if how == "refuse":
+        raise InputError("refused as told")
     if how == "exit":
         sys.exit(3)
     if how == "_exit":

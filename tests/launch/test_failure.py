@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,8 @@ LAUNCHERS = {
 }
 FAILING = Path(__file__).with_name("failing.py")
 SOON_S = 10.0
+# What other rows show as well; `make test-all` has them.
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 def line(launcher: str, n: int, *arguments: object) -> list[str]:
@@ -61,11 +64,11 @@ def check_ended(finished: Finished, tmp_path: Path, how: str, who: str, status: 
 @pytest.mark.parametrize(
     ("n", "backend", "where", "how", "rank"),
     [
-        (2, "ddp", "loop", "raise", 1),
-        (2, "ddp", "loop", "exit", 1),
-        (2, "ddp", "model", "raise", 1),
+        pytest.param(2, "ddp", "model", "raise", 1, marks=EXHAUSTIVE),
         (3, "ddp", "loop", "raise", 2),
-        (2, "horovod", "loop", "raise", 1),
+        pytest.param(2, "ddp", "loop", "raise", 1, marks=EXHAUSTIVE),
+        pytest.param(2, "ddp", "loop", "exit", 1, marks=EXHAUSTIVE),
+        pytest.param(2, "horovod", "loop", "raise", 1, marks=EXHAUSTIVE),
         (2, "horovod", "loop", "_exit", 0),
         (2, "horovod", "model", "exit", 1),
     ],
@@ -81,10 +84,10 @@ def test_one_rank_of_mpirun(
 @pytest.mark.parametrize(
     ("backend", "how", "rank"),
     [
-        ("ddp", "raise", 1),
         ("ddp", "exit", 0),
         ("horovod", "raise", 0),
-        ("horovod", "exit", 1),
+        pytest.param("ddp", "raise", 1, marks=EXHAUSTIVE),
+        pytest.param("horovod", "exit", 1, marks=EXHAUSTIVE),
     ],
 )
 def test_one_rank_of_a_loop_of_ones_own(tmp_path: Path, backend: str, how: str, rank: int) -> None:
@@ -97,10 +100,10 @@ def test_one_rank_of_a_loop_of_ones_own(tmp_path: Path, backend: str, how: str, 
     ("launcher", "backend", "where", "how", "rank"),
     [
         ("torchrun", "ddp", "loop", "raise", 1),
-        ("torchrun", "ddp", "loop", "exit", 1),
-        ("horovodrun", "horovod", "loop", "raise", 1),
         ("horovodrun", "horovod", "model", "exit", 0),
         ("horovodrun", "ddp", "loop", "raise", 1),
+        pytest.param("torchrun", "ddp", "loop", "exit", 1, marks=EXHAUSTIVE),
+        pytest.param("horovodrun", "horovod", "loop", "raise", 1, marks=EXHAUSTIVE),
     ],
 )
 def test_one_rank_of_another_launcher(
@@ -110,7 +113,22 @@ def test_one_rank_of_another_launcher(
     check_ended(finished, tmp_path, how, f"rank {rank}/2", None)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    ["torchrun", *(pytest.param(name, marks=EXHAUSTIVE) for name in ("mpirun", "horovodrun"))],
+)
+def test_what_one_rank_alone_refuses_is_said(tmp_path: Path, launcher: str) -> None:
+    """Before the others say that they have lost it."""
+    finished = run(train(launcher, 2, "ddp", *failing(tmp_path, "loop", "refuse", 1)))
+    check_ended(finished, tmp_path, "refuse", "rank 1/2", None)
+    (said,) = finished.lines("error: ")
+    assert said.endswith("[rank 1/2] error: refused as told"), finished.output
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    ["mpirun", *(pytest.param(name, marks=EXHAUSTIVE) for name in ("torchrun", "horovodrun"))],
+)
 def test_all_ranks_alike(tmp_path: Path, launcher: str) -> None:
     finished = run(train(launcher, 2, "ddp", *failing(tmp_path, "model", "raise", -1)))
     assert finished.code != 0
@@ -129,8 +147,12 @@ BAD_INPUT: dict[str, tuple[list[str], dict[str, str], str]] = {
     "leftover": ([], {"HOROVOD_RANK": "0"}, "incomplete horovodrun"),
 }
 # An error before the backend is open (an option) and one after it (the task) everywhere.
-PAIRS = [(launcher, bad) for launcher in LAUNCHERS for bad in ("task", "option")]
-PAIRS += [("mpirun", bad) for bad in ("backend", "config", "variable", "leftover")]
+PAIRS: list[Any] = [("mpirun", bad) for bad in BAD_INPUT]
+PAIRS += [("torchrun", "task"), ("horovodrun", "option")]
+PAIRS += [
+    pytest.param(*pair, marks=EXHAUSTIVE)
+    for pair in (("torchrun", "option"), ("horovodrun", "task"))
+]
 
 
 @pytest.mark.parametrize(("launcher", "bad"), PAIRS)
@@ -206,13 +228,16 @@ def test_a_signal_to_one_process(
     assert not traces(output), output
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(
-    ("number", "whom"),
+    ("launcher", "number", "whom"),
     [
-        (signal.SIGINT, "group"),
-        (signal.SIGTERM, "launcher"),
-        (signal.SIGTERM, "rank 0"),
+        *((launcher, signal.SIGTERM, "launcher") for launcher in LAUNCHERS),
+        ("mpirun", signal.SIGINT, "group"),
+        pytest.param("torchrun", signal.SIGTERM, "rank 0", marks=EXHAUSTIVE),
+        pytest.param("torchrun", signal.SIGINT, "group", marks=EXHAUSTIVE),
+        pytest.param("horovodrun", signal.SIGINT, "group", marks=EXHAUSTIVE),
+        pytest.param("mpirun", signal.SIGTERM, "rank 0", marks=EXHAUSTIVE),
+        pytest.param("horovodrun", signal.SIGTERM, "rank 0", marks=EXHAUSTIVE),
     ],
 )
 def test_a_signal(tmp_path: Path, launcher: str, number: signal.Signals, whom: str) -> None:

@@ -9,8 +9,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,9 +65,13 @@ def answers(output: str) -> list[Answer]:
 def meet(*envs: Env, timeout_s: float = 20, times: int = 1) -> list[Answer]:
     """Start one process for each environment; return their answers in rank order."""
     with contextlib.ExitStack() as stack:
+        gate = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-test-"))
+        together = {"TEST_GATE": f"{gate}:{len(envs)}"}
         running = [
             stack.enter_context(
-                started([*MEET, str(timeout_s), f"{env_id(env)}-", str(times)], env=env)
+                started(
+                    [*MEET, str(timeout_s), f"{env_id(env)}-", str(times)], env={**env, **together}
+                )
             )
             for env in envs
         ]
@@ -144,7 +150,7 @@ def test_srun_with_no_port_left() -> None:
     assert "--resv-ports" in got["error"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_two_processes_of_one_rank(rank: int) -> None:
     job = job_id()
     ranks = [0, 1, rank]
@@ -185,6 +191,27 @@ def test_a_missing_rank_is_named_in_time_at_a_given_address() -> None:
     assert "1 of 3 ranks: 1" in got[0]["error"], got
     assert all("WorldError" in answer["error"] for answer in got), got
     assert all(answer["seconds"] < 8 for answer in got), got
+
+
+RESTARTED = """
+import os
+from hvdtrain import open_backend
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+with open_backend("ddp") as backend:
+    backend.barrier()
+    if attempt == "0" and backend.world.rank == 1:
+        os._exit(1)
+    backend.barrier()
+print(f"{backend.world} ended attempt {attempt}\\n", end="")
+"""
+
+
+def test_ranks_that_torchrun_starts_again(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(RESTARTED)
+    line = ["torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    finished = run([*line, tmp_path / "script.py"])
+    assert finished.code == 0, finished.output
+    assert len(finished.lines("ended attempt 1")) == 2, finished.output
 
 
 # A given address

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
+import tests.mpich
 from hvdtrain.world import World, detect
-from tests.launching import BIN, ROOT, run
+from tests.launching import run
 
 Line = list[str | Path]
 
@@ -45,7 +45,10 @@ def check(found: list[World], n: int, launcher: str) -> None:
     assert all(world.one_host for world in found)
 
 
-@pytest.mark.parametrize("n", [1, 3])
+SIZES = [pytest.param(1, marks=pytest.mark.exhaustive), 3]
+
+
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_real_launcher(tmp_path: Path, name: str, n: int) -> None:
     launcher, command = LAUNCHERS[name]
@@ -78,28 +81,16 @@ def test_a_variable_left_over_from_another_job(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def mpich() -> Path:
-    """The `bin` of an environment with the packages mpich and mpi4py: `make` makes it."""
-    folder = Path(os.environ.get("TEST_MPICH_ENV", ROOT / ".venv-mpich")) / "bin"
-    if not (folder / "mpiexec").exists():
-        why = f"no MPICH in {folder}: python3 -m venv .venv-mpich && .venv-mpich/bin/pip install "
-        why += "mpich mpi4py"
-        if "CI" in os.environ:
-            pytest.fail(why)
-        pytest.skip(why)
-    return folder
+    return tests.mpich.mpich()[0]
 
 
 @pytest.fixture(scope="module")
-def packages(mpich: Path) -> dict[str, str]:
-    """Variables that give the Python of that environment what ours has.
-
-    mpi4py takes the MPI library of `sys.prefix`, so that the one of ours then finds MPICH's.
-    """
-    (site,) = (BIN.parent / "lib").glob("python3.*/site-packages")
-    return {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
+def packages() -> dict[str, str]:
+    """Variables that give the Python of that environment what ours has."""
+    return tests.mpich.mpich()[1]
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_mpich(tmp_path: Path, mpich: Path, n: int) -> None:
     check(worlds(f"{mpich}/mpiexec -n {{n}} {{python}}", n, tmp_path), n, "mpich")
 

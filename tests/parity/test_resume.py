@@ -106,6 +106,16 @@ def test_a_smaller_step_after_resuming(tmp_path: Path) -> None:
     assert rest["step"] == 2 + 4 + 8 + 8
 
 
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_a_larger_step_than_is_left_of_the_epoch(tmp_path: Path, epoch: int) -> None:
+    """It took no step, and evaluated for ever."""
+    train(single(), tmp_path, 4 * epoch + 4)
+    rest = train(single(), tmp_path, resume="auto", global_batch_size=24)
+    # After 36 of 50 samples, a step of 24 would need 60; then epochs of two steps.
+    assert rest["step"] == 4 * epoch + 3 + 2 * (2 - epoch)
+    assert len(rest["seen"]) == 2 * (2 - epoch)
+
+
 def test_another_rate_after_resuming(tmp_path: Path) -> None:
     """This run's learning rate counts, also under a schedule of the task's own."""
     whole = train(single(), tmp_path / "whole", own_schedule="step")

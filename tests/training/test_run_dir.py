@@ -88,8 +88,10 @@ def test_run_json_is_whole_at_every_moment(tmp_path: Path) -> None:
         run_dir.update(padding="x" * 100_000)
         thread = threading.Thread(target=reader)
         thread.start()
-        for size in (10, 200_000) * 15:
-            run_dir.update(padding="x" * size)
+        written = 0
+        while (written < 30 or len(reads) < 6) and thread.is_alive():
+            run_dir.update(padding="x" * (10, 200_000)[written % 2])
+            written += 1
         stop.set()
         thread.join()
     assert len(reads) > 5

@@ -75,6 +75,10 @@ def test_a_file(folder: Path, form: str) -> None:
     assert task.model().in_features == 3
 
 
+def test_a_task_need_not_say_what_its_data_are(folder: Path) -> None:
+    assert load_task("mine_task.py:Mine").about_data == ""
+
+
 def test_a_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(folder)
     assert type(load_task("mine_task:Mine")).__name__ == "Mine"

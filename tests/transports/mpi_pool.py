@@ -5,17 +5,13 @@ This file is also what a rank runs: `python -m tests.transports.mpi_pool SOCKET 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Client
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import pytest
-
-from tests.launching import BIN, ROOT
+from tests.mpich import mpich
 from tests.ranks import Arm, Pool
 
 P = ParamSpec("P")
@@ -33,11 +29,8 @@ class MpiRanks(Pool[Any]):
     def __init__(self, launcher: str, n: int) -> None:
         command = "mpirun -np {n} {python} -m"
         if launcher == "mpich":
-            folder = _mpich()
+            folder, self.env = mpich()
             command = f"{folder}/mpiexec -n {{n}} {folder}/python -m"
-            # mpi4py takes the MPI library of `sys.prefix`: everything else is ours.
-            (site,) = (BIN.parent / "lib").glob("python3.*/site-packages")
-            self.env = {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
         super().__init__(Arm(launcher, "mpi4py", command), n)
 
     def run(
@@ -49,18 +42,6 @@ class MpiRanks(Pool[Any]):
         except BaseException:
             self.stop()  # collectives may be under way, even where all ranks failed alike
             raise
-
-
-def _mpich() -> Path:
-    """The `bin` of an environment with the packages mpich and mpi4py: `make` makes it."""
-    folder = Path(os.environ.get("TEST_MPICH_ENV", ROOT / ".venv-mpich")) / "bin"
-    if not (folder / "mpiexec").exists():
-        why = f"no MPICH in {folder}: python3 -m venv .venv-mpich && .venv-mpich/bin/pip install "
-        why += "mpich mpi4py"
-        if "CI" in os.environ:
-            pytest.fail(why)
-        pytest.skip(why)
-    return folder
 
 
 def join(timeout_s: float = TIMEOUT_S) -> Any:

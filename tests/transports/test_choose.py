@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hvdtrain import transports
+from hvdtrain import BackendOptions, open_backend, transports
+from hvdtrain.backends import load
 from hvdtrain.errors import BackendUnavailable, InputError
 from hvdtrain.world import World
 
@@ -65,3 +66,20 @@ def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (chosen, reason.partition(":")[0]) == ("gloo", "no shared memory here")
     with pytest.raises(BackendUnavailable, match="memfd_create"):
         transports.choose("shm", CPU, world())
+
+
+def test_a_choice_that_a_backend_does_not_have_is_said() -> None:
+    alone = World(0, 1, 0, 1, 0, 1, "none", "a test")
+    said = []
+    for transport in ("auto", "shm"):
+        options = BackendOptions(device="cpu", transport=transport)
+        with open_backend("single", alone, options) as backend:
+            said.append(backend.reason)
+    asked = "transport shm was asked for, but single has none to choose"
+    assert said == ["as requested", f"as requested; {asked}"]
+
+
+def test_compat_carries_cuda_by_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdtrain.backends.base.pick_device", lambda *_: CUDA)
+    with pytest.raises(BackendUnavailable, match="compat carries CUDA tensors by nccl, not gloo"):
+        load("compat")(world(), BackendOptions(transport="gloo"))

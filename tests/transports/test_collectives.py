@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed, on hvdtrain's transports and on Gloo: collectives.py."""
+"""Every collective of torch.distributed, on hvdtrain's transports and on Gloo: collectives/."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,25 @@ import torch
 from tests.transports.features import FEATURES, Weights
 from tests.transports.pool import Peers
 
-ARMS = [("shm", 2), pytest.param(("shm", 3), marks=pytest.mark.exhaustive)]
+ARMS = [
+    ("shm", 2),
+    ("mpi4py", 2),
+    *(pytest.param((name, 3), marks=pytest.mark.exhaustive) for name in ("shm", "mpi4py")),
+]
 
 
 @pytest.fixture(scope="module")
-def by_gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Weights]]:
+def by_gloo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Weights]:
     """What two ranks train on Gloo."""
     pool = Peers("gloo", 2)
     folder = tmp_path_factory.mktemp("gloo")
     try:
-        yield {name: pool.run(function, folder / name)[0] for name, function in FEATURES.items()}
+        results = {
+            name: pool.run(function, folder / name)[0] for name, function in FEATURES.items()
+        }
     finally:
         pool.close()
+    return results
 
 
 @pytest.mark.parametrize("name", FEATURES)

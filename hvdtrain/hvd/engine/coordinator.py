@@ -260,16 +260,20 @@ class Coordinator:
 
     def _join(self, rank: int) -> None:
         self.joined[rank] = None
-        if len(self.joined) == self.size:
-            last = rank
-            self.joined = {}
-            self._send(self.sets[GLOBAL_SET], ["joined", last], b"")
-            return
-        for lane, steps in self.lanes.items():
-            self._shadow(rank, lane, steps)
+        is_last = len(self.joined) == self.size
+        if not is_last:
+            for lane, steps in self.lanes.items():
+                self._shadow(rank, lane, steps)
         for key, waiting in list(self.waiting.items()):
             if key.set_id == GLOBAL_SET:
                 self._finish_if_complete(key, waiting)
+        if is_last:
+            # First what some have still to send zeros for: they know nothing of it, and may use the
+            # same names anew at once.
+            self._busy = False
+            self._pump()
+            self.joined = {}
+            self._send(self.sets[GLOBAL_SET], ["joined", rank], b"")
 
     def _step(self, rank: int, lane: str, set_id: int, number: int, now: float) -> None:
         steps = self.lanes.setdefault(lane, LaneSteps(set_id))

@@ -52,7 +52,6 @@ class Engine:
         self.sets: dict[int, list[int]] = {GLOBAL_SET: list(range(world.size))}
         self.lanes: dict[str, Lane] = {}
         self.lane_numbers: dict[tuple[str, int], int] = {}  # of lanes with the same parameters
-        self.timeline = Timeline(None, False)
         self.zeros_on = 0  # the GPU of a rank that has joined, and of the executor
         self.joins = 0
         self.failure: str | None = None
@@ -71,6 +70,9 @@ class Engine:
         self.groups = Groups(
             store, world.rank, transport, settings.gloo_timeout_s, lambda: self.broken
         )
+        # Begun before anybody can ask for an operation, so that the first one is in it.
+        recorded = settings.timeline if world.rank == 0 and settings.timeline != "DYNAMIC" else None
+        self.timeline = Timeline(recorded, settings.timeline_mark_cycles)
         self._coordinator: Coordinator | None = None
         if world.rank == 0:
             fusion = settings.fusion_threshold
@@ -152,7 +154,7 @@ class Engine:
         """Leave, and with it end the operations of all ranks. Twice is safe."""
         if os.getpid() != self._pid:
             return
-        steps = {name: lane.launched for name, lane in self.lanes.items()}
+        steps = {name: lane.launched for name, lane in list(self.lanes.items())}
         self.control.send(0, ["bye", steps])
         if not self._closed.wait(_LEAVE_S):
             self._end(SHUT_DOWN)
@@ -248,7 +250,10 @@ class Engine:
         if metas is not None:
             known = [Meta.from_wire(fields) for fields in metas]
         extras = [extra for _, _, extra in entries]
-        self.executor.put(lambda: self.executor.run_batch(set_id, kind, works, known, extras))
+        members = self.sets[set_id]  # now: the set may be removed before the executor comes to it
+        self.executor.put(
+            lambda: self.executor.run_batch(set_id, members, kind, works, known, extras)
+        )
 
     def _on_error(self, rest: list[Any], payload: bytes) -> None:
         work = self._take(Key(rest[0], rest[1]), 0)

@@ -44,7 +44,13 @@ class Executor:
             self._thread.join(timeout_s)
 
     def run_batch(
-        self, set_id: int, kind: str, works: list[Work | None], metas: list[Any], extras: list[Any]
+        self,
+        set_id: int,
+        members: list[int],
+        kind: str,
+        works: list[Work | None],
+        metas: list[Any],
+        extras: list[Any],
     ) -> None:
         """Carry out operations of one kind together. A task."""
         engine = self._engine
@@ -52,7 +58,7 @@ class Executor:
         for name in names:
             timeline.start(name, kind)
         try:
-            members, device = engine.sets[set_id], metas[0].device
+            device = metas[0].device
             if device == "GPU":
                 self._use_device(works)
             if metas[0].op == ADASUM:

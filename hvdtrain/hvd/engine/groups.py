@@ -131,6 +131,8 @@ class Groups:
         `give_up` may know more reasons not to wait any longer.
         """
         while True:
+            # One that ends just as the slice does is asked once more.
+            had_ended = work.is_completed()
             try:
                 if cuda:
                     work.wait()  # orders the current stream after it, and returns
@@ -138,7 +140,9 @@ class Groups:
                     work.wait(_SLICE)
                 return
             except RuntimeError as error:
-                if "Operation timed out" in str(error) and not work.is_completed():
+                if "Operation timed out" in str(error) and not had_ended:
+                    if work.is_completed():
+                        continue
                     reason = self._failure() or (give_up() if give_up is not None else None)
                     if reason is None:
                         continue

@@ -9,6 +9,7 @@ zeros (`hvd.join`).
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -177,12 +178,17 @@ class Lane:
     def settle(self, work: Work) -> None:
         """Wait for the plan. Raises HorovodInternalError where the descriptions do not fit."""
         work.wait()
+        self.await_connection()
+
+    def await_connection(self) -> None:
+        """Wait for the process groups of the plan. Raises HorovodInternalError."""
         while not self._connected.wait(1.0):
             if self.engine.failure is not None:
                 raise HorovodInternalError(self.engine.failure)
 
     def adopt(self, fields: list[Any]) -> None:
         """Take a plan over. In the control thread, also of a rank that has joined."""
+        self._connected.clear()
         self.plan = Plan.from_wire(fields)
         self._members = self.engine.sets[self.set_id]
         self.layouts = lay_out(self.plan)
@@ -245,8 +251,12 @@ class Lane:
 
     def drain(self) -> None:
         """Let what all ranks have sent arrive, before connections are closed. In the executor."""
-        for step, work, _ in list(self._running):
+        for step, work, flat in list(self._running):
             if not self.engine.waits_in_vain(self.name, step):
+                if flat.is_cuda:  # NCCL takes a limit to a wait for the operation's own
+                    while not work.is_completed() and self.engine.broken is None:
+                        time.sleep(0.01)
+                    continue
                 try:
                     self.engine.groups.wait(work, give_up=lambda: None)
                 except Broken:

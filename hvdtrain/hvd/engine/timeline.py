@@ -1,7 +1,8 @@
 """The timeline: what happened to each tensor, as a Chrome trace.
 
 The file is a complete JSON document after every event, so that it can be looked at while the
-program runs, and after it was killed. Each event overwrites the closing bracket and puts it back
+program runs, and after it was killed (but for a kill -9 within a write that crosses the end of a
+page, which may cut the last event). Each event overwrites the closing bracket and puts it back
 behind itself, in one write. Blanks follow the bracket, for the next events to go into: a reader
 that needs several reads, as most do, gets a whole document as long as the file's size stays the
 same. One that still meets a write, microseconds long, has to read again. `close` cuts the blanks.
@@ -63,10 +64,14 @@ class Timeline:
             self._put(_metadata(0, "process_name", "start_time_since_epoch_in_micros", epoch_us))
 
     def close(self) -> None:
-        """End the file. Later events go nowhere."""
+        """End the file, and what is under way with it. Later events go nowhere."""
         with self._lock:
             if self._fd < 0:
                 return
+            for name in list(self._depth):
+                self._close_all(name)
+            if self._fd < 0:
+                return  # there was no room for that
             fd, self._fd = self._fd, -1
             with contextlib.suppress(OSError):
                 os.ftruncate(fd, self._end + len(_CLOSING))
@@ -106,8 +111,7 @@ class Timeline:
         args = {"dtype": dtype, "shape": str(list(shape))}
         extra = f', "args": {json.dumps(args)}' if dtype else ""
         with self._lock:
-            for left in reversed(range(self._depth.pop(name, 0))):
-                self._put(self._event("E", name, None, "" if left else extra))
+            self._close_all(name, extra)
 
     def cycle(self) -> None:
         """A round of negotiation begins. Written only where cycles are to be marked."""
@@ -129,6 +133,11 @@ class Timeline:
                 if depth := self._depth.get(name, 0):
                     self._put(self._event("E", name))
                     self._depth[name] = depth - 1
+
+    def _close_all(self, name: str, extra: str = "") -> None:
+        """End what is open of an operation, the outermost with `extra`. The lock is held."""
+        for left in reversed(range(self._depth.pop(name, 0))):
+            self._put(self._event("E", name, None, "" if left else extra))
 
     def _event(self, phase: str, tensor: str, what: str | None = None, extra: str = "") -> str:
         pid = self._pids.get(tensor) or self._introduce(tensor)

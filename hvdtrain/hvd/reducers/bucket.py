@@ -27,16 +27,6 @@ def _own_references() -> int:
 _NOBODY_ELSE = _own_references()
 
 
-def keep_freed_memory() -> None:
-    """Let glibc keep the memory of freed gradients for the next ones, up to 31 MiB each.
-
-    By default it gives large blocks back to the kernel, and every backward pass pays for new,
-    zeroed pages: as much as for a copy. It stops to do so for blocks smaller than one that it has
-    seen freed, of at most 32 MiB (mallopt(3), M_MMAP_THRESHOLD); this one is never touched.
-    """
-    torch.empty(31 << 20, dtype=torch.uint8)
-
-
 class Bucket:
     """The parameters of one layout on this rank, and the buffer that their gradients share."""
 

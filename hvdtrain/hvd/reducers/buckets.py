@@ -24,10 +24,12 @@ from hvdtrain.hvd.engine.lanes import Layout
 from hvdtrain.hvd.engine.plan import FROZEN, SPARSE
 from hvdtrain.hvd.engine.request import AVERAGE, dtype_of
 from hvdtrain.hvd.engine.work import Work
+from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.hvd.reducers.base import TOO_MANY, Recipe, Reducer
-from hvdtrain.hvd.reducers.bucket import Bucket, keep_freed_memory
+from hvdtrain.hvd.reducers.bucket import Bucket
 from hvdtrain.hvd.reducers.byname import ByName
 from hvdtrain.hvd.reducers.describe import describe, digest
+from hvdtrain.transports.memory import keep_freed_memory
 
 _BY_NAME, _BY_BUCKET = "by name", "by bucket"
 
@@ -71,10 +73,14 @@ class BucketReducer(Reducer):
 
     def reset(self) -> None:
         """Forget the backward passes since the last step. What was sent by bucket is waited for:
-        the others have sent it, or will.
+        the others have sent it, or will; not once the job is over, as where a commit is restored.
         """
-        if self._begun:
-            self.synchronize()
+        if self._begun and self._engine is not None and self._engine.failure is None:
+            try:
+                self.synchronize()
+            except HorovodInternalError:
+                if self._engine.failure is None:
+                    raise
         self._by_name.sent.clear()
         self._end_step()
 
@@ -146,6 +152,7 @@ class BucketReducer(Reducer):
                 self._settle()
         else:
             if self._lane.plan is not None and self._lane.version != self._version:
+                self._lane.await_connection()
                 self._build()  # the others agreed while this rank had joined
             if self._lane.plan is None or [p.dtype for p in self.recipe.params] != self._dtypes:
                 self._mode = _BY_NAME

@@ -1,0 +1,137 @@
+"""Can `hvdtrain compare` be believed? Many comparisons whose right answer is known.
+
+    python benchmarks/comparisons.py            # 14 runs, 42 comparisons, half an hour
+
+Each run compares native DDP with itself, with itself slowed by 3 % and by 10 %, thrice each, and
+has, as every comparison, an A/A duplicate of its own. Counted: how often the same arm was told from
+itself, how often the slower ones were found, and how often a slower one was called faster. All the
+while another process is busy, on and off: a fifth of one of the two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from hvdtrain import provenance
+from hvdtrain.compare import machine, record
+from hvdtrain.compare.summary import summarise
+
+BUSY = """
+import random, time
+while True:
+    until = time.perf_counter() + random.expovariate(10)
+    while time.perf_counter() < until:
+        pass
+    time.sleep(random.expovariate(2.5))
+"""
+RESULTS = Path(__file__).parent / "results" / "comparisons.json"
+BASE = "ddp/shm"
+# `hvdtrain.backends.ddp:DDP/shm` is what `ddp/shm` is, by another name.
+ARMS = {
+    "itself": (
+        "hvdtrain.backends.ddp:DDP/shm",
+        "benchmarks.slowed:By0/shm",
+        "benchmarks.slowed:AlsoBy0/shm",
+    ),
+    "3 % slower": (
+        "benchmarks.slowed:By3/shm",
+        "benchmarks.slowed:AlsoBy3/shm",
+        "benchmarks.slowed:OnceMoreBy3/shm",
+    ),
+    "10 % slower": (
+        "benchmarks.slowed:By10/shm",
+        "benchmarks.slowed:AlsoBy10/shm",
+        "benchmarks.slowed:OnceMoreBy10/shm",
+    ),
+}
+
+
+def compare(budget: str, more: list[str]) -> dict[str, Any]:
+    """One comparison as a user runs it; its record."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        arms = [BASE, *(arm for pair in ARMS.values() for arm in pair)]
+        line = [sys.executable, "-m", "hvdtrain", "compare", "--budget", budget]
+        line += ["--task", "mlp", "--set", "width=320", "--steps", "6", *more]
+        line += ["--arms", ",".join(arms), "--output", str(out)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=1200)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(line)}: exit {done.returncode}\n{done.stderr[-2000:]}")
+        return record.read(out)
+
+
+def verdicts(found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    rows = {row["arm"]: row for row in summarise(found)["speed"]}
+    wanted = ("verdict", "ratio", "low", "high", "blocks")
+    return {
+        name: [{k: rows[arm][k] for k in wanted} for arm in pair] for name, pair in ARMS.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=14, help="of three comparisons of each kind")
+    parser.add_argument("--budget", default="95s", help="of a run")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--resume", action="store_true", help="keep the runs that are there")
+    options, more = parser.parse_known_args()
+    with subprocess.Popen([sys.executable, "-c", BUSY]) as busy:
+        try:
+            measure(options, more)
+        finally:
+            busy.kill()
+
+
+def measure(options: argparse.Namespace, more: list[str]) -> None:
+    runs: list[dict[str, Any]] = []
+    if options.resume:
+        runs = json.loads(options.output.read_text())["runs"]
+    for number in range(len(runs), options.runs):
+        found = compare(options.budget, [*more, "--seed", str(number)])
+        summary = summarise(found)
+        load, starts = summary["load"], found["config"].get("starts")
+        rows = verdicts(found)
+        about = {
+            "budget": options.budget,
+            "starts": starts,
+            "commit": found["commit"],
+            "time": found["ended"],
+        }
+        runs.append({"rows": rows, "aa": summary["aa"], "load": load, **about})
+        said = [
+            f"{n}: {r['verdict']} {r['ratio'] or 0:.3f}" for n, pair in rows.items() for r in pair
+        ]
+        print(f"{number + 1}/{options.runs}  {'  '.join(said)}  ({load['blocks_kept']} blocks)")
+        write(runs, options)
+
+
+def write(runs: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    counts = {
+        name: dict(Counter(row["verdict"] for run in runs for row in run["rows"][name]))
+        for name in ARMS
+    }
+    result = {
+        "comparisons": 3 * len(runs),
+        "verdicts": counts,
+        "budget": options.budget,
+        "runs": runs,
+        "machine": machine.facts(),
+        "versions": provenance.versions(),
+        "commit": provenance.commit(),
+        "time": provenance.now(),
+    }
+    options.output.parent.mkdir(exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"    {counts}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""`hvdtrain compare`: which backend is fastest here, and do they train the same thing?"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvdtrain import files
+from hvdtrain.cli.options import train_option
+from hvdtrain.compare.options import CompareOptions, seconds, share
+from hvdtrain.errors import HvdtrainError, InputError
+from hvdtrain.failure import undisturbed
+from hvdtrain.world import detect
+
+_DEFAULT = CompareOptions()
+
+
+def _read(function: Callable[[str], Any]) -> Callable[..., Any]:
+    """A click callback that reads text with `function`."""
+    return lambda ctx, param, value: function(value) if isinstance(value, str) else value
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if text and not names:
+        raise InputError(f"--arms {text!r} names no arm; such as ddp/gloo,compat/shm")
+    return names
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"--np {text!r} is not a world size, nor a list such as 1,2,4") from None
+
+
+_OPTIONS = [
+    train_option("task"),
+    train_option("set"),
+    click.Option(
+        ["-np", "--np", "ranks"],
+        default="2",
+        show_default=True,
+        callback=_read(_sizes),
+        metavar="N[,N...]",
+        help="Ranks of every arm, all on this host; several to compare world sizes.",
+    ),
+    click.Option(
+        ["--scaling"],
+        type=click.Choice(["weak", "strong"]),
+        default=_DEFAULT.scaling,
+        show_default=True,
+        help="With several sizes: keep the batch of a rank, or that of all ranks of the smallest.",
+    ),
+    click.Option(
+        ["--arms"],
+        default="",
+        callback=_read(_names),
+        metavar="A,B,...",
+        help="backend/transport or horovod/controller, such as ddp/gloo,compat/shm,horovod/mpi; "
+        "or module:Class/transport. [default: the usual ones that can be had here]",
+    ),
+    click.Option(
+        ["--baseline"],
+        metavar="ARM",
+        help="What the others are compared with. [default: the first arm]",
+    ),
+    click.Option(
+        ["--budget", "budget_s"],
+        default="3m",
+        show_default=True,
+        callback=_read(seconds),
+        metavar="TIME",
+        help="Stop after this time, such as 90s or 10m...",
+    ),
+    click.Option(
+        ["--target-ci"],
+        default="2%",
+        show_default=True,
+        callback=_read(share),
+        metavar="SHARE",
+        help="...or once no interval is wider than this to either side.",
+    ),
+    click.Option(["--blocks"], type=int, help="Exactly so many blocks, in place of both."),
+    click.Option(
+        ["--steps"], type=int, help="Steps of each arm in a block. [default: about 0.25 s]"
+    ),
+    click.Option(
+        ["--proof-steps"],
+        default=_DEFAULT.proof_steps,
+        show_default=True,
+        help="Steps that must be equal.",
+    ),
+    click.Option(["--tune"], is_flag=True, help="Also time each arm with the best settings found."),
+    train_option(
+        "batch_size",
+        default=_DEFAULT.batch_size,
+        help="Samples of one rank's micro-batch.",
+    ),
+    train_option("accumulate"),
+    train_option("precision"),
+    train_option("device"),
+    train_option("lr"),
+    train_option("clip_norm"),
+    train_option("buffers"),
+    train_option("unused_parameters"),
+    train_option("uneven"),
+    train_option("workers"),
+    train_option("threads", help="CPU threads of each rank. [default: cores / ranks]"),
+    click.Option(
+        ["--pin/--no-pin"],
+        default=_DEFAULT.pin,
+        show_default=True,
+        help="Bind each rank to its share of the cores.",
+    ),
+    train_option("seed", help="Of the weights, the data, and the order of the arms."),
+    click.Option(
+        ["--max-foreign"],
+        default="50%",
+        show_default=True,
+        callback=_read(share),
+        metavar="SHARE",
+        help="Drop blocks in which others, the host included, took more of the cores.",
+    ),
+    train_option("timeout", to="timeout_s"),
+    click.Option(["--output"], metavar="DIR", help="[default: runs/compare-<time>-<task>]"),
+]
+
+
+@click.command(
+    "compare",
+    params=_OPTIONS,
+    epilog="Ends with 0 compared, 1 nothing could be compared, 2 bad input, 130 Ctrl-C.",
+)
+def command(**values: Any) -> None:
+    """Compare backends side by side on this host: do they train the same thing, and how fast?
+
+    \b
+    hvdtrain compare
+    hvdtrain compare --task my.py:MyTask -np 8 --arms ddp,horovod,compat --budget 10m
+    hvdtrain compare --np 1,2,4 --scaling strong
+    """
+    if detect().size > 1:
+        raise InputError("hvdtrain compare starts the launchers itself; run it without one")
+    options = CompareOptions(**values)
+    options.check()
+    run(options)
+
+
+def run(options: CompareOptions) -> None:
+    """Compare, and write the report. Raises HvdtrainError where nothing could be compared."""
+    try:
+        from hvdtrain.compare import machine, report, table
+        from hvdtrain.compare.arms import choose_all
+        from hvdtrain.compare.runner import Runner
+        from hvdtrain.compare.summary import summarise
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"hvdtrain compare needs {error.name}; pip install 'hvdtrain[compare]'"
+        ) from None
+    if options.device == "auto":
+        cuda = machine.usable_gpus() >= max(options.ranks)
+        options = dataclasses.replace(options, device="cuda" if cuda else "cpu")
+    arms, left_out = choose_all(options)
+    folder = _make_folder(options)
+    screen = table.Live()
+    runner = Runner(options, arms, screen, folder)
+    try:
+        with screen:
+            for name, why in left_out:
+                screen.say(f"not compared: {name}: {why}")
+            runner.run()
+    finally:
+        if runner.record["blocks"] or runner.record["parity"]:
+            with undisturbed():
+                page = report.write(runner.record, folder)
+                table.show(summarise(runner.record))
+                screen.say(f"report   {page}")
+    if not _compared(runner.record):
+        first: dict[str, str] = {}  # that said so: a wrong task is the same for all arms
+        for key, row in runner.record["arms"].items():
+            if row["reason"]:
+                first.setdefault(row["reason"], key)
+        reasons = [f"{key}: {reason}" for reason, key in first.items()]
+        said = "; ".join(reasons[:3]) or runner.record["note"]
+        raise HvdtrainError(f"nothing could be compared; {said} (see {folder})")
+
+
+def _compared(record: dict[str, Any]) -> bool:
+    """Whether any arm was timed to the end beside its baseline, in blocks that count."""
+    timed = {key for block in record["blocks"] if block["kept"] for key in block["arms"]}
+    return any(
+        key in timed and row["status"] == "measured" and row["role"] in ("arm", "again", "by hand")
+        for key, row in record["arms"].items()
+    )
+
+
+def _make_folder(options: CompareOptions) -> Path:
+    """Make the folder that was asked for, or one named after the time and the task."""
+    name = "".join(c if c.isalnum() else "-" for c in options.task.rpartition(":")[2]).lower()
+    usual = Path(f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+    folder = Path(options.output or usual)
+    try:
+        if not options.output:
+            usual.parent.mkdir(exist_ok=True)
+            return files.make_folder(usual)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not any(folder.iterdir()):
+            with contextlib.suppress(FileExistsError):
+                (folder / "logs").mkdir()  # of two that are told the same folder one has it
+                return folder
+    except OSError as error:
+        raise InputError(f"--output {folder} cannot be used: {error.strerror}") from None
+    raise InputError(f"--output {folder} is not empty; give another folder")

@@ -1,0 +1,41 @@
+"""Command-line options, read off the fields of TrainConfig: name, type, default and help text."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from typing import Any
+
+import click
+
+from hvdtrain.training.config import TrainConfig, flag
+
+FIELDS = {item.name: item for item in dataclasses.fields(TrainConfig)}
+_HINTS = typing.get_type_hints(TrainConfig)
+
+
+def train_option(name: str, to: str | None = None, **other: Any) -> click.Option:
+    """The option for a field. `to`: the parameter it goes to; `other` replaces what click gets."""
+    item, kind = FIELDS[name], kind_of(name)
+    made: dict[str, Any] = {"default": item.default, "help": item.metadata["help"]}
+    if kind is bool:
+        made["is_flag"] = True
+    elif typing.get_origin(kind) is tuple:
+        made.update(multiple=True, metavar="NAME=VALUE")
+    else:
+        choices = item.metadata["choices"]
+        made["type"] = click.Choice(choices) if choices else kind
+    made.update(other)
+    made.setdefault("show_default", made["default"] not in (None, ()))
+    # `--local_rank` of torch.distributed.launch is `--local-rank` by way of the group's
+    # normalisation.
+    return click.Option([flag(name), to or name], **made)
+
+
+def kind_of(name: str) -> Any:
+    """The type of a field; `int | None` gives int."""
+    hint = _HINTS[name]
+    if isinstance(hint, types.UnionType):
+        return next(part for part in typing.get_args(hint) if part is not type(None))
+    return hint

@@ -1,0 +1,47 @@
+"""`hvdtrain report`: tables and pictures of a comparison again, from its compare.json alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from hvdtrain.errors import BackendUnavailable, InputError
+
+
+@click.command("report")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print every number as JSON, not as tables.")
+def command(folder: Path, as_json: bool) -> None:
+    """Draw the report of a comparison again.
+
+    DIR is a folder that `hvdtrain compare` has written. From its compare.json alone this writes
+    report.html, the pictures and the CSV files anew, and prints the tables.
+
+    \b
+    exit code 0   written
+              2   compare.json is missing, damaged or of another version, or DIR is not writable
+    """
+    from hvdtrain.compare.record import read
+
+    found = read(folder)
+    folder = folder if folder.is_dir() else folder.parent
+    try:
+        from hvdtrain.compare import report, table
+        from hvdtrain.compare.summary import summarise
+    except ModuleNotFoundError as error:
+        raise BackendUnavailable(
+            f"a report needs {error.name}; install it with: pip install 'hvdtrain[compare]'"
+        ) from None
+    try:
+        summary = summarise(found)
+        page = report.write(found, folder)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise InputError(f"{folder / 'compare.json'} is damaged: {said}") from error
+    if as_json:
+        click.echo(json.dumps(summary, indent=1))
+    else:
+        table.show(summary)
+        click.echo(f"report   {page}")

@@ -1,0 +1,208 @@
+"""What is compared: arms, their launchers, and which of them can be had here.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from hvdtrain.compare.options import CompareOptions
+from hvdtrain.errors import InputError
+
+Role = Literal["arm", "baseline", "again", "by hand", "ceiling"]
+
+_C10D = {"gloo": "torchrun", "shm": "torchrun", "mpi": "mpirun", "nccl": "torchrun"}
+# backend: what carries it (a transport, or Horovod's controller), and the launcher for that.
+LAUNCHER_OF: dict[str, dict[str, str]] = {
+    "ddp": _C10D,
+    "compat": _C10D,
+    "horovod": {"mpi": "mpirun", "gloo": "horovodrun"},
+}
+SINGLE = "single"
+OWN = _C10D  # a backend of the user's, module:Class
+NCCL = "nccl"
+
+LAUNCHERS = {
+    "none": [],
+    "torchrun": ["torchrun", "--nproc-per-node", "{ranks}"],
+    # Unbound, as the other launchers leave it: mpirun by itself ties each of two ranks to a core.
+    "mpirun": ["mpirun", "-bind-to", "none", "-np", "{ranks}"],
+    "horovodrun": ["horovodrun", "-np", "{ranks}", "--gloo"],
+}
+
+# Where nobody names any: what an old and a new user of either would run.
+DEFAULT_CPU = ("ddp/gloo", "ddp/shm", "ddp/mpi", "compat/shm", "horovod/mpi", "horovod/gloo")
+DEFAULT_CUDA = ("ddp/nccl", "compat/nccl", "horovod/mpi", "horovod/gloo")
+
+BY_HAND = "hvdtrain.compare.by_hand"
+CEILING = "hvdtrain.compare.ceiling:NoCommunication"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One backend over one transport or controller, at one world size, with its settings."""
+
+    name: str
+    backend: str
+    over: str
+    """A transport, or Horovod's controller; empty for one process."""
+    launcher: str
+    ranks: int
+    role: Role = "arm"
+    settings: Mapping[str, str | float] = field(default_factory=dict)
+    """In capitals: environment variables. The others: options of `hvdtrain train`."""
+    tuned: bool = False
+    marks_ranks: bool = False
+    """Whether several world sizes are compared, so that the key must tell them apart."""
+
+    @property
+    def transport(self) -> str:
+        """What `over` is where it is a transport; else empty."""
+        return self.over if LAUNCHER_OF.get(self.backend, OWN) is _C10D else ""
+
+    @property
+    def key(self) -> str:
+        """The name, and what else tells this arm from the others."""
+        size = f" x{self.ranks}" if self.marks_ranks else ""
+        return f"{self.name}{' tuned' if self.tuned else ''}{size}"
+
+    def command(self, worker: list[str]) -> list[str]:
+        """The whole command line that starts the ranks, each of which runs `worker`."""
+        python = [] if self.launcher == "torchrun" else [sys.executable]
+        launcher = [part.format(ranks=self.ranks) for part in LAUNCHERS[self.launcher]]
+        return [*launcher, *python, *worker]
+
+
+def parse(text: str, ranks: int, cuda: bool) -> Arm:
+    """Make an arm of "backend/transport", "backend", or "module:Class/transport".
+
+    Raises InputError for what does not exist, naming what does.
+    """
+    name = text.strip()
+    backend, _, over = name.rpartition("/") if "/" in name else (name, "", "")
+    if backend == SINGLE:
+        raise InputError("one process need not be named: it is there where --np lists 1 and others")
+    carriers = OWN if ":" in backend else LAUNCHER_OF.get(backend)
+    if carriers is None:
+        raise InputError(
+            f"no arm {name!r}: the backend is none of {', '.join(LAUNCHER_OF)}, module:Class; "
+            f"an arm is backend/transport, such as {', '.join(DEFAULT_CPU)}"
+        )
+    if not over:
+        over = _usual(carriers, cuda)
+    if over not in carriers:
+        raise InputError(
+            f"no arm {name!r}: {backend} goes over {', '.join(filter(None, carriers)) or 'nothing'}"
+        )
+    full = f"{backend}/{over}" if over else backend
+    return Arm(full, backend, over, carriers[over], ranks)
+
+
+def _usual(carriers: Mapping[str, str], cuda: bool) -> str:
+    """What `--transport auto` takes on one host; for Horovod its MPI controller."""
+    wanted = (NCCL, "mpi", "") if cuda else ("shm", "mpi", "")
+    return next(over for over in wanted if over in carriers)
+
+
+def search_path() -> str:
+    """Where launchers are looked for: beside this Python first, activated or not."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def missing(arm: Arm) -> str | None:
+    """What this machine lacks to start an arm, with the fix, or None."""
+    program = LAUNCHERS[arm.launcher][0] if LAUNCHERS[arm.launcher] else sys.executable
+    if shutil.which(program, path=search_path()) is None:
+        return f"{program} is not on the PATH; pip install 'hvdtrain[mpi,horovod]'"
+    if arm.launcher == "mpirun" and find_spec("mpi4py") is None:
+        return "mpi4py is missing; pip install 'hvdtrain[mpi]'"
+    if arm.backend == "horovod":  # the module's name as much as the backend's
+        return _horovod_problem()
+    return None
+
+
+def _horovod_problem() -> str | None:
+    from hvdtrain.horovod_build import installed_horovod
+
+    found = installed_horovod()
+    if found is None:
+        return "Horovod is not installed; build it with: hvdtrain install-horovod"
+    try:
+        return found.problem(version("torch"))
+    except PackageNotFoundError:  # pragma: no cover -- torch is required
+        return "torch is not installed"
+
+
+def choose(
+    wanted: list[str], ranks: int, baseline: str | None, cuda: bool
+) -> tuple[list[Arm], list[tuple[str, str]]]:
+    """The arms of one world size, the three that are always there included; and which of the
+    usual ones are left out, and why.
+
+    With `wanted` empty: the usual ones that can be had here. One that was asked for stays, and
+    fails in the table. Raises InputError.
+    """
+    usual = DEFAULT_CUDA if cuda else DEFAULT_CPU
+    arms: list[Arm] = []
+    left_out: list[tuple[str, str]] = []
+    for text in wanted or usual:
+        arm = parse(text, ranks, cuda)
+        why = None if wanted else missing(arm)
+        if why is not None:
+            left_out.append((arm.name, why))
+        elif arm.name in [other.name for other in arms]:
+            raise InputError(f"{arm.name} is among the arms twice; the baseline always is, unasked")
+        else:
+            arms.append(arm)
+    if not arms:
+        raise InputError(f"nothing to compare: {'; '.join(f'{n}: {w}' for n, w in left_out)}")
+    base = _baseline(arms, baseline, ranks, cuda)
+    return with_baselines(arms, base), left_out
+
+
+def choose_all(options: CompareOptions) -> tuple[list[Arm], list[tuple[str, str]]]:
+    """`choose` for every world size, and one process alone beside arms of one rank."""
+    several = len(options.ranks) > 1
+    cuda = options.device == "cuda"
+    arms: list[Arm] = []
+    left_out: list[tuple[str, str]] = []
+    for size in options.ranks:
+        found, left_out = choose(list(options.arms), size, options.baseline, cuda)
+        arms += [replace(arm, marks_ranks=several) for arm in found]
+        if several and size == 1:
+            arms.append(Arm(SINGLE, SINGLE, "", "none", 1, marks_ranks=True))
+    return arms, left_out
+
+
+def _baseline(arms: list[Arm], wanted: str | None, ranks: int, cuda: bool) -> Arm:
+    if wanted is None:
+        return arms[0]
+    base = parse(wanted, ranks, cuda)
+    if base.name not in [arm.name for arm in arms]:
+        raise InputError(
+            f"--baseline {wanted} is not among the arms: {', '.join(arm.name for arm in arms)}"
+        )
+    return base
+
+
+def with_baselines(arms: list[Arm], base: Arm) -> list[Arm]:
+    """Mark the baseline, and add what every comparison has: it once more, the hand-written DDP
+    loop over the same transport, and ranks that do not communicate at all.
+    """
+    # By hand means DDP: over what the baseline has, or else over what DDP users have.
+    over = base.over if base.launcher == "torchrun" else "gloo"
+    own = [replace(arm, role="baseline") if arm.name == base.name else arm for arm in arms]
+    again = replace(base, name=f"{base.name} again", role="again")
+    hand = Arm(f"by hand ({over})", "ddp", over, "torchrun", base.ranks, "by hand")
+    alone_over = NCCL if base.over == NCCL else "gloo"  # for barriers and small values alone
+    alone = Arm("no communication", CEILING, alone_over, "torchrun", base.ranks, "ceiling")
+    return [*own, again, hand, alone]

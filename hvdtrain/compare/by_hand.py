@@ -1,0 +1,114 @@
+"""The DDP loop that everyone writes, on the same samples, to hold hvdtrain's own against."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import count
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hvdtrain.backends.base import Backend
+from hvdtrain.backends.ddp import FORWARD_SYNC
+from hvdtrain.training import environment
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.data import make_loader, mix, on_device
+from hvdtrain.training.precision import Precision
+from hvdtrain.training.task import Task
+from hvdtrain.training.trainer import StepTaken, shard
+from hvdtrain.transports.memory import keep_freed_memory
+
+
+class ByHand:
+    """As far as a comparison needs it, what `Trainer` is: `set_up`, then `steps`."""
+
+    def __init__(self, task: Task, backend: Backend, config: TrainConfig) -> None:
+        self.task, self.backend, self.config = task, backend, config
+        self.precision = Precision(config.precision, backend.device)
+        self.on_batch: Callable[[Any], None] | None = None
+
+    def set_up(self, record: bool = False) -> None:
+        """Make model, optimizer and data. Collective: DDP broadcasts the weights."""
+        config, world = self.config, self.backend.world
+        environment.set_threads(config.threads, world, os.environ)
+        keep_freed_memory()
+        environment.seed_all(mix(config.seed))
+        data, _ = self.task.datasets()
+        self.batches = shard(data, config, world)
+        self.loader = make_loader(
+            data,
+            self.batches,
+            self.task.collate,
+            world,
+            self.backend.device,
+            config.workers,
+            config.seed,
+        )
+        environment.seed_all(mix(config.seed))
+        self.model: nn.Module = self.precision.convert(self.task.model()).to(self.backend.device)
+        self.optimizer = self.task.optimizer(self.model)
+        if config.lr is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = config.lr
+        per_epoch = -(-len(self.batches) // config.accumulate)
+        self.scheduler = self.task.schedule(self.optimizer, per_epoch, config.epochs * per_epoch)
+        on_gpu = self.backend.device.type == "cuda"
+        self._names: dict[Tensor, str] = {p: n for n, p in self.model.named_parameters()}
+        self.net = DistributedDataParallel(
+            self.model,
+            device_ids=[self.backend.device.index] if on_gpu else None,
+            bucket_cap_mb=config.bucket_mib,
+            # The policy that all arms share applies, after the step, not in its forward pass.
+            **cast("dict[str, Any]", {FORWARD_SYNC: False}),
+            find_unused_parameters=config.unused_parameters == "zero",
+            gradient_as_bucket_view=True,
+        )
+
+    def steps(self) -> Iterator[StepTaken]:
+        """Take one optimizer step for each `next`, epoch after epoch. Collective."""
+        number, window = 0, self.config.accumulate
+        for epoch in count():
+            self.batches.set_epoch(epoch)
+            seed = mix(self.config.seed, self.backend.world.rank, epoch)
+            self.loader.generator.manual_seed(seed)
+            data = on_device(self.loader, self.backend.device, self.precision.convert_batch)
+            for done in range(0, len(self.batches), window):
+                # For dropout: the same random numbers as in every other arm.
+                environment.seed_all(mix(self.config.seed, number, self.backend.world.rank))
+                number += 1
+                yield self._step(number, data, min(window, len(self.batches) - done))
+
+    def _step(self, number: int, data: Iterator[Any], passes: int) -> StepTaken:
+        net, optimizer, precision = self.net, self.optimizer, self.precision
+        data_s, total = 0.0, torch.zeros((), device=self.backend.device)
+        for k in range(passes):
+            waited = time.perf_counter()
+            batch = next(data)
+            data_s += time.perf_counter() - waited
+            if self.on_batch is not None:
+                self.on_batch(batch)
+            with nullcontext() if k == passes - 1 else net.no_sync():
+                with precision.autocast():
+                    loss = self.task.loss(net, batch) / passes
+                precision.backward(loss)
+            total += loss.detach()
+        # DDP leaves out what no rank has used. Where that is an error it says so itself, but in the
+        # second step and at length.
+        if number == 1 or self.config.unused_parameters == "zero":
+            self.backend.settle_unused(optimizer, self._names)
+        if self.backend.world.size > 1:
+            self.backend.sync_buffers(self.model)
+        precision.unscale_(optimizer)
+        if not math.isinf(self.config.clip_norm):
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        precision.step(optimizer)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        optimizer.zero_grad()
+        return StepTaken(number, data_s, total)

@@ -1,0 +1,169 @@
+"""What two arms must have in common exactly: everything that is counted, not computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hvdtrain.compare import causes
+from hvdtrain.compare.account import Ranks, steps_of
+from hvdtrain.compare.causes import Cause, distance
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """How an arm's work differs from the baseline's."""
+
+    text: str
+    cause: Cause | None = None
+    difference: float | None = None
+    tolerance: float | None = None
+
+
+def counted(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
+    """The differences, in an order in which an earlier one explains the later ones.
+
+    Both have as many ranks.
+    """
+    for a, b in zip(arm, base, strict=True):
+        if a.world_size != b.world_size:
+            text = "the backend does not know this launcher: models train side by side"
+            yield Refusal(f"a world of {a.world_size}, {baseline}'s of {b.world_size}", Cause(text))
+    yield from _models(arm, base, baseline)
+    yield from _options(arm, base, baseline)
+    yield from _rates(arm, base, baseline)
+    yield from _data(arm, base, baseline)
+    yield from _gradient_types(arm, base, baseline)
+
+
+def _models(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
+    for a, b in zip(arm, base, strict=True):
+        if set(a.parameters) != set(b.parameters):
+            kinds = ", ".join(a.parameters), ", ".join(b.parameters)
+            yield Refusal(
+                f"parameters are {kinds[0]}, {baseline}'s are {kinds[1]}", causes.of_dtype(*kinds)
+            )
+        if a.samples.layout != b.samples.layout or a.parameters != b.parameters:
+            sizes = sum(a.parameters.values()), sum(b.parameters.values())
+            yield Refusal(
+                f"another model: {sizes[0]} parameters in {len(a.samples.layout)} tensors, "
+                f"{baseline} has {sizes[1]} in {len(b.samples.layout)}"
+            )
+    if len({a.initial_sha256 for a in arm}) > 1:
+        text = "rank 0's weights are not given to the others before training"
+        yield Refusal("the ranks start from different parameters", Cause(text, 1))
+    if arm[0].initial_sha256 != base[0].initial_sha256:
+        apart = distance(arm[0].samples.initial, base[0].samples.initial)
+        text = f"starts from other parameters than {baseline}"
+        yield Refusal(text, causes.of_weights(arm[0], base[0]), apart, 0.0)
+
+
+def _options(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
+    ledger = {
+        "precision": None,
+        "accumulate": 4,
+        "clip_norm": 7,
+        "buffers_policy": 3,
+        "optimizer": 10,
+        "settings": 10,
+    }
+    for a, b in zip(arm, base, strict=True):
+        for name, row in ledger.items():
+            mine, its = getattr(a, name), getattr(b, name)
+            if mine != its:
+                words = name.replace("_", " ")
+                cause = Cause(f"this arm sets another {words}: give all arms the same", row)
+                if name == "settings":
+                    mine, its = _unlike(mine, its)
+                    text = "an optimizer that was made anew may have its class's own defaults"
+                    cause = Cause(f"{text}: see what this arm makes of the parameter groups", row)
+                yield Refusal(f"{words} {mine}, {baseline} has {its}", cause)
+        if a.state_step != b.state_step:
+            yield Refusal(
+                f"its optimizer counts {a.state_step} steps before the first, {baseline}'s "
+                f"{b.state_step}",
+                causes.of_weights(a, b)
+                if a.state_step > b.state_step
+                else Cause("this arm loses the optimizer's state when it wraps it", 10),
+            )
+
+
+def _unlike(mine: list[dict[str, str]], its: list[dict[str, str]]) -> tuple[str, str]:
+    """The hyper-parameters that differ, as text."""
+    if len(mine) != len(its):
+        return f"of {len(mine)} groups", f"{len(its)}"
+    keys = {k for a, b in zip(mine, its, strict=True) for k in {*a, *b} if a.get(k) != b.get(k)}
+
+    def text(groups: list[dict[str, str]]) -> str:
+        return "; ".join(
+            ", ".join(f"{k}={group.get(k, 'unset')}" for k in sorted(keys)) for group in groups
+        )
+
+    return text(mine), text(its)
+
+
+def _rates(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
+    for number, rank, a, b in steps_of(arm, base):
+        if a.lr and b.lr and a.lr != b.lr:
+            group = next(
+                i for i, pair in enumerate(zip(a.lr, b.lr, strict=False)) if len({*pair}) > 1
+            )
+            ratio = a.lr[group] / b.lr[group] if b.lr[group] else math.inf
+            yield Refusal(
+                f"learning rate {a.lr[group]:.6g} in step {number} on rank {rank}, {baseline} has "
+                f"{b.lr[group]:.6g}",
+                causes.of_rate(ratio, len(arm), arm[0].accumulate),
+                abs(ratio - 1) if math.isfinite(ratio) else None,
+                0.0,
+            )
+    for one, other in zip(arm, base, strict=True):
+        taken, its = ((len(x.steps), x.optimizer_steps) for x in (one, other))
+        if taken != its:
+            yield Refusal(
+                f"{taken[1]} optimizer steps in {taken[0]} steps on rank {one.rank}, "
+                f"{baseline} took {its[1]} in {its[0]}",
+                Cause("steps are skipped, as a gradient scaler does, or taken twice", 8),
+            )
+
+
+def _data(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
+    for number, rank, a, b in steps_of(arm, base):
+        if a.micro_batches != b.micro_batches:
+            yield Refusal(
+                f"{a.micro_batches} micro-batches in step {number} on rank {rank}, {baseline} has "
+                f"{b.micro_batches}",
+                Cause("windows of accumulation begin or end elsewhere", 4),
+            )
+        if a.samples == b.samples:
+            continue
+        mine, its = ([r.steps[number - 1].samples for r in ranks] for ranks in (arm, base))
+        if len(a.samples) != len(b.samples):
+            yield Refusal(
+                f"{len(a.samples)} samples in step {number} on rank {rank}, {baseline} has "
+                f"{len(b.samples)}",
+                causes.of_counts([len(x) for x in mine], [len(x) for x in its]),
+            )
+        yield Refusal(
+            f"other samples in step {number} on rank {rank} than {baseline}",
+            causes.of_samples(mine, its),
+        )
+
+
+def _gradient_types(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
+    for number, rank, a, b in steps_of(arm, base):
+        if a.gradient_dtypes != b.gradient_dtypes:
+            kinds = ", ".join(a.gradient_dtypes), ", ".join(b.gradient_dtypes)
+            yield Refusal(
+                f"gradients are {kinds[0]} in step {number}, {baseline}'s are {kinds[1]}",
+                causes.of_dtype(*kinds),
+            )
+        if a.gradient_bytes != b.gradient_bytes:
+            yield Refusal(
+                f"{a.gradient_bytes} bytes of gradients in step {number} on rank {rank}, "
+                f"{baseline} has {b.gradient_bytes}",
+                Cause(
+                    "parameters without a gradient are skipped on one arm, and zeros on the other",
+                    5,
+                ),
+            )

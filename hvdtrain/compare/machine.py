@@ -1,0 +1,58 @@
+"""The machine of a comparison, recorded beside every number. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.compare.load import load_average
+
+
+def facts() -> dict[str, Any]:
+    """The machine, without its name."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
+        "kernel": platform.release(),
+        "gpus": gpus(),
+        "load_before": load_average(),
+    }
+
+
+def gpus() -> list[str]:
+    """The GPUs of this host, as NVIDIA's driver names them."""
+    try:
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return found.stdout.strip().splitlines() if found.returncode == 0 else []
+
+
+def usable_gpus() -> int:
+    """How many GPUs the ranks will see: none where torch was built without CUDA."""
+    if metadata.version("torch").endswith("+cpu"):
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    return len(gpus())
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

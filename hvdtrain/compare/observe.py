@@ -1,0 +1,257 @@
+"""In the ranks: watch the first steps of an arm, and leave no hook behind for those to be timed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain.backends.base import Backend
+from hvdtrain.compare.account import SAMPLED, Account, Array, Samples, StepAccount
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.data import map_tensors
+from hvdtrain.training.metrics import fingerprint
+from hvdtrain.training.precision import Precision
+from hvdtrain.training.trainer import StepTaken
+
+# Elements that are looked at together: peak memory is to be the training's, not the proof's.
+PIECE = 1 << 18
+# How a step is computed, not what it computes.
+_HOW = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+
+
+class Loop(Protocol):
+    """What is watched: a Trainer that is set up, or a hand-written loop with the same parts."""
+
+    backend: Backend
+    config: TrainConfig
+    precision: Precision
+    model: nn.Module
+    optimizer: Optimizer
+    on_batch: Callable[[Any], None] | None
+
+
+def observe(loop: Loop, steps: Iterator[StepTaken], num_steps: int) -> Account:
+    """Take `num_steps` of `steps`, which are `loop`'s, and say what they did. Collective.
+
+    Fewer where the run ends before.
+    """
+    watcher = _Watcher(loop)
+    with watcher.watching():
+        for _ in range(num_steps):
+            watcher.account.steps.append(StepAccount())
+            taken = next(steps, None)
+            if taken is None:
+                watcher.account.steps.pop()
+                break
+            watcher.account.steps[-1].loss = float(taken.loss)
+    watcher.finish()
+    return watcher.account
+
+
+class _Watcher:
+    """Fills in an account while steps are taken."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._depth = 0
+        config, model, optimizer = loop.config, loop.model, loop.optimizer
+        self._stride = _stride(list(model.parameters()))
+        self.account = Account(
+            rank=loop.backend.world.rank,
+            world_size=loop.backend.world.size,
+            precision=config.precision,
+            accumulate=config.accumulate,
+            clip_norm=config.clip_norm,
+            buffers_policy=loop.backend.options.buffers,
+            parameters=_dtypes(model),
+            optimizer=type(optimizer).__name__,
+            settings=[_settings(group) for group in optimizer.param_groups],
+            state_step=_state_step(optimizer),
+            initial_sha256=fingerprint(dict(model.named_parameters())),
+            initial_buffers_sha256=fingerprint(dict(model.named_buffers())),
+            samples=Samples(
+                [(name, -(-p.numel() // self._stride)) for name, p in model.named_parameters()],
+                self._sample(list(model.parameters())),
+            ),
+        )
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Put the hooks on, and take them off again."""
+        loop = self._loop
+        with ExitStack() as undo:
+            loop.on_batch = self._on_batch
+            undo.callback(setattr, loop, "on_batch", None)
+            undo.callback(self._wrap_finish_backward())
+            for handle in (
+                loop.optimizer.register_step_pre_hook(self._before_step),
+                loop.optimizer.register_step_post_hook(self._after_step),
+            ):
+                undo.callback(handle.remove)
+            yield
+
+    def finish(self) -> None:
+        """Record the state that the steps have led to."""
+        account, model = self.account, self._loop.model
+        account.final_sha256 = fingerprint(dict(model.named_parameters()))
+        account.final_buffers_sha256 = fingerprint(dict(model.named_buffers()))
+        account.samples.final = self._sample(list(model.parameters()))
+        floating = [b for b in model.buffers() if b.is_floating_point()]
+        account.samples.buffers = _sample(floating, _stride(floating))
+
+    def _wrap_finish_backward(self) -> Callable[[], None]:
+        """Returns what undoes it."""
+        backend, original = self._loop.backend, self._loop.backend.finish_backward
+
+        def watched(optimizer: Optimizer) -> None:
+            original(optimizer)
+            self._after_finish()
+
+        backend.finish_backward = watched  # type: ignore[method-assign]
+        return lambda: vars(backend).pop("finish_backward")
+
+    # In order of what happens in a step
+
+    def _on_batch(self, batch: Any) -> None:
+        step = self.account.steps[-1]
+        if step.micro_batches and len(self.account.steps) == 1:
+            self.account.samples.before_last = self._sample_gradient()
+        step.micro_batches += 1
+        step.samples += hash_samples(batch)
+
+    def _after_finish(self) -> None:
+        # An fp16 run's loss is scaled; by a power of two, so that dividing is exact.
+        scale = self._loop.precision.scaler.get_scale()
+        self.account.steps[-1].gradient_norm = self._norm() / scale
+        if len(self.account.steps) == 1:
+            self.account.samples.gradient = self._sample_gradient() / scale
+            if self.account.samples.before_last is not None:
+                self.account.samples.before_last /= scale
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # Horovod's optimizer is a subclass whose step calls its parent's: torch runs the hooks of
+        # both. The inner one comes last, after anything that the outer one does to the gradients.
+        self._depth += 1
+        step = self.account.steps[-1]
+        grads = self._gradients()
+        step.lr = [float(group["lr"]) for group in optimizer.param_groups]
+        step.used_norm = self._norm()
+        step.gradient_bytes = sum(g.numel() * g.element_size() for g in grads if g is not None)
+        step.gradient_dtypes = sorted({_dtype(g) for g in grads if g is not None})
+        samples, gradient = self.account.samples, self._sample_gradient()
+        if len(self.account.steps) == 1:
+            samples.used = gradient
+        before = 0.0 if samples.largest is None else samples.largest
+        samples.largest = np.maximum(before, np.abs(gradient))
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        self.account.optimizer_steps += self._depth == 0
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [
+            None if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad
+            for p in self._loop.model.parameters()
+        ]
+
+    def _norm(self) -> float:
+        device = self._loop.backend.device
+        room = torch.empty(PIECE, dtype=torch.float64, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for g in self._gradients():
+            for piece in () if g is None else pieces(g.detach()):
+                total += room[: piece.numel()].view(piece.shape).copy_(piece).square_().sum()
+        return float(total.sqrt())
+
+    def _sample_gradient(self) -> Array:
+        """A missing gradient counts as zeros."""
+        pairs = zip(self._gradients(), self._loop.model.parameters(), strict=True)
+        zero = torch.zeros(())
+        return self._sample([zero.expand(p.shape) if g is None else g for g, p in pairs])
+
+    def _sample(self, tensors: list[Tensor]) -> Array:
+        return _sample(tensors, self._stride)
+
+
+def pieces(t: Tensor) -> Iterator[Tensor]:
+    """Views of all of `t`, whatever its memory format, of at most PIECE elements each."""
+    if t.numel() <= PIECE:
+        yield t
+        return
+    longest = max(range(t.dim()), key=t.size)
+    for part in t.chunk(-(-t.numel() // PIECE), longest):
+        yield from pieces(part)
+
+
+def _stride(tensors: list[Tensor]) -> int:
+    """Every how many elements of each tensor, counted anew in each so that none is left out."""
+    room = max(1, SAMPLED - len(tensors))
+    return max(1, -(-sum(t.numel() for t in tensors) // room))
+
+
+def _sample(tensors: list[Tensor], stride: int) -> Array:
+    def taken(t: Tensor) -> Array:
+        # Not `reshape(-1)[::stride]`, which copies all of it in other memory formats.
+        chosen = t.detach().take(torch.arange(0, t.numel(), stride, device=t.device))
+        return chosen.double().cpu().numpy()
+
+    return np.concatenate([taken(t) for t in tensors]) if tensors else np.empty(0)
+
+
+def hash_samples(batch: Any) -> list[str]:
+    """One hash for each sample of a batch: of its row in every tensor that has one.
+
+    The first tensor says how many samples there are; others may have fewer dimensions, or another
+    length, and then count as a part of every sample. Empty for a batch without tensors.
+    """
+    tensors: list[Tensor] = []
+
+    def collect(t: Tensor) -> Tensor:
+        tensors.append(t.detach().cpu().contiguous())
+        return t
+
+    map_tensors(batch, collect)
+    count = (tensors[0].shape[0] if tensors[0].dim() else 1) if tensors else 0
+    if not count:
+        return []
+    shared, rows = hashlib.blake2b(digest_size=8), []
+    for t in tensors:
+        data = t.reshape(-1).view(torch.uint8).numpy()
+        if t.dim() and t.shape[0] == count:
+            rows.append(data.reshape(count, -1))
+        else:
+            shared.update(data.data)
+    hashes = []
+    for i in range(count):
+        digest = shared.copy()
+        for row in rows:
+            digest.update(row[i].data)
+        hashes.append(digest.hexdigest())
+    return hashes
+
+
+def _dtype(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
+def _dtypes(model: nn.Module) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for p in model.parameters():
+        counts[_dtype(p)] = counts.get(_dtype(p), 0) + p.numel()
+    return counts
+
+
+def _settings(group: dict[str, Any]) -> dict[str, str]:
+    return {k: str(group[k]) for k in sorted(group) if k not in _HOW and not k.endswith("lr")}
+
+
+def _state_step(optimizer: Optimizer) -> int:
+    counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
+    return max(counts, default=0)

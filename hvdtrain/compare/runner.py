@@ -1,0 +1,409 @@
+"""A comparison, phase by phase: start, prove, tune, warm up, time in blocks, look closer.
+
+The order of the arms in a block is random; the stop rule is fixed beforehand; an arm that fails
+leaves with its reason and the others go on. Imports no torch: that is for the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import provenance
+from hvdtrain.compare import machine, parity, record, stats, tuning
+from hvdtrain.compare.arms import Arm
+from hvdtrain.compare.job import Window
+from hvdtrain.compare.load import Watch, load_average, too_busy
+from hvdtrain.compare.options import MIN_BLOCKS, CompareOptions
+from hvdtrain.compare.stage import SKIPPED_STEPS, TRIAL_STEPS, Screen, Stage, without_launcher
+from hvdtrain.failure import undisturbed
+
+MOST_STARTS, START_BLOCKS = 4, 8
+SETTLED_BLOCKS = 10  # the least before an interval's width may end a comparison
+BLOCK_S = 0.25
+STEPS_A_BLOCK = (5, 200)
+WARM_STEPS, WARM_ROUNDS, WARM_ALIKE = (3, 10), 6, 0.05
+PASS_EVERY, PASS_STEPS = 8, 5
+ALL_REDUCE_BYTES = [1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22]
+ALL_REDUCE_REPEATS = 9
+
+
+class Runner:
+    """One comparison. `run` returns its record, and writes it to `folder` as it grows."""
+
+    def __init__(
+        self, options: CompareOptions, arms: list[Arm], screen: Screen, folder: Path
+    ) -> None:
+        self.options, self.folder = options, folder
+        self._accounts: dict[str, Any] = {}
+        self._order = random.Random(options.seed)
+        self._deadline = time.monotonic() + options.budget_s
+        self._steps = options.steps or 0
+        self._generation = self._restarts = 0
+        self._start_s = 0.0
+        """How long a start takes at most, until the first block."""
+        self._since = (0, 0.0)
+        """The block and the time at which this start began."""
+        self._block_ms: defaultdict[str, dict[int, float]] = defaultdict(dict)
+        self.record = record.new(
+            command=["hvdtrain", *sys.argv[1:]],
+            started=provenance.now(),
+            ended=None,
+            commit=provenance.commit(),
+            config=_config(options),
+            machine=machine.facts(),
+            versions=provenance.versions(),
+            environment=provenance.variables(without_launcher(os.environ)),
+            baseline=next(arm.name for arm in arms if arm.role == "baseline"),
+        )
+        self.stage = Stage(options, self.record, screen, folder)
+        for arm in arms:
+            self.stage.add(arm)
+
+    def run(self) -> record.Record:
+        """Compare. Ctrl-C ends it early: the record says so, and KeyboardInterrupt goes on."""
+        try:
+            with self.stage:
+                self._phases()
+            self.record["outcome"] = "finished"
+        except KeyboardInterrupt:
+            self._stopped("interrupted", "Ctrl-C")
+            raise
+        except SystemExit:
+            self._stopped("interrupted", "SIGTERM")
+            raise
+        except BaseException as error:
+            self._stopped("failed", f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            with undisturbed():
+                self.record["ended"] = provenance.now()
+                self.record["machine"]["load_after"] = load_average()
+                record.write(self.record, self.folder)
+        return self.record
+
+    def _stopped(self, outcome: str, why: str) -> None:
+        blocks = len(self.record["blocks"])
+        self.record.update(outcome=outcome, note=f"{why}, after {blocks} blocks")
+        for row in self.record["arms"].values():
+            if row["status"] in ("waiting", "running"):
+                row["status"] = "measured" if self._block_ms.get(row["key"]) else "waiting"
+
+    def _phases(self) -> None:
+        self.stage.start(list(self.stage.arms.values()))
+        self._need_baselines()
+        self._prove(list(self.stage.live))
+        if self.options.tune:
+            began = time.monotonic()
+            found = tuning.tune(self)
+            for arm in found:
+                self.stage.add(arm)
+            self._need_baselines()
+            if found:
+                self.stage.start(found)
+                self._prove([arm.key for arm in found])
+            self._catch_up()
+            self._deadline += time.monotonic() - began  # the budget is for the rest
+        self._measure()
+        self._still_equal()
+        self._look_closer()
+        self._need_baselines()
+        for key in list(self.stage.live):
+            self.stage.row(key)["status"] = "measured"
+        self.stage.say("done")
+
+    def _catch_up(self) -> None:
+        """Let those that were not tuned take the steps that the others took in that: at the end
+        all must have taken as many.
+        """
+        for key in [key for key in self.stage.live if key not in self.record["tuning"]]:
+            self.stage.call(key, "window", tuning.BLOCKS * (TRIAL_STEPS + SKIPPED_STEPS), 0)
+
+    # Equal work
+
+    def _need_baselines(self) -> None:
+        """Let go of the arms whose baseline is lost: there is nothing to hold them against."""
+        for size in self.options.ranks:
+            base = self.stage.key_of("baseline", size)
+            if base not in self.stage.live:
+                status = self.stage.row(base)["status"]
+                why = f"nothing to hold it against: its baseline {base} {status}"
+                for key in [k for k in self.stage.live if self.stage.arms[k].ranks == size]:
+                    self.stage.lose(key, "failed", why)
+
+    def _prove(self, keys: list[str]) -> None:
+        """Have every arm account for its first steps, and refuse those that do other work."""
+        steps = self.options.proof_steps
+        for key in keys:
+            self.stage.say(f"proving equal work: {key}, {steps} steps")
+            ranks = self._accounts[key] = self.stage.call(key, "prove", steps) or ()
+            self.record["accounts"][key] = [account.to_dict() for account in ranks]
+        for size in self.options.ranks:
+            of_size = {k: a for k, a in self._accounts.items() if self.stage.arms[k].ranks == size}
+            base, again = self.stage.key_of("baseline", size), self.stage.key_of("again", size)
+            problem = parity.baseline_problem(base, of_size.get(base, ()), of_size.get(again, ()))
+            if problem and base in self.stage.live:
+                self.stage.lose(base, "refused", problem)
+            rows = parity.compare(of_size, base, again, self.stage.key_of("ceiling", size))
+            rows = [row for row in rows if row["arm"] in keys]
+            self.record["parity"] += rows
+            for row in rows:
+                if row["verdict"] == "unequal" and row["arm"] in self.stage.live:
+                    self.stage.lose(row["arm"], "refused", f"{row['text']}; {row['cause']}")
+        self._need_baselines()
+        record.write(self.record, self.folder)
+
+    def _still_equal(self) -> None:
+        """At the end of a start: are the parameters of each arm still the same on all its ranks,
+        and where they were the baseline's bit by bit, are they still?
+        """
+        ends: dict[str, tuple[int, str]] = {}
+        for key in list(self.stage.live):
+            found = self.stage.call(key, "fingerprint")
+            if not found or self.stage.arms[key].role == "ceiling":
+                continue
+            if len(set(found)) > 1:
+                why = "by the end its ranks had different parameters: they were not synchronised"
+                self.stage.lose(key, "refused", why)
+            else:
+                ends[key] = found[0]
+        self.record["ends"].append({key: list(end) for key, end in ends.items()})
+        proved = {row["arm"] for row in self.record["parity"] if row["verdict"] == "bitwise"}
+        for key in [key for key in ends if key in proved]:
+            ranks = self.stage.arms[key].ranks
+            base, again = (self.stage.key_of(role, ranks) for role in ("baseline", "again"))
+            repeats = ends.get(base) == ends.get(again)  # else nobody else is asked to
+            if repeats and ends[key][0] == ends[base][0] and ends[key] != ends[base]:
+                why = f"after {ends[key][0]} steps its parameters were no longer those of {base}"
+                self.stage.lose(key, "refused", why)
+
+    # Timing
+
+    def shuffled(self, names: list[str]) -> list[str]:
+        """The names in random order."""
+        return self._order.sample(names, len(names))
+
+    def _plan_starts(self) -> None:
+        """Decide how many more starts there will be: at most half of the time may go to them."""
+        if self.options.blocks is not None:
+            possible = self.options.blocks // START_BLOCKS - 1
+        else:
+            left = self._deadline - time.monotonic()
+            possible = int(left / 2 / self._start_s)
+        self._restarts = max(0, min(MOST_STARTS - 1, possible))
+        self._since = (0, time.monotonic())
+
+    def _is_due(self, index: int) -> bool:
+        """Whether this start has had its share of the blocks, or of the time, that are left."""
+        block, began = self._since
+        if self.options.blocks is not None:
+            return index - block >= (self.options.blocks - block) / (self._restarts + 1)
+        left = self._deadline - began - self._restarts * self._start_s
+        enough = index - block >= START_BLOCKS
+        return enough and time.monotonic() - began >= left / (self._restarts + 1)
+
+    def _restart(self, index: int) -> None:
+        """End the arms that are left and start them anew.
+
+        One start of a program can be faster than the next by some percent, for as long as it lives:
+        where its memory lies is luck. Blocks of one start would all have the same luck.
+        """
+        self._still_equal()
+        arms = [self.stage.arms[key] for key in self.stage.live]
+        self.stage.say(f"starting anew, after {len(self.record['blocks'])} blocks")
+        self.stage.end_all(gently=True)
+        self.stage.start(arms)
+        self._need_baselines()
+        self._warm_up()
+        self._generation += 1
+        self._restarts -= 1
+        self._since = (index, time.monotonic())
+
+    def _warm_up(self) -> None:
+        """Run all arms in turn until each took equally long twice in a row; plan the blocks.
+
+        All take as many steps, so that at the end their parameters can be compared.
+        """
+        began = time.monotonic()
+        medians: dict[str, float] = {}
+        settled: set[str] = set()
+        steps, taken = WARM_STEPS[0], 0
+        for _ in range(WARM_ROUNDS):
+            self.stage.say(f"warming up, {taken + steps} steps")
+            for key in list(self.stage.live):
+                windows = self.stage.call(key, "window", steps, 0)
+                if windows is None:
+                    continue
+                median = stats.block_ms([w.step_ms for w in windows])
+                if abs(median / medians.get(key, math.inf) - 1) < WARM_ALIKE:
+                    settled.add(key)
+                medians[key] = median
+            taken += steps
+            if settled.issuperset(self.stage.live):
+                break
+            steps = _steps_in(BLOCK_S, medians, WARM_STEPS)
+        for key in list(self.stage.live):
+            # Before the all-reduces and copies of other sizes that come later.
+            peak = _rounded(self.stage.call(key, "peak_mib") or [])
+            self.stage.row(key).update(warm_up_steps=taken, even=key in settled, peak_mib=peak)
+        if not self._steps and medians:
+            self._steps = _steps_in(BLOCK_S, medians, STEPS_A_BLOCK)
+        self.record["config"]["steps_per_block"] = self._steps
+        self._start_s = max(self._start_s, self.stage.start_s + time.monotonic() - began)
+
+    def _measure(self) -> None:
+        """Time blocks until there are enough, in as many starts as there is time for."""
+        self._warm_up()
+        self._plan_starts()
+        index = 0
+        while (why := self._enough(index)) is None:
+            if self._restarts and self._is_due(index):
+                self._restart(index)
+            doing = f"block {index + 1}, {self._steps} steps of each arm"
+            self.stage.say(doing)
+            self._block(index)
+            if index % PASS_EVERY == PASS_EVERY // 2 - 1:
+                self._pass(index)
+            record.write(self.record, self.folder)
+            self._need_baselines()
+            index += 1
+        self.record["config"].update(stopped_by=why, starts=self._generation + 1)
+        blocks = self.record["blocks"]
+        if blocks and not any(block["kept"] for block in blocks):
+            self.record["note"] = f"no block counts: {blocks[-1]['dropped']}"
+
+    def _enough(self, blocks: int) -> str | None:
+        """Why there are enough blocks, by the rule fixed beforehand, or None."""
+        if len(self.stage.live) < 2:
+            return "the loss of the other arms"
+        if self.options.blocks is not None:
+            return "the number of blocks asked for" if blocks >= self.options.blocks else None
+        if blocks >= MIN_BLOCKS and time.monotonic() > self._deadline:
+            return "the time"
+        widths = [width for key in self.stage.live if (width := self._reach(key)) is not None]
+        if (
+            blocks >= SETTLED_BLOCKS
+            and not self._restarts
+            and all(width <= self.options.target_ci for width in widths)
+        ):
+            return "the width of the intervals"
+        return None
+
+    def _reach(self, key: str) -> float | None:
+        arm = self.stage.arms[key]
+        if arm.role in ("baseline", "ceiling"):
+            return None
+        base = record.base_of(self.record["arms"], key)
+        assert base is not None
+        return stats.reach(stats.paired(self._block_ms[base], self._block_ms[key]))
+
+    def _block(self, index: int) -> None:
+        """Some steps of every arm, in random order, the others standing still."""
+        found: dict[str, Any] = {}
+        whole, own_s = Watch(), 0.0
+        whole.start()
+        for key in self.shuffled(list(self.stage.live)):
+            watch = Watch()
+            watch.start()
+            mine = time.process_time()
+            windows: list[Window] | None = self.stage.call(
+                key, "window", self._steps, SKIPPED_STEPS
+            )
+            if windows is None:
+                continue
+            own = time.process_time() - mine + sum(w.whole_cpu_s for w in windows)
+            own_s += own
+            load = watch.stop(own)
+            found[key] = {
+                "step_ms": [_rounded(w.step_ms) for w in windows],
+                "input_ms": [_rounded(w.input_ms) for w in windows],
+                "cpu_s": _rounded([w.cpu_s for w in windows]),
+                "foreign": load.foreign,
+                "steal": load.steal,
+            }
+        # Of the whole block: a turn is so short that the system's clock ticks blur its load.
+        dropped = too_busy(whole.stop(own_s), self.options.max_foreign)
+        kept = dropped is None
+        self.record["blocks"].append(
+            {
+                "index": index,
+                "generation": self._generation,
+                "kept": kept,
+                "dropped": dropped,
+                "arms": found,
+            }
+        )
+        for key, window in found.items():
+            if kept:
+                self._block_ms[key][index] = stats.block_ms(window["step_ms"])
+
+    def _pass(self, index: int) -> None:
+        """The parts of a step, with a barrier before each; and the bound set by the memory."""
+        self.stage.say("where the time goes")
+        arms: dict[str, Any] = {}
+        for key in self.shuffled(list(self.stage.live)):
+            windows = self.stage.call(key, "phases", PASS_STEPS)
+            if windows is None:
+                continue
+            arms[key] = {
+                "input_ms": [_rounded(w.input_ms) for w in windows],
+                "compute_ms": [_rounded(w.rest_ms) for w in windows],
+                "optimizer_ms": [_rounded(w.optimizer_ms) for w in windows],
+            }
+        self.record["phases"].append({"block": index, "arms": arms})
+        for size in self.options.ranks:
+            key = self.stage.key_of("ceiling", size)
+            times = self.stage.call(key, "memcpy", 5)
+            if times is not None:
+                anchor = self.record["anchors"].setdefault(
+                    str(size), {"bytes": self.stage.row(key)["gradient_bytes"], "memcpy_ms": []}
+                )
+                anchor["memcpy_ms"] += _rounded([max(ranks) for ranks in zip(*times, strict=True)])
+
+    def _look_closer(self) -> None:
+        """All-reduces of several sizes, for the cost model."""
+        for key, arm in self.stage.arms.items():
+            if key not in self.stage.live:
+                continue
+            if arm.role in ("arm", "baseline") and arm.ranks > 1 and not arm.tuned:
+                self.stage.say(f"all-reduces of {key}")
+                times = self.stage.call(key, "all_reduces", ALL_REDUCE_BYTES, ALL_REDUCE_REPEATS)
+                if times is not None:
+                    self.record["collectives"][key] = [
+                        {"bytes": size, "ms": _rounded([max(r) for r in zip(*ranks, strict=True)])}
+                        for size, *ranks in zip(ALL_REDUCE_BYTES, *times, strict=True)
+                    ]
+
+
+def _steps_in(seconds: float, step_ms: Mapping[str, float], limits: tuple[int, int]) -> int:
+    """How many steps take the slowest arm about so long, within limits."""
+    low, high = limits
+    slowest = max(step_ms.values(), default=math.inf)
+    return max(low, min(high, math.ceil(1000 * seconds / slowest)))
+
+
+def _config(options: CompareOptions) -> dict[str, Any]:
+    config = asdict(options)
+    config.update(
+        ranks=list(options.ranks),
+        set=dict(item.partition("=")[::2] for item in options.set),
+        scaling=options.scaling if len(options.ranks) > 1 else None,
+        pinned=config.pop("pin"),
+        min_blocks=options.blocks or SETTLED_BLOCKS,
+        least_blocks=MIN_BLOCKS,
+        clip_norm=None if math.isinf(options.clip_norm) else options.clip_norm,
+    )
+    return config
+
+
+def _rounded(values: Any) -> list[float]:
+    """To a tenth of a microsecond: the rest is noise, and half of the file."""
+    return [round(float(value), 4) for value in values]

@@ -1,0 +1,223 @@
+"""The speed table of a record: times, ratios to the baseline, percent of ideal, one row per arm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.compare import stats
+from hvdtrain.compare.options import MIN_BLOCKS
+from hvdtrain.compare.record import base_of
+from hvdtrain.compare.stats import Interval
+
+Json = dict[str, Any]
+Times = Mapping[int, float]  # block index -> ms
+
+
+class Measured:
+    """What the kept blocks of a record say about each arm; nothing about those they lack."""
+
+    def __init__(self, record: Json) -> None:
+        self.arms: dict[str, Json] = record.get("arms") or {}
+        self.baseline: str | None = record.get("baseline")
+        self.anchors: dict[str, Json] = record.get("anchors") or {}
+        self.windows: dict[str, dict[int, Json]] = {key: {} for key in self.arms}
+        for block in record.get("blocks") or []:
+            if block.get("kept", True):
+                for key, window in (block.get("arms") or {}).items():
+                    self.windows.setdefault(key, {})[block["index"]] = window
+        self._against: dict[tuple[str, str], Interval] = {}
+        self.times = {key: _block_times(found) for key, found in self.windows.items()}
+
+    def base_of(self, key: str) -> str | None:
+        """The key of what an arm is held against; see `record.base_of`."""
+        return base_of(self.arms, key)
+
+    def role(self, role: str, ranks: int) -> str | None:
+        """The key of the arm that has the role at this world size."""
+        for key, arm in self.arms.items():
+            if arm.get("role") == role and arm.get("ranks") == ranks:
+                return key
+        return None
+
+    def against(self, base: str | None, arm: str | None) -> Interval:
+        """How many times as fast as `base` the arm is."""
+        if base is None or arm is None:
+            return stats.NOTHING
+        if (base, arm) not in self._against:  # resampling takes tens of milliseconds
+            ratios = stats.paired(self.times.get(base, {}), self.times.get(arm, {}))
+            self._against[base, arm] = stats.interval(ratios)
+        return self._against[base, arm]
+
+    def noise(self, ranks: int) -> float | None:
+        """The A/A spread at this world size."""
+        return stats.spread(self.against(self.role("baseline", ranks), self.role("again", ranks)))
+
+    def memcpy_ms(self, ranks: int) -> float:
+        """One copy of the gradients by all ranks at once, in ms. NaN if it was not measured."""
+        found = (self.anchors.get(str(ranks)) or {}).get("memcpy_ms") or []
+        return float(np.median(found)) if found else math.nan
+
+
+def _block_times(windows: Mapping[int, Json]) -> dict[int, float]:
+    times = {
+        index: stats.block_ms(window.get("step_ms") or []) for index, window in windows.items()
+    }
+    return {index: ms for index, ms in times.items() if 0 < ms < math.inf}
+
+
+def world_sizes(measured: Measured) -> list[int]:
+    """The world sizes of the arms, ascending."""
+    return sorted({arm["ranks"] for arm in measured.arms.values() if arm.get("ranks")})
+
+
+def again_rows(measured: Measured) -> list[Json]:
+    """The A/A pair of each world size."""
+    rows = []
+    for ranks in world_sizes(measured):
+        key = measured.role("again", ranks)
+        ratio = measured.against(measured.role("baseline", ranks), key)
+        if key is not None and ratio.blocks:
+            rows.append(
+                {
+                    "arm": key,
+                    "ranks": ranks,
+                    **_ratio(ratio),
+                    "spread": number(stats.spread(ratio)),
+                    "blocks": ratio.blocks,
+                }
+            )
+    return rows
+
+
+def ideal_rows(measured: Measured) -> list[Json]:
+    """The ideal step of each world size: no communication, and one copy of the gradients."""
+    rows = []
+    for ranks in world_sizes(measured):
+        key = measured.role("ceiling", ranks)
+        times = list(measured.times.get(key, {}).values()) if key else []
+        alone = float(np.median(times)) if times else math.nan
+        copy = measured.memcpy_ms(ranks) if ranks > 1 else 0.0
+        rows.append(
+            {
+                "ranks": ranks,
+                "no_communication_ms": number(alone),
+                "memcpy_ms": number(copy),
+                "ideal_ms": number(alone + copy),
+            }
+        )
+    return rows
+
+
+def speed_rows(measured: Measured) -> list[Json]:
+    """One row per arm, those that failed included."""
+    noise = {ranks: measured.noise(ranks) for ranks in world_sizes(measured)}
+    return [_speed_row(measured, key, arm, noise) for key, arm in measured.arms.items()]
+
+
+def _speed_row(measured: Measured, key: str, arm: Json, noise: Mapping[int, float | None]) -> Json:
+    ranks = arm["ranks"]
+    step = stats.interval(measured.times[key].values())
+    base = measured.base_of(key)
+    ratio = measured.against(base, key) if key != base else stats.NOTHING
+    # Without communication less work is done: faster would be no merit.
+    own = {base: "baseline", measured.role("ceiling", ranks): "ceiling"}
+    said = own.get(key) or stats.verdict(ratio, noise[ranks])
+    return {
+        "arm": key,
+        **{name: arm.get(name) for name in _COPIED},
+        "step_ms": number(step.median),
+        "step_low": _limits(step)[0],
+        "step_high": _limits(step)[1],
+        **_all_steps(measured.windows[key].values()),
+        "samples_per_s": _per_second(arm.get("samples_per_step"), step.median),
+        **(_ratio(ratio) if key != base else {"ratio": 1.0, "low": None, "high": None}),
+        "against": base if key != base else None,
+        "verdict": said,
+        **_of_ideal(measured, key, ranks),
+        "cpu_s_per_step": _cpu_per_step(measured.windows[key].values()),
+        "peak_mib": max(arm.get("peak_mib") or [], default=None),
+        "blocks": step.blocks,
+    }
+
+
+_COPIED = ("name", "ranks", "role", "level", "settings", "launcher", "status", "reason", "log")
+
+
+def sentences(measured: Measured) -> list[str]:
+    """One sentence per arm that was measured against its baseline."""
+    said = []
+    noise = {ranks: measured.noise(ranks) for ranks in world_sizes(measured)}
+    for key, arm in measured.arms.items():
+        base = measured.base_of(key)
+        lost = arm.get("status") in ("failed", "refused")
+        if not lost and (base is None or arm.get("role") in ("baseline", "ceiling")):
+            continue
+        if lost:
+            said.append(f"{key} {arm['status']}: {arm.get('reason') or 'no reason is known'}")
+        elif base is not None:
+            ratio = measured.against(base, key)
+            if arm.get("role") == "again" and stats.excludes_1(ratio):
+                said.append(stats.warning(key, base, ratio))
+            else:
+                said.append(stats.sentence(key, base, ratio, noise[arm["ranks"]]))
+    return said
+
+
+def _all_steps(windows: Iterable[Json]) -> Json:
+    steps = [stats.slowest(window.get("step_ms") or []) for window in windows]
+    every = np.concatenate(steps) if steps else np.empty(0)
+    if not every.size:
+        return {"mean_ms": None, "p95_ms": None}
+    return {"mean_ms": number(every.mean()), "p95_ms": number(np.percentile(every, 95))}
+
+
+def _cpu_per_step(windows: Iterable[Json]) -> float | None:
+    """CPU seconds of all ranks per step, over all blocks."""
+    seconds = steps = 0.0
+    for window in windows:
+        if window.get("cpu_s"):
+            seconds += sum(window["cpu_s"])
+            steps += len(stats.slowest(window.get("step_ms") or []))
+    return number(seconds / steps) if steps else None
+
+
+def _of_ideal(measured: Measured, key: str, ranks: int) -> Json:
+    """The ideal step in percent of the arm's, paired by block. Over 100 it is said, not clipped."""
+    ceiling = measured.role("ceiling", ranks)
+    copy = measured.memcpy_ms(ranks) if ranks > 1 else 0.0
+    if ceiling is None or key == ceiling:
+        return {"percent_of_ideal": None, "ideal_note": None}
+    ideal = {block: ms + copy for block, ms in measured.times.get(ceiling, {}).items()}
+    shares = stats.paired(ideal, measured.times[key])
+    if not shares.size:
+        return {"percent_of_ideal": None, "ideal_note": None}
+    percent = 100 * float(np.median(shares))
+    note = None
+    if percent > 100:
+        note = "over 100: noise, or the anchors were measured under other conditions than the arm"
+    return {"percent_of_ideal": number(percent), "ideal_note": note}
+
+
+def _ratio(ratio: Interval) -> Json:
+    low, high = _limits(ratio)
+    return {"ratio": number(ratio.median), "low": low, "high": high}
+
+
+def _limits(found: Interval) -> tuple[float | None, float | None]:
+    """Those of the interval; none from so few blocks that there is none."""
+    if found.blocks < MIN_BLOCKS:
+        return None, None
+    return number(found.low), number(found.high)
+
+
+def _per_second(samples: int | None, step_ms: float) -> float | None:
+    return number(1000 * samples / step_ms) if samples and step_ms else None
+
+
+def number(value: float | None) -> float | None:
+    """A float that JSON has, or None."""
+    return float(value) if value is not None and math.isfinite(value) else None

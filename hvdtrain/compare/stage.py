@@ -1,0 +1,238 @@
+"""The arms of a comparison as they come and go: started, called one at a time, lost, ended.
+
+An arm that fails leaves with its reason, and the others go on. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvdtrain.compare.arms import Arm, Role, search_path
+from hvdtrain.compare.cast import Cast
+from hvdtrain.compare.job import Job, Window
+from hvdtrain.compare.options import CompareOptions
+from hvdtrain.compare.ranks import Ranks
+from hvdtrain.compare.record import Record
+from hvdtrain.failure import undisturbed
+
+WORKER = ["-m", "hvdtrain.compare.worker"]
+TRIAL_STEPS = 10
+SKIPPED_STEPS = 2  # of each window: caches and frequencies recover from the other arms
+_LAUNCHERS = tuple(
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_ MASTER_ "
+    "TORCHELASTIC_ OMPI_COMM_ PMIX_ PMI_ MPI_LOCAL MV2_COMM_ HOROVOD_RANK HOROVOD_SIZE "
+    "HOROVOD_LOCAL_ HOROVOD_CROSS_ HOROVOD_HOSTNAME HOROVOD_GLOO_ HOROVOD_CONTROLLER "
+    "HOROVOD_CPU_OPERATIONS HVDTRAIN_".split()
+)
+
+
+class Screen(Protocol):
+    """Who is told how it goes."""
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+
+    def update(self, record: Record, doing: str) -> None:
+        """Show what is known by now, and what is being done."""
+
+
+class Stage:
+    """The arms by key, and those of them that are `live`. A context manager, which ends them."""
+
+    def __init__(
+        self, options: CompareOptions, record: Record, screen: Screen, folder: Path
+    ) -> None:
+        self.options, self.record, self.screen, self.folder = options, record, screen, folder
+        self.arms: dict[str, Arm] = {}
+        self._cast = Cast(lambda key, reason: self.lose(key, "failed", reason))
+        self.live = self._cast.live
+        self.start_s = 0.0
+        """How long the longest start took."""
+        self._started = 0
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Stage:
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        self._sockets = tempfile.TemporaryDirectory(prefix="hvdtrain-")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A second Ctrl-C, out of impatience, must not leave ranks behind: this takes seconds.
+        with undisturbed():
+            try:
+                self.end_all(gently=kind is None)
+            finally:
+                assert self._sockets is not None
+                self._sockets.cleanup()
+
+    def say(self, doing: str) -> None:
+        """Show what is being done."""
+        self.screen.update(self.record, doing)
+
+    def key_of(self, role: Role, ranks: int) -> str:
+        """The key of the only arm of a role at a world size."""
+        arms = self.arms.items()
+        return next(key for key, arm in arms if arm.role == role and arm.ranks == ranks)
+
+    def add(self, arm: Arm) -> None:
+        """Give an arm its row in the record."""
+        self.arms[arm.key] = arm
+        command = shlex.join(arm.command(WORKER))
+        self.record["arms"][arm.key] = {
+            "name": arm.name,
+            "key": arm.key,
+            "ranks": arm.ranks,
+            "role": arm.role,
+            "backend": arm.backend,
+            "transport": arm.over,
+            "launcher": arm.launcher,
+            "command": command.replace(sys.executable, "python"),
+            "level": "best found" if arm.tuned else "defaults",
+            "settings": dict(arm.settings),
+            "status": "waiting",
+            "reason": None,
+            "log": None,
+        }
+
+    def row(self, key: str) -> dict[str, Any]:
+        """What the record has of an arm."""
+        row: dict[str, Any] = self.record["arms"][key]
+        return row
+
+    def start(self, arms: list[Arm]) -> None:
+        """Start arms, all at once, and have each make its model and its loop."""
+        began = time.monotonic()
+        self.say(f"starting {len(arms)} arms")
+        for arm in arms:
+            self.row(arm.key)["log"] = str(_log(arm.key))
+        jobs = {arm.key: self._job(arm) for arm in arms}
+        for key, facts in self._cast.start(
+            lambda key: self._launch(key, self.arms[key]), jobs
+        ).items():
+            self._list(key, facts)
+        self.start_s = max(self.start_s, time.monotonic() - began)
+
+    def _launch(self, key: str, arm: Arm) -> Ranks:
+        """Have an arm's launcher start. Raises ArmFailed where there is no such program."""
+        assert self._sockets is not None
+        self._started += 1
+        address = Path(self._sockets.name) / str(self._started)
+        log = self.folder / _log(key)
+        launched = arm.launcher != "none"
+        return Ranks(arm.command(WORKER), arm.ranks, self._env(arm), address, log, launched)
+
+    def _list(self, key: str, facts: list[Any]) -> None:
+        """Put into the record what is in force in an arm."""
+        first = facts[0]
+        shared = ("describe", "samples_per_step", "gradient_bytes", "parameters")
+        per_rank = ("threads", "interop_threads", "affinity", "variables")
+        self.row(key).update(
+            {name: first[name] for name in shared},
+            in_force=[{name: rank[name] for name in per_rank} for rank in facts],
+            status="running",
+        )
+        self.record["config"].update(lr=first["lr"], data=first["data"])
+
+    def _job(self, arm: Arm) -> Job:
+        options = self.options.training(arm.ranks)
+        options.update({k: v for k, v in arm.settings.items() if not k.isupper()})
+        if arm.transport:
+            options["transport"] = arm.transport
+        loop = "by hand" if arm.role == "by hand" else "trainer"
+        return Job(arm.backend, loop, options, self._places(arm.ranks))
+
+    def _places(self, ranks: int) -> tuple[tuple[int, ...], ...]:
+        """The cores of each rank: an equal share, its threads of all kinds together, or all."""
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+        if not self.options.pin:
+            return (cores,) * ranks
+        share = len(cores) // ranks
+        if share == 0:
+            return tuple((cores[rank % len(cores)],) for rank in range(ranks))
+        return tuple(cores[rank * share : (rank + 1) * share] for rank in range(ranks))
+
+    def _env(self, arm: Arm) -> dict[str, str]:
+        """This environment without any launcher's variables, and the same for every arm."""
+        env = without_launcher(os.environ)
+        threads = str(self.options.threads_of(arm.ranks))
+        env["PATH"] = search_path()
+        # What mpirun does not do unasked, and the other launchers do.
+        env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
+        if os.geteuid() == 0:
+            env.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
+            env.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+        if arm.launcher == "torchrun":  # which leaves a folder there for each job
+            assert self._sockets is not None
+            env["TMPDIR"] = self._sockets.name
+        env.update(
+            OMP_NUM_THREADS=threads,
+            MKL_NUM_THREADS=threads,
+            GLOO_SOCKET_IFNAME="lo",
+            # Horovod's Gloo gives up on ranks that stand still, as all do but those of one arm.
+            HOROVOD_GLOO_TIMEOUT_SECONDS="36000",
+            PYTHONUNBUFFERED="1",
+        )
+        env.update({k: str(v) for k, v in arm.settings.items() if k.isupper()})
+        return env
+
+    def call(self, key: str, what: str, *arguments: object) -> list[Any] | None:
+        """Let the ranks of an arm do something; None if it has failed, now or before."""
+        timeout_s = self.options.timeout_s + 60  # the ranks' own timeouts say more
+        return self._cast.attempt(
+            key, lambda ranks: ranks.call(what, *arguments, timeout_s=timeout_s)
+        )
+
+    def lose(self, key: str, status: str, reason: str) -> None:
+        """End an arm that has failed or is refused."""
+        self.row(key).update(status=status, reason=reason)
+        self._cast.leave(key, gently=status == "refused")
+        self.say(f"{key} {status}: {reason}")
+
+    def end_all(self, gently: bool) -> None:
+        """End all arms; `gently`: as programs end, else killed."""
+        self._cast.end(gently)
+
+    @contextlib.contextmanager
+    def trials(
+        self, arms: Mapping[str, Arm], failed: dict[str, str]
+    ) -> Iterator[Callable[[str], list[Window] | None]]:
+        """Start arms that are not listed, and end them after the block.
+
+        Yields what times one of them, or a listed one, in a window. Reasons go to `failed`.
+        """
+        cast = Cast(failed.__setitem__)
+
+        def window(name: str) -> list[Window] | None:
+            if name not in arms:
+                return self.call(name, "window", TRIAL_STEPS, SKIPPED_STEPS)
+            return cast.attempt(
+                name, lambda ranks: ranks.call("window", TRIAL_STEPS, SKIPPED_STEPS)
+            )
+
+        try:
+            self.say(f"tuning: {', '.join(arms)}")
+            jobs = {name: self._job(arm) for name, arm in arms.items()}
+            for name in cast.start(lambda name: self._launch(name, arms[name]), jobs):
+                cast.attempt(name, lambda ranks: ranks.call("window", TRIAL_STEPS, 0))
+            yield window
+        finally:
+            with undisturbed():
+                cast.end(gently=sys.exc_info()[0] is None)
+
+
+def _log(key: str) -> Path:
+    name = "".join(c if c.isalnum() else "-" for c in key)
+    return Path("logs") / f"{name}.log"
+
+
+def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment less what a launcher would tell its ranks."""
+    return {name: value for name, value in env.items() if not name.startswith(_LAUNCHERS)}

@@ -1,0 +1,83 @@
+"""Where the time of a step goes, from the timed passes: a barrier before each step, phases timed.
+
+Against the arm without communication: what computes there computes everywhere, and what an arm's
+forward and backward take beyond that is communication that was not hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.compare import stats
+from hvdtrain.compare.speed import Measured, number
+
+Json = dict[str, Any]
+Ranks = Sequence[Sequence[float]]  # [rank][step], ms
+
+
+def phase_rows(record: Json, measured: Measured) -> list[Json]:
+    """One row per arm that had a timed pass; medians over the passes, in ms.
+
+    `compute_ms`, `straggler_ms` and `exposed_ms` are None where no ceiling was measured.
+    """
+    passes = [found.get("arms") or {} for found in record.get("phases") or []]
+    rows = []
+    for key, arm in measured.arms.items():
+        mine = [found for found in passes if key in found]
+        if mine and arm.get("status") not in ("failed", "refused"):
+            rows.append(_phase_row(key, mine, measured.role("ceiling", arm["ranks"])))
+    return rows
+
+
+def _phase_row(key: str, passes: list[Json], ceiling: str | None) -> Json:
+    pairs = [
+        (found[key]["compute_ms"], found[ceiling]["compute_ms"])
+        for found in passes
+        if ceiling is not None and ceiling in found
+    ]
+    alone = [theirs for _, theirs in pairs]
+    exposed = [_slowest(mine) - _slowest(theirs) for mine, theirs in pairs]
+    raw = stats.interval(exposed)
+    # Less than nothing, or an interval that reaches below: not to be told from none at all.
+    shown = raw.median if raw.low > 0 else 0.0
+    return {
+        "arm": key,
+        "compute_ms": _median(_mean, alone),
+        "exposed_ms": number(shown) if exposed else None,
+        "exposed_raw_ms": number(raw.median),
+        "exposed_low_ms": number(raw.low),
+        "exposed_high_ms": number(raw.high),
+        "input_ms": _median(_slowest, [found[key]["input_ms"] for found in passes]),
+        "optimizer_ms": _median(_slowest, [found[key]["optimizer_ms"] for found in passes]),
+        "straggler_ms": _median(_straggling, alone),
+        "passes": len(passes),
+    }
+
+
+def _median(of: Callable[[Ranks], float], passes: list[Ranks]) -> float | None:
+    return number(float(np.median([of(found) for found in passes]))) if passes else None
+
+
+def _slowest(times: Ranks) -> float:
+    return stats.block_ms(times)
+
+
+def _mean(times: Ranks) -> float:
+    """Median over steps of the ranks' mean."""
+    steps = _steps(times)
+    return float(np.median(steps.mean(axis=0))) if steps.size else math.nan
+
+
+def _straggling(times: Ranks) -> float:
+    """Median over steps of what the slowest rank takes longer than the mean rank."""
+    steps = _steps(times)
+    return float(np.median(steps.max(axis=0) - steps.mean(axis=0))) if steps.size else math.nan
+
+
+def _steps(times: Ranks) -> stats.Floats:
+    length = min((len(rank) for rank in times), default=0)
+    return np.asarray([rank[:length] for rank in times], dtype=float)

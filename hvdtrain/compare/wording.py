@@ -1,0 +1,110 @@
+"""How numbers and names of a comparison are written, on the page and on the terminal alike."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+NOTHING = "–"
+"""What stands where something does not apply; an arm that failed has its reason instead."""
+
+ROLES = {
+    "arm": "",
+    "baseline": "baseline",
+    "again": "the same twice (A/A)",
+    "by hand": "a loop without hvdtrain",
+    "ceiling": "the ceiling",
+}
+
+SAID = {
+    "faster": "faster",
+    "slower": "slower",
+    "same": "no significant difference",
+    "baseline": "baseline",
+    "ceiling": "the ceiling: less work",
+    "unknown": "not enough blocks to tell",
+    "no A/A": "no verdict without an A/A duplicate",
+}
+
+
+SHORT = {
+    **SAID,
+    "same": "not significant",
+    "unknown": "not enough blocks",
+    "no A/A": "no verdict without A/A",
+}
+"""The same, where there is little room."""
+
+
+def figures(value: float | None, digits: int = 3) -> str:
+    """Write a number with `digits` significant digits, and never with an exponent."""
+    if value is None or not math.isfinite(value):
+        return NOTHING
+    if value == 0:
+        return "0"
+    rounded = float(f"{value:.{digits - 1}e}")
+    decimals = digits - 1 - math.floor(math.log10(abs(rounded)))
+    return f"{rounded:.{max(0, decimals)}f}"
+
+
+def ratio(value: float | None) -> str:
+    """Write a ratio to the baseline: two decimals, and more where it is far below 1."""
+    if value is None or not math.isfinite(value):
+        return NOTHING
+    return f"{value:.2f}" if value >= 0.1 else figures(value, 2)
+
+
+def interval(low: float | None, high: float | None, write: Any = ratio) -> str:
+    """Write a 95 % interval, or nothing where there is none."""
+    if low is None or high is None:
+        return ""
+    return f"[{write(low)}, {write(high)}]"
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    """Write a percentage that is one already."""
+    return NOTHING if value is None else f"{value:.{digits}f} %"
+
+
+def share(value: float | None) -> str:
+    """Write a share of 1 as a percentage, with a decimal where it is small."""
+    if value is None:
+        return NOTHING
+    return percent(100 * value, 1 if abs(value) < 0.1 else 0)
+
+
+def settings(values: dict[str, Any] | None) -> str:
+    """Write the settings of an arm in one line."""
+    return ", ".join(f"{name}={value}" for name, value in (values or {}).items()) or "defaults"
+
+
+def about(row: dict[str, Any]) -> str:
+    """What is to be said of an arm beside its name: its part in the comparison and its level."""
+    role = ROLES.get(row.get("role", "arm"), str(row.get("role")))
+    level = row.get("level")
+    return ", ".join(part for part in (role, "" if level == "defaults" else level) if part)
+
+
+def count(number: int, one: str, many: str | None = None) -> str:
+    """Write a number of things: "1 block", "7 blocks"."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def ended_early(row: dict[str, Any]) -> bool:
+    """Whether the arm has failed: then its reason is shown, not the few blocks before it."""
+    return row["status"] in ("failed", "refused")
+
+
+def missing(row: dict[str, Any]) -> str:
+    """Say why an arm has no numbers, from its row of the speed table."""
+    status = str(row.get("status") or "not measured")
+    if row.get("blocks") and status in ("failed", "refused"):
+        status += f" after {count(row['blocks'], 'block')}"
+    if status == "measured" and not row.get("blocks"):
+        status += ", but no block counts"
+    return f"{status}: {row['reason']}" if row.get("reason") else status
+
+
+def moment(when: str | None) -> str:
+    """Write an ISO 8601 time, in UTC, without the "T" and what is below a second."""
+    return f"{when[:10]} {when[11:19]} UTC" if when else "at an unknown time"

@@ -1,0 +1,293 @@
+"""One rank of one arm: `python -m hvdtrain.compare.worker SOCKET`, under the arm's own launcher.
+
+It connects, and then does what the comparison calls for, until that ends. Every call is collective
+over the ranks of the arm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvdtrain import provenance
+from hvdtrain.backends import open_backend
+from hvdtrain.compare.account import Account
+from hvdtrain.compare.by_hand import ByHand
+from hvdtrain.compare.job import Job, Window
+from hvdtrain.compare.observe import observe
+from hvdtrain.errors import HvdtrainError, InputError, TrainingDiverged
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.metrics import fingerprint
+from hvdtrain.training.task import Task, load_task
+from hvdtrain.training.trainer import StepTaken, Trainer
+from hvdtrain.world import detect
+
+# What mpirun tells its ranks for itself, such as addresses and folders.
+_BY_MPIRUN = tuple(
+    f"OMPI_MCA_{name}" for name in "ess initial_wdir orte pmix shmem mpi_oversubscribe".split()
+)
+LOOPS: dict[str, type[Trainer] | type[ByHand]] = {"trainer": Trainer, "by hand": ByHand}
+
+
+class Rank:
+    """One rank: its backend, and the loop that it steps through."""
+
+    def __init__(self, job: Job) -> None:
+        world = detect()
+        os.sched_setaffinity(0, job.affinity[world.local_rank])
+        config = TrainConfig(**job.config)
+        torch.set_num_interop_threads(1)
+        self.backend = open_backend(job.backend, world, config.backend_options())
+        task = load_task(config.task, config.set)
+        self.loop = LOOPS[job.loop](task, self.backend, config)
+        self.loop.set_up(record=False)
+        self._taken = 0
+        self._steps = self._counted(self.loop.steps())
+        self._is_cuda = self.backend.device.type == "cuda"
+        self._optimizer_s = 0.0
+        self._peak_is_of_steps = False
+        gc.collect()
+        gc.freeze()  # what is here stays: a collection in a timed step need not look at it
+        self._bytes = sum(
+            p.numel() * p.element_size() for p in self.loop.model.parameters() if p.requires_grad
+        )
+
+    def _counted(self, steps: Iterator[StepTaken]) -> Iterator[StepTaken]:
+        """The same, with an eye on the number of the last one."""
+        for taken in steps:
+            self._taken = taken.number
+            yield taken
+
+    def facts(self) -> dict[str, Any]:
+        """What is in force on this rank."""
+        config = self.loop.config
+        return {
+            "describe": {**self.backend.describe(), "reason": self.backend.reason},
+            "samples_per_step": self.loop.batches.span * config.accumulate,
+            "gradient_bytes": self._bytes,
+            "parameters": sum(p.numel() for p in self.loop.model.parameters()),
+            "threads": torch.get_num_threads(),
+            "interop_threads": torch.get_num_interop_threads(),
+            "affinity": sorted(os.sched_getaffinity(0)),
+            "variables": {
+                name: value
+                for name, value in provenance.variables(os.environ).items()
+                if not name.startswith(_BY_MPIRUN)
+            },
+            "lr": [group["lr"] for group in self.loop.optimizer.param_groups],
+            "data": said_of_data(self.loop.task, self.loop.batches.num_samples),
+        }
+
+    def prove(self, steps: int) -> Account:
+        """Take the first steps, and account for them."""
+        self._peak_is_of_steps = False
+        return observe(self.loop, self._steps, steps)
+
+    def window(self, steps: int, skip: int) -> Window:
+        """Take `skip` steps that do not count, and then some in a row.
+
+        No barrier between them. Raises TrainingDiverged where the last loss is not finite.
+        """
+        if not self._peak_is_of_steps:
+            self._forget_peak()
+        begin = time.process_time()
+        self.backend.barrier()
+        for _ in range(skip):
+            next(self._steps)
+        clock = _Clock(self._is_cuda)
+        found, taken = Window(), None
+        cpu = time.process_time()
+        clock.mark()
+        for _ in range(steps):
+            taken = next(self._steps)
+            clock.mark()
+            found.input_ms.append(1000 * taken.data_s)
+        found.step_ms = clock.between_ms()
+        found.cpu_s = time.process_time() - cpu
+        found.whole_cpu_s = time.process_time() - begin
+        assert taken is not None
+        if not torch.isfinite(taken.loss):
+            raise TrainingDiverged(
+                f"the loss became {float(taken.loss)} by step {taken.number}, and steps on such "
+                "numbers are not what training costs; lower the learning rate with --lr"
+            )
+        return found
+
+    def phases(self, steps: int) -> Window:
+        """Take steps that all ranks begin together, and time their parts."""
+        precision, plain = self.loop.precision, self.loop.precision.step
+
+        def timed(optimizer: torch.optim.Optimizer) -> None:
+            self._wait()
+            begin = time.perf_counter()
+            plain(optimizer)
+            self._wait()
+            self._optimizer_s = time.perf_counter() - begin
+
+        found = Window()
+        precision.step = timed  # type: ignore[method-assign]
+        try:
+            for _ in range(steps):
+                self.backend.barrier()
+                begin = time.perf_counter()
+                taken = next(self._steps)
+                self._wait()
+                whole = time.perf_counter() - begin
+                found.step_ms.append(1000 * whole)
+                found.input_ms.append(1000 * taken.data_s)
+                found.optimizer_ms.append(1000 * self._optimizer_s)
+                found.rest_ms.append(1000 * (whole - taken.data_s - self._optimizer_s))
+        finally:
+            del precision.step
+        return found
+
+    def _wait(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize()
+
+    def memcpy(self, repeats: int) -> list[float]:
+        """Milliseconds of copying as many bytes as there are gradients, on all ranks at once."""
+        source = torch.ones(max(1, self._bytes), dtype=torch.uint8, device=self.backend.device)
+        target = torch.empty_like(source)
+        target.copy_(source)
+        found = []
+        for _ in range(repeats):
+            self.backend.barrier()
+            begin = time.perf_counter()
+            target.copy_(source)
+            self._wait()
+            found.append(1000 * (time.perf_counter() - begin))
+        return found
+
+    def all_reduces(self, sizes: list[int], repeats: int) -> list[list[float]]:
+        """Milliseconds of all-reduces of fp32 tensors of so many bytes."""
+        found = []
+        for size in sizes:
+            tensor = torch.ones(max(1, size // 4), device=self.backend.device)
+            self.backend.all_reduce(tensor, "sum")
+            times = []
+            for _ in range(repeats):
+                self.backend.barrier()
+                begin = time.perf_counter()
+                self.backend.all_reduce(tensor, "sum")
+                self._wait()
+                times.append(1000 * (time.perf_counter() - begin))
+            found.append(times)
+        return found
+
+    def _forget_peak(self) -> None:
+        """Let memory be counted from here on, without what start and proof took and have freed.
+
+        Not at the end of the proof, whose account is then still to be sent.
+        """
+        self._peak_is_of_steps = True
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            return
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+        if trim is not None:
+            trim(0)
+        # proc(5): "5" makes VmHWM what is resident now. Where that is not permitted the figure
+        # includes start and proof.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak_mib(self) -> float:
+        """The most memory that this rank has had resident in its steps, and on a GPU allocated
+        there, MiB.
+        """
+        if self._is_cuda:
+            return torch.cuda.max_memory_allocated() / 2**20
+        # Not ru_maxrss, which begins with the launcher's.
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**10
+
+    def fingerprint(self) -> tuple[int, str]:
+        """The number of the last optimizer step, whatever it was for, and a hash of this rank's
+        parameters after it.
+        """
+        return self._taken, fingerprint(dict(self.loop.model.named_parameters()))
+
+
+def said_of_data(task: Task, num_samples: int) -> str:
+    """What the data are, in the words of the task, and how many."""
+    return f"{task.about_data or 'the task does not say (Task.about_data)'}; {num_samples} samples"
+
+
+class _Clock:
+    """Marks between steps: of the CPU's clock, or events in the GPU's stream."""
+
+    def __init__(self, is_cuda: bool) -> None:
+        self._is_cuda = is_cuda
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def between_ms(self) -> list[float]:
+        if self._is_cuda:
+            torch.cuda.synchronize()
+            pairs = zip(self._marks, self._marks[1:], strict=False)
+            return [float(before.elapsed_time(after)) for before, after in pairs]
+        return [1000 * (b - a) for a, b in zip(self._marks, self._marks[1:], strict=False)]
+
+
+def main(address: str) -> None:
+    """Serve calls until the comparison says that it is over, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)  # so that loader processes stand still with their rank
+    rank: Rank | None = None
+    with Client(address, "AF_UNIX") as connection:
+        connection.send_bytes(pickle.dumps((detect().rank, os.getpid())))
+        while True:
+            try:
+                call = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                break
+            if call is None:
+                break
+            what, *arguments = call
+            try:
+                if what == "open":
+                    rank = Rank(*arguments)
+                    answer: Any = rank.facts()
+                else:
+                    answer = getattr(rank, what)(*arguments)
+                reply = (True, answer)
+            except Exception as error:
+                traceback.print_exc()
+                reply = (False, _in_a_line(error))
+            connection.send_bytes(pickle.dumps(reply))
+    if rank is not None:
+        rank.backend.close()
+
+
+def _in_a_line(error: Exception) -> str:
+    said = " ".join(str(error).split()) or "no message"
+    if isinstance(error, InputError):
+        return said  # is every rank's: which of them says so first is chance
+    kind = "" if isinstance(error, HvdtrainError) else f"{type(error).__name__}: "
+    return f"rank {detect().rank}: {kind}{said}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

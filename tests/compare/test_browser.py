@@ -1,0 +1,314 @@
+"""The report in a real browser: silent, alone, readable everywhere, and true to compare.json.
+
+The numbers are computed here once more, from the record, and compared with what the page shows.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain.compare import record, report
+from tests.compare.records import make_record
+from tests.compare.test_report import NASTY, renamed
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+DRIVER = shutil.which("chromedriver") or ""
+FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
+    --disable-background-networking --disable-component-update --disable-dev-shm-usage
+    --disable-crash-reporter --disable-breakpad --hide-scrollbars""".split()
+
+Row = dict[str, Any]
+
+
+@contextlib.contextmanager
+def temporary_home() -> Iterator[str]:
+    """A folder that is gone afterwards, also where a process still writes to it as it ends."""
+    home = tempfile.mkdtemp(prefix="hvdtrain-test-")
+    try:
+        yield home
+    finally:
+        deadline = time.monotonic() + 10
+        while Path(home).exists():
+            shutil.rmtree(home, ignore_errors=time.monotonic() < deadline)
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """One Chromium, whose profile and temporary files all lie in a folder that goes with it."""
+    if not (CHROMIUM and DRIVER):
+        assert "CI" not in os.environ, "CI needs chromium and chromedriver"
+        pytest.skip("chromium or chromedriver is not installed")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.options import Options
+    from selenium.webdriver.chrome.service import Service
+
+    with temporary_home() as home:
+        options = Options()
+        options.binary_location = CHROMIUM
+        for flag in [*FLAGS, f"--user-data-dir={home}/profile"]:
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        own = {"HOME": home, "TMPDIR": home, "XDG_CONFIG_HOME": home, "XDG_CACHE_HOME": home}
+        driver = webdriver.Chrome(options, Service(DRIVER, env={**os.environ, **own}))
+        try:
+            yield driver
+        finally:
+            driver.quit()
+
+
+@pytest.fixture(scope="module")
+def found() -> Row:
+    """Two world sizes, tuned arms, a failed arm, and names that are long and full of signs."""
+    made = make_record(ranks=(1, 2), scaling="weak", tuned=True, blocks=20)
+    made = renamed(made, "compat/shm x2 tuned", "my_package.engines:" + "AVeryLongName" * 3)
+    return renamed(made, "ddp/mpi x2", NASTY)
+
+
+@pytest.fixture(scope="module")
+def page(found: Row, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("compare")
+    record.write(found, folder)
+    return report.write(record.read(folder), folder).as_uri()
+
+
+def opened(browser: Any, page: str, width: int = 1100, dark: bool = False, media: str = "") -> Any:
+    """Open the page in a window of a width in CSS pixels."""
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": scheme})
+    browser.get(page)
+    return browser
+
+
+def test_nothing_is_said_and_nothing_is_asked_for(browser: Any, page: str) -> None:
+    browser.get("about:blank")
+    browser.get_log("browser")
+    browser.get_log("performance")
+    opened(browser, page)
+    assert browser.get_log("browser") == []
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [
+        event["params"]["request"]["url"]
+        for event in events
+        if event["method"] == "Network.requestWillBeSent"
+    ]
+    assert [url for url in asked if not url.startswith("data:")] == [page]
+
+
+def test_the_browser_would_have_said_something(browser: Any, tmp_path: Path) -> None:
+    """So that the test above cannot pass because nothing is ever logged."""
+    bad = tmp_path / "bad.html"
+    bad.write_text("<img src='missing.png'><script>oops()</script>")
+    browser.get(bad.as_uri())
+    assert len(browser.get_log("browser")) >= 2
+
+
+TABLE = """
+    return [...document.querySelectorAll(arguments[0] + ' tr[data-arm]')].map(row => ({
+        arm: row.dataset.arm, cells: [...row.children].map(cell => cell.innerText)}))
+"""
+
+
+def test_the_speed_table_is_what_compare_json_holds(browser: Any, page: str, found: Row) -> None:
+    rows = opened(browser, page).execute_script(TABLE, "#speed")
+    assert [row["arm"] for row in rows] == sorted(
+        found["arms"], key=lambda key: found["arms"][key]["ranks"]
+    )
+    for row in rows:
+        arm = found["arms"][row["arm"]]
+        if arm["status"] == "failed":
+            assert f"failed after 3 blocks: {arm['reason']}" in row["cells"][1]
+            continue
+        ratio, step, p95, samples, ideal, cpu, peak, blocks = map(first, row["cells"][1:])
+        expected = computed(found, row["arm"])
+        for said, value in (
+            (ratio, expected["ratio"]),
+            (step, expected["step_ms"]),
+            (p95, expected["p95_ms"]),
+            (samples, 1000 * arm["samples_per_step"] / expected["step_ms"]),
+            (cpu, expected["cpu_s"]),
+            (peak, max(arm["peak_mib"])),
+            (blocks, expected["blocks"]),
+        ):
+            assert agrees(said, value), (row, expected)
+        if arm["role"] == "ceiling":
+            assert ideal == "–"
+        else:
+            assert agrees(ideal, expected["percent_of_ideal"]), (row, expected)
+
+
+def first(cell: str) -> str:
+    """The first number of a cell."""
+    return cell.split()[0].rstrip("*")
+
+
+def agrees(said: str, value: float) -> bool:
+    """Whether a number is the value, rounded to the digits that are shown."""
+    digits = said.replace(".", "").lstrip("0")
+    whole = len(digits) - len(digits.rstrip("0")) if "." not in said else 0
+    unit = 10.0 ** (whole if "." not in said else -len(said.partition(".")[2]))
+    return abs(float(said) - value) <= 0.5 * unit + 1e-9
+
+
+def computed(found: Row, key: str) -> Row:
+    """What the table must show of an arm, from the raw record alone."""
+    ranks = found["arms"][key]["ranks"]
+    same = [k for k, arm in found["arms"].items() if arm["ranks"] == ranks]
+    base = next(k for k in same if found["arms"][k]["role"] == "baseline")
+    tuned = f"{base} tuned"
+    if found["arms"][key]["level"] == "best found" and key != tuned:
+        base = tuned
+    ceiling = next(k for k in same if found["arms"][k]["role"] == "ceiling")
+    kept = [block["arms"] for block in found["blocks"] if block["kept"]]
+    slowest = [np.max(block[key]["step_ms"], axis=0) for block in kept]
+    times = {k: np.array([block_ms(block[k]) for block in kept]) for k in (key, base, ceiling)}
+    copy = np.median(found["anchors"][str(ranks)]["memcpy_ms"]) if ranks > 1 else 0.0
+    return {
+        "step_ms": np.median(times[key]),
+        "ratio": np.median(times[base] / times[key]),
+        "p95_ms": np.percentile(np.concatenate(slowest), 95),
+        "percent_of_ideal": 100 * np.median((times[ceiling] + copy) / times[key]),
+        "cpu_s": sum(sum(block[key]["cpu_s"]) for block in kept) / sum(map(len, slowest)),
+        "blocks": len(kept),
+    }
+
+
+def block_ms(window: Row) -> float:
+    return float(np.median(np.max(window["step_ms"], axis=0)))
+
+
+def test_the_scaling_table_is_what_compare_json_holds(browser: Any, page: str, found: Row) -> None:
+    rows = opened(browser, page).execute_script(TABLE, "#scaling-table")
+    shown = {row["arm"]: row["cells"] for row in rows}
+    kept = [block["arms"] for block in found["blocks"] if block["kept"]]
+    for name in ("ddp/gloo", "ddp/shm"):
+        ratios = [block_ms(arms[f"{name} x1"]) / block_ms(arms[f"{name} x2"]) for arms in kept]
+        assert agrees(first(shown[f"{name} x2"][2]), 100 * float(np.median(ratios)))
+
+
+def test_pictures_show_the_numbers_of_the_table(browser: Any, page: str, found: Row) -> None:
+    text = opened(browser, page).execute_script(
+        "return document.querySelector('#ratios svg.wide').textContent"
+    )
+    for key, arm in found["arms"].items():
+        if arm["status"] == "measured" and arm["role"] != "baseline":
+            assert f"{computed(found, key)['ratio']:.2f}" in text
+
+
+@pytest.mark.parametrize("width", [320, 360, 390, 800, 1100])
+def test_the_page_never_scrolls_sideways(browser: Any, page: str, width: int) -> None:
+    opened(browser, page, width)
+    assert browser.execute_script("return document.documentElement.scrollWidth") == width
+    outside = browser.execute_script(
+        """return [...document.querySelectorAll('body *')].filter(e => {
+            const box = e.getBoundingClientRect();
+            return !e.closest('.scroll') && !e.closest('svg') && box.right > arguments[0] + 1;
+        }).map(e => e.outerHTML.slice(0, 80))""",
+        width,
+    )
+    assert outside == []
+
+
+OVERLAPS = """
+    const found = [];
+    for (const svg of document.querySelectorAll('figure svg')) {
+        const frame = svg.getBoundingClientRect();
+        if (!frame.width) continue;
+        const texts = [...svg.querySelectorAll('text')].filter(t => t.textContent.trim());
+        const boxes = texts.map(t => t.getBoundingClientRect());
+        boxes.forEach((a, i) => {
+            if (a.left < frame.left - 1 || a.right > frame.right + 1)
+                found.push(['outside', texts[i].textContent]);
+            for (let j = 0; j < i; j++) {
+                const b = boxes[j];
+                const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+                const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+                if (across > 1 && down > 0.3 * Math.min(a.height, b.height))
+                    found.push([texts[i].textContent, texts[j].textContent]);
+            }
+        });
+    }
+    return found;
+"""
+
+
+@pytest.mark.parametrize("width", [320, 390, 1100])
+def test_no_text_of_a_picture_covers_another(browser: Any, page: str, width: int) -> None:
+    assert opened(browser, page, width).execute_script(OVERLAPS) == []
+
+
+@pytest.mark.parametrize("width", [320, 390, 1100])
+def test_text_in_pictures_is_large_enough(browser: Any, page: str, width: int) -> None:
+    smallest = opened(browser, page, width).execute_script(
+        """return Math.min(...[...document.querySelectorAll('figure svg text')].map(t => {
+            const scale = t.getScreenCTM() ? t.getScreenCTM().a : 0;
+            return t.closest('svg').getBoundingClientRect().width
+                ? parseFloat(getComputedStyle(t).fontSize) * scale : 99;
+        }))"""
+    )
+    assert smallest >= 9
+
+
+def test_every_picture_has_words_for_who_cannot_see_it(browser: Any, page: str) -> None:
+    labels = opened(browser, page).execute_script(
+        """return [...document.querySelectorAll('figure svg, img')].map(
+            e => [e.getAttribute('role'), e.getAttribute('aria-label') || e.alt || ''])"""
+    )
+    assert len(labels) == 2 * 4  # wide and narrow, one of which is hidden
+    for role, label in labels:
+        assert role == "img"
+        assert len(label) > 40
+
+
+def test_headings_descend_one_level_at_a_time(browser: Any, page: str) -> None:
+    levels = opened(browser, page).execute_script(
+        "return [...document.querySelectorAll('h1,h2,h3,h4')].map(h => +h.tagName[1])"
+    )
+    assert levels.count(1) == 1
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert browser.execute_script("return document.documentElement.lang") == "en"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_pictures_follow_the_colours_of_the_page(browser: Any, page: str, dark: bool) -> None:
+    paper, ink = opened(browser, page, dark=dark).execute_script(
+        """return [getComputedStyle(document.body).backgroundColor,
+            getComputedStyle(document.querySelector('figure svg.wide text')).fill]"""
+    )
+    paper, ink = (sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (paper, ink))
+    assert (paper < 150 < 400 < ink) if dark else (ink < 350 < 700 < paper)
+
+
+def test_tables_are_whole_on_paper(browser: Any, page: str) -> None:
+    a4 = round((210 - 2 * 13) / 25.4 * 96)  # the page's width in CSS pixels, without its margins
+    opened(browser, page, a4, dark=True, media="print")
+    cut = browser.execute_script(
+        """return [...document.querySelectorAll('table, figure, pre')].filter(
+            e => e.getBoundingClientRect().right > arguments[0] + 1).map(e => e.id)""",
+        a4,
+    )
+    assert cut == []
+    paper = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert paper == "rgb(255, 255, 255)"  # light, even where the screen is dark
+    pdf = browser.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True})
+    content = base64.b64decode(pdf["data"])
+    assert content.startswith(b"%PDF")
+    assert 3 <= len(re.findall(rb"/Type\s*/Page\b", content)) <= 20

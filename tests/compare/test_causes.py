@@ -1,0 +1,512 @@
+"""Verdicts and causes on accounts made by hand: what real arms do rarely, at more world sizes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hvdtrain.compare.account import SAMPLED, Account, Array, Samples, StepAccount
+from hvdtrain.compare.gradients import round_to
+from hvdtrain.compare.observe import _sample, _stride, hash_samples
+from hvdtrain.compare.parity import compare
+
+Arm = list[Account]
+LAYOUT = [("first.weight", 300), ("first.bias", 20), ("last.weight", 80)]
+SIZE = 400
+
+
+def local_gradients(n: int) -> list[Array]:
+    """Of every rank: parts in common, and of different norms."""
+    draw = np.random.default_rng(7)
+    common = draw.normal(size=SIZE)
+    grads = [common + (rank + 1) * draw.normal(size=SIZE) for rank in range(n)]
+    return [g.astype(np.float32).astype(np.float64) for g in grads]
+
+
+def arm(n: int, gradients: list[Array] | None = None, noise: float = 0.0, **changes: Any) -> Arm:
+    """An arm of plain gradient descent that took three steps; by default a correct one."""
+    local = local_gradients(n)
+    mean = np.sum(local, axis=0) / n
+    initial = np.random.default_rng(1).normal(size=SIZE)
+    accounts = []
+    for rank in range(n):
+        gradient = (mean if gradients is None else gradients[rank]).copy()
+        gradient += noise * np.random.default_rng(2).normal(size=SIZE)
+        final = initial - 0.3 * gradient
+        samples = Samples(
+            LAYOUT, initial, gradient, gradient.copy(), abs(gradient), None, final, np.empty(0)
+        )
+        norm = float(np.linalg.norm(gradient))
+        steps = [
+            StepAccount(1, [f"{step}-{rank}-{i}" for i in range(4)], 1.0, norm, norm, 4 * SIZE)
+            for step in range(3)
+        ]
+        for step in steps:
+            step.lr, step.gradient_dtypes = [0.1], ["float32"]
+        account = Account(
+            rank, n, "fp32", 1, float("inf"), "broadcast", {"float32": SIZE}, "SGD",
+            [{"momentum": "0"}], 0, "start", "none", samples, steps, 3,
+            str(hash(final.tobytes())), "none",
+        )  # fmt: skip
+        accounts.append(account)
+        for name, value in changes.items():
+            setattr(account, name, value)
+    return accounts
+
+
+def verdict(subject: Arm, **more: Any) -> dict[str, Any]:
+    n = subject[0].world_size
+    base = more.pop("base", arm(n))
+    accounts = {"base": base, "again": copy.deepcopy(base), "alone": arm(n, local_gradients(n))}
+    rows = compare({**accounts, **more, "arm": subject}, "base", "again", "alone")
+    found: dict[str, Any] = next(row for row in rows if row["arm"] == "arm")
+    assert json.loads(json.dumps(rows)) == rows
+    return found
+
+
+def refused(subject: Arm, row: int | None, *words: str, **more: Any) -> None:
+    found = verdict(subject, **more)
+    assert found["verdict"] == "unequal", found
+    for word in words:
+        assert word in f"{found['text']} | {found['cause']}", found
+    assert found["row"] == row, found
+
+
+# Gradients
+
+
+def everywhere(n: int, gradient: Array) -> list[Array]:
+    return [gradient] * n
+
+
+def mean_of(parts: list[Array]) -> Array:
+    return np.asarray(np.mean(parts, axis=0))
+
+
+MADE: dict[str, tuple[Callable[[int, list[Array]], list[Array]], int, str]] = {
+    "sum": (lambda n, g: everywhere(n, n * mean_of(g)), 6, "the division is missing"),
+    "twice": (lambda n, g: everywhere(n, mean_of(g) / n), 6, "twice"),
+    "predivided": (lambda n, g: everywhere(n, 0.7 * mean_of(g)), 6, "0.7 times the mean"),
+    "local": (lambda n, g: g, 4, "every rank steps on its own"),
+    "one rank": (lambda n, g: everywhere(n, g[0]), 13, "rank 0's gradient alone"),
+    "zeros": (lambda n, g: everywhere(n, sum(g[1:], 0 * g[0]) / n), 13, "in place of rank 0's"),
+    "weighted": (
+        lambda n, g: everywhere(n, sum((i + 1) * x for i, x in enumerate(g)) / 9),  # type: ignore[arg-type]
+        6,
+        "instead of",
+    ),
+    "clipped": (
+        lambda n, g: everywhere(n, mean_of([x / max(1, np.linalg.norm(x) / 30) for x in g])),
+        7,
+        "to a norm of 30",
+    ),
+    "fp16": (lambda n, g: everywhere(n, mean_of([round_to(x, 11) for x in g])), 6, "to fp16"),
+    "bf16 sum": (
+        lambda n, g: everywhere(n, round_to(n * mean_of([round_to(x, 8) for x in g]), 8) / n),
+        6,
+        "to bf16",
+    ),
+    "bf16": (lambda n, g: everywhere(n, mean_of([round_to(x, 8) for x in g])), 6, "to bf16"),
+}
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("made", MADE)
+def test_what_was_made_of_the_local_gradients_is_found(made: str, n: int) -> None:
+    make, row, words = MADE[made]
+    refused(arm(n, make(n, local_gradients(n))), row, words)
+
+
+def test_a_rank_left_out_of_the_count_as_well() -> None:
+    local = local_gradients(3)
+    gradient = (local[0] + local[2]) / 2
+    refused(arm(3, everywhere(3, gradient)), 13, "rank 1's gradient is left out", "0.5 each")
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_parameters_that_are_wrong_alone_are_named(n: int) -> None:
+    gradient = mean_of(local_gradients(n))
+    gradient[300:320] *= n
+    refused(arm(n, everywhere(n, gradient)), 6, "for first.bias alone: the division is missing")
+
+
+def test_a_missing_division_by_as_many_micro_batches_is_said_to_be_either() -> None:
+    base, subject = arm(2), arm(2, everywhere(2, 2 * mean_of(local_gradients(2))))
+    for account in (*base, *subject):
+        for step in account.steps:
+            step.micro_batches = 2
+    refused(subject, 6, "micro-batches, of which there are as many", base=base)
+
+
+def test_micro_batches_that_are_not_averaged() -> None:
+    base, subject = arm(2), arm(2, everywhere(2, 3 * mean_of(local_gradients(2))))
+    for account in (*base, *subject):
+        for step in account.steps:
+            step.micro_batches = 3
+    refused(subject, 4, "not divided by the 3 micro-batches", base=base)
+
+
+def test_no_hypothesis_explains_noise() -> None:
+    gradient = mean_of(local_gradients(2)) + np.random.default_rng(9).normal(size=SIZE)
+    refused(arm(2, everywhere(2, gradient)), None, "no known cause fits", "step 1 on rank 0")
+
+
+def test_a_gradient_changed_after_it_was_combined() -> None:
+    subject = arm(2)
+    for account in subject:
+        assert account.samples.used is not None
+        account.samples.used /= 2
+        account.steps[0].used_norm = 1.0
+    refused(subject, 7, "between finish_backward and the optimizer", "norm 1,")
+
+
+def test_the_same_gradients_and_another_update() -> None:
+    subject = arm(2, final_sha256="elsewhere")
+    for account in subject:
+        for step in account.steps[1:]:
+            step.loss, step.gradient_norm = 0.9, 5.0
+    refused(subject, 10, "step 2", "another step of the same gradients")
+
+
+def test_a_loop_without_finish_backward_is_judged_by_what_it_used() -> None:
+    wrong = arm(2, everywhere(2, 2 * mean_of(local_gradients(2))))
+    right = arm(2)
+    for account in (*wrong, *right):
+        account.samples.gradient = None
+        for step in account.steps:
+            step.gradient_norm = None
+    assert verdict(right)["verdict"] == "bitwise"
+    refused(wrong, 6, "the division is missing")
+
+
+def test_values_that_are_not_finite_are_equal_to_themselves_alone() -> None:
+    gradient = mean_of(local_gradients(2))
+    gradient[0] = np.nan
+    both = arm(2, everywhere(2, gradient))
+    assert verdict(arm(2, everywhere(2, gradient)), base=both)["verdict"] == "bitwise"
+    refused(arm(2, everywhere(2, gradient)), None, "more than can be said")
+
+
+# What is counted
+
+
+def test_another_number_of_ranks() -> None:
+    rows = compare({"base": arm(2), "arm": arm(3)}, "base")
+    assert [row["verdict"] for row in rows] == ["unequal"]
+    assert "3 ranks" in rows[0]["text"]
+
+
+def test_ranks_that_are_worlds_of_their_own() -> None:
+    subject = arm(2)
+    for account in subject:
+        account.world_size = 1
+    rows = compare({"base": arm(2), "arm": subject}, "base")
+    assert "models train side by side" in rows[0]["cause"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "row", "words"),
+    [
+        ({"accumulate": 2}, 4, "accumulate 2, base has 1"),
+        ({"clip_norm": 1.0}, 7, "clip norm 1.0, base has inf"),
+        ({"buffers_policy": "local"}, 3, "buffers policy local"),
+        ({"optimizer": "AdamW"}, 10, "optimizer AdamW"),
+        ({"settings": [{"momentum": "0.9"}]}, 10, "momentum=0.9, base has momentum=0"),
+        ({"state_step": 1}, 2, "counts 1 steps before the first"),
+        ({"parameters": {"bfloat16": SIZE}}, None, "converts float32 to bfloat16"),
+        ({"parameters": {"float32": 7}}, None, "another model: 7 parameters"),
+        ({"initial_sha256": "other"}, 21, "another seed"),
+        ({"optimizer_steps": 2}, 8, "2 optimizer steps in 3 steps"),
+        ({"final_buffers_sha256": "other"}, 3, "another policy than 'broadcast'"),
+    ],
+    ids=str,
+)
+def test_what_must_be_the_same(changes: dict[str, Any], row: int | None, words: str) -> None:
+    refused(arm(2, **changes), row, words)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [
+        (4, "multiplies the learning rate by the number of ranks (4)"),
+        (0.25, "divides the learning rate by the number of ranks (4)"),
+        (2, "multiplies the learning rate by the root of the number of ranks (4)"),
+        (8, "multiplies the learning rate by ranks x accumulation (8)"),
+        (1.3, "to 1.3 times the baseline's"),
+    ],
+)
+def test_learning_rates(ratio: float, words: str) -> None:
+    base, subject = arm(4, accumulate=2), arm(4, accumulate=2)
+    for account in subject:
+        account.steps[2].lr = [0.1 * ratio]
+    refused(subject, 11, "in step 3", words, base=base)
+
+
+def cut(ranks: Arm, only: int | None) -> None:
+    for account in ranks:
+        if only in (None, account.rank):
+            account.steps[1].samples.pop()
+
+
+def order(ranks: Arm, only: int | None) -> None:
+    ranks[0].steps[1].samples.reverse()
+
+
+def swap(ranks: Arm, only: int | None) -> None:
+    one, two = (account.steps[1] for account in ranks[:2])
+    one.samples, two.samples = two.samples, one.samples
+
+
+def same(ranks: Arm, only: int | None) -> None:
+    ranks[1].steps[1].samples = list(ranks[0].steps[1].samples)
+
+
+def other(ranks: Arm, only: int | None) -> None:
+    ranks[1].steps[1].samples[0] = "other"
+
+
+@pytest.mark.parametrize(
+    ("change", "only", "row", "words"),
+    [
+        (cut, 1, 13, "rank 1 gets fewer samples"),
+        (cut, None, 12, "for the whole world on one arm"),
+        (order, None, 12, "another order within the batch"),
+        (swap, None, 12, "only the split differs"),
+        (same, None, 12, "every rank of this arm reads the same"),
+        (other, None, 21, "other samples"),
+    ],
+)
+def test_samples(
+    change: Callable[[Arm, int | None], None], only: int | None, row: int, words: str
+) -> None:
+    subject = arm(2)
+    change(subject, only)
+    refused(subject, row, "in step 2", words)
+
+
+def test_windows_and_gradients_of_another_size() -> None:
+    subject = arm(2)
+    subject[1].steps[2].micro_batches = 2
+    refused(subject, 4, "2 micro-batches in step 3 on rank 1")
+    subject = arm(2)
+    subject[1].steps[2].gradient_bytes = 8
+    refused(subject, 5, "8 bytes of gradients in step 3 on rank 1")
+    subject = arm(2)
+    subject[0].steps[0].gradient_dtypes = ["bfloat16"]
+    refused(subject, None, "gradients are bfloat16 in step 1")
+
+
+# Limits, and the baseline itself
+
+
+def test_rounding_is_refused_at_two_ranks_and_allowed_at_three() -> None:
+    assert verdict(arm(3, noise=1e-7))["verdict"] == "within tolerance"
+    found = verdict(arm(2, noise=1e-7))
+    assert found["verdict"] == "unequal"
+    assert found["tolerance"] == 0
+    assert verdict(arm(3, noise=1e-3))["verdict"] == "unequal"
+
+
+@pytest.mark.parametrize(("precision", "noise"), [("fp64", 1e-14), ("fp32", 1e-7), ("bf16", 1e-7)])
+def test_tolerance_follows_the_precision(precision: str, noise: float) -> None:
+    base = arm(3, precision=precision)
+    assert verdict(arm(3, noise=noise, precision=precision), base=base)["verdict"] != "unequal"
+    far = arm(3, noise=1e4 * noise, precision=precision)
+    assert verdict(far, base=base)["verdict"] == "unequal"
+
+
+def test_a_model_that_does_not_repeat_itself_sets_the_tolerance() -> None:
+    again = arm(2, noise=1e-4)
+    found = verdict(arm(2, noise=2e-4), again=again)
+    assert found["verdict"] == "within tolerance"
+    assert "not deterministic" in found["text"]
+    refused(arm(2, everywhere(2, 2 * mean_of(local_gradients(2)))), 6, again=again)
+
+
+# Elements whose gradient is nothing but rounding
+
+
+NOISE = slice(300, 320)  # first.bias, 5 % of all elements
+
+
+def in_some_order(terms: Array, order: int) -> Array:
+    """The fp32 sum over the first dimension, of which no order gives another in exact numbers."""
+    shuffled = np.random.default_rng(order).permutation(terms).astype(np.float32)
+    return np.asarray(np.add.accumulate(shuffled, axis=0)[-1], dtype=np.float64)
+
+
+def gradient_of(step: int, n: int, order: int) -> Array:
+    """The mean of `n` ranks: the terms of NOISE are there with both signs."""
+    terms = np.random.default_rng(step).normal(size=(16 * n, SIZE)) + 1
+    terms[8 * n :, NOISE] = -terms[: 8 * n, NOISE]
+    return in_some_order(terms, order) / n
+
+
+def adam_arm(n: int, order: int, zeros: slice = slice(0)) -> Arm:
+    """Ten steps of Adam; BatchNorm's mean follows the bias. `zeros`: no first gradient there."""
+    accounts = arm(n)
+    initial = accounts[0].samples.initial
+    m, v, weights, means = np.zeros(SIZE), np.zeros(SIZE), initial.copy(), np.zeros(20)
+    gradients = []
+    for step in range(1, 11):
+        gradient = gradient_of(step, n, order)
+        if step == 1:
+            gradient[zeros] = 0
+        gradients.append(gradient)
+        means += 0.1 * (weights[NOISE] - means)
+        m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
+        weights -= 0.01 * (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.999**step)) + 1e-12)
+    for account in accounts:
+        account.steps = [copy.deepcopy(account.steps[0]) for _ in gradients]
+        for step_account, gradient in zip(account.steps, gradients, strict=True):
+            step_account.gradient_norm = step_account.used_norm = float(np.linalg.norm(gradient))
+        account.samples.gradient, account.samples.used = gradients[0].copy(), gradients[0].copy()
+        account.samples.largest = np.max(np.abs(gradients), axis=0)
+        account.samples.buffers = np.concatenate([means, np.ones(20)])
+        account.optimizer_steps = 10
+        end(account, weights)
+    return accounts
+
+
+def end(account: Account, weights: Array) -> None:
+    """With these, a copy of its own."""
+    account.samples.final, account.final_sha256 = weights.copy(), str(hash(weights.tobytes()))
+
+
+def moved(n: int, where: Any, by: float) -> Arm:
+    """An arm that sums in another order, and whose weights have been moved in the end."""
+    subject = adam_arm(n, order=5)
+    for account in subject:
+        assert account.samples.final is not None
+        account.samples.final[where] += by
+        end(account, account.samples.final)
+    return subject
+
+
+@pytest.mark.parametrize("n", [3, 4, 8])
+@pytest.mark.parametrize("zeros", [slice(0), slice(300, 310), NOISE], ids=["none", "some", "all"])
+def test_steps_of_nothing_but_rounding_are_left_out(n: int, zeros: slice) -> None:
+    """Where its first gradient came out as zero, too."""
+    base, subject = adam_arm(n, 1, zeros), adam_arm(n, 2, zeros)
+    mine, its = subject[0].samples.buffers, base[0].samples.buffers
+    assert mine is not None
+    assert its is not None
+    assert np.abs(mine - its).max() > 1e-3
+    found = verdict(subject, base=base)
+    assert found["verdict"] == "within tolerance", found
+    assert found["difference"] < 1e-6 < found["tolerance"]
+    share = float(found["text"].split("; ")[1].split(" %")[0])
+    assert 4 <= share <= 5
+    assert found["text"].endswith("whose gradients were nothing but rounding, are left out")
+
+
+@pytest.mark.parametrize(
+    ("where", "by"), [(0, 0.01), (slice(0, 300), 1e-4), (300, 0.5), (300, np.nan)], ids=str
+)
+def test_what_rounding_does_not_explain_is_not_left_out(where: Any, by: float) -> None:
+    """Elements with a gradient; or noise, further than training takes anything, and undefined."""
+    refused(moved(3, where, by), 10, "another step of the same", base=adam_arm(3, order=1))
+
+
+def test_elements_that_get_their_gradient_later_are_compared() -> None:
+    """Rows of an embedding that the first step did not need."""
+    base, subject = (adam_arm(3, order, zeros=slice(0, 100)) for order in (1, 2))
+    for account in subject:
+        assert account.samples.final is not None
+        account.samples.final[:50] += 0.01
+        end(account, account.samples.final)
+    refused(subject, 10, "another step of the same", base=base)
+
+
+def test_buffers_that_noise_does_not_explain() -> None:
+    subject = adam_arm(3, order=2)
+    for account in subject:
+        assert account.samples.buffers is not None
+        account.samples.buffers[20:] *= 1.5
+    refused(subject, 3, "combined by another policy", base=adam_arm(3, order=1))
+
+
+def test_noise_does_not_widen_the_tolerance() -> None:
+    """Of a model that does not repeat itself: at two ranks as well."""
+    base, again = adam_arm(2, order=1), adam_arm(2, order=2)
+    found = verdict(adam_arm(2, order=3), base=base, again=again)
+    assert found["verdict"] == "within tolerance", found
+    assert found["tolerance"] == pytest.approx(1e-4)
+    assert "not deterministic" in found["text"]
+    refused(moved(2, slice(0, 300), 1e-4), 10, "parameters differ", base=base, again=again)
+
+
+def test_at_two_ranks_nothing_is_left_out_of_a_model_that_repeats_itself() -> None:
+    refused(adam_arm(2, order=2), None, "the gradient of the first", base=adam_arm(2, order=1))
+
+
+def test_nothing_is_compared_with_a_baseline_that_proves_nothing() -> None:
+    apart = arm(2)
+    apart[1].final_sha256 = "elsewhere"
+    other_data = arm(2)
+    other_data[0].steps[0].samples[0] = "other"
+    for base, again, words in (
+        ([], arm(2), "left no account"),
+        (apart, arm(2), "end with different parameters"),
+        (arm(2), other_data, "sees other samples when it is run again; seed"),
+        (arm(2), arm(2, initial_sha256="other"), "starts from other weights"),
+        (arm(2), arm(2, noise=5.0), "of its way elsewhere"),
+    ):
+        rows = compare({"base": base, "again": again, "arm": arm(2)}, "base", "again")
+        assert {row["verdict"] for row in rows} == {"not compared"}
+        assert all(words in row["text"] for row in rows), rows
+
+
+def test_an_arm_without_an_account_is_not_compared() -> None:
+    rows = compare({"base": arm(2), "arm": []}, "base")
+    assert rows[0]["verdict"] == "not compared"
+
+
+# Accounts
+
+
+def test_the_driver_needs_no_torch() -> None:
+    code = "import sys, hvdtrain.compare.parity; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_account_as_json_has_no_arrays() -> None:
+    plain = json.loads(json.dumps(arm(2)[1].to_dict()))
+    assert plain["rank"] == 1
+    assert plain["steps"][0]["samples"] == 4
+    assert len(json.dumps(plain)) < 3000
+
+
+def test_a_sample_has_a_part_of_every_parameter() -> None:
+    tensors = [torch.arange(700_000.0), torch.ones(3), torch.ones(500, 500)]
+    stride = _stride(tensors)
+    counts = [-(-t.numel() // stride) for t in tensors]
+    found = _sample(tensors, stride)
+    assert min(counts) >= 1
+    assert SAMPLED // 2 < len(found) == sum(counts) <= SAMPLED
+    assert found[1] == stride
+    assert np.array_equal(_sample(tensors[1:2], _stride(tensors[1:2])), np.ones(3))
+
+
+def test_samples_are_told_apart_by_their_content() -> None:
+    images, labels = torch.rand(4, 2, 2), torch.tensor([0, 1, 0, 1])
+    plain = hash_samples((images, labels))
+    assert len(set(plain)) == 4
+    assert hash_samples((images.flip(0), labels.flip(0))) == plain[::-1]
+    assert hash_samples({"images": images, "labels": labels}) == plain
+    changed = labels.clone()
+    changed[2] = 1
+    assert [a == b for a, b in zip(hash_samples((images, changed)), plain, strict=True)] == [
+        True, True, False, True,
+    ]  # fmt: skip
+    assert hash_samples((images, labels, torch.tensor(2.0))) != plain
+    assert hash_samples((torch.empty(0, 3),)) == []
+    assert hash_samples("no tensors") == []

@@ -1,0 +1,349 @@
+"""What runs in the ranks of an arm: every step counts, and the proof leaves no trace in figures."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain import Backend, BackendOptions, TrainConfig, detect, open_backend
+from hvdtrain.backends import load
+from hvdtrain.cli.compare import command
+from hvdtrain.compare import causes
+from hvdtrain.compare.account import Account
+from hvdtrain.compare.ceiling import NoCommunication
+from hvdtrain.compare.job import Job
+from hvdtrain.compare.observe import PIECE, _sample, _Watcher, observe, pieces
+from hvdtrain.compare.options import CompareOptions
+from hvdtrain.compare.ranks import ArmFailed, Ranks
+from hvdtrain.compare.stage import WORKER, without_launcher
+from hvdtrain.compare.worker import LOOPS, said_of_data
+from hvdtrain.errors import InputError
+from hvdtrain.tasks.digits import Digits
+from hvdtrain.tasks.mlp import MLP
+from hvdtrain.training.precision import Precision
+from hvdtrain.training.task import Task
+from tests import ranks as live
+from tests.training.test_task import SOURCE
+
+OPTIONS = {name for option in command.params for name in option.opts}
+CLEAR_REFS = Path("/proc/self/clear_refs")
+resets_peak = pytest.mark.skipif(
+    not os.access(CLEAR_REFS, os.W_OK), reason=f"{CLEAR_REFS} cannot be written here"
+)
+
+
+def advised(text: str) -> set[str]:
+    """The options that an error tells the user of."""
+    return set(re.findall(r"--[a-z-]+[a-z]", text))
+
+
+@contextmanager
+def worker(task: str, *settings: str) -> Iterator[Ranks]:
+    """A live rank alone, with the task open."""
+    command = [sys.executable, *WORKER]
+    config = {"task": task, "set": settings, "batch_size": 8, "device": "cpu", "threads": 1}
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-test-") as folder:
+        at, log = Path(folder) / "socket", Path(folder) / "log"
+        made = Ranks(command, 1, without_launcher(os.environ), at, log, launched=False)
+        try:
+            made.meet(60)
+            made.call("open", Job("single", "trainer", {**config, "epochs": 1000}, (cores,)))
+            yield made
+        finally:
+            made.end()
+
+
+def test_every_step_counts_whatever_it_was_for() -> None:
+    with worker("digits", "width=4") as rank:
+        found = [rank.call("fingerprint")[0]]
+        for what in (("prove", 3), ("window", 2, 1), ("phases", 2)):
+            rank.call(*what)
+            found.append(rank.call("fingerprint")[0])
+    assert [steps for steps, _ in found] == [0, 3, 6, 8]
+    assert len({digest for _, digest in found}) == 4
+
+
+def test_bad_input_is_every_ranks() -> None:
+    """Whichever is the first to say so: two arms must not seem to have two reasons."""
+    with pytest.raises(ArmFailed, match="^unknown task 'pigeon'"), worker("pigeon"):
+        pass
+
+
+def test_a_failure_names_its_rank() -> None:
+    with pytest.raises(ArmFailed, match="^rank 0: AttributeError: "), worker("digits") as rank:
+        rank.call("pigeon")
+
+
+TWO_RANKS = """
+import os, pickle, sys, time
+from multiprocessing.connection import Client
+rank = 0 if os.fork() else 1
+if os.getpgrp() != os.getpid():
+    os.setpgid(0, 0)
+with Client(sys.argv[-1], "AF_UNIX") as connection:
+    connection.send_bytes(pickle.dumps((rank, os.getpid())))
+    connection.recv_bytes()
+    if rank == 1:
+        os._exit(9)
+    os.wait()
+    connection.send_bytes(pickle.dumps((False, "rank 0: connection closed by peer")))
+    time.sleep(20)
+"""
+
+
+def test_a_rank_that_is_gone_is_why_the_others_fail(tmp_path: Path) -> None:
+    """Also where both are heard at once, as on a busy machine."""
+    made = Ranks(
+        [sys.executable, "-c", TWO_RANKS], 2, os.environ, tmp_path / "socket", tmp_path / "log"
+    )
+    try:
+        made.meet(20)
+        made.begin("window")
+        time.sleep(1)
+        with pytest.raises(ArmFailed, match="^rank 1 ended during 'window'"):
+            made.finish(20)
+    finally:
+        made.end(gently=False)
+
+
+SLOW_TRACKER = """
+import multiprocessing, os, signal
+event = multiprocessing.get_context("spawn").Event()
+tracker = multiprocessing.resource_tracker._resource_tracker._pid
+os.kill(tracker, signal.SIGSTOP)
+parts = event._cond._lock, event._cond._sleeping_count, event._cond._woken_count
+parts += event._cond._wait_semaphore, event._flag
+print(tracker, *(part._semlock.name for part in parts), flush=True)
+os._exit(0)
+"""
+
+
+def test_what_removes_a_launchers_semaphores_is_let(tmp_path: Path) -> None:
+    """horovodrun makes some; its resource tracker removes them, at times only after its end."""
+    at, log = tmp_path / "socket", tmp_path / "log"
+    made = Ranks([sys.executable, "-c", SLOW_TRACKER], 1, os.environ, at, log)
+    made.process.wait(20)
+    tracker, *names = log.read_text().split()
+    semaphores = [Path("/dev/shm", f"sem.{name.removeprefix('/')}") for name in names]
+    assert all(path.exists() for path in semaphores)
+    later = threading.Timer(0.6, os.kill, (int(tracker), signal.SIGCONT))
+    later.start()
+    made.end()
+    later.join()
+    assert not [path for path in semaphores if path.exists()]
+
+
+@resets_peak
+def test_peak_memory_is_not_that_of_the_proof() -> None:
+    with worker("mlp", "width=2048", "depth=3") as rank:
+        rank.call("prove", 2)
+        (proof,) = rank.call("peak_mib")
+        rank.call("window", 2, 0)
+        (steps,) = rank.call("peak_mib")
+    assert 100 < steps < proof - 5
+
+
+def test_what_is_said_of_the_data() -> None:
+    digits = "real: 8x8 images of handwritten digits, from scikit-learn; 1437 samples"
+    assert said_of_data(Digits(), 1437) == digits
+    names: dict[str, Any] = {}
+    exec(SOURCE.format(name="Mine", answer=1), names)
+    silent = cast("Task", names["Mine"]())
+    assert said_of_data(silent, 2) == "the task does not say (Task.about_data); 2 samples"
+
+
+# The memory of the proof
+
+
+def watcher(model: nn.Module) -> _Watcher:
+    config = TrainConfig(device="cpu")
+    loop = SimpleNamespace(
+        backend=open_backend("single", detect({}), BackendOptions(device="cpu")),
+        config=config,
+        precision=Precision(config.precision, torch.device("cpu")),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        on_batch=None,
+    )
+    return _Watcher(cast("Any", loop))
+
+
+def peak_mib() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**10
+
+
+def stored(kind: str, size: int) -> Tensor:
+    """Numbers of a tensor of `size` x `size`, in some memory format."""
+    numbers = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
+    if kind == "transposed":
+        return numbers.T
+    if kind == "channels last":
+        images = numbers.reshape(size // 16, 16, 4, size // 4)
+        return images.contiguous(memory_format=torch.channels_last)
+    return numbers
+
+
+KINDS = ["contiguous", "transposed", "channels last"]
+
+
+@resets_peak
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_proof_takes_little_memory(kind: str) -> None:
+    """Of 64 MiB of gradients."""
+    model = nn.Module()
+    model.weight = nn.Parameter(stored(kind, 4096))
+    model.unused = nn.Parameter(torch.zeros(4096, 4096))
+    watching = watcher(model)
+    model.weight.grad = model.weight.detach()
+    watching._norm()  # whatever is made once
+    watching._sample_gradient()
+    CLEAR_REFS.write_text("5")
+    before = peak_mib()
+    watching._norm()
+    assert peak_mib() - before < 8
+    watching._sample_gradient()
+    assert peak_mib() - before < 16  # of which the sample itself is 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_norm_is_that_of_all_elements(kind: str, dtype: torch.dtype) -> None:
+    grad = stored(kind, 1024).to(dtype)
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros_like(grad))
+    model.unused = nn.Parameter(torch.zeros(3))
+    model.weight.grad = grad.clone()
+    watching = watcher(model)
+    norm = watching._norm()
+    assert norm == pytest.approx(float(grad.double().square().sum().sqrt()), rel=1e-13)
+    assert watching._norm() == norm
+    assert torch.equal(model.weight.grad, grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_is_in_the_order_of_the_elements(kind: str) -> None:
+    tensors = [stored(kind, 64), torch.zeros(()).expand(2, 3), torch.tensor(2.0)]
+    found = torch.from_numpy(_sample(tensors, 7))
+    assert torch.equal(found, torch.cat([t.reshape(-1)[::7].double() for t in tensors]))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (PIECE + 1,), (3, PIECE), (700, 1, 800)])
+def test_pieces_are_all_of_a_tensor_and_no_copy(shape: tuple[int, ...]) -> None:
+    t = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    found = list(pieces(t))
+    assert torch.equal(torch.cat([p.reshape(-1) for p in found]).sort().values, t.reshape(-1))
+    assert all(p.numel() <= PIECE for p in found)
+    assert {p.untyped_storage().data_ptr() for p in found} == {t.untyped_storage().data_ptr()}
+
+
+# The same options, and the same errors, in all loops
+
+
+class Spare(MLP):
+    """A model with a layer that it does not use, and an optimizer that decays its weights."""
+
+    def __init__(self) -> None:
+        super().__init__(width=16, depth=1, samples=64, lr=0.01, optimizer="adamw")
+
+    def model(self) -> nn.Module:
+        return HasSpare(super().model())
+
+
+class HasSpare(nn.Module):
+    def __init__(self, used: nn.Module) -> None:
+        super().__init__()
+        self.used = used
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", self.used(x))
+
+
+def prove(opened: Backend, /, loop: str, backend: str, **changes: Any) -> Account:
+    """Runs on live ranks, on the opened backend's process group."""
+    config = TrainConfig(seed=3, threads=1, epochs=2, **{"batch_size": 8, **changes})
+    options = replace(opened.options, unused_parameters=config.backend_options().unused_parameters)
+    made_backend = load(backend)(opened.world, options)
+    made_backend.open()
+    made = LOOPS[loop](Spare(), made_backend, config)
+    made.set_up(record=False)
+    return observe(made, made.steps(), 6)
+
+
+ARMS = [
+    ("trainer", "ddp"),
+    ("by hand", "ddp"),
+    ("trainer", f"{NoCommunication.__module__}:NoCommunication"),
+]
+TWO = pytest.mark.parametrize("ranks", [("ddp-gloo", 2)], indirect=True)
+
+
+def errors(ranks: live.Ranks, **changes: Any) -> list[str]:
+    """What every arm says, on its first rank."""
+    found = [ranks.outcomes(prove, *arm, **changes)[0] for arm in ARMS]
+    assert [(type(f), f.kind) for f in found] == [(live.Raised, InputError.__name__)] * len(ARMS)
+    return [f.text for f in found]
+
+
+@TWO
+def test_too_few_samples_are_the_same_error_in_every_loop(ranks: live.Ranks) -> None:
+    """Not an endless loop over epochs of nothing."""
+    found = errors(ranks, batch_size=33)
+    assert len(set(found)) == 1
+    assert "33 x 2 = 66 samples, is larger than the training data, 64 samples" in found[0]
+    assert advised(found[0]) == {"--uneven"} <= OPTIONS
+
+
+@TWO
+def test_unused_parameters_are_the_same_error_in_every_loop(ranks: live.Ranks) -> None:
+    found = errors(ranks)
+    assert len(set(found)) == 1
+    assert "2 parameters got no gradient: spare.weight, spare.bias" in found[0]
+    assert advised(found[0]) == {"--unused-parameters"} <= OPTIONS
+
+
+@TWO
+@pytest.mark.parametrize("uneven", ["drop", "pad"])
+def test_every_loop_gives_unused_parameters_zeros_and_pads(ranks: live.Ranks, uneven: str) -> None:
+    changes: dict[str, Any] = {
+        "unused_parameters": "zero",
+        "uneven": uneven,
+        "accumulate": 2,
+        "batch_size": 5,
+    }
+    trainer, by_hand, alone = (ranks.run(prove, *arm, **changes) for arm in ARMS)
+    for one, other in zip(trainer, by_hand, strict=True):
+        assert [step.samples for step in one.steps] == [step.samples for step in other.steps]
+        assert one.final_sha256 == other.final_sha256 != one.initial_sha256
+    sizes = [step.gradient_bytes for found in (trainer, by_hand, alone) for step in found[0].steps]
+    assert len(set(sizes)) == 1  # the zeros are among them
+
+
+def test_options_reach_the_training_of_all_arms() -> None:
+    options = CompareOptions(unused_parameters="zero", uneven="pad")
+    config = TrainConfig(**options.training(2))
+    assert (config.unused_parameters, config.uneven) == ("zero", "pad")
+    with pytest.raises(InputError, match="--uneven 'odd' is not one of: drop, pad"):
+        CompareOptions(uneven="odd").check()
+
+
+def test_a_scaled_rate_is_not_answered_with_an_option_that_is_not_there() -> None:
+    text = causes.of_rate(2.0, 2, 1).text
+    assert advised(text) == {"--lr"} <= OPTIONS

@@ -1,0 +1,107 @@
+"""Messages from one rank to another, and objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.transports.collectives.table import Dist, case, same, values
+
+
+@case()
+def send_and_receive(dist: Dist) -> None:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for count in (1, 20_000, 300_000):
+        if rank == 0:
+            for k in range(1, n):
+                dist.send(values(k, count), k)
+        else:
+            t = torch.zeros(count)
+            dist.recv(t, 0)
+            same(t, values(rank, count))
+    if rank == 0:
+        for _ in range(1, n):
+            t = torch.zeros(3)
+            source = dist.recv(t)
+            same(t, values(source, 3))
+    else:
+        dist.send(values(rank, 3), 0)
+
+
+@case()
+def send_and_receive_by_tag(dist: Dist) -> None:
+    rank = dist.get_rank()
+    if rank == 0:
+        works = [dist.isend(values(tag, 50), 1, tag=tag) for tag in (1, 2, 3)]
+        for work in works:
+            work.wait()
+    if rank == 1:
+        for tag in (3, 1, 2):
+            t = torch.zeros(50)
+            dist.irecv(t, 0, tag=tag).wait()
+            same(t, values(tag, 50))
+
+
+@case()
+def a_ring_in_one_batch(dist: Dist) -> None:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for count in (10, 300_000):
+        t = torch.zeros(count)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, values(rank, count), (rank + 1) % n),
+                dist.P2POp(dist.irecv, t, (rank - 1) % n),
+            ]
+        )
+        for work in works:
+            work.wait()
+        same(t, values((rank - 1) % n, count))
+
+
+@case()
+def a_tensor_that_is_being_sent_is_not_moved(dist: Dist) -> None:
+    rank = dist.get_rank()
+    if rank > 1:
+        for _ in range(8):
+            dist.all_reduce(torch.ones(1_000_000))
+        return
+    for turn in range(4):
+        base = torch.empty(2_000_000)
+        half, other = torch.split(base, 1_000_000)
+        for _ in range(2):
+            half.copy_(values(rank, 1_000_000))
+            work = dist.isend(half, 1, tag=turn) if rank == 0 else dist.irecv(half, 0, tag=turn)
+            other.fill_(1)
+            dist.all_reduce(other)
+            work.wait()
+            same(half, values(0, 1_000_000))
+            same(other, torch.full((1_000_000,), float(dist.get_world_size())))
+
+
+@case()
+def objects(dist: Dist) -> None:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    mine = {"rank": rank, "text": "x" * 1000 * rank, "tensor": values(rank, 5)}
+    everyone: list[Any] = [None] * n
+    dist.all_gather_object(everyone, mine)
+    for r, theirs in enumerate(everyone):
+        assert theirs["rank"] == r
+        assert theirs["text"] == "x" * 1000 * r
+        same(theirs["tensor"], values(r, 5))
+    for root in range(n):
+        collected: list[Any] | None = [None] * n if rank == root else None
+        dist.gather_object(mine["rank"], collected, root)
+        assert rank != root or collected == list(range(n))
+        told = [f"from {rank}", None if rank != root else 7]
+        dist.broadcast_object_list(told, root)
+        assert told == [f"from {root}", 7]
+        part: list[Any] = [None]
+        dist.scatter_object_list(part, [f"to {r}" for r in range(n)], root)
+        assert part == [f"to {rank}"]
+    if rank == 0:
+        dist.send_object_list([1, "two"], 1)
+    if rank == 1:
+        got: list[Any] = [None, None]
+        dist.recv_object_list(got, 0)
+        assert got == [1, "two"]

@@ -1,0 +1,168 @@
+"""All-reduce, of every type, operation and size."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from tests.transports.collectives.table import (
+    ALL,
+    FLOATS,
+    SIZES,
+    WHOLE,
+    Dist,
+    case,
+    close,
+    computed,
+    same,
+    values,
+)
+
+
+@case()
+def all_reduce_of_every_type_and_operation(dist: Dist) -> None:
+    for dtype in ALL:
+        ops = ["SUM", "PRODUCT", "MIN", "MAX", *(("BAND", "BOR", "BXOR") * (dtype in WHOLE))]
+        for op in ops:
+            for count in (5, 20_001):
+                t = values(dist.get_rank(), count, dtype)
+                dist.all_reduce(t, getattr(dist.ReduceOp, op))
+                same(t, computed(dist, op, count, dtype))
+
+
+@case(unlike_gloo="it has no int16")
+def all_reduce_of_int16(dist: Dist) -> None:
+    for op in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+        t = values(dist.get_rank(), 20_001, torch.int16)
+        dist.all_reduce(t, getattr(dist.ReduceOp, op))
+        same(t, computed(dist, op, 20_001, torch.int16))
+
+
+@case(unlike_gloo="it adds up the bytes of bools: true and true are 2 in memory")
+def all_reduce_of_bools(dist: Dist) -> None:
+    def said(rank: int) -> Tensor:
+        return (torch.arange(70_001) // (rank + 1)) % 2 == 0
+
+    every = torch.stack([said(r) for r in range(dist.get_world_size())])
+    some, all_of = every.any(0), every.all(0)
+    odd = every.sum(0) % 2 == 1
+    expected = {"SUM": some, "PRODUCT": all_of, "MIN": all_of, "MAX": some}
+    expected |= {"BAND": all_of, "BOR": some, "BXOR": odd}
+    for op, result in expected.items():
+        for count in (5, 70_001):
+            t = said(dist.get_rank())[:count].clone()
+            dist.all_reduce(t, getattr(dist.ReduceOp, op))
+            same(t, result[:count])
+            assert int(t.view(torch.uint8).max()) <= 1
+
+
+@case()
+def all_reduce_of_complex_numbers(dist: Dist) -> None:
+    for dtype in (torch.complex64, torch.complex128):
+        for count in (5, 20_001):
+            t = values(dist.get_rank(), count, dtype) * (1 + 2j)
+            dist.all_reduce(t)
+            same(t, computed(dist, "SUM", count, dtype) * (1 + 2j))
+
+
+@case()
+def all_reduce_by_average(dist: Dist) -> None:
+    for dtype in FLOATS:
+        for count in (5, 20_001, 300_000):
+            for _ in range(3):
+                t = values(dist.get_rank(), count, dtype)
+                dist.all_reduce(t, dist.ReduceOp.AVG)
+                close(t, computed(dist, "AVG", count, dtype))
+    t = values(dist.get_rank(), 5, torch.complex64)
+    dist.all_reduce(t, dist.ReduceOp.AVG)
+    torch.testing.assert_close(t, computed(dist, "AVG", 5, torch.float32).to(torch.complex64))
+
+
+@case()
+def all_reduce_of_every_size_again_and_again(dist: Dist) -> None:
+    for count in SIZES:
+        t = torch.empty(count)
+        for turn in range(4):
+            t.copy_(values(dist.get_rank() + turn, count))
+            dist.all_reduce(t)
+            n = dist.get_world_size()
+            same(t, sum((values(r + turn, count) for r in range(n)), torch.zeros(count)))
+
+
+@case()
+def all_reduce_around_the_borders_of_paths(dist: Dist) -> None:
+    for num_bytes in (64 << 10, 1 << 20, 4 << 20):
+        for count in (num_bytes // 4 - 1, num_bytes // 4, num_bytes // 4 + 1):
+            t = torch.empty(count)
+            for _ in range(3):
+                t.copy_(values(dist.get_rank(), count))
+                dist.all_reduce(t)
+                same(t, computed(dist, "SUM", count, torch.float32))
+
+
+@case(unlike_gloo="it adds up half by half")
+def halves_are_added_up_in_float32(dist: Dist) -> None:
+    """1 + 2^-11 + 2^-11 is 1 in steps of float16, and 1 + 2^-10 rightly."""
+    if dist.get_world_size() < 3:
+        return
+    for dtype, eps in ((torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)):
+        for count in (5, 50_000, 1_000_000):
+            t = torch.empty(count, dtype=dtype)
+            for _ in range(3):
+                t.fill_(1.0 if dist.get_rank() == 0 else eps)
+                dist.all_reduce(t)
+                same(t, torch.full((count,), 1 + 2 * eps, dtype=dtype))
+
+
+@case()
+def all_ranks_get_the_same_bits(dist: Dist) -> None:
+    for count in (1_000, 300_000):
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        t = torch.randn(count, generator=generator)
+        for _ in range(3):
+            dist.all_reduce(t, dist.ReduceOp.AVG)
+            t += dist.get_rank()
+        t -= dist.get_rank()
+        dist.all_reduce(t, dist.ReduceOp.AVG)
+        everyone = [torch.empty(count) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, t)
+        for theirs in everyone:
+            same(theirs, t)
+
+
+@case()
+def nan_and_infinity(dist: Dist) -> None:
+    for count in (100, 300_000):
+        t = torch.empty(count)
+        for _ in range(3):
+            t.fill_(1.0)
+            if dist.get_rank() == 1:
+                t[3], t[4] = float("nan"), float("inf")
+            dist.all_reduce(t)
+            assert t[3].isnan()
+            assert t[4].isinf()
+            assert t[5:].eq(dist.get_world_size()).all()
+
+
+@case()
+def all_reduce_of_a_sparse_tensor(dist: Dist) -> None:
+    t = torch.sparse_coo_tensor(
+        torch.tensor([[dist.get_rank()]]), torch.tensor([2.0]), (5,), check_invariants=True
+    )
+    dist.all_reduce(t)
+    n = dist.get_world_size()
+    same(t.to_dense(), torch.tensor([2.0] * n + [0.0] * (5 - n)))
+
+
+@case()
+def all_reduce_coalesced(dist: Dist) -> None:
+    rank, shapes = dist.get_rank(), [(3,), (4, 5), (1,), (100, 100), (400, 1000)]
+    for _ in range(3):
+        tensors = [values(rank, shape) for shape in shapes]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist.all_reduce_coalesced(tensors)
+        for t, shape in zip(tensors, shapes, strict=True):
+            same(t, computed(dist, "SUM", shape, torch.float32))

@@ -1,0 +1,120 @@
+"""The table of cases, and what they have in common.
+
+A case is a function of torch.distributed that every rank calls, with its expectations as asserts;
+test_collectives.py runs them. It holds on Gloo, too, unless it says how hvdtrain's own transports
+are `unlike_gloo`, or that it is about `shm` alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+Dist = Any
+F = TypeVar("F", bound=Callable[[Dist], object])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table."""
+
+    function: Callable[[Dist], object]
+    unlike_gloo: str  # why Gloo does it otherwise, or not at all
+    shm_only: bool
+    sizes: Sequence[int]
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def holds_on(self, transport: str, n: int) -> bool:
+        if self.unlike_gloo and transport == "gloo" or self.shm_only and transport != "shm":
+            return False
+        return n in self.sizes
+
+
+TABLE: list[Case] = []
+
+
+def case(
+    *, unlike_gloo: str = "", shm_only: bool = False, sizes: Sequence[int] = (2, 3)
+) -> Callable[[F], F]:
+    """Make a function a row of the table."""
+
+    def add(function: F) -> F:
+        TABLE.append(Case(function, unlike_gloo, shm_only, sizes))
+        return function
+
+    return add
+
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+WHOLE = (torch.uint8, torch.int8, torch.int32, torch.int64)
+ALL = (*FLOATS, *WHOLE)
+
+# Elements of float32: for one cache line, for what all add up themselves, for one stage, for what
+# is moved into shared memory when it is seen again, and for several stages.
+SIZES = (1, 7, 1_000, 20_000, 300_000, 2_250_001)
+
+
+def values(rank: int, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """What a rank contributes: 1 to 4, so that every type holds the sum and the product exactly."""
+    count = int(np.prod(shape))
+    numbers = (torch.arange(count) * (rank + 3) // 2 + rank) % 4 + 1
+    return numbers.reshape(shape if isinstance(shape, Sequence) else (shape,)).to(dtype)
+
+
+def computed(dist: Dist, op: str, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What `op` makes of all ranks' values, by NumPy."""
+    parts = [values(r, shape, torch.int64).numpy() for r in range(dist.get_world_size())]
+    of = {
+        "SUM": np.add,
+        "AVG": np.add,
+        "PRODUCT": np.multiply,
+        "MIN": np.minimum,
+        "MAX": np.maximum,
+        "BAND": np.bitwise_and,
+        "BOR": np.bitwise_or,
+        "BXOR": np.bitwise_xor,
+    }[op]
+    total = torch.from_numpy(np.asarray(functools.reduce(of, parts)))
+    if op == "AVG":
+        return (total.to(torch.float64) / len(parts)).to(dtype)
+    return total.to(dtype)
+
+
+def same(a: Tensor, b: Tensor) -> None:
+    assert a.dtype == b.dtype, (a.dtype, b.dtype)
+    assert a.shape == b.shape, (a.shape, b.shape)
+    if not torch.equal(a, b):
+        at = int((a != b).flatten().nonzero()[0])
+        raise AssertionError(f"at {at}: {a.flatten()[at]} and not {b.flatten()[at]}")
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=2 * torch.finfo(a.dtype).eps, atol=0)
+
+
+@contextlib.contextmanager
+def refused(kind: type[Exception], *said: str) -> Iterator[None]:
+    with pytest.raises(kind) as raised:
+        yield
+    missing = [text for text in said if text not in str(raised.value)]
+    assert not missing, f"{missing} not in: {raised.value}"
+
+
+def usable(dist: Dist, group: Any = None) -> None:
+    """Whether a group still does what it should, in all sizes."""
+    n = dist.get_world_size(group)
+    for count in (3, 20_000, 300_000):
+        t = torch.full((count,), 2.0)
+        dist.all_reduce(t, group=group)
+        same(t, torch.full((count,), 2.0 * n))

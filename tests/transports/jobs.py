@@ -1,0 +1,166 @@
+"""Jobs whose end is the test: ranks that run a scenario of lifecycle.py, and what they answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.launching import Finished, kill, run, started
+
+Answer = dict[str, Any]
+ROUNDS = int(os.environ.get("TEST_CHAOS_ROUNDS", "3"))
+SEED = int(os.environ.get("TEST_CHAOS_SEED", "4"))
+SCENARIOS = (
+    "in_a_blocking_collective",
+    "in_a_big_collective",
+    "with_many_in_flight",
+    "in_a_collective_by_gloo",
+)
+RANK = [sys.executable, "-m", "tests.transports.lifecycle"]
+
+
+def play(
+    scenario: str,
+    folder: Path,
+    *arguments: object,
+    n: int = 2,
+    victim: int = -1,
+    timeout: float = 60,
+    inside: Sequence[Sequence[str]] = (),
+    **env: str,
+) -> tuple[list[Answer], str]:
+    """Run a scenario on ranks of shm without a launcher, which would end them all.
+
+    Returns the answers of all but the victim, and what they printed. `inside`: what to start each
+    rank by. Nothing may stay behind.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [*RANK, "shm", scenario, str(folder), *map(str, arguments)]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(no_shared_memory_left())
+        running = []
+        for rank in range(n):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(n), "MASTER_ADDR": "localhost"}
+            place |= {"MASTER_PORT": str(port), "LOCAL_RANK": str(rank), **env}
+            line = [*(inside[rank] if inside else ()), *command]
+            running.append(stack.enter_context(started(line, env=place)))
+        deadline = time.monotonic() + timeout
+        for rank, (process, log) in enumerate(running):
+            if rank == victim:
+                continue
+            try:
+                code = process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                texts = "\n".join(log.read_text(errors="replace") for _, log in running)
+                raise AssertionError(f"{scenario}: rank {rank} did not end:\n{texts}") from None
+            assert code == 0, log.read_text(errors="replace")
+        output = "".join(log.read_text(errors="replace") for _, log in running)
+        for process, _ in running:
+            kill(process.marker)
+    return answers(folder, n), output
+
+
+def play_under_mpirun(
+    scenario: str, folder: Path, *arguments: object, n: int, **env: str
+) -> tuple[list[Answer], Finished]:
+    """Run a scenario on ranks of mpi4py, to the end of the job. Nothing may stay behind."""
+    command = [*RANK, "mpi4py", scenario, str(folder), *map(str, arguments)]
+    with no_shared_memory_left():
+        finished = run(["mpirun", "-np", str(n), *command], timeout=60, env=env)
+    return answers(folder, n), finished
+
+
+def answers(folder: Path, n: int) -> list[Answer]:
+    """What the ranks have answered; nothing for those that have not."""
+    files = [folder / f"answer-{rank}.json" for rank in range(n)]
+    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+
+@contextlib.contextmanager
+def no_shared_memory_left() -> Iterator[None]:
+    """Fail where files in /dev/shm are new and nobody's; other jobs have theirs."""
+    shared = Path("/dev/shm")
+    before = {*shared.iterdir()}
+    yield
+    deadline = time.monotonic() + 3
+    while left := [path for path in {*shared.iterdir()} - before if not _in_use(path)]:
+        assert time.monotonic() < deadline, f"shared memory stayed behind: {left}"
+        time.sleep(0.1)
+
+
+def _in_use(path: Path) -> bool:
+    if path.name.startswith("mpich_shm_"):
+        return True  # an aborted rank's, of another test: see conftest.py
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(path) in (process / "maps").read_text():
+                return True
+            # Another job's mpirun clears at its end what its ranks have left.
+            if path.name.startswith("vader_") and (process / "comm").read_text() == "mpirun\n":
+                return True
+    return False
+
+
+def died_at(folder: Path) -> float:
+    """When the victim was hit, by time.time()."""
+    return float((folder / "died").read_text())
+
+
+def check_survivors(answers: list[Answer], victim: int, folder: Path, limit_s: float) -> None:
+    """All others have named the victim in time, and have given up for good."""
+    died = died_at(folder)
+    for rank, answer in enumerate(answers):
+        if rank == victim:
+            continue
+        assert answer, f"rank {rank} has not answered"
+        assert answer["kind"] == "PeerLost", answer
+        reason, _, _ = answer["text"].partition("; rank ")
+        named = re.findall(r"rank (\d+)", reason.rpartition(" has given up, for ")[2])
+        assert named == [str(victim)], answer
+        assert answer["at"] - died < limit_s, (answer["at"] - died, answer)
+        assert answer["next"] != "it works again", answer
+        assert answer["next_s"] < 1, answer
+        assert answer["close_s"] < 5, answer
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of chaos: a folder of its own, how many ranks, and who is hit how."""
+
+    folder: Path
+    n: int
+    victim: int
+    how: str
+    seed: int
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Say in what fails which round it was."""
+        try:
+            yield
+        except AssertionError as error:
+            raise AssertionError(f"{self}: {error}") from error
+
+
+def rounds(folder: Path, sizes: Sequence[int]) -> Iterator[Round]:
+    """Draw the rounds. TEST_CHAOS_ROUNDS says how many, TEST_CHAOS_SEED which."""
+    chance = random.Random(SEED)
+    for turn in range(ROUNDS):
+        place = folder / str(turn)
+        place.mkdir()
+        n = chance.choice(sizes)
+        victim, how = chance.randrange(n), chance.choice(["kill", "stop"])
+        yield Round(place, n, victim, how, chance.randrange(10**6))
