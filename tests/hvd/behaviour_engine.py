@@ -245,6 +245,18 @@ def remembered_names_in_changing_orders(hvd: Hvd) -> None:
 
 
 @case()
+def more_names_than_are_remembered(hvd: Hvd) -> None:
+    """Both sides remember 1024, and what one still does the other may have forgotten."""
+    for step in range(3):
+        handles = [
+            hvd.allreduce_async(mine(hvd, 1) + step, name=f"{i}", op=hvd.Sum) for i in range(1100)
+        ]
+        expected = total(everyones(hvd, 1)) + step * hvd.size()
+        for handle in handles:
+            same(hvd.synchronize(handle), expected)
+
+
+@case()
 def an_error_leaves_others_in_flight_alone(hvd: Hvd) -> None:
     before = hvd.allreduce_async(mine(hvd, 2), name="before")
     bad = hvd.allreduce_async(mine(hvd, 3 if last(hvd) else 2), name="bad")

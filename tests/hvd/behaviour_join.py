@@ -153,6 +153,25 @@ def operations_submitted_before_joining(hvd: Hvd) -> None:
 
 
 @case(stronger="what was submitted before joining is done; Horovod hangs", uneven=True)
+def operations_asked_for_again_before_joining(hvd: Hvd) -> None:
+    """The last rank asks by what it remembers of `x`, and joins before it hears that rank 0 has
+    forgotten it; for all others `x` is only waiting for that rank.
+    """
+    last = hvd.size() - 1
+    hvd.allreduce(mine(hvd, 2), name="x")
+    with fails(hvd, "Mismatched ALLREDUCE tensor shapes"):
+        hvd.allreduce(mine(hvd, 3 if hvd.rank() == 0 else 2), name="x")
+    if hvd.rank() == last:
+        time.sleep(0.3)  # the others have submitted
+    handle = hvd.allreduce_async(mine(hvd, 2), name="x")
+    if hvd.rank() != last:
+        same(hvd.synchronize(handle), mean(everyones(hvd, 2)))
+    assert hvd.join() in range(hvd.size())
+    if hvd.rank() == last:
+        same(hvd.synchronize(handle), mean(everyones(hvd, 2)))
+
+
+@case(stronger="what was submitted before joining is done; Horovod hangs", uneven=True)
 def large_operations_when_all_join(hvd: Hvd) -> None:
     """The second waits for the first, and may be sent when nobody has joined any more."""
     for first in range(hvd.size()):

@@ -20,9 +20,14 @@ class Patient(HvdRanks):
 
 
 class SmallBuckets(Patient):
-    """Ranks for which a few parameters fill a bucket."""
+    """Ranks for which a few parameters fill a bucket, and that remember two names."""
 
-    env = {**HvdRanks.env, "HOROVOD_FUSION_THRESHOLD": "200", "HVDTRAIN_PIPELINED_STEP": "1"}
+    env = {
+        **HvdRanks.env,
+        "HOROVOD_FUSION_THRESHOLD": "200",
+        "HVDTRAIN_PIPELINED_STEP": "1",
+        "HOROVOD_CACHE_CAPACITY": "2",
+    }
 
 
 KINDS = {"big": Patient, "small": SmallBuckets}

@@ -4,7 +4,7 @@ No sockets, threads or clocks of its own: messages go in, messages come out. One
 goes to everybody, so all ranks run the same batches in the same order.
 
 To rank 0:  op (key, meta; data)   hit (cache id; data)   join   step (lane, number)   drop (lane)
-            idle   bye (steps)   drained   broken (reason)
+            anew (cache id, key, meta; data)   idle   bye (steps)   drained   broken (reason)
 From it:    run (batches)   done (key, cache id, extra; result)   error (key, text)   again (id)
             joined (last rank)   shadow (lane, number)   dropped (lane)
             down (reason, by, steps)   close
@@ -69,6 +69,8 @@ class Coordinator:
         self._cache_ids: dict[Key, int] = {}
         self._next_cache_id = 1
         self._cache_capacity = cache_capacity
+        self._asked_again: dict[int, set[int]] = {rank: set() for rank in range(size)}
+        self._held: dict[int, list[tuple[list[Any], bytes]]] = {rank: [] for rank in range(size)}
         self._fusion_bytes = fusion_bytes
         self._send = send
         self.timeline = timeline
@@ -83,7 +85,9 @@ class Coordinator:
         what, *rest = header
         if self._down and what not in ("drained", "idle"):
             return  # its sender hears, or has heard, that it is over
-        if what == "op":
+        if self._is_early(rank, header):
+            self._held[rank].append((header, payload))
+        elif what == "op":
             self._arrive(rank, Key(*rest[0]), Meta.from_wire(rest[1]), payload, now)
         elif what == "hit":
             if rest[0] in self._cache:
@@ -91,7 +95,15 @@ class Coordinator:
                 key, metas = self._cache[rest[0]]
                 self._arrive(rank, key, metas[rank], payload, now)
             else:
+                self._asked_again[rank].add(rest[0])
                 self._send([rank], ["again", rest[0]], b"")
+        elif what == "anew":
+            self._asked_again[rank].discard(rest[0])
+            self._arrive(rank, Key(*rest[1]), Meta.from_wire(rest[2]), payload, now)
+            if not self._asked_again[rank]:
+                held, self._held[rank] = self._held[rank], []
+                for early in held:
+                    self.receive(rank, *early, now)
         elif what == "step":
             lane, set_id, number = rest
             self._step(rank, lane, set_id, number, now)
@@ -255,6 +267,19 @@ class Coordinator:
         cache_id = self._cache_ids.pop(key, None)
         if cache_id is not None:
             del self._cache[cache_id]
+
+    def _is_early(self, rank: int, header: list[Any]) -> bool:
+        """Whether a message has overtaken an operation that its rank was asked for again.
+
+        Between operations that is no matter. But a rank that joins, removes a process set or
+        leaves has submitted that one before.
+        """
+        if self._down or not self._asked_again[rank] or header[0] == "anew":
+            return False
+        moves_data = header[0] == "hit" or (
+            header[0] == "op" and Meta.from_wire(header[2]).kind not in _CONTROL_KINDS
+        )
+        return not moves_data or bool(self._held[rank])
 
     # Ranks that have no more data
 

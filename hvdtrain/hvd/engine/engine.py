@@ -112,8 +112,10 @@ class Engine:
                 raise ValueError(DUPLICATE_NAME)
             self._pending[work.key] = work
             known = self._cache.get(work.key)
-        if known is not None and known[0] == meta:
-            self.control.send(0, ["hit", known[1]], work.payload)
+            if known is not None and known[0] == meta:
+                work.cache_id = known[1]
+        if work.cache_id:
+            self.control.send(0, ["hit", work.cache_id], work.payload)
         else:
             self.control.send(0, ["op", work.key, meta], work.payload)
         return work
@@ -261,13 +263,13 @@ class Engine:
             work.fail(HorovodInternalError(rest[2]))
 
     def _on_again(self, rest: list[Any], payload: bytes) -> None:
+        (cache_id,) = rest
         with self._lock:
-            forgotten = [key for key, (_, cache_id) in self._cache.items() if cache_id == rest[0]]
-            works = [work for key in forgotten if (work := self._pending.get(key)) is not None]
-            for key in forgotten:
+            works = [work for work in self._pending.values() if work.cache_id == cache_id]
+            for key in [key for key, (_, known) in self._cache.items() if known == cache_id]:
                 del self._cache[key]
         for work in works:
-            self.control.send(0, ["op", work.key, work.meta], work.payload)
+            self.control.send(0, ["anew", cache_id, work.key, work.meta], work.payload)
 
     def _on_joined(self, rest: list[Any], payload: bytes) -> None:
         with self._lock:

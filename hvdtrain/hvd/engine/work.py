@@ -30,6 +30,7 @@ class Work:
         self.inputs = inputs or []
         self.outputs = outputs
         self.payload = b""
+        self.cache_id = 0  # what rank 0 was asked with; 0: with all that is known of it
         self.extra: Any = None  # what it was told of the other ranks' tensors: their rows
         self.result: Any = None
         self.error: Exception | None = None
