@@ -48,7 +48,8 @@ def test_nothing_overtakes_an_operation_asked_for_again(
     assert sent[-1] == ["again", cache_id]
     coordinator.receive(1, after, b"", 0.0)
     assert sent[-1] == ["again", cache_id], "it has overtaken what rank 1 submitted before"
-    assert coordinator.waiting.keys() == {X} and not coordinator.joined
+    assert coordinator.waiting.keys() == {X}
+    assert not coordinator.joined
     receive(1, "anew", cache_id, X, PAIR)
     answers = sent[sent.index(["again", cache_id]) + 1 :]
     assert answers[0][:3] == ["done", *X]
