@@ -306,7 +306,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
         if tensors[0].is_sparse:
             what = f"all_reduce(sparse {_told(tensors)}, {_op_name(op)})"
             opts = opts or dist.AllreduceOptions()
-            return self._by_gloo(what, tensors, self._gloo.allreduce, tensors, opts)
+            return self._by_gloo(what, tensors, [], self._gloo.allreduce, tensors, opts)
         return self._reduce_all(tensors, op, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
@@ -497,21 +497,21 @@ class Group(_C10dGroup):  # type: ignore[misc]
         """Combine on the root. Collective."""
         tensors = _listed(tensors)
         what = f"reduce({_told(tensors)}, {_op_name(_op(options[0]))}, to {options[0].rootRank})"
-        return self._by_gloo(what, tensors, self._gloo.reduce, tensors, *options)
+        return self._by_gloo(what, tensors, [], self._gloo.reduce, tensors, *options)
 
     def gather(self, outputs: Any, inputs: Any, *options: Any) -> Work:
         """Collect on the root. Collective."""
         inputs = _listed(inputs)
         what = f"gather({_told(inputs)}, to {options[0].rootRank})"
-        tensors = [*inputs, *(t for parts in outputs for t in parts)]
-        return self._by_gloo(what, tensors, self._gloo.gather, outputs, inputs, *options)
+        results = [t for parts in outputs for t in parts]
+        return self._by_gloo(what, results, inputs, self._gloo.gather, outputs, inputs, *options)
 
     def scatter(self, outputs: Any, inputs: Any, *options: Any) -> Work:
         """Give every rank its part of the root's. Collective."""
         outputs = _listed(outputs)
         what = f"scatter({_told(outputs)}, from {options[0].rootRank})"
-        tensors = [*outputs, *(t for parts in inputs for t in parts)]
-        return self._by_gloo(what, tensors, self._gloo.scatter, outputs, inputs, *options)
+        read = [t for parts in inputs for t in parts]
+        return self._by_gloo(what, outputs, read, self._gloo.scatter, outputs, inputs, *options)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Transfer:
         """Send to one rank."""
@@ -529,7 +529,12 @@ class Group(_C10dGroup):  # type: ignore[misc]
         return Transfer(self._gloo.recv_anysource(tensors, tag), tensors)
 
     def _by_gloo(
-        self, what: str, tensors: list[Tensor], method: Callable[..., Any], *args: Any
+        self,
+        what: str,
+        results: list[Tensor],
+        read: list[Tensor],
+        method: Callable[..., Any],
+        *args: Any,
     ) -> Work:
         """In its turn, so that the order is one on both, and after all ranks have said the same:
         Gloo itself ends the process where they send what others do not expect.
@@ -543,7 +548,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
                 raise TransportError(f"{what}, by Gloo: {error}") from None
             self.carrier.wait_for(what, work)
 
-        return self._order.put(run, Work([], Use(tensors), self._order), wait=False)
+        return self._order.put(run, Work(results, Use(results + read), self._order), wait=False)
 
     # Helpers
 

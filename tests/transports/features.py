@@ -135,6 +135,21 @@ def ddp_with_the_hook_in_c(dist: Dist, folder: Path) -> Weights:
 
 
 @feature
+def ddp_with_sparse_gradients(dist: Dist, folder: Path) -> Weights:
+    """DDP takes a sparse bucket's result out of the future: to find none there ends the process."""
+    torch.manual_seed(11)
+    model = nn.Sequential(nn.EmbeddingBag(1000, 8, sparse=True), nn.Linear(8, 5))
+    wrapped = parallel(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        words = torch.arange(12).view(3, 4) * (dist.get_rank() + 2) + step
+        wrapped(words).square().mean().backward()
+        optimizer.step()
+    return weights(model)
+
+
+@feature
 def ddp_without_synchronisation_at_times(dist: Dist, folder: Path) -> Weights:
     wrapped = parallel(made())
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
