@@ -77,7 +77,7 @@ _OPTIONS = [
         show_default=True,
         callback=_read(seconds),
         metavar="TIME",
-        help="Stop after this time, such as 90s or 10m...",
+        help="Stop after this time, such as 90s or 10m, and 6 blocks at least...",
     ),
     click.Option(
         ["--target-ci"],
@@ -136,7 +136,8 @@ _OPTIONS = [
 @click.command(
     "compare",
     params=_OPTIONS,
-    epilog="Ends with 0 compared, 1 nothing could be compared, 2 bad input, 130 Ctrl-C.",
+    epilog="Ends with 0 compared, 1 nothing could be compared or an arm did other work, "
+    "2 bad input, 130 Ctrl-C, 143 SIGTERM.",
 )
 def command(**values: Any) -> None:
     """Compare backends side by side on this host: do they train the same thing, and how fast?
@@ -154,7 +155,10 @@ def command(**values: Any) -> None:
 
 
 def run(options: CompareOptions) -> None:
-    """Compare, and write the report. Raises HvdtrainError where nothing could be compared."""
+    """Compare, and write the report.
+
+    Raises HvdtrainError where nothing could be compared, or an arm did other work.
+    """
     try:
         from hvdtrain.compare import machine, report, table
         from hvdtrain.compare.arms import choose_all
@@ -164,15 +168,19 @@ def run(options: CompareOptions) -> None:
         raise InputError(
             f"hvdtrain compare needs {error.name}; pip install 'hvdtrain[compare]'"
         ) from None
+    gpus, ranks, on_cpu = machine.usable_gpus(), max(options.ranks), ""
     if options.device == "auto":
-        cuda = machine.usable_gpus() >= max(options.ranks)
-        options = dataclasses.replace(options, device="cuda" if cuda else "cpu")
+        options = dataclasses.replace(options, device="cuda" if gpus >= ranks else "cpu")
+        if 0 < gpus < ranks:
+            on_cpu = f"{gpus} GPUs for {ranks} ranks, so all run on the CPU; or give --np {gpus}"
     arms, left_out = choose_all(options)
     folder = _make_folder(options)
     screen = table.Live()
     runner = Runner(options, arms, screen, folder)
     try:
         with screen:
+            if on_cpu:
+                screen.say(on_cpu)
             for name, why in left_out:
                 screen.say(f"not compared: {name}: {why}")
             runner.run()
@@ -190,6 +198,9 @@ def run(options: CompareOptions) -> None:
         reasons = [f"{key}: {reason}" for reason, key in first.items()]
         said = "; ".join(reasons[:3]) or runner.record["note"]
         raise HvdtrainError(f"nothing could be compared; {said} (see {folder})")
+    rows = runner.record["arms"].items()
+    if refused := [key for key, row in rows if row["status"] == "refused"]:
+        raise HvdtrainError(f"not the same work: {', '.join(refused)} (see {folder})")
 
 
 def _compared(record: dict[str, Any]) -> bool:

@@ -34,8 +34,9 @@ def _base(record: Json, summary: Json) -> str:
     )
     text = f"{rows[0]['name']}, with {wording.settings(rows[0].get('settings'))}: {times}. "
     if by_hand := [row["name"] for row in summary["speed"] if row["role"] == "by hand"]:
-        text += f"So that the baseline is no straw man, {by_hand[0]}, a DDP loop written without "
-        text += "hvdtrain, runs beside it, and so does the same training without communication."
+        text += f"So that the baseline is no straw man, {by_hand[0]}, a DDP loop written out by "
+        text += "hand, on the same data loading, runs beside it, and so does the same training "
+        text += "without communication."
     return text
 
 
@@ -165,8 +166,8 @@ def _threads(record: Json, summary: Json) -> str:
 
 def _extra(record: Json, summary: Json) -> str:
     text = (
-        "Every arm runs the same loop, but for the one by hand, whose point is another; buffers, "
-        "clipping and accumulation are the loop's, not the backend's, and nothing is logged, "
+        "Every arm runs the same loop, but for the one by hand, whose point is another; for "
+        "buffers, clipping and accumulation all have one policy, and nothing is logged, "
         "evaluated or saved within a block. While an arm runs, the ranks of all others are stopped."
     )
     sizes = {arm.get("gradient_bytes") for arm in record["arms"].values()} - {None, 0}

@@ -20,6 +20,7 @@ def environment_rows(record: Json) -> list[list[str]]:
         ("data", config.get("data")),
         ("batch per rank", _by_arm(arms, _batch_per_rank)),
         ("batch of all ranks", _by_arm(arms, lambda arm: arm.get("samples_per_step"))),
+        ("device", config.get("device")),
         ("precision", config.get("precision")),
         ("learning rate", config.get("lr")),
         ("seed", config.get("seed")),

@@ -32,7 +32,9 @@ from hvdtrain.compare.counted import counted
 # that differs in its last bit may be rounded the other way.
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "fp16": 2.0**-11, "bf16": 2.0**-8}
 
-# A baseline that is further than this from itself proves nothing.
+# Others may be so many times further from the baseline than it is from itself, run again.
+_AGAIN = 4
+# A baseline that would have more than this allowed so proves nothing.
 _USELESS = 0.1
 
 
@@ -127,12 +129,9 @@ def baseline_problem(name: str, base: Ranks, again: Ranks | None) -> str:
             return f"the baseline {name} starts from other weights when it is run again{own}"
         if any(_content(a) != _content(b) for a, b in zip(again, base, strict=True)):
             return f"the baseline {name} sees other samples when it is run again{own}"
-        apart, _ = final_distance(again, base, _allowed(base))
-        if apart > _USELESS:
-            return (
-                f"the baseline {name} ends {apart:.0%} of its way elsewhere when it is run again"
-                f"{own}"
-            )
+        apart = max(spread(again, base, _allowed(base)), gradient_distance(again, base))
+        if _AGAIN * apart > _USELESS:
+            return f"the baseline {name} is {apart:.2g} apart from itself when it is run again{own}"
     return ""
 
 
@@ -149,8 +148,8 @@ def _limits(base: Ranks, again: Ranks | None) -> Limits:
         # What the baseline itself does not repeat is asked of nobody.
         return replace(
             limits,
-            gradient=max(limits.gradient, 4 * gradient_distance(again, base)),
-            final=max(limits.final, 4 * spread(again, base, limits)),
+            gradient=max(limits.gradient, _AGAIN * gradient_distance(again, base)),
+            final=max(limits.final, _AGAIN * spread(again, base, limits)),
             reason="the model itself is not deterministic",
         )
     return limits

@@ -321,16 +321,17 @@ class Runner:
                 continue
             own = time.process_time() - mine + sum(w.whole_cpu_s for w in windows)
             own_s += own
-            load = watch.stop(own)
+            turn = watch.stop(own)
             found[key] = {
                 "step_ms": [_rounded(w.step_ms) for w in windows],
                 "input_ms": [_rounded(w.input_ms) for w in windows],
                 "cpu_s": _rounded([w.cpu_s for w in windows]),
-                "foreign": load.foreign,
-                "steal": load.steal,
+                "foreign": turn.foreign,
+                "steal": turn.steal,
             }
         # Of the whole block: a turn is so short that the system's clock ticks blur its load.
-        dropped = too_busy(whole.stop(own_s), self.options.max_foreign)
+        load = whole.stop(own_s)
+        dropped = too_busy(load, self.options.max_foreign)
         kept = dropped is None
         self.record["blocks"].append(
             {
@@ -338,6 +339,8 @@ class Runner:
                 "generation": self._generation,
                 "kept": kept,
                 "dropped": dropped,
+                "foreign": load.foreign,
+                "steal": load.steal,
                 "arms": found,
             }
         )

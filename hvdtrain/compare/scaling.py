@@ -29,6 +29,8 @@ ASSUMPTIONS = (
     "This is a prediction from a model, nothing of it was measured.",
     "Ranks beyond those measured are on further machines or cores as fast as these, joined by links"
     " with the latency and bandwidth that all-reduces between the ranks measured here had.",
+    "Those were of tensors that the transport saw for the first time, one at a time: gradients in"
+    " buckets that it keeps may go faster.",
     "Communication of K bytes between n ranks takes 2(n-1) alpha + 2(n-1)/n K/B in a ring, and"
     " 2 alpha + 2(n-1) K/B through one parameter server, whose link carries everything.",
     "What computing hides of the communication at the ranks measured, in ms, it hides at any number"

@@ -146,7 +146,12 @@ def _tuning(record: Json) -> list[Json]:
 
 def _load(record: Json) -> Json:
     blocks = record.get("blocks") or []
-    windows = [window for block in blocks for window in (block.get("arms") or {}).values()]
+    # Of the blocks, which the rule looks at; records before those had it have it of turns alone.
+    windows = [
+        window
+        for block in blocks
+        for window in ([block] if "foreign" in block else (block.get("arms") or {}).values())
+    ]
     foreign = [w["foreign"] for w in windows if w.get("foreign") is not None]
     steal = [w["steal"] for w in windows if w.get("steal") is not None]
     limit = (record.get("config") or {}).get("max_foreign")

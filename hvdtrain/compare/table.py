@@ -62,7 +62,7 @@ def parity(summary: Json) -> Table:
 
 
 def speed(summary: Json) -> Table:
-    """The speed table. A failed arm has its reason across the row's numbers."""
+    """The speed table. The reason of an arm without numbers is in the lines under it."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("arm", min_width=14, overflow="fold", ratio=1)
     for name in ("step ms", "samples/s"):
@@ -72,7 +72,8 @@ def speed(summary: Json) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in summary["speed"]:
         if row["status"] in COLOURS or row["step_ms"] is None:
-            table.add_row(Text(row["arm"]), *[NOTHING] * 2, Text(str(row["status"]), "red"))
+            status = Text(f"{row['status']}: see below", "red")
+            table.add_row(Text(row["arm"]), *[NOTHING] * 2, status, *[NOTHING] * 3)
         else:
             table.add_row(*_speed_cells(row))
     return table

@@ -12,7 +12,7 @@ ROLES = {
     "arm": "",
     "baseline": "baseline",
     "again": "the same twice (A/A)",
-    "by hand": "a loop without hvdtrain",
+    "by hand": "a loop written by hand",
     "ceiling": "the ceiling",
 }
 

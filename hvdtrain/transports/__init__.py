@@ -61,7 +61,7 @@ def _best(device: torch.device, world: World) -> tuple[str, str]:
         if missing := shm_unavailable():
             return "gloo", f"no shared memory here: {missing}"
         return "shm", "tensors are on the CPU, all ranks on one host"
-    if mpi_unavailable(world) is None:
+    if is_mpi(world) and mpi_unavailable(world) is None:
         return "mpi", f"tensors are on the CPU, several hosts under {world.launcher}"
     return "gloo", "tensors are on the CPU, ranks on several hosts"
 
@@ -76,8 +76,11 @@ def shm_unavailable() -> str | None:
 
 
 def mpi_unavailable(world: World) -> str | None:
-    """Return why MPI cannot carry this world's tensors, or None."""
-    if not is_mpi(world):
+    """Return why MPI cannot carry this world's tensors, or None.
+
+    srun may have joined its ranks by MPI; whether it has shows when MPI is initialised.
+    """
+    if world.launcher != "srun" and not is_mpi(world):
         return f"{world.launcher} has started the ranks, not mpirun"
     if find_spec("mpi4py") is None:
         return "mpi4py is missing; pip install 'hvdtrain[mpi]'"

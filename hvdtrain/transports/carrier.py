@@ -131,6 +131,18 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
 
+def share(count: int, parts: int, part: int) -> tuple[int, int]:
+    """Return where a part of `count` elements begins and ends; borders are at cache lines."""
+    each = -(-count // parts)
+    each = -(-each // 64) * 64
+    return min(part * each, count), min((part + 1) * each, count)
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """Return a view of a contiguous tensor's bytes."""
+    return t.view(torch.uint8)
+
+
 def supports(op: str, dtype: torch.dtype) -> bool:
     """Whether elements of this type can be combined so; Gloo's table, and int16."""
     if dtype in _FLOATS:

@@ -28,6 +28,7 @@ from hvdtrain.transports.carrier import (
     Mismatch,
     PeerLost,
     TransportError,
+    as_bytes,
     supports,
 )
 
@@ -377,7 +378,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
         def run() -> None:
             for t in tensors:
                 flat = _flat(t)
-                self.carrier.broadcast(what, _bytes(flat), root)
+                self.carrier.broadcast(what, as_bytes(flat), root)
                 _give_back(t, flat)
 
         return self._put(run, tensors, [], opts)
@@ -402,7 +403,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
         def run() -> None:
             for out, t in zip(outputs, inputs, strict=True):
                 flat = _flat(out)
-                self.carrier.all_gather(what, _bytes(flat), _bytes(_flat(t)))
+                self.carrier.all_gather(what, as_bytes(flat), as_bytes(_flat(t)))
                 _give_back(out, flat)
 
         return self._put(run, outputs, inputs, opts)
@@ -427,7 +428,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
         def run() -> None:
             for parts, t in zip(lists, inputs, strict=True):
                 flat = torch.empty(t.numel() * self.size(), dtype=t.dtype)
-                self.carrier.all_gather(what, _bytes(flat), _bytes(_flat(t)))
+                self.carrier.all_gather(what, as_bytes(flat), as_bytes(_flat(t)))
                 for part, piece in zip(parts, flat.chunk(self.size()), strict=False):
                     part.copy_(piece.view(part.shape))
 
@@ -455,8 +456,8 @@ class Group(_C10dGroup):  # type: ignore[misc]
 
         def run() -> None:
             flat = _flat(output)
-            data = _bytes(_flat(input))
-            self.carrier.all_to_all(what, _bytes(flat), data, received, sent)
+            data = as_bytes(_flat(input))
+            self.carrier.all_to_all(what, as_bytes(flat), data, received, sent)
             _give_back(output, flat)
 
         return self._put(run, [output], [input], opts)
@@ -478,7 +479,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
         def run() -> None:
             sizes = [t.numel() * t.element_size() for t in outputs]
             flat = torch.empty(sum(sizes), dtype=torch.uint8)
-            data = _joined([_bytes(_flat(t)) for t in inputs])
+            data = _joined([as_bytes(_flat(t)) for t in inputs])
             sent = [t.numel() * t.element_size() for t in inputs]
             self.carrier.all_to_all(what, flat, data, sizes, sent)
             for t, piece in zip(outputs, torch.split(flat, sizes), strict=True):
@@ -645,10 +646,6 @@ def _give_back(t: Tensor, flat: Tensor) -> None:
     if not t.is_contiguous():
         with torch.no_grad():
             t.copy_(flat.view(t.shape))
-
-
-def _bytes(flat: Tensor) -> Tensor:
-    return flat.view(torch.uint8)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -43,8 +43,10 @@ from hvdtrain.transports.carrier import (
     Combiner,
     PeerLost,
     TransportError,
+    as_bytes,
     check_plans,
     differ,
+    share,
 )
 from hvdtrain.world import detect, is_mpi
 
@@ -156,7 +158,9 @@ class Mpi(Carrier):
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def close(self, failed: bool) -> None:
-        """Release everything. Not collective; twice is safe."""
+        """Release everything. Collective, as freeing a communicator is, unless `failed`; twice is
+        safe.
+        """
         with self._closing:
             comm, self._comm = self._comm, None
         if comm is None or failed or self._broken or self._mpi.Is_finalized():
@@ -212,7 +216,7 @@ class Mpi(Carrier):
         num_bytes = t.numel() * t.element_size()
         parts = t.view(self.size, -1)
         if num_bytes <= self._payload_bytes:
-            self._meet(what, num_bytes, _bytes(t))
+            self._meet(what, num_bytes, as_bytes(t))
             said = self._said(num_bytes, t.dtype)
             mine = [row.view(self.size, -1)[self.rank] for row in said]
             self._combine(mine, op, divisor, [out])
@@ -269,7 +273,7 @@ class Mpi(Carrier):
         self, what: str, out: Tensor, data: Tensor, received: list[int], sent: list[int]
     ) -> None:
         """Exchange bytes."""
-        self._meet(what, 0, _bytes(torch.tensor([sent, received]).view(-1)))
+        self._meet(what, 0, as_bytes(torch.tensor([sent, received]).view(-1)))
         plans = [
             said.view(2, self.size).tolist() for said in self._said(16 * self.size, torch.int64)
         ]
@@ -498,15 +502,9 @@ def _digest(what: str) -> bytes:
 
 
 def _shares(t: Tensor, parts: int) -> list[Tensor]:
-    """Divide a tensor, at cache lines, into as many parts, some of which may be empty."""
-    each = -(-t.numel() // parts)
-    each = -(-each // 64) * 64
-    return [t[k * each : (k + 1) * each] for k in range(parts)]
+    """Divide a tensor into as many parts, some of which may be empty."""
+    return [t[slice(*share(t.numel(), parts, k))] for k in range(parts)]
 
 
 def _pieces(t: Tensor, count: int) -> list[Tensor]:
     return [t[begin : begin + count] for begin in range(0, t.numel(), count)]
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return t.view(torch.uint8)

@@ -48,8 +48,8 @@ class Region:
 class Regions:
     """The regions of one rank that others may read and write, and those of others in use here.
 
-    `find`, `consider` and `allocate` are for the caller's thread, the rest for that which carries
-    out.
+    `consider` and `allocate` are for the caller's thread, `find` for any, the rest for that which
+    carries out.
     """
 
     def __init__(self, shm_dir: str = "/dev/shm") -> None:

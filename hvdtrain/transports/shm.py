@@ -8,9 +8,8 @@ a share is also reduced over the hosts, by Gloo, before it is written: every ran
 part of the traffic (the reduce-scatter, all-reduce, all-gather of NCCL's and BlueConnect's trees).
 
     operation                                  one host        several hosts
-    all_reduce                                 shared memory   shared memory, Gloo between
-    broadcast, all_gather, reduce_scatter,
-    all_to_all, barrier                        shared memory   Gloo
+    all_reduce, reduce_scatter, barrier        shared memory   shared memory, Gloo between
+    broadcast, all_gather, all_to_all          shared memory   Gloo
     reduce, gather, scatter, send, recv,
     sparse tensors                             Gloo            Gloo
 """
@@ -43,9 +42,11 @@ from hvdtrain.transports.carrier import (
     Carrier,
     Combiner,
     PeerLost,
+    as_bytes,
     check_plans,
     differ,
     first_line,
+    share,
 )
 from hvdtrain.transports.gloo import Connections, open_gloo
 from hvdtrain.transports.hosts import Board, Far, Watch
@@ -166,7 +167,7 @@ class Shm(Carrier):
         """Combine in place."""
         num_bytes = t.numel() * t.element_size()
         if len(self.hosts) == 1 and num_bytes <= _SMALL_BYTES:
-            self._stage(self._number + 1)[:num_bytes].copy_(_bytes(t))
+            self._stage(self._number + 1)[:num_bytes].copy_(as_bytes(t))
             self._agree(what)
             self._combine(self._staged(self._number, num_bytes, t.dtype), op, divisor, [t])
             return
@@ -178,7 +179,7 @@ class Shm(Carrier):
         for piece in torch.split(t, STAGE_BYTES // t.element_size()):
             size = piece.numel() * piece.element_size()
             self._number += 1
-            self._stage(self._number)[:size].copy_(_bytes(piece))
+            self._stage(self._number)[:size].copy_(as_bytes(piece))
             self._host.meet(what)
             self._reduce_shared(what, self._staged(self._number, size, t.dtype), op, divisor)
             self._host.meet(what)
@@ -305,7 +306,7 @@ class Shm(Carrier):
     def _plan(self, what: str, received: list[int], sent: list[int]) -> list[Any]:
         """Return what every rank sends and receives; Mismatch, on all, where that differs."""
         table = torch.empty(2 * self.size * self.size, dtype=torch.int64)
-        self.all_gather(what, _bytes(table), _bytes(torch.tensor(sent + received)))
+        self.all_gather(what, as_bytes(table), as_bytes(torch.tensor(sent + received)))
         plans = table.view(self.size, 2, self.size).tolist()
         check_plans(what, plans)
         return plans
@@ -443,17 +444,6 @@ def _ends(work: Any) -> bool:
             return False
         work.wait()
     return True
-
-
-def share(count: int, parts: int, part: int) -> tuple[int, int]:
-    """Return where a part of `count` elements begins and ends; borders are at cache lines."""
-    each = -(-count // parts)
-    each = -(-each // 64) * 64
-    return min(part * each, count), min((part + 1) * each, count)
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return t.view(torch.uint8)
 
 
 # Who shares memory with whom

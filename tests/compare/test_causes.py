@@ -448,6 +448,14 @@ def test_at_two_ranks_nothing_is_left_out_of_a_model_that_repeats_itself() -> No
     refused(adam_arm(2, order=2), None, "the gradient of the first", base=adam_arm(2, order=1))
 
 
+def first_gradient_times(factor: float) -> list[Account]:
+    ranks = arm(2)
+    for account in ranks:
+        assert account.samples.gradient is not None
+        account.samples.gradient = factor * account.samples.gradient
+    return ranks
+
+
 def test_nothing_is_compared_with_a_baseline_that_proves_nothing() -> None:
     apart = arm(2)
     apart[1].final_sha256 = "elsewhere"
@@ -458,7 +466,8 @@ def test_nothing_is_compared_with_a_baseline_that_proves_nothing() -> None:
         (apart, arm(2), "end with different parameters"),
         (arm(2), other_data, "sees other samples when it is run again; seed"),
         (arm(2), arm(2, initial_sha256="other"), "starts from other weights"),
-        (arm(2), arm(2, noise=5.0), "of its way elsewhere"),
+        (arm(2), arm(2, noise=5.0), "apart from itself"),
+        (arm(2), first_gradient_times(1.5), "apart from itself"),
     ):
         rows = compare({"base": base, "again": again, "arm": arm(2)}, "base", "again")
         assert {row["verdict"] for row in rows} == {"not compared"}

@@ -30,6 +30,7 @@ def world(launcher: str = "torchrun", size: int = 2, hosts: int = 1) -> World:
         (CPU, world("openmpi"), "shm", "all ranks on one host"),
         (CPU, world("openmpi", 4, 2), "mpi", "several hosts under openmpi"),
         (CPU, world("torchrun", 4, 2), "gloo", "ranks on several hosts"),
+        (CPU, world("srun", 4, 2), "gloo", "ranks on several hosts"),
     ],
 )
 def test_auto(device: torch.device, about: World, expected: str, why: str) -> None:
@@ -38,9 +39,12 @@ def test_auto(device: torch.device, about: World, expected: str, why: str) -> No
     assert why in reason
 
 
-@pytest.mark.parametrize("requested", ["gloo", "shm", "mpi"])
-def test_what_is_asked_for(requested: str) -> None:
-    about = world("openmpi", 4, 2)
+@pytest.mark.parametrize(
+    ("requested", "launcher"),
+    [("gloo", "openmpi"), ("shm", "openmpi"), ("mpi", "openmpi"), ("mpi", "srun")],
+)
+def test_what_is_asked_for(requested: str, launcher: str) -> None:
+    about = world(launcher, 4, 2)
     assert transports.choose(requested, CPU, about) == (requested, "as requested")
 
 
