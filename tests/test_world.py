@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.errors import LaunchError
@@ -316,6 +316,7 @@ def worlds(draw: st.DrawFn) -> tuple[str, World, Env]:
     return name, World(*values, name), env
 
 
+@settings(deadline=None)
 @given(worlds())
 def test_a_consistent_environment_round_trips(case: tuple[str, World, Env]) -> None:
     name, expected, env = case

@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any, cast
 
 END_S = 10.0
-_CLEAR_S = 2.0
+_CLEAR_S = 10.0
+_WORDS_S = 5.0  # for a launcher to end and say why, once a rank has ended
+# How launchers say which rank ended first, and with what.
+_FIRST_TO_END = (
+    r"Root Cause \(first observed failure\):.*?rank +: (\d+).*?exitcode +: (-?\d+)",  # torchrun
+    r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code: +(\d+)",  # Open MPI
+    r"Process name: (\d+)\s+Exit code: +(\d+)",  # horovodrun
+    r"noticed that process rank (\d+) with PID .*? exited on signal (\d+)",  # Open MPI
+)
 _PDEATHSIG = 1  # of prctl(2)
 
 
@@ -51,6 +59,7 @@ class Ranks:
         self._released = False
         self._listener = Listener(str(address), "AF_UNIX", backlog=size)
         with open(self.log, "ab") as output:
+            self._log_begin = output.tell()  # of this start
             try:
                 self.process = subprocess.Popen(
                     [*command, str(address)],
@@ -131,16 +140,24 @@ class Ranks:
         try:
             ok, answer = pickle.loads(self._connections[rank].recv_bytes())
         except (EOFError, OSError):
-            raise self._ended(rank) from None
+            raise self._ended([rank, *filter(self._has_ended, others)]) from None
         if not ok:
-            for other in others:
-                if self._has_ended(other):  # that is why this one failed
-                    raise self._ended(other)
+            if gone := list(filter(self._has_ended, others)):  # that is why this one failed
+                raise self._ended(gone)
             raise ArmFailed(answer)
         return answer
 
-    def _ended(self, rank: int) -> ArmFailed:
-        return ArmFailed(f"rank {rank} ended during {self._doing!r}: {self._last_words()}")
+    def _ended(self, gone: list[int]) -> ArmFailed:
+        """What to say of ranks that are gone: the launcher ends the others after the first."""
+        words, doing = self._last_words(), repr(self._doing)
+        for pattern in _FIRST_TO_END:
+            if found := re.search(pattern, self._text(), flags=re.DOTALL):
+                rank, code = found.groups()
+                what = "signal" if "signal" in pattern else "code"
+                return ArmFailed(f"rank {rank} ended, with {what} {code}, during {doing}: {words}")
+        names = ", ".join(map(str, sorted(gone)))
+        who = f"rank {names}" if len(gone) == 1 else f"ranks {names}"
+        return ArmFailed(f"{who} ended during {doing}: {words}")
 
     def _has_ended(self, rank: int) -> bool:
         """Whether a rank is gone. Takes its answer, if there is one."""
@@ -201,23 +218,31 @@ class Ranks:
 
     def _send(self, message: object) -> None:
         data = pickle.dumps(message)
+        gone = []
         for rank, connection in enumerate(self._connections):
             try:
                 connection.send_bytes(data)
             except OSError:
-                raise ArmFailed(f"rank {rank} has ended: {self._last_words()}") from None
+                gone.append(rank)
+        if gone:
+            raise self._ended(gone)
 
     def _signal(self, number: int) -> None:
         _kill(self.pids, number)
 
+    def _text(self) -> str:
+        """What launcher and ranks have printed."""
+        return self.log.read_bytes()[self._log_begin :].decode(errors="replace")
+
     def _last_words(self) -> str:
         """The line of the log that says most: the last error, or else the last line."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(2)  # what it prints at its end
-        text = self.log.read_text(errors="replace")
+            self.process.wait(_WORDS_S)
+        text = self._text()
         lines = [line.strip() for line in text.splitlines()]
         lines = [line for line in lines if line.strip("-=* ")]
         errors = [line for line in lines if "rror:" in line or "hvdtrain:" in line]
+        errors = [line for line in errors if not line.endswith("ChildFailedError:")]  # torchrun's
         code = self.process.poll()
         said = errors[-1] if errors else _notice(text) or (lines or ["it said nothing"])[-1]
         return f"{said} (exit code {code})" if code is not None else said

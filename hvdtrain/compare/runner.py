@@ -21,7 +21,7 @@ from hvdtrain import provenance
 from hvdtrain.compare import machine, parity, record, stats, tuning
 from hvdtrain.compare.arms import Arm
 from hvdtrain.compare.job import Window
-from hvdtrain.compare.load import Watch, load_average, too_busy
+from hvdtrain.compare.load import Load, Watch, load_average, too_busy
 from hvdtrain.compare.options import MIN_BLOCKS, CompareOptions
 from hvdtrain.compare.stage import SKIPPED_STEPS, TRIAL_STEPS, Screen, Stage, without_launcher
 from hvdtrain.failure import undisturbed
@@ -114,10 +114,10 @@ class Runner:
             self._deadline += time.monotonic() - began  # the budget is for the rest
         self._measure()
         self._still_equal()
-        self._look_closer()
         self._need_baselines()
         for key in list(self.stage.live):
-            self.stage.row(key)["status"] = "measured"
+            self.stage.row(key)["status"] = "measured"  # whatever becomes of it
+        self._look_closer()
         self.stage.say("done")
 
     def _catch_up(self) -> None:
@@ -125,7 +125,8 @@ class Runner:
         all must have taken as many.
         """
         for key in [key for key in self.stage.live if key not in self.record["tuning"]]:
-            self.stage.call(key, "window", tuning.BLOCKS * (TRIAL_STEPS + SKIPPED_STEPS), 0)
+            for _ in range(tuning.BLOCKS):
+                self.stage.call(key, "window", TRIAL_STEPS + SKIPPED_STEPS, 0)
 
     # Equal work
 
@@ -180,7 +181,8 @@ class Runner:
         for key in [key for key in ends if key in proved]:
             ranks = self.stage.arms[key].ranks
             base, again = (self.stage.key_of(role, ranks) for role in ("baseline", "again"))
-            repeats = ends.get(base) == ends.get(again)  # else nobody else is asked to
+            # What the baseline itself does not repeat nobody is asked to.
+            repeats = base in ends and ends[base] == ends.get(again)
             if repeats and ends[key][0] == ends[base][0] and ends[key] != ends[base]:
                 why = f"after {ends[key][0]} steps its parameters were no longer those of {base}"
                 self.stage.lose(key, "refused", why)
@@ -217,6 +219,7 @@ class Runner:
         where its memory lies is luck. Blocks of one start would all have the same luck.
         """
         self._still_equal()
+        self._need_baselines()
         arms = [self.stage.arms[key] for key in self.stage.live]
         self.stage.say(f"starting anew, after {len(self.record['blocks'])} blocks")
         self.stage.end_all(gently=True)
@@ -267,6 +270,8 @@ class Runner:
         while (why := self._enough(index)) is None:
             if self._restarts and self._is_due(index):
                 self._restart(index)
+                if len(self.stage.live) < 2:
+                    continue
             doing = f"block {index + 1}, {self._steps} steps of each arm"
             self.stage.say(doing)
             self._block(index)
@@ -310,7 +315,8 @@ class Runner:
         found: dict[str, Any] = {}
         whole, own_s = Watch(), 0.0
         whole.start()
-        for key in self.shuffled(list(self.stage.live)):
+        keys = self.shuffled(list(self.stage.live))
+        for key in keys:
             watch = Watch()
             watch.start()
             mine = time.process_time()
@@ -331,6 +337,8 @@ class Runner:
             }
         # Of the whole block: a turn is so short that the system's clock ticks blur its load.
         load = whole.stop(own_s)
+        if len(found) < len(keys):
+            load = Load(None, None)  # of one that failed nobody knows what it took
         dropped = too_busy(load, self.options.max_foreign)
         kept = dropped is None
         self.record["blocks"].append(

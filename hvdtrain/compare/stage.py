@@ -191,8 +191,9 @@ class Stage:
         )
 
     def lose(self, key: str, status: str, reason: str) -> None:
-        """End an arm that has failed or is refused."""
-        self.row(key).update(status=status, reason=reason)
+        """End an arm that has failed or is refused. What was measured by then stays."""
+        if self.row(key)["status"] != "measured":
+            self.row(key).update(status=status, reason=reason)
         self._cast.leave(key, gently=status == "refused")
         self.say(f"{key} {status}: {reason}")
 
@@ -223,9 +224,11 @@ class Stage:
             for name in cast.start(lambda name: self._launch(name, arms[name]), jobs):
                 cast.attempt(name, lambda ranks: ranks.call("window", TRIAL_STEPS, 0))
             yield window
-        finally:
+            cast.end(gently=True)
+        except BaseException:
             with undisturbed():
-                cast.end(gently=sys.exc_info()[0] is None)
+                cast.end(gently=False)
+            raise
 
 
 def _log(key: str) -> Path:

@@ -108,7 +108,8 @@ def interval(values: Iterable[float]) -> Interval:
         rng=np.random.default_rng(0),
     ).confidence_interval
     # Interpolating between two equal values can end in another last bit than both.
-    low, high = max(found.low, sample.min()), min(found.high, sample.max())
+    low = min(max(found.low, sample.min()), median)
+    high = max(min(found.high, sample.max()), median)
     return Interval(median, float(low), float(high), n)
 
 

@@ -98,7 +98,9 @@ class Work(_C10dWork):  # type: ignore[misc]
             self._order.help(self)
         seconds = timeout.total_seconds() if timeout is not None else 0
         if not self._done.acquire(timeout=seconds if seconds > 0 else -1):
-            raise TransportError("Operation timed out")  # Gloo's words
+            if not self._completed:
+                raise TransportError("Operation timed out")  # Gloo's words
+            self._done.acquire()
         self._done.release()
         if self._error is not None:
             raise self._error

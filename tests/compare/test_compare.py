@@ -114,7 +114,8 @@ def test_unequal_and_failing_arms_say_why_and_the_others_go_on(
     assert "steps its parameters were no longer those of ddp/gloo" in rows[drifts]["reason"]
     reasons = {name: row["reason"] for name, row in rows.items() if row["status"] == "failed"}
     assert set(reasons) == {dies, raises, "no.such:Thing/shm"}
-    assert "rank 1 ended during" in reasons[dies]
+    assert "rank 1 ended, with code 9, during 'window'" in reasons[dies]
+    assert "ChildFailedError" not in reasons[dies]
     assert "RuntimeError: on purpose" in reasons[raises]
     assert "cannot load the backend" in reasons["no.such:Thing/shm"]
     said = " ".join(done.output.split())
@@ -141,7 +142,7 @@ def _begun(folder: Path, blocks: int) -> bool:
 
 
 def _until_blocks(folder: Path, blocks: int, log: Path) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 200
     while not _begun(folder, blocks):
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
@@ -190,6 +191,7 @@ def test_killed_it_takes_its_ranks_along(tmp_path: Path) -> None:
     record.read(out)  # what was written is whole
 
 
+@pytest.mark.timeout(600)
 def test_a_slower_arm_is_found_and_the_same_arm_is_not(tmp_path: Path) -> None:
     """The small version of benchmarks/comparisons.py.
 
@@ -215,7 +217,7 @@ def test_a_slower_arm_is_found_and_the_same_arm_is_not(tmp_path: Path) -> None:
             f"the same arm is {rows[same]['verdict']}, the A/A pair differs by {spread:.0%}"
         )
     assert rows[slower]["verdict"] == "slower"
-    assert rows[slower]["ratio"] == pytest.approx(1 / 1.5, abs=0.15)
+    assert 0.45 < rows[slower]["ratio"] < 0.85
 
 
 @pytest.mark.parametrize("kind", [pytest.param("weak", marks=pytest.mark.exhaustive), "strong"])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,10 +119,14 @@ def test_the_rule_that_drops_a_block() -> None:
 
 _BURN = """import time
 print(flush=True)
+input()
 end = time.monotonic() + 1.0
 while time.monotonic() < end:
     pass
 """
+
+
+_PIPES: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
 
 
 def _children_s() -> float:
@@ -133,13 +138,16 @@ def _children_s() -> float:
 def test_here_a_process_is_foreign_unless_it_is_counted_as_ours() -> None:
     cores = Watch()._look().cores  # type: ignore[union-attr]
     before = _children_s()
-    with subprocess.Popen([sys.executable, "-c", _BURN], stdout=subprocess.PIPE) as other:
+    with subprocess.Popen([sys.executable, "-c", _BURN], **_PIPES) as other:
         assert other.stdout is not None
+        assert other.stdin is not None
         other.stdout.readline()
         ours, theirs = Watch(), Watch()
         ours.start()
         theirs.start()
         begin = time.monotonic()
+        other.stdin.write(b"\n")
+        other.stdin.flush()
         other.wait()
         took = time.monotonic() - begin
         used = _children_s() - before

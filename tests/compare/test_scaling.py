@@ -6,7 +6,7 @@ import copy
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.compare import scaling
@@ -29,6 +29,7 @@ def fitted(found: Link | str) -> Link:
     return found
 
 
+@settings(deadline=None)
 @given(st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-8), st.sampled_from([(2,), (4,), (2, 3, 8)]))
 def test_the_fit_is_exact_on_data_of_the_model(
     alpha_s: float, s_per_byte: float, ranks: tuple[int, ...]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from tests.hvd.behaviour import (
     NOT_INITIALIZED,
@@ -139,6 +141,32 @@ def one_leaves(hvd: Hvd) -> None:
         assert hvd.is_initialized() is True
         hvd.shutdown()
     assert hvd.is_initialized() is False
+
+
+@case(stronger="it need not wait for what others would send; real ones hang", ends=True)
+def one_leaves_after_its_backward(hvd: Hvd) -> None:
+    """The others finish the step for which it has sent its part; the next one fails."""
+    first, second = nn.Linear(4, 3), nn.Linear(3, 2)
+    model = nn.Sequential(first, second)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), groups=2)
+    leaver = hvd.size() - 1
+    for step in range(4):
+        inner = first(torch.full((3, 4), float(step + hvd.rank())))
+        if step == 3 and hvd.rank() == 0:
+            inner.register_hook(lambda grad: time.sleep(1.0))
+        optimizer.zero_grad()
+        second(inner).square().sum().backward()
+        if step == 3 and hvd.rank() == leaver:
+            began = time.monotonic()
+            hvd.shutdown()
+            assert time.monotonic() - began < 7  # after 10 it gives up
+            return
+        optimizer.step()
+    with fails(hvd, SHUT_DOWN):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    hvd.shutdown()
 
 
 @case(stronger=AGAIN)

@@ -9,13 +9,29 @@ import torch
 
 from hvdtrain.hvd.engine import inline
 from hvdtrain.hvd.engine.coordinator import Coordinator
-from hvdtrain.hvd.engine.request import AVERAGE, GLOBAL_SET, Key, Meta
+from hvdtrain.hvd.engine.request import AVERAGE, GLOBAL_SET, MIN, Key, Meta
 from hvdtrain.hvd.engine.timeline import Timeline
 
 X = Key(GLOBAL_SET, "x")
 PAIR = Meta("allreduce", dtypes=("float32",), shapes=((2,),), op=AVERAGE)
 ONE = PAIR._replace(shapes=((1,),))
+LARGE = Meta("broadcast", dtypes=("float32",), shapes=((100_000,),), root=0)
 DATA = inline.pack([torch.ones(2)])
+
+
+class Rank0(Coordinator):
+    """With all that it has sent: to whom, header, payload."""
+
+    def __init__(self, size: int) -> None:
+        self.sent: list[tuple[list[int], list[Any], bytes]] = []
+        super().__init__(size, 8, 0, lambda *sent: self.sent.append(sent), Timeline(None))
+
+    def hear(self, rank: int, *header: Any, data: bytes = b"") -> None:
+        self.receive(rank, list(header), data, 0.0)
+
+    @property
+    def answers(self) -> list[str]:
+        return [header[0] for _, header, _ in self.sent]
 
 
 @pytest.mark.parametrize(
@@ -30,31 +46,74 @@ DATA = inline.pack([torch.ones(2)])
 def test_nothing_overtakes_an_operation_asked_for_again(
     after: list[Any], effect: str | None
 ) -> None:
-    sent: list[list[Any]] = []
-    coordinator = Coordinator(2, 8, 0, lambda to, header, _: sent.append(header), Timeline(None))
-
-    def receive(rank: int, *header: Any) -> None:
-        coordinator.receive(rank, list(header), DATA if header[-1] != ONE else b"    ", 0.0)
-
+    rank0 = Rank0(2)
     for rank in (0, 1):
-        receive(rank, "op", X, PAIR)
-    cache_id = sent[-1][3]
-    receive(0, "op", X, PAIR)
-    receive(1, "op", X, ONE)
-    assert sent[-1][0] == "error"  # and rank 0 has forgotten what `cache_id` stood for
+        rank0.hear(rank, "op", X, PAIR, data=DATA)
+    cache_id = rank0.sent[-1][1][3]
+    rank0.hear(0, "op", X, PAIR, data=DATA)
+    rank0.hear(1, "op", X, ONE, data=b"    ")
+    assert rank0.answers[-1] == "error"  # and rank 0 has forgotten what `cache_id` stood for
 
-    receive(0, "op", X, PAIR)
-    receive(1, "hit", cache_id)
-    assert sent[-1] == ["again", cache_id]
-    coordinator.receive(1, after, b"", 0.0)
-    assert sent[-1] == ["again", cache_id], "it has overtaken what rank 1 submitted before"
-    assert coordinator.waiting.keys() == {X}
-    assert not coordinator.joined
-    receive(1, "anew", cache_id, X, PAIR)
-    answers = sent[sent.index(["again", cache_id]) + 1 :]
-    assert answers[0][:3] == ["done", *X]
-    assert [header[0] for header in answers[1:]] == ([effect] if effect else [])
+    rank0.hear(0, "op", X, PAIR, data=DATA)
+    rank0.hear(1, "hit", cache_id, data=DATA)
+    assert rank0.sent.pop()[1] == ["again", cache_id]
+    before = len(rank0.sent)
+    rank0.hear(1, *after)
+    assert len(rank0.sent) == before, "it has overtaken what rank 1 submitted before"
+    assert rank0.waiting.keys() == {X}
+    assert not rank0.joined
+    rank0.hear(1, "anew", cache_id, X, PAIR, data=DATA)
+    assert rank0.sent[before][1][:3] == ["done", *X]
+    assert rank0.sent[before][2] == DATA
+    assert rank0.answers[before + 1 :] == ([effect] if effect else [])
     if after == ["join"]:
-        assert list(coordinator.joined) == [1]
+        assert list(rank0.joined) == [1]
     if after[0] == "op":
-        assert coordinator.waiting[after[1]].asked.keys() == {1}
+        assert rank0.waiting[after[1]].asked.keys() == {1}
+
+
+@pytest.mark.parametrize("joins_first", [False, True])
+def test_who_has_joined_gives_what_it_had_submitted(joins_first: bool) -> None:
+    """And no zeros: of a minimum these would be seen. Nor is anything refused for its joining."""
+    rank0, meta = Rank0(2), PAIR._replace(op=MIN)
+    rank0.hear(1, "op", X, meta, data=inline.pack([torch.tensor([4.0, 5.0])]))
+    rank0.hear(1, "op", Key(GLOBAL_SET, "b"), LARGE)
+    if joins_first:
+        rank0.hear(1, "join")
+    rank0.hear(0, "op", X, meta, data=inline.pack([torch.tensor([7.0, 3.0])]))
+    assert rank0.sent[-1][2] == inline.pack([torch.tensor([4.0, 3.0])])
+    rank0.hear(0, "op", Key(GLOBAL_SET, "b"), LARGE)
+    assert rank0.answers == ["done", "run"]
+
+
+def test_a_process_set_is_removed_after_what_it_is_asked_for() -> None:
+    rank0 = Rank0(2)
+    for rank in (0, 1):
+        rank0.hear(rank, "op", Key(GLOBAL_SET, "add"), Meta("add_set", data=[0, 1]))
+    for name in ("runs", "waits for that"):
+        for rank in (0, 1):
+            rank0.hear(rank, "op", Key(1, name), LARGE)
+    rank0.hear(0, "op", Key(1, "half"), LARGE)
+    assert rank0.answers == ["done", "run"]
+    for rank in (0, 1):
+        rank0.hear(rank, "op", Key(GLOBAL_SET, "remove"), Meta("remove_set", data=1))
+    assert rank0.answers == ["done", "run", "run", "error", "done"]
+    rank0.hear(0, "idle")
+    rank0.hear(1, "op", Key(1, "half"), LARGE)
+    assert rank0.sent[-1][0] == [1]
+    assert "process set of this operation has been removed" in rank0.sent[-1][1][-1]
+
+
+def test_a_death_while_another_leaves_is_told() -> None:
+    """Others may be in a step that both had begun."""
+    rank0 = Rank0(3)
+    rank0.hear(2, "bye", {"lane": 7})
+    rank0.lose(1, "process 5 on host")
+    (_, graceful, _), (_, death, _) = rank0.sent
+    assert graceful[2] == 2
+    assert death[2] == -1
+    assert "Rank 1 (process 5 on host) has ended" in death[1]
+    for rank in (0, 2):
+        rank0.hear(rank, "drained")
+    rank0.lose(2, "process 6 on host")
+    assert rank0.answers == ["down", "down", "close"]

@@ -29,6 +29,7 @@ Send = Callable[[list[int], list[Any], bytes], None]
 _BETTER_REASON_S = 1.0
 # Operations that the messages themselves carry out, whatever the size of what they hold.
 _CONTROL_KINDS = ("barrier", "add_set", "remove_set")
+_SET_IS_GONE = "The process set of this operation has been removed."
 
 
 @dataclass
@@ -131,9 +132,11 @@ class Coordinator:
 
     def lose(self, rank: int, person: str) -> None:
         """Tell everybody that a rank has gone without a farewell."""
-        self.go_down(
-            f"{SHUT_DOWN} Rank {rank} ({person}) has ended: its connection is closed.", -1, {}
-        )
+        reason = f"{SHUT_DOWN} Rank {rank} ({person}) has ended: its connection is closed."
+        if self._down and rank not in self._drained:
+            # Others may be waiting for what it had begun when the first of them left.
+            self._send(self.sets[GLOBAL_SET], ["down", reason, -1, {}], b"")
+        self.go_down(reason, -1, {})
         self._drain(rank)
 
     def go_down(self, reason: str, by: int, steps: dict[str, int]) -> None:
@@ -148,6 +151,9 @@ class Coordinator:
     # Operations
 
     def _arrive(self, rank: int, key: Key, meta: Meta, payload: bytes, now: float) -> None:
+        if key.set_id not in self.sets:
+            self._send([rank], ["error", *key, _SET_IS_GONE], b"")
+            return
         waiting = self.waiting.get(key)
         if waiting is None:
             waiting = self.waiting[key] = Waiting(now)
@@ -170,14 +176,15 @@ class Coordinator:
         del self.waiting[key]
         self.timeline.negotiate_end(key.name)
         asked = waiting.asked
-        joined = key.set_id == GLOBAL_SET and bool(self.joined)
-        problem = mismatch(asked, joined)
+        # Who has joined after it had submitted this gives data as all others do.
+        absent = [r for r in self.joined if r not in asked] if key.set_id == GLOBAL_SET else []
+        problem = mismatch(asked, bool(absent))
         meta = asked[min(asked)]
         if problem is not None:
             self._forget(key)
             self._send(sorted(asked), ["error", *key, problem], b"")
             return
-        cache_id = self._remember(key, asked) if not joined else 0
+        cache_id = self._remember(key, asked) if not absent else 0
         members = self.sets[key.set_id]
         if meta.kind == "plan":
             plan, problem = merge_plans([waiting.data[r] for r in sorted(asked)])
@@ -192,9 +199,7 @@ class Coordinator:
             self.timeline.cycle()
             self.timeline.start(key.name, meta.kind)
             data = [waiting.data.get(r, b"") for r in sorted(asked)]
-            result = inline.combine(
-                meta, data + [b""] * (len(self.joined) if joined else 0), len(members)
-            )
+            result = inline.combine(meta, data + [b""] * len(absent), len(members))
             extra = _extra(meta, asked)
             # Before the answer: whoever has it may begin another timeline at once.
             self.timeline.end(key.name)
@@ -209,12 +214,22 @@ class Coordinator:
             self.sets[set_id] = list(meta.data)
             return set_id
         if meta.kind == "remove_set":
+            self._finish_set(meta.data)
             self.sets.pop(meta.data, None)
             for lane in [lane for lane, s in self.lanes.items() if s.set_id == meta.data]:
                 del self.lanes[lane]
                 self.lane_tensors.pop(lane, None)
                 self._dropped.pop(lane, None)
         return None
+
+    def _finish_set(self, set_id: int) -> None:
+        """Send what is ready of a process set, and refuse what some of it have not submitted."""
+        busy, self._busy = self._busy, False
+        self._pump()
+        self._busy = self._busy or busy
+        for key in [key for key in self.waiting if key.set_id == set_id]:
+            asked = self.waiting.pop(key).asked
+            self._send(sorted(asked), ["error", *key, _SET_IS_GONE], b"")
 
     def _pump(self) -> None:
         """Send what is ready, unless a batch is under way: what comes meanwhile is then fused."""
@@ -345,6 +360,8 @@ class Coordinator:
     # The end
 
     def _drain(self, rank: int) -> None:
+        if rank in self._drained:
+            return
         self._drained.add(rank)
         if self._down and len(self._drained) == self.size:
             self._send(self.sets[GLOBAL_SET], ["close"], b"")

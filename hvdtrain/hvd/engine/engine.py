@@ -288,8 +288,14 @@ class Engine:
 
     def _let_go(self, name: str) -> None:
         with self._lock:
-            self.lanes.pop(name, None)
-        self.executor.put(lambda: self.groups.drop(f"lane/{name}"))
+            lane = self.lanes.pop(name, None)
+
+        def drop() -> None:
+            if lane is not None:
+                lane.disconnect()
+            self.groups.drop(f"lane/{name}")
+
+        self.executor.put(drop)
 
     def _on_down(self, rest: list[Any], payload: bytes) -> None:
         reason, by, steps = rest

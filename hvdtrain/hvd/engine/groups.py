@@ -65,6 +65,8 @@ class Groups:
         with self._lock:
             group = self._groups.get(name)
         if group is None:
+            if (failure := self._failure()) is not None:
+                raise Broken(failure)  # some would not come
             store = PrefixStore(name, self._store)
             rank = members.index(self._rank)
             try:

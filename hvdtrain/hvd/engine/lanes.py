@@ -212,9 +212,16 @@ class Lane:
         self.engine.control.send(0, ["step", self.name, self.set_id, self.step])
 
     def send(self, layout: Layout, flat: Tensor) -> Any:
-        """Begin to reduce a bucket in place. Returns the work for `wait`."""
-        if self.engine.failure is not None:
-            raise HorovodInternalError(self.engine.failure)
+        """Begin to reduce a bucket in place. Returns the work for `wait`.
+
+        Raises HorovodInternalError once the job is over, unless whoever has left had sent its part
+        of this step: then the others wait for this rank's.
+        """
+        failure = self.engine.failure
+        if failure is not None and (
+            self.engine.broken is not None or self.engine.waits_in_vain(self.name, self.step)
+        ):
+            raise HorovodInternalError(failure)
         tensor = torch.view_as_real(flat) if flat.dtype.is_complex else flat
         try:
             work = all_reduce(self._groups[layout.device], tensor, layout.op)

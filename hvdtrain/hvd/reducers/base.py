@@ -43,6 +43,17 @@ class Recipe:
     """The parameters that required gradients at construction, or have since. They get a gradient in
     every step, of zeros if need be."""
 
+    @property
+    def set_id(self) -> int:
+        """The number of the process set. Raises ValueError where it is not registered."""
+        set_id = self.process_set.process_set_id
+        if set_id is None:
+            raise ValueError(
+                f"the optimizer's process set, of ranks {self.process_set.ranks}, is not "
+                "registered (any more): add it to hvd.init or by hvd.add_process_set"
+            )
+        return set_id
+
 
 class Reducer(ABC):
     """Sees every gradient as it is accumulated, and averages them by `synchronize`."""
@@ -56,7 +67,7 @@ class Reducer(ABC):
     @property
     def size(self) -> int:
         """How many ranks take part."""
-        return len(basics.engine.sets[self.recipe.process_set.process_set_id or 0])
+        return len(basics.engine.sets[self.recipe.set_id])
 
     @property
     def active(self) -> bool:

@@ -274,7 +274,7 @@ class BucketReducer(Reducer):
         engine = basics.engine
         if engine is self._engine:
             return
-        set_id = self.recipe.process_set.process_set_id or 0
+        set_id = self.recipe.set_id
         about = (digest(self.recipe), set_id)
         number = engine.lane_numbers[about] = engine.lane_numbers.get(about, 0) + 1
         name = f"{self.recipe.label}.{about[0]}.{set_id}.{number}"
