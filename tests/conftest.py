@@ -120,7 +120,8 @@ def _nothing_stays_behind() -> Iterator[None]:
     while (alive := descendants(os.getpid())) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not alive, f"processes stayed behind: {alive}"
-    left = set(Path("/dev/shm").iterdir()) - shared_before
+    while (left := set(Path("/dev/shm").iterdir()) - shared_before) and time.monotonic() < deadline:
+        time.sleep(0.1)
     for path in [path for path in left if path.name.startswith(("mpich_shm_", "vader_segment."))]:
         path.unlink(missing_ok=True)  # MPI's own, which it may leave where a rank is killed
         left.remove(path)

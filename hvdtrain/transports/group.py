@@ -183,18 +183,22 @@ class Order:
         self._name = name
         self._fail = fail
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     def put(self, run: Callable[[], None], work: Work, wait: bool) -> Work:
         """Carry `run` out after what was put before. `wait`: the caller will do nothing else."""
         with self._count:
             idle = self._pending == 0
-            self._pending += 1
-            if not (idle and wait):
+            closed = self._closed
+            self._pending += not closed
+            if not closed and not (idle and wait):
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                     self._thread.start()
                 self._tasks.put((run, work))
-        if idle and wait:
+        if closed:
+            work.finish(PeerLost("the group was closed before this collective"))
+        elif idle and wait:
             self._carry_out(run, work)
         return work
 
@@ -210,7 +214,9 @@ class Order:
 
     def close(self) -> None:
         """End the thread after what it has to do. Not to be waited for: it may hang."""
-        self._tasks.put(None)
+        with self._count:
+            self._closed = True
+            self._tasks.put(None)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread's end; whether it came."""

@@ -58,7 +58,7 @@ _SMALL_BYTES = 64 << 10  # up to here everybody adds up everything, which saves 
 # sequence number, bytes; region, its descriptor and size, where the tensor begins in it; lengths
 _SLOT = struct.Struct("<QQqiQQHH")
 _RETIRED = 16
-_KNOWN_S = 2.0
+_KNOWN_S = 4.0
 _ACROSS_BYTES = 2048  # what a host says of its ranks' calls
 _TEXT_BYTES = window.SLOT_BYTES - _SLOT.size - 8 * _RETIRED
 # What Gloo does not add up, or not well.
@@ -140,7 +140,7 @@ class Shm(Carrier):
 
     def close(self, failed: bool) -> None:
         """Release everything. Not collective; twice is safe."""
-        self._host.leave()
+        self._host.leave(failed)
         if self._watch is not None:
             self._watch.close()
         self._host.close()
@@ -398,7 +398,9 @@ class Shm(Carrier):
                 whole = self.regions.map(i, pid, one.region, one.fd, one.region_bytes)
             except OSError as error:  # it has ended, most likely
                 what = one.what.decode(errors="replace")
-                self._host.give_up(what, [i], f"has memory that cannot be mapped: {error}")
+                self._await_news(Wait(self._host, what))
+                rank = self._host.ranks[i]
+                self._host.give_up(what, [rank], f"has memory that cannot be mapped: {error}")
             buffers.append(whole[one.offset : one.offset + size].view(t.dtype))
         return buffers
 
@@ -422,12 +424,17 @@ class Shm(Carrier):
             raise
         except RuntimeError as error:
             self._hang_up()
-            # Who has ended is known a moment after its connections have.
-            deadline = time.monotonic() + _KNOWN_S
-            while time.monotonic() < deadline:
-                wait.look()
-                time.sleep(LOOK_S / 4)
+            self._await_news(wait)
             self._host.give_up(what, [], f"was lost, by Gloo: {first_line(error)}")
+
+    def _await_news(self, wait: Wait) -> None:
+        """Raise PeerLost if somebody has ended: that is known a moment after the connections and
+        the memory have gone.
+        """
+        deadline = time.monotonic() + _KNOWN_S
+        while time.monotonic() < deadline:
+            wait.look()
+            time.sleep(LOOK_S / 4)
 
     def _hang_up(self) -> None:
         """Let whoever waits for this rank by Gloo fail, and what is under way here."""

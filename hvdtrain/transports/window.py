@@ -33,6 +33,7 @@ SLOT_BYTES = 768
 HEADER_BYTES = 4096
 assert _SLOTS + 2 * SLOT_BYTES <= HEADER_BYTES
 
+_GONE = -2  # in place of a descriptor of a process that has ended by now
 _NEWS_S = 1.0  # how long they take between hosts, at the worst
 LOOK_S = 0.2  # how often whoever waits looks whether the others are alive
 # To sleep and be woken takes as long as this many looks; more would take time from ranks at work.
@@ -137,6 +138,9 @@ class Host:
             raise PeerLost(f"{what}: the group was closed meanwhile")
         self.entered += 1
         self.windows[self.me].say(self.entered)
+        if self._closed:  # just now, so that it has said the opposite of that
+            self.leave(failed=True)
+            raise PeerLost(f"{what}: the group was closed meanwhile")
         for theirs, mine in self._steps:
             _libc.sem_post(theirs)
             for _ in range(_TRIES):
@@ -171,23 +175,26 @@ class Host:
         del found[self.ranks[self.me]]
         return found
 
-    def missing(self) -> tuple[list[int], list[int], list[int]]:
-        """Return who has ended, who may still come to this barrier, and who has left before it.
+    def missing(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Return who has ended, who may still come to this barrier, who has given up before it,
+        and who has left before it.
 
         One that has come to it may have ended, or hang, before it has woken whom it should. Where
-        it is seen who hangs, those that only wait for it are not named.
+        it is seen who hangs, or is behind all others, those that only wait for it are not named.
         """
         others = self._others()
         left = [r for r, seen in others.items() if not _comes_to(seen, self.entered)]
         near = [
             r for r, seen in others.items() if seen.entered <= self.entered and seen.state != LEFT
         ]
-        late = [r for r in near if others[r].entered < self.entered]
-        absent = [r for r in late or near if r not in left]
-        stopped = [r for r in near if others[r].life == STOPPED and r not in left]
+        awaited = [r for r in near if r not in left]
+        first = min((others[r].entered for r in awaited), default=0)
+        absent = [r for r in awaited if others[r].entered == first]
+        stopped = [r for r in awaited if others[r].life == STOPPED]
         # Who has given up may end: it is not why.
         ended = [r for r in near if others[r].life == ENDED and others[r].state == HERE]
-        return ended, stopped or absent, left
+        gave_up = [r for r in left if others[r].state != LEFT]
+        return ended, stopped or absent, gave_up, [r for r in left if r not in gave_up]
 
     def give_up(self, what: str, missing: list[int], why: str) -> NoReturn:
         """Let the peers that wait know, and raise PeerLost."""
@@ -209,13 +216,17 @@ class Host:
     def _has_ended(self, i: int) -> bool:
         fd = self._pidfds.get(i, -1)
         if fd < 0:
-            return False
+            return fd == _GONE
         poller = select.poll()
         poller.register(fd, select.POLLIN)
         return bool(poller.poll(0))
 
-    def leave(self) -> None:
-        """Let the peers that wait know that this rank takes part no more. Twice is safe."""
+    def leave(self, failed: bool = False) -> None:
+        """Let the peers that wait know that this rank takes part no more. Twice is safe.
+
+        `failed`: nor in what it has come to.
+        """
+        self._gave_up = self._gave_up or failed
         self._closed = True
         self.windows[self.me].say(self.entered, GAVE_UP if self._gave_up else LEFT)
 
@@ -242,19 +253,21 @@ class Wait:
         host = self._host
         if host.closed:
             raise PeerLost(f"{self._what}: the group was closed meanwhile")
-        ended, absent, left = host.missing()
+        ended, absent, gave_up, left = host.missing()
         now = time.monotonic()
         noticed = self._noticed
-        if ended or left:
+        if ended or gave_up or left:
             self._noticed = noticed or now
         if ended and noticed is not None:  # for the second time: what was on its way has come
             host.give_up(self._what, ended, "has ended")
         # Who has given up may have learnt sooner than this rank that somebody has ended.
-        told = left and noticed is not None and now - noticed > _NEWS_S
-        if told or now - self._begin > host.timeout_s:
+        known = noticed is not None and now - noticed > _NEWS_S
+        if left and known:
+            host.give_up(self._what, left, "has left")
+        if (gave_up and known) or now - self._begin > host.timeout_s:
             late = f"did not come within {host.timeout_s:g} s"  # so says who has given up, too
-            why = late if absent or not left else "has given up"
-            host.give_up(self._what, absent or left, why)
+            why = late if absent or not gave_up else "has given up"
+            host.give_up(self._what, absent or gave_up, why)
 
 
 def _comes_to(seen: Seen, barrier: int) -> bool:
@@ -267,6 +280,8 @@ def _comes_to(seen: Seen, barrier: int) -> bool:
 def _pidfd(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return _GONE
     except (AttributeError, OSError):
         return -1  # an old kernel: the time limit is what remains
 

@@ -185,7 +185,7 @@ def a_hundred_times(folder: Path) -> Answer:
             assert parameter.tolist() == [-(n - 1) / 2] * 4
         hvd.shutdown()
         if i in (19, 99):
-            time.sleep(0.2)  # a thread that has been joined is in /proc for a moment longer
+            time.sleep(1.0)  # a thread that has been joined is in /proc for a moment longer
             counts.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")])
     return {"counts": counts}
 
@@ -282,8 +282,8 @@ def with_children(folder: Path) -> Answer:
 
 def with_a_late_rank(folder: Path) -> Answer:
     """The last rank comes three seconds late, to several operations."""
-    late = hvd.rank() == hvd.size() - 1
-    if late:
+    hvd.barrier()
+    if hvd.rank() == hvd.size() - 1:
         time.sleep(3)
     handles = [hvd.allreduce_async(torch.ones(2), name=f"alpha.{i}") for i in range(8)]
     handles.append(hvd.allgather_async(torch.ones(2), name="beta"))
@@ -308,9 +308,11 @@ def with_a_late_rank_in_a_step(folder: Path) -> Answer:
 
 def with_a_rank_that_never_comes(folder: Path) -> Answer:
     """The last rank does other things for long, and then finds the job over."""
-    hvd.barrier()
-    if hvd.rank() == hvd.size() - 1:
+    never_comes = hvd.rank() == hvd.size() - 1
+    if never_comes:
         (folder / "died").write_text(str(time.time()))
+    hvd.barrier()
+    if never_comes:
         time.sleep(6)
         return end_of(folder, lambda: hvd.allreduce(torch.ones(1), name="beta"))
     return end_of(folder, lambda: hvd.allreduce(torch.ones(1), name="alpha"))

@@ -43,7 +43,7 @@ class HvdRanks(Pool[Any]):
 
     entry = "tests.hvd.pool"
     env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    call_s = 20.0
+    call_s = 40.0
 
     def __init__(self, arm: str, n: int) -> None:
         super().__init__(HVD[arm], n)

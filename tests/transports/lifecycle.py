@@ -85,26 +85,38 @@ def until_it_fails(folder: Path, operation: Callable[[], object]) -> Answer:
     return answer
 
 
-def in_a_blocking_collective(folder: Path, victim: int, how: str) -> Answer:
+def begin(folder: Path, victim: int, how: str, after_s: float) -> None:
+    """Have the victim hit so long after all ranks have come through a barrier."""
     dist.barrier()
-    if dist.get_rank() == victim:
-        time.sleep(0.3)
+    (folder / f"begun-{dist.get_rank()}").touch()
+
+    def hit() -> None:
+        while len(list(folder.glob("begun-*"))) < dist.get_world_size():
+            time.sleep(0.01)
+        time.sleep(after_s)
         die(folder, how)
+
+    if dist.get_rank() == victim:
+        threading.Thread(target=hit, daemon=True).start()
+
+
+def in_a_blocking_collective(folder: Path, victim: int, how: str) -> Answer:
+    begin(folder, victim, how, 0.3)
+    if dist.get_rank() == victim:
+        time.sleep(60)
     return until_it_fails(folder, lambda: dist.all_reduce(torch.ones(3)))
 
 
 def in_a_big_collective(folder: Path, victim: int, how: str) -> Answer:
     """All are in the middle of moving data."""
     t = torch.ones(64 * MIB)
-    if dist.get_rank() == victim:
-        threading.Timer(0.7, die, (folder, how)).start()
+    begin(folder, victim, how, 0.7)
     return until_it_fails(folder, lambda: dist.all_reduce(t.fill_(1)))
 
 
 def with_many_in_flight(folder: Path, victim: int, how: str) -> Answer:
     tensors = [torch.ones(MIB) for _ in range(40)]
-    if dist.get_rank() == victim:
-        threading.Timer(0.5, die, (folder, how)).start()
+    begin(folder, victim, how, 0.5)
 
     def operation() -> None:
         works = [dist.all_reduce(t.fill_(1), async_op=True) for t in tensors]
@@ -115,18 +127,26 @@ def with_many_in_flight(folder: Path, victim: int, how: str) -> Answer:
 
 
 def in_a_collective_by_gloo(folder: Path, victim: int, how: str) -> Answer:
-    if dist.get_rank() == victim:
-        threading.Timer(0.5, die, (folder, how)).start()
+    begin(folder, victim, how, 0.5)
     return until_it_fails(folder, lambda: dist.reduce(torch.ones(MIB), 0))
+
+
+def one_leaves(folder: Path, leaver: int) -> Answer:
+    """While the last rank is late, and does come."""
+    dist.barrier()
+    if dist.get_rank() == leaver:
+        dist.destroy_process_group()
+        time.sleep(5)
+        return {}
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(3)
+    return until_it_fails(folder, lambda: dist.all_reduce(torch.ones(3)))
 
 
 def chaos(folder: Path, victim: int, how: str, seed: int) -> Answer:
     """Random collectives until the victim is hit at a random moment."""
     chance = random.Random(seed)
-    after_s = chance.uniform(0, 0.4)
-    dist.barrier()
-    if dist.get_rank() == victim:
-        threading.Timer(after_s, die, (folder, how)).start()
+    begin(folder, victim, how, chance.uniform(0, 0.4))
     return until_it_fails(folder, lambda: operate(chance)())
 
 

@@ -32,6 +32,7 @@ def by_gloo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Weights]:
     return results
 
 
+@pytest.mark.timeout(300)  # the first begins with all of them on Gloo
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("peers", ARMS, indirect=True)
 def test_trains_as_on_gloo(

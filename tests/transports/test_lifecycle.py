@@ -31,6 +31,16 @@ def test_stopped(scenario: str, n: int, tmp_path: Path) -> None:
     assert "3 s" in answers[0]["text"]
 
 
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_left(leaver: int, tmp_path: Path) -> None:
+    """And not who is merely late."""
+    answers, _ = play("one_leaves", tmp_path, leaver, n=3)
+    for rank in {0, 1, 2} - {leaver}:
+        assert f"rank {leaver} (process " in answers[rank]["text"], answers[rank]
+        assert "has left" in answers[rank]["text"], answers[rank]
+        assert answers[rank]["kind"] == "PeerLost"
+
+
 @pytest.mark.timeout(120 + 20 * ROUNDS)
 def test_chaos(tmp_path: Path) -> None:
     """Hit at random moments. TEST_CHAOS_ROUNDS says how often."""
