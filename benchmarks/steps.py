@@ -30,6 +30,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import live
 from hvdtrain import BackendOptions, detect, open_backend
+from hvdtrain.transports.memory import keep_freed_memory
 
 RESULTS = Path(__file__).parent / "results" / "steps.json"
 # Arm: launcher, and what it needs in the environment. Horovod with its defaults, and as its users
@@ -41,6 +42,7 @@ ARMS: dict[str, tuple[str, dict[str, str]]] = {
     "ddp/mpi": ("mpirun unbound", {}),
     "compat/gloo": ("torchrun", {"HVDTRAIN_TRANSPORT": "gloo"}),
     "compat/shm": ("torchrun", {"HVDTRAIN_TRANSPORT": "shm"}),
+    "compat/mpi": ("mpirun unbound", {"HVDTRAIN_TRANSPORT": "mpi"}),
     "horovod/mpi": ("mpirun", {}),
     "horovod/mpi tuned": ("mpirun unbound", {"HOROVOD_FUSION_THRESHOLD": str(4 << 20)}),
     # Its Gloo gives up on ranks that are stopped, as the others are while one arm works.
@@ -83,6 +85,7 @@ class Rank:
 
     def __init__(self, arm: str) -> None:
         torch.set_num_threads(1)
+        keep_freed_memory()  # as the Trainer does for all; `shm`, `mpi` and compat do it alone
         self.arm = arm
         self.steps: dict[str, Callable[[], None]] = {}
         backend, transport = arm.split()[0].split("/")

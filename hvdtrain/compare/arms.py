@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -125,9 +125,7 @@ def missing(arm: Arm) -> str | None:
         return f"{program} is not on the PATH; pip install 'hvdtrain[mpi,horovod]'"
     if arm.launcher == "mpirun" and find_spec("mpi4py") is None:
         return "mpi4py is missing; pip install 'hvdtrain[mpi]'"
-    if arm.backend == "horovod":  # the module's name as much as the backend's
-        return _horovod_problem()
-    return None
+    return _LACKS[arm.backend]() if arm.backend in _LACKS else None
 
 
 def _horovod_problem() -> str | None:
@@ -140,6 +138,10 @@ def _horovod_problem() -> str | None:
         return found.problem(version("torch"))
     except PackageNotFoundError:  # pragma: no cover -- torch is required
         return "torch is not installed"
+
+
+# backend: what it lacks here, with the fix, or None. The others come with torch.
+_LACKS: dict[str, Callable[[], str | None]] = {"horovod": _horovod_problem}
 
 
 def choose(

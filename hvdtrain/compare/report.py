@@ -101,7 +101,7 @@ def _efficiencies(summary: Json) -> list[tuple[str, str, list[Json | None]]]:
 
 def _machine(machine: Json) -> str:
     cores = machine.get("cores")
-    parts = [machine.get("hostname"), machine.get("cpu"), cores and wording.count(cores, "core")]
+    parts = [machine.get("cpu"), cores and wording.count(cores, "core")]
     return ", ".join(str(part) for part in parts if part)
 
 

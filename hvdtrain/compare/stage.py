@@ -169,9 +169,11 @@ class Stage:
         if os.geteuid() == 0:
             env.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
             env.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+        assert self._sockets is not None
         if arm.launcher == "torchrun":  # which leaves a folder there for each job
-            assert self._sockets is not None
             env["TMPDIR"] = self._sockets.name
+        # Two mpiruns of one user that start at once may fail at making the folder of both.
+        env["OMPI_MCA_orte_tmpdir_base"] = tempfile.mkdtemp(dir=self._sockets.name)
         env.update(
             OMP_NUM_THREADS=threads,
             MKL_NUM_THREADS=threads,

@@ -183,7 +183,6 @@ def _head(ranks: tuple[int, ...], scaling: str | None, outcome: str, blocks: int
             "cores": 2,
             "memory_mib": 24_000,
             "kernel": "6.18.44",
-            "hostname": "bench",
             "load_before": [0.4, 0.6, 0.5],
             "load_after": [2.3, 1.9, 1.1],
             "gpus": [],

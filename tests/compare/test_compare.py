@@ -103,7 +103,9 @@ def test_unequal_and_failing_arms_say_why_and_the_others_go_on(
     dies, raises = "tests.compare.failing:Dies/gloo", "tests.compare.failing:Raises/gloo"
     drifts = "tests.compare.failing:Drifts/gloo"
     arms = ",".join(["ddp/gloo", *faults, dies, raises, drifts, "no.such:Thing"])
-    done, found = compare(tmp_path / "out", "--arms", arms, "--clip-norm", "0.5", *QUICK)
+    line = ["--arms", arms, "--clip-norm", "0.5", *QUICK]
+    done, found = compare(tmp_path / "out", *line, code=1)
+    assert f"not the same work: {', '.join([*faults, drifts])} (see " in done.output
     rows = found["arms"]
     for name, cause in faults.items():
         assert rows[name]["status"] == "refused", rows[name]
