@@ -195,8 +195,8 @@ def ended_by(
 
     Returns the exit code, the output and the outcome in run.json.
     """
-    # Between mpirun's SIGTERM and its SIGKILL there is a second, and a busy machine may take that.
-    with started(command, env={"OMPI_MCA_odls_base_sigkill_timeout": "10"}) as (process, log):
+    # From mpirun's SIGTERM to its SIGKILL it is a second, which a busy machine may take itself.
+    with started(command, env={"OMPI_MCA_odls_base_sigkill_timeout": "3"}) as (process, log):
         deadline = time.monotonic() + 40
         while not (tmp_path / "mark").exists():
             assert process.poll() is None, log.read_text()
