@@ -2,17 +2,22 @@
 
     python benchmarks/steps.py            # 2 ranks, some twenty minutes
     python benchmarks/steps.py --only mlp --arms ddp/gloo,compat/shm
+    python benchmarks/steps.py --keep-freed-memory --output ...
 
 Every arm stays alive under its own launcher; one block runs a few steps of every arm, in random
 order, the others stopped meanwhile. A block's time is its slowest rank's median step; the figure is
 the median over blocks of the ratio of two arms in one block, with a 95 % bootstrap interval.
 `ddp/gloo again` is a second `ddp/gloo`: what the noise alone does.
+
+Every engine is as a script gets it: `shm`, `mpi` and compat tell malloc to keep freed memory, DDP
+over Gloo and Horovod do not. With `--keep-freed-memory` all do, as under hvdtrain's Trainer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -78,6 +83,7 @@ WORKLOADS: dict[str, tuple[Callable[[], nn.Module], int, tuple[int, ...], int]] 
     "convnet": (convnet, 32, (3, 32, 32), 10),
 }
 LATENCY = "allreduce 1 KB"
+KEEPS = "STEPS_KEEP_FREED_MEMORY"
 
 
 class Rank:
@@ -85,7 +91,8 @@ class Rank:
 
     def __init__(self, arm: str) -> None:
         torch.set_num_threads(1)
-        keep_freed_memory()  # as the Trainer does for all; `shm`, `mpi` and compat do it alone
+        if os.environ[KEEPS] == "1":
+            keep_freed_memory()
         self.arm = arm
         self.steps: dict[str, Callable[[], None]] = {}
         backend, transport = arm.split()[0].split("/")
@@ -164,6 +171,7 @@ def measure(blocks: int, names: list[str], chosen: list[str], path: Path) -> Non
         "step_ms": times,
         "ratios": {w: ratios(found) for w, found in times.items()},
         "ranks": 2,
+        "freed_memory_kept_by_all": os.environ[KEEPS] == "1",
         **live.machine(),
     }
     path.parent.mkdir(exist_ok=True)
@@ -229,7 +237,9 @@ def main() -> None:
     parser.add_argument("--only", help="part of a workload's name")
     parser.add_argument("--arms", default=",".join(ARMS), help="separated by commas")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--keep-freed-memory", action="store_true", help="in the ranks of all arms")
     options = parser.parse_args()
+    os.environ[KEEPS] = str(int(options.keep_freed_memory))
     names = [n for n in (*WORKLOADS, LATENCY) if not options.only or options.only in n]
     measure(options.blocks, names, options.arms.split(","), options.output)
 
