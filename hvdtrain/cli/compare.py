@@ -161,26 +161,23 @@ def run(options: CompareOptions) -> None:
     """
     try:
         from hvdtrain.compare import machine, report, table
-        from hvdtrain.compare.arms import choose_all
+        from hvdtrain.compare.arms import choose_all, choose_device
         from hvdtrain.compare.runner import Runner
         from hvdtrain.compare.summary import summarise
     except ModuleNotFoundError as error:
         raise InputError(
             f"hvdtrain compare needs {error.name}; pip install 'hvdtrain[compare]'"
         ) from None
-    gpus, ranks, on_cpu = machine.usable_gpus(), max(options.ranks), ""
-    if options.device == "auto":
-        options = dataclasses.replace(options, device="cuda" if gpus >= ranks else "cpu")
-        if 0 < gpus < ranks:
-            on_cpu = f"{gpus} GPUs for {ranks} ranks, so all run on the CPU; or give --np {gpus}"
+    device, why = choose_device(options.device, machine.usable_gpus(), max(options.ranks))
+    options = dataclasses.replace(options, device=device)
     arms, left_out = choose_all(options)
     folder = _make_folder(options)
     screen = table.Live()
     runner = Runner(options, arms, screen, folder)
+    runner.record["config"]["device_reason"] = why
     try:
         with screen:
-            if on_cpu:
-                screen.say(on_cpu)
+            screen.say(f"device   {device} ({why})")
             for name, why in left_out:
                 screen.say(f"not compared: {name}: {why}")
             runner.run()

@@ -171,6 +171,17 @@ def choose(
     return with_baselines(arms, base), left_out
 
 
+def choose_device(requested: str, gpus: int, ranks: int) -> tuple[str, str]:
+    """Return the device of all arms, and the reason for it. `ranks`: the most that an arm has."""
+    if requested != "auto":
+        return requested, "as requested"
+    if gpus == 0:
+        return "cpu", "no GPU that torch can use"
+    if gpus < ranks:
+        return "cpu", f"{ranks} ranks need as many GPUs, and there are {gpus}"
+    return "cuda", "a GPU for each rank"
+
+
 def choose_all(options: CompareOptions) -> tuple[list[Arm], list[tuple[str, str]]]:
     """`choose` for every world size, and one process alone beside arms of one rank."""
     several = len(options.ranks) > 1

@@ -20,7 +20,7 @@ def environment_rows(record: Json) -> list[list[str]]:
         ("data", config.get("data")),
         ("batch per rank", _by_arm(arms, _batch_per_rank)),
         ("batch of all ranks", _by_arm(arms, lambda arm: arm.get("samples_per_step"))),
-        ("device", config.get("device")),
+        ("device", _device(config)),
         ("precision", config.get("precision")),
         ("learning rate", config.get("lr")),
         ("seed", config.get("seed")),
@@ -49,6 +49,11 @@ def environment_rows(record: Json) -> list[list[str]]:
 def _task(config: Json) -> str | None:
     chosen = ", ".join(f"{name}={value}" for name, value in (config.get("set") or {}).items())
     return f"{config.get('task')} ({chosen})" if chosen else config.get("task")
+
+
+def _device(config: Json) -> str | None:
+    why = config.get("device_reason")
+    return f"{config.get('device')} ({why})" if why else config.get("device")
 
 
 def _by_arm(arms: dict[str, Json], of: Callable[[Json], Any]) -> str | None:

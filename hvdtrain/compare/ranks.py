@@ -21,7 +21,7 @@ from typing import Any, cast
 
 END_S = 10.0
 _CLEAR_S = 10.0
-_WORDS_S = 5.0  # for a launcher to end and say why, once a rank has ended
+_WORDS_S = 10.0  # for a launcher to end and say why, once a rank has ended
 # How launchers say which rank ended first, and with what.
 _FIRST_TO_END = (
     r"Root Cause \(first observed failure\):.*?rank +: (\d+).*?exitcode +: (-?\d+)",  # torchrun

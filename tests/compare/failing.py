@@ -36,6 +36,17 @@ class Drifts(Correct):
                     p.grad.add_(1e-4)
 
 
+class Parts(Correct):
+    """Leaves its ranks to themselves once it has been proved correct."""
+
+    steps = 0
+
+    def finish_backward(self, optimizer: Optimizer) -> None:
+        self.steps += 1
+        if self.steps <= 12:
+            super().finish_backward(optimizer)
+
+
 class Dies(Fails):
     def fail(self) -> None:
         os._exit(9)

@@ -39,6 +39,8 @@ def compare(folder: Path, *line: str, code: int = 0) -> tuple[Finished, dict[str
 def test_from_the_command_to_the_report(tmp_path: Path) -> None:
     arms = "ddp/gloo,compat/shm,horovod/mpi,horovod/gloo"
     done, found = compare(tmp_path / "out", "--arms", arms, *QUICK)
+    config = found["config"]
+    assert f"device   {config['device']} ({config['device_reason']})" in done.output
     rows = found["arms"]
     assert [row["role"] for row in rows.values()].count("arm") == 3
     assert {row["role"] for row in rows.values()} == {
@@ -138,6 +140,18 @@ def test_a_baseline_that_is_lost_ends_it(tmp_path: Path) -> None:
     assert "as fast" not in done.output
 
 
+def test_a_baseline_that_parts_ends_it(tmp_path: Path) -> None:
+    """Seen at the end only, and of its duplicate as well: there is nothing left to repeat."""
+    arms = "tests.compare.failing:Parts/gloo,ddp/gloo"
+    done, found = compare(tmp_path / "out", "--arms", arms, *QUICK, code=1)
+    assert "Traceback" not in done.output
+    rows = found["arms"]
+    for name in ("tests.compare.failing:Parts/gloo", "tests.compare.failing:Parts/gloo again"):
+        assert rows[name]["status"] == "refused"
+        assert "its ranks had different parameters" in rows[name]["reason"]
+    assert "nothing to hold it against" in rows["ddp/gloo"]["reason"]
+
+
 def _begun(folder: Path, blocks: int) -> bool:
     path = folder / record.NAME
     return path.exists() and len(json.loads(path.read_text())["blocks"]) >= blocks
@@ -219,7 +233,7 @@ def test_a_slower_arm_is_found_and_the_same_arm_is_not(tmp_path: Path) -> None:
             f"the same arm is {rows[same]['verdict']}, the A/A pair differs by {spread:.0%}"
         )
     assert rows[slower]["verdict"] == "slower"
-    assert 0.45 < rows[slower]["ratio"] < 0.85
+    assert rows[slower]["ratio"] == pytest.approx(1 / 1.5, abs=0.15)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("weak", marks=pytest.mark.exhaustive), "strong"])

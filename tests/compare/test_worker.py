@@ -25,6 +25,7 @@ from hvdtrain.backends import load
 from hvdtrain.cli.compare import command
 from hvdtrain.compare import causes
 from hvdtrain.compare.account import Account
+from hvdtrain.compare.arms import LAUNCHERS, choose_device
 from hvdtrain.compare.ceiling import NoCommunication
 from hvdtrain.compare.job import Job
 from hvdtrain.compare.observe import PIECE, _sample, _Watcher, observe, pieces
@@ -38,6 +39,7 @@ from hvdtrain.tasks.mlp import MLP
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.task import Task
 from tests import ranks as live
+from tests.launching import clean_env
 from tests.training.test_task import SOURCE
 
 OPTIONS = {name for option in command.params for name in option.opts}
@@ -79,6 +81,13 @@ def test_every_step_counts_whatever_it_was_for() -> None:
     assert len({digest for _, digest in found}) == 4
 
 
+def test_the_device_is_chosen_for_a_reason() -> None:
+    assert choose_device("auto", 2, 2) == ("cuda", "a GPU for each rank")
+    assert choose_device("auto", 0, 2) == ("cpu", "no GPU that torch can use")
+    assert choose_device("auto", 1, 2) == ("cpu", "2 ranks need as many GPUs, and there are 1")
+    assert choose_device("cpu", 8, 2) == ("cpu", "as requested")
+
+
 def test_bad_input_is_every_ranks() -> None:
     """Whichever is the first to say so: two arms must not seem to have two reasons."""
     with pytest.raises(ArmFailed, match="^unknown task 'pigeon'"), worker("pigeon"):
@@ -117,6 +126,53 @@ def test_a_rank_that_is_gone_is_why_the_others_fail(tmp_path: Path) -> None:
         made.begin("window")
         time.sleep(1)
         with pytest.raises(ArmFailed, match="^rank 1 ended during 'window'"):
+            made.finish(20)
+    finally:
+        made.end(gently=False)
+
+
+ENDS = """
+import os, pickle, sys, time
+from multiprocessing.connection import Client
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("HOROVOD_RANK")
+           or os.environ["RANK"])
+if os.getpgrp() != os.getpid():
+    os.setpgid(0, 0)
+with Client(sys.argv[-1], "AF_UNIX") as connection:
+    connection.send_bytes(pickle.dumps((rank, os.getpid())))
+    connection.recv_bytes()
+    if rank == 1:
+        os.kill(os.getpid(), 9) if sys.argv[1] == "signal" else os._exit(9)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "how", "said"),
+    [
+        ("torchrun", "code", "code 9"),
+        ("torchrun", "signal", "code -9"),
+        ("mpirun", "code", "code 9"),
+        ("mpirun", "signal", "signal 9"),
+        ("horovodrun", "code", "code 9"),
+    ],
+)
+def test_who_ended_first_is_what_the_launcher_says(
+    tmp_path: Path, launcher: str, how: str, said: str
+) -> None:
+    """By the time that anybody looks it has ended the others, too."""
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    python = [] if launcher == "torchrun" else [sys.executable]
+    line = [part.format(ranks=2) for part in LAUNCHERS[launcher]]
+    made = Ranks(
+        [*line, *python, str(script), how], 2, clean_env(), tmp_path / "at", tmp_path / "log"
+    )
+    try:
+        made.meet(40)
+        made.begin("window")
+        made.process.wait(40)
+        with pytest.raises(ArmFailed, match=f"^rank 1 ended, with {said}, during 'window': "):
             made.finish(20)
     finally:
         made.end(gently=False)

@@ -98,8 +98,8 @@ def check_survivors(ranks: list[Rank], victim: int, limit_s: float) -> None:
         assert answer["text"].startswith(SHUT_DOWN), answer
         assert answer["seconds"] < limit_s, answer
         assert answer["next"].startswith(SHUT_DOWN), answer
-        assert answer["next_s"] < 5, answer
-        assert answer["shutdown_s"] < 9, answer
+        assert answer["next_s"] < 1, answer
+        assert answer["shutdown_s"] < 5, answer
         assert not answer["threads"], answer
         assert rank.code == 0, rank.output
         assert "Traceback" not in rank.output, rank.output
@@ -218,6 +218,7 @@ def test_a_stall_is_told(tmp_path: Path) -> None:
     told = re.findall(r"^2: \[(.*?)(?: \.\.\.)?\]", ranks[0].output, flags=re.MULTILINE)
     names = {name for line in told for name in line.split(", ")}
     assert names.issuperset(f"allreduce.alpha.{i}" for i in range(6)), ranks[0].output
+    assert "allreduce.alpha.5 ...]" in ranks[0].output  # of nine
     assert not any(STALLED in rank.output for rank in ranks[1:])
 
 
@@ -251,4 +252,4 @@ def test_a_stall_may_end_the_job(tmp_path: Path) -> None:
     assert STALLED in ranks[0].output
     check_survivors(ranks, -1, 10)
     for rank in ranks[:2]:
-        assert 1.5 < rank.answer["seconds"] < 8, rank.answer
+        assert 1.5 < rank.answer["seconds"] < 5, rank.answer

@@ -132,7 +132,7 @@ def check_survivors(answers: list[Answer], victim: int, folder: Path, limit_s: f
         assert named == [str(victim)], answer
         assert answer["at"] - died < limit_s, (answer["at"] - died, answer)
         assert answer["next"] != "it works again", answer
-        assert answer["next_s"] < 5, answer
+        assert answer["next_s"] < 1, answer
         assert answer["close_s"] < 5, answer
 
 
