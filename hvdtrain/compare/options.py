@@ -71,7 +71,8 @@ class CompareOptions:
                 f"--blocks {self.blocks}: from fewer than {MIN_BLOCKS} no interval can be had"
             )
         if not self.ranks or min(self.ranks) < 1 or len(set(self.ranks)) < len(self.ranks):
-            raise InputError(f"--np {','.join(map(str, self.ranks))}: want world sizes, each once")
+            sizes = ",".join(map(str, self.ranks))
+            raise InputError(f"--np {sizes} must be numbers of ranks, 1 or more, each once")
         for size in self.ranks:
             TrainConfig(**self.training(size)).check()
 
