@@ -2,6 +2,7 @@
 #              compares three backends on them
 # make test    from a bare clone: installs everything, Open MPI and real Horovod included, and runs the suite
 # make test-all  the same at every launcher times every number of ranks, where make test runs some
+# make again   what failed in `make test`, if no more than two, ten times over; says what that shows
 # make check   ruff and mypy --strict
 # make bench   the benchmarks; writes benchmarks/results/
 
@@ -15,7 +16,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMPI_MCA_rmaps_base_oversubscribe := 1
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all again check bench clean
 
 demo: $(VENV)/demo.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m hvdtrain --backend ddp
@@ -26,6 +27,9 @@ test: $(VENV)/all.installed $(VENV)-mpich/installed
 
 test-all: $(VENV)/all.installed $(VENV)-mpich/installed
 	$(BIN)/python -m pytest $(PYTEST)
+
+again:
+	$(BIN)/python tests/again.py
 
 check: $(VENV)/all.installed
 	$(BIN)/ruff check .
