@@ -297,9 +297,11 @@ def _await_all(store: Store, world: World, deadline: float) -> Store:
         store.wait(keys, timedelta(seconds=max(0.1, deadline - time.monotonic())))
     except dist.DistError:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        raise WorldError(
-            f"{world} waited in vain for {len(missing)} of {world.size} ranks: {', '.join(missing)}"
-        ) from None
+        if missing:  # else the last has come just now
+            raise WorldError(
+                f"{world} waited in vain for {len(missing)} of {world.size} ranks: "
+                f"{', '.join(missing)}"
+            ) from None
     return store
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.again import STAYED_BEHIND
 from tests.hvd.pool import HvdRanks
 from tests.launching import descendants
 from tests.ranks import Pool, Ranks
@@ -112,14 +113,16 @@ def _nothing_leaks() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _nothing_stays_behind() -> Iterator[None]:
+def _nothing_stays_behind(pytestconfig: pytest.Config) -> Iterator[None]:
     """Fail the session if processes or shared memory stay behind; processes hold the ports."""
     shared_before = set(Path("/dev/shm").iterdir())
+    _record(pytestconfig, True)
     yield
     deadline = time.monotonic() + 5
     while (alive := descendants(os.getpid())) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not alive, f"processes stayed behind: {alive}"
+    deadline = time.monotonic() + 5
     while (left := set(Path("/dev/shm").iterdir()) - shared_before) and time.monotonic() < deadline:
         time.sleep(0.1)
     for path in [path for path in left if path.name.startswith(("mpich_shm_", "vader_segment."))]:
@@ -127,3 +130,9 @@ def _nothing_stays_behind() -> Iterator[None]:
         left.remove(path)
     if "CI" in os.environ:  # elsewhere other programs use it meanwhile
         assert not left, f"shared memory stayed behind: {left}"
+    _record(pytestconfig, False)
+
+
+def _record(config: pytest.Config, stayed_behind: bool) -> None:
+    if cache := getattr(config, "cache", None):  # pytest may be told to have none
+        cache.set(STAYED_BEHIND, stayed_behind)

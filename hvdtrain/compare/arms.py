@@ -36,7 +36,8 @@ LAUNCHERS = {
     "torchrun": ["torchrun", "--nproc-per-node", "{ranks}"],
     # Unbound, as the other launchers leave it: mpirun by itself ties each of two ranks to a core.
     "mpirun": ["mpirun", "-bind-to", "none", "-np", "{ranks}"],
-    "horovodrun": ["horovodrun", "-np", "{ranks}", "--gloo"],
+    # Its cache is a file in the home folder, of all that start at once.
+    "horovodrun": ["horovodrun", "-np", "{ranks}", "--gloo", "--disable-cache"],
 }
 
 # Where nobody names any: what an old and a new user of either would run.

@@ -21,7 +21,8 @@ from typing import Any, cast
 
 END_S = 10.0
 _CLEAR_S = 10.0
-_WORDS_S = 10.0  # for a launcher to end and say why, once a rank has ended
+_WORDS_S = 20.0  # for a launcher to end and say why, once a rank has ended
+_CLOSING_S = 1.0  # for a process that ends to close all that it has open
 # How launchers say which rank ended first, and with what.
 _FIRST_TO_END = (
     r"Root Cause \(first observed failure\):.*?rank +: (\d+).*?exitcode +: (-?\d+)",  # torchrun
@@ -142,7 +143,9 @@ class Ranks:
         except (EOFError, OSError):
             raise self._ended([rank, *filter(self._has_ended, others)]) from None
         if not ok:
-            if gone := list(filter(self._has_ended, others)):  # that is why this one failed
+            # One that is gone is why this one failed. Its connection to us may be closed last.
+            deadline = time.monotonic() + _CLOSING_S
+            if gone := [rank for rank in others if self._has_ended(rank, deadline)]:
                 raise self._ended(gone)
             raise ArmFailed(answer)
         return answer
@@ -159,11 +162,11 @@ class Ranks:
         who = f"rank {names}" if len(gone) == 1 else f"ranks {names}"
         return ArmFailed(f"{who} ended during {doing}: {words}")
 
-    def _has_ended(self, rank: int) -> bool:
-        """Whether a rank is gone. Takes its answer, if there is one."""
+    def _has_ended(self, rank: int, deadline: float = 0.0) -> bool:
+        """Whether a rank is gone, or is by then. Takes its answer, if there is one."""
         connection = self._connections[rank]
         try:
-            if connection.poll(0.1):
+            if connection.poll(max(0.1, deadline - time.monotonic())):
                 connection.recv_bytes()
         except (EOFError, OSError):
             return True

@@ -71,12 +71,13 @@ class Far:
         self._hosts = [host for host in hosts if host != here]
 
     def look(self) -> dict[int, Seen]:
-        """Return what is known of each: nothing, where nobody has written it for long. One that
-        has not told of its host for long is stopped.
+        """Return what is known of each: where nobody has written it for long, who has ended by
+        then and no more. One that has not told of its host for long is stopped.
         """
         found: dict[int, Seen] = {}
         if self._board.read(self._writer)[1] > _SILENT_S:
-            return found
+            known = {rank: self._board.read(rank)[0] for host in self._hosts for rank in host}
+            return {rank: seen for rank, seen in known.items() if seen.life == ENDED}
         for host in self._hosts:
             for rank in host:
                 found[rank], age_s = self._board.read(rank)

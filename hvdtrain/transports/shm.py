@@ -514,7 +514,8 @@ def _exchange(
         store.wait(keys, timedelta(seconds=timeout_s))
     except dist.DistError:
         missing = [str(r) for r, key in enumerate(keys) if not store.check([key])]
-        raise PeerLost(
-            f"rank {rank} waited {timeout_s:g} s for rank {', '.join(missing)} to open shm"
-        ) from None
+        if missing:  # else the last has come just now
+            raise PeerLost(
+                f"rank {rank} waited {timeout_s:g} s for rank {', '.join(missing)} to open shm"
+            ) from None
     return [json.loads(store.get(key)) for key in keys]

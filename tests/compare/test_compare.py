@@ -207,7 +207,7 @@ def test_killed_it_takes_its_ranks_along(tmp_path: Path) -> None:
     record.read(out)  # what was written is whole
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_slower_arm_is_found_and_the_same_arm_is_not(tmp_path: Path) -> None:
     """The small version of benchmarks/comparisons.py.
 
@@ -215,7 +215,7 @@ def test_a_slower_arm_is_found_and_the_same_arm_is_not(tmp_path: Path) -> None:
     said of that arm, and must not be: then once more.
     """
     same, slower = "hvdtrain.backends.ddp:DDP/shm", "benchmarks.slowed:By50/shm"
-    line = ["--arms", f"ddp/shm,{same},{slower}", "--blocks", "15", "--max-foreign", "99%"]
+    line = ["--arms", f"ddp/shm,{same},{slower}", "--blocks", "16", "--max-foreign", "99%"]
     mistaken = 0
     for attempt in range(3):
         _, found = compare(tmp_path / str(attempt), *line)
@@ -233,7 +233,8 @@ def test_a_slower_arm_is_found_and_the_same_arm_is_not(tmp_path: Path) -> None:
             f"the same arm is {rows[same]['verdict']}, the A/A pair differs by {spread:.0%}"
         )
     assert rows[slower]["verdict"] == "slower"
-    assert rows[slower]["ratio"] == pytest.approx(1 / 1.5, abs=0.15)
+    # 1 / 1.5 where no rank waits for the other, which is kept by the longer of two waits.
+    assert rows[slower]["ratio"] == pytest.approx(0.6, abs=0.15)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("weak", marks=pytest.mark.exhaustive), "strong"])

@@ -285,36 +285,44 @@ def with_a_late_rank(folder: Path) -> Answer:
     hvd.barrier()
     if hvd.rank() == hvd.size() - 1:
         time.sleep(3)
-    handles = [hvd.allreduce_async(torch.ones(2), name=f"alpha.{i}") for i in range(8)]
+    handles = [hvd.allreduce_async(torch.ones(2), name=f"alpha.{i}") for i in range(14)]
     handles.append(hvd.allgather_async(torch.ones(2), name="beta"))
     sums = [hvd.synchronize(handle).sum().item() for handle in handles]
-    return {"sums": sums, "expected": [2.0] * 8 + [2.0 * hvd.size()]}
+    return {"sums": sums, "expected": [2.0] * 14 + [2.0 * hvd.size()]}
 
 
 def with_a_late_rank_in_a_step(folder: Path) -> Answer:
-    """The last rank comes three seconds late to a step."""
+    """The last rank comes to a step three seconds after the others."""
     parameter = nn.Parameter(torch.zeros(4))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([parameter], lr=1.0), [("gamma", parameter)]
     )
     for step in range(4):
-        if step == 3 and hvd.rank() == hvd.size() - 1:
+        last = step == 3
+        if last and hvd.rank() == hvd.size() - 1:
+            for rank in range(hvd.rank()):
+                wait_for(folder / f"waits-{rank}")
             time.sleep(3)
         optimizer.zero_grad()
         parameter.sum().backward()  # type: ignore[no-untyped-call]
+        if last:
+            (folder / f"waits-{hvd.rank()}").touch()
         optimizer.step()
     return {"value": parameter.tolist()}
 
 
 def with_a_rank_that_never_comes(folder: Path) -> Answer:
     """The last rank does other things for long, and then finds the job over."""
-    never_comes = hvd.rank() == hvd.size() - 1
-    if never_comes:
-        (folder / "died").write_text(str(time.time()))
-    hvd.barrier()
-    if never_comes:
+    (folder / f"ready-{hvd.rank()}").touch()
+    # No barrier: who is late for it ends the job, too.
+    for rank in range(hvd.size()):
+        wait_for(folder / f"ready-{rank}")
+    if hvd.rank() == hvd.size() - 1:
+        (folder / "died.partial").write_text(str(time.time()))
+        (folder / "died.partial").rename(folder / "died")
         time.sleep(6)
         return end_of(folder, lambda: hvd.allreduce(torch.ones(1), name="beta"))
+    wait_for(folder / "died")
     return end_of(folder, lambda: hvd.allreduce(torch.ones(1), name="alpha"))
 
 
@@ -324,7 +332,8 @@ def main() -> None:
     hvd.init()
     answer = globals()[scenario](Path(folder), *(int(a) if a.isdigit() else a for a in arguments))
     rank = int(os.environ["RANK"])
-    print(json.dumps({"rank": rank, **answer}), flush=True)
+    # In one write: what other threads print goes to the same file.
+    os.write(1, f"{json.dumps({'rank': rank, **answer})}\n".encode())
 
 
 if __name__ == "__main__":

@@ -79,7 +79,9 @@ def test_it_works_from_another_thread() -> None:
 def test_output_goes_to_files_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def speak() -> None:
         print("said by", os.environ["RANK"])
-        print("complained by", os.environ["RANK"], file=sys.stderr)
+        print("complained by", os.environ["RANK"], file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        time.sleep(0.3)  # torch, which reads these files, may miss what comes with the end
 
     run(speak, num_proc=2, output_filename=str(tmp_path / "output"), verbose=1)
     for rank in (0, 1):

@@ -247,3 +247,28 @@ def test_a_signal(tmp_path: Path, launcher: str, number: signal.Signals, whom: s
     assert code != 0
     assert outcome in ("interrupted", "terminated"), output
     assert not traces(output), output
+
+
+LEAVES_EARLY = """
+import os
+import hvdtrain, hvdtrain.backends
+from hvdtrain.errors import WorldError
+from hvdtrain.backends.base import BackendOptions
+if os.environ["RANK"] == "1":
+    hvdtrain.backends._shake_hands = lambda *args: os._exit(0)
+try:
+    hvdtrain.open_backend("ddp", options=BackendOptions(transport="{transport}"))
+except WorldError as error:
+    print("told:", error, flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_a_peer_that_ends_while_the_world_opens(tmp_path: Path, transport: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LEAVES_EARLY.replace("{transport}", transport))
+    finished = run([*line("torchrun", 2), script])
+    assert finished.code == 0, finished.output
+    (told,) = finished.lines("told:")
+    assert "lost contact with a peer" in told

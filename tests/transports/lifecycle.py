@@ -230,6 +230,7 @@ def main() -> None:
     transport, scenario, folder, *arguments = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group(transport, timeout=timedelta(seconds=60))  # imports take their time
+    dist.barrier()
     world: Any = dist.group.WORLD
     world.set_timeout(timedelta(seconds=TIMEOUT_S))
     rank, size = dist.get_rank(), dist.get_world_size()

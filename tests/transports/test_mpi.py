@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -226,12 +225,14 @@ def comes_late(dist: Dist) -> list[str]:
     group.set_timeout(timedelta(seconds=1))
     told = []
     if dist.get_rank() == 1:
-        time.sleep(3)
-    for _ in range(2):
+        dist.barrier()
+    for number in range(2):
         try:
             dist.all_reduce(torch.ones(2_000_000), group=group)
         except PeerLost as error:
             told.append(str(error))
+        if dist.get_rank() == 0 and number == 0:
+            dist.barrier()
     dist.barrier()
     return told
 
