@@ -73,7 +73,10 @@ def read(folder: Path) -> Record:
             "`hvdtrain compare` printed"
         ) from None
     except ValueError as error:
-        raise InputError(f"{path} is damaged: {error}") from None
+        raise InputError(
+            f"{path} is damaged, or no comparison: {error}; give the folder that "
+            "`hvdtrain compare` printed"
+        ) from None
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         schema = found.get("schema") if isinstance(found, dict) else None
         raise InputError(

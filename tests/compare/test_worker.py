@@ -99,32 +99,42 @@ def test_a_failure_names_its_rank() -> None:
         rank.call("pigeon")
 
 
-TWO_RANKS = """
+JOIN = """
 import os, pickle, sys, time
 from multiprocessing.connection import Client
-rank = 0 if os.fork() else 1
-if os.getpgrp() != os.getpid():
-    os.setpgid(0, 0)
-with Client(sys.argv[-1], "AF_UNIX") as connection:
+
+def join(rank):
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    connection = Client(sys.argv[-1], "AF_UNIX")
     connection.send_bytes(pickle.dumps((rank, os.getpid())))
-    connection.recv_bytes()
-    if rank == 1:
-        os._exit(9)
+    connection.recv_bytes()  # it has begun
+    return connection
+"""
+
+TWO_RANKS = """
+rank = 0 if os.fork() else 1
+connection = join(rank)
+at_once = sys.argv[1] == "at once"
+if rank == 1:
+    time.sleep(0 if at_once else 0.5)
+    os._exit(9)
+if at_once:
     os.wait()
-    connection.send_bytes(pickle.dumps((False, "rank 0: connection closed by peer")))
-    time.sleep(20)
+connection.send_bytes(pickle.dumps((False, "rank 0: connection closed by peer")))
+time.sleep(3)  # a launcher takes a while, too
 """
 
 
-def test_a_rank_that_is_gone_is_why_the_others_fail(tmp_path: Path) -> None:
-    """Also where both are heard at once, as on a busy machine."""
-    made = Ranks(
-        [sys.executable, "-c", TWO_RANKS], 2, os.environ, tmp_path / "socket", tmp_path / "log"
-    )
+@pytest.mark.parametrize("how", ["at once", "its connection to us last"])
+def test_a_rank_that_is_gone_is_why_the_others_fail(tmp_path: Path, how: str) -> None:
+    """Also where both are heard at once, as on a busy machine, or the others first."""
+    command = [sys.executable, "-c", JOIN + TWO_RANKS, how]
+    made = Ranks(command, 2, os.environ, tmp_path / "socket", tmp_path / "log")
     try:
         made.meet(20)
         made.begin("window")
-        time.sleep(1)
+        time.sleep(1 if how == "at once" else 0)
         with pytest.raises(ArmFailed, match="^rank 1 ended during 'window'"):
             made.finish(20)
     finally:
@@ -132,18 +142,12 @@ def test_a_rank_that_is_gone_is_why_the_others_fail(tmp_path: Path) -> None:
 
 
 ENDS = """
-import os, pickle, sys, time
-from multiprocessing.connection import Client
-rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("HOROVOD_RANK")
-           or os.environ["RANK"])
-if os.getpgrp() != os.getpid():
-    os.setpgid(0, 0)
-with Client(sys.argv[-1], "AF_UNIX") as connection:
-    connection.send_bytes(pickle.dumps((rank, os.getpid())))
-    connection.recv_bytes()
-    if rank == 1:
-        os.kill(os.getpid(), 9) if sys.argv[1] == "signal" else os._exit(9)
-    time.sleep(60)
+names = ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "RANK")
+rank = int(next(os.environ[name] for name in names if name in os.environ))
+connection = join(rank)
+if rank == 1:
+    os.kill(os.getpid(), 9) if sys.argv[1] == "signal" else os._exit(9)
+time.sleep(60)
 """
 
 
@@ -162,7 +166,7 @@ def test_who_ended_first_is_what_the_launcher_says(
 ) -> None:
     """By the time that anybody looks it has ended the others, too."""
     script = tmp_path / "ends.py"
-    script.write_text(ENDS)
+    script.write_text(JOIN + ENDS)
     python = [] if launcher == "torchrun" else [sys.executable]
     line = [part.format(ranks=2) for part in LAUNCHERS[launcher]]
     made = Ranks(

@@ -249,26 +249,33 @@ def test_a_signal(tmp_path: Path, launcher: str, number: signal.Signals, whom: s
     assert not traces(output), output
 
 
-LEAVES_EARLY = """
-import os
+LEAVES = """
+import os, sys
 import hvdtrain, hvdtrain.backends
-from hvdtrain.errors import WorldError
 from hvdtrain.backends.base import BackendOptions
-if os.environ["RANK"] == "1":
+from hvdtrain.errors import WorldError
+transport, when = sys.argv[1:]
+leaves = os.environ["RANK"] == "1"
+if leaves and when == "opening":
     hvdtrain.backends._shake_hands = lambda *args: os._exit(0)
 try:
-    hvdtrain.open_backend("ddp", options=BackendOptions(transport="{transport}"))
+    with hvdtrain.open_backend("ddp", options=BackendOptions(transport=transport)):
+        if leaves:
+            os._exit(0)
 except WorldError as error:
     print("told:", error, flush=True)
     os._exit(0)
 """
 
 
+@pytest.mark.parametrize("when", ["opening", "closing"])
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
-def test_a_peer_that_ends_while_the_world_opens(tmp_path: Path, transport: str) -> None:
+def test_a_peer_that_is_lost_outside_the_training(
+    tmp_path: Path, transport: str, when: str
+) -> None:
     script = tmp_path / "script.py"
-    script.write_text(LEAVES_EARLY.replace("{transport}", transport))
-    finished = run([*line("torchrun", 2), script])
+    script.write_text(LEAVES)
+    finished = run([*line("torchrun", 2), script, transport, when])
     assert finished.code == 0, finished.output
     (told,) = finished.lines("told:")
     assert "lost contact with a peer" in told
