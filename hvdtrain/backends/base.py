@@ -68,6 +68,8 @@ class Backend(ABC):
         """The host of every rank, in rank order, once the handshake has been."""
         # By the id of the optimizer, which is kept too: an id may be used again.
         self._prepared: dict[int, tuple[Optimizer, nn.Module, dict[Tensor, str]]] = {}
+        self._sparse: dict[int, list[Tensor]] = {}
+        """By the same id: the parameters whose gradients are sparse."""
 
     # What a backend must or may say about itself
 
@@ -121,6 +123,7 @@ class Backend(ABC):
         net, wrapped = self._wrap(model, optimizer)
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._prepared[id(wrapped)] = (wrapped, model, names)
+        self._sparse[id(wrapped)] = with_sparse_gradients(model)
         return net, wrapped
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -159,7 +162,7 @@ class Backend(ABC):
 
     def finish_backward(self, optimizer: Optimizer) -> None:
         """[all] AFTER IT `p.grad` IS THE MEAN OVER ALL RANKS, on every backend; buffers follow
-        their policy.
+        their policy. Sparse gradients are coalesced.
 
         Call it once a window, before unscaling, clipping and stepping. Raises InputError naming the
         parameters without a gradient, where these are not allowed.
@@ -169,6 +172,9 @@ class Backend(ABC):
         _, model, names = self._prepared[id(optimizer)]
         self.settle_unused(optimizer, names)
         self._reduce_gradients(optimizer)
+        for p in self._sparse[id(optimizer)]:
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.coalesce()
         if self.world.size > 1:
             self.sync_buffers(model)
 
@@ -384,6 +390,13 @@ def _check_owned(model: nn.Module, optimizer: Optimizer) -> None:
         raise InputError(
             f"the optimizer has {foreign} parameters that are not the model's; make them part of it"
         )
+
+
+def with_sparse_gradients(model: nn.Module) -> list[Tensor]:
+    """Return the trained parameters whose gradients are sparse: those that DDP also expects."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    weights = [m.weight for m in model.modules() if isinstance(m, tables) and m.sparse]
+    return [p for p in dict.fromkeys(weights) if p.requires_grad]
 
 
 @dataclass(frozen=True)

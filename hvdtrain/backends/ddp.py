@@ -6,6 +6,7 @@ import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -30,14 +31,16 @@ class DDP(C10d):
 
     def __init__(self, world: World, options: BackendOptions) -> None:
         super().__init__(world, options)
-        self._seen: set[Tensor] = set()
-        """Parameters that got a gradient in the last micro-batch of the window."""
+        self._ready: dict[Tensor, None] = {}
+        """Parameters that got a gradient in the last micro-batch of the window, in that order."""
+        self._unordered: dict[int, tuple[DistributedDataParallel, Optimizer]] = {}
+        """By the optimizer's id: wrapped models whose first step is still to come."""
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         if self.options.unused_parameters == "error":
             for p in model.parameters():
                 if p.requires_grad:
-                    hook = self._seen.add
+                    hook = self._ready.setdefault
                     p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         net = DistributedDataParallel(
             model,
@@ -49,6 +52,10 @@ class DDP(C10d):
             # p.grad lies in the bucket itself: no copy back after the all-reduce.
             gradient_as_bucket_view=True,
         )
+        # With two ranks a sum is the same in any order, and with parameters that may be unused DDP
+        # keeps its first buckets.
+        if self.world.size > 2 and self.options.unused_parameters == "error":
+            self._unordered[id(optimizer)] = net, optimizer
         return net, optimizer
 
     def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
@@ -57,7 +64,10 @@ class DDP(C10d):
             raise ValueError("accumulate wants the net that prepare returned")
         if not last:
             return net.no_sync()
-        self._seen.difference_update(net.module.parameters())
+        for p in net.module.parameters():
+            self._ready.pop(p, None)
+        if any(net is other for other, _ in self._unordered.values()):
+            return net.no_sync()  # `_reduce_gradients` reduces those of the first step
         return nullcontext()
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:
@@ -68,13 +78,35 @@ class DDP(C10d):
         if self.options.unused_parameters != "error":
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(p.requires_grad and p not in self._seen for p in parameters):
+        if any(p.requires_grad and p not in self._ready for p in parameters):
             names = self.names(optimizer)
-            late = [names[p] for p in parameters if p.requires_grad and p not in self._seen]
+            late = [names[p] for p in parameters if p.requires_grad and p not in self._ready]
             raise InputError(
                 f"{len(late)} parameters got no gradient in the last micro-batch of a step: "
                 f"{', '.join(late)}; DDP needs them there, or --unused-parameters zero"
             )
+        if id(optimizer) in self._unordered:
+            self._reduce_first(self._unordered.pop(id(optimizer))[0])
+
+    def _reduce_first(self, net: DistributedDataParallel) -> None:
+        """Average the gradients of the first step in the buckets that all later steps use.
+
+        DDP begins with buckets in the order of registration, and rebuilds them after one backward
+        pass in the order in which gradients became ready. In a ring all-reduce the order of
+        additions depends on an element's place in its bucket, so with three ranks or more the
+        first step of a resumed run would differ from the same step of a run that was left alone.
+        So the gradients go through DDP twice: to rebuild the buckets, and to be averaged in them.
+        """
+        mine = set(net.module.parameters())
+        grads = {p: p.grad for p in self._ready if p in mine and p.grad is not None}
+        for rebuild in (True, False):
+            net.reducer.prepare_for_forward()
+            net.reducer.prepare_for_backward([])
+            for p, grad in grads.items():
+                p.grad = None
+                torch.autograd.backward([p], [grad.clone() if rebuild else grad])
+            if rebuild:
+                net.reducer._rebuild_buckets()
 
     def describe(self) -> dict[str, Any]:
         """Add the bucket size, in MiB."""

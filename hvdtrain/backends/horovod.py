@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
+from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op, with_sparse_gradients
 from hvdtrain.errors import HvdtrainError, InputError, WorldError, WorldMismatch
 from hvdtrain.world import World, is_mpi
 
@@ -34,6 +34,8 @@ class Horovod(Backend):
         self._hvd: Any = None
         self._skips: dict[int, ExitStack] = {}
         self._optimizers: dict[int, Any] = {}
+        self._last = True
+        """Whether this is the last micro-batch of a window."""
 
     @classmethod
     def module(cls) -> ModuleType:
@@ -130,6 +132,8 @@ class Horovod(Backend):
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         state = optimizer.state_dict()
+        for p in with_sparse_gradients(model):
+            p.register_post_accumulate_grad_hook(self._coalesce)  # type: ignore[no-untyped-call]
         # Names are how the ranks of Horovod find each other: two models must not share any.
         prefix = f"{len(self._optimizers)}." if self._optimizers else ""
         named = [(prefix + name, p) for name, p in model.named_parameters()]
@@ -147,6 +151,14 @@ class Horovod(Backend):
         self._optimizers[id(model)] = wrapped
         return model, cast("Optimizer", wrapped)
 
+    def _coalesce(self, p: Tensor) -> None:
+        """Add up this rank's rows before they are sent, as DDP does.
+
+        Horovod would add up the rows of all ranks one by one, and so round differently.
+        """
+        if self._last and p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.coalesce()
+
     def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Let Horovod's hooks send gradients in the last micro-batch of a window only."""
         if id(net) not in self._optimizers:
@@ -155,6 +167,7 @@ class Horovod(Backend):
         # for the last and to more for the others, makes a short window at the end of an epoch no
         # special case.
         self._optimizers[id(net)].set_backward_passes_per_step(1 if last else 2)
+        self._last = last
         return nullcontext()
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:

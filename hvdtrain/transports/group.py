@@ -69,6 +69,8 @@ class Work(_C10dWork):  # type: ignore[misc]
     def __init__(self, results: list[Tensor], use: Use, order: Order) -> None:
         super().__init__()
         self._results = results
+        self.in_inference_mode = any(t.is_inference() for t in results)
+        """Whether the results can be written in inference mode only."""
         self._use = use
         self._order = order
         self._done = threading.Lock()
@@ -233,8 +235,10 @@ class Order:
     def _carry_out(self, run: Callable[[], None], work: Work) -> None:
         error: BaseException | None = None
         try:
-            # Tensors of inference mode can be written in it only; and nothing here is recorded.
-            with self._turn, torch.inference_mode():
+            # A tensor of inference mode can be written in that mode only. Any other must be
+            # written outside: Gloo makes the indices and values of a sparse tensor anew, and a
+            # normal tensor cannot take parts that were made in inference mode.
+            with self._turn, torch.inference_mode(work.in_inference_mode), torch.no_grad():
                 if self._broken is not None:
                     raise PeerLost(str(self._broken))
                 run()

@@ -154,9 +154,10 @@ class Regions:
         if mapping is None:
             # Unlike Python's mmap this keeps no descriptor, of which a process may have few.
             try:
-                mapping = torch.from_file(
-                    f"/proc/{pid}/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8
-                )
+                with torch.inference_mode(False):  # later operations may be in the other mode
+                    mapping = torch.from_file(
+                        f"/proc/{pid}/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8
+                    )
             except RuntimeError as error:
                 raise OSError(str(error)) from None
             self._theirs[owner, number] = mapping

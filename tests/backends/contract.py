@@ -146,6 +146,40 @@ def gradients_are_means(backend: Backend, micro_batches: int) -> None:
         optimizer.zero_grad()
 
 
+def sparse_gradients(backend: Backend) -> None:
+    """Each rank adds up its own rows, and then the ranks': bit by bit the same at two ranks.
+
+    Rows repeat within a batch, within a window and across ranks.
+    """
+    rank, size = backend.world.rank, backend.world.size
+    values = torch.Generator().manual_seed(5)
+    table = torch.randn(40, 3, generator=values)
+    model = nn.Embedding(40, 3, sparse=True, _weight=table.clone())
+    net, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for window in (1, 2, 1):
+        rows = torch.randint(0, 20, (size, window, 60), generator=values)
+        factors = torch.randn(size, window, 60, 1, generator=values)
+        for micro in range(window):
+            with backend.accumulate(net, last=micro == window - 1):
+                (net(rows[rank, micro]) * factors[rank, micro]).square().sum().backward()
+        backend.finish_backward(optimizer)
+        total = torch.zeros(40, 3)
+        for r in range(size):
+            twin = nn.Embedding(40, 3, sparse=True, _weight=model.weight.detach().clone())
+            for micro in range(window):
+                (twin(rows[r, micro]) * factors[r, micro]).square().sum().backward()
+            assert twin.weight.grad is not None
+            total += twin.weight.grad.coalesce().to_dense()
+        grad = model.weight.grad
+        assert grad is not None
+        assert grad.is_coalesced()
+        if size <= 2:
+            assert torch.equal(grad.to_dense(), total / size)
+        torch.testing.assert_close(grad.to_dense(), total / size)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def state_loads_after_prepare(backend: Backend) -> None:
     """Loading state must not make the next step reduce twice, or otherwise differ.
 

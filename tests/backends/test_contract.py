@@ -67,6 +67,10 @@ def test_gradients_are_means(ranks: Ranks, micro_batches: int) -> None:
     ranks.run(contract.gradients_are_means, micro_batches)
 
 
+def test_sparse_gradients(ranks: Ranks) -> None:
+    ranks.run(contract.sparse_gradients)
+
+
 def test_state_loads_after_prepare(ranks: Ranks) -> None:
     ranks.run(contract.state_loads_after_prepare)
 

@@ -14,6 +14,19 @@ from torch.utils.data import Dataset, TensorDataset
 from hvdtrain import Backend, Task, TrainConfig, Trainer
 
 
+class Net(nn.Module):
+    """Its layers are registered in another order than their gradients become ready in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 1)
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.body(x))
+        return result
+
+
 class Stateful(Task):
     """What carries state from step to step: dropout, BatchNorm, momentum, a scheduler."""
 
@@ -22,7 +35,7 @@ class Stateful(Task):
         self.seen: list[list[int]] = []
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+        return Net()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.02)

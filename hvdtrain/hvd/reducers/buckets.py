@@ -1,9 +1,13 @@
 """Gradients in agreed buckets: the hot path of training.
 
-The first step goes by name, as Horovod's do, and lets the ranks agree meanwhile: on buckets, in the
-order in which rank 0's gradients became ready. From the second on a bucket is sent as soon as its
-gradients are there and the buckets before it have been sent, so the order is the same everywhere
-without a word. The gradients then are views of the bucket: they are copied in, and never out.
+In the first step the ranks agree on buckets, in the order in which rank 0's gradients became ready,
+and send them at its end. From the second step on a bucket is sent as soon as its gradients are
+ready and the buckets before it have been sent, so the order is the same everywhere without a word.
+The gradients then are views of the bucket: they are copied in, and never out.
+
+Every step, the first included, uses the same buckets, because the order of additions in a ring
+all-reduce depends on an element's place in the buffer: with three ranks or more a run that is
+resumed would otherwise differ in its first step from one that was left alone.
 
 After DDP's reducer (Li et al., VLDB 2020) and Horovod's semantics: a parameter without a gradient
 is averaged as zeros, and nothing is complete before `synchronize`.
@@ -20,7 +24,6 @@ from torch import Tensor
 
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine.engine import Engine
-from hvdtrain.hvd.engine.lanes import Layout
 from hvdtrain.hvd.engine.plan import FROZEN, SPARSE
 from hvdtrain.hvd.engine.request import AVERAGE, dtype_of
 from hvdtrain.hvd.engine.work import Work
@@ -31,14 +34,11 @@ from hvdtrain.hvd.reducers.byname import ByName
 from hvdtrain.hvd.reducers.describe import describe, digest
 from hvdtrain.transports.memory import keep_freed_memory
 
-_BY_NAME, _BY_BUCKET = "by name", "by bucket"
-
 
 class BucketReducer(Reducer):
     """Averages by buckets. See the module.
 
-    A step begins with the first gradient, or at `synchronize`, and is one of two modes, the same on
-    all ranks.
+    A step begins with the first gradient, or at `synchronize`.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -47,7 +47,8 @@ class BucketReducer(Reducer):
         self._owner: list[Bucket | None] = [None] * len(recipe.params)
         self._large: list[int | None] = [None] * len(recipe.params)  # place in the bucket
         self._order: list[int] = []
-        self._mode: str | None = None
+        self._in_step = False
+        self._unagreed = False  # whether there is no plan yet for the buckets of this step
         self._begun = False  # whether the others know that this rank sends buckets in this step
         self._next = 0
         self._changed = False  # whether this rank wants something else than was agreed
@@ -115,25 +116,23 @@ class BucketReducer(Reducer):
         """Copy a large gradient in while it is in the cache, and let its memory be the next one's:
         fresh memory costs as much as the copy.
         """
-        if self._mode is None:
+        if not self._in_step:
             self._begin_step()
-        if self._mode == _BY_NAME or self._asked is not None:
+        if self._unagreed or self._asked is not None:
             return
         bucket, place = self._owner[i], self._large[i]
         if bucket is not None and place is not None:
             self._begin_buckets()
             with torch.no_grad():
-                bucket.take(place, self._factors(bucket.layout)[0])
+                bucket.take(place, self._factors(bucket.layout.dtype)[0])
 
     def _take_loose(self, i: int) -> None:
         """Take a gradient that is in no bucket yet."""
         self._order.append(i)
-        if self._mode is None:
+        if not self._in_step:
             self._begin_step()
-        if self._mode == _BY_NAME:
-            if i not in self._by_name.sent:
-                self._by_name.send(i)
-            if len(self._by_name.sent) == len(self.recipe.params):
+        if self._unagreed:
+            if self._asked is None and len(self._order) == len(self.recipe.params):
                 self._asked, self._asked_early = self._ask(), True
         elif self._asked is None and self._owner[i] is None:
             # Sparse, or not agreed on yet: the others send it, or learn of it, in this step.
@@ -142,9 +141,9 @@ class BucketReducer(Reducer):
             self._advance()
 
     def _begin_step(self) -> None:
-        """Choose the mode."""
+        """Find out whether the buckets of this step are agreed on."""
         self._bind()
-        self._mode = _BY_BUCKET
+        self._in_step = True
         if self._asked is not None:
             # Where all gradients were there during backward, the others have asked by now, or will
             # without this rank's help: so its buckets need not wait for `synchronize`.
@@ -155,23 +154,22 @@ class BucketReducer(Reducer):
                 self._lane.await_connection()
                 self._build()  # the others agreed while this rank had joined
             if self._lane.plan is None or [p.dtype for p in self.recipe.params] != self._dtypes:
-                self._mode = _BY_NAME
+                self._unagreed = True
                 self._owner[:] = [None] * len(self._owner)
                 self._large[:] = [None] * len(self._large)
-                for i, delay in enumerate(self._delays):
-                    if delay <= 0:
-                        self._by_name.send(i)
+                ready = [i for i, delay in enumerate(self._delays) if delay <= 0]
+                self._order.extend(i for i in ready if i not in self._order)
 
     def _advance(self, everything: bool = False) -> None:
         """Send the buckets that are complete, in order; all of them, as they are, at the end."""
-        if self._mode is None:
+        if not self._in_step:
             self._begin_step()
-        if self._mode == _BY_NAME:
-            return
-        if self._asked is not None:
+        if self._unagreed or self._asked is not None:
             if not everything:
                 return  # a hook must not wait for the other ranks
+            self._asked = self._asked or self._ask()
             self._settle()
+            self._unagreed = False
         self._begin_buckets()
         if self._changed:
             self._ask_early()
@@ -181,7 +179,7 @@ class BucketReducer(Reducer):
                 if bucket.pending > 0 and not everything:
                     return
                 self._next += 1
-                flat = bucket.fill(self._factors(bucket.layout)[0], self._changed)
+                flat = bucket.fill(self._factors(bucket.layout.dtype)[0], self._changed)
                 bucket.work = self._lane.send(bucket.layout, flat)
         self._lane.launched = self._lane.step
 
@@ -193,12 +191,12 @@ class BucketReducer(Reducer):
             self._changed = self._wanted_now != self._wanted or self._unknown
             self._lane.begin()
 
-    def _factors(self, layout: Layout) -> tuple[float, float]:
+    def _factors(self, dtype: torch.dtype) -> tuple[float, float]:
         """What gradients are multiplied by before and after they are added up."""
         if self.recipe.op != AVERAGE:
             return 1.0, 1.0
         # Before, the copy does it for nothing; but small numbers in half precision would lose bits.
-        if self.recipe.predivide == 1.0 and layout.dtype.itemsize >= 4:
+        if self.recipe.predivide == 1.0 and dtype.itemsize >= 4:
             return 1.0 / self.size, 1.0
         return 1.0 / self.recipe.predivide, self.recipe.predivide / self.size
 
@@ -216,19 +214,10 @@ class BucketReducer(Reducer):
         """
         self.watch()
         self._advance(everything=True)
-        yield from self._finish_by_name() if self._mode == _BY_NAME else self._finish_buckets()
+        yield from self._finish_buckets()
         if self._any_frozen:
             self.fill_frozen()
         self._end_step()
-
-    def _finish_by_name(self) -> Iterator[list[Tensor]]:
-        if self._asked is None:
-            self._asked = self._ask()
-        if len(self._by_name.sent) < len(self.recipe.params):
-            # Another rank may have gradients, or sparse ones, where this rank has none.
-            self._settle()
-            self._send_by_name(set(self._kinds))
-        yield self._by_name.finish()
 
     def _finish_buckets(self) -> Iterator[list[Tensor]]:
         sparse = {name for name, kind in self._kinds.items() if kind == SPARSE}
@@ -240,7 +229,7 @@ class BucketReducer(Reducer):
             with torch.no_grad():
                 if bucket.layout.flag:
                     changed += float(bucket.flat[-1])
-                bucket.install(self._factors(bucket.layout)[1], self.recipe.sparse_as_dense)
+                bucket.install(self._factors(bucket.layout.dtype)[1], self.recipe.sparse_as_dense)
             bucket.work = None
             yield bucket.params
         if changed:
@@ -262,7 +251,7 @@ class BucketReducer(Reducer):
 
     def _end_step(self) -> None:
         super().reset()
-        self._mode, self._begun, self._next = None, False, 0
+        self._in_step, self._unagreed, self._begun, self._next = False, False, False, 0
         self._order.clear()
         for bucket in self.buckets:
             bucket.rearm()
@@ -280,7 +269,7 @@ class BucketReducer(Reducer):
         name = f"{self.recipe.label}.{about[0]}.{set_id}.{number}"
         self._engine, self._lane, self._version = engine, engine.lane(name, set_id), 0
         self._asked, self._next_asked, self._begun = None, None, False
-        self._by_name = ByName(self.recipe, f"@{name}")
+        self._by_name = ByName(self.recipe, f"@{name}", self._factors)
         weakref.finalize(self, Engine.drop_lane, engine, name, set_id).atexit = False
 
     def _ask(self) -> Work:

@@ -7,18 +7,28 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hvdtrain.hvd.engine.request import AVERAGE
+from hvdtrain.hvd.engine.request import AVERAGE, SUM
 from hvdtrain.hvd.ops.allreduce import allreduce_async_, sparse_allreduce_async
 from hvdtrain.hvd.ops.common import synchronize
 from hvdtrain.hvd.reducers.base import Recipe
 
 
 class ByName:
-    """Gradients on their way, each under its own name. `sent` are their parameters' places."""
+    """Gradients on their way, each under its own name. `sent` are their parameters' places.
 
-    def __init__(self, recipe: Recipe, suffix: str = "") -> None:
+    `factors` says what gradients of a dtype are multiplied by before and after they are added up;
+    without it an average is divided as Horovod does.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        suffix: str = "",
+        factors: Callable[[torch.dtype], tuple[float, float]] | None = None,
+    ) -> None:
         self._recipe = recipe
         self._suffix = suffix
+        self._factors = factors
         self.sent: dict[int, Callable[[], Tensor]] = {}
 
     def send(self, i: int, sparse: bool = False) -> None:
@@ -38,10 +48,12 @@ class ByName:
         assert not grad.requires_grad, "gradients of gradients (create_graph) cannot be averaged"
         was_sparse = grad.is_sparse
         compressed, ctx = recipe.compression.compress(grad.to_dense() if was_sparse else grad)
-        pre = 1.0 / recipe.predivide if recipe.op == AVERAGE else 1.0
-        handle = allreduce_async_(
-            compressed, None, name, recipe.op, pre, 1.0 / pre, recipe.process_set
-        )
+        op = recipe.op
+        before = 1.0 / recipe.predivide if op == AVERAGE else 1.0
+        after = 1.0 / before
+        if op == AVERAGE and self._factors is not None:
+            op, (before, after) = SUM, self._factors(compressed.dtype)
+        handle = allreduce_async_(compressed, None, name, op, before, after, recipe.process_set)
 
         def wait() -> Tensor:
             result: Tensor = recipe.compression.decompress(synchronize(handle), ctx)
