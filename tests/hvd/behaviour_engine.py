@@ -184,21 +184,29 @@ def odd_names(hvd: Hvd) -> None:
         same(hvd.allreduce(mine(hvd, 2), name=name), mean(everyones(hvd, 2)))
 
 
-@case()
-def duplicate_names(hvd: Hvd) -> None:
-    """Rank 0 and the others each hold one operation that the other has not submitted yet."""
+def submits(hvd: Hvd) -> tuple[Callable[[str], int], ...]:
+    """Every operation that has a name and a handle."""
     n = hvd.size()
-    submits: tuple[Callable[[str], int], ...] = (
+    return (
         lambda name: hvd.allreduce_async(mine(hvd, 2), name=name),
         lambda name: hvd.allreduce_async_(mine(hvd, 2), name=name),
         lambda name: hvd.grouped_allreduce_async([mine(hvd, 2)], name=name),
+        lambda name: hvd.grouped_allreduce_async_([mine(hvd, 2)], name=name),
         lambda name: hvd.allgather_async(mine(hvd, 2), name=name),
+        lambda name: hvd.grouped_allgather_async([mine(hvd, 2)], name=name),
         lambda name: hvd.broadcast_async(mine(hvd, 2), root_rank=0, name=name),
+        lambda name: hvd.broadcast_async_(mine(hvd, 2), root_rank=0, name=name),
         lambda name: hvd.alltoall_async(mine(hvd, n), name=name),
         lambda name: hvd.reducescatter_async(mine(hvd, n), name=name),
+        lambda name: hvd.grouped_reducescatter_async([mine(hvd, n)], name=name),
     )
+
+
+@case()
+def duplicate_names(hvd: Hvd) -> None:
+    """Rank 0 and the others each hold one operation that the other has not submitted yet."""
     first, second = ("p", "q") if hvd.rank() == 0 else ("q", "p")
-    for submit in submits:
+    for submit in submits(hvd):
         pending = submit(first)
         with raises(ValueError, DUPLICATE_NAME):
             submit(first)
@@ -206,6 +214,34 @@ def duplicate_names(hvd: Hvd) -> None:
         for handle in (pending, submit(second)):
             assert hvd.synchronize(handle) is not None
         assert hvd.synchronize(submit(first if hvd.rank() == 0 else second)) is not None
+
+
+@case(stronger="a name twice in a row is refused every time, however fast the first is done")
+def duplicate_names_of_operations_that_are_done(hvd: Hvd) -> None:
+    for submit in submits(hvd):
+        for _ in range(20):
+            hvd.barrier()  # all are here, so that the first is done at once
+            pending = submit("x")
+            with raises(ValueError, DUPLICATE_NAME):
+                submit("x")
+            assert hvd.synchronize(pending) is not None
+
+
+@case()
+def a_name_is_free_again_once_polled_or_after_a_cycle(hvd: Hvd) -> None:
+    for submit in submits(hvd):
+        handles = [submit("x")]
+        wait_for(hvd, handles[0])
+        handles.append(submit("x"))  # at once, as poll has said that the first is done
+        hvd.barrier()
+        while True:  # nobody asks for the second one
+            time.sleep(0.002)
+            try:
+                handles.append(submit("x"))
+                break
+            except ValueError:
+                continue
+        assert all(hvd.synchronize(handle) is not None for handle in handles)
 
 
 @case()

@@ -20,6 +20,7 @@ def test_an_empty_environment_gives_horovods_defaults() -> None:
     assert Settings.from_env({}) == Settings()
     assert dataclasses.asdict(Settings()) == {
         "fusion_threshold": None,
+        "cycle_time_ms": 1.0,
         "cache_capacity": 1024,
         "timeline": None,
         "timeline_mark_cycles": False,
@@ -43,6 +44,7 @@ def test_an_empty_environment_gives_horovods_defaults() -> None:
     [
         ("HOROVOD_FUSION_THRESHOLD", "1048576", "fusion_threshold", 1 << 20),
         ("HOROVOD_FUSION_THRESHOLD", "0", "fusion_threshold", 0),
+        ("HOROVOD_CYCLE_TIME", "2.5", "cycle_time_ms", 2.5),
         ("HOROVOD_CACHE_CAPACITY", "0", "cache_capacity", 0),
         ("HOROVOD_TIMELINE", "/tmp/x.json", "timeline", "/tmp/x.json"),
         ("HOROVOD_TIMELINE", "DYNAMIC", "timeline", settings.DYNAMIC),
@@ -109,7 +111,7 @@ def test_what_asks_for_what_is_done_anyway_is_not_reported() -> None:
 
 
 def test_ignored_variables_are_said_once_and_on_rank_0(caplog: pytest.LogCaptureFixture) -> None:
-    found = Settings.from_env({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_CONTROLLER": "mpi"})
+    found = Settings.from_env({"HOROVOD_CONTROLLER": "mpi", "DDL_OPTIONS": "x"})
     settings._warn.cache_clear()
     with caplog.at_level(logging.WARNING, "hvdtrain"):
         settings.warn_ignored(found, 1)
@@ -117,8 +119,7 @@ def test_ignored_variables_are_said_once_and_on_rank_0(caplog: pytest.LogCapture
         for _ in range(2):
             settings.warn_ignored(found, 0)
     assert caplog.messages == [
-        f"{name} has no effect: {IGNORED[name]}"
-        for name in ("HOROVOD_CYCLE_TIME", "HOROVOD_CONTROLLER")
+        f"{name} has no effect: {IGNORED[name]}" for name in ("HOROVOD_CONTROLLER", "DDL_OPTIONS")
     ]
 
 

@@ -24,6 +24,7 @@ LOG_LEVELS = {
 
 HONOURED = {
     "HOROVOD_FUSION_THRESHOLD": "bytes fused into one collective",
+    "HOROVOD_CYCLE_TIME": "milliseconds for which an operation keeps its name, done or not",
     "HOROVOD_CACHE_CAPACITY": "operations remembered, so as not to be negotiated again; 0: none",
     "HOROVOD_TIMELINE": "file that rank 0 writes its trace to, or DYNAMIC for start_timeline()",
     "HOROVOD_TIMELINE_MARK_CYCLES": "whether the trace marks the rounds of negotiation",
@@ -44,11 +45,9 @@ OWN = {
 }
 TRANSPORTS = ("auto", "shm", "gloo", "mpi")
 
-_NO_CYCLE = "negotiation is driven by events, not by a clock"
 _NO_TUNING = "there is nothing to tune"
 _TORCH = "the collectives are torch.distributed's"
 IGNORED = {
-    "HOROVOD_CYCLE_TIME": _NO_CYCLE,
     "HOROVOD_AUTOTUNE": _NO_TUNING,
     "HOROVOD_AUTOTUNE_LOG": _NO_TUNING,
     "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": _NO_TUNING,
@@ -94,6 +93,8 @@ class Settings:
 
     fusion_threshold: int | None = None
     """Bytes; None leaves it to the engine."""
+    cycle_time_ms: float = 1.0
+    """How long a name stays in use that was neither synchronized nor polled as done."""
     cache_capacity: int = 1024
     timeline: str | None = None
     """A path, or DYNAMIC."""
@@ -122,19 +123,20 @@ class Settings:
         default = cls()
         return cls(
             fusion_threshold=read.integer("HOROVOD_FUSION_THRESHOLD", None),
+            cycle_time_ms=read.number("HOROVOD_CYCLE_TIME", default.cycle_time_ms),
             cache_capacity=read.integer("HOROVOD_CACHE_CAPACITY", default.cache_capacity),
             timeline=read.text("HOROVOD_TIMELINE"),
             timeline_mark_cycles=read.boolean("HOROVOD_TIMELINE_MARK_CYCLES"),
             stall_check_disable=read.boolean("HOROVOD_STALL_CHECK_DISABLE"),
-            stall_check_time_s=read.seconds(
+            stall_check_time_s=read.number(
                 "HOROVOD_STALL_CHECK_TIME_SECONDS", default.stall_check_time_s
             ),
-            stall_shutdown_time_s=read.seconds(
+            stall_shutdown_time_s=read.number(
                 "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown_time_s
             ),
             dynamic_process_sets=read.boolean("HOROVOD_DYNAMIC_PROCESS_SETS"),
             elastic=read.boolean("HOROVOD_ELASTIC"),
-            gloo_timeout_s=read.seconds("HOROVOD_GLOO_TIMEOUT_SECONDS", default.gloo_timeout_s),
+            gloo_timeout_s=read.number("HOROVOD_GLOO_TIMEOUT_SECONDS", default.gloo_timeout_s),
             gloo_iface=read.text("HOROVOD_GLOO_IFACE"),
             log_level=read.one_of("HOROVOD_LOG_LEVEL", tuple(LOG_LEVELS), None),
             thread_affinity=read.integers("HOROVOD_THREAD_AFFINITY"),
@@ -190,7 +192,7 @@ class _Reader:
         values = self.text(name)
         return tuple(_number(name, v, int) for v in values.split(",")) if values else ()
 
-    def seconds(self, name: str, default: float) -> float:
+    def number(self, name: str, default: float) -> float:
         value = self.text(name)
         return default if value is None else _number(name, value, float)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvdtrain.hvd.basics import basics
+from hvdtrain.hvd.engine.engine import DUPLICATE_NAME
 from hvdtrain.hvd.engine.request import AVERAGE, GLOBAL_SET, MAX, MIN, PRODUCT, SUM, Key, Meta
 from hvdtrain.hvd.engine.request import dtype_name as dtype_name
 from hvdtrain.hvd.engine.work import Work
@@ -20,6 +24,34 @@ from hvdtrain.hvd.process_sets import ProcessSet
 Pick = Callable[[Any], Any]
 
 
+class _SchedStat:
+    """How long one thread was ready to run while the kernel ran others, as Linux counts it."""
+
+    def __init__(self) -> None:
+        try:
+            self._fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        except OSError:
+            self._fd = -1
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def waited_s(self) -> float:
+        """Return the seconds since the thread began; 0 where they are not counted."""
+        return int(os.pread(self._fd, 64, 0).split()[1]) / 1e9 if self._fd >= 0 else 0.0
+
+
+_of_thread = threading.local()
+
+
+def _waited_s() -> float:
+    stat = getattr(_of_thread, "stat", None)
+    if stat is None:
+        stat = _of_thread.stat = _SchedStat()
+    return float(stat.waited_s())
+
+
 @dataclass
 class Handle:
     """What `synchronize` needs: the operation, and which part of its result the caller gets."""
@@ -27,9 +59,26 @@ class Handle:
     work: Work
     pick: Pick
     own_name: str | None = None
+    thread: int = field(default_factory=threading.get_ident)
+    waited_s: float = field(default_factory=_waited_s)
+    submitted_s: float = field(default_factory=time.monotonic)
+
+    def is_over(self) -> bool:
+        """Return whether the operation has finished and a cycle has passed since it was submitted.
+
+        Time in which the kernel kept the caller from running does not count. Else two calls in a
+        row would be refused on one rank and not on a busier one, which then waits for ever.
+        """
+        if not self.work.done():
+            return False
+        passed_s = time.monotonic() - self.submitted_s
+        if threading.get_ident() == self.thread:
+            passed_s -= _waited_s() - self.waited_s
+        return passed_s >= basics.engine.settings.cycle_time_ms / 1000
 
 
 _handles: dict[int, Handle] = {}
+_named: dict[Key, Handle] = {}  # by the names that callers chose
 _next_handle = 0
 # Of unnamed operations, per process set and kind: a rank that is not in a set, or whose call was
 # refused, still counts as the others do.
@@ -56,16 +105,22 @@ def submit(
     counted = name is None
     if name is None:
         name = _unnamed_name(prefix, number)
+    key = Key(number, f"{prefix}.{name}")
+    earlier = _named.get(key)
+    if earlier is not None and not earlier.is_over():
+        raise ValueError(DUPLICATE_NAME)
     for t in inputs:
         if t.is_sparse or t.layout != inputs[0].layout:
             raise ValueError(f"Tensor type {t.type()} is not supported.")
     dense = [t.detach().contiguous() for t in inputs]
-    work = Work(Key(number, f"{prefix}.{name}"), meta, dense, outputs)
+    work = Work(key, meta, dense, outputs)
     engine.submit(work)
     if counted:
         _unnamed[number, prefix] = _unnamed.get((number, prefix), 0) + 1
     handle, _next_handle = _next_handle, _next_handle + 1
-    _handles[handle] = Handle(work, pick, name)
+    known = _handles[handle] = Handle(work, pick, name)
+    if not counted:
+        _named[key] = known
     return handle
 
 
@@ -99,7 +154,11 @@ def poll(handle: int) -> bool:
     """
     if handle not in _handles:
         raise ValueError(f"Handle {handle} was not created or has been cleared.")
-    return _handles[handle].work.done()
+    known = _handles[handle]
+    done = known.work.done()
+    if done:
+        _free_name(known)
+    return done
 
 
 def synchronize(handle: int) -> Any:
@@ -110,13 +169,23 @@ def synchronize(handle: int) -> Any:
     known = _handles.pop(handle, None)
     if known is None:
         return None
-    return known.pick(known.work.wait())
+    try:
+        return known.pick(known.work.wait())
+    finally:
+        _free_name(known)
+
+
+def _free_name(known: Handle) -> None:
+    """Let the name of an operation be used again, unless it is by now."""
+    if _named.get(known.work.key) is known:
+        del _named[known.work.key]
 
 
 def reset() -> None:
     """Forget all handles, and count from zero again."""
     global _next_handle
     _handles.clear()
+    _named.clear()
     _unnamed.clear()
     _next_handle = 0
 
