@@ -39,6 +39,8 @@ class StepAccount:
     gradient_dtypes: list[str] = field(default_factory=list)
     lr: list[float] = field(default_factory=list)
     """Of every parameter group, as the optimizer used it."""
+    parameter_norm: float | None = None
+    """Before the first micro-batch. None: not recorded."""
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, with one hash in place of those of the samples."""

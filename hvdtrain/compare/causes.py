@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.compare.account import Account, Array
+from hvdtrain.compare.wording import tell_apart
 
 
 class Cause(NamedTuple):
@@ -58,9 +59,10 @@ def of_rate(ratio: float, num_ranks: int, accumulate: int) -> Cause:
                     "--lr, which is the same for all arms",
                     11,
                 )
+    times = tell_apart(ratio, 1, 4)[0]
     return Cause(
-        f"something on this arm alone sets the learning rate, to {ratio:.4g} times the "
-        "baseline's: its backend, or a schedule made before the rate was scaled",
+        f"something on this arm alone sets the learning rate, to {times} times the baseline's: "
+        "its backend, or a schedule made before the rate was scaled",
         11,
     )
 
@@ -90,7 +92,7 @@ def _decayed(arm: Account, base: Account) -> str:
         return ""
     factor = float(after @ before) / moved
     if factor < 1 and distance(after, factor * before) < 0.01 * (1 - factor):
-        return f"decayed the weights by a factor of {factor:.6g}"
+        return f"decayed the weights by a factor of {tell_apart(factor, 1, 6)[0]}"
     return ""
 
 
@@ -157,8 +159,9 @@ def of_use(mine: float, its: float) -> Cause:
 
     `mine`, `its`: their norms there.
     """
+    norms = tell_apart(mine, its, 4)
     return Cause(
-        f"the gradients (norm {mine:.4g}, not {its:.4g}) are changed between finish_backward and "
+        f"the gradients (norm {norms[0]}, not {norms[1]}) are changed between finish_backward and "
         "the optimizer: clipped otherwise, or reduced again within step()",
         7,
     )
@@ -170,4 +173,13 @@ def of_update() -> Cause:
         "the optimizer makes another step of the same gradients, or something moves the weights "
         "between steps: see the optimizer's state, and what runs beside it",
         10,
+    )
+
+
+def of_rounding() -> Cause:
+    """What differs first is the loss or a gradient, by no more than rounding."""
+    return Cause(
+        "no more than rounding: this arm computes or averages the gradients in another order than "
+        "the baseline, such as by dividing before the sum, with other kernels, or with another "
+        "number of threads"
     )

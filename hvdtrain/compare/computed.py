@@ -1,10 +1,15 @@
-"""What two arms have computed: gradients, parameters and buffers, within limits."""
+"""What two arms have computed: gradients, parameters and buffers, within limits.
+
+Bits that differ are refused where arms must be bitwise equal, but a cause is looked for beyond
+rounding first: on some CPUs a fault leaves rounding in numbers that it does not change.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +19,14 @@ from hvdtrain.compare.account import Array, Ranks, StepAccount, steps_of
 from hvdtrain.compare.causes import Cause, distance
 from hvdtrain.compare.counted import Refusal
 from hvdtrain.compare.gradients import Gradients
+from hvdtrain.compare.wording import tell_apart
 
 Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How far two arms may be apart."""
+    """How far rounding takes two arms apart, and whether they may be."""
 
     gradient: float
     """Of one step, relative to the norm of the gradient."""
@@ -29,17 +35,25 @@ class Limits:
     noise: float
     """A gradient this small beside those of the other elements is nothing but rounding."""
     reason: str
-    """Why this much. Bitwise where both are 0."""
-
-    @property
-    def bitwise(self) -> bool:
-        """Whether nothing may differ."""
-        return self.gradient == self.final == 0
+    """Why this much, or why nothing."""
+    bitwise: bool = False
+    """Whether nothing may differ, rounding included."""
 
 
 def computed(arm: Ranks, base: Ranks, local: Ranks | None, limits: Limits) -> Iterator[Refusal]:
     """The differences; all that is counted is the same. `local`: accounts without communication."""
-    cause, steps = _gradient_cause(arm, base, local, limits), f"{len(arm[0].steps)} steps"
+    cause = _gradient_cause(arm, base, local, limits)
+    yield from _differences(arm, base, replace(limits, bitwise=False), cause)
+    if limits.bitwise:
+        cause = cause or _cause_of_bits(arm, base, limits)
+        exact = replace(limits, gradient=0.0, final=0.0, noise=0.0)
+        for refusal in _differences(arm, base, exact, cause):
+            yield replace(refusal, cause=cause)
+
+
+def _differences(arm: Ranks, base: Ranks, limits: Limits, cause: Cause | None) -> Iterator[Refusal]:
+    """What is further apart than `limits`. `cause`: why the first gradients are."""
+    steps = f"{len(arm[0].steps)} steps"
     if len({a.final_sha256 for a in arm}) > 1:
         text = f"the ranks of this arm have different parameters after {steps}: not synchronised"
         yield Refusal(text, cause)
@@ -48,6 +62,8 @@ def computed(arm: Ranks, base: Ranks, local: Ranks | None, limits: Limits) -> It
     apart, _ = final_distance(arm, base, limits)
     if apart > limits.final or (limits.bitwise and _finals(arm) != _finals(base)):
         text = f"parameters differ by {_relative(apart)} of how far training moved them in {steps}"
+        if apart == 0:
+            text = f"parameters differ after {steps}, though not in the elements that are sampled"
         yield Refusal(text, cause or causes.of_update(), apart, limits.final)
     yield from _buffers(arm, base, limits)
 
@@ -71,18 +87,18 @@ def _first_gradients(
 
 def _norms(arm: Ranks, base: Ranks, limits: Limits) -> Iterator[Refusal]:
     """Of later gradients: `limits.final`, since they are those of parameters that have parted."""
-    for number, rank, a, b in steps_of(arm, base):
-        for what, mine, its in (
-            ("the gradient", a.gradient_norm, b.gradient_norm),
-            ("the gradient that the optimizer used", a.used_norm, b.used_norm),
-        ):
-            apart = _apart(mine, its)
-            if apart > limits.final:
-                text = f"the norm of {what} in step {number} on rank {rank} differs"
-                text = f"{text} by {_relative(apart)}"
-                settled = number > 1 and where_they_part(arm, base, limits, number - 1) == ""
-                moved = settled and _apart(a.loss, b.loss) > limits.final
-                yield Refusal(text, causes.of_update() if moved else None, apart, limits.final)
+    found = list(_parted(arm, base, limits.final))
+    for step, name, rank, mine, its in found:
+        if name == _LOSS:
+            continue
+        first, cause = found[0], None
+        if first.name == _LOSS and first.step == step > 1:
+            cause = causes.of_update()
+        elif name == _USED and not any((f.step, f.name) == (step, _GRADIENT) for f in found):
+            cause = causes.of_use(mine, its)
+        apart = _apart(mine, its)
+        text = f"the {name} in step {step} on rank {rank} differs by {_relative(apart)}"
+        yield Refusal(text, cause, apart, limits.final)
 
 
 def _buffers(arm: Ranks, base: Ranks, limits: Limits) -> Iterator[Refusal]:
@@ -98,6 +114,8 @@ def _buffers(arm: Ranks, base: Ranks, limits: Limits) -> Iterator[Refusal]:
     apart = _buffer_distance(arm, base, limits)
     if apart > limits.final or (limits.bitwise and hashes(arm) != hashes(base)):
         text = f"buffers differ by {_relative(apart)} after {len(arm[0].steps)} steps"
+        if apart == 0:
+            text = "buffers differ, though not in the elements that are sampled"
         yield Refusal(text, causes.of_buffers(policy, True), apart, limits.final)
 
 
@@ -110,14 +128,19 @@ def _gradient_cause(arm: Ranks, base: Ranks, local: Ranks | None, limits: Limits
     if mean is None or any(g is None or g.shape != mean.shape for g in mine):
         return None
     grads = [g for g in mine if g is not None]
-    wrong = [
-        (name, part)
+    parts = [
+        (name, part, max(distance(g[part], mean[part]) for g in grads))
         for name, part in arm[0].samples.segments()
-        if any(distance(g[part], mean[part]) > limits.gradient for g in grads)
     ]
+    if any(0 < apart <= limits.gradient for _, _, apart in parts):
+        # Rounding is at work, and may be all that some parameters have for a gradient.
+        largest = np.max(np.abs([*grads, mean]), axis=0)
+        least = limits.noise * _rms(mean[np.isfinite(mean)])
+        parts = [of for of in parts if not (largest[of[1]] < least).all()]
+    wrong = [(name, part) for name, part, apart in parts if apart > limits.gradient]
     if not wrong:
         return None
-    every = len(wrong) == len(arm[0].samples.layout)
+    every = len(wrong) == len(parts)
     where = np.concatenate([np.arange(part.start, part.stop) for _, part in wrong])
     names = ", ".join(name for name, _ in wrong[:3]) + (", ..." if len(wrong) > 3 else "")
 
@@ -140,26 +163,64 @@ def _gradient_cause(arm: Ranks, base: Ranks, local: Ranks | None, limits: Limits
     )
 
 
-def where_they_part(arm: Ranks, base: Ranks, limits: Limits, until: int | None = None) -> str:
-    """The first quantity and step that differ by more than the limits; empty if there is none.
+_PARAMETERS, _LOSS, _GRADIENT = "norm of the parameters", "loss", "norm of the gradient"
+_USED = f"{_GRADIENT} that the optimizer used"
+_QUANTITIES: dict[str, Callable[[StepAccount], float | None]] = {
+    _PARAMETERS: lambda step: step.parameter_norm,  # before the step
+    _LOSS: lambda step: step.loss,
+    _GRADIENT: lambda step: step.gradient_norm,
+    _USED: lambda step: step.used_norm,
+}
 
-    `until`: the last step that is looked at.
-    """
-    quantities: list[tuple[str, Callable[[StepAccount], float | None]]] = [
-        ("loss", lambda step: step.loss),
-        ("norm of the gradient", lambda step: step.gradient_norm),
-        ("norm of the gradient that the optimizer used", lambda step: step.used_norm),
-    ]
-    for number, rank, a, b in steps_of(arm, base):
-        if until is not None and number > until:
-            break
-        for name, value in quantities:
-            if _apart(value(a), value(b)) > limits.final:
-                return (
-                    f"what differs first is the {name} in step {number} on rank {rank}: "
-                    f"{value(a):.8g}, not {value(b):.8g}"
-                )
+
+class _Parted(NamedTuple):
+    """A quantity of a step in which two arms differ."""
+
+    step: int
+    name: str
+    rank: int
+    mine: float
+    its: float
+
+
+def _parted(
+    arm: Ranks, base: Ranks, limit: float, names: Sequence[str] = (_LOSS, _GRADIENT, _USED)
+) -> Iterator[_Parted]:
+    """The quantities that differ by more than `limit`, in the order in which steps make them."""
+    for number in range(1, min(len(a.steps) for a in (*arm, *base)) + 1):
+        for name in names:
+            for a, b in zip(arm, base, strict=True):
+                mine, its = (_QUANTITIES[name](x.steps[number - 1]) for x in (a, b))
+                if mine is not None and its is not None and _apart(mine, its) > limit:
+                    yield _Parted(number, name, a.rank, mine, its)
+
+
+def where_they_part(arm: Ranks, base: Ranks, limits: Limits) -> str:
+    """The first quantity and step that differ: beyond rounding, else at all if none may."""
+    for limit in (limits.final, 0.0) if limits.bitwise else (limits.final,):
+        if first := next(_parted(arm, base, limit), None):
+            values = tell_apart(first.mine, first.its, 8)
+            return (
+                f"what differs first is the {first.name} in step {first.step} on rank "
+                f"{first.rank}: {values[0]}, not {values[1]}"
+            )
     return ""
+
+
+def _cause_of_bits(arm: Ranks, base: Ranks, limits: Limits) -> Cause | None:
+    """Why bits differ where all may be rounding: what differs first tells.
+
+    Parameters that do, after a step that was the same until then, have been moved, however little.
+    """
+    first = next(_parted(arm, base, 0.0, list(_QUANTITIES)), None)
+    if first is None and _finals(arm) == _finals(base):
+        return causes.of_buffers(arm[0].buffers_policy, True)
+    if first is None or first.name == _PARAMETERS:
+        return causes.of_update()
+    if first.name == _USED:
+        return causes.of_use(first.mine, first.its)
+    within = _apart(first.mine, first.its) <= limits.gradient
+    return causes.of_rounding() if within else None
 
 
 def _finals(ranks: Ranks) -> list[str]:
@@ -275,7 +336,7 @@ def _relative(apart: float) -> str:
 def _hint(text: str, apart: float, arm: Ranks, base: Ranks, limits: Limits) -> str:
     """Say where the parameters hide what is wrong."""
     final, _ = final_distance(arm, base, limits)
-    if final > apart / 10:
+    if final > apart / 10 or not limits.gradient:
         return text
     return (
         f"{text}, although the parameters differ by {_relative(final)} only: Adam and its kind "

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hvdtrain.compare import causes
 from hvdtrain.compare.account import Ranks, steps_of
 from hvdtrain.compare.causes import Cause, distance
+from hvdtrain.compare.wording import tell_apart
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,17 @@ def _models(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
             )
         if a.samples.layout != b.samples.layout or a.parameters != b.parameters:
             sizes = sum(a.parameters.values()), sum(b.parameters.values())
-            yield Refusal(
-                f"another model: {sizes[0]} parameters in {len(a.samples.layout)} tensors, "
-                f"{baseline} has {sizes[1]} in {len(b.samples.layout)}"
+            layouts = a.samples.layout, b.samples.layout
+            text = f"another model: {sizes[0]} parameters in {len(layouts[0])} tensors, "
+            text += f"{baseline} has {sizes[1]} in {len(layouts[1])}"
+            for mine, its in zip(*layouts, strict=False):
+                if mine != its:
+                    text += f"; first {mine[0]} ({mine[1]}), not {its[0]} ({its[1]})"
+                    break
+            cause = (
+                "the task makes another model on this arm: look for what depends on the launcher"
             )
+            yield Refusal(text, Cause(cause))
     if len({a.initial_sha256 for a in arm}) > 1:
         text = "rank 0's weights are not given to the others before training"
         yield Refusal("the ranks start from different parameters", Cause(text, 1))
@@ -110,9 +118,10 @@ def _rates(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
                 i for i, pair in enumerate(zip(a.lr, b.lr, strict=False)) if len({*pair}) > 1
             )
             ratio = a.lr[group] / b.lr[group] if b.lr[group] else math.inf
+            rates = tell_apart(a.lr[group], b.lr[group], 6)
             yield Refusal(
-                f"learning rate {a.lr[group]:.6g} in step {number} on rank {rank}, {baseline} has "
-                f"{b.lr[group]:.6g}",
+                f"learning rate {rates[0]} in step {number} on rank {rank}, {baseline} has "
+                f"{rates[1]}",
                 causes.of_rate(ratio, len(arm), arm[0].accumulate),
                 abs(ratio - 1) if math.isfinite(ratio) else None,
                 0.0,

@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.compare.wording import tell_apart
+
 PROC_STAT = Path("/proc/stat")
 _BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq; guests are within user
 _STEAL = 7
@@ -101,4 +103,5 @@ def too_busy(load: Load, limit: float) -> str | None:
     if taken <= limit:
         return None
     stolen = f", {100 * load.steal:.0f} % of it the host" if load.steal else ""
-    return f"others took {100 * taken:.0f} % of the cores{stolen} (limit {100 * limit:.0f} %)"
+    shares = tell_apart(100 * taken, 100 * limit, 0, "f")
+    return f"others took {shares[0]} % of the cores{stolen} (limit {shares[1]} %)"

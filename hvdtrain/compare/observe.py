@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -121,7 +121,9 @@ class _Watcher:
 
     def _on_batch(self, batch: Any) -> None:
         step = self.account.steps[-1]
-        if step.micro_batches and len(self.account.steps) == 1:
+        if not step.micro_batches:
+            step.parameter_norm = self._norm(list(self._loop.model.parameters()))
+        elif len(self.account.steps) == 1:
             self.account.samples.before_last = self._sample_gradient()
         step.micro_batches += 1
         step.samples += hash_samples(batch)
@@ -129,7 +131,7 @@ class _Watcher:
     def _after_finish(self) -> None:
         # An fp16 run's loss is scaled; by a power of two, so that dividing is exact.
         scale = self._loop.precision.scaler.get_scale()
-        self.account.steps[-1].gradient_norm = self._norm() / scale
+        self.account.steps[-1].gradient_norm = self._norm(self._gradients()) / scale
         if len(self.account.steps) == 1:
             self.account.samples.gradient = self._sample_gradient() / scale
             if self.account.samples.before_last is not None:
@@ -142,7 +144,7 @@ class _Watcher:
         step = self.account.steps[-1]
         grads = self._gradients()
         step.lr = [float(group["lr"]) for group in optimizer.param_groups]
-        step.used_norm = self._norm()
+        step.used_norm = self._norm(grads)
         step.gradient_bytes = sum(g.numel() * g.element_size() for g in grads if g is not None)
         step.gradient_dtypes = sorted({_dtype(g) for g in grads if g is not None})
         samples, gradient = self.account.samples, self._sample_gradient()
@@ -161,12 +163,13 @@ class _Watcher:
             for p in self._loop.model.parameters()
         ]
 
-    def _norm(self) -> float:
+    def _norm(self, tensors: Sequence[Tensor | None]) -> float:
+        """Of all tensors together, in float64."""
         device = self._loop.backend.device
         room = torch.empty(PIECE, dtype=torch.float64, device=device)
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for g in self._gradients():
-            for piece in () if g is None else pieces(g.detach()):
+        for t in tensors:
+            for piece in () if t is None else pieces(t.detach()):
                 total += room[: piece.numel()].view(piece.shape).copy_(piece).square_().sum()
         return float(total.sqrt())
 

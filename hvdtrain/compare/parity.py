@@ -86,7 +86,7 @@ def _judge(
             "unequal",
             refusal.text,
             difference=_finite(refusal.difference),
-            tolerance=refusal.tolerance,
+            tolerance=0.0 if limits.bitwise and refusal.tolerance else refusal.tolerance,
             cause=cause.text,
             row=cause.row,
         )
@@ -138,12 +138,13 @@ def baseline_problem(name: str, base: Ranks, again: Ranks | None) -> str:
 def _limits(base: Ranks, again: Ranks | None) -> Limits:
     n, limits = len(base), _allowed(base)
     repeats = bool(again) and bitwise(again or (), base)
-    if repeats and n <= 2:
-        return Limits(0, 0, 0, f"the baseline repeats itself bit by bit, and {n} ranks sum exactly")
     if repeats and _width(base) != "fp64":
         # A model that repeats itself bit by bit has the same local gradients on every arm, whatever
         # autocast does; they are averaged in the dtype of the weights.
         limits = replace(limits, gradient=TOLERANCE["fp32"])
+    if repeats and n <= 2:
+        why = f"the baseline repeats itself bit by bit, and {n} ranks sum exactly"
+        return replace(limits, reason=why, bitwise=True)
     if not repeats and again:
         # What the baseline itself does not repeat is asked of nobody.
         return replace(

@@ -47,6 +47,17 @@ def figures(value: float | None, digits: int = 3) -> str:
     return f"{rounded:.{max(0, decimals)}f}"
 
 
+def tell_apart(a: float, b: float, digits: int, kind: str = "g") -> tuple[str, str]:
+    """Write two numbers with `digits` digits, and more where they would look the same.
+
+    `kind`: "g" counts significant digits, "f" those after the point.
+    """
+    shown = digits
+    while f"{a:.{shown}{kind}}" == f"{b:.{shown}{kind}}" and a != b and shown < 17:
+        shown += 1
+    return f"{a:.{shown}{kind}}", f"{b:.{shown}{kind}}"
+
+
 def ratio(value: float | None) -> str:
     """Write a ratio to the baseline: two decimals, and more where it is far below 1."""
     if value is None or not math.isfinite(value):

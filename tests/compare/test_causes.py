@@ -17,6 +17,7 @@ from hvdtrain.compare.account import SAMPLED, Account, Array, Samples, StepAccou
 from hvdtrain.compare.gradients import round_to
 from hvdtrain.compare.observe import _sample, _stride, hash_samples
 from hvdtrain.compare.parity import compare
+from hvdtrain.compare.wording import tell_apart
 
 Arm = list[Account]
 LAYOUT = [("first.weight", 300), ("first.bias", 20), ("last.weight", 80)]
@@ -241,6 +242,11 @@ def test_what_must_be_the_same(changes: dict[str, Any], row: int | None, words: 
         (2, "multiplies the learning rate by the root of the number of ranks (4)"),
         (8, "multiplies the learning rate by ranks x accumulation (8)"),
         (1.3, "to 1.3 times the baseline's"),
+        (
+            1 + 1e-9,
+            "learning rate 0.1000000001 in step 3 on rank 0, base has 0.1 | "
+            "something on this arm alone sets the learning rate, to 1.000000001 times",
+        ),
     ],
 )
 def test_learning_rates(ratio: float, words: str) -> None:
@@ -248,6 +254,15 @@ def test_learning_rates(ratio: float, words: str) -> None:
     for account in subject:
         account.steps[2].lr = [0.1 * ratio]
     refused(subject, 11, "in step 3", words, base=base)
+
+
+def test_another_model_of_as_many_parameters() -> None:
+    subject = arm(2)
+    for account in subject:
+        account.samples.layout = [(f"net.{name}", size) for name, size in LAYOUT]
+    refused(
+        subject, None, "base has 400 in 3; first net.first.weight (300), not first.weight (300)"
+    )
 
 
 def cut(ranks: Arm, only: int | None) -> None:
@@ -312,7 +327,39 @@ def test_rounding_is_refused_at_two_ranks_and_allowed_at_three() -> None:
     found = verdict(arm(2, noise=1e-7))
     assert found["verdict"] == "unequal"
     assert found["tolerance"] == 0
+    assert found["cause"].startswith("no more than rounding: this arm computes or averages")
     assert verdict(arm(3, noise=1e-3))["verdict"] == "unequal"
+
+
+@pytest.mark.parametrize(
+    ("quantities", "row", "words"),
+    [
+        ("parameter_norm gradient_norm", 10, "another step of the same gradients"),
+        ("gradient_norm", None, "no more than rounding"),
+        ("loss", None, "no more than rounding"),
+        ("used_norm", 7, "(norm 2.27568019, not 2.27568017)"),
+    ],
+)
+def test_what_differs_first_by_rounding_tells_the_cause(
+    quantities: str, row: int | None, words: str
+) -> None:
+    """On some CPUs weights that have been moved leave rounding in the gradients, on others none."""
+    base, subject = arm(2), arm(2, noise=1e-9)
+    for account in (*base, *subject):
+        account.samples.gradient = account.samples.used = base[0].samples.gradient
+        for step in account.steps:
+            step.parameter_norm = step.loss = step.gradient_norm = step.used_norm = 2.2756801736
+    for account in subject:
+        for name in quantities.split():
+            setattr(account.steps[2], name, 2.2756801887)
+    refused(subject, row, words, base=base)
+
+
+def test_numbers_that_differ_are_seen_to() -> None:
+    assert tell_apart(2.2756801736, 2.2756801887, 8) == ("2.27568017", "2.27568019")
+    assert tell_apart(1.5, 1.25, 4) == ("1.5", "1.25")
+    assert tell_apart(50.2, 50.0, 0, "f") == ("50.2", "50.0")
+    assert tell_apart(0.1, 0.1, 4) == ("0.1", "0.1")
 
 
 @pytest.mark.parametrize(("precision", "noise"), [("fp64", 1e-14), ("fp32", 1e-7), ("bf16", 1e-7)])
@@ -408,12 +455,26 @@ def test_steps_of_nothing_but_rounding_are_left_out(n: int, zeros: slice) -> Non
     assert found["text"].endswith("whose gradients were nothing but rounding, are left out")
 
 
+@pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize(
     ("where", "by"), [(0, 0.01), (slice(0, 300), 1e-4), (300, 0.5), (300, np.nan)], ids=str
 )
-def test_what_rounding_does_not_explain_is_not_left_out(where: Any, by: float) -> None:
-    """Elements with a gradient; or noise, further than training takes anything, and undefined."""
-    refused(moved(3, where, by), 10, "another step of the same", base=adam_arm(3, order=1))
+def test_what_rounding_does_not_explain_is_not_left_out(n: int, where: Any, by: float) -> None:
+    """Elements with a gradient; or noise, further than training takes anything, and undefined.
+
+    At two ranks rounding is refused as well, and hides no cause.
+    """
+    refused(moved(n, where, by), 10, "another step of the same", base=adam_arm(n, order=1))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_parameter_that_is_wrong_alone_is_named_beside_rounding(n: int) -> None:
+    """And those whose gradient is nothing but rounding are not."""
+    base, subject = adam_arm(n, order=1), adam_arm(n, order=2)
+    for account in subject:
+        assert account.samples.gradient is not None
+        account.samples.gradient[320:] *= n
+    refused(subject, 6, "for last.weight alone: ", base=base)
 
 
 def test_elements_that_get_their_gradient_later_are_compared() -> None:
@@ -445,7 +506,8 @@ def test_noise_does_not_widen_the_tolerance() -> None:
 
 
 def test_at_two_ranks_nothing_is_left_out_of_a_model_that_repeats_itself() -> None:
-    refused(adam_arm(2, order=2), None, "the gradient of the first", base=adam_arm(2, order=1))
+    words = "the gradient of the first", "no more than rounding"
+    refused(adam_arm(2, order=2), None, *words, base=adam_arm(2, order=1))
 
 
 def first_gradient_times(factor: float) -> list[Account]:

@@ -113,6 +113,8 @@ def test_the_rule_that_drops_a_block() -> None:
     assert load.too_busy(Load(None, None), 0.5) is None
     why = load.too_busy(Load(0.61, None), 0.5)
     assert why == "others took 61 % of the cores (limit 50 %)"
+    why = load.too_busy(Load(0.502, None), 0.5)
+    assert why == "others took 50.2 % of the cores (limit 50.0 %)"
     why = load.too_busy(Load(0.3, 0.22), 0.5)
     assert why == "others took 52 % of the cores, 22 % of it the host (limit 50 %)"
 
