@@ -178,7 +178,7 @@ def test_a_missing_rank_is_named_in_time_under_srun(here: tuple[int, int]) -> No
     assert all("WorldError" in answer["error"] for answer in got), got
     assert all(answer["seconds"] < 12 for answer in got), got
     if missing:  # without rank 0 there is no store that would know
-        assert f"1 of 3 ranks: {missing}" in got[0]["error"]
+        assert f"waiting for rank {missing} (1 of 3 ranks missing)" in got[0]["error"]
     else:
         assert "could not reach rank 0's store" in got[0]["error"]
 
@@ -188,30 +188,51 @@ def test_a_missing_rank_is_named_in_time_at_a_given_address() -> None:
         pass  # free now
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     got = meet(*(torch_like(rank, 3, **address) for rank in (0, 2)), timeout_s=4)
-    assert "1 of 3 ranks: 1" in got[0]["error"], got
+    assert "waiting for rank 1 (1 of 3 ranks missing)" in got[0]["error"], got
     assert all("WorldError" in answer["error"] for answer in got), got
     assert all(answer["seconds"] < 8 for answer in got), got
 
 
 RESTARTED = """
-import os
+import os, pathlib, sys
 from hvdtrain import open_backend
-attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+mark = pathlib.Path(sys.argv[1])
 with open_backend("ddp") as backend:
     backend.barrier()
-    if attempt == "0" and backend.world.rank == 1:
+    if not mark.exists() and backend.world.rank == 1:
+        mark.touch()
         os._exit(1)
     backend.barrier()
-print(f"{backend.world} ended attempt {attempt}\\n", end="")
+print(f"{backend.world} ended after a restart: {mark.exists()}\\n", end="")
 """
 
 
-def test_ranks_that_torchrun_starts_again(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(RESTARTED)
-    line = ["torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    finished = run([*line, tmp_path / "script.py"])
-    assert finished.code == 0, finished.output
-    assert len(finished.lines("ended attempt 1")) == 2, finished.output
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("nodes", ["1", "2", pytest.param("1:2", marks=pytest.mark.exhaustive)])
+def test_ranks_that_torchrun_starts_again(tmp_path: Path, nodes: str) -> None:
+    """Its agents keep their store, and each counts its own restarts only."""
+    script = tmp_path / "script.py"
+    script.write_text(RESTARTED)
+    with listening() as port:
+        pass
+    agent: list[str | Path] = [
+        "torchrun",
+        "--nnodes",
+        nodes,
+        "--rdzv-backend",
+        "c10d",
+        "--max-restarts",
+        "3",
+    ]
+    agent += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "test"]
+    agent += ["--nproc-per-node", "2" if nodes == "1" else "1"]
+    line = [*agent, script, tmp_path / "mark"]
+    with contextlib.ExitStack() as stack:
+        agents = [stack.enter_context(started(line)) for _ in range(1 if nodes == "1" else 2)]
+        codes = [process.wait(100) for process, _ in agents]
+        output = "".join(log.read_text() for _, log in agents)
+    assert codes == [0] * len(agents), output
+    assert output.count("ended after a restart: True") == 2, output
 
 
 # A given address
