@@ -72,12 +72,26 @@ def guard(world: World) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        error = cause_of(error)
         if exit_code(error) == 0:
             raise
         end_job(world, error)
     finally:
+        _requested.clear()
         for number, old in zip(numbers, previous, strict=True):
             signal.signal(number, old)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return the request to end that became `error` on its way through C++, else `error` itself.
+
+    Python that autograd or a process group calls may be where Ctrl-C arrives; what leaves them then
+    is a RuntimeError about a value that is no tensor. Not collective.
+    """
+    return _requested[0] if _requested and isinstance(error, Exception) else error
+
+
+_requested: list[BaseException] = []  # by a signal inside `guard`; at most one
 
 
 @contextmanager
@@ -241,8 +255,8 @@ def _raise_once() -> Callable[[int, FrameType | None], None]:
                 os._exit(128 + signum)
             return
         first.append(time.monotonic())
-        if signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + signum)
+        stop = KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signum)
+        _requested[:] = [stop]
+        raise stop
 
     return handle

@@ -21,6 +21,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -73,7 +74,9 @@ def open_store(world: World, timeout_s: float, part: str = "") -> Store:
     store.set_timeout(timedelta(seconds=timeout_s))
     store = PrefixStore(f"hvdtrain/part/{part}" if part else "hvdtrain", store)
     try:
-        return _await_all(store, world, timeout_s, deadline)
+        store = _await_all(store, world, timeout_s, deadline)
+        _find_address(store, world)
+        return store
     except dist.DistError as error:
         raise WorldError(
             f"{world} lost rank 0's store before all ranks had met: {_first_line(error)}"
@@ -428,24 +431,39 @@ def _client(host: str, port: int) -> TCPStore:
     """Connect to a store.
 
     Raises TimeoutError where what listens there accepts and is silent, for which TCPStore itself
-    would wait for ever.
+    would wait for ever. The next call waits for the same connection: one thread and one socket for
+    each silent server, however often it is tried.
     """
-    timeout = timedelta(seconds=_ANSWER_S)
-    made: list[TCPStore] = []
-    raised: list[Exception] = []
+    attempt = _attempts.pop((host, port), None) or _Attempt(host, port)
+    attempt.join(_ANSWER_S)
+    if attempt.is_alive():
+        _attempts[host, port] = attempt
+        raise TimeoutError(f"{host}:{port} does not answer as a store")
+    if attempt.error is not None:
+        raise attempt.error
+    assert attempt.store is not None
+    return attempt.store
 
-    def connect() -> None:
+
+class _Attempt(threading.Thread):
+    """One attempt to connect to a store: it ends with `store` or `error`, or never."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(daemon=True)
+        self._place = host, port
+        self.store: TCPStore | None = None
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
         try:
-            made.append(TCPStore(host, port, timeout=timeout, wait_for_workers=False))
+            timeout = timedelta(seconds=_ANSWER_S)
+            self.store = TCPStore(*self._place, timeout=timeout, wait_for_workers=False)
         except Exception as error:
-            raised.append(error)
+            self.error = error
 
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(_ANSWER_S)
-    if made:
-        return made[0]
-    raise raised[0] if raised else TimeoutError(f"{host}:{port} does not answer as a store")
+
+_attempts: dict[tuple[str, int], _Attempt] = {}
 
 
 def store_hosts(store: Store) -> list[str]:
@@ -481,6 +499,46 @@ def own_addresses(world: World) -> list[str]:
             f"{name} has no address that other hosts could reach; set MASTER_ADDR and MASTER_PORT"
         )
     return usable[:_MOST_ADDRESSES]
+
+
+_reachable_at: list[str] = []
+
+
+def reachable_address() -> str | None:
+    """Where other hosts reach this one, if its own name does not say so. Not collective.
+
+    Debian maps a host's own name to 127.0.1.1, which Gloo would tell the others. Known once
+    `open_store` has met them.
+    """
+    return _reachable_at[0] if _reachable_at else None
+
+
+def _find_address(store: Store, world: World) -> None:
+    """Find `reachable_address`: the end of a route to the store, or to a rank that has reached it.
+    Collective.
+    """
+    if world.one_host:
+        return
+    mine = next(filter(None, map(_address_toward, store_hosts(store))), "")
+    store.set(f"address/{world.rank}", mine)
+    others = store.multi_get([f"address/{rank}" for rank in range(world.size)])
+    mine = mine or next(filter(None, (_address_toward(o.decode()) for o in others if o)), "")
+    own = socket.gethostname()
+    with suppress(OSError):
+        if not all(_is_local(str(info[4][0])) for info in socket.getaddrinfo(own, None)):
+            mine = ""  # as Gloo has it
+    _reachable_at[:] = [mine] if mine else []
+
+
+def _address_toward(host: str) -> str:
+    """Return the own address of a route to a host; empty for a loopback, or without a route."""
+    with suppress(OSError):
+        for family, kind, _, _, where in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe:  # connecting sends no packet
+                probe.connect(where)
+                if not _is_local(address := str(probe.getsockname()[0])):
+                    return address
+    return ""
 
 
 def _is_local(address: str) -> bool:

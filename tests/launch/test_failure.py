@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import Finished, members, run, started
+from tests.launching import Finished, Started, members, run, started
 
 LAUNCHERS = {
     "mpirun": "mpirun -np {n} {python}",
@@ -234,7 +234,7 @@ def test_a_signal_to_one_process(
 @pytest.mark.parametrize(
     ("launcher", "number", "whom"),
     [
-        *((launcher, signal.SIGTERM, "launcher") for launcher in ("mpirun", "torchrun", "horovodrun")),
+        *((name, signal.SIGTERM, "launcher") for name in ("mpirun", "torchrun", "horovodrun")),
         ("mpirun", signal.SIGINT, "group"),
         pytest.param("torchrun", signal.SIGTERM, "rank 0", marks=EXHAUSTIVE),
         pytest.param("torchrun", signal.SIGINT, "group", marks=EXHAUSTIVE),
@@ -249,6 +249,15 @@ def test_a_signal(tmp_path: Path, launcher: str, number: signal.Signals, whom: s
     assert code != 0
     assert outcome in ("interrupted", "terminated"), output
     assert not traces(output), output
+
+
+def test_ctrl_c_inside_backward(tmp_path: Path) -> None:
+    finished = run(train("torchrun", 2, "ddp", *failing(tmp_path, "backward", "", -1)))
+    assert finished.lines("interrupted"), finished.output
+    assert not traces(finished.output), finished.output
+    assert re.search(r"exitcode\s*:\s*130", finished.output), finished.output
+    outcome = json.loads((tmp_path / "run" / "run.json").read_text())["outcome"]
+    assert outcome == "interrupted", finished.output
 
 
 # The launcher itself is gone
@@ -276,7 +285,6 @@ while True:
         pytest.param("mpirun", signal.SIGKILL, False, marks=EXHAUSTIVE),
         pytest.param("horovodrun", signal.SIGKILL, False, marks=EXHAUSTIVE),
         pytest.param("horovodrun-mpi", signal.SIGINT, True, marks=EXHAUSTIVE),
-        pytest.param("horovodrun-mpi", signal.SIGKILL, False, marks=EXHAUSTIVE),
     ],
 )
 def test_ranks_end_with_their_launcher(
@@ -303,7 +311,7 @@ def test_ranks_end_with_a_launcher_that_ends_while_they_start(tmp_path: Path) ->
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.01)
         process.kill()
-        check_ended_soon(process.marker, log, SOON_S)  # 3 s of them for imports
+        check_ended_soon(process, log, SOON_S)  # 3 s of them for imports
     assert not (tmp_path / "run").exists()
 
 
@@ -318,13 +326,16 @@ def check_orphans_end(command: list[str], mark: Path, number: signal.Signals) ->
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
-        process.send_signal(number)
-        check_ended_soon(process.marker, log, 5 + 3)  # the launchers' own patience too
+        if number == signal.SIGINT:  # as from a terminal
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        check_ended_soon(process, log, 5 + 3)  # the launchers' own patience too
 
 
-def check_ended_soon(marker: str, log: Path, seconds: float) -> None:
+def check_ended_soon(process: Started, log: Path, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while left := {p: c for p, c in members(marker).items() if "resource_tracker" not in c}:
+    while left := {p: c for p, c in members(process.marker).items() if "resource_tracker" not in c}:
         assert time.monotonic() < deadline, (left, log.read_text())
         time.sleep(0.05)
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -408,6 +409,54 @@ def test_the_address_that_another_host_reaches(two_hosts: tuple[str, str]) -> No
     printed = subprocess.run(command, env=clean_env(), capture_output=True, text=True, check=True)
     assert "'10.77.0.1'" in printed.stdout
     assert "127." not in printed.stdout
+
+
+DDP = """
+import torch
+from hvdtrain import open_backend
+with open_backend("ddp") as backend:
+    print("sum", backend.all_reduce(torch.ones(3), "sum").tolist(), backend.transport)
+import hvdtrain.hvd as hvd
+hvd.init()
+print("hvd", hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist())
+"""
+
+
+@pytest.mark.timeout(120)
+def test_hosts_whose_own_name_is_a_loopback_address(
+    two_hosts: tuple[str, str], tmp_path: Path
+) -> None:
+    """As Debian has it in /etc/hosts: Gloo would tell the other host 127.0.1.1."""
+    name = socket.gethostname()
+    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n10.77.0.1 first\n")
+    (tmp_path / "script.py").write_text(DDP)
+    mount = f'mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"'
+    with contextlib.ExitStack() as stack:
+        agents = []
+        for rank, host in enumerate(two_hosts):
+            inside = ["ip", "netns", "exec", host, "unshare", "--mount", "sh", "-c", mount, "sh"]
+            agent = ["torchrun", "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
+            address = ["--master-addr", "first", "--master-port", "29566"]
+            line: list[str | Path] = [*inside, *agent, *address, tmp_path / "script.py"]
+            agents.append(stack.enter_context(started(line)))
+        codes = [process.wait(60) for process, _ in agents]
+        output = "".join(log.read_text() for _, log in agents)
+    assert codes == [0, 0], output
+    assert output.count("sum [2.0, 2.0, 2.0] gloo") == 2, output
+    assert output.count("hvd [2.0, 2.0, 2.0]") == 2, output
+
+
+def test_a_silent_server_costs_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it is tried; it ends when the server does."""
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.3)
+    threads = threading.active_count()
+    with listening() as port:
+        for _ in range(3):
+            with pytest.raises(TimeoutError, match="does not answer as a store"):
+                rendezvous._client("localhost", port)
+        assert threading.active_count() == threads + 1
+    rendezvous._attempts.pop(("localhost", port)).join(20)
+    assert threading.active_count() == threads
 
 
 HVD = """
