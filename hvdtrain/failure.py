@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
 import signal
 import stat
 import struct
@@ -21,11 +22,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from hvdtrain.errors import HvdtrainError, WorldError
-from hvdtrain.world import World
+from hvdtrain.world import World, rank_variable
 
 # Ranks that fail together speak in turn; the first to speak ends the job before the next one does.
 _TURN_S = 0.5
@@ -42,6 +44,8 @@ _FORWARD_S = 0.3
 _LONGEST_FORWARD_S = 5.0
 # Ctrl-C in a terminal reaches a rank directly and again by way of its launcher.
 _SAME_REQUEST_S = 2.0
+_LAUNCHER_CHECK_S = 1.0
+_ORPHAN_S = 3.0  # from SIGTERM to SIGKILL of a rank whose launcher has ended
 
 
 def exit_code(error: BaseException) -> int:
@@ -68,12 +72,26 @@ def guard(world: World) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        error = cause_of(error)
         if exit_code(error) == 0:
             raise
         end_job(world, error)
     finally:
+        _requested.clear()
         for number, old in zip(numbers, previous, strict=True):
             signal.signal(number, old)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return the request to end that became `error` on its way through C++, else `error` itself.
+
+    Python that autograd or a process group calls may be where Ctrl-C arrives; what leaves them then
+    is a RuntimeError about a value that is no tensor. Not collective.
+    """
+    return _requested[0] if _requested and isinstance(error, Exception) else error
+
+
+_requested: list[BaseException] = []  # by a signal inside `guard`; at most one
 
 
 @contextmanager
@@ -89,6 +107,62 @@ def undisturbed() -> Iterator[None]:
     finally:
         for number, old in zip(numbers, previous, strict=True):
             signal.signal(number, old)
+
+
+def end_with_launcher(world: World) -> None:
+    """Watch the launcher from a thread, and end this rank once it has ended: nobody else would.
+
+    Not collective; a second call does nothing. The launcher is the first ancestor without this
+    rank's variable: a shell in between (`mpirun bash -c ...`) has it too. Not PR_SET_PDEATHSIG,
+    which would watch that shell, or the launcher's thread that made us.
+    """
+    variable = rank_variable(world)
+    if _watching or variable is None:
+        return
+    pid = _first_ancestor_without(variable)
+    born = _start_time(pid)
+    if born is None:  # not on Linux, or /proc is not mounted
+        return
+    watch = threading.Thread(target=_watch, args=(world, pid, born), daemon=True, name="launcher")
+    _watching.append(watch)
+    watch.start()
+
+
+_watching: list[threading.Thread] = []
+
+
+def _watch(world: World, pid: int, born: str) -> None:
+    while _start_time(pid) == born:
+        time.sleep(_LAUNCHER_CHECK_S)
+    os.kill(os.getpid(), signal.SIGTERM)  # so that an orderly end is recorded, where one is left
+    said = f"[{world}] error: {world.launcher} (process {pid}) has ended, so this rank ends too\n"
+    with contextlib.suppress(OSError):  # stderr may have gone with the launcher
+        if select.select([], [2], [], 0)[1]:  # nor may a full pipe hold this up
+            os.write(2, said.encode())
+    time.sleep(_ORPHAN_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _first_ancestor_without(variable: str) -> int:
+    pid = os.getppid()
+    with contextlib.suppress(OSError, ValueError):  # another user's process, such as slurmstepd
+        while variable.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            pid = int(_stat(pid)[1])
+    return pid
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process began, which tells it from a later one of its number; None once it ended."""
+    try:
+        fields = _stat(pid)
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on: see proc(5)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def end_job(world: World, error: BaseException) -> NoReturn:
@@ -181,8 +255,8 @@ def _raise_once() -> Callable[[int, FrameType | None], None]:
                 os._exit(128 + signum)
             return
         first.append(time.monotonic())
-        if signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + signum)
+        stop = KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signum)
+        _requested[:] = [stop]
+        raise stop
 
     return handle

@@ -21,6 +21,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from hvdtrain.errors import BackendUnavailable, LaunchError, WorldError, WorldMismatch
+from hvdtrain.failure import end_with_launcher
 from hvdtrain.world import World, first_slurm_host
 
 _TOKEN = "hvdtrain/token"
@@ -42,6 +44,7 @@ _OTHER_MAKES: dict[str, str | tuple[str, ...]] = {
     "mvapich": "Open MPI",
 }
 _ANSWER_S = 3.0  # a store answers at once; a server that is none may never
+_REFUSED_S = 3.0  # what listens before the ranks start, and refuses for so long, has ended
 _NAMES_S = 10.0  # the name of a container that has just started may not be known yet
 _MOST_ADDRESSES = 8  # so that they fit into the message
 
@@ -55,6 +58,7 @@ def open_store(world: World, timeout_s: float, part: str = "") -> Store:
     for every call, so that a process may open one after another. Raises WorldError naming the
     missing ranks, LaunchError for two processes of one rank.
     """
+    end_with_launcher(world)
     deadline = time.monotonic() + timeout_s
     if world.size == 1:
         store: Store = _serve(0, deadline)
@@ -68,15 +72,11 @@ def open_store(world: World, timeout_s: float, part: str = "") -> Store:
             f"MASTER_PORT"
         )
     store.set_timeout(timedelta(seconds=timeout_s))
-    if world.launcher == "torchrun" and os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        # Its own store outlives ranks that it starts again, and what they have left there. The
-        # torchruns of several hosts do not count alike.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = PrefixStore(f"hvdtrain/attempt/{attempt}", store)
-    if part:
-        store = PrefixStore(f"hvdtrain/part/{part}", store)
+    store = PrefixStore(f"hvdtrain/part/{part}" if part else "hvdtrain", store)
     try:
-        return _await_all(store, world, deadline)
+        store = _await_all(store, world, timeout_s, deadline)
+        _find_address(store, world)
+        return store
     except dist.DistError as error:
         raise WorldError(
             f"{world} lost rank 0's store before all ranks had met: {_first_line(error)}"
@@ -139,9 +139,7 @@ def _at_address(world: World, deadline: float) -> Store:
     if not 0 < port < 1 << 16:
         raise LaunchError(f"MASTER_PORT={port_text!r} is not a port; give one of 1 to 65535")
     _check_resolves(host, deadline)
-    # torchrun's agent serves the store, for its ranks too.
-    agents = world.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
-    if world.rank > 0 or agents == "True":
+    if world.rank > 0 or _agent_keeps_store(world):
         return _connect(world, [(host, port)], None, deadline)
     try:
         return _serve(port, deadline)
@@ -150,6 +148,13 @@ def _at_address(world: World, deadline: float) -> Store:
             f"rank 0 cannot serve at MASTER_PORT={port} ({_first_line(error)}); choose a free "
             f"port, or unset MASTER_ADDR and MASTER_PORT and let rank 0 pick one"
         ) from None
+
+
+def _agent_keeps_store(world: World) -> bool:
+    """Whether torchrun's agent serves the store, from before the ranks start until they end."""
+    return world.launcher == "torchrun" and (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )
 
 
 def _check_resolves(host: str, deadline: float) -> None:
@@ -192,19 +197,26 @@ def _over_horovodrun(world: World, deadline: float) -> Store:
     def put_or_poll(message: bytes) -> bytes:
         data = message or None
         request = urllib.request.Request(url, data, method="PUT" if message else "GET")
-        why = ""
+        why, answered_at = "", time.monotonic()
         for _ in _until(deadline):
             try:
                 answer = _http(request)
                 if message or answer:
                     return message or answer
+                answered_at = time.monotonic()
             except OSError as error:
                 why = f": {_first_line(error)}"
+                if time.monotonic() > answered_at + _REFUSED_S and _is_refusal(error):
+                    break
         raise WorldError(
             f"{world} met no rank 0 at horovodrun's store {address}:{port} in time{why}"
         )
 
     return _publish(world, deadline, put_or_poll)
+
+
+def _is_refusal(error: OSError) -> bool:
+    return isinstance(getattr(error, "reason", error), ConnectionRefusedError)
 
 
 def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) -> Store:
@@ -279,30 +291,86 @@ _MEETINGS: dict[str, Callable[[World, float], Store]] = {
 # Parts
 
 
-def _await_all(store: Store, world: World, deadline: float) -> Store:
-    """Wait until every rank has signed in, each once, and return this meeting's own name space."""
+def _await_all(store: Store, world: World, timeout_s: float, deadline: float) -> Store:
+    """Wait until every rank is here, and return a new name space that only they know.
+
+    A key alone proves nothing: torchrun's agent keeps its store when it restarts the ranks, and
+    with it the keys of the dead. So each rank answers rank 0, which takes the latest of each:
+
+        rank r                            rank 0
+        set here/r = nonce           ->
+                                     <-   set meeting/<nonce> = id, for every nonce it reads
+        set <id>/here/r = nonce      ->
+                                     <-   set <id>/begin, once the answers are what is in here/*
+    """
+    if not _agent_keeps_store(world):
+        _check_only_one(store, world)
+    nonce = uuid.uuid4().hex
+    store.set(f"here/{world.rank}", nonce)
+    gather = _gather if world.rank == 0 else _join
+    meeting, missing = gather(store, world, nonce, deadline)
+    if missing:
+        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        raise WorldError(
+            f"{world} timed out after {timeout_s:g} s waiting for {ranks} "
+            f"({len(missing)} of {world.size} ranks missing)"
+        )
+    if store.get(f"here/{world.rank}").decode() != nonce:
+        raise LaunchError(f"two processes say that they are rank {world.rank} ({world.source})")
+    return PrefixStore(meeting, store)
+
+
+def _gather(store: Store, world: World, nonce: str, deadline: float) -> tuple[str, list[int]]:
+    """Rank 0's side: return the meeting's id and the ranks that did not answer in time."""
+    meeting = uuid.uuid4().hex
+    ranks = range(world.size)
+    here, answers = ([f"{prefix}here/{rank}" for rank in ranks] for prefix in ("", f"{meeting}/"))
+    store.set(answers[0], nonce)
+    for keys, nothing in ((here, "absent"), (answers, "silent")):
+        for key in keys:
+            store.compare_set(key, "", nothing)  # multi_get would wait for a missing key
+    invited = {b"absent"}
+    for _ in _until(deadline):
+        values = store.multi_get(here + answers)
+        nonces, answered = values[: world.size], values[world.size :]
+        if nonces == answered:
+            store.set(f"{meeting}/begin", "")
+            return meeting, []
+        for other in {*nonces} - invited:
+            store.set(f"meeting/{other.decode()}", meeting)
+            invited.add(other)
+    return meeting, [rank for rank in ranks if nonces[rank] != answered[rank]]
+
+
+def _join(store: Store, world: World, nonce: str, deadline: float) -> tuple[str, list[int]]:
+    """The other ranks' side of `_gather`."""
+    invitation, meeting = f"meeting/{nonce}", ""
+    for _ in _until(deadline, pause_s=0.02):
+        if meeting and store.check([f"{meeting}/begin"]):
+            return meeting, []
+        # Again each time: a rank 0 that was restarted meanwhile invites to another meeting.
+        newest = store.get(invitation).decode() if store.check([invitation]) else ""
+        if newest != meeting:
+            meeting = newest
+            store.set(f"{meeting}/here/{world.rank}", nonce)
+    if not meeting:
+        return meeting, [0]
+    ranks = range(world.size)
+    pairs = [[f"here/{rank}", f"{meeting}/here/{rank}"] for rank in ranks]
+    missing = [rank for rank in ranks if len({*store.multi_get(pairs[rank])}) > 1]
+    return meeting, missing or [0]
+
+
+def _check_only_one(store: Store, world: World) -> None:
+    """Raise LaunchError for the second process of a rank, in a store as old as the ranks."""
     # With something random: two containers may have the same host name and process id.
     me = f"{socket.gethostname()}:{os.getpid()} {_ME}"
-    other = store.compare_set(f"hvdtrain/who/{world.rank}", "", me).decode()
+    other = store.compare_set(f"who/{world.rank}", "", me).decode()
     if other != me:
         pair = f"{other.split()[0]} and {me.split()[0]}"
         raise LaunchError(
             f"two processes say that they are rank {world.rank}: {pair} ({world.source})"
         )
-    meeting = store.add(f"hvdtrain/meetings/{world.rank}", 1)
-    store = PrefixStore(f"hvdtrain/{meeting}", store)
-    store.set(f"joined/{world.rank}", "1")
-    keys = [f"joined/{rank}" for rank in range(world.size)]
-    try:
-        store.wait(keys, timedelta(seconds=max(0.1, deadline - time.monotonic())))
-    except dist.DistError:
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        if missing:  # else the last has come just now
-            raise WorldError(
-                f"{world} waited in vain for {len(missing)} of {world.size} ranks: "
-                f"{', '.join(missing)}"
-            ) from None
-    return store
 
 
 _ME = uuid.uuid4().hex
@@ -327,6 +395,9 @@ def _connect(
 ) -> TCPStore:
     """Try the places in turn until one is a store, with this job's token if there is one."""
     why = "nothing listens there"
+    # Rank 0 may not have begun to listen; an agent has, before it started the ranks.
+    keeps = _agent_keeps_store(world)
+    refused_from = time.monotonic() + _REFUSED_S if keeps else deadline
     for _ in _until(deadline, pause_s=0.1):
         for host, port in places:
             try:
@@ -336,6 +407,13 @@ def _connect(
                 if token is None or store.get(_TOKEN).decode() == token:
                     return store
                 why = f"{host}:{port} belongs to another job"
+            except ConnectionRefusedError as error:
+                why = _first_line(error)
+                if time.monotonic() > refused_from:
+                    raise WorldError(
+                        f"{world} could not reach the store of torchrun's agent at {host}:{port}, "
+                        f"which has ended: {why}"
+                    ) from None
             except (OSError, dist.DistError) as error:
                 why = _first_line(error)
     tried = ", ".join(f"{host}:{port}" for host, port in places)
@@ -353,24 +431,39 @@ def _client(host: str, port: int) -> TCPStore:
     """Connect to a store.
 
     Raises TimeoutError where what listens there accepts and is silent, for which TCPStore itself
-    would wait for ever.
+    would wait for ever. The next call waits for the same connection: one thread and one socket for
+    each silent server, however often it is tried.
     """
-    timeout = timedelta(seconds=_ANSWER_S)
-    made: list[TCPStore] = []
-    raised: list[Exception] = []
+    attempt = _attempts.pop((host, port), None) or _Attempt(host, port)
+    attempt.join(_ANSWER_S)
+    if attempt.is_alive():
+        _attempts[host, port] = attempt
+        raise TimeoutError(f"{host}:{port} does not answer as a store")
+    if attempt.error is not None:
+        raise attempt.error
+    assert attempt.store is not None
+    return attempt.store
 
-    def connect() -> None:
+
+class _Attempt(threading.Thread):
+    """One attempt to connect to a store: it ends with `store` or `error`, or never."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(daemon=True)
+        self._place = host, port
+        self.store: TCPStore | None = None
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
         try:
-            made.append(TCPStore(host, port, timeout=timeout, wait_for_workers=False))
+            timeout = timedelta(seconds=_ANSWER_S)
+            self.store = TCPStore(*self._place, timeout=timeout, wait_for_workers=False)
         except Exception as error:
-            raised.append(error)
+            self.error = error
 
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(_ANSWER_S)
-    if made:
-        return made[0]
-    raise raised[0] if raised else TimeoutError(f"{host}:{port} does not answer as a store")
+
+_attempts: dict[tuple[str, int], _Attempt] = {}
 
 
 def store_hosts(store: Store) -> list[str]:
@@ -406,6 +499,46 @@ def own_addresses(world: World) -> list[str]:
             f"{name} has no address that other hosts could reach; set MASTER_ADDR and MASTER_PORT"
         )
     return usable[:_MOST_ADDRESSES]
+
+
+_reachable_at: list[str] = []
+
+
+def reachable_address() -> str | None:
+    """Where other hosts reach this one, if its own name does not say so. Not collective.
+
+    Debian maps a host's own name to 127.0.1.1, which Gloo would tell the others. Known once
+    `open_store` has met them.
+    """
+    return _reachable_at[0] if _reachable_at else None
+
+
+def _find_address(store: Store, world: World) -> None:
+    """Find `reachable_address`: the end of a route to the store, or to a rank that has reached it.
+    Collective.
+    """
+    if world.one_host:
+        return
+    mine = next(filter(None, map(_address_toward, store_hosts(store))), "")
+    store.set(f"address/{world.rank}", mine)
+    others = store.multi_get([f"address/{rank}" for rank in range(world.size)])
+    mine = mine or next(filter(None, (_address_toward(o.decode()) for o in others if o)), "")
+    own = socket.gethostname()
+    with suppress(OSError):
+        if not all(_is_local(str(info[4][0])) for info in socket.getaddrinfo(own, None)):
+            mine = ""  # as Gloo has it
+    _reachable_at[:] = [mine] if mine else []
+
+
+def _address_toward(host: str) -> str:
+    """Return the own address of a route to a host; empty for a loopback, or without a route."""
+    with suppress(OSError):
+        for family, kind, _, _, where in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe:  # connecting sends no packet
+                probe.connect(where)
+                if not _is_local(address := str(probe.getsockname()[0])):
+                    return address
+    return ""
 
 
 def _is_local(address: str) -> bool:

@@ -57,6 +57,8 @@ class Launcher:
     required: tuple[str, ...] = ()
     """Variables that this launcher also always sets, so that one missing is a partial environment.
     """
+    proof: str = ""
+    """A variable that users who set the others by hand do not set."""
     agents: bool = False
     """It may start one agent per host, which then starts the ranks (`srun torchrun ...`), or the
     daemons of another launcher, so that its own rank and size may be those of the agents.
@@ -85,6 +87,7 @@ LAUNCHERS = (
         "GROUP_RANK",
         "GROUP_WORLD_SIZE",
         required=("MASTER_ADDR", "MASTER_PORT"),
+        proof="TORCHELASTIC_RUN_ID",
         shares_terminal=True,
     ),
     Launcher(
@@ -173,6 +176,17 @@ def shares_terminal(world: World) -> bool:
     """Whether what looks like a terminal to this process is the user's."""
     rows = [row for row in LAUNCHERS if row.name == world.launcher]
     return all(row.shares_terminal for row in rows)
+
+
+def rank_variable(world: World, env: Mapping[str, str] | None = None) -> str | None:
+    """The `NAME=value` by which the ranks that a real launcher starts differ from its own process;
+    None where none has started this one.
+    """
+    env = os.environ if env is None else env
+    for row in LAUNCHERS:
+        if row.name == world.launcher and row.rank in env and (not row.proof or row.proof in env):
+            return f"{row.rank}={env[row.rank]}"
+    return None
 
 
 def _read(row: Launcher, env: Mapping[str, str]) -> World | None:

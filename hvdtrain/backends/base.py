@@ -264,6 +264,7 @@ class Backend(ABC):
             with self.naming_peers():
                 self.close()
             return
+        error = failure.cause_of(error)
         known = self.peer_failure(error) if isinstance(error, Exception) else None
         shared = False
         if isinstance(error, HvdtrainError):

@@ -14,6 +14,7 @@ from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
 from hvdtrain.errors import HvdtrainError, WorldError, WorldMismatch
 from hvdtrain.rendezvous import open_store
 from hvdtrain.transports.carrier import PeerLost
+from hvdtrain.transports.gloo import gloo_reachable
 from hvdtrain.world import World
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ _PEER_PHRASES = (
     "ProcessGroupNCCL",
     "monitoredBarrier",
     "PeerLost",
+    "connectFullMesh failed",
 )
 
 
@@ -70,14 +72,15 @@ class C10d(Backend):
             self._adopt_group()
             return
         store = open_store(self.world, self.options.timeout_s)
-        dist.init_process_group(
-            transports.TRANSPORTS[self.transport],
-            store=store,
-            rank=self.world.rank,
-            world_size=self.world.size,
-            timeout=timedelta(seconds=self.options.timeout_s),
-            device_id=self.device if self.transport == "nccl" else None,
-        )
+        with gloo_reachable():
+            dist.init_process_group(
+                transports.TRANSPORTS[self.transport],
+                store=store,
+                rank=self.world.rank,
+                world_size=self.world.size,
+                timeout=timedelta(seconds=self.options.timeout_s),
+                device_id=self.device if self.transport == "nccl" else None,
+            )
         self._owns_group = True
 
     def _adopt_group(self) -> None:

@@ -76,6 +76,7 @@ def main() -> None:
         world = detect()
     except LaunchError as error:
         failure.end_job(presume(), error)
+    failure.end_with_launcher(world)
     with failure.guard(world):
         try:
             # Not cli.main: it takes an EOFError of the task for Ctrl-C, and is silent about a

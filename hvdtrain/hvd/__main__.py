@@ -14,7 +14,7 @@ from types import ModuleType, TracebackType
 from typing import NoReturn
 
 from hvdtrain.errors import InputError, LaunchError
-from hvdtrain.failure import end_job, exit_code
+from hvdtrain.failure import end_job, end_with_launcher, exit_code
 from hvdtrain.hvd.alias import install
 from hvdtrain.world import World, detect, is_mpi, presume
 
@@ -42,6 +42,7 @@ def main(arguments: list[str]) -> None:
         target = _target(arguments)
     except InputError as error:
         end_job(_world(), error)
+    end_with_launcher(_world())
     install()
     try:
         target()

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from hvdtrain import provenance
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import HvdtrainError, InputError, WorldMismatch
+from hvdtrain.failure import cause_of
 from hvdtrain.training import checkpoint, environment, state
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console, make_console
@@ -494,7 +495,7 @@ class Trainer:
     def _record_failure(self, error: BaseException) -> None:
         if self._run_dir is None:
             return
-        outcome = "failed"
+        outcome, error = "failed", cause_of(error)
         if isinstance(error, KeyboardInterrupt):
             outcome = "interrupted"
         elif isinstance(error, SystemExit):

@@ -7,17 +7,23 @@ connections that would tell the other. So they are looked up when they are made,
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
-from contextlib import suppress
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from hvdtrain.rendezvous import reachable_address
+
 _FDS = "/proc/self/fd"
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 class Connections:
@@ -55,7 +61,7 @@ def open_gloo(store: Store, rank: int, size: int, timeout_s: float) -> tuple[Any
     """
     before = _sockets()
     timeout = timedelta(seconds=timeout_s)
-    group = dist.ProcessGroupGloo(store, rank, size, timeout)
+    group = dist.ProcessGroupGloo(store, rank, size, gloo_options(timeout))
     new = {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
     ends = {fd: pair for fd in new if (pair := _ends(fd)) is not None}
     store.set(f"ends/{rank}", json.dumps(list(ends.values())))
@@ -64,6 +70,52 @@ def open_gloo(store: Store, rank: int, size: int, timeout_s: float) -> tuple[Any
     theirs = [pair for peer in peers for pair in json.loads(store.get(peer))]
     # Other threads open sockets too; this group's have their other end in a peer's list.
     return group, Connections({fd: new[fd] for fd, pair in ends.items() if pair[::-1] in theirs})
+
+
+def gloo_options(timeout: timedelta) -> Any:
+    """Return the options of a group, with an address of this host that the others reach."""
+    address = reachable_address()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    if address is None or "GLOO_SOCKET_IFNAME" in os.environ:
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    else:
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return options
+
+
+@contextmanager
+def gloo_reachable() -> Iterator[None]:
+    """Let `init_process_group("gloo")` inside the block take the same address: it knows names of
+    interfaces only, and those from the environment.
+    """
+    name, address = "GLOO_SOCKET_IFNAME", reachable_address()
+    interface = None if address is None else _interface(address)
+    if interface is None or name in os.environ:
+        yield
+        return
+    os.environ[name] = interface
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _interface(address: str) -> str | None:
+    """Return the network interface with this address."""
+    if ":" in address:
+        wanted = socket.inet_pton(socket.AF_INET6, address).hex()
+        with suppress(OSError), open("/proc/net/if_inet6") as file:
+            return next((row[5] for row in map(str.split, file) if row[0] == wanted), None)
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no such address
+                request = struct.pack("256s", name.encode())
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]
+                if socket.inet_ntoa(found) == address:
+                    return name
+    return None
 
 
 def _sockets() -> dict[int, str]:

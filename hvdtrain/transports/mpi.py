@@ -48,6 +48,7 @@ from hvdtrain.transports.carrier import (
     differ,
     share,
 )
+from hvdtrain.transports.gloo import gloo_options
 from hvdtrain.world import detect, is_mpi
 
 PIECE_BYTES = 4 << 20
@@ -78,7 +79,7 @@ def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     from hvdtrain.transports.group import Group
 
     mpi = _join()
-    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, gloo_options(timeout))
     comm = _connect(mpi, store, rank, size, timeout)
     return Group(Mpi(mpi, comm, timeout.total_seconds()), gloo)
 

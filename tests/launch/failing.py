@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -57,7 +59,23 @@ class Failing(Task):
         self.steps += 1
         if self.steps == 4:
             self._maybe("loop")
-        return net(batch[0]).sum()  # type: ignore[no-any-return]
+        loss: Tensor = net(batch[0]).sum()
+        if self.steps == 4 and self.mine and self.where == "backward":
+            return self._interrupt_backward(loss)
+        return loss
+
+    def _interrupt_backward(self, loss: Tensor) -> Tensor:
+        """Let Ctrl-C come while backward is in C++, so that what it calls next in Python gets it:
+        the process group.
+        """
+        big = torch.ones(1000, 1000)
+        product = (loss * big) @ big
+
+        def soon(grad: Tensor) -> None:
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+        product.register_hook(soon)  # type: ignore[no-untyped-call]
+        return product.sum()
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -13,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from tests.launching import Finished, members, run, started
+from tests.launching import Finished, Started, members, run, started
 
 LAUNCHERS = {
     "mpirun": "mpirun -np {n} {python}",
     "torchrun": "torchrun --nproc-per-node {n}",
     "horovodrun": "horovodrun -np {n} --gloo {python}",
+    "horovodrun-mpi": "horovodrun -np {n} --mpi {python}",
 }
 FAILING = Path(__file__).with_name("failing.py")
 SOON_S = 10.0
@@ -232,7 +234,7 @@ def test_a_signal_to_one_process(
 @pytest.mark.parametrize(
     ("launcher", "number", "whom"),
     [
-        *((launcher, signal.SIGTERM, "launcher") for launcher in LAUNCHERS),
+        *((name, signal.SIGTERM, "launcher") for name in ("mpirun", "torchrun", "horovodrun")),
         ("mpirun", signal.SIGINT, "group"),
         pytest.param("torchrun", signal.SIGTERM, "rank 0", marks=EXHAUSTIVE),
         pytest.param("torchrun", signal.SIGINT, "group", marks=EXHAUSTIVE),
@@ -247,6 +249,95 @@ def test_a_signal(tmp_path: Path, launcher: str, number: signal.Signals, whom: s
     assert code != 0
     assert outcome in ("interrupted", "terminated"), output
     assert not traces(output), output
+
+
+def test_ctrl_c_inside_backward(tmp_path: Path) -> None:
+    finished = run(train("torchrun", 2, "ddp", *failing(tmp_path, "backward", "", -1)))
+    assert finished.lines("interrupted"), finished.output
+    assert not traces(finished.output), finished.output
+    assert re.search(r"exitcode\s*:\s*130", finished.output), finished.output
+    outcome = json.loads((tmp_path / "run" / "run.json").read_text())["outcome"]
+    assert outcome == "interrupted", finished.output
+
+
+# The launcher itself is gone
+
+
+ORPHAN = """
+import sys, time
+from pathlib import Path
+import hvdtrain.hvd as hvd
+hvd.init()
+Path(sys.argv[1]).touch()
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "script"),
+    [
+        ("torchrun", signal.SIGKILL, False),
+        ("mpirun", signal.SIGKILL, True),
+        ("horovodrun", signal.SIGKILL, True),
+        ("horovodrun-mpi", signal.SIGINT, False),
+        pytest.param("torchrun", signal.SIGKILL, True, marks=EXHAUSTIVE),
+        pytest.param("mpirun", signal.SIGKILL, False, marks=EXHAUSTIVE),
+        pytest.param("horovodrun", signal.SIGKILL, False, marks=EXHAUSTIVE),
+        pytest.param("horovodrun-mpi", signal.SIGINT, True, marks=EXHAUSTIVE),
+    ],
+)
+def test_ranks_end_with_their_launcher(
+    tmp_path: Path, launcher: str, number: signal.Signals, script: bool
+) -> None:
+    """Also where a shell stands between (mpirun), and where the ranks are in a `sleep`."""
+    mark = tmp_path / "mark"
+    if script:
+        (tmp_path / "script.py").write_text(ORPHAN)
+        what: list[object] = ["-m", "hvdtrain.hvd", tmp_path / "script.py", mark]
+    else:
+        what = ["-m", "hvdtrain", "--backend", "ddp", *failing(tmp_path, "loop", "wait", -1)]
+    command = line(launcher, 2, *what)
+    if launcher == "mpirun":
+        command = [*command[:3], "sh", "-c", f"{shlex.join(command[3:])}; exit $?"]
+    check_orphans_end(command, mark, number)
+
+
+def test_ranks_end_with_a_launcher_that_ends_while_they_start(tmp_path: Path) -> None:
+    command = line("torchrun", 2, "-m", "hvdtrain", "--run-dir", tmp_path / "run")
+    with started(command) as (process, log):
+        deadline = time.monotonic() + 40
+        while len(ranks_of(process.marker)) < 2:
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.01)
+        process.kill()
+        check_ended_soon(process, log, SOON_S)  # 3 s of them for imports
+    assert not (tmp_path / "run").exists()
+
+
+def ranks_of(marker: str) -> list[int]:
+    return [pid for pid, said in members(marker).items() if "-m hvdtrain" in said][:2]
+
+
+def check_orphans_end(command: list[str], mark: Path, number: signal.Signals) -> None:
+    with started(command) as (process, log):
+        deadline = time.monotonic() + 50
+        while not mark.exists():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        if number == signal.SIGINT:  # as from a terminal
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        check_ended_soon(process, log, 5 + 3)  # the launchers' own patience too
+
+
+def check_ended_soon(process: Started, log: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while left := {p: c for p, c in members(process.marker).items() if "resource_tracker" not in c}:
+        assert time.monotonic() < deadline, (left, log.read_text())
+        time.sleep(0.05)
 
 
 LEAVES = """

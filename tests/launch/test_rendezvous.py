@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,7 +179,7 @@ def test_a_missing_rank_is_named_in_time_under_srun(here: tuple[int, int]) -> No
     assert all("WorldError" in answer["error"] for answer in got), got
     assert all(answer["seconds"] < 12 for answer in got), got
     if missing:  # without rank 0 there is no store that would know
-        assert f"1 of 3 ranks: {missing}" in got[0]["error"]
+        assert f"waiting for rank {missing} (1 of 3 ranks missing)" in got[0]["error"]
     else:
         assert "could not reach rank 0's store" in got[0]["error"]
 
@@ -188,30 +189,51 @@ def test_a_missing_rank_is_named_in_time_at_a_given_address() -> None:
         pass  # free now
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     got = meet(*(torch_like(rank, 3, **address) for rank in (0, 2)), timeout_s=4)
-    assert "1 of 3 ranks: 1" in got[0]["error"], got
+    assert "waiting for rank 1 (1 of 3 ranks missing)" in got[0]["error"], got
     assert all("WorldError" in answer["error"] for answer in got), got
     assert all(answer["seconds"] < 8 for answer in got), got
 
 
 RESTARTED = """
-import os
+import os, pathlib, sys
 from hvdtrain import open_backend
-attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+mark = pathlib.Path(sys.argv[1])
 with open_backend("ddp") as backend:
     backend.barrier()
-    if attempt == "0" and backend.world.rank == 1:
+    if not mark.exists() and backend.world.rank == 1:
+        mark.touch()
         os._exit(1)
     backend.barrier()
-print(f"{backend.world} ended attempt {attempt}\\n", end="")
+print(f"{backend.world} ended after a restart: {mark.exists()}\\n", end="")
 """
 
 
-def test_ranks_that_torchrun_starts_again(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(RESTARTED)
-    line = ["torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    finished = run([*line, tmp_path / "script.py"])
-    assert finished.code == 0, finished.output
-    assert len(finished.lines("ended attempt 1")) == 2, finished.output
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("nodes", ["1", "2", pytest.param("1:2", marks=pytest.mark.exhaustive)])
+def test_ranks_that_torchrun_starts_again(tmp_path: Path, nodes: str) -> None:
+    """Its agents keep their store, and each counts its own restarts only."""
+    script = tmp_path / "script.py"
+    script.write_text(RESTARTED)
+    with listening() as port:
+        pass
+    agent: list[str | Path] = [
+        "torchrun",
+        "--nnodes",
+        nodes,
+        "--rdzv-backend",
+        "c10d",
+        "--max-restarts",
+        "3",
+    ]
+    agent += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "test"]
+    agent += ["--nproc-per-node", "2" if nodes == "1" else "1"]
+    line = [*agent, script, tmp_path / "mark"]
+    with contextlib.ExitStack() as stack:
+        agents = [stack.enter_context(started(line)) for _ in range(1 if nodes == "1" else 2)]
+        codes = [process.wait(100) for process, _ in agents]
+        output = "".join(log.read_text() for _, log in agents)
+    assert codes == [0] * len(agents), output
+    assert output.count("ended after a restart: True") == 2, output
 
 
 # A given address
@@ -387,6 +409,54 @@ def test_the_address_that_another_host_reaches(two_hosts: tuple[str, str]) -> No
     printed = subprocess.run(command, env=clean_env(), capture_output=True, text=True, check=True)
     assert "'10.77.0.1'" in printed.stdout
     assert "127." not in printed.stdout
+
+
+DDP = """
+import torch
+from hvdtrain import open_backend
+with open_backend("ddp") as backend:
+    print("sum", backend.all_reduce(torch.ones(3), "sum").tolist(), backend.transport)
+import hvdtrain.hvd as hvd
+hvd.init()
+print("hvd", hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist())
+"""
+
+
+@pytest.mark.timeout(120)
+def test_hosts_whose_own_name_is_a_loopback_address(
+    two_hosts: tuple[str, str], tmp_path: Path
+) -> None:
+    """As Debian has it in /etc/hosts: Gloo would tell the other host 127.0.1.1."""
+    name = socket.gethostname()
+    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n10.77.0.1 first\n")
+    (tmp_path / "script.py").write_text(DDP)
+    mount = f'mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"'
+    with contextlib.ExitStack() as stack:
+        agents = []
+        for rank, host in enumerate(two_hosts):
+            inside = ["ip", "netns", "exec", host, "unshare", "--mount", "sh", "-c", mount, "sh"]
+            agent = ["torchrun", "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
+            address = ["--master-addr", "first", "--master-port", "29566"]
+            line: list[str | Path] = [*inside, *agent, *address, tmp_path / "script.py"]
+            agents.append(stack.enter_context(started(line)))
+        codes = [process.wait(60) for process, _ in agents]
+        output = "".join(log.read_text() for _, log in agents)
+    assert codes == [0, 0], output
+    assert output.count("sum [2.0, 2.0, 2.0] gloo") == 2, output
+    assert output.count("hvd [2.0, 2.0, 2.0]") == 2, output
+
+
+def test_a_silent_server_costs_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it is tried; it ends when the server does."""
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.3)
+    threads = threading.active_count()
+    with listening() as port:
+        for _ in range(3):
+            with pytest.raises(TimeoutError, match="does not answer as a store"):
+                rendezvous._client("localhost", port)
+        assert threading.active_count() == threads + 1
+    rendezvous._attempts.pop(("localhost", port)).join(20)
+    assert threading.active_count() == threads
 
 
 HVD = """
