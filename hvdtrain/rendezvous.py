@@ -170,8 +170,10 @@ def _over_mpi(world: World, deadline: float) -> Store:
     mpi = load_mpi(world)
 
     def broadcast(message: bytes) -> bytes:
-        buffer = bytearray(message.ljust(_MESSAGE_BYTES))
-        request = mpi.COMM_WORLD.Ibcast([buffer, mpi.BYTE], root=0)
+        if not _broadcast:  # once in a process: a second call goes on with what the first began
+            buffer = bytearray(message.ljust(_MESSAGE_BYTES))
+            _broadcast.extend((mpi.COMM_WORLD.Ibcast([buffer, mpi.BYTE], root=0), buffer))
+        request, buffer = _broadcast
         for _ in _until(deadline):
             if request.Test():
                 return bytes(buffer)
@@ -187,7 +189,7 @@ def _over_horovodrun(world: World, deadline: float) -> Store:
     if missing:
         raise LaunchError(f"an incomplete horovodrun environment: {', '.join(missing)} missing")
     address, port = (os.environ[name] for name in names)
-    url = f"http://{address}:{port}/hvdtrain/{_next_meeting(url_key=f'{address}:{port}')}"
+    url = f"http://{address}:{port}/hvdtrain/store"
 
     def put_or_poll(message: bytes) -> bytes:
         data = message or None
@@ -207,14 +209,23 @@ def _over_horovodrun(world: World, deadline: float) -> Store:
     return _publish(world, deadline, put_or_poll)
 
 
+_broadcast: list[Any] = []  # the request and its buffer
+_published: dict[str, TCPStore] = {}
+
+
 def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) -> Store:
-    """Serve on rank 0 and connect on the others; `exchange` carries rank 0's message to all."""
+    """Serve on rank 0 and connect on the others; `exchange` carries rank 0's message to all.
+
+    Rank 0 serves one store as long as it lives, so that ranks which do not open equally often, as
+    some have failed, meet there all the same.
+    """
     if world.rank == 0:
-        store = _serve(0, deadline)
-        token = uuid.uuid4().hex
-        store.set(_TOKEN, token)
-        message = json.dumps([own_addresses(world), store.port, token]).encode()
-        exchange(message)
+        store = _published.get(world.launcher)
+        if store is None:
+            store = _published[world.launcher] = _serve(0, deadline)
+            store.set(_TOKEN, uuid.uuid4().hex)
+        token = store.get(_TOKEN).decode()
+        exchange(json.dumps([own_addresses(world), store.port, token]).encode())
         return store
     hosts, port, token = json.loads(exchange(b"").decode())
     return _connect(world, [(host, port) for host in hosts], token, deadline)
@@ -289,20 +300,31 @@ def _await_all(store: Store, world: World, deadline: float) -> Store:
         raise LaunchError(
             f"two processes say that they are rank {world.rank}: {pair} ({world.source})"
         )
-    meeting = store.add(f"hvdtrain/meetings/{world.rank}", 1)
-    store = PrefixStore(f"hvdtrain/{meeting}", store)
-    store.set(f"joined/{world.rank}", "1")
-    keys = [f"joined/{rank}" for rank in range(world.size)]
-    try:
-        store.wait(keys, timedelta(seconds=max(0.1, deadline - time.monotonic())))
-    except dist.DistError:
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        if missing:  # else the last has come just now
-            raise WorldError(
-                f"{world} waited in vain for {len(missing)} of {world.size} ranks: "
-                f"{', '.join(missing)}"
-            ) from None
-    return store
+    # Rank 0 numbers the meetings. If each rank counted its own, one that fails once alone would
+    # never meet the others again.
+    joined = [f"joined/{rank}" for rank in range(world.size)]
+    last = store.add(f"hvdtrain/met/{world.rank}", 0)
+    meeting = store.add("hvdtrain/meetings", 1) if world.rank == 0 else 0
+    for _ in _until(deadline, pause_s=0.02):
+        latest = meeting if world.rank == 0 else store.add("hvdtrain/meetings", 0)
+        if latest <= last:
+            continue
+        space = PrefixStore(f"hvdtrain/{latest}", store)
+        if latest != meeting or world.rank == 0:
+            meeting = latest
+            space.set(joined[world.rank], "1")
+        if world.rank == 0 and space.check(joined):
+            space.set("complete", "1")
+        if space.check(["complete"]):
+            store.add(f"hvdtrain/met/{world.rank}", meeting - last)
+            return space
+    space = PrefixStore(f"hvdtrain/{meeting}", store)
+    here = [store.check([f"hvdtrain/who/{rank}"]) for rank in range(world.size)]
+    missing = [str(rank) for rank, is_here in enumerate(here) if not is_here]
+    missing = missing or [str(r) for r, key in enumerate(joined) if not space.check([key])] or ["0"]
+    raise WorldError(
+        f"{world} waited in vain for {len(missing)} of {world.size} ranks: {', '.join(missing)}"
+    )
 
 
 _ME = uuid.uuid4().hex
@@ -373,13 +395,6 @@ def _client(host: str, port: int) -> TCPStore:
     raise raised[0] if raised else TimeoutError(f"{host}:{port} does not answer as a store")
 
 
-def store_hosts(store: Store) -> list[str]:
-    """Under which name this process has reached a store; none where it is no TCPStore."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return [store.host] if isinstance(store, TCPStore) else []
-
-
 def own_addresses(world: World) -> list[str]:
     """Where the other ranks may reach this host, the likeliest first."""
     if world.one_host:
@@ -437,17 +452,6 @@ def _http(request: urllib.request.Request) -> bytes:
         if error.code != 404 or request.data is not None:
             raise
         return b""
-
-
-_meetings: dict[str, int] = {}
-
-
-def _next_meeting(url_key: str) -> int:
-    """Number the meetings of this process at one place, so that a second never reads the first
-    one's key.
-    """
-    _meetings[url_key] = _meetings.get(url_key, 0) + 1
-    return _meetings[url_key]
 
 
 def _first_line(error: BaseException) -> str:

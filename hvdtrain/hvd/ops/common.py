@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class Handle:
     own_name: str | None = None
 
 
+# Guards the counts below. Reentrant: the garbage collector may run code that submits.
+_lock = threading.RLock()
 _handles: dict[int, Handle] = {}
 _next_handle = 0
 # Of unnamed operations, per process set and kind: a rank that is not in a set, or whose call was
@@ -53,19 +56,18 @@ def submit(
     global _next_handle
     engine = basics.engine
     number = set_id(meta.kind, process_set)
-    counted = name is None
-    if name is None:
-        name = _unnamed_name(prefix, number)
     for t in inputs:
         if t.is_sparse or t.layout != inputs[0].layout:
             raise ValueError(f"Tensor type {t.type()} is not supported.")
     dense = [t.detach().contiguous() for t in inputs]
-    work = Work(Key(number, f"{prefix}.{name}"), meta, dense, outputs)
-    engine.submit(work)
-    if counted:
-        _unnamed[number, prefix] = _unnamed.get((number, prefix), 0) + 1
-    handle, _next_handle = _next_handle, _next_handle + 1
-    _handles[handle] = Handle(work, pick, name)
+    with _lock:
+        own_name = _unnamed_name(prefix, number) if name is None else name
+        work = Work(Key(number, f"{prefix}.{own_name}"), meta, dense, outputs)
+        engine.submit(work)
+        if name is None:
+            _unnamed[number, prefix] = _unnamed.get((number, prefix), 0) + 1
+        handle, _next_handle = _next_handle, _next_handle + 1
+        _handles[handle] = Handle(work, pick, own_name)
     return handle
 
 
@@ -116,9 +118,10 @@ def synchronize(handle: int) -> Any:
 def reset() -> None:
     """Forget all handles, and count from zero again."""
     global _next_handle
-    _handles.clear()
-    _unnamed.clear()
-    _next_handle = 0
+    with _lock:
+        _handles.clear()
+        _unnamed.clear()
+        _next_handle = 0
 
 
 def choose_op(op: int | None, average: bool | None) -> int:
@@ -190,5 +193,6 @@ def _unnamed_name(prefix: str, number_of_set: int) -> str:
 
 def restart_unnamed() -> None:
     """Count anew after a join: a rank that joined early has called less than the others."""
-    for key in [key for key in _unnamed if key[0] == GLOBAL_SET]:
-        del _unnamed[key]
+    with _lock:
+        for key in [key for key in _unnamed if key[0] == GLOBAL_SET]:
+            del _unnamed[key]
