@@ -245,6 +245,13 @@ def report(world: World, error: BaseException) -> None:
     sys.stderr.flush()
 
 
+def print_stderr(text: str) -> None:
+    """Print to stderr from a thread that must go on: nothing happens where stderr is closed."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
 def _raise_once() -> Callable[[int, FrameType | None], None]:
     """Make a handler that raises at the first signal, passes over its echo, and then kills."""
     first: list[float] = []

@@ -175,8 +175,10 @@ def _over_mpi(world: World, deadline: float) -> Store:
     mpi = load_mpi(world)
 
     def broadcast(message: bytes) -> bytes:
-        buffer = bytearray(message.ljust(_MESSAGE_BYTES))
-        request = mpi.COMM_WORLD.Ibcast([buffer, mpi.BYTE], root=0)
+        if not _broadcast:  # once in a process: a second call goes on with what the first began
+            buffer = bytearray(message.ljust(_MESSAGE_BYTES))
+            _broadcast.extend((mpi.COMM_WORLD.Ibcast([buffer, mpi.BYTE], root=0), buffer))
+        request, buffer = _broadcast
         for _ in _until(deadline):
             if request.Test():
                 return bytes(buffer)
@@ -192,7 +194,7 @@ def _over_horovodrun(world: World, deadline: float) -> Store:
     if missing:
         raise LaunchError(f"an incomplete horovodrun environment: {', '.join(missing)} missing")
     address, port = (os.environ[name] for name in names)
-    url = f"http://{address}:{port}/hvdtrain/{_next_meeting(url_key=f'{address}:{port}')}"
+    url = f"http://{address}:{port}/hvdtrain/store"
 
     def put_or_poll(message: bytes) -> bytes:
         data = message or None
@@ -219,14 +221,23 @@ def _is_refusal(error: OSError) -> bool:
     return isinstance(getattr(error, "reason", error), ConnectionRefusedError)
 
 
+_broadcast: list[Any] = []  # the request and its buffer
+_published: dict[str, TCPStore] = {}
+
+
 def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) -> Store:
-    """Serve on rank 0 and connect on the others; `exchange` carries rank 0's message to all."""
+    """Serve on rank 0 and connect on the others; `exchange` carries rank 0's message to all.
+
+    Rank 0 serves one store as long as it lives, so that ranks which do not open equally often, as
+    some have failed, meet there all the same.
+    """
     if world.rank == 0:
-        store = _serve(0, deadline)
-        token = uuid.uuid4().hex
-        store.set(_TOKEN, token)
-        message = json.dumps([own_addresses(world), store.port, token]).encode()
-        exchange(message)
+        store = _published.get(world.launcher)
+        if store is None:
+            store = _published[world.launcher] = _serve(0, deadline)
+            store.set(_TOKEN, uuid.uuid4().hex)
+        token = store.get(_TOKEN).decode()
+        exchange(json.dumps([own_addresses(world), store.port, token]).encode())
         return store
     hosts, port, token = json.loads(exchange(b"").decode())
     return _connect(world, [(host, port) for host in hosts], token, deadline)
@@ -466,13 +477,6 @@ class _Attempt(threading.Thread):
 _attempts: dict[tuple[str, int], _Attempt] = {}
 
 
-def store_hosts(store: Store) -> list[str]:
-    """Under which name this process has reached a store; none where it is no TCPStore."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return [store.host] if isinstance(store, TCPStore) else []
-
-
 def own_addresses(world: World) -> list[str]:
     """Where the other ranks may reach this host, the likeliest first."""
     if world.one_host:
@@ -570,17 +574,6 @@ def _http(request: urllib.request.Request) -> bytes:
         if error.code != 404 or request.data is not None:
             raise
         return b""
-
-
-_meetings: dict[str, int] = {}
-
-
-def _next_meeting(url_key: str) -> int:
-    """Number the meetings of this process at one place, so that a second never reads the first
-    one's key.
-    """
-    _meetings[url_key] = _meetings.get(url_key, 0) + 1
-    return _meetings[url_key]
 
 
 def _first_line(error: BaseException) -> str:

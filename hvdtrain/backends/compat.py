@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -45,15 +46,26 @@ class Compat(Horovod):
         """Return None: it knows every launcher."""
         return None
 
-    def open(self) -> None:
-        """[all] `hvd.init()`, which waits for the others as long as every other backend."""
-        os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(self.options.timeout_s)))
-        if self.device.type == "cpu":
-            os.environ["HVDTRAIN_TRANSPORT"] = self.transport
+    def _init(self) -> None:
+        """`hvd.init()`, which waits for the others as long as every other backend. Horovod's own
+        variables count before the options.
+        """
+        from hvdtrain.hvd.basics import basics
+        from hvdtrain.hvd.engine.settings import Settings
+
         try:
-            super().open()
-        except ValueError as error:  # of a HOROVOD_ variable
+            settings = Settings.from_env(os.environ)
+        except ValueError as error:
             raise InputError(str(error)) from None
+        timeout_s = self.options.timeout_s
+        changes: dict[str, Any] = {"peer_limit_s": timeout_s}
+        if not os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS"):
+            changes["gloo_timeout_s"] = timeout_s
+        if not os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"):
+            changes["stall_shutdown_time_s"] = timeout_s
+        if self.device.type == "cpu":
+            changes["transport"] = self.transport
+        basics.start(replace(settings, **changes))
 
     def describe(self) -> dict[str, Any]:
         """Add the transport, and the variables in force."""

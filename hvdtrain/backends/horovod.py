@@ -82,19 +82,28 @@ class Horovod(Backend):
     def open(self) -> None:
         """[all] `hvd.init()`, and check that it sees the launcher's world."""
         self._hvd = self.module()
-        # Horovod only warns of a stalled rank, for ever, unless told when to give up.
-        os.environ.setdefault(
-            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(int(self.options.timeout_s))
-        )
         if self.device.type != "cpu":
             torch.cuda.set_device(self.device)
-        self._hvd.init()
+        self._init()
         seen = World(self._hvd.rank(), self._hvd.size())
         if str(seen) != str(self.world):
             raise WorldMismatch(
                 f"{self.world.launcher} says {self.world}, but Horovod sees {seen}; use the "
                 "mpirun that Horovod was built with (hvdtrain install-horovod --check)"
             )
+
+    def _init(self) -> None:
+        """[all] Initialise Horovod, which reads its variables meanwhile and not later."""
+        # Horovod only warns of a stalled rank, for ever, unless told when to give up.
+        name = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+        is_ours = name not in os.environ
+        if is_ours:
+            os.environ[name] = str(max(1, round(self.options.timeout_s)))
+        try:
+            self._hvd.init()
+        finally:
+            if is_ours:
+                del os.environ[name]
 
     def close(self, failed: bool = False) -> None:
         """[all] `hvd.shutdown()`; not after a failure: it could wait for a rank that is gone."""

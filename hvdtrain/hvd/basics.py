@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from hvdtrain import transports
 from hvdtrain.errors import LaunchError, WorldError
 from hvdtrain.hvd.engine.engine import Engine
 from hvdtrain.hvd.engine.settings import Settings, apply_log_level, warn_ignored
@@ -35,7 +36,8 @@ class HorovodBasics:
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._stores: dict[World, Store] = {}
-        self._generation = 0
+        self._generation = 0  # of the engine, in this process alone
+        self._set_interface = False
         self._at_exit = False
 
     # Life
@@ -54,13 +56,23 @@ class HorovodBasics:
         from hvdtrain.hvd import process_sets as sets
 
         sets.check(process_sets)
-        if self._engine is not None:
-            return
-        settings = Settings.from_env(os.environ)
+        if self._engine is None:
+            self.start(Settings.from_env(os.environ), comm, process_sets)
+
+    def start(
+        self,
+        settings: Settings,
+        comm: Sequence[int] | Any | None = None,
+        process_sets: Sequence[ProcessSet] | str | None = None,
+    ) -> None:
+        """Do what `init` does, with settings of the caller's. Collective."""
+        from hvdtrain.hvd import process_sets as sets
+
         if process_sets == "dynamic":
             settings = replace(settings, dynamic_process_sets=True)
         if settings.gloo_iface and "GLOO_SOCKET_IFNAME" not in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = settings.gloo_iface
+            os.environ["GLOO_SOCKET_IFNAME"] = settings.gloo_iface  # until `shutdown`
+            self._set_interface = True
         apply_log_level(settings)
         world, store = self._meet(comm, settings)
         warn_ignored(settings, world.rank)
@@ -74,9 +86,10 @@ class HorovodBasics:
             "local_size": world.local_size,
             "sets": _describe_sets(process_sets),
             "transport": settings.transport,
+            "no_shm": transports.shm_unavailable(),
+            "no_mpi": transports.mpi_unavailable(world),
         }
-        name = f"hvd/{self._generation}"
-        self._engine = Engine(world, PrefixStore(name, store), settings, hello)
+        self._engine = Engine(world, PrefixStore("hvd", store), settings, hello)
         if not self._at_exit:
             self._at_exit = True
             atexit.register(self.shutdown)
@@ -99,6 +112,9 @@ class HorovodBasics:
         sets.end()
         if engine is not None:
             engine.shutdown()
+        if self._set_interface:
+            self._set_interface = False
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
     def is_initialized(self) -> bool:
         """Whether `init` has been called, and `shutdown` not since. Never raises."""

@@ -55,13 +55,20 @@ def choose(requested: str, device: torch.device, world: World) -> tuple[str, str
 def _best(device: torch.device, world: World) -> tuple[str, str]:
     if device.type == "cuda":
         return "nccl", "tensors are on CUDA"
+    return best_on_cpu(world, world.one_host, shm_unavailable(), mpi_unavailable(world))
+
+
+def best_on_cpu(
+    world: World, one_host: bool, no_shm: str | None, no_mpi: str | None
+) -> tuple[str, str]:
+    """Return what "auto" means for CPU tensors, and why. `no_...`: why a rank cannot use it."""
     if world.size == 1:
         return "gloo", "one rank, on the CPU"
-    if world.one_host:
-        if missing := shm_unavailable():
-            return "gloo", f"no shared memory here: {missing}"
+    if one_host:
+        if no_shm:
+            return "gloo", f"no shared memory here: {no_shm}"
         return "shm", "tensors are on the CPU, all ranks on one host"
-    if is_mpi(world) and mpi_unavailable(world) is None:
+    if is_mpi(world) and no_mpi is None:
         return "mpi", f"tensors are on the CPU, several hosts under {world.launcher}"
     return "gloo", "tensors are on the CPU, ranks on several hosts"
 

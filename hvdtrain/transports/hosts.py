@@ -8,7 +8,6 @@ own, and writes what it hears to a board in its window, where all ranks of its h
 
 from __future__ import annotations
 
-import hmac
 import json
 import secrets
 import select
@@ -23,12 +22,15 @@ from datetime import timedelta
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from hvdtrain import peer_sockets
+from hvdtrain.transports.carrier import PeerLost
+
 TELL_S = 0.2
 _SILENT_S = 2.0  # without news for so long a process does not run
 _ROW = struct.Struct("<qqqq")  # barriers entered, state, life, when: time.monotonic_ns
-_HELLO_BYTES = 16
 HERE, GAVE_UP, LEFT = range(3)  # states: what a rank says of itself
-ALIVE, ENDED, STOPPED = range(3)  # lives: what the system says of it
+ALIVE, ENDED, STOPPED, UNREACHABLE = range(4)  # lives: what the system says of it
+LOST = (ENDED, UNREACHABLE)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Far:
         found: dict[int, Seen] = {}
         if self._board.read(self._writer)[1] > _SILENT_S:
             known = {rank: self._board.read(rank)[0] for host in self._hosts for rank in host}
-            return {rank: seen for rank, seen in known.items() if seen.life == ENDED}
+            return {rank: seen for rank, seen in known.items() if seen.life in LOST}
         for host in self._hosts:
             for rank in host:
                 found[rank], age_s = self._board.read(rank)
@@ -108,6 +110,7 @@ class Watch:
         self._near = near
         self._heard = dict.fromkeys(range(len(hosts)), b"")
         self._unsent = dict.fromkeys(range(len(hosts)), b"")
+        self._errors: dict[int, OSError] = {}
         self._peers = _connect(store, len(hosts), me, address, timeout_s)
         self._bell, self._ear = socket.socketpair()
         for host in hosts:
@@ -124,16 +127,18 @@ class Watch:
 
     def _run(self) -> None:
         last = False
-        while not last:
-            waiting = [self._ear, *self._peers.values()]
-            ready, _, _ = select.select(waiting, [], [], TELL_S)
-            last = self._ear in ready
-            for host, peer in list(self._peers.items()):
-                if peer in ready:
-                    self._hear(host, peer)
-            self._tell()
-        for end in (self._bell, self._ear, *self._peers.values()):
-            end.close()
+        try:
+            while not last:
+                waiting = [self._ear, *self._peers.values()]
+                ready, _, _ = select.select(waiting, [], [], TELL_S)
+                last = self._ear in ready
+                for host, peer in list(self._peers.items()):
+                    if peer in ready:
+                        self._hear(host, peer)
+                self._tell()
+        finally:  # also after an error, so that the other hosts do not wait for this one
+            for end in (self._bell, self._ear, *self._peers.values()):
+                end.close()
 
     def _tell(self) -> None:
         seen = self._near()
@@ -141,8 +146,13 @@ class Watch:
         rows = b"".join(_ROW.pack(one.entered, one.state, one.life, 0) for one in seen)
         for host, peer in self._peers.items():
             data = self._unsent[host] or rows  # one that is stopped does not take everything
-            with suppress(OSError):
+            try:
                 self._unsent[host] = data[peer.send(data) :]
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self._errors[host] = error  # reading will tell of it, but it is raised only once
+            peer_sockets.spare_stopped_reader(peer)
 
     def _hear(self, host: int, peer: socket.socket) -> None:
         ranks = self._hosts[host]
@@ -150,11 +160,16 @@ class Watch:
             data = peer.recv(1 << 16)
         except BlockingIOError:
             return
-        except OSError:
-            data = b""
+        except OSError as error:
+            data, self._errors[host] = b"", error
         if not data:
-            seen, _ = self._board.read(ranks[0])
-            self._board.write(ranks[0], Seen(seen.entered, seen.state, ENDED))
+            error_seen = self._errors.get(host)
+            lost = error_seen is not None and peer_sockets.is_unreachable(error_seen)
+            for rank in ranks if lost else ranks[:1]:
+                seen, _ = self._board.read(rank)
+                if seen.life != ENDED:
+                    life = UNREACHABLE if lost else ENDED
+                    self._board.write(rank, Seen(seen.entered, seen.state, life))
             self._peers.pop(host).close()
             return
         heard = self._heard[host] + data
@@ -170,28 +185,37 @@ class Watch:
 def _connect(
     store: Store, count: int, me: int, address: str, timeout_s: float
 ) -> dict[int, socket.socket]:
-    """Return a connection to each other host: to those before this one, and from those after."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    token = secrets.token_bytes(_HELLO_BYTES)
+    """Return a connection to each other host: to those before this one, and from those after.
+
+    Raises PeerLost naming the hosts that did not come.
+    """
+    deadline = time.monotonic() + timeout_s
+
+    def left_s() -> float:
+        return max(0.1, deadline - time.monotonic())
+
+    secret = secrets.token_bytes(peer_sockets.SECRET_BYTES)
+    listeners = peer_sockets.listen([address])
     peers: dict[int, socket.socket] = {}
-    with socket.create_server((address, 0), family=family, backlog=count) as listener:
-        listener.settimeout(timeout_s)
-        card = [address, listener.getsockname()[1], token.hex()]
+    try:
+        card = [address, listeners[0].getsockname()[1], secret.hex()]
         store.set(f"watch/{me}", json.dumps(card))
         for host in range(me):
-            store.wait([f"watch/{host}"], timedelta(seconds=timeout_s))
+            store.wait([f"watch/{host}"], timedelta(seconds=left_s()))
             where, port, theirs = json.loads(store.get(f"watch/{host}"))
-            peers[host] = socket.create_connection((where, port), timeout_s)
-            peers[host].sendall(bytes.fromhex(theirs) + me.to_bytes(4, "little"))
-        while len(peers) < count - 1:
-            peer, _ = listener.accept()
-            peer.settimeout(timeout_s)
-            hello = peer.recv(_HELLO_BYTES + 4, socket.MSG_WAITALL)
-            if hmac.compare_digest(hello[:_HELLO_BYTES], token):
-                peers[int.from_bytes(hello[_HELLO_BYTES:], "little")] = peer
-            else:
-                peer.close()  # nobody of this group
+            place, their_secret = (where, port), bytes.fromhex(theirs)
+            peers[host] = peer_sockets.connect(place, their_secret, me, left_s())
+        after = set(range(me + 1, count))
+        peers |= peer_sockets.accept_peers(listeners, secret, after, deadline)
+        if missing := sorted(after - peers.keys()):
+            raise PeerLost(f"no heartbeat from host {', '.join(map(str, missing))} of {count}")
+    except BaseException:
+        for peer in peers.values():
+            peer.close()
+        raise
+    finally:
+        for listener in listeners:
+            listener.close()
     for peer in peers.values():
         peer.setblocking(False)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return peers

@@ -22,7 +22,18 @@ import torch
 from torch import Tensor
 
 from hvdtrain.transports.carrier import PeerLost
-from hvdtrain.transports.hosts import ALIVE, ENDED, GAVE_UP, HERE, LEFT, STOPPED, Far, Seen
+from hvdtrain.transports.hosts import (
+    ALIVE,
+    ENDED,
+    GAVE_UP,
+    HERE,
+    LEFT,
+    LOST,
+    STOPPED,
+    UNREACHABLE,
+    Far,
+    Seen,
+)
 
 _SEM_BYTES = 64  # a sem_t is 32; one to a cache line
 _ROUNDS = 16  # of a dissemination barrier: 65,536 ranks
@@ -192,9 +203,15 @@ class Host:
         absent = [r for r in awaited if others[r].entered == first]
         stopped = [r for r in awaited if others[r].life == STOPPED]
         # Who has given up may end: it is not why.
-        ended = [r for r in near if others[r].life == ENDED and others[r].state == HERE]
+        ended = [r for r in near if others[r].life in LOST and others[r].state == HERE]
         gave_up = [r for r in left if others[r].state != LEFT]
         return ended, stopped or absent, gave_up, [r for r in left if r not in gave_up]
+
+    def end_of(self, ranks: list[int]) -> str:
+        """Return how lost ranks were lost."""
+        others = self._others()
+        lives = [others[rank].life for rank in ranks if rank in others]
+        return "is unreachable" if UNREACHABLE in lives else "has ended"
 
     def give_up(self, what: str, missing: list[int], why: str) -> NoReturn:
         """Let the peers that wait know, and raise PeerLost."""
@@ -259,7 +276,7 @@ class Wait:
         if ended or gave_up or left:
             self._noticed = noticed or now
         if ended and noticed is not None:  # for the second time: what was on its way has come
-            host.give_up(self._what, ended, "has ended")
+            host.give_up(self._what, ended, host.end_of(ended))
         # Who has given up may have learnt sooner than this rank that somebody has ended.
         known = noticed is not None and now - noticed > _NEWS_S
         if left and known:

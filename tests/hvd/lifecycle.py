@@ -326,6 +326,46 @@ def with_a_rank_that_never_comes(folder: Path) -> Answer:
     return end_of(folder, lambda: hvd.allreduce(torch.ones(1), name="alpha"))
 
 
+def with_a_failing_thread(folder: Path, victim: int, thread: str) -> Answer:
+    """A thread of the victim's engine raises, where stderr is closed on the last rank."""
+
+    def fail() -> None:
+        (folder / "died").write_text(str(time.time()))
+        raise ArithmeticError("as told")
+
+    hvd.barrier()
+    if hvd.rank() == hvd.size() - 1:
+        os.close(2)
+    if hvd.rank() == victim:
+        if thread == "control":
+            basics.engine.control._tick = fail
+        else:
+            basics.engine.executor.put(fail)
+
+    def operation() -> None:
+        while True:
+            hvd.allreduce(torch.ones(2), name="alpha")
+
+    return end_of(folder, operation)
+
+
+def with_an_unreachable_host(folder: Path) -> Answer:
+    """The link between two hosts goes down while data, and messages of the engine, are in flight.
+
+    The test writes "died" then.
+    """
+    tensors = [torch.ones(MIB) for _ in range(4)]
+
+    def operation() -> None:
+        while True:
+            handles = [hvd.allreduce_async_(t, name=f"big.{i}") for i, t in enumerate(tensors)]
+            for handle in handles:
+                hvd.synchronize(handle)
+            (folder / f"ready-{hvd.rank()}").touch()
+
+    return end_of(folder, operation)
+
+
 def main() -> None:
     scenario, folder, *arguments = sys.argv[1:]
     torch.set_num_threads(1)

@@ -20,6 +20,11 @@ def main() -> None:
         total = hvd.allreduce(torch.full((100_000,), float(launched.rank + life)), op=hvd.Sum)
         assert set(total.tolist()) == {float(sum(mine) + life * len(mine))}
         hvd.shutdown()
+    if launched.rank != 1:  # so that the ranks have not started equally often
+        hvd.init(comm=[2, 0])
+        hvd.shutdown()
+    hvd.init()
+    assert hvd.allgather(torch.tensor([launched.rank])).tolist() == [0, 1, 2]
     print(json.dumps({"rank": launched.rank, "part": mine}))
 
 

@@ -108,12 +108,12 @@ def test_a_death_while_another_leaves_is_told() -> None:
     """Others may be in a step that both had begun."""
     rank0 = Rank0(3)
     rank0.hear(2, "bye", {"lane": 7})
-    rank0.lose(1, "process 5 on host")
+    rank0.lose(1, "process 5 on host", "has ended")
     (_, graceful, _), (_, death, _) = rank0.sent
     assert graceful[2] == 2
     assert death[2] == -1
     assert "Rank 1 (process 5 on host) has ended" in death[1]
     for rank in (0, 2):
         rank0.hear(rank, "drained")
-    rank0.lose(2, "process 6 on host")
+    rank0.lose(2, "process 6 on host", "has ended")
     assert rank0.answers == ["down", "down", "close"]

@@ -34,6 +34,7 @@ def test_an_empty_environment_gives_horovods_defaults() -> None:
         "log_level": None,
         "thread_affinity": (),
         "transport": "auto",
+        "peer_limit_s": 0.0,
         "ignored": (),
     }
     assert Settings.from_env(dict.fromkeys([*HONOURED, *IGNORED], "")) == Settings()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +24,11 @@ import pytest
 from hvdtrain import rendezvous
 from hvdtrain.errors import LaunchError
 from hvdtrain.world import World
-from tests.launching import clean_env, run, started
+from tests.launching import Started, clean_env, run, started
 
 Env = dict[str, str]
 Answer = dict[str, Any]
+ROUNDS = int(os.environ.get("TEST_CHAOS_ROUNDS", "1"))
 MEET = [sys.executable, "-m", "tests.meet"]
 
 
@@ -475,19 +479,60 @@ print("hosts", *places, mean.tolist(), total[-1].item())
 """
 
 
-def test_hvd_on_two_hosts(two_hosts: tuple[str, str]) -> None:
+@contextlib.contextmanager
+def hvd_on(
+    hosts: tuple[str, str], *command: object, **more: str
+) -> Iterator[list[tuple[Started, Path]]]:
+    """One rank on each of two hosts, running Python with these arguments."""
     with contextlib.ExitStack() as stack:
         running = []
-        for rank, host in enumerate(two_hosts):
+        for rank, host in enumerate(hosts):
             env = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
             env |= {"GROUP_RANK": rank, "GROUP_WORLD_SIZE": 2, "MASTER_PORT": 29555}
             texts = {name: str(value) for name, value in env.items()}
-            texts |= {"MASTER_ADDR": "10.77.0.1"}
+            texts |= {"MASTER_ADDR": "10.77.0.1", **more}
             texts |= {"GLOO_SOCKET_IFNAME": f"hv{os.getpid()}{'ab'[rank]}"}
-            command = ["ip", "netns", "exec", host, sys.executable, "-c", HVD]
-            running.append(stack.enter_context(started(command, env=texts)))
+            line = ["ip", "netns", "exec", host, sys.executable, *map(str, command)]
+            running.append(stack.enter_context(started(line, env=texts)))
+        yield running
+
+
+def test_hvd_on_two_hosts(two_hosts: tuple[str, str]) -> None:
+    with hvd_on(two_hosts, "-c", HVD) as running:
         for process, _ in running:
             process.wait(60)
         said = [log.read_text() for _, log in running]
     for rank, text in enumerate(said):
         assert f"hosts {rank} 0 {rank} 2 True [0.5, 0.5, 0.5] 2.0" in text, said
+
+
+@pytest.mark.timeout(60 + 45 * ROUNDS)
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_a_link_that_goes_down(two_hosts: tuple[str, str], transport: str, tmp_path: Path) -> None:
+    """While data are in flight. TEST_CHAOS_ROUNDS says how often."""
+    link = ["ip", "-n", two_hosts[1], "link", "set", f"hv{os.getpid()}b"]
+    for turn in range(ROUNDS):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        command = ("-m", "tests.hvd.lifecycle", "with_an_unreachable_host", folder)
+        with hvd_on(two_hosts, *command, HVDTRAIN_TRANSPORT=transport) as running:
+            deadline = time.monotonic() + 40
+            while not all((folder / f"ready-{rank}").exists() for rank in range(2)):
+                assert time.monotonic() < deadline, [log.read_text() for _, log in running]
+                time.sleep(0.01)
+            time.sleep(0.1 * random.random())
+            subprocess.run([*link, "down"], check=True)
+            try:
+                (folder / "partial").write_text(str(time.time()))
+                (folder / "partial").rename(folder / "died")
+                for process, log in running:
+                    assert process.wait(40) == 0, log.read_text()
+            finally:
+                subprocess.run([*link, "up"], check=True)
+            got = answers("\n".join(log.read_text() for _, log in running))
+        for rank, answer in enumerate(got):
+            assert answer["kind"] == "HorovodInternalError", answer
+            assert re.search(rf"ank {1 - rank} \(.*\) is unreachable", answer["text"]), answer
+            assert answer["seconds"] < 20, answer
+            assert answer["next_s"] < 5, answer
+            assert answer["shutdown_s"] < 10, answer

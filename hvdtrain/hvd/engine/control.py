@@ -2,11 +2,20 @@
 
 Messages are frames of a JSON list and raw bytes: nothing that could run code is ever unpacked.
 Sending never blocks: what the kernel does not take at once, the thread sends later. A closed
-connection is how a rank that has died is noticed, within milliseconds.
+connection is how a rank that has died is noticed, within milliseconds; a lost host is noticed by
+TCP (see `peer_sockets`), a stopped process, where there is a limit, by missing "alive" messages.
+
+A start, which any rank may have to try again after it failed on some:
+
+    rank 0: listen; number the meeting; publish [places, secret, number] under one fixed key
+    others: read the key; connect; authenticate; send what they are   (refused: read the key again)
+    rank 0: once all are there, send what everybody is; both sides use the meeting's name space
 """
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import json
 import os
 import secrets
@@ -21,30 +30,48 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
-from hvdtrain.errors import WorldError
-from hvdtrain.rendezvous import own_addresses, store_hosts
+from hvdtrain import peer_sockets
+from hvdtrain.errors import LaunchError, WorldError
+from hvdtrain.rendezvous import own_addresses
 from hvdtrain.world import World
 
 _SIZES = struct.Struct("<II")
 _READ_BYTES = 1 << 18
 _TICK_S = 0.5
+_MOST_BYTES = 1 << 28  # of one message; a plan of 100,000 parameters takes a tenth of it
+_ANSWER_S = 5.0
+_RETRY_S = 0.1
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 Header = list[Any]
+_ALIVE: Header = ["alive"]
 Deliver = Callable[[int, Header, bytes], None]
 
 
 class Control:
     """This rank's end of the star.
 
-    `deliver(rank, header, payload)` and `lost(rank)` are called in the control thread, as is
-    `tick()` every half second; `rank` is the sender. `people` is what every rank said in its hello.
+    `deliver(rank, header, payload)` and `lost(rank, why)` are called in the control thread, as is
+    `tick()` every half second; `rank` is the sender. `people` is what every rank said in its hello,
+    `store` a name space of this meeting. A rank that sends nothing for `limit_s` counts as lost; 0
+    waits for ever.
     """
 
-    def __init__(self, world: World, store: Store, hello: dict[str, Any], timeout_s: float) -> None:
+    def __init__(
+        self,
+        world: World,
+        store: Store,
+        hello: dict[str, Any],
+        timeout_s: float,
+        limit_s: float = 0.0,
+    ) -> None:
         """Connect. Collective. Raises WorldError naming the ranks that did not come."""
         self._rank = world.rank
+        self._limit_s = limit_s
+        self._last_check = time.monotonic()
+        self.store = store
         self._peers: dict[int, _Peer] = {}
         self._own: deque[tuple[Header, bytes]] = deque()
         self._selector = selectors.DefaultSelector()
@@ -63,17 +90,22 @@ class Control:
             raise
         for peer in self._peers.values():
             peer.sock.setblocking(False)
+            peer.heard = time.monotonic()
             self._selector.register(peer.sock, selectors.EVENT_READ, peer)
 
     def start(
         self,
         deliver: Deliver,
-        lost: Callable[[int], None],
+        lost: Callable[[int, str], None],
         tick: Callable[[], None],
         begin: Callable[[], None],
+        failed: Callable[[BaseException], None],
     ) -> None:
-        """Begin to deliver; `begin` is the first thing that the thread does."""
+        """Begin to deliver; `begin` is the first thing that the thread does. An exception in any of
+        these goes to `failed`, and ends the thread.
+        """
         self._deliver, self._lost, self._tick, self._begin = deliver, lost, tick, begin
+        self._failed = failed
         self._thread = threading.Thread(target=self._run, name="hvd-control", daemon=True)
         self._thread.start()
 
@@ -102,9 +134,13 @@ class Control:
 
     def wake(self) -> None:
         """Let the thread look at its queues."""
-        if threading.current_thread() is not self._thread:
+        if not self.is_current_thread():
             with suppress(OSError):  # it has been woken already, or has gone
                 os.write(self._wake_out, b"\0")
+
+    def is_current_thread(self) -> bool:
+        """Return whether the caller is the control thread."""
+        return threading.current_thread() is self._thread
 
     def close(self) -> None:
         """Stop the thread and close every socket. Twice is safe; from any thread."""
@@ -126,9 +162,20 @@ class Control:
     # The thread
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            # Without this thread everybody would wait for ever.
+            self._failed(error)
+            for peer in self._peers.values():  # after what was sent, which is still delivered
+                with suppress(OSError):
+                    peer.sock.shutdown(socket.SHUT_WR)
+
+    def _loop(self) -> None:
         self._begin()
         for peer in list(self._peers.values()):
-            self._deliver_all(peer)  # what came together with the greeting
+            if (end := self._deliver_all(peer)) is not None:  # what came together with the hello
+                self._drop(peer, end)
         while not self._stopping:
             for peer in list(self._peers.values()):
                 self._watch(peer)
@@ -141,6 +188,26 @@ class Control:
                 header, payload = self._own.popleft()
                 self._deliver(self._rank, header, payload)
             self._tick()
+            if time.monotonic() - self._last_check > _TICK_S:
+                self._check_peers()
+
+    def _check_peers(self) -> None:
+        """Tell the peers that this process runs, and give up those that have been silent."""
+        now = time.monotonic()
+        was_stopped = now - self._last_check > 4 * _TICK_S  # what the peers sent is still unread
+        self._last_check = now
+        alive = _frame(_ALIVE, b"")
+        for peer in list(self._peers.values()):
+            # Also without a limit: what is not acknowledged shows that a host is lost.
+            if not peer.out:
+                peer.send(alive)
+            peer_sockets.spare_stopped_reader(peer.sock)
+            if was_stopped:
+                peer.heard = now
+            elif self._limit_s and now - peer.heard > self._limit_s:
+                self._drop(
+                    peer, f"has not answered for {self._limit_s:g} s: it is stopped or hangs"
+                )
 
     def _watch(self, peer: _Peer) -> None:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.out else 0)
@@ -149,24 +216,33 @@ class Control:
             peer.events = wanted
 
     def _serve(self, peer: _Peer, events: int) -> None:
-        alive = True
         if events & selectors.EVENT_WRITE:
             peer.send(b"")
         if events & selectors.EVENT_READ:
-            alive = peer.read()
-            self._deliver_all(peer)
-            if self._stopping:
-                return
-        if not alive and self._peers.pop(peer.rank, None) is not None:
+            end = peer.read()
+            end = self._deliver_all(peer) or end
+            if end is not None and not self._stopping:
+                self._drop(peer, end)
+
+    def _deliver_all(self, peer: _Peer) -> str | None:
+        """Deliver what has arrived; return why the connection cannot go on, if so."""
+        frames = peer.frames()
+        while not self._stopping:
+            try:
+                header, payload = next(frames)
+            except StopIteration:
+                break
+            except ValueError as error:
+                return f"has sent what is no message: {error}"
+            if header != _ALIVE:
+                self._deliver(peer.rank, header, payload)
+        return None
+
+    def _drop(self, peer: _Peer, why: str) -> None:
+        if self._peers.pop(peer.rank, None) is not None:
             self._selector.unregister(peer.sock)
             peer.sock.close()
-            self._lost(peer.rank)
-
-    def _deliver_all(self, peer: _Peer) -> None:
-        for header, payload in peer.frames():
-            self._deliver(peer.rank, header, payload)
-            if self._stopping:
-                return
+            self._lost(peer.rank, why)
 
     def _release(self) -> None:
         for peer in self._peers.values():
@@ -184,67 +260,70 @@ class Control:
     def _gather(
         self, world: World, store: Store, hello: dict[str, Any], deadline: float
     ) -> list[dict[str, Any]]:
-        people = {0: hello}
-        token = secrets.token_hex(16)
-        with _listen() as listener:
-            place = [own_addresses(world), listener.getsockname()[1], token]
-            store.set("control", json.dumps(place))
-            while len(people) < world.size:
-                listener.settimeout(max(0.01, deadline - time.monotonic()))
-                try:
-                    sock, _ = listener.accept()
-                    peer = _Peer(-1, sock)
-                    said, rank, person = peer.receive(min(deadline, time.monotonic() + 10))
-                except TimeoutError:
-                    if time.monotonic() < deadline:
-                        continue
-                    missing = [str(r) for r in range(world.size) if r not in people]
-                    raise WorldError(
-                        f"hvd.init waited in vain for {len(missing)} of {world.size} ranks: "
-                        f"{', '.join(missing)}"
-                    ) from None
-                except (OSError, ValueError):
-                    continue  # a stranger, or a rank that has ended: the deadline will tell
-                if said != token or rank in people:
-                    sock.close()
-                    continue
-                peer.rank = rank
-                self._peers[rank] = peer
-                people[rank] = person
-        everyone = [people[rank] for rank in range(world.size)]
+        secret = secrets.token_bytes(peer_sockets.SECRET_BYTES)
+        meeting = store.add("meetings", 1)
+        listeners = peer_sockets.listen(_addresses(world))
+        try:
+            places = [listener.getsockname()[:2] for listener in listeners]
+            store.set("control", json.dumps([places, secret.hex(), meeting]))
+            expected = set(range(1, world.size))
+            socks = peer_sockets.accept_peers(listeners, secret, expected, deadline)
+        finally:
+            for listener in listeners:
+                listener.close()
+        self._peers = {rank: _Peer(rank, sock) for rank, sock in socks.items()}
+        missing = [str(rank) for rank in sorted(expected - socks.keys())]
+        if missing:
+            raise WorldError(
+                f"hvd.init waited in vain for {len(missing)} of {world.size} ranks: "
+                f"{', '.join(missing)}"
+            )
+        everyone = [hello]
+        for rank in range(1, world.size):
+            try:
+                (person,) = self._peers[rank].receive(deadline)
+                everyone.append(person)
+            except (OSError, ValueError) as error:
+                raise WorldError(f"rank {rank} left during hvd.init: {error}") from None
         for peer in self._peers.values():
             peer.send(_frame(everyone, b""))
+        self.store = PrefixStore(str(meeting), store)
         return everyone
 
     def _join(
         self, world: World, store: Store, hello: dict[str, Any], deadline: float
     ) -> list[dict[str, Any]]:
-        try:
-            store.wait(["control"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
-            hosts, port, token = json.loads(store.get("control"))
-            # Where the store is, which has been reached, rank 0 usually is too.
-            hosts = list(dict.fromkeys([*store_hosts(store), *hosts]))
-        except DistError:
-            raise WorldError(f"{world} waited in vain for rank 0 in hvd.init") from None
         why = ""
-        while time.monotonic() < deadline:
-            for host in hosts:
+        pause_s = 0.005
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                store.wait(["control"], timedelta(seconds=max(0.1, left_s)))
+                places, secret, meeting = json.loads(store.get("control"))
+            except DistError:
+                raise WorldError(f"{world} waited in vain for rank 0 in hvd.init") from None
+            for host, port in places:
                 try:
-                    peer = _Peer(0, socket.create_connection((host, port), timeout=2))
+                    timeout_s = max(0.1, min(_ANSWER_S, deadline - time.monotonic()))
+                    place = (host, port)
+                    sock = peer_sockets.connect(place, bytes.fromhex(secret), self._rank, timeout_s)
                 except OSError as error:
                     why = str(error)
                     continue
-                peer.send(_frame([token, world.rank, hello], b""))
+                peer = self._peers[0] = _Peer(0, sock)
+                peer.send(_frame([hello], b""))
                 try:
                     people = peer.receive(deadline)
                 except (OSError, ValueError):
                     raise WorldError(
                         f"{world} waited in vain for the others in hvd.init, as rank 0 did"
                     ) from None
-                self._peers[0] = peer
+                self.store = PrefixStore(str(meeting), store)
                 return people
-            time.sleep(0.05)
-        raise WorldError(f"{world} could not reach rank 0 at {hosts} port {port}: {why}")
+            # What the key says may be of a start before, whose listener is closed.
+            time.sleep(pause_s)
+            pause_s = min(_RETRY_S, 2 * pause_s)
+        tried = ", ".join(f"{host}:{port}" for host, port in places)
+        raise WorldError(f"{world} could not reach rank 0 at {tried}: {why}")
 
 
 class _Peer:
@@ -255,14 +334,11 @@ class _Peer:
         self.sock = sock
         self.events = selectors.EVENT_READ
         self.out = bytearray()
+        self.heard = time.monotonic()
+        """When something arrived last."""
         self._in = bytearray()
         self._lock = threading.Lock()
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A host that has lost its power sends no farewell: ask after it.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
-            if hasattr(socket, option):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        self._error: OSError | None = None
 
     def send(self, frame: bytes) -> bool:
         """Send what the kernel takes, keep the rest in order; whether nothing is left."""
@@ -275,30 +351,40 @@ class _Peer:
                 sent = self.sock.send(frame) if frame else 0
             except BlockingIOError:
                 sent = 0
-            except OSError:
-                return True  # gone: reading will tell
+            except OSError as error:
+                self._error = error  # reading will tell of it, but it is raised only once
+                return True
             self.out += frame[sent:]
             return not self.out
 
-    def read(self) -> bool:
-        """Read what is there; False at the end of the connection."""
+    def read(self) -> str | None:
+        """Read what is there; return how the connection has ended, if it has."""
         try:
             data = self.sock.recv(_READ_BYTES)
         except BlockingIOError:
-            return True
-        except OSError:
-            return False
+            return None
+        except OSError as error:
+            data, self._error = b"", error
         self._in += data
-        return bool(data)
+        self.heard = time.monotonic()
+        if data:
+            return None
+        if self._error is not None and peer_sockets.is_unreachable(self._error):
+            return f"is unreachable: its host has not answered for {peer_sockets.LOST_S} s"
+        return "has ended: its connection is closed"
 
     def frames(self) -> Iterator[tuple[Header, bytes]]:
-        """Take the complete frames out of what was read, one by one."""
+        """Take the complete frames out of what was read, one by one. Raises ValueError for what is
+        none.
+        """
         while len(self._in) >= _SIZES.size:
             header_size, payload_size = _SIZES.unpack_from(self._in)
+            if header_size + payload_size > _MOST_BYTES:
+                raise ValueError(f"{header_size + payload_size} bytes")
             body = _SIZES.size + header_size
             if len(self._in) < body + payload_size:
                 return
-            header = json.loads(self._in[_SIZES.size : body])
+            header = _parse(self._in[_SIZES.size : body])
             payload = bytes(self._in[body : body + payload_size])
             del self._in[: body + payload_size]
             yield header, payload
@@ -315,20 +401,48 @@ class _Peer:
             self._in += data
 
 
+def _parse(text: bytearray) -> Header:
+    try:
+        header = json.loads(text)
+    except RecursionError:
+        raise ValueError("too deeply nested") from None
+    if not isinstance(header, list) or not header:
+        raise ValueError(f"a JSON {type(header).__name__}")
+    return header
+
+
 def _frame(header: Header, payload: bytes) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
+    if len(text) + len(payload) > _MOST_BYTES:
+        raise ValueError(f"a message of {len(text) + len(payload)} bytes is over {_MOST_BYTES}")
     return b"".join((_SIZES.pack(len(text), len(payload)), text, payload))
 
 
-def _listen() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(
-                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
-            )
-        except OSError:
-            pass  # IPv6 is compiled in, and switched off
-    return socket.create_server(("", 0), backlog=1024)
+def _addresses(world: World) -> list[str]:
+    """Return the addresses that rank 0 listens at: those of the interface in use, where it is
+    known, else all by which other hosts may reach this one.
+    """
+    if world.one_host:
+        return ["127.0.0.1"]
+    if name := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            request = struct.pack("256s", name[:15].encode())
+            return [socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])]
+    host = os.environ.get("MASTER_ADDR")  # where all others have reached the store
+    if host and (source := peer_sockets.route_source(host)) is not None:
+        return [source]
+    addresses = [address for address in own_addresses(world) if _is_ip(address)]
+    if not addresses:
+        raise LaunchError("no address of this host is known; set GLOO_SOCKET_IFNAME or MASTER_ADDR")
+    return addresses
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _drain(fd: int) -> None:

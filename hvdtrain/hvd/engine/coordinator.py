@@ -4,7 +4,8 @@ No sockets, threads or clocks of its own: messages go in, messages come out. One
 goes to everybody, so all ranks run the same batches in the same order.
 
 To rank 0:  op (key, meta; data)   hit (cache id; data)   join   step (lane, number)   drop (lane)
-            anew (cache id, key, meta; data)   idle   bye (steps)   drained   broken (reason)
+            anew (cache id, key, meta; data)   idle   bye (steps)   drained
+            broken (reason): a connection   failed (reason): a thread of the sender
 From it:    run (batches)   done (key, cache id, extra; result)   error (key, text)   again (id)
             joined (last rank)   shadow (lane, number)   dropped (lane)
             down (reason, by, steps)   close
@@ -119,6 +120,8 @@ class Coordinator:
             self.go_down(SHUT_DOWN, rank, rest[0])
         elif what == "broken":
             self._broken = self._broken or (now, rest[0])
+        elif what == "failed":
+            self.go_down(rest[0], -1, {})
         elif what == "drained":
             self._drain(rank)
 
@@ -130,9 +133,9 @@ class Coordinator:
         if self._broken is not None and now - self._broken[0] > _BETTER_REASON_S:
             self.go_down(self._broken[1], -1, {})
 
-    def lose(self, rank: int, person: str) -> None:
-        """Tell everybody that a rank has gone without a farewell."""
-        reason = f"{SHUT_DOWN} Rank {rank} ({person}) has ended: its connection is closed."
+    def lose(self, rank: int, person: str, why: str) -> None:
+        """Tell everybody that a rank has gone without a farewell. `why`: "has ended", say."""
+        reason = f"{SHUT_DOWN} Rank {rank} ({person}) {why}."
         if self._down and rank not in self._drained:
             # Others may be waiting for what it had begun when the first of them left.
             self._send(self.sets[GLOBAL_SET], ["down", reason, -1, {}], b"")

@@ -9,10 +9,13 @@ import traceback
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from hvdtrain import transports
+from hvdtrain.failure import print_stderr
 from hvdtrain.hvd.engine import collectives, inline, stall
 from hvdtrain.hvd.engine.control import Control
 from hvdtrain.hvd.engine.coordinator import Coordinator
@@ -64,11 +67,15 @@ class Engine:
         self._join_work: Work | None = None
         self._closed = threading.Event()
         self._pid = os.getpid()
-        self.control = Control(world, store, hello, settings.gloo_timeout_s)
+        self.control = Control(world, store, hello, settings.gloo_timeout_s, settings.peer_limit_s)
         self.people = self.control.people
-        transport = self._choose_transport()
         self.groups = Groups(
-            store, world.rank, transport, settings.gloo_timeout_s, lambda: self.broken
+            self.control.store,
+            world.rank,
+            self._choose_transport(),
+            settings.gloo_timeout_s,
+            lambda: self.broken,
+            settings.peer_limit_s,
         )
         # Begun before anybody can ask for an operation, so that the first one is in it.
         recorded = settings.timeline if world.rank == 0 and settings.timeline != "DYNAMIC" else None
@@ -85,7 +92,7 @@ class Engine:
             )
             self._stall = stall.Inspector(self._coordinator, settings)
         self.executor = Executor(self)
-        self.control.start(self._deliver, self._lost, self._tick, self.pin)
+        self.control.start(self._deliver, self._lost, self._tick, self.pin, self.thread_failed)
         _engines.add(self)
 
     def _choose_transport(self) -> str:
@@ -93,8 +100,12 @@ class Engine:
         asked = str(self.people[0]["transport"])
         if asked != "auto":
             return asked
+        no_shm, no_mpi = (
+            next((person[lacks] for person in self.people if person[lacks]), None)
+            for lacks in ("no_shm", "no_mpi")
+        )
         one_host = len({person["place"] for person in self.people}) == 1
-        return "shm" if one_host and self.world.size > 1 else "gloo"
+        return transports.best_on_cpu(self.world, one_host, no_shm, no_mpi)[0]
 
     # The caller's thread
 
@@ -144,6 +155,11 @@ class Engine:
                 self.lanes[name] = Lane(self, name, set_id)
             return self.lanes[name]
 
+    def all_lanes(self) -> list[Lane]:
+        """Return the lanes there are now."""
+        with self._lock:
+            return list(self.lanes.values())
+
     def drop_lane(self, name: str, set_id: int) -> None:
         """Say that the optimizer of a lane is gone here. The lane goes once it is gone everywhere:
         to close connections that a peer is still making would break its.
@@ -156,7 +172,7 @@ class Engine:
         """Leave, and with it end the operations of all ranks. Twice is safe."""
         if os.getpid() != self._pid:
             return
-        steps = {name: lane.launched for name, lane in list(self.lanes.items())}
+        steps = {lane.name: lane.launched for lane in self.all_lanes()}
         self.control.send(0, ["bye", steps])
         if not self._closed.wait(_LEAVE_S):
             self._end(SHUT_DOWN)
@@ -168,7 +184,7 @@ class Engine:
 
     def disconnect(self) -> None:
         """Close all connections but those to and from rank 0."""
-        for lane in list(self.lanes.values()):
+        for lane in self.all_lanes():
             lane.disconnect()
         self.groups.close()
 
@@ -203,23 +219,43 @@ class Engine:
     def pin(self) -> None:
         """Keep the calling thread, one of the engine's own, on the core that was asked for."""
         cores, local_rank = self.settings.thread_affinity, self.world.local_rank
-        if local_rank < len(cores) and hasattr(os, "sched_setaffinity"):
+        if local_rank >= len(cores) or not hasattr(os, "sched_setaffinity"):
+            return
+        try:
             os.sched_setaffinity(0, {cores[local_rank]})  # 0 is this thread, not the process
+        except (OSError, OverflowError, ValueError) as error:
+            print_stderr(
+                f"hvd: rank {self.world.rank}: HOROVOD_THREAD_AFFINITY: core {cores[local_rank]} "
+                f"cannot be used ({error}); thread {threading.current_thread().name} is not bound"
+            )
+
+    def thread_failed(self, error: BaseException) -> None:
+        """End the job, because a thread of the engine has failed: the current one.
+
+        What this calls must not raise, as nobody else would end the waiting of this process.
+        """
+        thread = threading.current_thread().name
+        reason = f"{SHUT_DOWN} Rank {self.world.rank}'s thread {thread} failed: {error!r}"
+        print_stderr("".join(traceback.format_exception(error)).rstrip())
+        self._end(reason)
+        in_control = self.control.is_current_thread()
+        with suppress(Exception):
+            if in_control and self._coordinator is not None:
+                self._coordinator.go_down(reason, -1, {})
+            else:
+                self.control.send(0, ["failed", reason])
+        if in_control:  # nobody receives the answers that `shutdown` and the executor wait for
+            self._closed.set()
+            self.executor.put(lambda: self.executor.drain(False))
 
     # The control thread
 
     def _deliver(self, sender: int, header: list[Any], payload: bytes) -> None:
         what, *rest = header
-        try:
-            if what in _ANSWERS:
-                _ANSWERS[what](self, rest, payload)
-            elif self._coordinator is not None:
-                self._coordinator.receive(sender, header, payload, time.monotonic())
-        except Exception as error:
-            # A bug of ours. Without this thread everybody would wait for ever.
-            traceback.print_exc()
-            self._end(f"{SHUT_DOWN} Rank {self.world.rank} said: {error!r}")
-            self.break_down(repr(error))
+        if what in _ANSWERS:
+            _ANSWERS[what](self, rest, payload)
+        elif self._coordinator is not None:
+            self._coordinator.receive(sender, header, payload, time.monotonic())
 
     def _on_done(self, rest: list[Any], payload: bytes) -> None:
         key, cache_id, extra = Key(rest[0], rest[1]), rest[2], rest[3]
@@ -232,8 +268,9 @@ class Engine:
             self.sets[extra] = list(work.meta.data)
         elif work.meta.kind == "remove_set":
             self.sets.pop(work.meta.data, None)
-            for lane in [lane for lane in self.lanes.values() if lane.set_id == work.meta.data]:
-                self._let_go(lane.name)
+            for lane in self.all_lanes():
+                if lane.set_id == work.meta.data:
+                    self._let_go(lane.name)
         if payload or work.inputs:
             self._finish_inline(work, payload)
         else:
@@ -325,14 +362,14 @@ class Engine:
         lane.adopt(fields)
         self.executor.put(lane.connect)
 
-    def _lost(self, rank: int) -> None:
+    def _lost(self, rank: int, why: str) -> None:
         person = self.people[rank]
         who = f"process {person['pid']} on {person['host']}"
         if self._coordinator is not None:
-            self._coordinator.lose(rank, who)
+            self._coordinator.lose(rank, who, why)
         elif not self._closed.is_set():
             if self._left_by is None:
-                self._end(f"{SHUT_DOWN} Rank 0 ({who}) has ended: its connection is closed.")
+                self._end(f"{SHUT_DOWN} Rank 0 ({who}) {why}.")
             self._closed.set()
 
     def _tick(self) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import queue
-import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvdtrain.failure import print_stderr
 from hvdtrain.hvd.engine import collectives
 from hvdtrain.hvd.engine.groups import Broken
 from hvdtrain.hvd.engine.request import ADASUM
@@ -91,7 +92,7 @@ class Executor:
         task, the last before the end.
         """
         if graceful:
-            for lane in list(self._engine.lanes.values()):
+            for lane in self._engine.all_lanes():
                 lane.drain()
         else:
             # So that a peer that waits for this rank's data learns of it too.
@@ -106,18 +107,27 @@ class Executor:
         torch.cuda.set_device(self._engine.zeros_on)
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            # Nobody waits for this one in particular, so everybody must know of it.
+            self._engine.thread_failed(error)
+            with suppress(Exception):
+                self.drain(graceful=False)  # as the task that does it will not run any more
+
+    def _loop(self) -> None:
         engine = self._engine
         engine.pin()
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except Exception as error:
-                if engine.failure is not None:
-                    continue
-                # Nobody waits for this one in particular, so everybody must hear of it.
-                reason = str(error) if isinstance(error, Broken) else repr(error)
-                print(f"hvd: rank {engine.world.rank}: {reason}", file=sys.stderr, flush=True)
-                engine.break_down(reason)
+            except Broken as error:
+                if engine.failure is None:
+                    print_stderr(f"hvd: rank {engine.world.rank}: {error}")
+                    engine.break_down(str(error))
+            except Exception:
+                if engine.failure is None:
+                    raise
             if engine.world.rank == 0 and self._tasks.empty():
                 engine.control.send(0, ["idle"])
 

@@ -38,6 +38,7 @@ class Groups:
     ranks.
 
     `transport` carries CPU tensors. `failure()` says why the job is over, or None while it is not.
+    An operation takes at most `limit_s`; 0 waits for ever.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Groups:
         transport: str,
         connect_s: float,
         failure: Callable[[], str | None],
+        limit_s: float = 0.0,
     ) -> None:
+        self._limit = timedelta(seconds=limit_s or _LIMIT_S)
         self.transport = transport
         self._store = store
         self._connect_s = connect_s
@@ -81,7 +84,7 @@ class Groups:
                     self._shut_down[name] = group.shutdown
             except RuntimeError as error:
                 raise Broken(f"could not connect {name}: {error}") from None
-            group._set_default_timeout(timedelta(seconds=_LIMIT_S))
+            group._set_default_timeout(self._limit)
             with self._lock:
                 self._groups[name] = group
         return group

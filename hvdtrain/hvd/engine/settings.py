@@ -40,7 +40,7 @@ HONOURED = {
 }
 
 OWN = {
-    "HVDTRAIN_TRANSPORT": "what carries CPU tensors: shm, gloo, mpi; auto is shm on one host",
+    "HVDTRAIN_TRANSPORT": "what carries CPU tensors: shm, gloo, mpi; auto as for --transport",
     "HVDTRAIN_PIPELINED_STEP": "whether an optimizer steps on what has arrived already: 0, 1",
 }
 TRANSPORTS = ("auto", "shm", "gloo", "mpi")
@@ -109,6 +109,9 @@ class Settings:
     log_level: str | None = None
     thread_affinity: tuple[int, ...] = ()
     transport: str = "auto"
+    peer_limit_s: float = 0.0
+    """Seconds of silence after which a rank counts as lost; 0 waits for ever, as Horovod does. No
+    variable: the backend `compat` sets it."""
     ignored: tuple[str, ...] = ()
     """Variables that are set to something that has no meaning here."""
 

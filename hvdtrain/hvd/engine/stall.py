@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
+from hvdtrain.failure import print_stderr
 from hvdtrain.hvd.engine.coordinator import Coordinator, LaneSteps, Waiting
 from hvdtrain.hvd.engine.settings import Settings
 from hvdtrain.hvd.exceptions import SHUT_DOWN
@@ -64,7 +63,7 @@ class Inspector:
         for rank, names in _by_rank(stalled).items():
             more = " ..." if len(names) > _NAMES else ""
             lines.append(f"{rank}: [{', '.join(names[:_NAMES])}{more}]")
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        print_stderr("\n".join(lines))
 
 
 def _by_rank(stalled: list[tuple[str, list[int]]]) -> dict[int, list[str]]:

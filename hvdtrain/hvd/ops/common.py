@@ -77,6 +77,8 @@ class Handle:
         return passed_s >= basics.engine.settings.cycle_time_ms / 1000
 
 
+# Guards the counts below. Reentrant: the garbage collector may run code that submits.
+_lock = threading.RLock()
 _handles: dict[int, Handle] = {}
 _named: dict[Key, Handle] = {}  # by the names that callers chose
 _next_handle = 0
@@ -102,25 +104,24 @@ def submit(
     global _next_handle
     engine = basics.engine
     number = set_id(meta.kind, process_set)
-    counted = name is None
-    if name is None:
-        name = _unnamed_name(prefix, number)
-    key = Key(number, f"{prefix}.{name}")
-    earlier = _named.get(key)
-    if earlier is not None and not earlier.is_over():
-        raise ValueError(DUPLICATE_NAME)
     for t in inputs:
         if t.is_sparse or t.layout != inputs[0].layout:
             raise ValueError(f"Tensor type {t.type()} is not supported.")
     dense = [t.detach().contiguous() for t in inputs]
-    work = Work(key, meta, dense, outputs)
-    engine.submit(work)
-    if counted:
-        _unnamed[number, prefix] = _unnamed.get((number, prefix), 0) + 1
-    handle, _next_handle = _next_handle, _next_handle + 1
-    known = _handles[handle] = Handle(work, pick, name)
-    if not counted:
-        _named[key] = known
+    with _lock:
+        own_name = _unnamed_name(prefix, number) if name is None else name
+        key = Key(number, f"{prefix}.{own_name}")
+        earlier = _named.get(key)
+        if earlier is not None and not earlier.is_over():
+            raise ValueError(DUPLICATE_NAME)
+        work = Work(key, meta, dense, outputs)
+        engine.submit(work)
+        handle, _next_handle = _next_handle, _next_handle + 1
+        known = _handles[handle] = Handle(work, pick, own_name)
+        if name is None:
+            _unnamed[number, prefix] = _unnamed.get((number, prefix), 0) + 1
+        else:
+            _named[key] = known
     return handle
 
 
@@ -184,10 +185,11 @@ def _free_name(known: Handle) -> None:
 def reset() -> None:
     """Forget all handles, and count from zero again."""
     global _next_handle
-    _handles.clear()
-    _named.clear()
-    _unnamed.clear()
-    _next_handle = 0
+    with _lock:
+        _handles.clear()
+        _named.clear()
+        _unnamed.clear()
+        _next_handle = 0
 
 
 def choose_op(op: int | None, average: bool | None) -> int:
@@ -259,5 +261,6 @@ def _unnamed_name(prefix: str, number_of_set: int) -> str:
 
 def restart_unnamed() -> None:
     """Count anew after a join: a rank that joined early has called less than the others."""
-    for key in [key for key in _unnamed if key[0] == GLOBAL_SET]:
-        del _unnamed[key]
+    with _lock:
+        for key in [key for key in _unnamed if key[0] == GLOBAL_SET]:
+            del _unnamed[key]

@@ -1,0 +1,243 @@
+"""TCP connections between ranks: listening, authentication, and detection of a lost host.
+
+Used by the control plane (`hvd.engine.control`) and by the heartbeat (`transports.hosts`).
+
+A port is open to everybody who reaches the address. So nothing is parsed before its sender has
+shown the secret, the greeting has a fixed size, and a stranger costs one descriptor for a few
+seconds:
+
+    client                                          server
+      |---- first half of the secret, number -------->|   20 bytes
+      |<--- second half of the secret ----------------|   16 bytes: the client knows the server, too
+      |<=== the owner's messages ====================>|
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hmac
+import ipaddress
+import selectors
+import socket
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+SECRET_BYTES = 32
+LOST_S = 10
+"""Seconds without an acknowledgement from a host after which a connection to it fails."""
+_HALF = SECRET_BYTES // 2
+_SIOCOUTQ, _SIOCOUTQNSD = 0x5411, 0x894B  # linux/sockios.h: bytes unacknowledged, bytes not sent
+_TCPI_PROBES = 3  # linux/tcp.h: the byte of tcp_info that counts unanswered probes
+_NUMBER = struct.Struct("<I")
+_HELLO_BYTES = _HALF + _NUMBER.size
+_HELLO_S = 10.0
+_MOST_STRANGERS = 128
+_UNREACHABLE = (
+    errno.ETIMEDOUT,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.ENETDOWN,
+    errno.EHOSTDOWN,
+)
+
+
+def listen(addresses: Sequence[str]) -> list[socket.socket]:
+    """Listen on a free port of each address. Raises OSError where none can be bound."""
+    listeners: list[socket.socket] = []
+    why: OSError | None = None
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            listeners.append(socket.create_server((address, 0), family=family, backlog=1024))
+        except OSError as error:
+            why = error
+    if why is not None and not listeners:
+        raise why
+    return listeners
+
+
+def accept_peers(
+    listeners: Sequence[socket.socket], secret: bytes, expected: set[int], deadline: float
+) -> dict[int, socket.socket]:
+    """Return the authenticated, blocking connections of the expected peers, by number.
+
+    Returns early with all of them, else at the deadline with those that came. A peer that connects
+    again replaces its first connection: it has retried. Every error closes one connection only.
+    """
+    found: dict[int, socket.socket] = {}
+    strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
+    with selectors.DefaultSelector() as selector:
+
+        def drop(sock: socket.socket) -> None:
+            selector.unregister(sock)
+            del strangers[sock]
+            sock.close()
+
+        for listener in listeners:
+            listener.setblocking(False)
+            selector.register(listener, selectors.EVENT_READ)
+        try:
+            while expected - found.keys() and (now := time.monotonic()) < deadline:
+                ends = [deadline, *(stranger.deadline for stranger in strangers.values())]
+                for key, _ in selector.select(max(0.0, min(ends) - now)):
+                    sock = key.fileobj
+                    assert isinstance(sock, socket.socket)
+                    if sock in listeners:
+                        if (new := _accept(sock)) is not None:
+                            strangers[new] = _Stranger(time.monotonic() + _HELLO_S)
+                            selector.register(new, selectors.EVENT_READ)
+                        elif strangers:
+                            drop(next(iter(strangers)))  # out of descriptors, perhaps
+                        else:
+                            time.sleep(0.05)
+                    elif sock in strangers and strangers[sock].has_ended(sock):
+                        hello = bytes(strangers[sock].hello)
+                        number = _authenticate(sock, hello, secret, expected)
+                        if number is None:
+                            drop(sock)
+                            continue
+                        selector.unregister(sock)
+                        del strangers[sock]
+                        if number in found:
+                            found[number].close()
+                        found[number] = sock
+                now = time.monotonic()
+                late = [sock for sock, stranger in strangers.items() if stranger.deadline <= now]
+                surplus = len(strangers) - _MOST_STRANGERS - len(expected)
+                for sock in dict.fromkeys([*late, *list(strangers)[: max(0, surplus)]]):
+                    drop(sock)
+        except BaseException:
+            for sock in found.values():
+                sock.close()
+            raise
+        finally:
+            for sock in strangers:
+                sock.close()
+    return found
+
+
+def connect(place: tuple[str, int], secret: bytes, number: int, timeout_s: float) -> socket.socket:
+    """Connect as peer `number`. Raises OSError unless the server answers with its half in time."""
+    deadline = time.monotonic() + timeout_s
+    sock = socket.create_connection(place, timeout_s)
+    try:
+        sock.sendall(secret[:_HALF] + _NUMBER.pack(number))
+        answer = b""
+        while len(answer) < _HALF:
+            sock.settimeout(max(0.01, deadline - time.monotonic()))
+            data = sock.recv(_HALF - len(answer))
+            if not data:
+                raise ConnectionResetError(f"{place[0]}:{place[1]} closed the connection")
+            answer += data
+        if not hmac.compare_digest(answer, secret[_HALF:]):
+            raise ConnectionRefusedError(f"{place[0]}:{place[1]} is not a rank of this job")
+        configure(sock)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def configure(sock: socket.socket) -> None:
+    """Send small messages at once, and let the connection fail where the other host is lost.
+
+    Keepalive alone does not: it is not sent while data are unacknowledged, and these are
+    retransmitted for a quarter of an hour.
+    """
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": LOST_S // 2,
+        "TCP_KEEPINTVL": 2,
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": LOST_S * 1000,
+    }
+    for option, value in options.items():
+        if hasattr(socket, option):  # Linux has them all
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def spare_stopped_reader(sock: socket.socket) -> None:
+    """Switch the user timeout off while the peer's receive window is closed. Call it every second.
+
+    A process that is stopped does not read, so its window closes. Its host answers the probes, but
+    Linux counts the time towards TCP_USER_TIMEOUT all the same. Data that cannot be sent because
+    the link is down look alike, but there the probes stay unanswered.
+    """
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
+    with suppress(OSError):
+        queued, unsent = (
+            int.from_bytes(fcntl.ioctl(sock, request, bytes(4)), sys.byteorder)
+            for request in (_SIOCOUTQ, _SIOCOUTQNSD)
+        )
+        probes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[_TCPI_PROBES]
+        timeout_s = 0 if unsent and unsent == queued and probes <= 1 else LOST_S
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_s * 1000)
+
+
+def is_unreachable(error: OSError) -> bool:
+    """Return whether a connection failed because the other host does not answer."""
+    return error.errno in _UNREACHABLE
+
+
+def route_source(host: str) -> str | None:
+    """Return this host's own address on its route to another, None without one. Sends nothing."""
+    with suppress(OSError):
+        family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)
+            address = str(probe.getsockname()[0])
+            if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+                return address
+    return None
+
+
+class _Stranger:
+    """A connection that has not yet authenticated."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.hello = bytearray()
+
+    def has_ended(self, sock: socket.socket) -> bool:
+        """Read what is there; return whether the greeting is complete, or never will be."""
+        try:
+            data = sock.recv(_HELLO_BYTES - len(self.hello))
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        self.hello += data
+        return not data or len(self.hello) == _HELLO_BYTES
+
+
+def _accept(listener: socket.socket) -> socket.socket | None:
+    try:
+        sock, _ = listener.accept()
+    except OSError:
+        return None
+    sock.setblocking(False)
+    return sock
+
+
+def _authenticate(
+    sock: socket.socket, hello: bytes, secret: bytes, expected: set[int]
+) -> int | None:
+    """Answer a complete greeting and return the peer's number; None for a stranger."""
+    if len(hello) < _HELLO_BYTES or not hmac.compare_digest(hello[:_HALF], secret[:_HALF]):
+        return None
+    (number,) = _NUMBER.unpack(hello[_HALF:])
+    if number not in expected:
+        return None
+    try:
+        sock.send(secret[_HALF:])
+        configure(sock)
+    except OSError:
+        return None
+    return int(number)

@@ -1,0 +1,205 @@
+"""The control plane's port: strangers, ranks that come late or again, and what is no message."""
+
+from __future__ import annotations
+
+import queue
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+from hvdtrain.errors import WorldError
+from hvdtrain.hvd.engine.control import Control
+from hvdtrain.rendezvous import _await_all
+from hvdtrain.world import World
+
+SIZES = struct.Struct("<II")
+
+
+def world(rank: int, size: int = 3) -> World:
+    return World(rank, size, rank, size, 0, 1, "torchrun", "a test")
+
+
+def together(call: Callable[[int], Any], ranks: Sequence[int]) -> list[Any]:
+    """Make a call for every rank at once; return results, and WorldErrors, in order."""
+
+    def caught(rank: int) -> Any:
+        try:
+            return call(rank)
+        except WorldError as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(caught, ranks))
+
+
+def port_of(store: Store) -> int:
+    """The port that rank 0 has published."""
+    found = re.search(r", (\d{4,5})\b", store.get("control").decode())
+    assert found is not None
+    return int(found[1])
+
+
+def frame(text: bytes) -> bytes:
+    return SIZES.pack(len(text), 0) + text
+
+
+ATTACKS = {
+    "a scalar": [frame(b"7")],
+    "null": [frame(b"null")],
+    "nested": [frame(b"[" * 100_000)],
+    "huge": [SIZES.pack(1 << 31, 1 << 31) + b"x" * 100_000],
+    "an object": [frame(b'{"a": 1}')],
+    "silent": [b""] * 300,
+    "slow": [b"x"] * 20,
+    "http": [b"GET / HTTP/1.1\r\n\r\n"],
+}
+
+
+@contextmanager
+def attacked(port: int, messages: Sequence[bytes]) -> Iterator[list[socket.socket]]:
+    """Connections of strangers, who stay."""
+    with ExitStack() as stack:
+        sockets = []
+        for message in messages:
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+            with suppress(OSError):  # closed meanwhile
+                sock.sendall(message)
+            sockets.append(sock)
+        yield sockets
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_strangers_keep_nobody_from_meeting(attack: str) -> None:
+    store = HashStore()
+
+    def meet(rank: int) -> Any:
+        if rank:
+            store.wait(["attacked"])
+        control = Control(world(rank), store, {"rank": rank}, 30)
+        try:
+            return [person["rank"] for person in control.people]
+        finally:
+            control.close()
+
+    begin = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        met = pool.submit(together, meet, [0, 1, 2])
+        store.wait(["control"])
+        with attacked(port_of(store), ATTACKS[attack]):
+            store.set("attacked", "1")
+            assert met.result() == [[0, 1, 2]] * 3
+    assert time.monotonic() - begin < 8, "a silent stranger held the port"
+
+
+def test_the_port_of_one_host_is_on_its_loopback() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        alone = pool.submit(together, lambda r: Control(world(r), store, {}, 1), [0])
+        store.wait(["control"])
+        port = port_of(store)
+        with open("/proc/net/tcp") as v4, open("/proc/net/tcp6") as v6:
+            local = [line.split()[1] for line in (*v4, *v6) if line.split()[3] == "0A"]
+        (address,) = [a.partition(":")[0] for a in local if a.endswith(f":{port:04X}")]
+        assert address == "0100007F"
+        (error,) = alone.result()
+    assert "2 of 3 ranks: 1, 2" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (frame(b"7"), "a JSON int"),
+        (frame(b"[" * 100_000), "too deeply nested"),
+        (frame(b'{"a"'), "Expecting"),
+        (SIZES.pack(1 << 31, 0), "2147483648 bytes"),
+        (b"", "has ended"),
+    ],
+)
+def test_a_rank_that_sends_no_message_is_lost(message: bytes, why: str) -> None:
+    """It alone: the other goes on."""
+    store = HashStore()
+    zero, one, two = together(lambda r: Control(world(r), store, {}, 20), [0, 1, 2])
+    lost: list[tuple[int, str]] = []
+    gone, heard = threading.Event(), threading.Event()
+
+    def on_lost(rank: int, reason: str) -> None:
+        lost.append((rank, reason))
+        gone.set()
+
+    zero.start(lambda *_: heard.set(), on_lost, lambda: None, lambda: None, lambda _: None)
+    try:
+        sock = one._peers[0].sock
+        sock.sendall(message)
+        if not message:
+            sock.shutdown(socket.SHUT_WR)
+        assert gone.wait(10)
+        ((rank, reason),) = lost
+        assert rank == 1
+        assert why in reason
+        two.send(0, ["op"])
+        assert heard.wait(10)
+    finally:
+        for control in (zero, one, two):
+            control.close()
+
+
+def test_a_rank_that_is_silent_for_too_long_is_lost() -> None:
+    store = HashStore()
+    zero, one = together(lambda r: Control(world(r, 2), store, {}, 20, limit_s=1.5), [0, 1])
+    reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+    zero.start(
+        lambda *_: None,
+        lambda _, why: reasons.put(why),
+        lambda: None,
+        lambda: None,
+        lambda _: None,
+    )
+    try:
+        assert reasons.get(timeout=15) == "has not answered for 1.5 s: it is stopped or hangs"
+    finally:
+        zero.close()
+        one.close()
+
+
+# A start that fails on some ranks only
+
+
+def controls(store: Store, ranks: Sequence[int], timeout_s: float) -> list[Any]:
+    def meet(rank: int) -> str:
+        control = Control(world(rank), store, {}, timeout_s)
+        control.store.set(f"seen/{rank}", "1")
+        control.store.wait([f"seen/{r}" for r in range(3)])  # all are in one name space
+        control.close()
+        return "met"
+
+    return together(meet, ranks)
+
+
+def stores(store: Store, ranks: Sequence[int], timeout_s: float) -> list[Any]:
+    def meet(rank: int) -> str:
+        space = _await_all(store, world(rank), time.monotonic() + timeout_s)
+        space.set(f"seen/{rank}", "1")
+        space.wait([f"seen/{r}" for r in range(3)])
+        return "met"
+
+    return together(meet, ranks)
+
+
+@pytest.mark.parametrize("meet", [controls, stores], ids=lambda meet: meet.__name__)
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_start_after_one_that_failed_on_some(meet: Any, late: int) -> None:
+    store = HashStore()
+    others = [rank for rank in range(3) if rank != late]
+    for _ in range(2):
+        for error in meet(store, others, 0.5):
+            assert isinstance(error, WorldError), error
+        assert meet(store, [0, 1, 2], 20) == ["met"] * 3
