@@ -192,8 +192,11 @@ def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
     where = TASKS.get(spec, spec)
     module_name, colon, class_name = where.rpartition(":")
     if not colon:
-        file = Path(spec).suffix == ".py"
-        hint = f"which class of the file? {spec}:Class; " if file else did_you_mean(spec, TASKS)
+        package, dot, last = spec.rpartition(".")
+        hint = did_you_mean(spec, TASKS)
+        if dot:
+            hint = f"which class of the file? {spec}:Class; "
+            hint = hint if last == "py" else f"did you mean '{package}:{last}'? "
         raise InputError(
             f"unknown task {spec!r}; {hint}one of: {', '.join(TASKS)}, module:Class, or "
             f"file.py:Class"

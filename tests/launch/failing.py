@@ -60,6 +60,16 @@ class Failing(Task):
         return net(batch[0]).sum()  # type: ignore[no-any-return]
 
 
+class NoData(Failing):
+    """Returns nothing where two datasets are wanted."""
+
+    def __init__(self) -> None:
+        super().__init__("nowhere", "raise", -1, "")
+
+    def datasets(self) -> Any:
+        return None
+
+
 def main() -> None:
     backend_name, how, rank, mark = sys.argv[1:]
     with open_backend(backend_name) as backend:
