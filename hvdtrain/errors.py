@@ -10,12 +10,16 @@
       WorldError                  4   a peer has gone, or did not come in time
       BuildFailed, CheckFailed    1   of `hvdtrain install-horovod` (see hvdtrain.horovod_build)
 
-An error outside this tree is a bug, ours or the task's: it ends with its traceback and exit code 1.
+An error outside this tree is a bug, ours or the task's: it ends with its traceback and exit code 1;
+one that a task's code raised without the frames of libraries.
 Ctrl-C ends with 130, SIGTERM with 143. Each message says what happened, with the values, and what
 to do, in one line.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class HvdtrainError(RuntimeError):
@@ -69,3 +73,10 @@ class WorldError(HvdtrainError):
     """A peer has gone, or did not come in time."""
 
     exit_code = 4
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "did you mean 'x'? " for the closest of the known names, whatever its case, or ""."""
+    by_lower = {other.lower(): other for other in known}
+    close = get_close_matches(name.lower(), by_lower, 1)
+    return f"did you mean {by_lower[close[0]]!r}? " if close else ""

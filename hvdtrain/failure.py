@@ -42,6 +42,8 @@ _SPOKESMAN_S = 6.0
 # read that: one time in ten or so.
 _FORWARD_S = 0.3
 _LONGEST_FORWARD_S = 5.0
+# The line of an error that quotes what it was given: a number of 10,000 digits, say.
+_LONGEST_LINE = 2000
 # Ctrl-C in a terminal reaches a rank directly and again by way of its launcher.
 _SAME_REQUEST_S = 2.0
 _LAUNCHER_CHECK_S = 1.0
@@ -232,7 +234,7 @@ def report(world: World, error: BaseException) -> None:
             return
         unknown = world.launcher == "none"  # the rank is presumed, or there is one only
         where = "" if error.everywhere or unknown or world.size == 1 else f"[{world}] "
-        text = f"{where}error: {error}\n"
+        text = f"{where}error: {_shorten(str(error))}\n"
     elif isinstance(error, KeyboardInterrupt):
         text = "interrupted\n" if world.rank == 0 else ""
     elif isinstance(error, SystemExit):
@@ -240,7 +242,7 @@ def report(world: World, error: BaseException) -> None:
         text = said + (f"[{world}] exits with code {exit_code(error)}\n" if world.size > 1 else "")
     else:
         head = f"[{world}] failed:\n" if world.size > 1 else ""
-        text = head + "".join(traceback.format_exception(error))
+        text = head + _format(error)
     sys.stderr.write(text)  # one write, so that the lines of two ranks do not mix
     sys.stderr.flush()
 
@@ -250,6 +252,57 @@ def print_stderr(text: str) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
+
+
+def _shorten(text: str) -> str:
+    """Leave out the middle of lines that are too long to read."""
+    half = _LONGEST_LINE // 2
+    lines = [
+        f"{line[:half]} [... {len(line) - 2 * half} characters ...] {line[-half:]}"
+        if len(line) > _LONGEST_LINE
+        else line
+        for line in text.split("\n")
+    ]
+    return "\n".join(lines)
+
+
+def _format(error: BaseException) -> str:
+    """Format the traceback of `error`; of user code alone where that, or a call of it, raised."""
+    report = traceback.TracebackException.from_exception(error)
+    left = [report]
+    while left:
+        part = left.pop()
+        frames = list(part.stack)
+        users = [frame for frame in frames if _is_users(frame.filename)]
+        if users and _in(frames[-1].filename, _folders("hvdtrain")):
+            users = frames[frames.index(users[0]) :]  # ours raised: how it came to that matters
+        if users:
+            part.stack = traceback.StackSummary.from_list(users)
+        elif frames and frames[-1].name == "reraise":  # of a loader process: its text has them
+            part.stack = traceback.StackSummary()
+        left += [other for other in (part.__cause__, part.__context__) if other is not None]
+        left += getattr(part, "exceptions", None) or []  # of an ExceptionGroup, from Python 3.11 on
+    return "".join(report.format())
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file is none of Python's, torch's, click's or ours; the built-in tasks count as the
+    user's.
+    """
+    if _in(file, [os.path.join(folder, "tasks") for folder in _folders("hvdtrain")]):
+        return True
+    if "site-packages" not in file and _in(file, [os.path.dirname(os.__file__)]):
+        return False
+    return not (file.startswith("<frozen") or _in(file, _folders("hvdtrain", "torch", "click")))
+
+
+def _folders(*packages: str) -> list[str]:
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in packages]
+    return [os.path.dirname(file) for file in files if file]
+
+
+def _in(file: str, folders: list[str]) -> bool:
+    return any(file.startswith(folder + os.sep) for folder in folders)
 
 
 def _raise_once() -> Callable[[int, FrameType | None], None]:

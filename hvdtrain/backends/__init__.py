@@ -7,13 +7,13 @@ with a colon is a user's own: `--backend my_package.my_module:MyBackend`.
 from __future__ import annotations
 
 import platform
+import resource
 import socket
 from collections.abc import Mapping
-from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.errors import BackendUnavailable, InputError, WorldMismatch
+from hvdtrain.errors import BackendUnavailable, InputError, WorldMismatch, did_you_mean
 from hvdtrain.world import World, detect
 
 if TYPE_CHECKING:
@@ -46,8 +46,11 @@ def load(name: str) -> type[Backend]:
     """
     where = BACKENDS.get(name, name)
     if ":" not in where:
-        close = get_close_matches(name, BACKENDS, 1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        from hvdtrain import transports
+
+        hint = did_you_mean(name, BACKENDS)
+        if name in transports.TRANSPORTS:
+            hint = f"{name} is a transport: --backend ddp --transport {name}; "
         raise InputError(
             f"unknown backend {name!r}; {hint}one of: auto, {', '.join(BACKENDS)}, or module:Class"
         )
@@ -55,7 +58,8 @@ def load(name: str) -> type[Backend]:
     try:
         cls = getattr(import_module(module), cls_name)
     except (ImportError, AttributeError) as error:
-        raise InputError(f"cannot load the backend {where!r}: {error}") from None
+        hint = "; give a module, without .py" if module.endswith(".py") else ""
+        raise InputError(f"cannot load the backend {where!r}: {error}{hint}") from None
     from hvdtrain.backends.base import Backend
 
     if not (isinstance(cls, type) and issubclass(cls, Backend)):
@@ -105,11 +109,15 @@ def open_backend(
 
     world = detect() if world is None else world
     name, reason = choose(name, world)
+    _check_descriptors(world)
     options = options or BackendOptions()
     transports.check(options.transport)  # also where the backend has none
     backend = load(name)(world, options)
     if options.transport not in ("auto", backend.transport):
         reason += f"; transport {options.transport} was asked for, but {name} has none to choose"
+    if world.size == 1 and not backend.one_process:
+        reason += "; one rank, so nothing is distributed: more with torchrun --nproc-per-node 2 -m "
+        reason += "hvdtrain"
     backend.reason = reason
     with backend.naming_peers():
         backend.open()
@@ -119,6 +127,23 @@ def open_backend(
             backend.close(failed=True)
             raise
     return backend
+
+
+def _check_descriptors(world: World) -> None:
+    """Raise InputError where the ranks could not open as many files and sockets as they need.
+
+    Libraries without a descriptor hang, or fail without saying so. Not collective.
+    """
+    wanted = 64 + 2 * world.size if world.size > 1 else 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise InputError(
+            f"ulimit -n is {soft}, and each of {world.size} ranks needs {wanted} open files and "
+            "sockets; raise it, such as: ulimit -n 1024"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _shake_hands(backend: Backend, agree_on: Mapping[str, object]) -> None:

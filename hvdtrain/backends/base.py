@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hvdtrain import failure
@@ -54,6 +55,8 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
+    one_process: ClassVar[bool] = False
+    """Whether it is for one process, so that a world of one is what its user wants."""
 
     transport: str = ""
     """Who moves the bytes, where `options.transport` has a say in that; else empty."""
@@ -121,7 +124,7 @@ class Backend(ABC):
         self._check_same_model(model)
         self.sync_state(model, optimizer)
         net, wrapped = self._wrap(model, optimizer)
-        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        names: dict[Tensor, str] = {p: uncompiled(name) for name, p in model.named_parameters()}
         self._prepared[id(wrapped)] = (wrapped, model, names)
         self._sparse[id(wrapped)] = with_sparse_gradients(model)
         return net, wrapped
@@ -368,15 +371,20 @@ def pick_device(world: World, wanted: str) -> torch.device:
         return torch.device("cuda", 0)
     if count < world.local_size:
         raise InputError(
-            f"--device cuda wants a GPU for each of the {world.local_size} ranks of this host, "
-            f"which has {count} that torch {torch.__version__} can use"
+            f"--device cuda wants a GPU for each rank; this host has {world.local_size} ranks and "
+            f"{count} GPUs that torch {torch.__version__} can use"
         )
     return torch.device("cuda", world.local_rank)
 
 
 def _check_owned(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise InputError for parameters of one but not of the other: nobody would average them."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = {uncompiled(name): p for name, p in model.named_parameters() if p.requires_grad}
+    if lazy := [name for name, p in trained.items() if is_lazy(p)]:
+        raise InputError(
+            f"{len(lazy)} parameters have no shape yet: {', '.join(lazy)}; run a batch through the "
+            "model before it is returned, or give its layers their sizes"
+        )
     if not trained:
         raise InputError(f"{type(model).__name__} has no parameter that requires a gradient")
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
@@ -428,6 +436,11 @@ def _put_in(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_put_in(item, tensors) for item in value)
     return value
+
+
+def uncompiled(name: str) -> str:
+    """Return a parameter's name without what torch.compile has put into it: `_orig_mod`."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def to_cpu(value: Any) -> Any:

@@ -64,13 +64,21 @@ class Horovod(Backend):
 
     @classmethod
     def refuses(cls, world: World) -> str | None:
-        """Refuse torchrun, which Horovod does not know, and mpirun where Horovod was built without
-        MPI.
+        """Refuse torchrun, which Horovod does not know; no launcher; and mpirun where Horovod was
+        built without MPI.
         """
         if world.launcher == "torchrun" and world.size > 1:
             return (
                 f"Horovod does not know torchrun's ranks and would train {world.size} models; "
                 "start it with horovodrun or mpirun, or use --backend ddp"
+            )
+        # Horovod joins MPI at once, which a process without mpirun can do in some installations
+        # only. Where it cannot, Open MPI ends the process with pages of text.
+        if world.launcher in ("none", "torchrun"):
+            return (
+                "Horovod's own launcher has not started this process; start it with: "
+                "horovodrun -np 2 hvdtrain --backend horovod, or mpirun -np 2 hvdtrain --backend "
+                "horovod"
             )
         if is_mpi(world) and not cls.module().mpi_built():
             return (

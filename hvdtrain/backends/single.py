@@ -16,6 +16,7 @@ class Single(Backend):
     """A world of one: the gradient is its own mean."""
 
     name: ClassVar[str] = "single"
+    one_process: ClassVar[bool] = True
 
     @classmethod
     def refuses(cls, world: World) -> str | None:

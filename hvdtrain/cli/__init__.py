@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from difflib import get_close_matches
 from importlib import import_module
 
 import click
 
 import hvdtrain
 from hvdtrain import failure
-from hvdtrain.errors import InputError, LaunchError
+from hvdtrain.errors import InputError, LaunchError, did_you_mean
+from hvdtrain.tasks import TASKS
 from hvdtrain.world import detect, presume
 
 COMMANDS = {
@@ -31,8 +31,9 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the module of one command and return its `command`."""
         if cmd_name not in COMMANDS:
-            close = get_close_matches(cmd_name, COMMANDS, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(COMMANDS)}"
+            hint = did_you_mean(cmd_name, COMMANDS).rstrip() or f"one of: {', '.join(COMMANDS)}"
+            if _is_task(cmd_name):
+                hint = f"to train that task: hvdtrain --task {cmd_name}"
             raise InputError(f"no command {cmd_name!r}; {hint}")
         command: click.Command = import_module(COMMANDS[cmd_name]).command
         return command
@@ -93,4 +94,25 @@ def _as_input_error(error: click.ClickException) -> InputError:
     """What click says of a wrong line, in one line, for the rank that speaks for its host."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     path = context.command_path if context else "hvdtrain"
-    return InputError(f"{error.format_message()} (see: {path} --help)")
+    said = error.format_message()
+    if isinstance(error, click.NoSuchOption) and path == "hvdtrain train":
+        name = error.option_name
+        if name in ("-n", "-N", "-H") or name.startswith(_OF_LAUNCHERS):
+            return InputError(
+                f"{name} is a launcher's option, and hvdtrain is none; start ranks with: torchrun "
+                "--nproc-per-node 2 -m hvdtrain, mpirun -np 2 hvdtrain, or horovodrun -np 2 "
+                "hvdtrain"
+            )
+    extra = [word for word in sys.argv[2:] if _is_task(word) and f"({word})" in said]
+    if extra:
+        said += f"; a task is given with: --task {extra[0]}"
+    return InputError(f"{said} (see: {path} --help)")
+
+
+# What launchers call the number of ranks, and their hosts; `-np` reaches click as `-n`.
+_OF_LAUNCHERS = ("--np", "--num-proc", "--nnodes", "--host", "--world-size")
+
+
+def _is_task(word: str) -> bool:
+    """Whether a word that is no command names a task, as `--task` does."""
+    return word in TASKS or ".py" in word or (":" in word and not word.startswith("-"))

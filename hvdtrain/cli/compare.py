@@ -166,7 +166,7 @@ def run(options: CompareOptions) -> None:
         from hvdtrain.compare.summary import summarise
     except ModuleNotFoundError as error:
         raise InputError(
-            f"hvdtrain compare needs {error.name}; pip install 'hvdtrain[compare]'"
+            f"hvdtrain compare needs {error.name}; pip install jinja2 matplotlib scipy"
         ) from None
     device, why = choose_device(options.device, machine.usable_gpus(), max(options.ranks))
     options = dataclasses.replace(options, device=device)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import typing
-from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import click
 
 from hvdtrain.cli.options import FIELDS, kind_of, train_option
-from hvdtrain.errors import InputError
+from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.training.config import TrainConfig
 
 if sys.version_info >= (3, 11):
@@ -21,6 +19,7 @@ else:
     import tomli as tomllib
 
 PREFIX = "HVDTRAIN"
+_LARGEST_FILE = 1 << 20  # bytes; /dev/zero never ends
 _SOURCES = {
     click.core.ParameterSource.COMMANDLINE: "flag",
     click.core.ParameterSource.ENVIRONMENT: "environment",
@@ -32,11 +31,19 @@ def _read_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
     """Make the keys of the TOML file the defaults of the other options."""
     if value is None:
         return
+    if not value:
+        raise InputError("--config is empty; give a file, or leave it out")
     try:
-        table = tomllib.loads(Path(value).read_bytes().decode())
+        with open(value, "rb") as file:
+            text = file.read(_LARGEST_FILE + 1)
+        if len(text) > _LARGEST_FILE:
+            raise InputError(f"--config {value} has more than {_LARGEST_FILE} bytes")
+        table = tomllib.loads(text.decode())
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read --config {value}: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise InputError(f"--config {value} is not TOML: nested too deeply") from None
+    except ValueError as error:  # TOMLDecodeError, or a number of too many digits
         raise InputError(f"--config {value} is not TOML: {error}") from None
     table = {key.replace("-", "_"): item for key, item in table.items()}
     for key in table:
@@ -44,7 +51,7 @@ def _read_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
     if isinstance(table.get("set"), dict):
         table["set"] = [f"{key}={item!r}" for key, item in table["set"].items()]
     for key, item in table.items():
-        _check_type(key, item, f"--config {value}: {key} = {item!r}")
+        _check_type(key, item, f"--config {value}: {key}")
     ctx.default_map = table
 
 
@@ -53,13 +60,22 @@ def _check_type(key: str, item: object, where: str) -> None:
     kind = kind_of(key)
     if typing.get_origin(kind) is tuple:
         if not (isinstance(item, list) and all(isinstance(part, str) for part in item)):
-            raise InputError(f'{where} is not a table, nor a list such as ["name=value"]')
+            raise InputError(
+                f'{where} = {_quote(item)} is not a table, nor a list such as ["name=value"]'
+            )
         return
     # In Python a bool is an int; and a whole number is also a float.
     if type(item) is kind or (kind is float and type(item) is int):
         return
     name = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[kind]
-    raise InputError(f"{where} is not {name}")
+    raise InputError(f"{where} = {_quote(item)} is not {name}")
+
+
+def _quote(item: object) -> str:
+    try:
+        return repr(item)
+    except ValueError:  # a number of too many digits, written in hexadecimal
+        return f"{type(item).__name__} too long to print"
 
 
 def _check_environment() -> None:
@@ -72,8 +88,7 @@ def _check_environment() -> None:
 def _check_known(name: str, known: typing.Mapping[str, object], problem: str) -> None:
     if name in known:
         return
-    close = get_close_matches(name, known, 1)
-    hint = f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(known)}"
+    hint = did_you_mean(name, known).rstrip() or f"one of: {', '.join(known)}"
     raise InputError(f"{problem}; {hint}")
 
 

@@ -197,8 +197,9 @@ def _noisy(record: Json, summary: Json) -> str:
 def _general(record: Json, summary: Json) -> str:
     machine = record.get("machine") or {}
     cores = machine.get("cores")
-    sizes = ", ".join(map(str, _config(record).get("ranks") or []))
-    text = f"This is {sizes or 'a few'} ranks on one host"
+    sizes = _config(record).get("ranks") or []
+    ranks = "1 rank" if sizes == [1] else f"{', '.join(map(str, sizes)) or 'a few'} ranks"
+    text = f"This is {ranks} on one host"
     text += f" with {count(cores, 'core')}" if cores else ""
     text += f" ({machine['cpu']})" if machine.get("cpu") else ""
     text += (

@@ -104,7 +104,7 @@ def _caption(summary: Row, efficient: Row) -> str:
 
 def _alt(efficient: dict[str, list[Row]]) -> str:
     said = [
-        f"{name} at {row['ranks']} ranks {wording.share(row['efficiency'])}"
+        f"{name} at {wording.count(row['ranks'], 'rank')} {wording.share(row['efficiency'])}"
         for name, rows in efficient.items()
         for row in rows
     ]

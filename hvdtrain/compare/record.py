@@ -65,6 +65,8 @@ def write(record: Record, folder: Path) -> Path:
 def read(folder: Path) -> Record:
     """Read the record of a folder, or the file itself. Raises InputError where it is no use."""
     path = folder / NAME if folder.is_dir() else folder
+    if path.exists() and not path.is_file():  # /dev/zero never ends
+        raise InputError(f"no comparison in {folder}: {path} is not a file")
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
@@ -72,7 +74,7 @@ def read(folder: Path) -> Record:
             f"no comparison in {folder}: {error.strerror} ({path}); give the folder that "
             "`hvdtrain compare` printed"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(
             f"{path} is damaged, or no comparison: {error}; give the folder that "
             "`hvdtrain compare` printed"

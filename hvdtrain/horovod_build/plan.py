@@ -10,7 +10,7 @@ CMAKE_MINIMUM = (3, 21)
 GIB_PER_JOB = 2.5
 """What one compiler process takes for a source file that includes the torch headers."""
 
-EXTRA = "pip install 'hvdtrain[horovod]'"
+CMAKE_FIX = "pip install --upgrade cmake"
 
 
 @dataclass(frozen=True)
@@ -158,11 +158,13 @@ def _missing(facts: Facts) -> list[str]:
     lines += [tool.problem for tool in tools if tool.problem]
     if facts.cmake.works and facts.cmake_version < CMAKE_MINIMUM:
         have, need = (".".join(map(str, v)) for v in (facts.cmake_version, CMAKE_MINIMUM))
-        lines.append(f"cmake {need} or later: {facts.cmake.command} is {have}; {EXTRA}")
+        lines.append(f"cmake {need} or later: {facts.cmake.command} is {have}; {CMAKE_FIX}")
     if facts.modules_missing:
+        others = [name for name in facts.modules_missing if name != "pip"]
+        fixes = ["python -m ensurepip"] if "pip" in facts.modules_missing else []
+        fixes += [f"pip install {' '.join(others)}"] if others else []
         names = ", ".join(facts.modules_missing)
-        pip = "; python -m ensurepip gives pip" if "pip" in facts.modules_missing else ""
-        lines.append(f"Python packages for the build: {names}; {EXTRA}{pip}")
+        lines.append(f"Python packages for the build: {names}; {'; '.join(fixes)}")
     if facts.managed:
         lines.append(
             "a Python that pip may install into: this one belongs to the system's package manager; "

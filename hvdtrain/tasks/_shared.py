@@ -18,11 +18,16 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+_MOST = 10**9
+
+
 def check_counts(**counts: object) -> None:
     """Raise InputError for an argument that is not a whole number above zero."""
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise InputError(f"{name}={value!r} must be a whole number greater than zero")
+        if value > _MOST:
+            raise InputError(f"{name}={value} must be at most {_MOST}")
 
 
 def check_optimizer(name: str, lr: float) -> None:

@@ -77,6 +77,6 @@ def _table() -> npt.NDArray[np.float64]:
     found = find_spec("sklearn")
     if found is None or found.origin is None:
         raise InputError(
-            "the digits task reads its data from scikit-learn: pip install 'hvdtrain[demo]'"
+            "the digits task reads its data from scikit-learn: pip install scikit-learn"
         )
     return np.loadtxt(Path(found.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")

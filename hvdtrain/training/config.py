@@ -21,6 +21,18 @@ def _option(default: Any, text: str, *choices: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": text, "choices": choices, **more})
 
 
+# Beyond them torch or the system ends with an error that names no option, or a crash.
+_MOST = {
+    "threads": 4096,
+    "workers": 4096,
+    "timeout": 1e9,  # torch takes milliseconds, Horovod 32 bits
+    "bucket_mib": 1e9,
+    "lr": 1e30,  # float32
+    "step_factor": 1e6,
+}
+_MOST_OF_ALL = 10**30
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The resolved options of a run, the same on every rank; `check` says what is wrong."""
@@ -33,7 +45,9 @@ class TrainConfig:
 
     # Where and how
     backend: str = _option("auto", "single, dp, ddp, horovod, or module:Class.")
-    transport: str = _option("auto", "Who moves ddp's and compat's bytes: shm, mpi, gloo, nccl.")
+    transport: str = _option(
+        "auto", "Moves the bytes of ddp and compat: auto, shm, mpi, gloo, nccl."
+    )
     device: str = _option("auto", "auto is CUDA where every rank has a GPU.", "auto", "cpu", "cuda")
     threads: int | None = _option(
         None, "CPU threads of each rank. [default: OMP_NUM_THREADS, else this host's cores / ranks]"
@@ -112,7 +126,8 @@ class TrainConfig:
     keep: int = _option(2, "Checkpoints to keep.")
     resume: str = _option(
         "none",
-        "auto: the newest valid checkpoint of --run-dir, if any. Or the path of one.",
+        "auto: the newest valid checkpoint of --run-dir, if any. must: the same, or an error. Or "
+        "the path of one.",
         fingerprint=False,
     )
 
@@ -126,6 +141,11 @@ class TrainConfig:
                 raise InputError(f"{flag(name)} {value} must be greater than zero")
             if value == math.inf and name != "clip_norm":
                 raise InputError(f"{flag(name)} {value} must be finite")
+        for item in dataclasses.fields(self):
+            value, most = getattr(self, item.name), _MOST.get(item.name, _MOST_OF_ALL)
+            if isinstance(value, (int, float)) and math.inf > value > most:
+                said = f"{value:g}" if value < 1e300 else "over 1e300"  # str() has a limit, too
+                raise InputError(f"{flag(item.name)} {said} must be at most {most:g}")
         for name in ("workers", "warmup_steps", "checkpoint_every", "seed"):
             if getattr(self, name) < 0:
                 raise InputError(f"{flag(name)} {getattr(self, name)} must not be negative")
@@ -135,8 +155,12 @@ class TrainConfig:
                 raise InputError(f"{flag(item.name)} {value!r} is not one of: {', '.join(choices)}")
         if self.batch_size is not None and self.global_batch_size is not None:
             raise InputError("--batch-size and --global-batch-size exclude each other; give one")
-        if self.resume == "auto" and self.run_dir is None:
-            raise InputError("--resume auto looks for a checkpoint in --run-dir; give that, too")
+        if self.run_dir == "":
+            raise InputError("--run-dir is empty; give a directory, or leave it out")
+        if self.resume in ("auto", "must") and self.run_dir is None:
+            raise InputError(
+                f"--resume {self.resume} looks for a checkpoint in --run-dir; give that, too"
+            )
         self.drop_epochs()
 
     def drop_epochs(self) -> tuple[int, ...]:

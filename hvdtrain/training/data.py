@@ -92,11 +92,12 @@ def mix(*numbers: int) -> int:
 
 def size_of(dataset: Dataset[Any], name: str) -> int:
     """`len(dataset)`. Raises InputError where there is none, or it is empty."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise InputError(
-            f"the {name} dataset ({type(dataset).__name__}) has no length; a task needs datasets "
-            "with __len__ and __getitem__"
-        )
+    for method, what in (("__len__", "length"), ("__getitem__", "samples by index")):
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, method):
+            raise InputError(
+                f"the {name} dataset ({type(dataset).__name__}) has no {what}; a task needs "
+                "datasets with __len__ and __getitem__"
+            )
     size = len(cast("Sized", dataset))
     if size == 0:
         raise InputError(f"the {name} dataset ({type(dataset).__name__}) is empty")
@@ -133,6 +134,7 @@ def on_device(
 
     On CUDA the copy of the next one runs beside the work on this one.
     """
+    loader = _raising_plainly(loader)
     if device.type != "cuda":
         for batch in loader:
             yield map_tensors(batch, convert)
@@ -161,6 +163,15 @@ def on_device(
             del ready
     if pending is not None:
         yield hand_over(*pending)
+
+
+def _raising_plainly(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches; take off the traceback that a loader process puts before an InputError."""
+    try:
+        yield from batches
+    except InputError as error:
+        last = str(error).rstrip().rpartition("\n")[2]
+        raise InputError(last.removeprefix("hvdtrain.errors.InputError: ")) from None
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

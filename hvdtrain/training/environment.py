@@ -24,7 +24,7 @@ def set_threads(requested: int | None, world: World, env: Mapping[str, str]) -> 
     by_torchrun = world.launcher == "torchrun" and world.local_size > 1 and given == "1"
     if requested is not None:
         threads, why = requested, "--threads"
-    elif given.isdecimal() and int(given) > 0 and not by_torchrun:
+    elif given.isdecimal() and len(given) < 5 and int(given) > 0 and not by_torchrun:
         threads, why = int(given), "OMP_NUM_THREADS"
     else:
         cores = len(os.sched_getaffinity(0))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hvdtrain.backends.base import Backend
+from hvdtrain.backends.base import Backend, uncompiled
 from hvdtrain.errors import InputError
 
 
@@ -58,8 +58,9 @@ def fingerprint(state: Mapping[str, object]) -> str:
     of names.
     """
     digest = hashlib.sha256()
-    for name in sorted(state):
-        value = state[name]
+    plain = {uncompiled(name): value for name, value in state.items()}
+    for name in sorted(plain):
+        value = plain[name]
         if not isinstance(value, Tensor):
             continue
         data = value.detach().cpu().resolve_conj().resolve_neg().contiguous()

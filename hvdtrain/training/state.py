@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hvdtrain.backends.base import to_cpu
+from hvdtrain.backends.base import to_cpu, uncompiled
 from hvdtrain.errors import CheckpointError, HvdtrainError
 from hvdtrain.training import checkpoint
 
@@ -45,7 +45,7 @@ def collect(
         "schedule": None if schedule is None else schedule.state_dict(),
     }
     return {
-        "model": to_cpu(model.state_dict()),
+        "model": {uncompiled(name): v for name, v in to_cpu(model.state_dict()).items()},
         "optimizer": to_cpu(optimizer.state_dict()),
         "trainer": trainer,
     }
@@ -58,7 +58,9 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any
     """
     trainer: dict[str, Any] = checkpoint.load(path, "trainer")
     try:
-        model.load_state_dict(checkpoint.load(path, "model"))
+        names = {uncompiled(name): name for name in model.state_dict()}
+        saved = checkpoint.load(path, "model").items()
+        model.load_state_dict({names.get(uncompiled(k), k): v for k, v in saved})
         optimizer.load_state_dict(checkpoint.load(path, "optimizer"))
     except HvdtrainError:
         raise
@@ -70,22 +72,32 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any
 
 def check(resume: str) -> None:
     """Raise CheckpointError where `resume` is the path of a checkpoint that cannot be used."""
-    if resume not in ("none", "auto"):
+    if resume not in ("none", "auto", "must"):
         why = checkpoint.problem(Path(resume))
         if why is not None:
             raise CheckpointError(f"cannot resume from {resume}: {why}")
 
 
 def choose(root: Path, resume: str, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint to resume from: the newest valid one under `root` for "auto", else `resume`.
+    """The checkpoint to resume from: the newest valid one under `root` for "auto" and "must", else
+    `resume`.
 
-    Says which it skipped and why. None where there is none yet.
+    Says which it skipped and why. None where there is none yet, which "must" refuses.
     """
-    if resume != "auto":
+    if resume not in ("auto", "must"):
         return Path(resume)
     path, skipped = checkpoint.newest(root)
     for item in skipped:
         say(f"resume   skipped {item.path.name}: {item.reason}")
-    if path is None:
-        say(f"resume   no valid checkpoint in {root}; starting afresh")
-    return path
+    if path is not None:
+        return path
+    if resume == "must":
+        raise CheckpointError(f"--resume must found no valid checkpoint in {root}")
+    if skipped:
+        say(
+            f"resume   WARNING: none of the {len(skipped)} checkpoints in {root} is valid; "
+            "TRAINING STARTS AGAIN FROM STEP 0; --resume must ends with an error instead"
+        )
+    else:
+        say(f"resume   no checkpoint in {root}; starting afresh")
+    return None

@@ -7,18 +7,17 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from ast import literal_eval
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Dataset
 
-from hvdtrain.errors import InputError
+from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.tasks import TASKS
 
 Batch = Any
@@ -71,7 +70,116 @@ class Task(ABC):
         """Make a batch of a list of samples. The default is torch's."""
         from torch.utils.data import default_collate
 
-        return default_collate(samples)
+        try:
+            return default_collate(samples)
+        except (TypeError, RuntimeError) as error:
+            said = " ".join(str(error).split())
+            raise InputError(
+                f"the samples of the dataset do not make a batch: {said}; give the task a method "
+                "collate(samples)"
+            ) from None
+
+
+class CheckedTask(Task):
+    """A task whose methods are held to what `Task` says they return.
+
+    Each raises InputError naming the method, what it returned and what it must return. What the
+    task's own code raises passes through.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def model(self) -> nn.Module:
+        """Return the task's model: a bare module, which the backend wraps."""
+        model = self._task.model()
+        if not isinstance(model, nn.Module):
+            self._refuse("model", "a torch.nn.Module", model)
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            self._refuse("model", "the bare model, which the backend wraps", model)
+        return model
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Return the task's optimizer."""
+        optimizer = self._task.optimizer(model)
+        if not isinstance(optimizer, Optimizer):
+            self._refuse("optimizer", "one torch.optim.Optimizer", optimizer)
+        return optimizer
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
+        """Return the task's training data and evaluation data; the loader checks each."""
+        given = self._task.datasets()
+        if not (isinstance(given, (tuple, list)) and len(given) == 2):
+            self._refuse(
+                "datasets", "two: the training data, and the evaluation data or None", given
+            )
+        return given[0], given[1]
+
+    def loss(self, net: nn.Module, batch: Batch) -> Tensor:
+        """Return the task's loss: one floating-point number that depends on the parameters."""
+        loss = self._task.loss(net, batch)
+        if not (isinstance(loss, Tensor) and loss.numel() == 1):
+            self._refuse("loss", "a tensor with one number, the mean over the batch", loss)
+        if not loss.requires_grad or loss.is_complex():
+            self._refuse("loss", "a real tensor that backward() can start from", loss)
+        return loss
+
+    def metrics(self, net: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Return the task's metrics: one number by name."""
+        metrics = self._task.metrics(net, batch)
+        if not isinstance(metrics, dict):
+            self._refuse("metrics", "a dict of tensors by name", metrics)
+        for name, value in metrics.items():
+            if not isinstance(name, str):
+                self._refuse("metrics", "a dict with names as keys", name)
+            if not (isinstance(value, Tensor) and value.numel() == 1) or value.is_complex():
+                what = f"a tensor with one number as {name!r}, the mean over the batch"
+                self._refuse("metrics", what, value)
+        return metrics
+
+    def schedule(
+        self, optimizer: Optimizer, steps_per_epoch: int, total_steps: int
+    ) -> LRScheduler | None:
+        """Return the task's scheduler of `optimizer`, or None."""
+        own = self._task.schedule(optimizer, steps_per_epoch, total_steps)
+        if own is None:
+            return None
+        if not isinstance(own, LRScheduler):
+            self._refuse("schedule", "a scheduler of torch.optim.lr_scheduler, or None", own)
+        if isinstance(own, ReduceLROnPlateau):
+            self._refuse("schedule", "a scheduler that needs no metric", own)
+        if own.optimizer is not optimizer:
+            self._refuse("schedule", "a scheduler of the optimizer that it is given", own)
+        return own
+
+    def collate(self, samples: list[Any]) -> Batch:
+        """Return the task's batch, whatever it is."""
+        return self._task.collate(samples)
+
+    def _refuse(self, method: str, wanted: str, given: object) -> NoReturn:
+        raise InputError(
+            f"{type(self._task).__name__}.{method} must return {wanted}; it returned "
+            f"{_describe(given)}"
+        )
+
+
+def _describe(value: object) -> str:
+    """Say in a few words what a value is, such as `None`, or `a list of 2`."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        without = "" if value.requires_grad else ", without a gradient"
+        return f"a tensor of {kind} of shape {tuple(value.shape)}{without}"
+    name = type(value).__name__
+    article = "an" if name[0].lower() in "aeiou" else "a"
+    if isinstance(value, (list, tuple, dict)):
+        return f"{article} {name} of {len(value)}"
+    if isinstance(value, (int, float, str)):
+        return f"{article} {name}, {value!r:.40}"
+    return f"{article} {name}"
 
 
 def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
@@ -84,8 +192,11 @@ def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
     where = TASKS.get(spec, spec)
     module_name, colon, class_name = where.rpartition(":")
     if not colon:
-        close = get_close_matches(spec, TASKS, 1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        package, dot, last = spec.rpartition(".")
+        hint = did_you_mean(spec, TASKS)
+        if dot:
+            hint = f"which class of the file? {spec}:Class; "
+            hint = hint if last == "py" else f"did you mean '{package}:{last}'? "
         raise InputError(
             f"unknown task {spec!r}; {hint}one of: {', '.join(TASKS)}, module:Class, or "
             f"file.py:Class"
@@ -103,7 +214,9 @@ def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
         raise InputError(f"the task {spec!r} lacks the methods: {missing}")
     arguments = dict(_parse_setting(setting) for setting in settings)
     _check_arguments(spec, cls, arguments)
-    return cls(**arguments)
+    task = cls(**arguments)
+    _check_methods(task)
+    return task
 
 
 def _is_own_task(value: object, module: ModuleType) -> bool:
@@ -117,7 +230,7 @@ def _load_module(name: str) -> ModuleType:
         return _load_file(name)
     _add_to_path(Path.cwd())  # the console script does not have it, unlike `python -m`
     try:
-        return import_module(name)
+        return _import(name)
     except (ValueError, TypeError):
         raise InputError(f"{name!r} is not the name of a module") from None
     except ModuleNotFoundError as error:
@@ -147,9 +260,18 @@ def _load_file(name: str) -> ModuleType:
             f"the task file {name!r} has the name of a module that Python imports from {other}; "
             f"rename the file"
         )
-    module = import_module(path.stem)
+    module = _import(path.stem)
     module.__task_file__ = str(path)  # type: ignore[attr-defined]
     return module
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except SyntaxError as error:  # of this file, or of one that it imports
+        where = f"{error.filename or name}, line {error.lineno or 1}"
+        text = (error.text or "").strip()
+        raise InputError(f"{where}: {error.msg}{f': {text:.80}' if text else ''}") from None
 
 
 def _add_to_path(folder: Path) -> None:
@@ -164,8 +286,8 @@ def _parse_setting(text: str) -> tuple[str, Any]:
         raise InputError(f"--set {text!r} is not name=value")
     try:
         return name, literal_eval(value)
-    except (ValueError, SyntaxError, TypeError):
-        return name, value
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return name, value  # the last two: nested too deeply
 
 
 def _check_arguments(spec: str, cls: type[Task], arguments: dict[str, Any]) -> None:
@@ -176,6 +298,17 @@ def _check_arguments(spec: str, cls: type[Task], arguments: dict[str, Any]) -> N
         names = [name for name, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD]
         takes = ", ".join(names) or "no arguments"
         unknown = [name for name in arguments if name not in names]
-        close = get_close_matches(unknown[0], names, 1) if unknown else []
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise InputError(f"task {spec!r}: {error}{hint} (it takes: {takes})") from None
+        hint = did_you_mean(unknown[0], names) if unknown else ""
+        raise InputError(f"task {spec!r}: {error}; {hint}it takes: {takes}") from None
+
+
+def _check_methods(task: Task) -> None:
+    """Raise InputError for a method that cannot be called with the arguments of `Task`'s own."""
+    for name in ("model", "optimizer", "datasets", "loss", "metrics", "schedule", "collate"):
+        wanted = list(inspect.signature(getattr(Task, name)).parameters)[1:]
+        try:
+            inspect.signature(getattr(task, name)).bind(*wanted)
+        except TypeError as error:
+            raise InputError(
+                f"{type(task).__name__}.{name} is called as {name}({', '.join(wanted)}): {error}"
+            ) from None

