@@ -6,7 +6,7 @@ To add one: a subclass in a file of its own, and a row in the table beside it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -240,6 +240,24 @@ class Backend(ABC):
 
     # Shared parts
 
+    def check_same(self, values: Mapping[str, object], advice: str = "") -> None:
+        """[all] Raise WorldMismatch, on every rank, for the first of `values` that differs between
+        ranks: with both values, and the `advice` what to do.
+        """
+        everyone = self.all_gather_object(dict(values))
+        for rank, other in enumerate(everyone):
+            for key, value in everyone[0].items():
+                if other.get(key) != value:
+                    error = WorldMismatch(
+                        f"rank 0{self._on_host(0)} has {key} = {value}, but rank {rank}"
+                        f"{self._on_host(rank)} has {other.get(key, 'nothing')}{advice}"
+                    )
+                    error.everywhere = True  # all have seen the same list
+                    raise error
+
+    def _on_host(self, rank: int) -> str:
+        return f" on {self.hosts[rank]}" if self.hosts else ""
+
     @contextmanager
     def naming_peers(self) -> Iterator[None]:
         """Raise `peer_failure`'s error in the place of what the block raises. Not collective."""
@@ -414,7 +432,7 @@ def _take_out(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _take_out(item, tensors) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_take_out(item, tensors) for item in value)
+        return _like(value, [_take_out(item, tensors) for item in value])
     return value
 
 
@@ -425,7 +443,7 @@ def _put_in(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _put_in(item, tensors) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_put_in(item, tensors) for item in value)
+        return _like(value, [_put_in(item, tensors) for item in value])
     return value
 
 
@@ -436,5 +454,10 @@ def to_cpu(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: to_cpu(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(to_cpu(item) for item in value)
+        return _like(value, [to_cpu(item) for item in value])
     return value
+
+
+def _like(value: Any, items: list[Any]) -> Any:
+    """Return a list, tuple or namedtuple of the type of `value`."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -8,10 +8,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +119,9 @@ class Trainer:
         self._records = record
         with self.backend.together():
             self._build()
+        check_same_plan(self.backend, self._train_loader, self._eval_loader, self.config)
+        with self.backend.together():
+            self._open_run_dir()  # only now, so that bad input leaves none behind
         self._start()
 
     def steps(self) -> Iterator[StepTaken]:
@@ -154,7 +157,6 @@ class Trainer:
         # Again, so that the weights do not depend on what random numbers the data took.
         environment.seed_all(mix(config.seed))
         self.model: nn.Module = self.precision.convert(self.task.model()).to(self.backend.device)
-        self._open_run_dir()  # last, so that bad input leaves none behind
 
     def _open_run_dir(self) -> None:
         if self.world.rank > 0 or not self._records:
@@ -529,6 +531,31 @@ def shard(train: Dataset[Any], config: TrainConfig, world: World) -> ShardedBatc
             "with --uneven pad"
         )
     return batches
+
+
+def check_same_plan(
+    backend: Backend,
+    train: DataLoader[Any],
+    evaluation: DataLoader[Any] | None,
+    config: TrainConfig,
+) -> None:
+    """Compare what the number of steps and their order depend on between all ranks. Collective.
+
+    Raises WorldMismatch, on every rank: they would take different numbers of steps, or samples
+    twice.
+    """
+    names = "seed epochs max_steps accumulate uneven eval_every checkpoint_every".split()
+    backend.check_same(
+        {
+            "samples of training data": len(cast("Sized", train.dataset)),
+            "samples of evaluation data": (
+                None if evaluation is None else len(cast("Sized", evaluation.dataset))
+            ),
+            "samples of a micro-batch": config.micro_batch(backend.world.size),
+            **{name: getattr(config, name) for name in names},
+        },
+        "; give every rank the same: the ranks share the samples among themselves",
+    )
 
 
 def _count(number: int, noun: str) -> str:

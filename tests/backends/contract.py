@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -360,6 +360,11 @@ def two_models(backend: Backend) -> None:
         torch.testing.assert_close(float(weight.detach()), old - mean)
 
 
+class Moments(NamedTuple):
+    mean: torch.Tensor
+    count: int
+
+
 def state_of_any_kind(backend: Backend) -> None:
     """sync_state moves tensors of any shape and dtype, and what else a state holds."""
     model = nn.Linear(3, 2)
@@ -369,6 +374,7 @@ def state_of_any_kind(backend: Backend) -> None:
     state["count"] = torch.tensor(backend.world.rank)
     state["flag"] = torch.tensor([backend.world.rank == 0])
     state["number"] = backend.world.rank
+    state["pair"] = Moments(torch.full((2,), float(backend.world.rank)), backend.world.rank)
     backend.sync_state(model, optimizer)
     state = optimizer.state[model.weight]
     assert optimizer.param_groups[0]["lr"] == 0.1
@@ -376,3 +382,6 @@ def state_of_any_kind(backend: Backend) -> None:
     assert state["count"] == 0
     assert state["flag"].item()
     assert state["number"] == 0
+    assert isinstance(state["pair"], Moments)
+    assert state["pair"].mean.eq(0).all()
+    assert state["pair"].count == 0
