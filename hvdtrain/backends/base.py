@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from hvdtrain import failure
@@ -118,6 +119,7 @@ class Backend(ABC):
         shape or dtype.
         """
         _check_owned(model, optimizer)
+        self._convert_sync_batch_norm(model)
         self._check_same_model(model)
         self.sync_state(model, optimizer)
         net, wrapped = self._wrap(model, optimizer)
@@ -128,6 +130,29 @@ class Backend(ABC):
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         return model, optimizer
+
+    def sync_batch_norm(self) -> type[_BatchNorm] | None:
+        """The class of layers that normalize over the batches of all ranks on this backend and
+        device, with torch.nn.SyncBatchNorm's parameters; None where there is none.
+        """
+        return None
+
+    def _convert_sync_batch_norm(self, model: nn.Module) -> None:
+        """Make torch's SyncBatchNorm layers, in place, ones that work here. Raises InputError where
+        none do: torch's own would crash on a CPU, or silently normalize each rank's batch alone.
+        """
+        layers = {n: m for n, m in model.named_modules() if type(m) is nn.SyncBatchNorm}
+        if not layers:
+            return
+        kind = self.sync_batch_norm() if self.world.size > 1 else _OneRankBatchNorm
+        if kind is None:
+            raise InputError(
+                f"{len(layers)} layers are torch.nn.SyncBatchNorm ({', '.join(layers)}), which "
+                f"backend {self.name} cannot synchronise on {self.device.type}; use --backend "
+                "compat, which can, or plain BatchNorm"
+            )
+        for layer in layers.values():
+            layer.__class__ = kind  # so that parameters, buffers and names stay the same
 
     def sync_state(self, model: nn.Module, optimizer: Optimizer) -> None:
         """[all] Weights, buffers and optimizer state become rank 0's, in place.
@@ -357,6 +382,14 @@ class Backend(ABC):
             self.broadcast_(t.detach())
         else:
             t.copy_(self.broadcast_(t.detach().contiguous()))
+
+
+class _OneRankBatchNorm(_BatchNorm):
+    """What torch.nn.SyncBatchNorm is in a world of one rank, on any device."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
 def check_op(t: Tensor, op: Op) -> None:

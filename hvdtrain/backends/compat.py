@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
+
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain import transports
 from hvdtrain.backends.base import Backend, BackendOptions
@@ -54,6 +56,10 @@ class Compat(Horovod):
             super().open()
         except ValueError as error:  # of a HOROVOD_ variable
             raise InputError(str(error)) from None
+
+    def sync_batch_norm(self) -> type[_BatchNorm]:
+        """`hvdtrain.hvd.SyncBatchNorm`, on every device."""
+        return cast("type[_BatchNorm]", self._hvd.SyncBatchNorm)
 
     def describe(self) -> dict[str, Any]:
         """Add the transport, and the variables in force."""

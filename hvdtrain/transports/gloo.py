@@ -55,7 +55,7 @@ def open_gloo(store: Store, rank: int, size: int, timeout_s: float) -> tuple[Any
     """
     before = _sockets()
     timeout = timedelta(seconds=timeout_s)
-    group = dist.ProcessGroupGloo(store, rank, size, timeout)
+    group = dist.ProcessGroupGloo(store, rank, size, _eager_options(timeout))
     new = {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
     ends = {fd: pair for fd in new if (pair := _ends(fd)) is not None}
     store.set(f"ends/{rank}", json.dumps(list(ends.values())))
@@ -64,6 +64,26 @@ def open_gloo(store: Store, rank: int, size: int, timeout_s: float) -> tuple[Any
     theirs = [pair for peer in peers for pair in json.loads(store.get(peer))]
     # Other threads open sockets too; this group's have their other end in a peer's list.
     return group, Connections({fd: new[fd] for fd, pair in ends.items() if pair[::-1] in theirs})
+
+
+def _eager_options(timeout: timedelta) -> Any:
+    """Return torch's own options for Gloo, but for connecting when the group is made: with
+    TORCH_GLOO_LAZY_INIT=1 it would connect on use, and there were no connections to end.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    try:
+        options._devices = [gloo.create_device(interface=n, lazy_init=False) for n in names] or [
+            gloo.create_default_device(lazy_init=False)
+        ]
+    except TypeError:  # an older torch, which knows nothing of lazy connections
+        options._devices = [gloo.create_device(interface=n) for n in names] or [
+            gloo.create_default_device()
+        ]
+    options._timeout = timeout
+    options._threads = 2 * len(options._devices)
+    return options
 
 
 def _sockets() -> dict[int, str]:
