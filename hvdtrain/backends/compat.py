@@ -6,7 +6,9 @@ import os
 from types import ModuleType
 from typing import Any, ClassVar, cast
 
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
 from hvdtrain import transports
 from hvdtrain.backends.base import Backend, BackendOptions
@@ -56,6 +58,15 @@ class Compat(Horovod):
             super().open()
         except ValueError as error:  # of a HOROVOD_ variable
             raise InputError(str(error)) from None
+
+    def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        from hvdtrain.hvd.reducers import BucketReducer
+
+        net, wrapped = super()._wrap(model, optimizer)
+        reducer = getattr(wrapped, "_reducer", None)
+        if isinstance(reducer, BucketReducer):
+            reducer.agrees_first = True  # so that resuming changes no bits
+        return net, wrapped
 
     def sync_batch_norm(self) -> type[_BatchNorm]:
         """`hvdtrain.hvd.SyncBatchNorm`, on every device."""
