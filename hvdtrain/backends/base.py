@@ -152,7 +152,8 @@ class Backend(ABC):
                 "compat, which can, or plain BatchNorm"
             )
         for layer in layers.values():
-            layer.__class__ = kind  # so that parameters, buffers and names stay the same
+            # So that parameters, buffers and names stay the same.
+            layer.__class__ = kind  # type: ignore[assignment]
 
     def sync_state(self, model: nn.Module, optimizer: Optimizer) -> None:
         """[all] Weights, buffers and optimizer state become rank 0's, in place.

@@ -362,13 +362,14 @@ def two_models(backend: Backend) -> None:
 
 class Moments(NamedTuple):
     mean: torch.Tensor
-    count: int
+    steps: int
 
 
 def sync_batch_norm(backend: Backend) -> str:
     """It normalizes over the batches of all ranks, or is refused; parameters stay the same."""
     rank, size = backend.world.rank, backend.world.size
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(small_model(0)).double()
+    convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+    model: nn.Module = convert(small_model(0)).double()
     names, parameters = list(model.state_dict()), list(model.parameters())
     try:
         net, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -414,4 +415,4 @@ def state_of_any_kind(backend: Backend) -> None:
     pair = optimizer.param_groups[0]["pair"]
     assert isinstance(pair, Moments)
     assert pair.mean.eq(0).all()
-    assert pair.count == 0
+    assert pair.steps == 0
