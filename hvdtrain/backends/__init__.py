@@ -11,7 +11,7 @@ import resource
 import socket
 from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hvdtrain.errors import BackendUnavailable, InputError, WorldMismatch, did_you_mean
 from hvdtrain.world import World, detect
@@ -150,33 +150,22 @@ def _shake_hands(backend: Backend, agree_on: Mapping[str, object]) -> None:
     import torch
 
     world = backend.world
-    mine: dict[str, Any] = {
-        "rank": world.rank,
-        "host": socket.gethostname(),
-        "same": {
-            "backend": backend.name,
-            "world size": world.size,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            **agree_on,
-        },
-    }
-    everyone = backend.all_gather_object(mine)
-    ranks = [other["rank"] for other in everyone]
-    error: WorldMismatch | None = None
+    everyone = backend.all_gather_object((world.rank, socket.gethostname()))
+    ranks = [rank for rank, _ in everyone]
     if ranks != list(range(world.size)):
         error = WorldMismatch(
             f"the launcher counts ranks 0 to {world.size - 1}, but backend {backend.name} has, in "
             f"its own order, {ranks}"
         )
-    for other in everyone[1:]:
-        for key, value in everyone[0]["same"].items():
-            if other["same"].get(key, None) != value and error is None:
-                error = WorldMismatch(
-                    f"rank 0 on {everyone[0]['host']} has {key} = {value}, but rank "
-                    f"{other['rank']} on {other['host']} has {other['same'].get(key, 'nothing')}"
-                )
-    if error is not None:
         error.everywhere = True  # all have seen the same list
         raise error
-    backend.hosts = [other["host"] for other in everyone]
+    backend.hosts = [host for _, host in everyone]
+    backend.check_same(
+        {
+            "backend": backend.name,
+            "world size": world.size,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            **agree_on,
+        }
+    )

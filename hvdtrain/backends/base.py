@@ -6,7 +6,7 @@ To add one: a subclass in a file of its own, and a row in the table beside it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -121,6 +122,7 @@ class Backend(ABC):
         shape or dtype.
         """
         _check_owned(model, optimizer)
+        self._convert_sync_batch_norm(model)
         self._check_same_model(model)
         self.sync_state(model, optimizer)
         net, wrapped = self._wrap(model, optimizer)
@@ -131,6 +133,30 @@ class Backend(ABC):
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         return model, optimizer
+
+    def sync_batch_norm(self) -> type[_BatchNorm] | None:
+        """The class of layers that normalize over the batches of all ranks on this backend and
+        device, with torch.nn.SyncBatchNorm's parameters; None where there is none.
+        """
+        return None
+
+    def _convert_sync_batch_norm(self, model: nn.Module) -> None:
+        """Make torch's SyncBatchNorm layers, in place, ones that work here. Raises InputError where
+        none do: torch's own would crash on a CPU, or silently normalize each rank's batch alone.
+        """
+        layers = {n: m for n, m in model.named_modules() if type(m) is nn.SyncBatchNorm}
+        if not layers:
+            return
+        kind = self.sync_batch_norm() if self.world.size > 1 else _OneRankBatchNorm
+        if kind is None:
+            raise InputError(
+                f"{len(layers)} layers are torch.nn.SyncBatchNorm ({', '.join(layers)}), which "
+                f"backend {self.name} cannot synchronise on {self.device.type}; use --backend "
+                "compat, which can, or plain BatchNorm"
+            )
+        for layer in layers.values():
+            # So that parameters, buffers and names stay the same.
+            layer.__class__ = kind  # type: ignore[assignment]
 
     def sync_state(self, model: nn.Module, optimizer: Optimizer) -> None:
         """[all] Weights, buffers and optimizer state become rank 0's, in place.
@@ -243,6 +269,24 @@ class Backend(ABC):
 
     # Shared parts
 
+    def check_same(self, values: Mapping[str, object], advice: str = "") -> None:
+        """[all] Raise WorldMismatch, on every rank, for the first of `values` that differs between
+        ranks: with both values, and the `advice` what to do.
+        """
+        everyone = self.all_gather_object(dict(values))
+        for rank, other in enumerate(everyone):
+            for key, value in everyone[0].items():
+                if other.get(key) != value:
+                    error = WorldMismatch(
+                        f"rank 0{self._on_host(0)} has {key} = {value}, but rank {rank}"
+                        f"{self._on_host(rank)} has {other.get(key, 'nothing')}{advice}"
+                    )
+                    error.everywhere = True  # all have seen the same list
+                    raise error
+
+    def _on_host(self, rank: int) -> str:
+        return f" on {self.hosts[rank]}" if self.hosts else ""
+
     @contextmanager
     def naming_peers(self) -> Iterator[None]:
         """Raise `peer_failure`'s error in the place of what the block raises. Not collective."""
@@ -345,6 +389,14 @@ class Backend(ABC):
             t.copy_(self.broadcast_(t.detach().contiguous()))
 
 
+class _OneRankBatchNorm(_BatchNorm):
+    """What torch.nn.SyncBatchNorm is in a world of one rank, on any device."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
 def check_op(t: Tensor, op: Op) -> None:
     """Raise ValueError for an unknown op, and for the mean of integers. Not collective."""
     if op not in OPS:
@@ -423,7 +475,7 @@ def _take_out(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _take_out(item, tensors) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_take_out(item, tensors) for item in value)
+        return _like(value, [_take_out(item, tensors) for item in value])
     return value
 
 
@@ -434,7 +486,7 @@ def _put_in(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _put_in(item, tensors) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_put_in(item, tensors) for item in value)
+        return _like(value, [_put_in(item, tensors) for item in value])
     return value
 
 
@@ -450,5 +502,10 @@ def to_cpu(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: to_cpu(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(to_cpu(item) for item in value)
+        return _like(value, [to_cpu(item) for item in value])
     return value
+
+
+def _like(value: Any, items: list[Any]) -> Any:
+    """Return a list, tuple or namedtuple of the type of `value`."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

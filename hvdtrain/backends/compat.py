@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
 from hvdtrain import transports
 from hvdtrain.backends.base import Backend, BackendOptions
@@ -66,6 +70,19 @@ class Compat(Horovod):
         if self.device.type == "cpu":
             changes["transport"] = self.transport
         basics.start(replace(settings, **changes))
+
+    def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        from hvdtrain.hvd.reducers import BucketReducer
+
+        net, wrapped = super()._wrap(model, optimizer)
+        reducer = getattr(wrapped, "_reducer", None)
+        if isinstance(reducer, BucketReducer):
+            reducer.agrees_first = True  # so that resuming changes no bits
+        return net, wrapped
+
+    def sync_batch_norm(self) -> type[_BatchNorm]:
+        """`hvdtrain.hvd.SyncBatchNorm`, on every device."""
+        return cast("type[_BatchNorm]", self._hvd.SyncBatchNorm)
 
     def describe(self) -> dict[str, Any]:
         """Add the transport, and the variables in force."""

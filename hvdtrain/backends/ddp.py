@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -57,6 +58,10 @@ class DDP(C10d):
         if self.world.size > 2 and self.options.unused_parameters == "error":
             self._unordered[id(optimizer)] = net, optimizer
         return net, optimizer
+
+    def sync_batch_norm(self) -> type[_BatchNorm] | None:
+        """torch's own layer, which knows CUDA alone."""
+        return nn.SyncBatchNorm if self.device.type == "cuda" else None
 
     def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Keep DDP from reducing in all but the last micro-batch of a window."""

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op, with_sparse_gradients
@@ -167,6 +168,11 @@ class Horovod(Backend):
             wrapped.load_state_dict(state)  # it is a new optimizer, made from param_groups alone
         self._optimizers[id(model)] = wrapped
         return model, cast("Optimizer", wrapped)
+
+    def sync_batch_norm(self) -> type[_BatchNorm] | None:
+        """Horovod's layer, which knows CUDA alone."""
+        cuda = self.device.type == "cuda"
+        return cast("type[_BatchNorm]", self._hvd.SyncBatchNorm) if cuda else None
 
     def _coalesce(self, p: Tensor) -> None:
         """Add up this rank's rows before they are sent, as DDP does.

@@ -21,7 +21,7 @@ from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data import make_loader, mix, on_device
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.task import Task
-from hvdtrain.training.trainer import StepTaken, shard
+from hvdtrain.training.trainer import StepTaken, check_same_plan, shard
 from hvdtrain.transports.memory import keep_freed_memory
 
 
@@ -50,6 +50,7 @@ class ByHand:
             config.workers,
             config.seed,
         )
+        check_same_plan(self.backend, self.loader, None, config)
         environment.seed_all(mix(config.seed))
         self.model: nn.Module = self.precision.convert(self.task.model()).to(self.backend.device)
         self.optimizer = self.task.optimizer(self.model)

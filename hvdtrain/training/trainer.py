@@ -8,10 +8,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +123,9 @@ class Trainer:
         self._records = record
         with self.backend.together():
             self._build()
+        check_same_plan(self.backend, self._train_loader, self._eval_loader, self.config)
+        with self.backend.together():
+            self._open_run_dir()  # only now, so that bad input leaves none behind
         self._start()
 
     def steps(self) -> Iterator[StepTaken]:
@@ -160,7 +163,6 @@ class Trainer:
         self.model: nn.Module = self.precision.convert(self._checked.model()).to(
             self.backend.device
         )
-        self._open_run_dir()  # last, so that bad input leaves none behind
 
     def _open_run_dir(self) -> None:
         if self.world.rank > 0 or not self._records:
@@ -539,6 +541,31 @@ def shard(train: Dataset[Any], config: TrainConfig, world: World) -> ShardedBatc
             f"one micro-batch of all ranks, {each} x {world.size} samples, fits into no memory"
         )
     return batches
+
+
+def check_same_plan(
+    backend: Backend,
+    train: DataLoader[Any],
+    evaluation: DataLoader[Any] | None,
+    config: TrainConfig,
+) -> None:
+    """Compare what the number of steps and their order depend on between all ranks. Collective.
+
+    Raises WorldMismatch, on every rank: they would take different numbers of steps, or samples
+    twice.
+    """
+    names = "seed epochs max_steps accumulate uneven eval_every checkpoint_every".split()
+    backend.check_same(
+        {
+            "samples of training data": len(cast("Sized", train.dataset)),
+            "samples of evaluation data": (
+                None if evaluation is None else len(cast("Sized", evaluation.dataset))
+            ),
+            "samples of a micro-batch": config.micro_batch(backend.world.size),
+            **{name: getattr(config, name) for name in names},
+        },
+        "; give every rank the same: the ranks share the samples among themselves",
+    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -124,6 +125,19 @@ def check_plans(what: str, plans: Sequence[Sequence[Sequence[int]]]) -> None:
     ]
     if wrong:
         raise Mismatch(f"{what}: {'; '.join(wrong)}")
+
+
+def ends_within(work: Any, seconds: float) -> bool:
+    """Wait up to `seconds` for an operation of c10d, and return whether it has ended. Raises its
+    error. A timeout is recognised by the operation's state, not by the text of an error.
+    """
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it has failed, or ended at the same moment
+    return True
 
 
 def first_line(error: BaseException) -> str:

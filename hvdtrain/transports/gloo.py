@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -73,15 +73,30 @@ def open_gloo(store: Store, rank: int, size: int, timeout_s: float) -> tuple[Any
 
 
 def gloo_options(timeout: timedelta) -> Any:
-    """Return the options of a group, with an address of this host that the others reach."""
-    address = reachable_address()
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    """Return the options of a group: an address of this host that the others reach, and connections
+    made when the group is. With TORCH_GLOO_LAZY_INIT=1 Gloo would connect on use, and there would
+    be no connections to end.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    places = [{"interface": name} for name in names]
+    if not names and (address := reachable_address()) is not None:
+        places = [{"hostname": address}]
+    options = gloo._Options()
+    options._devices = [_eager(gloo.create_device, **place) for place in places] or [
+        _eager(gloo.create_default_device)
+    ]
     options._timeout = timeout
-    if address is None or "GLOO_SOCKET_IFNAME" in os.environ:
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]
-    else:
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._threads = 2 * len(options._devices)
     return options
+
+
+def _eager(create: Callable[..., Any], **place: str) -> Any:
+    """Create a device of Gloo's that connects at once."""
+    try:
+        return create(**place, lazy_init=False)
+    except TypeError:  # an older torch, which knows nothing of lazy connections
+        return create(**place)
 
 
 @contextmanager

@@ -129,11 +129,13 @@ class Watch:
         last = False
         try:
             while not last:
-                waiting = [self._ear, *self._peers.values()]
-                ready, _, _ = select.select(waiting, [], [], TELL_S)
-                last = self._ear in ready
+                poller = select.poll()  # select.select knows no descriptor from 1024
+                for end in (self._ear, *self._peers.values()):
+                    poller.register(end, select.POLLIN)
+                ready = {fd for fd, _ in poller.poll(1000 * TELL_S)}
+                last = self._ear.fileno() in ready
                 for host, peer in list(self._peers.items()):
-                    if peer in ready:
+                    if peer.fileno() in ready:
                         self._hear(host, peer)
                 self._tell()
         finally:  # also after an error, so that the other hosts do not wait for this one

@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,15 @@ class Region:
     alive: _Alive
 
 
+def _has_descriptors() -> bool:
+    """Whether this process may open descriptors for one more region.
+
+    A storage takes two, and a quarter of what the process may have is enough for all its groups.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
+    return sum(len(regions._own) for regions in list(_all_regions)) < most
+
+
 class Regions:
     """The regions of one rank that others may read and write, and those of others in use here.
 
@@ -60,9 +70,8 @@ class Regions:
         self._next = 0
         self._dir = shm_dir
         self._may_move = True
-        # A storage takes two descriptors, and a quarter of what a process may have is enough.
-        self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
         self._lock = threading.Lock()
+        _all_regions.add(self)
 
     def find(self, t: Tensor) -> Region | None:
         """Return the region that a tensor lies in."""
@@ -91,18 +100,26 @@ class Regions:
                 return
             del self._seen[key]
             self._sweep()
-            if len(self._own) >= self._most or not self._fits(num_bytes):
+            if not _has_descriptors() or not self._fits(num_bytes):
                 return
             try:
                 fd, _ = storage._share_fd_cpu_()  # moves it, too; the descriptor stays its own
-            except RuntimeError as error:  # others filled it meanwhile
+                mine = os.dup(fd)
+            except (RuntimeError, OSError) as error:  # no room, or no descriptor, meanwhile
                 self._stay(str(error).split("\n")[0])
                 return
-            self._add(storage, os.dup(fd), num_bytes)
+            self._add(storage, mine, num_bytes)
 
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Return zeroed bytes in shared memory, released with the last view of them."""
-        fd = window.create(max(num_bytes, 1))
+    def allocate(self, num_bytes: int) -> Tensor | None:
+        """Return zeroed bytes in shared memory, released with the last view of them; None where
+        this process has too many descriptors open.
+        """
+        if not _has_descriptors():
+            return None
+        try:
+            fd = window.create(max(num_bytes, 1))
+        except OSError:
+            return None
         t = window.Mapping(fd, max(num_bytes, 1)).bytes
         with self._lock:
             self._add(t.untyped_storage(), fd, max(num_bytes, 1))
@@ -175,3 +192,7 @@ class Regions:
             self._theirs.clear()
         for region in own.values():
             os.close(region.fd)
+
+
+# Of all groups of this process, which share its limit on descriptors.
+_all_regions: weakref.WeakSet[Regions] = weakref.WeakSet()

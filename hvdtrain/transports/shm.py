@@ -45,6 +45,7 @@ from hvdtrain.transports.carrier import (
     as_bytes,
     check_plans,
     differ,
+    ends_within,
     first_line,
     share,
 )
@@ -417,7 +418,7 @@ class Shm(Carrier):
         """
         wait = Wait(self._host, what)
         try:
-            while not _ends(work):
+            while not ends_within(work, LOOK_S):
                 wait.look()
         except PeerLost:
             self._hang_up()
@@ -440,17 +441,6 @@ class Shm(Carrier):
         """Let whoever waits for this rank by Gloo fail, and what is under way here."""
         for connections in self._connections:
             connections.hang_up()
-
-
-def _ends(work: Any) -> bool:
-    """Wait a moment for an operation of Gloo, and return whether it has ended. Raises its error."""
-    try:
-        work.wait(timedelta(seconds=LOOK_S))
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        work.wait()
-    return True
 
 
 # Who shares memory with whom

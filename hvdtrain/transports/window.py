@@ -55,8 +55,12 @@ for _name, _types in {
     "sem_post": [ctypes.c_void_p],
     "sem_trywait": [ctypes.c_void_p],
     "sem_timedwait": [ctypes.c_void_p, ctypes.c_void_p],
+    "sem_clockwait": [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p],
 }.items():
-    getattr(_libc, _name).argtypes = _types
+    if hasattr(_libc, _name):
+        getattr(_libc, _name).argtypes = _types
+# From glibc 2.30: a wait by the clock that nobody sets. Else a clock that is set back prolongs it.
+_BY_MONOTONIC_CLOCK = hasattr(_libc, "sem_clockwait")
 
 
 class _Timespec(ctypes.Structure):
@@ -164,13 +168,22 @@ class Host:
     def _wait(self, sem: ctypes.c_void_p, what: str) -> None:
         wait = Wait(self, what)
         while True:
-            until = time.time() + LOOK_S
-            self._soon.sec, self._soon.nsec = int(until), int(until % 1 * 1e9)
-            if _libc.sem_timedwait(sem, ctypes.byref(self._soon)) == 0:
+            if self._wait_shortly(sem):
                 return
-            if ctypes.get_errno() not in (errno.ETIMEDOUT, errno.EINTR):
-                raise OSError(ctypes.get_errno(), "sem_timedwait")
             wait.look()
+
+    def _wait_shortly(self, sem: ctypes.c_void_p) -> bool:
+        """Wait up to `LOOK_S` for a semaphore, and return whether it was posted."""
+        until = (time.monotonic() if _BY_MONOTONIC_CLOCK else time.time()) + LOOK_S
+        self._soon.sec, self._soon.nsec = int(until), int(until % 1 * 1e9)
+        soon = ctypes.byref(self._soon)
+        if _BY_MONOTONIC_CLOCK:
+            failed = _libc.sem_clockwait(sem, time.CLOCK_MONOTONIC, soon)
+        else:
+            failed = _libc.sem_timedwait(sem, soon)
+        if failed and ctypes.get_errno() not in (errno.ETIMEDOUT, errno.EINTR):
+            raise OSError(ctypes.get_errno(), "waiting for a semaphore")
+        return not failed
 
     def near(self) -> list[Seen]:
         """Return what is known of the ranks of this host, this one included."""

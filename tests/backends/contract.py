@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -360,6 +360,39 @@ def two_models(backend: Backend) -> None:
         torch.testing.assert_close(float(weight.detach()), old - mean)
 
 
+class Moments(NamedTuple):
+    mean: torch.Tensor
+    steps: int
+
+
+def sync_batch_norm(backend: Backend) -> str:
+    """It normalizes over the batches of all ranks, or is refused; parameters stay the same."""
+    rank, size = backend.world.rank, backend.world.size
+    convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+    model: nn.Module = convert(small_model(0)).double()
+    names, parameters = list(model.state_dict()), list(model.parameters())
+    try:
+        net, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except InputError as error:
+        return str(error)
+    assert list(model.state_dict()) == names
+    assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+    inputs = torch.randn(size, 6, 4, generator=torch.Generator().manual_seed(1)).double()
+    with backend.accumulate(net, last=True):
+        net(inputs[rank]).square().mean().backward()
+    backend.finish_backward(optimizer)
+    twin = small_model(0).double()
+    twin(inputs.reshape(-1, 4)).square().mean().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-12)
+    for name, t in twin.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), t, rtol=0, atol=1e-12)
+    model.eval()
+    twin.eval()
+    torch.testing.assert_close(model(inputs[0]), twin(inputs[0]), rtol=0, atol=1e-12)
+    return "global"
+
+
 def state_of_any_kind(backend: Backend) -> None:
     """sync_state moves tensors of any shape and dtype, and what else a state holds."""
     model = nn.Linear(3, 2)
@@ -369,6 +402,9 @@ def state_of_any_kind(backend: Backend) -> None:
     state["count"] = torch.tensor(backend.world.rank)
     state["flag"] = torch.tensor([backend.world.rank == 0])
     state["number"] = backend.world.rank
+    # torch itself cannot load a namedtuple that is in the state of a parameter.
+    group = optimizer.param_groups[0]
+    group["pair"] = Moments(torch.full((2,), float(backend.world.rank)), backend.world.rank)
     backend.sync_state(model, optimizer)
     state = optimizer.state[model.weight]
     assert optimizer.param_groups[0]["lr"] == 0.1
@@ -376,3 +412,7 @@ def state_of_any_kind(backend: Backend) -> None:
     assert state["count"] == 0
     assert state["flag"].item()
     assert state["number"] == 0
+    pair = optimizer.param_groups[0]["pair"]
+    assert isinstance(pair, Moments)
+    assert pair.mean.eq(0).all()
+    assert pair.steps == 0

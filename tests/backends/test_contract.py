@@ -119,6 +119,16 @@ def test_two_models(ranks: Ranks) -> None:
     ranks.run(contract.two_models)
 
 
+def test_sync_batch_norm(ranks: Ranks) -> None:
+    """torch's layer would silently be plain BatchNorm, or crash, on CPUs."""
+    for said in ranks.run(contract.sync_batch_norm):
+        if ranks.n > 1 and ranks.arm.backend in ("ddp", "horovod"):
+            assert "SyncBatchNorm (1)" in said
+            assert "use --backend compat" in said
+        else:
+            assert said == "global"
+
+
 def test_state_of_any_kind(ranks: Ranks) -> None:
     ranks.run(contract.state_of_any_kind)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from typing import Any
 
 import torch
 
@@ -53,6 +54,27 @@ def small_integers(hvd: Hvd) -> None:
         same(hvd.allreduce(tensor, name=f"a{dtype}"), mean(tensors))
         same(hvd.allreduce(tensor, name=f"m{dtype}", op=hvd.Max), tensors[-1])
         same(hvd.reducescatter(tensor, name=f"s{dtype}", op=hvd.Sum), part(hvd, total(tensors)))
+
+
+@case(stronger="uint64")
+def unsigned_numbers_from_2_to_63(hvd: Hvd) -> None:
+    """They are not negative: in a small tensor, which travels with its request, and in a large."""
+    n = hvd.size()
+    top = [2**63 + 4096 * r for r in range(n)]
+    for repeats in (1, 20_000):
+
+        def found(repeats: int = repeats, **options: Any) -> list[int]:
+            values = [top[hvd.rank()], hvd.rank() + 1]
+            tensor = torch.tensor(values, dtype=torch.uint64).repeat(repeats)
+            result = hvd.allreduce(tensor, name=f"u{repeats}", **options)
+            assert torch.equal(result, result[:2].repeat(repeats))
+            return result[:2].tolist()  # type: ignore[no-any-return]
+
+        assert found(op=hvd.Min) == [top[0], 1]
+        assert found(op=hvd.Max) == [top[-1], n]
+        assert found(op=hvd.Sum) == [sum(top) % 2**64, n * (n + 1) // 2]
+        assert found() == [2**63 + 2048 * (n - 1), (n + 1) // 2]
+        assert found(op=hvd.Max, postscale_factor=0.5) == [top[-1] // 2, n // 2]
 
 
 @case(stronger="bool")

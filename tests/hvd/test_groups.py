@@ -13,16 +13,18 @@ from hvdtrain.hvd.engine.groups import Broken, Groups
 class Work:
     """An operation of which the first waits time out; it ends right after the last of these."""
 
-    def __init__(self, slices: int, error: str | None = None) -> None:
-        self.slices, self.error = slices, error
+    def __init__(
+        self, slices: int, error: str | None = None, timeout: str = "Operation timed out!"
+    ) -> None:
+        self.slices, self.error, self.timeout = slices, error, timeout
 
     def is_completed(self) -> bool:
         return self.slices == 0
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         if self.slices:
             self.slices -= 1
-            raise RuntimeError("Operation timed out!")
+            raise RuntimeError(self.timeout)
         if self.error is not None:
             raise RuntimeError(self.error)
 
@@ -35,6 +37,7 @@ def groups(failure: str | None = None) -> Groups:
 def test_an_operation_that_ends_as_a_slice_does(slices: int) -> None:
     """It was taken for one that had failed, and the whole job with it."""
     groups().wait(Work(slices))
+    groups().wait(Work(slices, timeout="the same in other words, as torch may have them one day"))
 
 
 @pytest.mark.parametrize("slices", [0, 1])

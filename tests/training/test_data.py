@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
-from hvdtrain.errors import InputError
+from hvdtrain import Backend, TrainConfig, Trainer
+from hvdtrain.errors import InputError, WorldMismatch
 from hvdtrain.training.data import (
     EvalBatches,
     ShardedBatches,
@@ -25,6 +28,8 @@ from hvdtrain.training.data import (
     size_of,
 )
 from hvdtrain.world import World
+from tests.parity.resume import Stateful
+from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
 quick = settings(max_examples=60, deadline=None, database=None)
@@ -321,3 +326,42 @@ def test_map_tensors_on_a_packed_sequence() -> None:
     assert isinstance(mapped, torch.nn.utils.rnn.PackedSequence)
     assert mapped.data.dtype == torch.float64
     assert torch.equal(mapped.batch_sizes, packed.batch_sizes)
+
+
+class Uneven(Stateful):
+    """The last rank has other data, to train on or to evaluate."""
+
+    def __init__(self, last: bool, of: str) -> None:
+        super().__init__()
+        self.sizes = {"train": 50, "evaluation": 20}
+        if last and of in self.sizes:
+            self.sizes[of] += 30
+
+    def datasets(self) -> Any:
+        return tuple(TensorDataset(torch.ones(n, 5), torch.arange(n)) for n in self.sizes.values())
+
+
+def train_on_other_data(backend: Backend, of: str, run_dir: Path) -> tuple[str, bool]:
+    last = backend.world.rank == backend.world.size - 1
+    batch = 8 if last and of == "batch" else 4
+    config = TrainConfig(batch_size=batch, epochs=1, run_dir=str(run_dir))
+    try:
+        Trainer(Uneven(last, of), backend, config).fit()
+    except WorldMismatch as error:
+        return str(error), error.everywhere
+    return "no error", False
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 3), ("ddp-gloo", 2)], indirect=True)
+def test_the_ranks_must_have_the_same_data(ranks: Ranks, tmp_path: Path) -> None:
+    """One line, before the first step, on every rank; and no run directory."""
+    wanted = {
+        "train": "has samples of training data = 50, but rank {} on .* has 80; give",
+        "evaluation": "has samples of evaluation data = 20, but rank {} on .* has 50; give",
+        "batch": "has samples of a micro-batch = 4, but rank {} on .* has 8; give",
+    }
+    for of, text in wanted.items():
+        for said, everywhere in ranks.run(train_on_other_data, of, tmp_path / of):
+            assert re.search("rank 0 on .* " + text.format(ranks.n - 1), said), said
+            assert everywhere
+        assert not (tmp_path / of).exists()

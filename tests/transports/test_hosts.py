@@ -1,16 +1,27 @@
-"""What is known of other hosts' ranks, and of ranks that come at the last moment."""
+"""What is known of other hosts' ranks, and of ranks that come at the last moment; and what a
+transport is made of: descriptors, semaphores, connections.
+"""
 
 from __future__ import annotations
 
+import os
+import resource
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from hvdtrain.transports import hosts
+from hvdtrain.transports import hosts, window
 from hvdtrain.transports.carrier import PeerLost
-from hvdtrain.transports.hosts import ALIVE, ENDED, HERE, STOPPED, Board, Far, Seen
+from hvdtrain.transports.gloo import open_gloo
+from hvdtrain.transports.hosts import ALIVE, ENDED, HERE, STOPPED, Board, Far, Seen, Watch
+from hvdtrain.transports.regions import MOVE_BYTES, Regions
 from hvdtrain.transports.shm import _exchange
 
 
@@ -43,3 +54,113 @@ def test_a_rank_that_comes_at_the_last_moment_has_come() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(PeerLost, match=r"^rank 0 waited 0.1 s for rank 1, 2 to open shm$"):
         _exchange(HashStore(), "name", 0, 3, "[0]", 0.1)
+
+
+@contextmanager
+def descriptors(limit: int) -> Iterator[None]:
+    """A limit on the descriptors of this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_all_groups_together_take_a_quarter_of_the_descriptors() -> None:
+    groups = [Regions(), Regions()]
+    tensors = [torch.zeros(MOVE_BYTES, dtype=torch.uint8) for _ in range(24)]
+    with descriptors(8 * 10):
+        for t in tensors:
+            for regions in groups:
+                regions.consider(t)
+                regions.consider(t)
+        assert sum(regions.find(t) is not None for t in tensors for regions in groups) == 10
+        assert groups[0].allocate(100) is None
+    for regions in groups:
+        regions.close()
+
+
+@pytest.mark.parametrize("left", range(4))
+def test_a_rank_without_descriptors_copies(left: int) -> None:
+    """It raised before it came to the barrier, where the others waited for it."""
+    regions = Regions()
+    t = torch.zeros(MOVE_BYTES, dtype=torch.uint8)
+    regions.consider(t)
+    used = [int(name) for name in os.listdir("/proc/self/fd")]
+    taken = []
+    with descriptors(max(used) + 64):
+        try:
+            with suppress(OSError):  # until there are too many
+                while True:
+                    taken.append(os.open("/dev/null", os.O_RDONLY))
+            for _ in range(left):
+                os.close(taken.pop())
+            regions.consider(t)
+        finally:
+            for fd in taken:
+                os.close(fd)
+    regions.close()
+
+
+def test_hosts_are_watched_with_many_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that watches them uses descriptors of 1024 and more, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip(f"this system allows {hard} descriptors")
+    with descriptors(max(soft, 1200)):
+        filler = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+        try:
+            store, ranks = HashStore(), [[0], [1]]
+            boards = [Board(memoryview(bytearray(Board.size_bytes(2)))) for _ in ranks]
+
+            def watch(me: int) -> Watch:
+                near = [Seen(7 + me, HERE)]
+                return Watch(store, ranks, me, "127.0.0.1", boards[me], lambda: near, 10.0)
+
+            with ThreadPoolExecutor(2) as both:
+                watches = list(both.map(watch, range(2)))
+            deadline = time.monotonic() + 10
+            while boards[0].read(1)[0].entered != 8 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert boards[0].read(1)[0] == Seen(8, HERE)
+            for one in watches:
+                one.close()
+        finally:
+            for fd in filler:
+                os.close(fd)
+
+
+def test_a_clock_that_is_set_back_prolongs_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = []
+    for _ in range(2):
+        fd = window.create(window.HEADER_BYTES)
+        windows.append(window.Window(window.Mapping(fd, window.HEADER_BYTES), os.getpid()))
+        windows[-1].init()
+        os.close(fd)
+    host = window.Host(windows, 0, [0, 1], timeout_s=0.5)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600)  # it is set back an hour from here
+    lost: list[str] = []
+
+    def meet() -> None:
+        with pytest.raises(PeerLost) as raised:
+            host.meet("barrier()")
+        lost.append(str(raised.value))
+
+    waiting = threading.Thread(target=meet, daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert "did not come within 0.5 s" in lost[0]
+    host.close()
+
+
+def test_gloo_connects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else there is nothing to hang up, and no address for other hosts."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    store = HashStore()
+    with ThreadPoolExecutor(2) as both:
+        opened = list(both.map(lambda rank: open_gloo(store, rank, 2, 20.0), range(2)))
+    assert all(connections.address() for _, connections in opened)
+    for _, connections in opened:
+        connections.hang_up()

@@ -16,7 +16,7 @@ from torch import Tensor
 from hvdtrain.hvd.engine import adasum
 from hvdtrain.hvd.engine.groups import all_reduce
 from hvdtrain.hvd.engine.request import ADASUM, AVERAGE, Meta, dtype_of
-from hvdtrain.hvd.engine.scaling import scale_
+from hvdtrain.hvd.engine.scaling import from_uint64, scale_, to_uint64
 from hvdtrain.hvd.engine.work import Work
 
 Wait = Callable[[Any], None]
@@ -28,7 +28,6 @@ _WIDER = {
     torch.int16: torch.int32,
     torch.uint16: torch.int64,
     torch.uint32: torch.int64,
-    torch.uint64: torch.int64,
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
     **{dtype_of(name): torch.float32 for name in dir(torch) if name.startswith("float8_")},
@@ -101,12 +100,15 @@ def _reduce(batch: Batch, inputs: list[Tensor], meta: Meta) -> list[Tensor]:
         flat = torch.cat([inputs[i].detach().reshape(-1) for i in places])
         scale_(flat, meta.prescale)
         wire = torch.view_as_real(flat).reshape(-1) if dtype.is_complex else flat
-        wire = wire.to(_WIDER.get(dtype, dtype) if meta.device == "CPU" else dtype)
+        if dtype == torch.uint64:
+            wire = from_uint64(flat, op, factor)
+        else:
+            wire = wire.to(_WIDER.get(dtype, dtype) if meta.device == "CPU" else dtype)
         if op == ADASUM:
             adasum.reduce_(wire, [inputs[i].numel() for i in places], batch)
         elif wire.numel():
             batch.wait(all_reduce(batch.group, wire, op))
-        scale_(wire, factor)
+        wire = to_uint64(wire, op, factor) if dtype == torch.uint64 else scale_(wire, factor)
         if dtype.is_complex:
             wire = torch.view_as_complex(wire.reshape(-1, 2))
         pieces = torch.split(wire.to(dtype), [inputs[i].numel() for i in places])

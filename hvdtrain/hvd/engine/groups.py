@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from hvdtrain import transports
 from hvdtrain.hvd.engine.request import AVERAGE, MAX, MIN, PRODUCT, SUM
 from hvdtrain.hvd.exceptions import HorovodInternalError
+from hvdtrain.transports.carrier import ends_within, first_line
 from hvdtrain.transports.gloo import open_gloo
 
 REDUCE_OPS = {
@@ -24,7 +25,7 @@ REDUCE_OPS = {
     MAX: dist.ReduceOp.MAX,
     PRODUCT: dist.ReduceOp.PRODUCT,
 }
-_SLICE = timedelta(seconds=1)
+_SLICE_S = 1.0
 # The control plane tells of a peer that is late or gone; this limit is for when it cannot.
 _LIMIT_S = 24 * 3600.0
 # What a transport says of tensors that it cannot carry: the connections are as they were.
@@ -135,26 +136,20 @@ class Groups:
 
         `give_up` may know more reasons not to wait any longer.
         """
-        while True:
-            # One that ends just as the slice does is asked once more.
-            had_ended = work.is_completed()
-            try:
-                if cuda:
-                    work.wait()  # orders the current stream after it, and returns
-                else:
-                    work.wait(_SLICE)
+        try:
+            if cuda:
+                work.wait()  # orders the current stream after it, and returns
                 return
-            except RuntimeError as error:
-                if "Operation timed out" in str(error) and not had_ended:
-                    if work.is_completed():
-                        continue
-                    reason = self._failure() or (give_up() if give_up is not None else None)
-                    if reason is None:
-                        continue
-                    raise Broken(reason) from None
-                if any(phrase in str(error) for phrase in _REFUSALS):
-                    raise
-                raise Broken(str(error).strip().split("\n")[0]) from None
+            while not ends_within(work, _SLICE_S):
+                reason = self._failure() or (give_up() if give_up is not None else None)
+                if reason is not None:
+                    raise Broken(reason)
+        except Broken:
+            raise
+        except RuntimeError as error:
+            if any(phrase in str(error) for phrase in _REFUSALS):
+                raise
+            raise Broken(first_line(error)) from None
 
 
 class Broken(HorovodInternalError):

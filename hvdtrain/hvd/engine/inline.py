@@ -22,7 +22,7 @@ from hvdtrain.hvd.engine.request import (
     Meta,
     dtype_of,
 )
-from hvdtrain.hvd.engine.scaling import scale_
+from hvdtrain.hvd.engine.scaling import from_uint64, scale_, to_uint64
 
 _REDUCE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     AVERAGE: torch.add,  # and divided at the end
@@ -32,7 +32,7 @@ _REDUCE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     PRODUCT: torch.mul,
 }
 
-_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch cannot add them
+_UNSIGNED = (torch.uint16, torch.uint32)  # torch cannot add them
 
 
 def fits(meta: Meta, num_ranks: int) -> bool:
@@ -73,15 +73,21 @@ def combine(meta: Meta, payloads: list[bytes], num_ranks: int) -> bytes:
     reduce = _REDUCE[meta.op]
     total: list[Tensor] = []
     for payload in payloads:
-        tensors = [_widen(t) for t in unpack(payload, meta)]
+        tensors = [_widen(t, meta.op, factor) for t in unpack(payload, meta)]
         total = (
             tensors if not total else [reduce(a, b) for a, b in zip(total, tensors, strict=True)]
         )
-    scaled = [scale_(t, factor) for t in total]
-    return pack([t.to(dtype_of(d)) for t, d in zip(scaled, meta.dtypes, strict=True)])
+    dtypes = [dtype_of(name) for name in meta.dtypes]
+    scaled = [
+        to_uint64(t, meta.op, factor) if dtype == torch.uint64 else scale_(t, factor)
+        for t, dtype in zip(total, dtypes, strict=True)
+    ]
+    return pack([t.to(dtype) for t, dtype in zip(scaled, dtypes, strict=True)])
 
 
-def _widen(t: Tensor) -> Tensor:
+def _widen(t: Tensor, op: int, factor: float) -> Tensor:
+    if t.dtype == torch.uint64:
+        return from_uint64(t, op, factor)
     if t.dtype.is_floating_point and t.dtype.itemsize < 4:
         return t.float()
     if t.dtype.itemsize < 4 and t.dtype != torch.bool:

@@ -1,13 +1,15 @@
 """Gradients in agreed buckets: the hot path of training.
 
-In the first step the ranks agree on buckets, in the order in which rank 0's gradients became ready,
-and send them at its end. From the second step on a bucket is sent as soon as its gradients are
-ready and the buckets before it have been sent, so the order is the same everywhere without a word.
-The gradients then are views of the bucket: they are copied in, and never out.
+The first step goes by name, as Horovod's do, and lets the ranks agree meanwhile: on buckets, in the
+order in which rank 0's gradients became ready. From the second on a bucket is sent as soon as its
+gradients are there and the buckets before it have been sent, so the order is the same everywhere
+without a word. The gradients then are views of the bucket: they are copied in, and never out.
 
-Every step, the first included, uses the same buckets, because the order of additions in a ring
-all-reduce depends on an element's place in the buffer: with three ranks or more a run that is
-resumed would otherwise differ in its first step from one that was left alone.
+In a ring all-reduce, such as Gloo's, the order of additions depends on an element's place in the
+buffer: with three ranks or more the first step of a resumed run, by name, would differ from the
+same step of a run that was left alone. With `agrees_first` the first step waits for the agreement
+in `synchronize`, and uses the buckets. Scripts could not all wait there: one rank may step two
+optimizers in another order than its peers, or call something else before.
 
 After DDP's reducer (Li et al., VLDB 2020) and Horovod's semantics: a parameter without a gradient
 is averaged as zeros, and nothing is complete before `synchronize`.
@@ -47,7 +49,9 @@ class BucketReducer(Reducer):
         self._owner: list[Bucket | None] = [None] * len(recipe.params)
         self._large: list[int | None] = [None] * len(recipe.params)  # place in the bucket
         self._order: list[int] = []
+        self.agrees_first = False  # all ranks must have the same
         self._in_step = False
+        self._named = False  # whether this step goes by name
         self._unagreed = False  # whether there is no plan yet for the buckets of this step
         self._begun = False  # whether the others know that this rank sends buckets in this step
         self._next = 0
@@ -118,7 +122,7 @@ class BucketReducer(Reducer):
         """
         if not self._in_step:
             self._begin_step()
-        if self._unagreed or self._asked is not None:
+        if self._named or self._unagreed or self._asked is not None:
             return
         bucket, place = self._owner[i], self._large[i]
         if bucket is not None and place is not None:
@@ -131,7 +135,12 @@ class BucketReducer(Reducer):
         self._order.append(i)
         if not self._in_step:
             self._begin_step()
-        if self._unagreed:
+        if self._named:
+            if i not in self._by_name.sent:
+                self._by_name.send(i)
+            if len(self._by_name.sent) == len(self.recipe.params):
+                self._asked, self._asked_early = self._ask(), True
+        elif self._unagreed:
             if self._asked is None and len(self._order) == len(self.recipe.params):
                 self._asked, self._asked_early = self._ask(), True
         elif self._asked is None and self._owner[i] is None:
@@ -141,7 +150,7 @@ class BucketReducer(Reducer):
             self._advance()
 
     def _begin_step(self) -> None:
-        """Find out whether the buckets of this step are agreed on."""
+        """Choose how gradients are sent in this step."""
         self._bind()
         self._in_step = True
         if self._asked is not None:
@@ -154,16 +163,20 @@ class BucketReducer(Reducer):
                 self._lane.await_connection()
                 self._build()  # the others agreed while this rank had joined
             if self._lane.plan is None or [p.dtype for p in self.recipe.params] != self._dtypes:
-                self._unagreed = True
+                self._unagreed, self._named = self.agrees_first, not self.agrees_first
                 self._owner[:] = [None] * len(self._owner)
                 self._large[:] = [None] * len(self._large)
                 ready = [i for i, delay in enumerate(self._delays) if delay <= 0]
                 self._order.extend(i for i in ready if i not in self._order)
+                for i in ready if self._named else ():
+                    self._by_name.send(i)
 
     def _advance(self, everything: bool = False) -> None:
         """Send the buckets that are complete, in order; all of them, as they are, at the end."""
         if not self._in_step:
             self._begin_step()
+        if self._named:
+            return
         if self._unagreed or self._asked is not None:
             if not everything:
                 return  # a hook must not wait for the other ranks
@@ -214,10 +227,19 @@ class BucketReducer(Reducer):
         """
         self.watch()
         self._advance(everything=True)
-        yield from self._finish_buckets()
+        yield from self._finish_by_name() if self._named else self._finish_buckets()
         if self._any_frozen:
             self.fill_frozen()
         self._end_step()
+
+    def _finish_by_name(self) -> Iterator[list[Tensor]]:
+        if self._asked is None:
+            self._asked = self._ask()
+        if len(self._by_name.sent) < len(self.recipe.params):
+            # Another rank may have gradients, or sparse ones, where this rank has none.
+            self._settle()
+            self._send_by_name(set(self._kinds))
+        yield self._by_name.finish()
 
     def _finish_buckets(self) -> Iterator[list[Tensor]]:
         sparse = {name for name, kind in self._kinds.items() if kind == SPARSE}
@@ -251,7 +273,8 @@ class BucketReducer(Reducer):
 
     def _end_step(self) -> None:
         super().reset()
-        self._in_step, self._unagreed, self._begun, self._next = False, False, False, 0
+        self._in_step = self._named = self._unagreed = self._begun = False
+        self._next = 0
         self._order.clear()
         for bucket in self.buckets:
             bucket.rearm()
