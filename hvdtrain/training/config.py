@@ -32,7 +32,9 @@ class TrainConfig:
     )
 
     # Where and how
-    backend: str = _option("auto", "single, dp, ddp, horovod, or module:Class.")
+    backend: str = _option(
+        "auto", "single, dp, ddp, horovod, compat, module:Class, or auto: as the launcher has it."
+    )
     transport: str = _option("auto", "Who moves ddp's and compat's bytes: shm, mpi, gloo, nccl.")
     device: str = _option("auto", "auto is CUDA where every rank has a GPU.", "auto", "cpu", "cuda")
     threads: int | None = _option(

@@ -77,6 +77,9 @@ def combine(meta: Meta, payloads: list[bytes], num_ranks: int) -> bytes:
         total = (
             tensors if not total else [reduce(a, b) for a, b in zip(total, tensors, strict=True)]
         )
+    if meta.data:
+        dtypes = zip(total, meta.dtypes, strict=True)
+        total = [t.half() if dtype == "float16" else t for t, dtype in dtypes]
     scaled = [scale_(t, factor) for t in total]
     return pack([t.to(dtype_of(d)) for t, d in zip(scaled, meta.dtypes, strict=True)])
 
