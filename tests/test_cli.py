@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 import hvdtrain
+from hvdtrain.backends import BACKENDS
+from hvdtrain.hvd.engine.settings import OWN
 from hvdtrain.training import checkpoint
 from hvdtrain.training.config import TrainConfig, flag
 from tests.launching import Finished, clean_env, run, started
@@ -320,6 +322,18 @@ def test_a_whole_number_in_a_file_may_be_a_float(line: Lines) -> None:
 )
 def test_a_wrong_variable(line: Lines, name: str, value: str, said: str) -> None:
     assert said in line.refused(env={name: value})
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_variable_of_the_horovod_interface(line: Lines, name: str) -> None:
+    value = "auto" if name == "HVDTRAIN_TRANSPORT" else "1"
+    assert "--epochs 0" in line.refused("--epochs", 0, env={name: value})
+
+
+def test_help_names_every_backend(line: Lines) -> None:
+    text = " ".join(line("train", "--help").output.split())
+    described = text.partition("--backend ")[2].partition("--transport ")[0]
+    assert [name for name in ("auto", *BACKENDS) if name not in described] == []
 
 
 # Tasks of one's own

@@ -80,9 +80,12 @@ def _quote(item: object) -> str:
 
 def _check_environment() -> None:
     known = {f"{PREFIX}_{name.upper()}": name for name in (*FIELDS, "config")}
-    for name in os.environ:
-        if name.startswith(f"{PREFIX}_"):
-            _check_known(name, known, f"unknown environment variable {name}")
+    unknown = [name for name in os.environ if name.startswith(f"{PREFIX}_") and name not in known]
+    if unknown:
+        from hvdtrain.hvd.engine.settings import OWN  # imports torch, which is slow
+
+        for name in unknown:
+            _check_known(name, {**known, **OWN}, f"unknown environment variable {name}")
 
 
 def _check_known(name: str, known: typing.Mapping[str, object], problem: str) -> None:

@@ -16,6 +16,7 @@ from hvdtrain.hvd.functions import broadcast_parameters as broadcast_parameters
 from hvdtrain.hvd.mpi_ops import *  # noqa: F403
 from hvdtrain.hvd.optimizer import DistributedOptimizer as DistributedOptimizer
 from hvdtrain.hvd.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+from hvdtrain.hvd.util import check_extension as check_extension
 
 _MPI_LIB_AVAILABLE = True
 

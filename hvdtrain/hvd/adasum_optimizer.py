@@ -26,10 +26,14 @@ def make_adasum(
     wrapped._parameter_names = names
     wrapped._compression = compression
     wrapped.backward_passes_per_step = passes
+    wrapped._handles = {}
+    wrapped._requires_update = set()
     for group in wrapped.param_groups:
         for p in group["params"]:
-            if p.requires_grad and p.grad is None:
-                p.grad = torch.zeros_like(p)
+            if p.requires_grad:
+                wrapped._requires_update.add(p)
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
     return wrapped
 
 
@@ -39,6 +43,8 @@ class _AdasumOptimizer(Optimizer):
     _parameter_names: dict[Tensor, str]
     _compression: Any
     backward_passes_per_step: int
+    _handles: dict[Tensor, Any]
+    _requires_update: set[Tensor]
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes make a step."""

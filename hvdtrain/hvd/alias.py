@@ -24,7 +24,10 @@ MODULES = {
     "horovod.common.exceptions": "hvdtrain.hvd.exceptions",
     "horovod.common.process_sets": "hvdtrain.hvd.process_sets",
     "horovod.common.util": "hvdtrain.hvd.util",
+    "horovod.data": "hvdtrain.hvd.data",
+    "horovod.data.data_loader_base": "hvdtrain.hvd.data",
     "horovod.runner": "hvdtrain.hvd.runner",
+    "horovod.runner.common.util.hosts": "hvdtrain.hvd.hosts",
     "horovod.torch": "hvdtrain.hvd",
     "horovod.torch.compression": "hvdtrain.hvd.compression",
     "horovod.torch.elastic": "hvdtrain.hvd.elastic",
@@ -63,17 +66,25 @@ def install() -> None:
         spec = importlib.util.spec_from_file_location("horovod", _PACKAGE)
         assert spec is not None
         package = importlib.util.module_from_spec(spec)
-    common = ModuleType("horovod.common", "What is common to Horovod's frameworks.")
-    common.__spec__ = ModuleSpec(common.__name__, None, is_package=True)
-    common.__path__ = []
-    for name, module in found.items():
-        if name.startswith("horovod.common."):
-            setattr(common, name.rpartition(".")[2], module)
-    names = {"__version__": VERSION, "run": found["horovod.runner"].run, "common": common}
-    names |= {"runner": found["horovod.runner"], "torch": found["horovod.torch"]}
-    vars(package).update(names)
-    sys.modules.update({"horovod": package, "horovod.common": common, **found})
+    vars(package).update({"__version__": VERSION, "run": found["horovod.runner"].run})
+    found["horovod"] = package
+    for name in list(found):
+        while (parent := name.rpartition(".")[0]) != "":
+            if parent not in found:
+                found[parent] = _package(parent)
+            last = name.rpartition(".")[2]
+            if not hasattr(found[parent], last):
+                setattr(found[parent], last, found[name])
+            name = parent
+    sys.modules.update(found)
     sys.meta_path.insert(0, _OnlyThese())
+
+
+def _package(name: str) -> ModuleType:
+    package = ModuleType(name, "A package of Horovod's that has modules only.")
+    package.__spec__ = ModuleSpec(name, None, is_package=True)
+    package.__path__ = []
+    return package
 
 
 def installed() -> bool:

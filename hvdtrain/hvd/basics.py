@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from hvdtrain import transports
 from hvdtrain.errors import LaunchError, WorldError
 from hvdtrain.hvd.engine.engine import Engine
-from hvdtrain.hvd.engine.settings import Settings, apply_log_level, warn_ignored
+from hvdtrain.hvd.engine.settings import EXACT, Settings, announce, apply_log_level
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.exceptions import NOT_INITIALIZED, HorovodInternalError
 from hvdtrain.rendezvous import load_mpi, open_store, own_addresses
@@ -75,7 +75,7 @@ class HorovodBasics:
             self._set_interface = True
         apply_log_level(settings)
         world, store = self._meet(comm, settings)
-        warn_ignored(settings, world.rank)
+        announce(settings, world.rank)
         self._generation += 1
         hello = {
             "host": socket.gethostname(),
@@ -88,12 +88,15 @@ class HorovodBasics:
             "transport": settings.transport,
             "no_shm": transports.shm_unavailable(),
             "no_mpi": transports.mpi_unavailable(world),
+            "exact": settings.exact_horovod,
         }
         self._engine = Engine(world, PrefixStore("hvd", store), settings, hello)
         if not self._at_exit:
             self._at_exit = True
             atexit.register(self.shutdown)
         try:
+            if len({person["exact"] for person in self._engine.people}) > 1:
+                raise ValueError(f"{EXACT} is set on some ranks only: set it on all, or on none")
             sets.begin(self, process_sets)
         except BaseException:
             self.shutdown()
@@ -126,6 +129,11 @@ class HorovodBasics:
         if self._engine is None:
             raise HorovodInternalError(NOT_INITIALIZED)
         return self._engine
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether to deviate from Horovod in no bit. Raises ValueError before `init`."""
+        return self._engine_or_raise().settings.exact_horovod
 
     def _meet(self, comm: Any, settings: Settings) -> tuple[World, Store]:
         world = detect()

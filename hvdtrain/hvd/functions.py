@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.mpi_ops import (
     ProcessSet,
     allgather,
@@ -145,15 +146,27 @@ def broadcast_optimizer_state(
 ) -> None:
     """Make the state and the options of all ranks equal to those of `root_rank`. Collective.
 
-    Neither parameters nor gradients are touched, and no step is made: a rank without state gets
-    the root's, and a rank with state loses it where the root has none. Options (the learning rate)
-    are sent in any case, and keep their types. Tensors of the same shape, dtype and device are
-    written in place. A wrapped optimizer does as well as a plain one; `model` is not needed.
+    No step is made: a rank without state gets the root's, and a rank with state loses it where the
+    root has none. A rank without state finds zeros in the place of missing gradients afterwards, as
+    scripts expect of Horovod. Options (the learning rate) are sent in any case, and keep their
+    types. Tensors of the same shape, dtype and device are written in place. A wrapped optimizer
+    does as well as a plain one. `model` tells which gradients are sparse.
+
+    With HVDTRAIN_EXACT_HOROVOD=1 a rank without state steps on zero gradients, which moves weights
+    and counts, and no options are sent where that makes no state.
 
     Raises ValueError for LBFGS, and on every rank where the parameters do not fit.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    if not optimizer.state:
+        _leave_zeros(optimizer, model)
+        if basics.is_exact:
+            wrapped = hasattr(optimizer, "skip_synchronize")  # whose own step is collective
+            alone: Any = super(type(optimizer), optimizer) if wrapped else optimizer
+            alone.step()
+            if not optimizer.state:
+                return
     name = "broadcast_optimizer_state"
     is_root = rank() == root_rank
     tensors: _Tensors = {}
@@ -175,6 +188,18 @@ def broadcast_optimizer_state(
     _broadcast_all(named, root_rank, process_set)
     if not is_root:
         _install(optimizer, plan)
+
+
+def _leave_zeros(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
+    """Make the gradients zeros that are missing; all of them in exact mode, as Horovod does."""
+    modules = (
+        model.modules() if model is not None and isinstance(optimizer, torch.optim.SGD) else ()
+    )
+    sparse = {m.weight for m in modules if isinstance(m, torch.nn.Embedding) and m.sparse}
+    for p in _parameters(optimizer):
+        if p.requires_grad and (p.grad is None or basics.is_exact):
+            is_sparse = p in sparse or isinstance(optimizer, torch.optim.SparseAdam)
+            p.grad = torch.zeros_like(p).to_sparse(1) if is_sparse else torch.zeros_like(p)
 
 
 @dataclass(frozen=True)

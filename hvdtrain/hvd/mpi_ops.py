@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hvdtrain.hvd.basics import basics as _basics
+from hvdtrain.hvd.compression import Compression as Compression
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.hvd.ops.allgather import (
     allgather,
@@ -23,6 +24,7 @@ from hvdtrain.hvd.ops.allreduce import (
 )
 from hvdtrain.hvd.ops.alltoall import alltoall, alltoall_async
 from hvdtrain.hvd.ops.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+from hvdtrain.hvd.ops.common import HandleMap as _HandleMap
 from hvdtrain.hvd.ops.common import poll, synchronize
 from hvdtrain.hvd.ops.reducescatter import (
     grouped_reducescatter,
@@ -37,6 +39,14 @@ from hvdtrain.hvd.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from hvdtrain.hvd.util import check_installed_version as check_installed_version
+from hvdtrain.hvd.util import (
+    get_average_backwards_compatibility_fun as get_average_backwards_compatibility_fun,
+)
+from hvdtrain.hvd.util import gpu_available as gpu_available
+from hvdtrain.hvd.util import num_rank_is_power_2 as num_rank_is_power_2
+
+_handle_map = _HandleMap()
 
 Average = _basics.Average
 Sum = _basics.Sum

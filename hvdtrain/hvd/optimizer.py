@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hvdtrain.hvd import pipelining, reducers
+from hvdtrain.hvd import reducers
 from hvdtrain.hvd.adasum_optimizer import make_adasum
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.compression import Compression
@@ -62,54 +63,180 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
-    names = _names(optimizer, named_parameters)
     if op == ADASUM and basics.size() > 1:
+        names = _names(optimizer, named_parameters)
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         return make_adasum(optimizer, names, compression, backward_passes_per_step)
-    recipe = Recipe(
-        names=[],
-        params=[],
-        label=type(optimizer).__name__,
-        op=op,
-        predivide=gradient_predivide_factor,
-        compression=compression,
-        groups=_groups(groups, names),
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-        passes=backward_passes_per_step,
-    )
     cls = type(type(optimizer).__name__, (type(optimizer),), dict(_DistributedOptimizer.__dict__))
+    how = (
+        named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor,
+        groups, sparse_as_dense, process_set,
+    )  # fmt: skip
+    if basics.is_exact:
+        return cls(optimizer.param_groups, *how)
     wrapped: Any = object.__new__(cls)
     # Not by the constructor: that would need arguments nobody has kept, and forget the state.
     own = {key: value for key, value in vars(optimizer).items() if key != "step"}
     vars(wrapped).update(own)
-    wrapped._begin(recipe, names)
+    wrapped._begin(*how)
     return wrapped
+
+
+# What Horovod's class calls and ours does not: a subclass that overrides one would be ignored.
+_NOT_CALLED = (
+    "_allreduce_grad_async",
+    "_grouped_allreduce_grad_async",
+    "_sparse_allreduce_grad_async",
+    "_make_hook",
+    "_register_hooks",
+)
+
+
+def _refuse(self: Optimizer, names: str = "_register_hooks") -> NoReturn:
+    raise TypeError(
+        f"{type(self).__name__} overrides or calls {names} of Horovod's optimizer, which "
+        "hvdtrain's does not have; give DistributedOptimizer a `compression`, or use real Horovod"
+    )
+
+
+def _inner(optimizer: Optimizer) -> Any:
+    """Return the optimizer as an instance of the class that was wrapped."""
+    wrapping = [cls for cls in type(optimizer).__mro__ if "_begin" in vars(cls)]
+    return super(wrapping[-1], optimizer)
 
 
 class _DistributedOptimizer(Optimizer):
     """The body of the class that DistributedOptimizer makes for each optimizer class."""
 
-    def _begin(self, recipe: Recipe, names: dict[Tensor, str]) -> None:
+    def __init__(
+        self,
+        params: Any,
+        named_parameters: Iterable[tuple[str, Tensor]] | None,
+        compression: Any,
+        backward_passes_per_step: int = 1,
+        op: int = AVERAGE,
+        gradient_predivide_factor: float = 1.0,
+        groups: int | Sequence[Sequence[Tensor]] | None = None,
+        sparse_as_dense: bool = False,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        """Horovod's constructor, for those who make such a class themselves, as it does:
+        `type(name, (torch.optim.SGD,), dict(_DistributedOptimizer.__dict__))(params, ...)`.
+
+        Raises TypeError for a class whose overrides would have no effect.
+        """
+        own = type(self)
+        ignored = [name for name in _NOT_CALLED if getattr(own, name, _refuse) is not _refuse]
+        if ignored:
+            _refuse(self, ", ".join(ignored))
+        if _inner(self).step.__func__ is Optimizer.step:
+            raise TypeError(
+                f"{own.__name__} has no optimizer to wrap: make the class as Horovod does, by "
+                "type(name, (torch.optim.SGD,), dict(_DistributedOptimizer.__dict__))"
+            )
+        _inner(self).__init__(params)
+        self._begin(
+            named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor,
+            groups, sparse_as_dense, process_set,
+        )  # fmt: skip
+
+    def _begin(
+        self,
+        named_parameters: Iterable[tuple[str, Tensor]] | None,
+        compression: Any,
+        passes: int,
+        op: int,
+        predivide: float,
+        groups: int | Sequence[Sequence[Tensor]] | None,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        names = _names(self, named_parameters)
+        exact = basics.is_exact
+        recipe = Recipe(
+            names=[],
+            params=[],
+            label=type(self).__name__,
+            op=op,
+            predivide=1.0 if exact and groups else predivide,  # Horovod's groups ignore it
+            compression=compression,
+            groups=_groups(groups, names),
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+            passes=passes,
+        )
         self._parameter_names = names
         self._recipe = recipe
+        self._groups = groups
+        self._predivide = predivide
         self._synchronized = False
         self._should_synchronize = True
         self._reducer: Reducer | None = None
         for group in self.param_groups:
             for p in group["params"]:
-                recipe.names.append(names[p])
-                recipe.params.append(p)
+                if p.requires_grad or not exact:  # Horovod never averages what is thawed later
+                    recipe.names.append(names[p])
+                    recipe.params.append(p)
         many = basics.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
         if recipe.process_set.included() and many:
             self._reducer = reducers.make(recipe)
             self._reducer.watch()
 
+    # What scripts read of Horovod's optimizer. Assigning raises, as it would have no effect.
+
     @property
     def backward_passes_per_step(self) -> int:
         """How many backward passes are added up before gradients are averaged."""
         return self._recipe.passes
+
+    @property
+    def op(self) -> int:
+        """The reduction: hvd.Average unless another was asked for."""
+        return self._recipe.op
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """What gradients are divided by before the sum."""
+        return self._predivide
+
+    @property
+    def sparse_as_dense(self) -> bool:
+        """Whether sparse gradients are sent as dense ones."""
+        return self._recipe.sparse_as_dense
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that average."""
+        return self._recipe.process_set
+
+    @property
+    def _compression(self) -> Any:
+        return self._recipe.compression
+
+    @property
+    def _requires_update(self) -> set[Tensor]:
+        return set(self._recipe.updated)
+
+    @property
+    def _allreduce_delay(self) -> Mapping[Tensor, int]:
+        """How many backward passes of each parameter are left until it is averaged."""
+        left = dict.fromkeys(self._parameter_names, self._recipe.passes)
+        return MappingProxyType(left | (self._reducer.delays() if self._reducer else {}))
+
+    @property
+    def _handles(self) -> Mapping[Tensor, tuple[None, None]]:
+        """The parameters with gradients that wait to be averaged; a bucket has no handle."""
+        left = self._reducer.delays() if self._reducer is not None else {}
+        waiting = (p for p, passes in left.items() if passes != self._recipe.passes)
+        return MappingProxyType(dict.fromkeys(waiting, (None, None)))
+
+    _register_hooks = _refuse  # what a subclass calls whose constructor follows Horovod's
+
+    @staticmethod
+    def find_duplicates(lst: Iterable[Any]) -> set[Any]:
+        """Return what is in it more than once."""
+        return {item for item, count in Counter(lst).items() if count > 1}
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes are added up, from this step on."""
@@ -141,15 +268,10 @@ class _DistributedOptimizer(Optimizer):
 
         A closure is called after the averaging; its gradients are this rank's own.
         """
-        inner = super(self.__class__, self).step
+        inner = _inner(self).step
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(_SYNCHRONIZED_TWICE, stacklevel=2)
-            pipelined = closure is None and pipelining.worthwhile(self)
-            if pipelined and isinstance(self._reducer, reducers.BucketReducer):
-                pipelining.step(self, self._reducer)
-                self._synchronized = False
-                return None
             self.synchronize()
         self._synchronized = False
         return inner(closure) if closure is not None else inner()
@@ -161,13 +283,13 @@ class _DistributedOptimizer(Optimizer):
         """Zero the gradients. Raises AssertionError while some wait to be averaged."""
         if self._reducer is not None and self._reducer.active:
             raise AssertionError(_ZERO_GRAD_TOO_EARLY)
-        super(self.__class__, self).zero_grad(set_to_none)
+        _inner(self).zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters. The next step averages them too, with all ranks' agreement."""
-        super(self.__class__, self).add_param_group(param_group)
-        if "_recipe" not in vars(self):
-            return
+        _inner(self).add_param_group(param_group)
+        if "_recipe" not in vars(self) or basics.is_exact:
+            return  # Horovod never averages what is added later
         known = set(self._recipe.params)
         for p in self.param_groups[-1]["params"]:
             if p not in known:
@@ -184,7 +306,7 @@ class _DistributedOptimizer(Optimizer):
             self._reducer.reset()
         self._synchronized = False
         self._should_synchronize = True
-        super(self.__class__, self).load_state_dict(state_dict)
+        _inner(self).load_state_dict(state_dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         recipe = self._recipe
@@ -197,7 +319,7 @@ class _DistributedOptimizer(Optimizer):
             "compression": recipe.compression,
             "backward_passes_per_step": recipe.passes,
             "op": recipe.op,
-            "gradient_predivide_factor": recipe.predivide,
+            "gradient_predivide_factor": self._predivide,
             "groups": groups or None,
             "sparse_as_dense": recipe.sparse_as_dense,
             "process_set": recipe.process_set,
@@ -209,7 +331,11 @@ def _restore(cls: type[Optimizer], state: dict[str, Any], arguments: dict[str, A
     """Undo `__reduce__`: wrapped again where `hvd.init` has been called, else as it was before."""
     optimizer = cls.__new__(cls)
     optimizer.__setstate__(state)
-    return DistributedOptimizer(optimizer, **arguments) if basics.is_initialized() else optimizer
+    if not basics.is_initialized():
+        return optimizer
+    wrapped = DistributedOptimizer(optimizer, **arguments)
+    wrapped.state = optimizer.state
+    return wrapped
 
 
 def _names(

@@ -44,7 +44,9 @@ class TrainConfig:
     )
 
     # Where and how
-    backend: str = _option("auto", "single, dp, ddp, horovod, or module:Class.")
+    backend: str = _option(
+        "auto", "single, dp, ddp, horovod, compat, module:Class, or auto: as the launcher has it."
+    )
     transport: str = _option(
         "auto", "Moves the bytes of ddp and compat: auto, shm, mpi, gloo, nccl."
     )

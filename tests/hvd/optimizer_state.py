@@ -19,6 +19,7 @@ from tests.hvd.optimizer_table import (
     loss,
     net,
     sgd,
+    shard,
     train,
     wrap,
 )
@@ -202,6 +203,32 @@ def weights_move_without_state(hvd: Hvd) -> None:
     close(model, [p * (1 - 0.1 * 0.01) for p in net().parameters()])
 
 
+@case()
+def zeros_are_left_as_gradients(hvd: Hvd) -> None:
+    """Scripts read them at once, to clip them or to log their norm."""
+    for make in (sgd, adamw, lambda p: torch.optim.SGD(p, lr=0.1)):
+        for wrapped in (False, True):
+            model = net()
+            model[0].bias.requires_grad_(False)
+            optimizer = wrap(hvd, model, make) if wrapped else make(model.parameters())
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+            for p in model.parameters():
+                assert (p.grad is not None) is p.requires_grad
+                assert p.grad is None or not p.grad.any()
+            loss(model, shard(hvd, 0)).backward()  # and they can be added to
+            optimizer.step()
+
+
+@case()
+def zeros_of_sparse_gradients(hvd: Hvd) -> None:
+    for kind in (torch.optim.SparseAdam, lambda p: torch.optim.SGD(p, lr=0.1)):
+        model = nn.Embedding(5, 2, sparse=True)
+        hvd.broadcast_optimizer_state(kind(model.parameters()), root_rank=0, model=model)
+        assert model.weight.grad is not None
+        assert model.weight.grad.is_sparse
+        assert not model.weight.grad.to_dense().any()
+
+
 @case(stronger="neither weights nor gradients change, nor does the number of steps")
 def weights_stay(hvd: Hvd) -> None:
     for make in (sgd, adamw):
@@ -210,7 +237,6 @@ def weights_stay(hvd: Hvd) -> None:
             optimizer = wrap(hvd, model, make) if wrapped else make(model.parameters())
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
             close(model, net())
-            assert all(p.grad is None for p in model.parameters())
             if wrapped:
                 train(hvd, model, optimizer, range(3))
                 close(model, by_hand(3, make))

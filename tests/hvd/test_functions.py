@@ -270,11 +270,11 @@ def state_of(hvd: Any, name: str, steps: list[int], wrapped: bool, root: int) ->
         optimizer.load_state_dict(state)
     before = [p.detach().clone() for p in params]
     tensors = {id(t) for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)}
-    groups = optimizer.param_groups
+    groups, had_state = optimizer.param_groups, bool(optimizer.state)
     hvd.broadcast_optimizer_state(optimizer, root_rank=root)
     same(optimizer.state_dict(), expected)
     same(params, [nn.Parameter(b, p.requires_grad) for b, p in zip(before, params, strict=True)])
-    assert all(p.grad is None for p in params)
+    assert all((p.grad is None) is (had_state or not p.requires_grad) for p in params)
     assert optimizer.param_groups is groups
     assert set(optimizer.state) <= set(params)
     if steps[hvd.rank()] and steps[root]:  # in place

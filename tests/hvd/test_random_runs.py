@@ -25,7 +25,6 @@ class SmallBuckets(Patient):
     env = {
         **HvdRanks.env,
         "HOROVOD_FUSION_THRESHOLD": "200",
-        "HVDTRAIN_PIPELINED_STEP": "1",
         "HOROVOD_CACHE_CAPACITY": "2",
     }
 

@@ -125,7 +125,11 @@ from horovod.common import util
 import horovod.torch.elastic.sampler
 from horovod.torch.elastic.state import TorchState
 from horovod.common.elastic import ObjectState, run_fn
+from horovod.data import AsyncDataLoaderMixin
+from horovod.runner.common.util import hosts
 
+assert AsyncDataLoaderMixin is hvdtrain.hvd.data.AsyncDataLoaderMixin
+assert hosts.parse_hosts("a:2")[0].slots == 2
 assert hvd is hvdtrain.hvd and sys.modules["horovod"] is horovod and horovod.torch is hvd
 assert hvd.elastic.TorchState is TorchState and hvd.synchronize is synchronize
 assert horovod.torch.elastic.sampler is hvd.elastic.sampler and hvd.Average is Average

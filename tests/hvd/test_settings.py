@@ -35,6 +35,7 @@ def test_an_empty_environment_gives_horovods_defaults() -> None:
         "thread_affinity": (),
         "transport": "auto",
         "peer_limit_s": 0.0,
+        "exact_horovod": False,
         "ignored": (),
     }
     assert Settings.from_env(dict.fromkeys([*HONOURED, *IGNORED], "")) == Settings()
@@ -60,6 +61,7 @@ def test_an_empty_environment_gives_horovods_defaults() -> None:
         ("HOROVOD_LOG_LEVEL", "DEBUG", "log_level", "debug"),
         ("HOROVOD_THREAD_AFFINITY", "3, 1", "thread_affinity", (3, 1)),
         ("HVDTRAIN_TRANSPORT", "gloo", "transport", "gloo"),
+        ("HVDTRAIN_EXACT_HOROVOD", "1", "exact_horovod", True),
     ],
 )
 def test_each_honoured_variable(name: str, text: str, field: str, value: object) -> None:
@@ -69,7 +71,7 @@ def test_each_honoured_variable(name: str, text: str, field: str, value: object)
 
 def test_every_honoured_variable_is_tested() -> None:
     (parameters,) = (m for m in test_each_honoured_variable.pytestmark)  # type: ignore[attr-defined]
-    assert {row[0] for row in parameters.args[1]} == {*HONOURED, "HVDTRAIN_TRANSPORT"}
+    assert {row[0] for row in parameters.args[1]} == {*HONOURED, *OWN}
 
 
 @pytest.mark.parametrize(
@@ -111,15 +113,21 @@ def test_what_asks_for_what_is_done_anyway_is_not_reported() -> None:
     assert Settings.from_env({**horovodrun, **off, "HOROVOD_RANK": "0"}).ignored == ()
 
 
-def test_ignored_variables_are_said_once_and_on_rank_0(caplog: pytest.LogCaptureFixture) -> None:
-    found = Settings.from_env({"HOROVOD_CONTROLLER": "mpi", "DDL_OPTIONS": "x"})
+def test_what_is_ignored_is_logged_once_and_on_rank_0(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = Settings.from_env(
+        {"HOROVOD_CONTROLLER": "mpi", "DDL_OPTIONS": "x", "HVDTRAIN_EXACT_HOROVOD": "1"}
+    )
     settings._warn.cache_clear()
     with caplog.at_level(logging.WARNING, "hvdtrain"):
-        settings.warn_ignored(found, 1)
+        settings.announce(found, 1)
         assert caplog.messages == []
         for _ in range(2):
-            settings.warn_ignored(found, 0)
-    assert caplog.messages == [
+            settings.announce(found, 0)
+    *ignored, exact = caplog.messages
+    assert exact.startswith("HVDTRAIN_EXACT_HOROVOD=1: ")
+    assert ignored == [
         f"{name} has no effect: {IGNORED[name]}" for name in ("HOROVOD_CONTROLLER", "DDL_OPTIONS")
     ]
 

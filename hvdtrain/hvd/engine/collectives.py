@@ -108,7 +108,10 @@ def _reduce(batch: Batch, inputs: list[Tensor], meta: Meta) -> list[Tensor]:
             adasum.reduce_(wire, [inputs[i].numel() for i in places], batch)
         elif wire.numel():
             batch.wait(all_reduce(batch.group, wire, op))
-        wire = to_uint64(wire, op, factor) if dtype == torch.uint64 else scale_(wire, factor)
+        if dtype == torch.uint64:
+            wire = to_uint64(wire, op, factor)
+        else:
+            wire = scale_(wire.half() if meta.data and dtype == torch.float16 else wire, factor)
         if dtype.is_complex:
             wire = torch.view_as_complex(wire.reshape(-1, 2))
         pieces = torch.split(wire.to(dtype), [inputs[i].numel() for i in places])

@@ -77,12 +77,14 @@ def combine(meta: Meta, payloads: list[bytes], num_ranks: int) -> bytes:
         total = (
             tensors if not total else [reduce(a, b) for a, b in zip(total, tensors, strict=True)]
         )
-    dtypes = [dtype_of(name) for name in meta.dtypes]
-    scaled = [
-        to_uint64(t, meta.op, factor) if dtype == torch.uint64 else scale_(t, factor)
-        for t, dtype in zip(total, dtypes, strict=True)
-    ]
-    return pack([t.to(dtype) for t, dtype in zip(scaled, dtypes, strict=True)])
+    scaled = []
+    for t, dtype in zip(total, map(dtype_of, meta.dtypes), strict=True):
+        if dtype == torch.uint64:
+            t = to_uint64(t, meta.op, factor)
+        else:
+            t = scale_(t.half() if meta.data and dtype == torch.float16 else t, factor)
+        scaled.append(t.to(dtype))
+    return pack(scaled)
 
 
 def _widen(t: Tensor, op: int, factor: float) -> Tensor:

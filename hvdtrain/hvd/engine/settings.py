@@ -39,9 +39,10 @@ HONOURED = {
     "HOROVOD_THREAD_AFFINITY": "core of the engine's threads, one for each local rank",
 }
 
+EXACT = "HVDTRAIN_EXACT_HOROVOD"
 OWN = {
     "HVDTRAIN_TRANSPORT": "what carries CPU tensors: shm, gloo, mpi; auto as for --transport",
-    "HVDTRAIN_PIPELINED_STEP": "whether an optimizer steps on what has arrived already: 0, 1",
+    EXACT: "whether to deviate from Horovod in no bit, its surprises included",
 }
 TRANSPORTS = ("auto", "shm", "gloo", "mpi")
 
@@ -112,6 +113,7 @@ class Settings:
     peer_limit_s: float = 0.0
     """Seconds of silence after which a rank counts as lost; 0 waits for ever, as Horovod does. No
     variable: the backend `compat` sets it."""
+    exact_horovod: bool = False
     ignored: tuple[str, ...] = ()
     """Variables that are set to something that has no meaning here."""
 
@@ -144,6 +146,7 @@ class Settings:
             log_level=read.one_of("HOROVOD_LOG_LEVEL", tuple(LOG_LEVELS), None),
             thread_affinity=read.integers("HOROVOD_THREAD_AFFINITY"),
             transport=read.one_of("HVDTRAIN_TRANSPORT", TRANSPORTS, default.transport),
+            exact_horovod=read.boolean(EXACT),
             ignored=tuple(
                 name
                 for name in IGNORED
@@ -158,16 +161,21 @@ def apply_log_level(settings: Settings) -> None:
         _LOG.setLevel(LOG_LEVELS[settings.log_level])
 
 
-def warn_ignored(settings: Settings, rank: int) -> None:
-    """Say on rank 0, once in a process, which variables are set to no effect."""
+def announce(settings: Settings, rank: int) -> None:
+    """Log on rank 0, once in a process, which variables have no effect, and the exact mode."""
     if rank == 0:
         for name in settings.ignored:
-            _warn(name)
+            _warn(f"{name} has no effect: {IGNORED[name]}")
+        if settings.exact_horovod:
+            _warn(
+                f"{EXACT}=1: optimizers deviate from Horovod in no bit; so their hidden step moves "
+                "the weights, and wrapping one drops its state; unset it once results are compared"
+            )
 
 
 @functools.cache
-def _warn(name: str) -> None:
-    _LOG.warning("%s has no effect: %s", name, IGNORED[name])
+def _warn(text: str) -> None:
+    _LOG.warning(text)
 
 
 class _Reader:

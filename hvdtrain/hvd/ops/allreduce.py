@@ -203,9 +203,11 @@ def _begin(
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         common.check_adasum()
+    rounds = basics.engine.settings.exact_horovod or None
     meta = common.describe(
-        "allreduce", tensors, op=op, prescale=float(prescale), postscale=float(postscale)
-    )
+        "allreduce", tensors, op=op, prescale=float(prescale), postscale=float(postscale),
+        data=rounds,
+    )  # fmt: skip
     outputs = list(tensors) if in_place else None
     return common.submit(prefix, name, meta, tensors, process_set, pick, outputs)
 

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,26 @@ def submit(
         else:
             _named[key] = known
     return handle
+
+
+class HandleMap(Mapping[int, tuple[Any, Any]]):
+    """Horovod's `_handle_map`: the tensors that an operation reads and writes, by its handle.
+
+    Lists for a group. None in the place of what an operation has still to make.
+    """
+
+    def __getitem__(self, handle: int) -> tuple[Any, Any]:
+        known = _handles[handle]
+        work = known.work
+        written = work.outputs or (work.result if work.done() else None)
+        read = work.inputs if known.pick is tuple else work.inputs[0]
+        return read, None if written is None else known.pick(written)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(_handles))
+
+    def __len__(self) -> int:
+        return len(_handles)
 
 
 def describe(kind: str, tensors: Sequence[Tensor], **fields: Any) -> Meta:

@@ -7,7 +7,7 @@ compressors that only the user knows.
 from __future__ import annotations
 
 from hvdtrain.hvd.reducers.base import Recipe, Reducer
-from hvdtrain.hvd.reducers.buckets import BucketReducer as BucketReducer
+from hvdtrain.hvd.reducers.buckets import BucketReducer
 from hvdtrain.hvd.reducers.describe import wire_dtype
 from hvdtrain.hvd.reducers.named import NamedReducer
 

@@ -74,6 +74,10 @@ class Reducer(ABC):
         """Whether gradients were computed since the last `synchronize`."""
         return self._delays.count(self.recipe.passes) < len(self._delays)
 
+    def delays(self) -> dict[Tensor, int]:
+        """Return how many backward passes of each parameter are left until it is averaged."""
+        return dict(zip(self.recipe.params, self._delays, strict=True))
+
     def reset(self) -> None:
         """Forget the backward passes since the last step."""
         self._delays[:] = [self.recipe.passes] * len(self.recipe.params)

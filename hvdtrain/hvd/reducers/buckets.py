@@ -18,7 +18,6 @@ is averaged as zeros, and nothing is complete before `synchronize`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -217,31 +216,26 @@ class BucketReducer(Reducer):
 
     def synchronize(self) -> None:
         """Average all gradients. Collective."""
-        for _ in self.finish():
-            pass
-
-    def finish(self) -> Iterator[list[Tensor]]:
-        """Average all gradients; yield the parameters of each bucket as they are ready. Collective.
-
-        Whoever begins to iterate must go on to the end.
-        """
         self.watch()
         self._advance(everything=True)
-        yield from self._finish_by_name() if self._named else self._finish_buckets()
+        if self._named:
+            self._finish_by_name()
+        else:
+            self._finish_buckets()
         if self._any_frozen:
             self.fill_frozen()
         self._end_step()
 
-    def _finish_by_name(self) -> Iterator[list[Tensor]]:
+    def _finish_by_name(self) -> None:
         if self._asked is None:
             self._asked = self._ask()
         if len(self._by_name.sent) < len(self.recipe.params):
             # Another rank may have gradients, or sparse ones, where this rank has none.
             self._settle()
             self._send_by_name(set(self._kinds))
-        yield self._by_name.finish()
+        self._by_name.finish()
 
-    def _finish_buckets(self) -> Iterator[list[Tensor]]:
+    def _finish_buckets(self) -> None:
         sparse = {name for name, kind in self._kinds.items() if kind == SPARSE}
         if sparse:
             self._send_by_name(sparse)
@@ -253,7 +247,6 @@ class BucketReducer(Reducer):
                     changed += float(bucket.flat[-1])
                 bucket.install(self._factors(bucket.layout.dtype)[1], self.recipe.sparse_as_dense)
             bucket.work = None
-            yield bucket.params
         if changed:
             # Some rank has frozen, thawed or added parameters: all agree anew, and what the last
             # agreement did not know is averaged by name.
@@ -262,7 +255,7 @@ class BucketReducer(Reducer):
             self._settle()
             self._send_by_name(set(self._kinds) - before)
         if self._by_name.sent:
-            yield self._by_name.finish()
+            self._by_name.finish()
 
     def _send_by_name(self, names: set[str]) -> None:
         """Send those that some rank has a gradient for and that were not sent."""

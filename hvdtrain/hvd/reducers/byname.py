@@ -61,8 +61,8 @@ class ByName:
 
         self.sent[i] = wait
 
-    def finish(self) -> list[Tensor]:
-        """Wait for all, make the results the gradients, and return their parameters."""
+    def finish(self) -> None:
+        """Wait for all, and make the results the gradients."""
         sent, self.sent = self.sent, {}
         for i, wait in sent.items():
             p, result = self._recipe.params[i], wait()
@@ -71,7 +71,6 @@ class ByName:
                     p.grad = result
                 elif p.grad is not result:
                     p.grad.set_(result)  # type: ignore[call-overload]  # it stays the same tensor
-        return [self._recipe.params[i] for i in sent]
 
 
 def _no_rows(p: Tensor) -> Tensor:

@@ -1,0 +1,96 @@
+"""Horovod's `horovod.runner.common.util.hosts`: hosts, their slots, and the ranks in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class HostInfo:
+    """A host and how many processes it takes."""
+
+    def __init__(self, hostname: str, slots: int) -> None:
+        self.hostname = hostname
+        self.slots = slots
+
+    @staticmethod
+    def from_string(host_string: str) -> HostInfo:
+        """Read "host:slots". Raises ValueError for anything else."""
+        hostname, slots = host_string.strip().split(":")
+        return HostInfo(hostname, int(slots))
+
+
+@dataclass
+class SlotInfo:
+    """Where a rank runs, and its numbers."""
+
+    hostname: str
+    rank: int
+    local_rank: int
+    cross_rank: int
+    size: int
+    local_size: int
+    cross_size: int
+
+    def to_response_string(self) -> str:
+        """Return the numbers as Horovod's rendezvous server answers them."""
+        numbers = (self.rank, self.size, self.local_rank, self.local_size, self.cross_rank)
+        return ",".join(map(str, (*numbers, self.cross_size)))
+
+
+INVALID_SLOT_INFO = SlotInfo("", -1, -1, -1, -1, -1, -1)
+
+
+def parse_host_files(filename: str) -> str:
+    """Return the lines "host slots=n" of a file as "host:n,host:n"."""
+    with open(filename) as file:
+        lines = [line.rstrip() for line in file]
+    return ",".join(f"{line.split()[0]}:{line.split('=')[1]}" for line in lines)
+
+
+def parse_hosts_and_slots(hosts: str) -> tuple[list[str], dict[str, int]]:
+    """Return the names, and the slots by name, of "host:n,host:n". Raises ValueError for others."""
+    pairs = [host.strip() for host in hosts.split(",")]
+    if not all(re.match(r"^[\w.-]+:[0-9]+$", pair) for pair in pairs):
+        raise ValueError(
+            "Invalid host input, please make sure it has format as : worker-0:2,worker-1:2."
+        )
+    parsed = [HostInfo.from_string(pair) for pair in pairs]
+    return [host.hostname for host in parsed], {host.hostname: host.slots for host in parsed}
+
+
+def parse_hosts(hosts_string: str) -> list[HostInfo]:
+    """Return the hosts of "host:n,host:n"."""
+    return [HostInfo.from_string(host) for host in hosts_string.split(",")]
+
+
+def get_host_assignments(
+    hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None
+) -> list[SlotInfo]:
+    """Fill the hosts with ranks, one host after another, up to `max_num_proc`.
+
+    Raises ValueError where there is room for less than `min_num_proc`.
+    """
+    room = sum(host.slots for host in hosts)
+    size = room if max_num_proc is None else min(room, max_num_proc)
+    if size < min_num_proc:
+        raise ValueError(
+            f"Requested more processes ({min_num_proc}) than there are available slots ({size})"
+        )
+    counts: list[int] = []
+    for host in hosts:
+        counts.append(min(host.slots, size - sum(counts)))
+    return [
+        SlotInfo(
+            host.hostname,
+            rank=sum(counts[:i]) + local_rank,
+            local_rank=local_rank,
+            cross_rank=sum(n > local_rank for n in counts[:i]),
+            size=size,
+            local_size=counts[i],
+            cross_size=sum(n > local_rank for n in counts),
+        )
+        for i, host in enumerate(hosts)
+        for local_rank in range(counts[i])
+    ]
