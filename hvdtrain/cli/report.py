@@ -32,7 +32,7 @@ def command(folder: Path, as_json: bool) -> None:
         from hvdtrain.compare.summary import summarise
     except ModuleNotFoundError as error:
         raise BackendUnavailable(
-            f"a report needs {error.name}; install it with: pip install 'hvdtrain[compare]'"
+            f"a report needs {error.name}; pip install jinja2 matplotlib scipy"
         ) from None
     try:
         summary = summarise(found)
