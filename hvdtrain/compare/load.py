@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.compare.wording import tell_apart
 
@@ -100,8 +102,28 @@ def load_average() -> list[float] | None:
 def too_busy(load: Load, limit: float) -> str | None:
     """Why a block with such a window is to be dropped, or None. `limit`: a share of all cores."""
     taken = (load.foreign or 0.0) + (load.steal or 0.0)
-    if taken <= limit:
+    if taken <= limit or limit >= 1:
         return None
     stolen = f", {100 * load.steal:.0f} % of it the host" if load.steal else ""
     shares = tell_apart(100 * taken, 100 * limit, 0, "f")
     return f"others took {shares[0]} % of the cores{stolen} (limit {shares[1]} %)"
+
+
+def shares(blocks: Iterable[Mapping[str, Any]]) -> list[float]:
+    """What others and the host took of the cores in each block of a record that has it."""
+    found = [block for block in blocks if block.get("foreign") is not None]
+    return [block["foreign"] + (block.get("steal") or 0.0) for block in found]
+
+
+def why_dropped(blocks: Sequence[Mapping[str, Any]], limit: float | None) -> str:
+    """Say once of all dropped blocks why they do not count, and what to do."""
+    taken = [100 * share for share in shares(blocks)]
+    text = "for the load of others"
+    if taken:
+        low, high = f"{min(taken):.0f}", f"{max(taken):.0f}"
+        if limit is not None:
+            low, _ = tell_apart(min(taken), 100 * limit, 0, "f")
+        text = f"since others took {low if low == high else f'{low} to {high}'} % of the cores"
+    if limit is not None:
+        text += f", and --max-foreign allows {100 * limit:g}%"
+    return f"{text}; end what else runs here, or allow more and mistrust small differences"

@@ -131,7 +131,7 @@ def share(text: str) -> float:
         value = float(text.rstrip("% ")) / (100 if text.strip().endswith("%") else 1)
     except ValueError:
         raise InputError(f"{text!r} is not a share; such as 2% or 0.02") from None
-    if not 0 < value < 1:
+    if not (0 < value < 1 or (value == 1 and "%" in text)):  # a bare 1 may be meant as 1 %
         raise InputError(f"{text!r} is not a share between 0 and 1; such as 2% or 0.02")
     return value
 

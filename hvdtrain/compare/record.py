@@ -29,7 +29,7 @@ def new(**known: Any) -> Record:
         "parity": [],  # one verdict an arm
         "ends": [],  # of each start, by key: [steps, hash of the parameters], the same on all ranks
         "blocks": [],  # step times and CPU seconds of every rank of every arm; foreign load
-        "phases": [],  # passes with a barrier before each step: input, compute, optimizer
+        "phases": [],  # passes with a barrier before each step: input, compute, optimizer; kept
         "anchors": {},  # by world size: one memcpy of the gradients by all ranks at once
         "collectives": {},  # by key: all-reduces of several sizes
         "tuning": {},  # by name: candidates, and the one chosen

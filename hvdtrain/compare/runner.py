@@ -21,7 +21,7 @@ from hvdtrain import provenance
 from hvdtrain.compare import machine, parity, record, stats, tuning
 from hvdtrain.compare.arms import Arm
 from hvdtrain.compare.job import Window
-from hvdtrain.compare.load import Load, Watch, load_average, too_busy
+from hvdtrain.compare.load import Load, Watch, load_average, too_busy, why_dropped
 from hvdtrain.compare.options import MIN_BLOCKS, CompareOptions
 from hvdtrain.compare.stage import SKIPPED_STEPS, TRIAL_STEPS, Screen, Stage, without_launcher
 from hvdtrain.failure import undisturbed
@@ -117,7 +117,8 @@ class Runner:
         self._need_baselines()
         for key in list(self.stage.live):
             self.stage.row(key)["status"] = "measured"  # whatever becomes of it
-        self._look_closer()
+        if any(block["kept"] for block in self.record["blocks"]):
+            self._look_closer()
         self.stage.say("done")
 
     def _catch_up(self) -> None:
@@ -275,7 +276,7 @@ class Runner:
             doing = f"block {index + 1}, {self._steps} steps of each arm"
             self.stage.say(doing)
             self._block(index)
-            if index % PASS_EVERY == PASS_EVERY // 2 - 1:
+            if self._pass_is_due():
                 self._pass(index)
             record.write(self.record, self.folder)
             self._need_baselines()
@@ -283,7 +284,8 @@ class Runner:
         self.record["config"].update(stopped_by=why, starts=self._generation + 1)
         blocks = self.record["blocks"]
         if blocks and not any(block["kept"] for block in blocks):
-            self.record["note"] = f"no block counts: {blocks[-1]['dropped']}"
+            why = why_dropped(blocks, self.options.max_foreign)
+            self.record["note"] = f"no block counts: {len(blocks)} were dropped, {why}"
 
     def _enough(self, blocks: int) -> str | None:
         """Why there are enough blocks, by the rule fixed beforehand, or None."""
@@ -356,21 +358,35 @@ class Runner:
             if kept:
                 self._block_ms[key][index] = stats.block_ms(window["step_ms"])
 
+    def _pass_is_due(self) -> bool:
+        """After a block that counts, once for every PASS_EVERY of them."""
+        passes, blocks = (sum(x["kept"] for x in self.record[y]) for y in ("phases", "blocks"))
+        due = blocks >= passes * PASS_EVERY + PASS_EVERY // 2
+        return due and bool(self.record["blocks"][-1]["kept"])
+
     def _pass(self, index: int) -> None:
         """The parts of a step, with a barrier before each; and the bound set by the memory."""
         self.stage.say("where the time goes")
         arms: dict[str, Any] = {}
-        for key in self.shuffled(list(self.stage.live)):
+        watch, mine, own_s = Watch(), time.process_time(), 0.0
+        watch.start()
+        keys = self.shuffled(list(self.stage.live))
+        for key in keys:
             windows = self.stage.call(key, "phases", PASS_STEPS)
             if windows is None:
                 continue
+            own_s += sum(w.whole_cpu_s for w in windows)
             arms[key] = {
                 "input_ms": [_rounded(w.input_ms) for w in windows],
                 "compute_ms": [_rounded(w.rest_ms) for w in windows],
                 "optimizer_ms": [_rounded(w.optimizer_ms) for w in windows],
             }
-        self.record["phases"].append({"block": index, "arms": arms})
-        for size in self.options.ranks:
+        load = watch.stop(own_s + time.process_time() - mine)
+        if len(arms) < len(keys):
+            load = Load(None, None)  # as of a block
+        kept = too_busy(load, self.options.max_foreign) is None
+        self.record["phases"].append({"block": index, "kept": kept, "arms": arms})
+        for size in self.options.ranks if kept else ():
             key = self.stage.key_of("ceiling", size)
             times = self.stage.call(key, "memcpy", 5)
             if times is not None:

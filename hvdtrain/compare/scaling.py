@@ -91,12 +91,13 @@ def fit(points: Iterable[tuple[int, int, float]]) -> Link | str:
 
 
 def prediction(record: Json, measured: Measured) -> Json | None:
-    """What a step would take at each of WORLDS. None where no all-reduces were measured.
+    """What a step would take at each of WORLDS. None where no all-reduces were measured, or no
+    block counts.
 
     An arm without a prediction is in `refused`, with the reason.
     """
     collectives = record.get("collectives") or {}
-    if not any(collectives.values()):
+    if not any(collectives.values()) or not any(measured.times.values()):
         return None
     strong = (record.get("config") or {}).get("scaling") == "strong"
     rows, refused = [], []

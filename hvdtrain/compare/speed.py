@@ -29,6 +29,9 @@ class Measured:
             if block.get("kept", True):
                 for key, window in (block.get("arms") or {}).items():
                     self.windows.setdefault(key, {})[block["index"]] = window
+        kept = [block.get("kept", True) for block in record.get("blocks") or []]
+        self.all_dropped = bool(kept) and not any(kept)
+        """Whether no block counts: that is said once, not of every arm."""
         self._against: dict[tuple[str, str], Interval] = {}
         self.times = {key: _block_times(found) for key, found in self.windows.items()}
 
@@ -158,7 +161,7 @@ def sentences(measured: Measured) -> list[str]:
             continue
         if lost:
             said.append(f"{key} {arm['status']}: {arm.get('reason') or 'no reason is known'}")
-        elif base is not None:
+        elif base is not None and not measured.all_dropped:
             ratio = measured.against(base, key)
             if arm.get("role") == "again" and stats.excludes_1(ratio):
                 said.append(stats.warning(key, base, ratio))

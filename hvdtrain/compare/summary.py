@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.compare import speed, stats, where
+from hvdtrain.compare import load, speed, stats, where
 from hvdtrain.compare.environment import environment_rows
+from hvdtrain.compare.options import CompareOptions
 from hvdtrain.compare.record import base_of
 from hvdtrain.compare.scaling import efficiency_rows, prediction
 from hvdtrain.compare.speed import Measured, number
@@ -111,21 +112,34 @@ def _later(record: Json, equal: list[str]) -> int | None:
 
 
 FEW_BLOCKS = 15
+LOADED = 0.2
+"""A share of the cores: others that took more in half of the blocks are mentioned."""
 
 
 def _caution(record: Json) -> str | None:
-    """What is to be said of figures from few blocks, or from one start."""
-    kept = [block for block in record.get("blocks") or [] if block.get("kept", True)]
+    """What is to be said of figures from few blocks, from one start, or under load."""
+    every = record.get("blocks") or []
+    kept = [block for block in every if block.get("kept", True)]
+    dropped = [block for block in every if not block.get("kept", True)]
     blocks, starts = len(kept), len({block.get("generation") for block in kept})
-    dropped = len(record.get("blocks") or []) - blocks
-    if not blocks or (blocks >= FEW_BLOCKS and starts > 1 and not dropped):
+    if not blocks:
         return None
-    text = f"From {count(blocks, 'block')} of {count(starts, 'start')}"
-    text += f", {dropped} more dropped for the load of others" if dropped else ""
-    if starts == 1:
-        text += ": one start of a program can be faster than the next by some percent, as long as "
-        text += "it lives, and no interval shows that; a longer --budget has several"
-    return text + "."
+    said, limit = [], (record.get("config") or {}).get("max_foreign")
+    if blocks < FEW_BLOCKS or starts == 1 or dropped:
+        text = f"From {count(blocks, 'block')} of {count(starts, 'start')}"
+        if starts == 1:
+            text += ": one start of a program can be faster than the next by some percent, as long "
+            text += "as it lives, and no interval shows that; a longer --budget has several"
+        said.append(text)
+    if dropped:
+        more = f"{count(len(dropped), 'more block was', 'more blocks were')} dropped"
+        said.append(f"{more}, {load.why_dropped(dropped, limit)}")
+    taken = load.shares(kept)
+    if taken and (np.median(taken) >= LOADED or max(taken) > CompareOptions.max_foreign):
+        text = "Measured under load: in the blocks that count others took "
+        text += f"{100 * np.median(taken):.0f} % of the cores (median; at most "
+        said.append(f"{text}{100 * max(taken):.0f} %), and a difference between arms may be theirs")
+    return ". ".join(said) + "." if said else None
 
 
 def _tuning(record: Json) -> list[Json]:
@@ -160,7 +174,7 @@ def _load(record: Json) -> Json:
     if limit is not None:
         rule = (
             "blocks during which other processes, and the host of a virtual machine, took over "
-            f"{100 * limit:.0f} % of the cores are dropped"
+            f"{100 * limit:.0f} % of the cores are dropped (--max-foreign)"
         )
         if windows and not foreign:
             rule += "; this machine does not say, so none was"

@@ -72,7 +72,10 @@ def speed(summary: Json) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in summary["speed"]:
         if row["status"] in COLOURS or row["step_ms"] is None:
-            status = Text(f"{row['status']}: see below", "red")
+            said = "no block counts" if _all_dropped(summary) else f"{row['status']}: see below"
+            status = Text(
+                said if row["status"] == "measured" else f"{row['status']}: see below", "red"
+            )
             table.add_row(Text(row["arm"]), *[NOTHING] * 2, status, *[NOTHING] * 3)
         else:
             table.add_row(*_speed_cells(row))
@@ -104,10 +107,13 @@ def _notes(summary: Json) -> list[Text]:
     lines = [
         Text(f"{row['arm']}: {wording.missing(row)}", "red")
         for row in summary["speed"]
-        if row["step_ms"] is None and row["status"] not in COLOURS  # those have their sentence
+        if row["step_ms"] is None
+        and row["status"] not in COLOURS  # those have their sentence
+        and not (row["status"] == "measured" and _all_dropped(summary))  # and these the note
     ]
     bases = {row["ranks"]: row["arm"] for row in summary["speed"] if row["role"] == "baseline"}
-    said = {row["verdict"] for row in summary["speed"] if row["status"] not in COLOURS}
+    shown = [row for row in summary["speed"] if row["status"] not in COLOURS and row["step_ms"]]
+    said = {row["verdict"] for row in shown}
     signs = [f"{sign} {wording.SAID[name]}" for name, sign in SIGNS.items() if name in said]
     if signs:
         lines.append(Text("   ".join(signs), "dim"))
@@ -122,6 +128,12 @@ def _notes(summary: Json) -> list[Text]:
         if row["ideal_note"]
     ]
     return lines
+
+
+def _all_dropped(summary: Json) -> bool:
+    """Whether blocks were measured, and none counts."""
+    load = summary["load"]
+    return bool(load["blocks_measured"] and not load["blocks_kept"])
 
 
 def _table(*columns: str) -> Table:
@@ -141,7 +153,7 @@ class Live:
         self._console = Console(file=file, highlight=False, markup=False, emoji=False)
         self._live: RichLive | None = None
         self._times: dict[str, dict[int, float]] = {}
-        self._read = 0
+        self._read = self._dropped = 0
         self._said = ""
 
     def __enter__(self) -> Live:
@@ -193,6 +205,7 @@ class Live:
         blocks = record.get("blocks") or []
         fresh = blocks[self._read :]
         for block in fresh:
+            self._dropped += not block.get("kept", True)
             if block.get("kept", True):
                 for key, window in block["arms"].items():
                     self._times.setdefault(key, {})[block["index"]] = stats.block_ms(
@@ -217,7 +230,10 @@ class Live:
                 ratio = self._ratio(record, key)
                 ratio = f" ({ratio}x)" if ratio and ratio != "baseline" else ""
                 parts.append(f"{key} {wording.figures(float(np.median(times)))} ms{ratio}")
-        return f"after {wording.count(self._read, 'block')}: {', '.join(parts)}"
+        text = f"after {wording.count(self._read, 'block')}"
+        if self._dropped:
+            text += f", {self._dropped} of them dropped for the load of others"
+        return f"{text}: {', '.join(parts)}" if parts else text
 
     def _flush(self) -> None:
         (self._console.file or sys.stdout).flush()

@@ -20,15 +20,17 @@ Ranks = Sequence[Sequence[float]]  # [rank][step], ms
 
 
 def phase_rows(record: Json, measured: Measured) -> list[Json]:
-    """One row per arm that had a timed pass; medians over the passes, in ms.
+    """One row per arm with blocks and a timed pass that count; medians over the passes, in ms.
 
     `compute_ms`, `straggler_ms` and `exposed_ms` are None where no ceiling was measured.
     """
-    passes = [found.get("arms") or {} for found in record.get("phases") or []]
+    kept = [found for found in record.get("phases") or [] if found.get("kept", True)]
+    passes = [found.get("arms") or {} for found in kept]
     rows = []
     for key, arm in measured.arms.items():
         mine = [found for found in passes if key in found]
-        if mine and arm.get("status") not in ("failed", "refused"):
+        lost = arm.get("status") in ("failed", "refused") or not measured.times[key]
+        if mine and not lost:
             rows.append(_phase_row(key, mine, measured.role("ceiling", arm["ranks"])))
     return rows
 

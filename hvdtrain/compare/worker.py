@@ -137,7 +137,7 @@ class Rank:
             self._wait()
             self._optimizer_s = time.perf_counter() - begin
 
-        found = Window()
+        found, cpu = Window(), time.process_time()
         precision.step = timed  # type: ignore[method-assign]
         try:
             for _ in range(steps):
@@ -152,6 +152,7 @@ class Rank:
                 found.rest_ms.append(1000 * (whole - taken.data_s - self._optimizer_s))
         finally:
             del precision.step
+        found.whole_cpu_s = time.process_time() - cpu
         return found
 
     def _wait(self) -> None:

@@ -15,13 +15,13 @@ import pytest
 
 from hvdtrain.cli.compare import _make_folder
 from hvdtrain.compare import record
-from hvdtrain.compare.options import CompareOptions
+from hvdtrain.compare.options import CompareOptions, share
 from hvdtrain.compare.summary import summarise
 from hvdtrain.errors import InputError
 from tests.launching import Finished, members, run, started
 
 COMPARE = [sys.executable, "-m", "hvdtrain", "compare"]
-QUICK = ["--blocks", "6", "--steps", "5", "--proof-steps", "4", "--max-foreign", "99%"]
+QUICK = ["--blocks", "6", "--steps", "5", "--proof-steps", "4", "--max-foreign", "100%"]
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -215,7 +215,7 @@ def test_a_slower_arm_is_found_and_the_same_arm_is_not(tmp_path: Path) -> None:
     said of that arm, and must not be: then once more.
     """
     same, slower = "hvdtrain.backends.ddp:DDP/shm", "benchmarks.slowed:By50/shm"
-    line = ["--arms", f"ddp/shm,{same},{slower}", "--blocks", "16", "--max-foreign", "99%"]
+    line = ["--arms", f"ddp/shm,{same},{slower}", "--blocks", "16", "--max-foreign", "100%"]
     mistaken = 0
     for attempt in range(3):
         _, found = compare(tmp_path / str(attempt), *line)
@@ -274,8 +274,9 @@ WRONG = {
     "--arms ,": "--arms ',' names no arm",
     "--arms ddp/shm,ddp": "ddp/shm is among the arms twice",
     "--baseline horovod/mpi --arms ddp/gloo": "is not among the arms: ddp/gloo",
-    "--budget soon": "'soon' is not a time; such as 90s, 10m or 1.5h",
-    "--target-ci 2": "'2' is not a share between 0 and 1; such as 2% or 0.02",
+    "--budget soon": "--budget 'soon' is not a time; such as 90s, 10m or 1.5h",
+    "--target-ci 2": "--target-ci '2' is not a share between 0 and 1; such as 2% or 0.02",
+    "--max-foreign 101%": "--max-foreign '101%' is not a share between 0 and 1",
     "-np two": "--np 'two' is not a world size",
     "-np 0": "--np 0",
     "-np 2,3 --scaling strong --batch-size 5": "does not divide by 3 ranks",
@@ -292,6 +293,12 @@ def test_bad_input_gets_one_line(line: str) -> None:
     assert done.code == 2
     assert len(done.output.splitlines()) == 1, done.output
     assert WRONG[line] in done.output
+
+
+def test_all_of_the_cores_is_a_share() -> None:
+    assert share("100%") == 1
+    with pytest.raises(InputError, match="'1' is not a share"):
+        share("1")  # which may be meant as 1 %
 
 
 def test_a_folder_is_one_comparisons_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,12 +111,27 @@ def test_without_a_start_there_is_no_window(machine: Machine) -> None:
 def test_the_rule_that_drops_a_block() -> None:
     assert load.too_busy(Load(0.3, 0.2), 0.5) is None
     assert load.too_busy(Load(None, None), 0.5) is None
+    assert load.too_busy(Load(0.95, 0.15), 1.0) is None  # all of it is allowed
     why = load.too_busy(Load(0.61, None), 0.5)
     assert why == "others took 61 % of the cores (limit 50 %)"
     why = load.too_busy(Load(0.502, None), 0.5)
     assert why == "others took 50.2 % of the cores (limit 50.0 %)"
     why = load.too_busy(Load(0.3, 0.22), 0.5)
     assert why == "others took 52 % of the cores, 22 % of it the host (limit 50 %)"
+
+
+def test_what_is_said_of_all_dropped_blocks() -> None:
+    blocks: list[dict[str, Any]] = [
+        {"foreign": 0.502, "steal": None},
+        {"foreign": 0.6, "steal": 0.22},
+    ]
+    why = load.why_dropped(blocks, 0.5)
+    assert why.startswith(
+        "since others took 50.2 to 82 % of the cores, and --max-foreign allows 50%; "
+    )
+    assert load.why_dropped([{"foreign": None}], None).startswith(
+        "for the load of others; end what"
+    )
 
 
 _BURN = """import time

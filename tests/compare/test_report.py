@@ -20,6 +20,7 @@ import pytest
 
 from hvdtrain.cli.report import command
 from hvdtrain.compare import answers, look, plots, record, report, table, wording
+from hvdtrain.compare.load import why_dropped
 from hvdtrain.compare.summary import summarise
 from hvdtrain.errors import InputError
 from tests.compare.records import FAILED, make_record
@@ -212,16 +213,24 @@ def test_different_threads_are_not_passed_over() -> None:
     assert "NOT the same cores: from 1 to 2 a rank" in text_of(page_of(found))
 
 
-def test_where_no_block_counts_it_says_so() -> None:
-    found = make_record(blocks=6)
+def test_where_no_block_counts_it_says_so_once_and_shows_no_figures() -> None:
+    found = make_record(blocks=6, failed=None)
     for block in found["blocks"]:
-        block.update(kept=False, dropped="others took 60 % of the cores")
-    found["note"] = "no block counts: others took 60 % of the cores"
-    out = io.StringIO()
+        block.update(kept=False, dropped="others took 60 % of the cores", foreign=0.6, steal=0.0)
+    assert found["phases"]
+    assert found["collectives"]
+    found["note"] = f"no block counts: 6 were dropped, {why_dropped(found['blocks'], 0.5)}"
+    out, page = io.StringIO(), page_of(found)
     table.show(summarise(found), out, width=100)
-    for text in (text_of(page_of(found)), out.getvalue()):
-        assert "no block counts: others took 60 %" in text
-        assert "measured, but no block counts" in text
+    printed = " ".join(out.getvalue().split())
+    for text in (text_of(page), printed):
+        assert text.count("6 were dropped, since others took 60 % of the cores") == 1
+        assert text.count("--max-foreign allows 50%; end what else runs") == 1
+        assert "not enough blocks" not in text
+        assert "Where the time goes" not in text
+        assert "Predicted" not in text
+    assert printed.count("no block counts") == len(found["arms"]) + 1  # in the table, and below
+    assert "<svg" not in page
 
 
 def test_an_arm_that_was_refused_at_the_end_is_on_top() -> None:

@@ -348,7 +348,32 @@ def test_few_blocks_and_one_start_are_said(blocks: int, starts: int, said: str |
 
 def test_it_is_said_why_there_are_few_blocks() -> None:
     record = make_record(blocks=9)  # of which one is dropped
-    assert summarise(record)["caution"].startswith("From 8 blocks of 1 start, 1 more dropped for")
+    said = summarise(record)["caution"]
+    assert said.startswith("From 8 blocks of 1 start: one start")
+    assert (
+        ". 1 more block was dropped, for the load of others, and --max-foreign allows 50%" in said
+    )
+
+
+@pytest.mark.parametrize(("foreign", "said"), [(0.1, False), (0.3, True), (0.7, True)])
+def test_a_load_under_which_was_measured_is_said(foreign: float, said: bool) -> None:
+    record = make_record(blocks=40)
+    for block in record["blocks"]:
+        block.update(kept=True, generation=block["index"] % 2, foreign=foreign, steal=0.01)
+    found = summarise(record)["caution"]
+    text = f"Measured under load: in the blocks that count others took {100 * foreign + 1:.0f} % of"
+    assert (found or "").startswith(text) == said
+    assert said or found is None
+    for block in record["blocks"]:
+        block.update(foreign=0.9 if block["index"] == 3 else 0.0)
+    assert "(median; at most 91 %)" in summarise(record)["caution"]
+
+
+def test_a_pass_under_load_does_not_count() -> None:
+    record = make_record(blocks=40)
+    for found in record["phases"][1:]:
+        found["kept"] = False
+    assert {row["passes"] for row in summarise(record)["phases"]} == {1}
 
 
 def test_the_environment_answers_or_says_that_it_cannot() -> None:
