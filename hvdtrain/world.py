@@ -38,6 +38,14 @@ class World:
         return f"rank {self.rank}/{self.size}"
 
     @property
+    def started_by(self) -> str:
+        """How messages name the launcher. `horovodrun --mpi` sets nothing that would tell it from
+        the mpirun that it becomes.
+        """
+        names = {"none": "no launcher", "openmpi": "mpirun (Open MPI, also by horovodrun --mpi)"}
+        return names.get(self.launcher, self.launcher)
+
+    @property
     def one_host(self) -> bool:
         """Whether all ranks run on one host."""
         return self.local_size == self.size

@@ -77,7 +77,7 @@ def choose(name: str, world: World) -> tuple[str, str]:
         if problem is not None:
             raise BackendUnavailable(f"backend {name} cannot be used here: {problem}")
         return name, "as requested"
-    started = "no launcher" if world.launcher == "none" else f"started by {world.launcher}"
+    started = world.started_by if world.launcher == "none" else f"started by {world.started_by}"
     skipped = ""
     for candidate in PREFERRED[world.launcher]:
         problem = _problem(candidate, world)

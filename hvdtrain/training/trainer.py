@@ -255,13 +255,12 @@ class Trainer:
 
     def _introduce(self) -> None:
         about, world = self.backend.describe(), self.world
-        by = "no launcher" if world.launcher == "none" else world.launcher
         hosts = len(set(self.backend.hosts)) or 1
         over = about.get("transport") or about.get("controller")
         reasons = [self.backend.reason, about.get("note", "")]
         if why := about.get("transport_reason"):
             reasons.append(f"{over}: {why}")
-        ranks, on = _count(world.size, "rank"), _count(hosts, "host")
+        ranks, on, by = _count(world.size, "rank"), _count(hosts, "host"), world.started_by
         self.console.say(f"task     {self.config.task}, {ranks} on {on}, started by {by}")
         self.console.say(
             f"backend  {about['name']}{f' over {over}' if over else ''} on "

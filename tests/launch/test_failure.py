@@ -322,7 +322,7 @@ def ranks_of(marker: str) -> list[int]:
 
 def check_orphans_end(command: list[str], mark: Path, number: signal.Signals) -> None:
     with started(command) as (process, log):
-        deadline = time.monotonic() + 50
+        deadline = time.monotonic() + 90
         while not mark.exists():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
