@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -27,6 +28,8 @@ def fail(how: str, mark: str) -> None:
         sys.exit(3)
     if how == "_exit":
         os._exit(3)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if how == "wait":  # for a signal
         time.sleep(60)
 
