@@ -29,6 +29,8 @@ def fail(how: str, mark: str) -> None:
         sys.exit(3)
     if how == "_exit":
         os._exit(3)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if how == "wait":  # for a signal
         time.sleep(60)
 

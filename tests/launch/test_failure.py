@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import Finished, Started, members, run, started
+from tests.launching import Finished, Started, kill, members, run, started
 
 LAUNCHERS = {
     "mpirun": "mpirun -np {n} {python}",
@@ -371,3 +371,30 @@ def test_a_peer_that_is_lost_outside_the_training(
     assert finished.code == 0, finished.output
     (told,) = finished.lines("told:")
     assert "lost contact with a peer" in told
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend", "rank"),
+    [
+        ("torchrun", "compat", 0),
+        ("torchrun", "compat", 1),
+        pytest.param("torchrun", "ddp", 1, marks=EXHAUSTIVE),
+        pytest.param("horovodrun", "compat", 1, marks=EXHAUSTIVE),
+    ],
+)
+def test_the_timeout_holds_for_a_stopped_rank(
+    tmp_path: Path, launcher: str, backend: str, rank: int
+) -> None:
+    """SIGSTOP: its connections stay open."""
+    arguments = [*failing(tmp_path, "loop", "stop", rank), "--timeout", "4"]
+    with started(train(launcher, 2, backend, *arguments)) as (process, log):
+        deadline = time.monotonic() + 60
+        while "lost contact with a peer" not in log.read_text():
+            assert process.poll() is None or time.monotonic() < deadline, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        after_s = time.time() - float((tmp_path / "mark").read_text())
+        said = log.read_text()
+        kill(process.marker)
+    assert 3.5 < after_s < 25, said
+    assert re.search(rf"[Rr]ank {rank} \(process ", said), said
