@@ -477,6 +477,13 @@ class _Attempt(threading.Thread):
 _attempts: dict[tuple[str, int], _Attempt] = {}
 
 
+def store_hosts(store: Store) -> list[str]:
+    """Return the name under which this process has reached a store; none if it is no TCPStore."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return [store.host] if isinstance(store, TCPStore) else []
+
+
 def own_addresses(world: World) -> list[str]:
     """Where the other ranks may reach this host, the likeliest first."""
     if world.one_host:

@@ -72,7 +72,7 @@ class Compat(Horovod):
         basics.start(replace(settings, **changes))
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        from hvdtrain.hvd.reducers import BucketReducer
+        from hvdtrain.hvd.reducers.buckets import BucketReducer
 
         net, wrapped = super()._wrap(model, optimizer)
         reducer = getattr(wrapped, "_reducer", None)

@@ -290,6 +290,16 @@ class Group(_C10dGroup):  # type: ignore[misc]
     def setGroupDesc(self, name: str) -> None:  # noqa: D102
         self._group_desc = name
 
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return the backend for a device, Gloo's for the CPU. The base class has none.
+
+        From torch 2.14 on `batch_isend_irecv` asks it whether the group coalesces. Raises
+        RuntimeError for other devices, as torch does.
+        """
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"No backend type associated with device type {device}")
+        return self._gloo
+
     def rank(self) -> int:
         """Return this process's number in the group."""
         return self.carrier.rank

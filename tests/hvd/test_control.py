@@ -186,7 +186,7 @@ def controls(store: Store, ranks: Sequence[int], timeout_s: float) -> list[Any]:
 
 def stores(store: Store, ranks: Sequence[int], timeout_s: float) -> list[Any]:
     def meet(rank: int) -> str:
-        space = _await_all(store, world(rank), time.monotonic() + timeout_s)
+        space = _await_all(store, world(rank), timeout_s, time.monotonic() + timeout_s)
         space.set(f"seen/{rank}", "1")
         space.wait([f"seen/{r}" for r in range(3)])
         return "met"

@@ -160,7 +160,8 @@ def all_reduce(group: Any, tensor: Tensor, op: int) -> Any:
     """Begin to reduce in place; returns the work to wait for."""
     options = dist.AllreduceOptions()
     options.reduceOp = REDUCE_OPS[op]  # type: ignore[assignment]
-    options.asyncOp = True
+    if hasattr(options, "asyncOp"):  # torch 2.7 has no such option: all are asynchronous
+        options.asyncOp = True
     return group.allreduce([tensor], options)
 
 
