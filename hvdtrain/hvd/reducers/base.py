@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.hvd.basics import basics
+from hvdtrain.hvd.engine.request import AVERAGE
 from hvdtrain.hvd.process_sets import ProcessSet
 
 
@@ -53,6 +54,16 @@ class Recipe:
                 "registered (any more): add it to hvd.init or by hvd.add_process_set"
             )
         return set_id
+
+    def factors(self, dtype: torch.dtype) -> tuple[float, float]:
+        """What gradients are multiplied by before and after they are added up."""
+        if self.op != AVERAGE:
+            return 1.0, 1.0
+        size = len(basics.engine.sets[self.set_id])
+        # Before, the copy does it for nothing; but small numbers in half precision would lose bits.
+        if self.predivide == 1.0 and dtype.itemsize >= 4:
+            return 1.0 / size, 1.0
+        return 1.0 / self.predivide, self.predivide / size
 
 
 class Reducer(ABC):

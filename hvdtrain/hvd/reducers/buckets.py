@@ -26,7 +26,7 @@ from torch import Tensor
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine.engine import Engine
 from hvdtrain.hvd.engine.plan import FROZEN, SPARSE
-from hvdtrain.hvd.engine.request import AVERAGE, dtype_of
+from hvdtrain.hvd.engine.request import dtype_of
 from hvdtrain.hvd.engine.work import Work
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.hvd.reducers.base import TOO_MANY, Recipe, Reducer
@@ -127,7 +127,7 @@ class BucketReducer(Reducer):
         if bucket is not None and place is not None:
             self._begin_buckets()
             with torch.no_grad():
-                bucket.take(place, self._factors(bucket.layout.dtype)[0])
+                bucket.take(place, self.recipe.factors(bucket.layout.dtype)[0])
 
     def _take_loose(self, i: int) -> None:
         """Take a gradient that is in no bucket yet."""
@@ -191,7 +191,7 @@ class BucketReducer(Reducer):
                 if bucket.pending > 0 and not everything:
                     return
                 self._next += 1
-                flat = bucket.fill(self._factors(bucket.layout.dtype)[0], self._changed)
+                flat = bucket.fill(self.recipe.factors(bucket.layout.dtype)[0], self._changed)
                 bucket.work = self._lane.send(bucket.layout, flat)
         self._lane.launched = self._lane.step
 
@@ -202,15 +202,6 @@ class BucketReducer(Reducer):
             self._wanted_now = self._want()
             self._changed = self._wanted_now != self._wanted or self._unknown
             self._lane.begin()
-
-    def _factors(self, dtype: torch.dtype) -> tuple[float, float]:
-        """What gradients are multiplied by before and after they are added up."""
-        if self.recipe.op != AVERAGE:
-            return 1.0, 1.0
-        # Before, the copy does it for nothing; but small numbers in half precision would lose bits.
-        if self.recipe.predivide == 1.0 and dtype.itemsize >= 4:
-            return 1.0 / self.size, 1.0
-        return 1.0 / self.recipe.predivide, self.recipe.predivide / self.size
 
     # At the end of it
 
@@ -245,7 +236,9 @@ class BucketReducer(Reducer):
             with torch.no_grad():
                 if bucket.layout.flag:
                     changed += float(bucket.flat[-1])
-                bucket.install(self._factors(bucket.layout.dtype)[1], self.recipe.sparse_as_dense)
+                bucket.install(
+                    self.recipe.factors(bucket.layout.dtype)[1], self.recipe.sparse_as_dense
+                )
             bucket.work = None
         if changed:
             # Some rank has frozen, thawed or added parameters: all agree anew, and what the last
@@ -285,7 +278,7 @@ class BucketReducer(Reducer):
         name = f"{self.recipe.label}.{about[0]}.{set_id}.{number}"
         self._engine, self._lane, self._version = engine, engine.lane(name, set_id), 0
         self._asked, self._next_asked, self._begun = None, None, False
-        self._by_name = ByName(self.recipe, f"@{name}", self._factors)
+        self._by_name = ByName(self.recipe, f"@{name}", divides_first=True)
         weakref.finalize(self, Engine.drop_lane, engine, name, set_id).atexit = False
 
     def _ask(self) -> Work:

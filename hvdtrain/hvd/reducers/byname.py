@@ -16,19 +16,18 @@ from hvdtrain.hvd.reducers.base import Recipe
 class ByName:
     """Gradients on their way, each under its own name. `sent` are their parameters' places.
 
-    `factors` says what gradients of a dtype are multiplied by before and after they are added up;
-    without it an average is divided as Horovod does.
+    `divides_first`: an average is divided before the sum, as in buckets, not after it.
     """
 
     def __init__(
         self,
         recipe: Recipe,
         suffix: str = "",
-        factors: Callable[[torch.dtype], tuple[float, float]] | None = None,
+        divides_first: bool = False,
     ) -> None:
         self._recipe = recipe
         self._suffix = suffix
-        self._factors = factors
+        self._divides_first = divides_first
         self.sent: dict[int, Callable[[], Tensor]] = {}
 
     def send(self, i: int, sparse: bool = False) -> None:
@@ -51,8 +50,8 @@ class ByName:
         op = recipe.op
         before = 1.0 / recipe.predivide if op == AVERAGE else 1.0
         after = 1.0 / before
-        if op == AVERAGE and self._factors is not None:
-            op, (before, after) = SUM, self._factors(compressed.dtype)
+        if op == AVERAGE and self._divides_first:
+            op, (before, after) = SUM, recipe.factors(compressed.dtype)
         handle = allreduce_async_(compressed, None, name, op, before, after, recipe.process_set)
 
         def wait() -> Tensor:
