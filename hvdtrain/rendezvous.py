@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
+import math
 import os
 import re
 import socket
@@ -408,7 +409,7 @@ def _connect(
     why = "nothing listens there"
     # Rank 0 may not have begun to listen; an agent has, before it started the ranks.
     keeps = _agent_keeps_store(world)
-    refused_from = time.monotonic() + _REFUSED_S if keeps else deadline
+    refused_from = time.monotonic() + _REFUSED_S if keeps else math.inf
     for _ in _until(deadline, pause_s=0.1):
         for host, port in places:
             try:
