@@ -46,13 +46,20 @@ class Region:
     alive: _Alive
 
 
+# Of all groups, since each counts, and closes, the others' descriptors. Nothing under it waits.
+_lock = threading.RLock()
+
+
 def _has_descriptors() -> bool:
     """Whether this process may open descriptors for one more region.
 
     A storage takes two, and a quarter of what the process may have is enough for all its groups.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
-    return sum(len(regions._own) for regions in list(_all_regions)) < most
+    with _lock:
+        for regions in list(_all_regions):
+            regions._sweep()  # an idle group keeps the descriptors of tensors that are gone
+        return sum(len(regions._own) for regions in list(_all_regions)) < most
 
 
 class Regions:
@@ -70,7 +77,6 @@ class Regions:
         self._next = 0
         self._dir = shm_dir
         self._may_move = True
-        self._lock = threading.Lock()
         _all_regions.add(self)
 
     def find(self, t: Tensor) -> Region | None:
@@ -89,7 +95,7 @@ class Regions:
         if num_bytes < MOVE_BYTES or not self._may_move or not storage.resizable():
             return
         key = storage._cdata
-        with self._lock:
+        with _lock:
             if key in self._own and self._own[key].alive:
                 return
             before = self._seen.get(key)
@@ -121,7 +127,7 @@ class Regions:
         except OSError:
             return None
         t = window.Mapping(fd, max(num_bytes, 1)).bytes
-        with self._lock:
+        with _lock:
             self._add(t.untyped_storage(), fd, max(num_bytes, 1))
         return t[:num_bytes]
 
@@ -160,7 +166,7 @@ class Regions:
 
     def retired(self, most: int) -> list[int]:
         """Return regions that have gone, of which the peers must be told; each once."""
-        with self._lock:
+        with _lock:
             self._sweep()
             told, self._retired = self._retired[:most], self._retired[most:]
         return told
@@ -187,7 +193,7 @@ class Regions:
 
     def close(self) -> None:
         """Close the descriptors. The memory goes with the tensors."""
-        with self._lock:
+        with _lock:
             own, self._own = self._own, {}
             self._theirs.clear()
         for region in own.values():

@@ -196,18 +196,20 @@ def many_shared_tensors_take_few_descriptors(dist: Dist) -> None:
         for t in tensors:
             dist.all_reduce(t.fill_(1))
     assert len(os.listdir("/proc/self/fd")) - before <= 2 * len(tensors)
+    del tensors
+    group = dist.new_group()
+    tensors = [torch.empty(300_000) for _ in range(40)]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-        group = dist.new_group()
+        for _ in range(3):
+            for t in tensors:
+                dist.all_reduce(t.fill_(1), group=group)
+                assert t.eq(dist.get_world_size()).all()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    tensors = [torch.empty(300_000) for _ in range(40)]
-    for _ in range(3):
-        for t in tensors:
-            dist.all_reduce(t.fill_(1), group=group)
-            assert t.eq(dist.get_world_size()).all()
-    assert sum(t.untyped_storage().is_shared() for t in tensors) == 200 // 8
+    # Of all groups together, so the regions of the first part may still count.
+    assert 0 < sum(t.untyped_storage().is_shared() for t in tensors) <= 200 // 8
     dist.destroy_process_group(group)
 
 
