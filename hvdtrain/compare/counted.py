@@ -1,4 +1,8 @@
-"""What two arms must have in common exactly: everything that is counted, not computed."""
+"""The exact part of the parity check: everything that is counted, not computed.
+
+`parity` runs it first: model, options, learning rates, samples, dtypes and sizes must be equal
+before `computed` compares numbers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from hvdtrain.compare.wording import tell_apart
 
 @dataclass(frozen=True)
 class Refusal:
-    """How an arm's work differs from the baseline's."""
+    """A difference between an arm's work and the baseline's, with its likely cause."""
 
     text: str
     cause: Cause | None = None
@@ -23,9 +27,9 @@ class Refusal:
 
 
 def counted(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
-    """The differences, in an order in which an earlier one explains the later ones.
+    """Yield the differences, ordered so that an earlier one explains the later ones.
 
-    Both have as many ranks.
+    Both arms have the same number of ranks.
     """
     for a, b in zip(arm, base, strict=True):
         if a.world_size != b.world_size:
@@ -68,6 +72,7 @@ def _models(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
 
 
 def _options(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
+    # Field of the trace: row of the known DDP/Horovod difference (see `Cause.row`).
     ledger = {
         "precision": None,
         "accumulate": 4,
@@ -98,7 +103,7 @@ def _options(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
 
 
 def _unlike(mine: list[dict[str, str]], its: list[dict[str, str]]) -> tuple[str, str]:
-    """The hyper-parameters that differ, as text."""
+    """Return the hyper-parameters that differ, of both arms, as text."""
     if len(mine) != len(its):
         return f"of {len(mine)} groups", f"{len(its)}"
     keys = {k for a, b in zip(mine, its, strict=True) for k in {*a, *b} if a.get(k) != b.get(k)}
