@@ -34,6 +34,7 @@ class Cast:
                 self._lost(key, str(error))
         # In parallel: a start is mostly waiting, and nothing is timed yet.
         patience = 60.0 + 6.0 * sum(self.live[key].size for key in jobs if key in self.live)
+        # Send "open" to all before waiting for any answer: opening can take long, too.
         for key, job in jobs.items():
             self.attempt(key, methodcaller("meet", patience))
             self.attempt(key, methodcaller("begin", "open", job))

@@ -91,6 +91,7 @@ def _decayed(arm: Account, base: Account) -> str:
     before, after = base.samples.initial, arm.samples.initial
     if before.shape != after.shape or not (moved := float(before @ before)):
         return ""
+    # Zero gradients leave weight decay alone, which multiplies all weights by one factor.
     factor = float(after @ before) / moved
     if factor < 1 and distance(after, factor * before) < 0.01 * (1 - factor):
         return f"decayed the weights by a factor of {tell_apart(factor, 1, 6)[0]}"
@@ -118,6 +119,7 @@ def of_samples(arm: Sequence[Sequence[str]], base: Sequence[Sequence[str]]) -> C
 
     `arm`, `base`: hashes of each rank's samples in the first step that differs.
     """
+    # Tested from the mildest: another order in a rank, another split, the same in all, others.
     every_arm, every_base = (sorted(s for rank in ranks for s in rank) for ranks in (arm, base))
     if all(sorted(a) == sorted(b) for a, b in zip(arm, base, strict=True)):
         return Cause("the samples are the same, but in another order within the batch", 12)

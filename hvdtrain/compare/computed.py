@@ -118,7 +118,7 @@ def _buffers(arm: Ranks, base: Ranks, limits: Limits) -> Iterator[Refusal]:
 
     policy = arm[0].buffers_policy
     agree = policy == "local" or len({*hashes(arm)}) <= len({*hashes(base)})
-    if not agree:
+    if not agree:  # more versions among the ranks than the baseline has
         yield Refusal(
             "the ranks of this arm have different buffers", causes.of_buffers(policy, False)
         )

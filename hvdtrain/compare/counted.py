@@ -35,6 +35,7 @@ def counted(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
         if a.world_size != b.world_size:
             text = "the backend does not know this launcher: models train side by side"
             yield Refusal(f"a world of {a.world_size}, {baseline}'s of {b.world_size}", Cause(text))
+    # Cause before effect: another model or option can also change rates, samples and gradients.
     yield from _models(arm, base, baseline)
     yield from _options(arm, base, baseline)
     yield from _rates(arm, base, baseline)
@@ -151,6 +152,7 @@ def _data(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
             )
         if a.samples == b.samples:
             continue
+        # The samples of all ranks show whether only the split differs.
         mine, its = ([r.steps[number - 1].samples for r in ranks] for ranks in (arm, base))
         if len(a.samples) != len(b.samples):
             yield Refusal(

@@ -55,6 +55,7 @@ class Gradients:
             if not (np.isfinite(matrix).all() and np.isfinite(self.arm[0]).all()):
                 return None
             found, _, rank, _ = np.linalg.lstsq(matrix, self.arm[0], rcond=None)
+        # Linearly dependent parts have no unique weights.
         fits = rank == len(parts) and self.equal(matrix @ found, self.arm[0])
         return [float(weight) for weight in found] if fits else None
 
@@ -69,6 +70,7 @@ def explain(g: Gradients) -> Cause | None:
 
 def _scaled(g: Gradients) -> Cause | None:
     """Test for the mean times a constant: a missing or repeated division."""
+    # The projection of the arm's gradient on the mean.
     square = float(g.mean @ g.mean)
     factor = float(g.arm[0] @ g.mean) / square if square else math.nan
     if not (g.agree() and math.isfinite(factor) and g.equal(g.arm[0], factor * g.mean)):
@@ -124,6 +126,7 @@ def _last_micro_batch(g: Gradients) -> Cause | None:
     """Test for the gradient of the last micro-batch alone."""
     if g.local is None or g.before_last is None:
         return None
+    # Gradients accumulate in p.grad, so a difference is that of the last micro-batch.
     last = [whole - before for whole, before in zip(g.local, g.before_last, strict=True)]
     expected = np.mean(last, axis=0)
     square = float(expected @ expected)
@@ -142,6 +145,7 @@ def _clipped_first(g: Gradients) -> Cause | None:
     weights = None if g.local is None else g.weights(g.local)
     if weights is None or min(weights) <= 0:
         return None
+    # An unclipped gradient has weight 1/n, so n times a weight is its clipping factor.
     clipped = [w * g.n for w in weights]
     norms = [w * norm for w, norm in zip(clipped, g.norms, strict=True)]
     limit = max(norms)

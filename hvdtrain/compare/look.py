@@ -124,8 +124,8 @@ def _style(look: Look, salt: str = "") -> Any:
             "legend.frameon": False,
             "legend.fontsize": look.font - 0.5,
             "hatch.linewidth": 0.8,
-            "svg.fonttype": "none",
-            "svg.hashsalt": salt or "hvdtrain",
+            "svg.fonttype": "none",  # text, not paths
+            "svg.hashsalt": salt or "hvdtrain",  # fixed ids: the same bytes each time
         }
     )
 

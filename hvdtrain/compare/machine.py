@@ -42,6 +42,7 @@ def usable_gpus() -> int:
     """Return how many GPUs the ranks will see: 0 if torch was built without CUDA."""
     if metadata.version("torch").endswith("+cpu"):
         return 0
+    # Without a call into CUDA: the driver of the comparison imports no torch.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])

@@ -128,6 +128,7 @@ class _Watcher:
         if not step.micro_batches:
             step.parameter_norm = self._norm(list(self._loop.model.parameters()))
         elif len(self.account.steps) == 1:
+            # Each further micro-batch overwrites it: what stays is before the last.
             self.account.samples.before_last = self._sample_gradient()
         step.micro_batches += 1
         step.samples += hash_samples(batch)
@@ -159,7 +160,7 @@ class _Watcher:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
-        self.account.optimizer_steps += self._depth == 0
+        self.account.optimizer_steps += self._depth == 0  # nested steps count once
 
     def _gradients(self) -> list[Tensor | None]:
         return [
@@ -228,6 +229,7 @@ def hash_samples(batch: Any) -> list[str]:
     count = (tensors[0].shape[0] if tensors[0].dim() else 1) if tensors else 0
     if not count:
         return []
+    # The hash of the shared tensors is computed once, and copied for each sample.
     shared, rows = hashlib.blake2b(digest_size=8), []
     for t in tensors:
         data = t.reshape(-1).view(torch.uint8).numpy()

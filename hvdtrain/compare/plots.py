@@ -84,7 +84,7 @@ def steps(record: Row, summary: Row) -> Picture | None:
 
     def draw(look: Look) -> Figure:
         drawn, axes = _rows(look, _in_order(summary))
-        log = high / low > 6
+        log = high / low > 6  # else slow arms would squeeze the fast ones
         edges = np.geomspace(low, high, 121) if log else np.linspace(low, high, 121)
         for place, row in enumerate(_in_order(summary)):
             if row["arm"] in measured:
@@ -127,6 +127,7 @@ def _span(arms: Sequence[list[Floats]]) -> tuple[float, float]:
 def _hill(axes: Any, place: int, row: Row, blocks: list[Floats], edges: Floats) -> None:
     """Draw an arm's row: smoothed histogram, slowest steps, block medians, median over blocks."""
     counts = np.histogram(np.concatenate(blocks), edges)[0].astype(float)
+    # A Gaussian of 1.6 bins smooths the histogram.
     window = np.exp(-0.5 * (np.arange(-6, 7) / 1.6) ** 2)
     counts = np.convolve(counts, window / window.sum(), mode="same")
     middles = (edges[1:] + edges[:-1]) / 2
@@ -140,6 +141,7 @@ def _hill(axes: Any, place: int, row: Row, blocks: list[Floats], edges: Floats) 
     rare = every[(every > np.quantile(every, 0.98)) & (every < edges[-1])]
     axes.plot(rare, np.full(len(rare), place), "|", color=colour, markersize=4, alpha=0.6)
     medians = [float(np.median(block)) for block in blocks]
+    # The block medians from top to bottom in order of time show a drift of the machine.
     drift = place + 0.09 + 0.2 * np.linspace(0, 1, len(medians))
     axes.plot(medians, drift, "o", color=colour, markersize=2.4, markeredgewidth=0)
     axes.plot([row["step_ms"]] * 2, [place - 0.38, place + 0.32], color=COLOURS["ink"], lw=1.3)

@@ -1,13 +1,13 @@
 """The processes of one arm: its real launcher and its ranks, which are stopped except in a call.
 
 `cast` starts, calls and ends them. While one arm runs, the ranks of all others are stopped, because
-idle ranks of some backends poll and would take CPU time from the arm that is timed. No torch here.
+idle ranks of some backends poll and would take CPU time from the timed arm. Imports no torch.
 
-    comparison (`Ranks`)                          each rank (`worker`)
-    meet:   listen, start the launcher  <----     connect: (rank, pid)
-    begin:  SIGCONT, (call, *arguments)  ---->    run the call
-    finish: receive from all, SIGSTOP   <----     (True, answer) or (False, error text)
-    end:    SIGCONT, None                ---->    close the backend, exit
+    comparison (`Ranks`)                         each rank (`worker`)
+    meet:   listen, start the launcher   <----   connect: (rank, pid)
+    begin:  SIGCONT, (call, *arguments)  ---->   run the call
+    finish: receive from all, SIGSTOP    <----   (True, answer) or (False, error text)
+    end:    SIGCONT, None                ---->   close the backend, exit
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ def write(record: Json, folder: Path) -> Path:
     )
     try:
         for name, content in files.items():
+            # By renaming, so that no reader sees half a file.
             fresh = folder / f".{name}.new"
             fresh.write_bytes(content)
             fresh.replace(folder / name)

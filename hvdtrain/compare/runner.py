@@ -27,12 +27,14 @@ from hvdtrain.compare.options import MIN_BLOCKS, CompareOptions
 from hvdtrain.compare.stage import SKIPPED_STEPS, TRIAL_STEPS, Screen, Stage, without_launcher
 from hvdtrain.failure import undisturbed
 
+# The most starts of all processes, and the fewest blocks of each.
 MOST_STARTS, START_BLOCKS = 4, 8
 SETTLED_BLOCKS = 10  # before narrow intervals may end a comparison
-BLOCK_S = 0.25
-STEPS_A_BLOCK = (5, 200)
+BLOCK_S = 0.25  # time of the slowest arm in a block
+STEPS_A_BLOCK = (5, 200)  # least, most
+# Least and most steps of a warm-up round; rounds at most; relative difference that counts as none.
 WARM_STEPS, WARM_ROUNDS, WARM_ALIKE = (3, 10), 6, 0.05
-PASS_EVERY, PASS_STEPS = 8, 5
+PASS_EVERY, PASS_STEPS = 8, 5  # kept blocks per phase pass, and its steps
 ALL_REDUCE_BYTES = [1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22]
 ALL_REDUCE_REPEATS = 9
 
@@ -78,7 +80,7 @@ class Runner:
         except KeyboardInterrupt:
             self._stopped("interrupted", "Ctrl-C")
             raise
-        except SystemExit:
+        except SystemExit:  # a handler raises it on SIGTERM
             self._stopped("interrupted", "SIGTERM")
             raise
         except BaseException as error:
@@ -201,7 +203,7 @@ class Runner:
             possible = self.options.blocks // START_BLOCKS - 1
         else:
             left = self._deadline - time.monotonic()
-            possible = int(left / 2 / self._start_s)
+            possible = int(left / 2 / self._start_s)  # the warm-up has set `_start_s`
         self._restarts = max(0, min(MOST_STARTS - 1, possible))
         self._since = (0, time.monotonic())
 
@@ -279,6 +281,7 @@ class Runner:
             self._block(index)
             if self._pass_is_due():
                 self._pass(index)
+            # After every block, so that a killed comparison leaves its measurements.
             record.write(self.record, self.folder)
             self._need_baselines()
             index += 1
@@ -329,6 +332,7 @@ class Runner:
             )
             if windows is None:
                 continue
+            # Our own CPU time is not foreign load: this process and the ranks.
             own = time.process_time() - mine + sum(w.whole_cpu_s for w in windows)
             own_s += own
             turn = watch.stop(own)
@@ -406,6 +410,7 @@ class Runner:
                 self.stage.say(f"all-reduces of {key}")
                 times = self.stage.call(key, "all_reduces", ALL_REDUCE_BYTES, ALL_REDUCE_REPEATS)
                 if times is not None:
+                    # A collective takes as long as on its slowest rank.
                     self.record["collectives"][key] = [
                         {"bytes": size, "ms": _rounded([max(r) for r in zip(*ranks, strict=True)])}
                         for size, *ranks in zip(ALL_REDUCE_BYTES, *times, strict=True)

@@ -78,13 +78,14 @@ def fit(points: Iterable[tuple[int, int, float]]) -> Link | str:
     sizes = {k for _, k, _ in usable}
     if len(sizes) < MIN_SIZES:
         return f"all-reduces of {len(sizes)} sizes were measured, and it takes {MIN_SIZES} to fit"
+    # Each row is the model divided by the measured time: it predicts 1, and errors are relative.
     rows = np.array([[2 * (n - 1) / t, 2 * (n - 1) / n * k / t] for n, k, t in usable])
     scale = rows.max(axis=0)  # the columns differ by many orders of magnitude
     found, _ = nnls(rows / scale, np.ones(len(rows)))
     alpha_s, s_per_byte = (float(x) for x in found / scale)
     errors = np.abs(rows @ (found / scale) - 1)
     link = Link(alpha_s, s_per_byte, float(np.sqrt(np.mean(errors**2))), float(errors.max()))
-    if s_per_byte == 0:
+    if s_per_byte == 0:  # infinite bandwidth: the number of bytes would not matter
         return "the all-reduces measured do not take longer the larger they are"
     if link.rms_error > MAX_ERROR:
         return f"the model is {100 * link.rms_error:.0f} % off the all-reduces measured"
@@ -166,6 +167,7 @@ def _row(measured: Measured, key: str, link: Link | str, strong: bool) -> Json |
 
     def predict(ranks: int, communication_s: float) -> float:
         share = here / ranks if strong else 1.0
+        # Only computing can hide communication, so the hidden part shrinks with it.
         hidden = other * share if other < 0 else other
         if ranks == 1:
             return alone * share

@@ -27,6 +27,7 @@ class Measured:
         self.arms: dict[str, Json] = record.get("arms") or {}
         self.baseline: str | None = record.get("baseline")
         self.anchors: dict[str, Json] = record.get("anchors") or {}
+        # By arm, then by index of the block. A block without "kept" counts.
         self.windows: dict[str, dict[int, Json]] = {key: {} for key in self.arms}
         for block in record.get("blocks") or []:
             if block.get("kept", True):
@@ -197,6 +198,7 @@ def _of_ideal(measured: Measured, key: str, ranks: int) -> Json:
     copy = measured.memcpy_ms(ranks) if ranks > 1 else 0.0
     if ceiling is None or key == ceiling:
         return {"percent_of_ideal": None, "ideal_note": None}
+    # Per block, as for ratios: the ceiling and the arm share the machine's state in a block.
     ideal = {block: ms + copy for block, ms in measured.times.get(ceiling, {}).items()}
     shares = stats.paired(ideal, measured.times[key])
     if not shares.size:

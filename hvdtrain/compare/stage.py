@@ -146,7 +146,7 @@ class Stage:
     def _job(self, arm: Arm) -> Job:
         options = self.options.training(arm.ranks)
         options.update({k: v for k, v in arm.settings.items() if not k.isupper()})
-        if arm.transport:
+        if arm.transport:  # Horovod's controller follows from the launcher
             options["transport"] = arm.transport
         loop = "by hand" if arm.role == "by hand" else "trainer"
         return Job(arm.backend, loop, options, self._places(arm.ranks))
@@ -157,7 +157,7 @@ class Stage:
         if not self.options.pin:
             return (cores,) * ranks
         share = len(cores) // ranks
-        if share == 0:
+        if share == 0:  # more ranks than cores
             return tuple((cores[rank % len(cores)],) for rank in range(ranks))
         return tuple(cores[rank * share : (rank + 1) * share] for rank in range(ranks))
 
@@ -224,9 +224,11 @@ class Stage:
             )
 
         try:
+            # A trial that fails is no failure of the arm: it has a pool and reasons of its own.
             self.say(f"tuning: {', '.join(arms)}")
             jobs = {name: self._job(arm) for name, arm in arms.items()}
             for name in cast.start(lambda name: self._launch(name, arms[name]), jobs):
+                # Warm-up: the arms of the comparison have taken steps before.
                 cast.attempt(name, lambda ranks: ranks.call("window", TRIAL_STEPS, 0))
             yield window
             cast.end(gently=True)

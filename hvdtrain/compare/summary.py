@@ -69,6 +69,7 @@ def _verdict(record: Json) -> Json:
         key: arm for key, arm in (record.get("arms") or {}).items() if arm.get("role") != "ceiling"
     }
     rows = {row["arm"]: row for row in record.get("parity") or []}
+    # Every arm is in exactly one of these, except a baseline that did not fail.
     equal: list[str] = []
     unequal: list[str] = []
     failed: list[str] = []

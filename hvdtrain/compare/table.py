@@ -27,6 +27,7 @@ SIGNS = {"faster": "▲", "slower": "▼", "same": "=", "unknown": "?", "no A/A"
 def show(summary: Json, file: TextIO | None = None, width: int | None = None) -> None:
     """Print the verdict, the speed table, and one sentence per pair."""
     console = Console(file=file, width=width, highlight=False, markup=False, emoji=False)
+    # In a file or pipe rich assumes 80 columns, which is narrow for the speed table.
     if not console.is_terminal and width is None:
         console.width = max(console.width, 100)
     for part in tables(summary):
@@ -183,7 +184,7 @@ class Live:
         if doing != self._said:
             self.say(doing)
             self._said = doing
-        if fresh and self._read % 5 == 0:
+        if fresh and self._read % 5 == 0:  # a log needs no line per block
             self.say(self._line(record))
 
     def rows(self, record: Json) -> Table:

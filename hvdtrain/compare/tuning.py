@@ -58,6 +58,7 @@ def _tune_one(runner: Runner, arm: Arm, wanted: tuple[Settings, ...]) -> Setting
                 windows = window(name)
                 if windows is not None:
                     times[name].append(stats.block_ms([w.step_ms for w in windows]))
+    # The defaults compete under the arm's own key, with empty settings.
     settings: dict[str, Settings] = {arm.key: {}, **{n: t.settings for n, t in trials.items()}}
     ended = {name: found for name, found in times.items() if found and name not in failed}
     medians = {name: float(np.median(found)) for name, found in ended.items()}

@@ -37,6 +37,7 @@ def phase_rows(record: Json, measured: Measured) -> list[Json]:
 
 
 def _phase_row(key: str, passes: list[Json], ceiling: str | None) -> Json:
+    # The arm and the ceiling from the same pass, so that both have the same machine state.
     pairs = [
         (found[key]["compute_ms"], found[ceiling]["compute_ms"])
         for found in passes

@@ -44,12 +44,13 @@ LOOPS: dict[str, type[Trainer] | type[ByHand]] = {"trainer": Trainer, "by hand":
 
 
 class Rank:
-    """One rank: its backend, and the training loop of which it takes the steps."""
+    """One rank: its backend, and the training loop whose steps it takes."""
 
     def __init__(self, job: Job) -> None:
         world = detect()
         os.sched_setaffinity(0, job.affinity[world.local_rank])
         config = TrainConfig(**job.config)
+        # Before any inter-op parallel work: torch rejects a later change.
         torch.set_num_interop_threads(1)
         self.backend = open_backend(job.backend, world, config.backend_options())
         task = load_task(config.task, config.set)
@@ -108,6 +109,7 @@ class Rank:
         self.backend.barrier()
         for _ in range(skip):
             next(self._steps)
+        # CUDA steps are asynchronous: events in the stream time them without a synchronisation.
         clock = _Clock(self._is_cuda)
         found, taken = Window(), None
         cpu = time.process_time()
@@ -139,6 +141,7 @@ class Rank:
             self._optimizer_s = time.perf_counter() - begin
 
         found, cpu = Window(), time.process_time()
+        # Both loops call `precision.step`: wrapping it separates the optimizer's time.
         precision.step = timed  # type: ignore[method-assign]
         try:
             for _ in range(steps):
@@ -164,7 +167,7 @@ class Rank:
         """Return the ms of each copy of as many bytes as all gradients, on all ranks at once."""
         source = torch.ones(max(1, self._bytes), dtype=torch.uint8, device=self.backend.device)
         target = torch.empty_like(source)
-        target.copy_(source)
+        target.copy_(source)  # untimed: faults in the pages
         found = []
         for _ in range(repeats):
             self.backend.barrier()
@@ -179,7 +182,7 @@ class Rank:
         found = []
         for size in sizes:
             tensor = torch.ones(max(1, size // 4), device=self.backend.device)
-            self.backend.all_reduce(tensor, "sum")
+            self.backend.all_reduce(tensor, "sum")  # untimed: buffers and connections
             times = []
             for _ in range(repeats):
                 self.backend.barrier()
@@ -254,7 +257,7 @@ class _Clock:
 
 def main(address: str) -> None:
     """Serve calls until the comparison sends None or closes the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the comparison handles Ctrl-C
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # so that SIGSTOP reaches data loader processes too
     rank: Rank | None = None
@@ -275,7 +278,7 @@ def main(address: str) -> None:
                 else:
                     answer = getattr(rank, what)(*arguments)
                 reply = (True, answer)
-            except Exception as error:
+            except Exception as error:  # the log gets the traceback, the comparison one line
                 traceback.print_exc()
                 reply = (False, _in_a_line(error))
             connection.send_bytes(pickle.dumps(reply))
@@ -286,7 +289,7 @@ def main(address: str) -> None:
 def _in_a_line(error: Exception) -> str:
     said = " ".join(str(error).split()) or "no message"
     if isinstance(error, InputError):
-        return said  # the same on every rank: do not name one
+        return said  # every rank raises the same: name none
     kind = "" if isinstance(error, HvdtrainError) else f"{type(error).__name__}: "
     return f"rank {detect().rank}: {kind}{said}"
 
