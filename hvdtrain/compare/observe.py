@@ -128,7 +128,7 @@ class _Watcher:
         if not step.micro_batches:
             step.parameter_norm = self._norm(list(self._loop.model.parameters()))
         elif len(self.account.steps) == 1:
-            # Each further micro-batch overwrites it: what stays is before the last.
+            # Overwritten by each further micro-batch: the gradient before the last one stays.
             self.account.samples.before_last = self._sample_gradient()
         step.micro_batches += 1
         step.samples += hash_samples(batch)

@@ -2,8 +2,8 @@
 
 `runner` calls `compare` with the work traces of all ranks. Counts (samples, steps, rates, dtypes)
 must be equal. Computed numbers must be bitwise equal with up to two ranks, if the baseline repeats
-itself so, because the mean of two is the same in any order. With more, the transport chooses the
-order of a sum, and numbers must agree within a tolerance; parameters whose gradient is pure
+itself bitwise, because the mean of two is the same in any order. With more, the transport chooses
+the order of a sum, and numbers must agree within a tolerance; parameters whose gradient is pure
 rounding noise depend on that order, and are left out.
 """
 

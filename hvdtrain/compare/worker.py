@@ -1,8 +1,8 @@
 """One rank of one arm: `python -m hvdtrain.compare.worker SOCKET`, under the arm's own launcher.
 
 It connects to the comparison and serves its calls until that closes the connection; `ranks` shows
-the sequence. A call is the name of a method of `Rank` with arguments, and is collective over the
-ranks of the arm.
+the sequence. A call is "open" or the name of a method of `Rank`, with arguments. Every call is
+collective over the ranks of the arm.
 """
 
 from __future__ import annotations
