@@ -1,6 +1,7 @@
-"""An account of the work that one rank did in its first steps: what parity is proved from.
+"""Traces of the work that each rank did in its first steps: the evidence for the parity check.
 
-Imports no torch: the driver reads what the ranks have recorded (see `observe`).
+`observe` records them inside the ranks, and `parity` compares them in the driver. Imports no torch,
+because the driver unpickles the traces without it.
 """
 
 from __future__ import annotations
@@ -18,60 +19,62 @@ from hvdtrain import files
 Array = NDArray[np.float64]
 
 SAMPLED = 1 << 18
-"""About how many elements, over all parameters, a sample of them has at most."""
+"""Upper limit for the number of sampled elements, over all parameters; at least one of each."""
 
 
 @dataclass
 class StepAccount:
-    """One optimizer step on one rank."""
+    """The trace of one optimizer step on one rank."""
 
     micro_batches: int = 0
     samples: list[str] = field(default_factory=list)
-    """A hash of the content of every sample, in the order in which they were used."""
+    """A hash of the content of every sample, in the order of use."""
     loss: float = 0.0
     """The mean over this rank's samples."""
     gradient_norm: float | None = None
-    """After `finish_backward`, before clipping, unscaled. None: it was never called."""
+    """After `finish_backward`, before clipping, without loss scale. None: it was never called."""
     used_norm: float | None = None
-    """As the optimizer used it. None: the optimizer took no step."""
+    """At `optimizer.step`. None: the optimizer took no step."""
     gradient_bytes: int = 0
-    """What the optimizer was handed."""
+    """Size of the gradients at `optimizer.step`."""
     gradient_dtypes: list[str] = field(default_factory=list)
     lr: list[float] = field(default_factory=list)
-    """Of every parameter group, as the optimizer used it."""
+    """Learning rate of every parameter group at `optimizer.step`."""
     parameter_norm: float | None = None
-    """Before the first micro-batch. None: not recorded."""
+    """Norm of the parameters before the first micro-batch. None: not recorded."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, with one hash in place of those of the samples."""
+        """Return all fields, with the number of samples and one hash in place of their hashes."""
         digest = hashlib.sha256(" ".join(self.samples).encode()).hexdigest()
         return {**asdict(self), "samples": len(self.samples), "samples_sha256": digest}
 
 
 @dataclass
 class Samples:
-    """The same elements on every arm, in float64: every so many of each parameter.
+    """A sample of the elements of every parameter, taken at a fixed stride, in float64.
 
-    All ranks and arms of one model have the same `layout`. Gradients are without a loss scale.
+    All ranks and arms of one model have the same `layout`, so that their arrays compare element by
+    element. Gradients have no loss scale.
     """
 
     layout: list[tuple[str, int]]
-    """Name of every parameter, and how many of its elements are here, in the arrays' order."""
+    """Name of every parameter and the number of its sampled elements, in the arrays' order."""
     initial: Array
     gradient: Array | None = None
-    """Of the first step, after `finish_backward`."""
+    """Gradient of the first step, after `finish_backward`."""
     used: Array | None = None
-    """Of the first step, as the optimizer used it."""
+    """Gradient of the first step at `optimizer.step`."""
     largest: Array | None = None
-    """The size of the largest that the optimizer used of every element, in all steps."""
+    """Largest absolute gradient of every element at `optimizer.step`, over all steps."""
     before_last: Array | None = None
-    """Of the first step, before the last micro-batch. None without accumulation."""
+    """Gradient of the first step before its last micro-batch. None without accumulation."""
     final: Array | None = None
+    """Parameters after the last step."""
     buffers: Array | None = None
-    """Floating-point buffers at the end."""
+    """Floating-point buffers after the last step."""
 
     def segments(self) -> list[tuple[str, slice]]:
-        """Name and place in the arrays of every parameter."""
+        """Return the name of every parameter and its slice of the arrays."""
         ends = np.cumsum([count for _, count in self.layout]).tolist()
         return [
             (name, slice(end - count, end))
@@ -81,7 +84,7 @@ class Samples:
 
 @dataclass
 class Account:
-    """What one rank did, from its fresh state on."""
+    """The work trace of one rank, from its initial state on."""
 
     rank: int
     world_size: int
@@ -90,15 +93,15 @@ class Account:
     clip_norm: float
     buffers_policy: str
     parameters: dict[str, int]
-    """Elements by dtype."""
+    """Number of elements by dtype."""
     optimizer: str
-    """The name of its class."""
+    """The name of the optimizer's class."""
     settings: list[dict[str, str]]
-    """Hyper-parameters of every group, without learning rates and without what only says how fast
-    the step is computed.
+    """Hyper-parameters of every group, without learning rates and without the options that only
+    change how a step is computed, such as `foreach`.
     """
     state_step: int
-    """Steps that the optimizer's state counted before the first: 0 if it is fresh."""
+    """Step count in the optimizer's state before the first step: 0 if the state is fresh."""
     initial_sha256: str
     initial_buffers_sha256: str
     samples: Samples
@@ -108,18 +111,18 @@ class Account:
     final_buffers_sha256: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the arrays: for JSON, which has no infinity."""
+        """Return all fields but the arrays, for JSON: non-finite numbers become text."""
         plain = {name: value for name, value in vars(self).items() if name != "samples"}
         found: dict[str, Any] = files.finite({**plain, "steps": [s.to_dict() for s in self.steps]})
         return found
 
 
 Ranks = Sequence[Account]
-"""Of one arm, in rank order."""
+"""The traces of one arm, in rank order."""
 
 
 def steps_of(arm: Ranks, base: Ranks) -> Iterator[tuple[int, int, StepAccount, StepAccount]]:
-    """Number (from 1), rank and both accounts of every step, in the order in which they were."""
+    """Yield (step number from 1, rank, the arm's step, the baseline's step), by step and rank."""
     for number in range(1, min(len(a.steps) for a in (*arm, *base)) + 1):
         for a, b in zip(arm, base, strict=True):
             yield number, a.rank, a.steps[number - 1], b.steps[number - 1]

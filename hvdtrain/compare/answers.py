@@ -1,7 +1,7 @@
-"""What a reviewer asks of a benchmark, each question answered from the record.
+"""Methodology: the questions that a reviewer asks about a benchmark, with their answers.
 
-The page has them under "How this was measured". Nothing is claimed here that the record does not
-hold: where it is silent, the answer says so.
+`report` prints them under "How this was measured". Every answer is computed from the record and its
+summary; where the record lacks the data, the answer is UNKNOWN.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ UNKNOWN = "The record does not say."
 
 
 def answers(record: Json, summary: Json) -> list[tuple[str, str]]:
-    """Questions with their answers, in plain text."""
+    """Return pairs of question and answer, in plain text."""
     return [(question, answer(record, summary) or UNKNOWN) for question, answer in QUESTIONS]
 
 
@@ -220,6 +220,7 @@ def _config(record: Json) -> Json:
     return record.get("config") or {}
 
 
+# An answer is an empty string where the record lacks the data.
 QUESTIONS: list[tuple[str, Callable[[Json, Json], str]]] = [
     ("What is the baseline, and how long does it take?", _base),
     ("Was the baseline tuned as well as the others?", _tuned),

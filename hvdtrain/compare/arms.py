@@ -1,6 +1,7 @@
-"""What is compared: arms, their launchers, and which of them can be had here.
+"""The arms of a comparison: their launchers, and which of them this machine can run.
 
-Imports no torch.
+The command line makes the list of arms here; `runner` and `stage` start them. An arm's name fixes
+its backend, its transport or Horovod controller, and thereby its launcher. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from hvdtrain.errors import InputError
 Role = Literal["arm", "baseline", "again", "by hand", "ceiling"]
 
 _C10D = {"gloo": "torchrun", "shm": "torchrun", "mpi": "mpirun", "nccl": "torchrun"}
-# backend: what carries it (a transport, or Horovod's controller), and the launcher for that.
+# Backend: {transport, or Horovod's controller: its launcher}.
 LAUNCHER_OF: dict[str, dict[str, str]] = {
     "ddp": _C10D,
     "compat": _C10D,
     "horovod": {"mpi": "mpirun", "gloo": "horovodrun"},
 }
 SINGLE = "single"
-OWN = _C10D  # a backend of the user's, module:Class
+OWN = _C10D  # a user's backend, module:Class
 NCCL = "nccl"
 
 LAUNCHERS = {
     "none": [],
     "torchrun": ["torchrun", "--nproc-per-node", "{ranks}"],
-    # Unbound, as the other launchers leave it: mpirun by itself ties each of two ranks to a core.
+    # Not bound, as under the other launchers: by default mpirun binds each of two ranks to a core.
     "mpirun": ["mpirun", "-bind-to", "none", "-np", "{ranks}"],
-    # Its cache is a file in the home folder, of all that start at once.
+    # Without its cache, one file in the home folder that concurrent starts would share.
     "horovodrun": ["horovodrun", "-np", "{ranks}", "--gloo", "--disable-cache"],
 }
 
-# Where nobody names any: what an old and a new user of either would run.
+# Without --arms: what existing and new users of DDP and of Horovod would run.
 DEFAULT_CPU = ("ddp/gloo", "ddp/shm", "ddp/mpi", "compat/shm", "horovod/mpi", "horovod/gloo")
 DEFAULT_CUDA = ("ddp/nccl", "compat/nccl", "horovod/mpi", "horovod/gloo")
 
@@ -55,38 +56,38 @@ class Arm:
     name: str
     backend: str
     over: str
-    """A transport, or Horovod's controller; empty for one process."""
+    """A transport, or Horovod's controller; empty for a single process."""
     launcher: str
     ranks: int
     role: Role = "arm"
     settings: Mapping[str, str | float] = field(default_factory=dict)
-    """In capitals: environment variables. The others: options of `hvdtrain train`."""
+    """Upper-case names are environment variables, the others options of `hvdtrain train`."""
     tuned: bool = False
     marks_ranks: bool = False
-    """Whether several world sizes are compared, so that the key must tell them apart."""
+    """Whether the key includes the world size, because several sizes are compared."""
 
     @property
     def transport(self) -> str:
-        """What `over` is where it is a transport; else empty."""
+        """The transport; empty if `over` is Horovod's controller."""
         return self.over if LAUNCHER_OF.get(self.backend, OWN) is _C10D else ""
 
     @property
     def key(self) -> str:
-        """The name, and what else tells this arm from the others."""
+        """The unique key: the name, and where needed "tuned" and the world size."""
         size = f" x{self.ranks}" if self.marks_ranks else ""
         return f"{self.name}{' tuned' if self.tuned else ''}{size}"
 
     def command(self, worker: list[str]) -> list[str]:
-        """The whole command line that starts the ranks, each of which runs `worker`."""
+        """Return the command line that starts the ranks; each rank runs `worker`."""
         python = [] if self.launcher == "torchrun" else [sys.executable]
         launcher = [part.format(ranks=self.ranks) for part in LAUNCHERS[self.launcher]]
         return [*launcher, *python, *worker]
 
 
 def parse(text: str, ranks: int, cuda: bool) -> Arm:
-    """Make an arm of "backend/transport", "backend", or "module:Class/transport".
+    """Return the arm that "backend/transport", "backend" or "module:Class/transport" names.
 
-    Raises InputError for what does not exist, naming what does.
+    Raise InputError, which lists the valid names, for an unknown one.
     """
     name = text.strip()
     backend, _, over = name.rpartition("/") if "/" in name else (name, "", "")
@@ -109,13 +110,13 @@ def parse(text: str, ranks: int, cuda: bool) -> Arm:
 
 
 def _usual(carriers: Mapping[str, str], cuda: bool) -> str:
-    """What `--transport auto` takes on one host; for Horovod its MPI controller."""
+    """Return what `--transport auto` takes on one host; for Horovod, its MPI controller."""
     wanted = (NCCL, "mpi", "") if cuda else ("shm", "mpi", "")
     return next(over for over in wanted if over in carriers)
 
 
 def search_path() -> str:
-    """Where launchers are looked for: beside this Python first, activated or not."""
+    """Return the PATH for launchers: first the folder of this Python, activated or not."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
@@ -127,7 +128,7 @@ _BRINGS = {
 
 
 def missing(arm: Arm) -> str | None:
-    """What this machine lacks to start an arm, with the fix, or None."""
+    """Return what this machine lacks to start an arm, with the fix, or None."""
     program = LAUNCHERS[arm.launcher][0] if LAUNCHERS[arm.launcher] else sys.executable
     if shutil.which(program, path=search_path()) is None:
         fix = f"; {_BRINGS[program]}" if program in _BRINGS else ""
@@ -149,18 +150,18 @@ def _horovod_problem() -> str | None:
         return "torch is not installed"
 
 
-# backend: what it lacks here, with the fix, or None. The others come with torch.
+# Backend: function that returns what is missing, with the fix, or None. Others need only torch.
 _LACKS: dict[str, Callable[[], str | None]] = {"horovod": _horovod_problem}
 
 
 def choose(
     wanted: list[str], ranks: int, baseline: str | None, cuda: bool
 ) -> tuple[list[Arm], list[tuple[str, str]]]:
-    """The arms of one world size, the three that are always there included; and which of the
-    usual ones are left out, and why.
+    """Return the arms of one world size, with the three that every comparison has, and a pair
+    (name, reason) for each usual arm that is left out.
 
-    With `wanted` empty: the usual ones that can be had here. One that was asked for stays, and
-    fails in the table. Raises InputError.
+    With `wanted` empty: the usual arms that this machine can run. A wanted arm is kept even if it
+    cannot run, and fails in the table. Raise InputError for unknown or repeated arms, or none.
     """
     usual = DEFAULT_CUDA if cuda else DEFAULT_CPU
     arms: list[Arm] = []
@@ -181,7 +182,7 @@ def choose(
 
 
 def choose_device(requested: str, gpus: int, ranks: int) -> tuple[str, str]:
-    """Return the device of all arms, and the reason for it. `ranks`: the most that an arm has."""
+    """Return the device of all arms and the reason for it. `ranks`: the largest world size."""
     if requested != "auto":
         return requested, "as requested"
     if gpus == 0:
@@ -192,7 +193,7 @@ def choose_device(requested: str, gpus: int, ranks: int) -> tuple[str, str]:
 
 
 def choose_all(options: CompareOptions) -> tuple[list[Arm], list[tuple[str, str]]]:
-    """`choose` for every world size, and one process alone beside arms of one rank."""
+    """Return `choose` for all world sizes; if 1 is one of several, add a `single` process."""
     several = len(options.ranks) > 1
     cuda = options.device == "cuda"
     arms: list[Arm] = []
@@ -217,14 +218,15 @@ def _baseline(arms: list[Arm], wanted: str | None, ranks: int, cuda: bool) -> Ar
 
 
 def with_baselines(arms: list[Arm], base: Arm) -> list[Arm]:
-    """Mark the baseline, and add what every comparison has: it once more, the hand-written DDP
-    loop over the same transport, and ranks that do not communicate at all.
+    """Mark the baseline, and add the three arms of every comparison: a duplicate of the baseline
+    (A/A), the hand-written DDP loop over the same transport, and ranks that do not communicate.
     """
-    # By hand means DDP: over what the baseline has, or else over what DDP users have.
+    # The hand-written loop is DDP under torchrun. If the baseline's transport needs another
+    # launcher, it runs over gloo, the usual transport of DDP on CPUs.
     over = base.over if base.launcher == "torchrun" else "gloo"
     own = [replace(arm, role="baseline") if arm.name == base.name else arm for arm in arms]
     again = replace(base, name=f"{base.name} again", role="again")
     hand = Arm(f"by hand ({over})", "ddp", over, "torchrun", base.ranks, "by hand")
-    alone_over = NCCL if base.over == NCCL else "gloo"  # for barriers and small values alone
+    alone_over = NCCL if base.over == NCCL else "gloo"  # only for barriers and small values
     alone = Arm("no communication", CEILING, alone_over, "torchrun", base.ranks, "ceiling")
     return [*own, again, hand, alone]

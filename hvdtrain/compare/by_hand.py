@@ -1,4 +1,7 @@
-"""The DDP loop that everyone writes, on the same samples, to hold hvdtrain's own against."""
+"""A hand-written DDP training loop on the same samples, as the reference for hvdtrain's own loop.
+
+`worker` runs it for the arm "by hand". The Trainer's extra time per step is its overhead.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from hvdtrain.transports.memory import keep_freed_memory
 
 
 class ByHand:
-    """As far as a comparison needs it, what `Trainer` is: `set_up`, then `steps`."""
+    """The part of `Trainer`'s interface that a comparison needs: `set_up`, then `steps`."""
 
     def __init__(self, task: Task, backend: Backend, config: TrainConfig) -> None:
         self.task, self.backend, self.config = task, backend, config
@@ -34,7 +37,7 @@ class ByHand:
         self.on_batch: Callable[[Any], None] | None = None
 
     def set_up(self, record: bool = False) -> None:
-        """Make model, optimizer and data. Collective: DDP broadcasts the weights."""
+        """Create model, optimizer and data loader. Collective: DDP broadcasts the weights."""
         config, world = self.config, self.backend.world
         environment.set_threads(config.threads, world, os.environ)
         keep_freed_memory()
@@ -65,7 +68,7 @@ class ByHand:
             self.model,
             device_ids=[self.backend.device.index] if on_gpu else None,
             bucket_cap_mb=config.bucket_mib,
-            # The policy that all arms share applies, after the step, not in its forward pass.
+            # All arms share one buffer policy, which `_step` applies; DDP's forward must not.
             **cast("dict[str, Any]", {FORWARD_SYNC: False}),
             find_unused_parameters=config.unused_parameters == "zero",
             gradient_as_bucket_view=True,
@@ -80,7 +83,7 @@ class ByHand:
             self.loader.generator.manual_seed(seed)
             data = on_device(self.loader, self.backend.device, self.precision.convert_batch)
             for done in range(0, len(self.batches), window):
-                # For dropout: the same random numbers as in every other arm.
+                # Dropout needs the same random numbers as in every other arm.
                 environment.seed_all(mix(self.config.seed, number, self.backend.world.rank))
                 number += 1
                 yield self._step(number, data, min(window, len(self.batches) - done))
@@ -99,8 +102,8 @@ class ByHand:
                     loss = self.task.loss(net, batch) / passes
                 precision.backward(loss)
             total += loss.detach()
-        # DDP leaves out what no rank has used. Where that is an error it says so itself, but in the
-        # second step and at length.
+        # DDP skips parameters that no rank used. If the option makes that an error, DDP raises only
+        # in the second step, with a long text; this call raises in the first.
         if number == 1 or self.config.unused_parameters == "zero":
             self.backend.settle_unused(optimizer, self._names)
         if self.backend.world.size > 1:

@@ -1,6 +1,7 @@
-"""Some arms that play together: their live ranks by key, started at once, ended together.
+"""A pool of running arms, by key: started in parallel, called one at a time, ended together.
 
-One that fails leaves, and the others go on. Imports no torch.
+`stage` has one for the arms of the comparison and one for the trials of `--tune`. An arm that fails
+leaves the pool, and the others continue. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ T = TypeVar("T")
 
 
 class Cast:
-    """The arms that are `live`. `lost(key, reason)` is told of one that failed, once it is gone."""
+    """The running arms, in `live`. `lost(key, reason)` is called after a failed arm has ended."""
 
     def __init__(self, lost: Callable[[str, str], None]) -> None:
         self.live: dict[str, Ranks] = {}
@@ -25,14 +26,15 @@ class Cast:
     def start(
         self, launch: Callable[[str], Ranks], jobs: Mapping[str, Job]
     ) -> dict[str, list[Any]]:
-        """Launch arms, and have each make its model and its loop: what their ranks said, by key."""
+        """Launch arms, open model and loop in each, and return the facts of their ranks by key."""
         for key in jobs:
             try:
                 self.live[key] = launch(key)
             except ArmFailed as error:
                 self._lost(key, str(error))
-        # All at once, as most of it is waiting; nothing is timed yet.
+        # In parallel: a start is mostly waiting, and nothing is timed yet.
         patience = 60.0 + 6.0 * sum(self.live[key].size for key in jobs if key in self.live)
+        # Send "open" to all before waiting for any answer: opening can take long, too.
         for key, job in jobs.items():
             self.attempt(key, methodcaller("meet", patience))
             self.attempt(key, methodcaller("begin", "open", job))
@@ -40,7 +42,7 @@ class Cast:
         return {key: facts for key, facts in said.items() if facts is not None}
 
     def attempt(self, key: str, do: Callable[[Ranks], T]) -> T | None:
-        """Do something with an arm's ranks; None if it has failed, now or before."""
+        """Return `do(ranks)` for an arm; None if the arm fails now or has failed before."""
         if key not in self.live:
             return None
         try:
@@ -51,15 +53,15 @@ class Cast:
             return None
 
     def leave(self, key: str, gently: bool) -> None:
-        """End an arm, unless it has gone already. `gently`: as programs end, else killed."""
+        """End an arm that is still in the pool. `gently`: by a normal exit, else by SIGKILL."""
         ranks = self.live.get(key)
         if ranks is not None:
-            ranks.end(gently)  # ours until then, should Ctrl-C come in between
+            ranks.end(gently)  # stays in `live` until it has ended, in case of Ctrl-C
             self.live.pop(key, None)
 
     def end(self, gently: bool) -> None:
-        """End all that are left."""
-        if gently:
+        """End all arms of the pool."""
+        if gently:  # ask all first, so that they exit in parallel
             for ranks in self.live.values():
                 ranks.release()
         for ranks in self.live.values():

@@ -1,7 +1,7 @@
-"""Why two arms did different work: hypotheses about what can be counted, and about the weights.
+"""Likely causes of a difference in work: those of counts, weights, buffers and updates.
 
-Every difference between DDP and Horovod that users met is a row of a ledger, by number; a cause
-names its row. Those about gradients are in `gradients`.
+`counted` and `computed` attach one to each refusal; `gradients` has the causes of wrong gradients.
+A cause has a row number: that of the known difference between DDP and Horovod that it stands for.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from hvdtrain.compare.wording import tell_apart
 
 
 class Cause(NamedTuple):
-    """A likely cause with what to do about it, and its row in the ledger."""
+    """A likely cause with its fix, and the row of the known DDP/Horovod difference behind it."""
 
     text: str
     row: int | None = None
 
 
 def near(value: float, expected: float) -> bool:
-    """Equal but for rounding and what a sample of the elements leaves open."""
+    """Return whether two factors are equal up to rounding and the error of sampling elements."""
     return math.isclose(value, expected, rel_tol=1e-3)
 
 
 def distance(a: Array, b: Array, scale: Array | None = None) -> float:
-    """Norm of a - b relative to that of `scale`, or of b. Zero where they are equal, NaNs included;
-    infinite where nothing can be said.
+    """Return the norm of a - b relative to the norm of `scale`, or of b.
+
+    Zero if they are equal, NaNs included; infinite if shapes differ or the ratio is not finite.
     """
     if a.shape != b.shape:
         return math.inf
@@ -43,7 +44,7 @@ def distance(a: Array, b: Array, scale: Array | None = None) -> float:
 
 
 def of_rate(ratio: float, num_ranks: int, accumulate: int) -> Cause:
-    """`ratio`: this arm's learning rate over the baseline's."""
+    """Return why learning rates differ. `ratio`: the arm's over the baseline's."""
     window = num_ranks * accumulate
     names = [
         (num_ranks, f"the number of ranks ({num_ranks})"),
@@ -68,7 +69,7 @@ def of_rate(ratio: float, num_ranks: int, accumulate: int) -> Cause:
 
 
 def of_weights(arm: Account, base: Account) -> Cause:
-    """The initial weights, the same on all ranks of the arm, are not the baseline's."""
+    """Return why the arm's initial state, the same on all its ranks, is not the baseline's."""
     decayed = _decayed(arm, base)
     if arm.state_step > base.state_step or decayed:
         moved = f", which {decayed}" if decayed else ""
@@ -86,10 +87,11 @@ def of_weights(arm: Account, base: Account) -> Cause:
 
 
 def _decayed(arm: Account, base: Account) -> str:
-    """What a step on zero gradients did to the weights, if that is what it was."""
+    """Describe what a step on zero gradients did to the weights; empty if it is not the cause."""
     before, after = base.samples.initial, arm.samples.initial
     if before.shape != after.shape or not (moved := float(before @ before)):
         return ""
+    # Zero gradients leave weight decay alone, which multiplies all weights by one factor.
     factor = float(after @ before) / moved
     if factor < 1 and distance(after, factor * before) < 0.01 * (1 - factor):
         return f"decayed the weights by a factor of {tell_apart(factor, 1, 6)[0]}"
@@ -97,7 +99,7 @@ def _decayed(arm: Account, base: Account) -> str:
 
 
 def of_counts(arm: Sequence[int], base: Sequence[int]) -> Cause:
-    """`arm`, `base`: samples of every rank in the first step in which they differ."""
+    """Return why batch sizes differ. `arm`, `base`: samples per rank in the first such step."""
     if len(set(arm)) == 1 and len(set(base)) == 1:
         return Cause(
             "the batch size is taken for the whole world on one arm and for each rank on the other",
@@ -113,7 +115,11 @@ def of_counts(arm: Sequence[int], base: Sequence[int]) -> Cause:
 
 
 def of_samples(arm: Sequence[Sequence[str]], base: Sequence[Sequence[str]]) -> Cause:
-    """`arm`, `base`: samples of every rank in the first step in which they differ; as many."""
+    """Return why samples differ, although each rank has the same number of them.
+
+    `arm`, `base`: hashes of each rank's samples in the first step that differs.
+    """
+    # Tested from the mildest: another order in a rank, another split, the same in all, others.
     every_arm, every_base = (sorted(s for rank in ranks for s in rank) for ranks in (arm, base))
     if all(sorted(a) == sorted(b) for a, b in zip(arm, base, strict=True)):
         return Cause("the samples are the same, but in another order within the batch", 12)
@@ -133,7 +139,7 @@ def of_samples(arm: Sequence[Sequence[str]], base: Sequence[Sequence[str]]) -> C
 
 
 def of_buffers(policy: str, ranks_agree: bool) -> Cause:
-    """The parameters are right and the buffers are not. `policy`: what should be done to them."""
+    """Return why buffers differ although parameters agree. `policy`: the one that should apply."""
     if not ranks_agree:
         return Cause(
             "buffers such as BatchNorm's statistics stay each rank's own on this arm, so that "
@@ -148,16 +154,16 @@ def of_buffers(policy: str, ranks_agree: bool) -> Cause:
 
 
 def of_dtype(arm: str, base: str) -> Cause:
-    """`arm`, `base`: what the parameters or gradients are kept in."""
+    """Return why dtypes differ. `arm`, `base`: the dtypes of parameters or gradients."""
     return Cause(
         f"something on this arm alone converts {base} to {arm}: leave the dtype to --precision"
     )
 
 
 def of_use(mine: float, its: float) -> Cause:
-    """The gradients are right once they are combined, and not when the optimizer uses them.
+    """Return why gradients agree after `finish_backward` and differ at `optimizer.step`.
 
-    `mine`, `its`: their norms there.
+    `mine`, `its`: their norms at `optimizer.step`.
     """
     norms = tell_apart(mine, its, 4)
     return Cause(
@@ -168,7 +174,7 @@ def of_use(mine: float, its: float) -> Cause:
 
 
 def of_update() -> Cause:
-    """The same gradients, as the optimizer used them, and other parameters after the step."""
+    """Return why parameters differ although the optimizer used the same gradients."""
     return Cause(
         "the optimizer makes another step of the same gradients, or something moves the weights "
         "between steps: see the optimizer's state, and what runs beside it",
@@ -177,7 +183,7 @@ def of_update() -> Cause:
 
 
 def of_rounding() -> Cause:
-    """What differs first is the loss or a gradient, by no more than rounding."""
+    """Return the cause if a loss or gradient differs first, by no more than rounding."""
     return Cause(
         "no more than rounding: this arm computes or averages the gradients in another order than "
         "the baseline, such as by dividing before the sum, with other kernels, or with another "

@@ -1,4 +1,7 @@
-"""The ceiling: every rank trains alone. What a step takes that costs nothing to synchronise."""
+"""The ceiling: a backend without gradient synchronisation, as the upper bound of speed.
+
+`worker` opens it for the arm "no communication".
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from hvdtrain.backends.c10d import C10d
 
 
 class NoCommunication(C10d):
-    """All of the work of a step, in as many processes, and no gradient leaves its rank.
+    """Does all the work of a step in as many processes, but reduces no gradient.
 
-    Weights start as rank 0's; then ranks part. The process group is for barriers alone.
+    Weights start as rank 0's and then diverge. The process group serves barriers and small values.
     """
 
     name: ClassVar[str] = "no communication"
 
     def finish_backward(self, optimizer: Optimizer) -> None:
-        """Leave `p.grad` as it is: the gradient of this rank's samples. Not collective.
+        """Leave `p.grad` as the gradient of this rank's own samples. Not collective.
 
-        Parameters without one are an error or get zeros, as everywhere.
+        A parameter without a gradient is an error or gets zeros, as with every backend.
         """
         self.settle_unused(optimizer, self.names(optimizer))

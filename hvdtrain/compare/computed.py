@@ -1,7 +1,8 @@
-"""What two arms have computed: gradients, parameters and buffers, within limits.
+"""The numeric part of the parity check: gradients, parameters and buffers, within tolerances.
 
-Bits that differ are refused where arms must be bitwise equal, but a cause is looked for beyond
-rounding first: on some CPUs a fault leaves rounding in numbers that it does not change.
+`parity` runs it after `counted`. Where arms must be bitwise equal, any differing bit is a refusal.
+Differences beyond rounding are still reported first, because they show the cause: on some CPUs a
+fault also leaves rounding differences in numbers that it does not otherwise change.
 """
 
 from __future__ import annotations
@@ -26,22 +27,26 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Limits:
-    """How far rounding takes two arms apart, and whether they may be."""
+    """Tolerances for the rounding differences of two arms, and whether any are allowed."""
 
     gradient: float
-    """Of one step, relative to the norm of the gradient."""
+    """For the gradient of one step, relative to its norm."""
     final: float
-    """Of the parameters at the end, relative to how far training moved them."""
+    """For the final parameters, relative to how far training moved them."""
     noise: float
-    """A gradient this small beside those of the other elements is nothing but rounding."""
+    """A gradient below this fraction of the RMS over all elements is pure rounding noise."""
     reason: str
-    """Why this much, or why nothing."""
+    """Why the tolerances have these values, or why nothing may differ."""
     bitwise: bool = False
-    """Whether nothing may differ, rounding included."""
+    """Whether nothing may differ, not even by rounding."""
 
 
 def computed(arm: Ranks, base: Ranks, local: Ranks | None, limits: Limits) -> Iterator[Refusal]:
-    """The differences; all that is counted is the same. `local`: accounts without communication."""
+    """Yield the differences of two arms whose counts are equal.
+
+    `local`: the traces of the arm without communication.
+    """
+    # First within tolerances, then bit by bit: a real fault is reported before mere rounding.
     cause = _gradient_cause(arm, base, local, limits)
     yield from _differences(arm, base, replace(limits, bitwise=False), cause)
     if limits.bitwise:
@@ -52,7 +57,7 @@ def computed(arm: Ranks, base: Ranks, local: Ranks | None, limits: Limits) -> It
 
 
 def _differences(arm: Ranks, base: Ranks, limits: Limits, cause: Cause | None) -> Iterator[Refusal]:
-    """What is further apart than `limits`. `cause`: why the first gradients are."""
+    """Yield what differs by more than `limits`. `cause`: why the first gradients differ."""
     steps = f"{len(arm[0].steps)} steps"
     if len({a.final_sha256 for a in arm}) > 1:
         text = f"the ranks of this arm have different parameters after {steps}: not synchronised"
@@ -71,6 +76,7 @@ def _differences(arm: Ranks, base: Ranks, limits: Limits, cause: Cause | None) -
 def _first_gradients(
     arm: Ranks, base: Ranks, limits: Limits, cause: Cause | None
 ) -> Iterator[Refusal]:
+    """Yield differences in the first step's gradient, as reduced and as the optimizer used it."""
     apart = gradient_distance(arm, base)
     if apart > limits.gradient:
         text = f"the gradient of the first step differs by {_relative(apart)} of its norm"
@@ -78,7 +84,7 @@ def _first_gradients(
     pairs = zip(arm, base, strict=True)
     apart = max(_distance(a.samples.used, b.samples.used) for a, b in pairs)
     if apart > limits.gradient:
-        if arm[0].samples.gradient is not None:  # and that was right
+        if arm[0].samples.gradient is not None:  # and it is right: else it was refused above
             norms = [ranks[0].steps[0].used_norm or 0.0 for ranks in (arm, base)]
             cause = causes.of_use(norms[0], norms[1])
         text = f"the first step uses a gradient that differs by {_relative(apart)} of its norm"
@@ -86,7 +92,10 @@ def _first_gradients(
 
 
 def _norms(arm: Ranks, base: Ranks, limits: Limits) -> Iterator[Refusal]:
-    """Of later gradients: `limits.final`, since they are those of parameters that have parted."""
+    """Yield differences in the gradient norms of all steps.
+
+    The limit is `limits.final`: later gradients are of parameters that already differ by rounding.
+    """
     found = list(_parted(arm, base, limits.final))
     for step, name, rank, mine, its in found:
         if name == _LOSS:
@@ -102,12 +111,14 @@ def _norms(arm: Ranks, base: Ranks, limits: Limits) -> Iterator[Refusal]:
 
 
 def _buffers(arm: Ranks, base: Ranks, limits: Limits) -> Iterator[Refusal]:
+    """Yield differences in the final buffers, between the arm's ranks and from the baseline."""
+
     def hashes(ranks: Ranks) -> list[str]:
         return [a.final_buffers_sha256 for a in ranks]
 
     policy = arm[0].buffers_policy
     agree = policy == "local" or len({*hashes(arm)}) <= len({*hashes(base)})
-    if not agree:
+    if not agree:  # more versions among the ranks than the baseline has
         yield Refusal(
             "the ranks of this arm have different buffers", causes.of_buffers(policy, False)
         )
@@ -120,8 +131,8 @@ def _buffers(arm: Ranks, base: Ranks, limits: Limits) -> Iterator[Refusal]:
 
 
 def _gradient_cause(arm: Ranks, base: Ranks, local: Ranks | None, limits: Limits) -> Cause | None:
-    """Why the gradients of the first step differ; None if they do not, or nothing explains it."""
-    # A hand-written loop has no finish_backward: what its optimizer used is all that is known.
+    """Return why the first gradients differ; None if they agree or no hypothesis fits."""
+    # A hand-written loop never calls finish_backward: only the gradient at step() is recorded.
     known = all(a.samples.gradient is not None for a in (*arm, *base))
     mine = [a.samples.gradient if known else a.samples.used for a in arm]
     mean = base[0].samples.gradient if known else base[0].samples.used
@@ -133,7 +144,7 @@ def _gradient_cause(arm: Ranks, base: Ranks, local: Ranks | None, limits: Limits
         for name, part in arm[0].samples.segments()
     ]
     if any(0 < apart <= limits.gradient for _, _, apart in parts):
-        # Rounding is at work, and may be all that some parameters have for a gradient.
+        # Some gradients differ by rounding: leave out parameters whose gradient is rounding noise.
         largest = np.max(np.abs([*grads, mean]), axis=0)
         least = limits.noise * _rms(mean[np.isfinite(mean)])
         parts = [of for of in parts if not (largest[of[1]] < least).all()]
@@ -145,6 +156,7 @@ def _gradient_cause(arm: Ranks, base: Ranks, local: Ranks | None, limits: Limits
     names = ", ".join(name for name, _ in wrong[:3]) + (", ..." if len(wrong) > 3 else "")
 
     def at(values: Sequence[Array | None]) -> list[Array] | None:
+        # The wrong elements of each array; None unless all arrays were recorded.
         parts = [v[where] for v in values if v is not None]
         return parts if parts and len(parts) == len(values) else None
 
@@ -174,7 +186,7 @@ _QUANTITIES: dict[str, Callable[[StepAccount], float | None]] = {
 
 
 class _Parted(NamedTuple):
-    """A quantity of a step in which two arms differ."""
+    """A quantity of one step that differs between two arms."""
 
     step: int
     name: str
@@ -186,7 +198,7 @@ class _Parted(NamedTuple):
 def _parted(
     arm: Ranks, base: Ranks, limit: float, names: Sequence[str] = (_LOSS, _GRADIENT, _USED)
 ) -> Iterator[_Parted]:
-    """The quantities that differ by more than `limit`, in the order in which steps make them."""
+    """Yield the quantities that differ by more than `limit`, in the order of their computation."""
     for number in range(1, min(len(a.steps) for a in (*arm, *base)) + 1):
         for name in names:
             for a, b in zip(arm, base, strict=True):
@@ -196,7 +208,7 @@ def _parted(
 
 
 def where_they_part(arm: Ranks, base: Ranks, limits: Limits) -> str:
-    """The first quantity and step that differ: beyond rounding, else at all if none may."""
+    """Describe the first difference beyond rounding; else, in bitwise mode, the first at all."""
     for limit in (limits.final, 0.0) if limits.bitwise else (limits.final,):
         if first := next(_parted(arm, base, limit), None):
             values = tell_apart(first.mine, first.its, 8)
@@ -208,9 +220,9 @@ def where_they_part(arm: Ranks, base: Ranks, limits: Limits) -> str:
 
 
 def _cause_of_bits(arm: Ranks, base: Ranks, limits: Limits) -> Cause | None:
-    """Why bits differ where all may be rounding: what differs first tells.
+    """Return the cause of differences that may be mere rounding, by what differs first.
 
-    Parameters that do, after a step that was the same until then, have been moved, however little.
+    If parameters do, after a step with equal gradients, the update is different, however little.
     """
     first = next(_parted(arm, base, 0.0, list(_QUANTITIES)), None)
     if first is None and _finals(arm) == _finals(base):
@@ -228,7 +240,7 @@ def _finals(ranks: Ranks) -> list[str]:
 
 
 def bitwise(arm: Ranks, base: Ranks) -> bool:
-    """Whether parameters and buffers are the same at the end, and the first gradients were."""
+    """Return whether final parameters, final buffers and first gradients are bitwise equal."""
     return (
         len(arm) == len(base)
         and _finals(arm) == _finals(base)
@@ -238,21 +250,22 @@ def bitwise(arm: Ranks, base: Ranks) -> bool:
 
 
 def _distance(a: Array | None, b: Array | None, scale: Array | None = None) -> float:
-    """Nothing is known, and nothing held against an arm, where one of them was not recorded."""
+    """Return `distance`, or 0 if an array was not recorded: missing data is no difference."""
     return 0.0 if a is None or b is None else distance(a, b, scale)
 
 
 def gradient_distance(arm: Ranks, base: Ranks) -> float:
-    """Of the first step, after `finish_backward`, relative to its norm."""
+    """Return the largest distance, over ranks, of the first step's reduced gradient."""
     pairs = zip(arm, base, strict=True)
     return max(_distance(a.samples.gradient, b.samples.gradient) for a, b in pairs)
 
 
 def final_distance(arm: Ranks, base: Ranks, limits: Limits) -> tuple[float, float]:
-    """Relative to how far training moved the parameters: what is left of the initial values, which
-    all share, would hide any difference after a few steps.
+    """Return the largest distance of the final parameters, relative to how far training moved them,
+    and the fraction of elements that is left out as rounding noise (see `_noise`).
 
-    Then the share of the elements that is left out of both, as `_noise`.
+    Relative to the parameters themselves, the initial values, which all arms share, would hide any
+    difference of a few steps.
     """
     noise = _noise(arm, base, limits)
 
@@ -267,18 +280,19 @@ def final_distance(arm: Ranks, base: Ranks, limits: Limits) -> tuple[float, floa
 
 
 def _noise(arm: Ranks, base: Ranks, limits: Limits) -> Mask:
-    """The elements that have parted, and whose gradient is nothing but rounding: it explains that.
+    """Return the elements that differ only because their gradient is pure rounding noise.
 
-    The true gradient of a bias before BatchNorm, or of attention's keys, is zero. Adam and its kind
-    take steps of full size on what rounding leaves, which the order of a sum decides.
+    The true gradient of a bias before BatchNorm, or of the bias of attention's keys, is zero. Adam
+    and its variants take full-size steps on the rounding error, which the order of a sum decides.
     """
     samples = base[0].samples
     if limits.bitwise or samples.largest is None or samples.final is None:
         return np.zeros(len(samples.initial), dtype=bool)
     size, moved = samples.largest, np.abs(samples.final - samples.initial)
     noise: Mask = (size > 0) & (size < limits.noise * _rms(size[np.isfinite(size) & (size > 0)]))
-    # Twice as far apart as training takes any element, at most. And by no more than the baseline
-    # moves these: SGD hardly does. (A hundredfold, since one may have come back to its start.)
+    # Noise explains at most twice the largest movement of any element, and no more than the
+    # baseline moves noisy elements: SGD hardly moves them. (Times 100, because a noisy element may
+    # have returned to its start.)
     furthest = min(2 * moved.max(initial=0), 100 * moved[noise].max(initial=0))
     apart = _furthest_apart(arm, base)
     noise &= (apart > limits.final * _rms(moved)) & (apart <= furthest)
@@ -290,9 +304,11 @@ def _rms(values: Array) -> float:
 
 
 def _buffer_distance(arm: Ranks, base: Ranks, limits: Limits) -> float:
-    """Of those that noise in the parameters does not explain: BatchNorm's mean follows a bias."""
+    """Return the distance of the buffers, less what noisy parameters explain: BatchNorm's running
+    mean follows a bias.
+    """
     noise = _noise(arm, base, limits)
-    # Twice: they may have been further apart before the end.
+    # Twice: the parameters may have been further apart before the last step.
     slack = 2 * _furthest_apart(arm, base)[noise].max(initial=0)
 
     def distance_of(a: Array | None, b: Array | None) -> float:
@@ -305,7 +321,7 @@ def _buffer_distance(arm: Ranks, base: Ranks, limits: Limits) -> float:
 
 
 def _furthest_apart(arm: Ranks, base: Ranks) -> Array:
-    """Of every element of the final parameters, over the ranks."""
+    """Return the largest difference, over ranks, of every element of the final parameters."""
     pairs = [(a.samples.final, b.samples.final) for a, b in zip(arm, base, strict=True)]
     with np.errstate(invalid="ignore"):
         apart = [np.abs(a - b) for a, b in pairs if a is not None and b is not None]
@@ -313,7 +329,7 @@ def _furthest_apart(arm: Ranks, base: Ranks) -> Array:
 
 
 def spread(arm: Ranks, base: Ranks, limits: Limits) -> float:
-    """The largest distance of all that `limits.final` limits."""
+    """Return the largest of all distances that `limits.final` bounds."""
     norms = (
         max(_apart(a.gradient_norm, b.gradient_norm), _apart(a.used_norm, b.used_norm))
         for _, _, a, b in steps_of(arm, base)
@@ -322,6 +338,7 @@ def spread(arm: Ranks, base: Ranks, limits: Limits) -> float:
 
 
 def _apart(a: float | None, b: float | None) -> float:
+    """Return the relative difference of two numbers; 0 if one is unknown or both are NaN."""
     if a is None or b is None or a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     return abs(a - b) / abs(b) if b and math.isfinite(a) and math.isfinite(b) else math.inf
@@ -334,7 +351,7 @@ def _relative(apart: float) -> str:
 
 
 def _hint(text: str, apart: float, arm: Ranks, base: Ranks, limits: Limits) -> str:
-    """Say where the parameters hide what is wrong."""
+    """Append to `text`, where it applies, that the parameters hide the difference."""
     final, _ = final_distance(arm, base, limits)
     if final > apart / 10 or not limits.gradient:
         return text

@@ -1,4 +1,8 @@
-"""What two arms must have in common exactly: everything that is counted, not computed."""
+"""The exact part of the parity check: everything that is counted, not computed.
+
+`parity` runs it first: model, options, learning rates, samples, dtypes and sizes must be equal
+before `computed` compares numbers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from hvdtrain.compare.wording import tell_apart
 
 @dataclass(frozen=True)
 class Refusal:
-    """How an arm's work differs from the baseline's."""
+    """A difference between an arm's work and the baseline's, with its likely cause."""
 
     text: str
     cause: Cause | None = None
@@ -23,14 +27,15 @@ class Refusal:
 
 
 def counted(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
-    """The differences, in an order in which an earlier one explains the later ones.
+    """Yield the differences, ordered so that an earlier one explains the later ones.
 
-    Both have as many ranks.
+    Both arms have the same number of ranks.
     """
     for a, b in zip(arm, base, strict=True):
         if a.world_size != b.world_size:
             text = "the backend does not know this launcher: models train side by side"
             yield Refusal(f"a world of {a.world_size}, {baseline}'s of {b.world_size}", Cause(text))
+    # Cause before effect: another model or option can also change rates, samples and gradients.
     yield from _models(arm, base, baseline)
     yield from _options(arm, base, baseline)
     yield from _rates(arm, base, baseline)
@@ -68,6 +73,7 @@ def _models(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
 
 
 def _options(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
+    # Field of the trace: row of the known DDP/Horovod difference (see `Cause.row`).
     ledger = {
         "precision": None,
         "accumulate": 4,
@@ -98,7 +104,7 @@ def _options(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
 
 
 def _unlike(mine: list[dict[str, str]], its: list[dict[str, str]]) -> tuple[str, str]:
-    """The hyper-parameters that differ, as text."""
+    """Return the hyper-parameters that differ, of both arms, as text."""
     if len(mine) != len(its):
         return f"of {len(mine)} groups", f"{len(its)}"
     keys = {k for a, b in zip(mine, its, strict=True) for k in {*a, *b} if a.get(k) != b.get(k)}
@@ -146,6 +152,7 @@ def _data(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
             )
         if a.samples == b.samples:
             continue
+        # The samples of all ranks show whether only the split differs.
         mine, its = ([r.steps[number - 1].samples for r in ranks] for ranks in (arm, base))
         if len(a.samples) != len(b.samples):
             yield Refusal(

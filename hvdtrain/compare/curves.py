@@ -1,4 +1,7 @@
-"""The picture of scaling: efficiency as measured, and step times, measured and predicted."""
+"""The scaling picture: measured efficiency, and step times, measured and predicted.
+
+`plots` adds it to the report; the numbers are from `scaling`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from hvdtrain.compare.look import COLOURS, Look, Picture, figure
 
 Row = dict[str, Any]
 
-# Colour and marker of each arm; after these, the same colours with other markers.
+# Colour and marker by the arm's index; from the seventh arm on, colours repeat with new markers.
 _COLOURS = "blue vermillion green purple orange sky".split()
 _MARKERS = "osD^vPX*<>hp"
 RING, SERVER = (0, (4, 2)), (0, (1, 1.6))  # dashes
@@ -27,7 +30,7 @@ NOTE = (
 
 
 def scaling(summary: Row) -> Picture | None:
-    """Measured efficiency, and what the cost model predicts for larger worlds."""
+    """Return the picture of measured efficiency and predicted step times; None without data."""
     efficient = efficiencies(summary)
     predicted = predictions(summary)
     if not efficient and not predicted:
@@ -60,7 +63,7 @@ def scaling(summary: Row) -> Picture | None:
 
 
 def efficiencies(summary: Row) -> dict[str, list[Row]]:
-    """The rows of each arm, ascending in ranks; against itself, else against one process."""
+    """Return each arm's rows by ascending ranks: against itself at one rank, else one process."""
     found: dict[str, dict[int, Row]] = {}
     failed = {row["arm"] for row in summary["speed"] if wording.ended_early(row)}
     for row in sorted(summary["scaling"], key=lambda row: row.get("base_kind") != "single"):
@@ -75,14 +78,14 @@ def efficiencies(summary: Row) -> dict[str, list[Row]]:
 
 
 def predictions(summary: Row) -> dict[str, Row]:
-    """The predicted row of each arm."""
+    """Return the prediction row of each arm, by name."""
     named = {row["arm"]: name_of(row) for row in summary["speed"]}
     rows = (summary["prediction"] or {}).get("rows") or []
     return {named.get(row["arm"], row["arm"]): row for row in rows}
 
 
 def name_of(row: Row) -> str:
-    """The name of an arm at any number of ranks."""
+    """Return the name of an arm without its number of ranks."""
     tuned = " tuned" if row.get("level") == "best found" else ""
     return f"{row['name']}{tuned}"
 
@@ -121,7 +124,7 @@ def _efficiency(axes: Any, efficient: dict[str, list[Row]], names: list[str], ki
     for name, rows in efficient.items():
         middle = np.array([row["efficiency"] for row in rows])
         ends = [("low", -1), ("high", 1)]
-        # An interval of the bootstrap need not hold its median, where there are few blocks.
+        # Clamped at zero: matplotlib raises on an error bar of negative length.
         errors = [
             [max(0.0, sign * ((row[end] or row["efficiency"]) - row["efficiency"])) for row in rows]
             for end, sign in ends
@@ -129,7 +132,7 @@ def _efficiency(axes: Any, efficient: dict[str, list[Row]], names: list[str], ki
         at = [row["ranks"] for row in rows]
         style = _style(names, name)
         axes.errorbar(at, 100 * middle, 100 * np.array(errors), capsize=3, **style)
-        if rows[0].get("base_kind") != "single":  # an arm is as efficient as itself
+        if rows[0].get("base_kind") != "single":  # by definition 100 % at one rank
             axes.plot([1, at[0]], [100, 100 * middle[0]], "-", **{**style, "marker": ""})
     axes.axhline(100, color=COLOURS["muted"], linewidth=0.8, linestyle=":")
     _rank_axis(axes, sorted({1, *(row["ranks"] for rows in efficient.values() for row in rows)}))
@@ -156,7 +159,7 @@ def _times(axes: Any, summary: Row, predicted: dict[str, Row], names: list[str])
         axes.plot(*zip(*ring, strict=True), markerfacecolor=COLOURS["paper"], **thin)
         thin = {**thin, "linestyle": SERVER, "marker": ""}
         axes.plot(row["ranks"][1:], row["server_ms"][1:], **thin)
-        axes.plot(known, [times[ranks] for ranks in known], "-", **style)  # over the empty markers
+        axes.plot(known, [times[ranks] for ranks in known], "-", **style)  # above hollow markers
     _rank_axis(axes, next(iter(predicted.values()))["ranks"])
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7), numticks=12))

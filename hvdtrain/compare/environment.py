@@ -1,4 +1,7 @@
-"""Under which conditions a comparison was made: what its reviewers ask, as names and values."""
+"""The conditions of a comparison as names and values: hardware, versions, options, settings.
+
+`summary` takes the rows for the report's environment table. Everything is read from the record.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ UNKNOWN = "not recorded"
 
 
 def environment_rows(record: Json) -> list[list[str]]:
-    """[name, value] each, in the order of interest. What a record lacks is said to be so."""
+    """Return [name, value] rows, the most relevant first. A missing value reads UNKNOWN."""
     config = record.get("config") or {}
     machine = record.get("machine") or {}
     arms: dict[str, Json] = record.get("arms") or {}
@@ -57,7 +60,7 @@ def _device(config: Json) -> str | None:
 
 
 def _by_arm(arms: dict[str, Json], of: Callable[[Json], Any]) -> str | None:
-    """One value if all arms share it, else each value with its arms; arms without one are out."""
+    """Return the value that all arms share, else each value with its arms. None is left out."""
     found: dict[str, list[str]] = defaultdict(list)
     for key, arm in arms.items():
         value = of(arm)
@@ -78,7 +81,7 @@ def _gradients(arm: Json) -> str | None:
 
 
 def _in_force(arm: Json, what: str) -> str | None:
-    """What was in force in the ranks of an arm, told apart by rank where they differ."""
+    """Return the setting found in the ranks of an arm; one value per rank if they differ."""
     values = [
         str(rank.get(what)) for rank in arm.get("in_force") or [] if rank.get(what) is not None
     ]
@@ -103,7 +106,7 @@ def _stop_rule(config: Json) -> str | None:
 
 
 def stop_rule(config: Json) -> str:
-    """When a comparison ends, in words."""
+    """Describe in words when a comparison ends."""
     if config.get("blocks"):
         return f"after {config['blocks']} blocks"
     return (
@@ -131,7 +134,7 @@ def _of(value: int | None, form: str) -> str | None:
 
 
 def _variables(record: Json, arms: dict[str, Json]) -> list[tuple[str, str]]:
-    """The variables of whoever started the comparison, and those in force that differ from them."""
+    """Return the variables of the comparison's own process, and those that differ in the ranks."""
     given = dict(record.get("environment") or {})
     names = {
         name

@@ -1,7 +1,8 @@
-"""What an arm made of the gradients: hypotheses, tested on those of the first step.
+"""Likely causes of wrong gradients: hypotheses, tested on the gradients of the first step.
 
-The arm without communication has the local gradients of every rank, for the same samples and
-weights. What each of them counts in another arm's is found by regression, not guessed.
+`computed` calls `explain`. The arm without communication has the local gradient of every rank for
+the same samples and weights. The weight of each local gradient in another arm's result is found by
+least squares, not guessed.
 """
 
 from __future__ import annotations
@@ -18,48 +19,49 @@ from hvdtrain.compare.causes import Cause, distance, near
 
 @dataclass
 class Gradients:
-    """Of the first step: every rank's on the arm, the baseline's mean, and the local ones."""
+    """Gradients of the first step: of each rank of the arm, the baseline's mean, the local ones."""
 
     arm: list[Array]
     mean: Array
     local: list[Array] | None
-    """None without an arm that does not communicate."""
+    """Of every rank without communication. None if no such arm was run."""
     before_last: list[Array] | None
-    """The local ones before the last micro-batch of the step."""
+    """The local gradients before the last micro-batch of the step."""
     norms: list[float]
-    """Of the whole local gradients."""
+    """Norms of the whole local gradients."""
     accumulate: int
     slack: float
     """Relative distance below which two gradients count as equal."""
     only: str = ""
-    """The parameters that these are of, where the others are right."""
+    """Names of the parameters covered, if the gradients of the others are right."""
 
     @property
     def n(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.arm)
 
     def agree(self) -> bool:
-        """Whether the arm's ranks have the same gradient."""
+        """Return whether all ranks of the arm have the same gradient."""
         return all(self.equal(g, self.arm[0]) for g in self.arm)
 
     def equal(self, a: Array, b: Array) -> bool:
-        """But for rounding."""
+        """Return whether two gradients are equal up to rounding."""
         return distance(a, b) <= self.slack
 
     def weights(self, parts: list[Array]) -> list[float] | None:
-        """What each part counts in the arm's gradient; None where that is not made of them."""
+        """Return the weights of `parts` whose sum is the arm's gradient; None if none fit."""
         matrix = np.stack(parts, axis=1)
         with np.errstate(all="ignore"):
             if not (np.isfinite(matrix).all() and np.isfinite(self.arm[0]).all()):
                 return None
             found, _, rank, _ = np.linalg.lstsq(matrix, self.arm[0], rcond=None)
+        # Linearly dependent parts have no unique weights.
         fits = rank == len(parts) and self.equal(matrix @ found, self.arm[0])
         return [float(weight) for weight in found] if fits else None
 
 
 def explain(g: Gradients) -> Cause | None:
-    """The first hypothesis that explains the arm's gradients; None where none does."""
+    """Return the first hypothesis that explains the arm's gradients, or None."""
     cause = next((cause for test in _HYPOTHESES if (cause := test(g)) is not None), None)
     if cause is None or not g.only:
         return cause
@@ -67,6 +69,8 @@ def explain(g: Gradients) -> Cause | None:
 
 
 def _scaled(g: Gradients) -> Cause | None:
+    """Test for the mean times a constant: a missing or repeated division."""
+    # The projection of the arm's gradient on the mean.
     square = float(g.mean @ g.mean)
     factor = float(g.arm[0] @ g.mean) / square if square else math.nan
     if not (g.agree() and math.isfinite(factor) and g.equal(g.arm[0], factor * g.mean)):
@@ -93,6 +97,7 @@ def _scaled(g: Gradients) -> Cause | None:
 
 
 def _local(g: Gradients) -> Cause | None:
+    """Test for no synchronisation: each rank has its local gradient."""
     if g.local is None or not all(map(g.equal, g.arm, g.local)):
         return None
     return Cause(
@@ -103,6 +108,7 @@ def _local(g: Gradients) -> Cause | None:
 
 
 def _partly_synchronised(g: Gradients) -> Cause | None:
+    """Test for ranks that differ although their mean is right."""
     if g.agree() or not g.equal(np.mean(g.arm, axis=0), g.mean):
         return None
     if g.accumulate == 1:
@@ -117,8 +123,10 @@ def _partly_synchronised(g: Gradients) -> Cause | None:
 
 
 def _last_micro_batch(g: Gradients) -> Cause | None:
+    """Test for the gradient of the last micro-batch alone."""
     if g.local is None or g.before_last is None:
         return None
+    # Gradients accumulate in p.grad, so a difference is that of the last micro-batch.
     last = [whole - before for whole, before in zip(g.local, g.before_last, strict=True)]
     expected = np.mean(last, axis=0)
     square = float(expected @ expected)
@@ -133,9 +141,11 @@ def _last_micro_batch(g: Gradients) -> Cause | None:
 
 
 def _clipped_first(g: Gradients) -> Cause | None:
+    """Test for local gradients that are clipped to one norm before they are averaged."""
     weights = None if g.local is None else g.weights(g.local)
     if weights is None or min(weights) <= 0:
         return None
+    # An unclipped gradient has weight 1/n, so n times a weight is its clipping factor.
     clipped = [w * g.n for w in weights]
     norms = [w * norm for w, norm in zip(clipped, g.norms, strict=True)]
     limit = max(norms)
@@ -151,6 +161,7 @@ def _clipped_first(g: Gradients) -> Cause | None:
 
 
 def _left_out(g: Gradients) -> Cause | None:
+    """Test for ranks whose local gradient has no weight."""
     weights = None if g.local is None else g.weights(g.local)
     if weights is None:
         return None
@@ -169,6 +180,7 @@ def _left_out(g: Gradients) -> Cause | None:
 
 
 def _weighted(g: Gradients) -> Cause | None:
+    """Test for any other weights than 1/n."""
     weights = None if g.local is None else g.weights(g.local)
     if weights is None or all(near(w * g.n, 1) for w in weights):
         return None
@@ -181,10 +193,11 @@ def _weighted(g: Gradients) -> Cause | None:
 
 
 def _rounded(g: Gradients) -> Cause | None:
-    for name, digits in (("bf16", 8), ("fp16", 11)):  # what fits bf16 mostly fits fp16 as well
+    """Test for gradients that are rounded to a 16-bit type."""
+    for name, digits in (("bf16", 8), ("fp16", 11)):  # bf16 first: it mostly fits fp16 too
 
         def fits(a: Array, digits: int = digits) -> bool:
-            # A sum of n rounded numbers, divided by n in a wider type, is told by its n-fold.
+            # A sum of n rounded numbers, divided by n in a wider type, fits once multiplied by n.
             return any(
                 distance(scaled, round_to(scaled, digits)) < 2.0**-21 for scaled in (a, a * g.n)
             )
@@ -204,7 +217,7 @@ def _rounded(g: Gradients) -> Cause | None:
 
 
 def round_to(a: Array, digits: int) -> Array:
-    """Round to so many binary digits: bf16 has 8; fp16 11, and fewer below its normal range."""
+    """Round to `digits` binary digits: bf16 has 8; fp16 11, and fewer below its normal range."""
     if digits == 11:
         with np.errstate(over="ignore"):
             return a.astype(np.float16).astype(np.float64)
@@ -212,6 +225,7 @@ def round_to(a: Array, digits: int) -> Array:
     return np.asarray(np.ldexp(np.round(np.ldexp(mantissa, digits)), exponent - digits))
 
 
+# The most specific first: `_weighted` accepts any linear combination of the local gradients.
 _HYPOTHESES: tuple[Callable[[Gradients], Cause | None], ...] = (
     _scaled,
     _local,

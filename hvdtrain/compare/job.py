@@ -1,4 +1,7 @@
-"""What goes between the comparison and the ranks of an arm. Imports no torch."""
+"""Messages between the comparison and the ranks of an arm.
+
+`stage` sends a Job, and `worker` returns Windows. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of an arm shall train, and how."""
+    """What the ranks of an arm train, and how: the argument of the call `open`."""
 
     backend: str
     loop: str
-    """A key of LOOPS."""
+    """A key of `worker.LOOPS`."""
     config: Mapping[str, Any]
     """Options of TrainConfig."""
     affinity: tuple[tuple[int, ...], ...]
@@ -22,14 +25,14 @@ class Job:
 
 @dataclass
 class Window:
-    """Some steps of one rank, one after another."""
+    """Times of consecutive steps on one rank."""
 
     step_ms: list[float] = field(default_factory=list)
     input_ms: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)
     rest_ms: list[float] = field(default_factory=list)
-    """Forward, backward, reduction, clipping. This and the one above are for `phases` alone."""
+    """Forward, backward, reduction and clipping. Only `phases` fills this and `optimizer_ms`."""
     cpu_s: float = 0.0
-    """User and system time of all threads, in these steps."""
+    """User and system time of all threads in these steps."""
     whole_cpu_s: float = 0.0
-    """And in those before them that did not count."""
+    """The same with the barrier and the skipped steps before them."""

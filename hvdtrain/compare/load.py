@@ -1,7 +1,7 @@
-"""What else ran while an arm was timed: other processes' share of the cores, and the steal.
+"""The CPU load of other processes while an arm is timed, and the steal time of the host.
 
-/proc/stat counts in units of 10 ms, and what it says of a window is off by a few of them. See
-`Watch` for how much that is.
+`runner` drops blocks with too much of it. /proc/stat counts in ticks of 10 ms, so a window is off
+by a few ticks; `Watch` states the error.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hvdtrain.compare.wording import tell_apart
 PROC_STAT = Path("/proc/stat")
 _BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq; guests are within user
 _STEAL = 7
-_STANDS_STILL_S = 0.05  # counters that have not moved in so much of our own CPU time never will
+_STANDS_STILL_S = 0.05  # counters that did not move in this much own CPU time never do
 
 
 @dataclass(frozen=True)
 class Load:
-    """Shares of all cores' time in a window, 0 to 1. None: this machine does not say."""
+    """Shares of all cores' time in a window, 0 to 1. None: the machine does not report them."""
 
     foreign: float | None
     steal: float | None
@@ -38,14 +38,14 @@ class _Seen:
 
 
 class Watch:
-    """Measures windows one after the other: `start`, the window, `stop`.
+    """Measures windows one after another: `start`, the window, `stop`.
 
-    A window of 0.3 s on two cores is 60 ticks in all. Five counters are cut to whole ticks at
-    both ends, and the kernel itself may see who runs only at its timer's ticks: against the
-    nanoseconds of all processes, on two saturated cores, the foreign share was within 7 % of the
-    cores nine times in ten, at worst 16 %; of a window of 1 s within 2 %. That is fit for a limit
-    of 50 %, not for one of 5 %. Interrupts and the kernel's network threads belong to no process
-    and count as foreign: an arm over TCP has some of it by itself.
+    A window of 0.3 s on two cores is 60 ticks in all. Five counters are truncated to whole ticks at
+    both ends, and the kernel may sample the running process only at timer ticks. Compared with the
+    nanosecond counters of all processes, on two saturated cores, the foreign share was within 7 %
+    of the cores nine times in ten, at worst 16 %; in windows of 1 s it was within 2 %. That is good
+    enough for a limit of 50 %, not for one of 5 %. Interrupts and the kernel's network threads
+    belong to no process and count as foreign: an arm over TCP causes some of it.
     """
 
     def __init__(self, path: Path = PROC_STAT) -> None:
@@ -54,13 +54,13 @@ class Watch:
         self._begin: _Seen | None = None
 
     def start(self) -> None:
-        """Begin a window, and forget the one before."""
+        """Begin a window, and discard the previous one."""
         self._begin = self._look()
 
     def stop(self, own_cpu_s: float) -> Load:
         """End the window, in which our own processes used `own_cpu_s` CPU seconds together.
 
-        Whoever calls must count itself among them if it did anything in the window.
+        They include the calling process, if it did anything in the window.
         """
         begin, end = self._begin, self._look()
         if begin is None or end is None:
@@ -74,7 +74,7 @@ class Watch:
         )
 
     def _look(self) -> _Seen | None:
-        """Read the counters. None where they are missing, or all zero as in some sandboxes."""
+        """Return the counters; None if they are missing, or all zero as in some sandboxes."""
         try:
             lines = self._path.read_text().splitlines()
             at = time.monotonic()
@@ -92,7 +92,7 @@ def _share(seconds: float, whole: float) -> float | None:
 
 
 def load_average() -> list[float] | None:
-    """The load average over 1, 5 and 15 minutes. None where the system has none."""
+    """Return the load average over 1, 5 and 15 minutes; None if the system has none."""
     try:
         return list(os.getloadavg())
     except (OSError, AttributeError):
@@ -100,7 +100,7 @@ def load_average() -> list[float] | None:
 
 
 def too_busy(load: Load, limit: float) -> str | None:
-    """Why a block with such a window is to be dropped, or None. `limit`: a share of all cores."""
+    """Return why a block with this load is dropped, or None. `limit`: a share of all cores."""
     taken = (load.foreign or 0.0) + (load.steal or 0.0)
     if taken <= limit or limit >= 1:
         return None
@@ -110,13 +110,13 @@ def too_busy(load: Load, limit: float) -> str | None:
 
 
 def shares(blocks: Iterable[Mapping[str, Any]]) -> list[float]:
-    """What others and the host took of the cores in each block of a record that has it."""
+    """Return the share of the cores that others and the host took in each block that records it."""
     found = [block for block in blocks if block.get("foreign") is not None]
     return [block["foreign"] + (block.get("steal") or 0.0) for block in found]
 
 
 def why_dropped(blocks: Sequence[Mapping[str, Any]], limit: float | None) -> str:
-    """Say once of all dropped blocks why they do not count, and what to do."""
+    """Return one text for all dropped blocks: why they do not count, and what to do."""
     taken = [100 * share for share in shares(blocks)]
     text = "for the load of others"
     if taken:

@@ -1,8 +1,9 @@
-"""How the pictures of a comparison look: colours, sizes, and their PNG and SVG.
+"""Figure style: colours, sizes, and PNG and SVG output.
 
-Every picture is drawn twice, wide and narrow, so that its text keeps a readable size on a phone.
-In the SVG of the page colours are CSS variables and text is text: both follow the page, dark or
-printed. Drawing the same data gives the same bytes.
+`plots` and `curves` draw with it, and `report` writes the files. Every picture is drawn twice, wide
+and narrow, so that its text is readable on a phone. The page's SVG has CSS variables for colours
+and real text, so that it follows the page's theme, dark or printed. Output is deterministic: the
+same data gives the same bytes.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which stay apart under the common kinds of colour blindness. Their
-# yellow is left out: on white paper it cannot be seen. Shape or hatch always says the same again.
+# The colours of Okabe and Ito, distinct under the common kinds of colour blindness, without their
+# yellow, which is invisible on white. Marker shape or hatch always repeats what a colour means.
 PALETTE = {
     "blue": "#0072b2",
     "orange": "#e69f00",
@@ -30,7 +31,7 @@ PALETTE = {
 }
 SHADES = {"ink": "#1b1f24", "muted": "#5b6470", "grid": "#d5dae1", "paper": "#ffffff"}
 COLOURS = {**PALETTE, **SHADES}
-# The same on a dark page: what is too dark to be seen there is lighter, in the same order.
+# The same for a dark page, where the colours that are too dark to see are lighter.
 DARK = {
     **PALETTE,
     "blue": "#4a9fe0",
@@ -46,13 +47,13 @@ DARK = {
 
 @dataclass(frozen=True)
 class Look:
-    """A size to draw at. Lengths are inches; font sizes are points."""
+    """A figure size. Lengths are in inches, font sizes in points."""
 
     name: str
     width: float
     font: float
     stacked: bool
-    """Names stand above their rows, not to the left of them."""
+    """Row labels are above their rows, not to the left of them."""
 
 
 WIDE = Look("wide", 7.6, 9.0, stacked=False)
@@ -61,7 +62,7 @@ NARROW = Look("narrow", 3.5, 8.5, stacked=True)
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture: `draw` makes the figure at a size; `alt` says in words what it shows."""
+    """One picture: `draw` makes the figure at a size; `alt` is the text alternative."""
 
     name: str
     title: str
@@ -71,12 +72,12 @@ class Picture:
 
 
 def figure(look: Look, height: float) -> Figure:
-    """Make an empty figure, `height` inches high, that lays itself out."""
+    """Return an empty figure, `height` inches high, with automatic layout."""
     return Figure(figsize=(look.width, height), layout="constrained", facecolor="none")
 
 
 def png(picture: Picture) -> bytes:
-    """Draw a picture, wide and on white paper."""
+    """Return a picture as PNG, wide and on white."""
     with _style(WIDE):
         drawn = picture.draw(WIDE)
         drawn.set_facecolor(COLOURS["paper"])
@@ -86,7 +87,7 @@ def png(picture: Picture) -> bytes:
 
 
 def svg(picture: Picture, look: Look) -> str:
-    """Draw a picture as an <svg> element, to be part of a page that defines the colours."""
+    """Return a picture as an <svg> element for a page that defines the colours."""
     salt = f"{picture.name}-{look.name}"
     with _style(look, salt):
         canvas, out = FigureCanvasSVG(picture.draw(look)), io.StringIO()
@@ -105,7 +106,7 @@ def _style(look: Look, salt: str = "") -> Any:
             "font.size": look.font,
             "font.family": "DejaVu Sans",  # comes with matplotlib: the same on every machine
             "text.color": ink,
-            "text.parse_math": False,  # a "$" in the name of an arm is a dollar
+            "text.parse_math": False,  # "$" in an arm's name begins no formula
             "axes.labelsize": look.font,
             "axes.labelcolor": muted,
             "axes.edgecolor": grid,
@@ -123,23 +124,24 @@ def _style(look: Look, salt: str = "") -> Any:
             "legend.frameon": False,
             "legend.fontsize": look.font - 0.5,
             "hatch.linewidth": 0.8,
-            "svg.fonttype": "none",
-            "svg.hashsalt": salt or "hvdtrain",
+            "svg.fonttype": "none",  # text, not paths
+            "svg.hashsalt": salt or "hvdtrain",  # fixed ids: the same bytes each time
         }
     )
 
 
 def _for_the_page(text: str, salt: str, alt: str, look: Look) -> str:
+    """Return matplotlib's SVG as an inline element: unique ids, the page's font and colours."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.S)
-    # Ids are global in a page: those that something refers to get a prefix, the others go.
+    # Ids are global in a page: prefix those that are referenced, and remove the others.
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text))
     text = re.sub(r' id="([^"]+)"', lambda m: f' id="{salt}-{m[1]}"' if m[1] in used else "", text)
     text = re.sub(r'(url\(#|href="#)', rf"\g<1>{salt}-", text)
     text = text.replace("font-family: 'DejaVu Sans'", "font-family: var(--font)")
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.S)
-    text = re.sub(r"(\d+\.\d\d)\d+", r"\1", re.sub(r"\s*\n\s*", " ", text))  # half the size
+    text = re.sub(r"(\d+\.\d\d)\d+", r"\1", re.sub(r"\s*\n\s*", " ", text))  # halves the size
     for name, colour in COLOURS.items():
         text = text.replace(colour, f"var(--{name})")
     box = re.search(r'(?<=viewBox=")[^"]+', text)

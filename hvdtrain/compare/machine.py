@@ -1,4 +1,4 @@
-"""The machine of a comparison, recorded beside every number. Imports no torch."""
+"""Facts about the machine, for the record of a comparison. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdtrain.compare.load import load_average
 
 
 def facts() -> dict[str, Any]:
-    """The machine, without its name."""
+    """Return the facts about this machine, without its host name."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
@@ -25,7 +25,7 @@ def facts() -> dict[str, Any]:
 
 
 def gpus() -> list[str]:
-    """The GPUs of this host, as NVIDIA's driver names them."""
+    """Return the names of this host's GPUs from NVIDIA's driver; empty without one."""
     try:
         found = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
@@ -39,9 +39,10 @@ def gpus() -> list[str]:
 
 
 def usable_gpus() -> int:
-    """How many GPUs the ranks will see: none where torch was built without CUDA."""
+    """Return how many GPUs the ranks will see: 0 if torch was built without CUDA."""
     if metadata.version("torch").endswith("+cpu"):
         return 0
+    # Without a call into CUDA: the driver of the comparison imports no torch.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])

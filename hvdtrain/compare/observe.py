@@ -1,4 +1,8 @@
-"""In the ranks: watch the first steps of an arm, and leave no hook behind for those to be timed."""
+"""Recorder of work traces: hooks around the first steps of an arm, inside its ranks.
+
+`worker` runs it for the call `prove`. It removes all hooks at the end, so that the timed steps run
+without them. The trace itself is in `account`.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,14 @@ from hvdtrain.training.metrics import fingerprint
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.trainer import StepTaken
 
-# Elements that are looked at together: peak memory is to be the training's, not the proof's.
+# Elements processed at once: few, so that peak memory is that of training, not of the recorder.
 PIECE = 1 << 18
-# How a step is computed, not what it computes.
+# Options that change how a step is computed, not what it computes; arms may differ in them.
 _HOW = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
 class Loop(Protocol):
-    """What is watched: a Trainer that is set up, or a hand-written loop with the same parts."""
+    """The loop to record: a Trainer after `set_up`, or a hand-written loop with the same parts."""
 
     backend: Backend
     config: TrainConfig
@@ -38,9 +42,9 @@ class Loop(Protocol):
 
 
 def observe(loop: Loop, steps: Iterator[StepTaken], num_steps: int) -> Account:
-    """Take `num_steps` of `steps`, which are `loop`'s, and say what they did. Collective.
+    """Take `num_steps` of `loop`'s `steps`, and return the trace of their work. Collective.
 
-    Fewer where the run ends before.
+    The trace is shorter if the run ends earlier.
     """
     watcher = _Watcher(loop)
     with watcher.watching():
@@ -56,7 +60,7 @@ def observe(loop: Loop, steps: Iterator[StepTaken], num_steps: int) -> Account:
 
 
 class _Watcher:
-    """Fills in an account while steps are taken."""
+    """Fills in a trace while steps are taken."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -84,7 +88,7 @@ class _Watcher:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Put the hooks on, and take them off again."""
+        """Install the hooks, and remove them on exit."""
         loop = self._loop
         with ExitStack() as undo:
             loop.on_batch = self._on_batch
@@ -98,7 +102,7 @@ class _Watcher:
             yield
 
     def finish(self) -> None:
-        """Record the state that the steps have led to."""
+        """Record the state after the last step."""
         account, model = self.account, self._loop.model
         account.final_sha256 = fingerprint(dict(model.named_parameters()))
         account.final_buffers_sha256 = fingerprint(dict(model.named_buffers()))
@@ -107,7 +111,7 @@ class _Watcher:
         account.samples.buffers = _sample(floating, _stride(floating))
 
     def _wrap_finish_backward(self) -> Callable[[], None]:
-        """Returns what undoes it."""
+        """Wrap the backend's `finish_backward`, and return a function that unwraps it."""
         backend, original = self._loop.backend, self._loop.backend.finish_backward
 
         def watched(optimizer: Optimizer) -> None:
@@ -117,19 +121,20 @@ class _Watcher:
         backend.finish_backward = watched  # type: ignore[method-assign]
         return lambda: vars(backend).pop("finish_backward")
 
-    # In order of what happens in a step
+    # Hooks, in the order in which a step runs them
 
     def _on_batch(self, batch: Any) -> None:
         step = self.account.steps[-1]
         if not step.micro_batches:
             step.parameter_norm = self._norm(list(self._loop.model.parameters()))
         elif len(self.account.steps) == 1:
+            # Overwritten by each further micro-batch: the gradient before the last one stays.
             self.account.samples.before_last = self._sample_gradient()
         step.micro_batches += 1
         step.samples += hash_samples(batch)
 
     def _after_finish(self) -> None:
-        # An fp16 run's loss is scaled; by a power of two, so that dividing is exact.
+        # fp16 scales the loss by a power of two, so the division is exact.
         scale = self._loop.precision.scaler.get_scale()
         self.account.steps[-1].gradient_norm = self._norm(self._gradients()) / scale
         if len(self.account.steps) == 1:
@@ -138,8 +143,8 @@ class _Watcher:
                 self.account.samples.before_last /= scale
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # Horovod's optimizer is a subclass whose step calls its parent's: torch runs the hooks of
-        # both. The inner one comes last, after anything that the outer one does to the gradients.
+        # Horovod's optimizer is a subclass whose step calls its parent's, so torch runs this hook
+        # twice. The inner call is last, after all that the outer step does to the gradients.
         self._depth += 1
         step = self.account.steps[-1]
         grads = self._gradients()
@@ -155,7 +160,7 @@ class _Watcher:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
-        self.account.optimizer_steps += self._depth == 0
+        self.account.optimizer_steps += self._depth == 0  # nested steps count once
 
     def _gradients(self) -> list[Tensor | None]:
         return [
@@ -164,7 +169,7 @@ class _Watcher:
         ]
 
     def _norm(self, tensors: Sequence[Tensor | None]) -> float:
-        """Of all tensors together, in float64."""
+        """Return the norm of all tensors together, in float64."""
         device = self._loop.backend.device
         room = torch.empty(PIECE, dtype=torch.float64, device=device)
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -174,7 +179,7 @@ class _Watcher:
         return float(total.sqrt())
 
     def _sample_gradient(self) -> Array:
-        """A missing gradient counts as zeros."""
+        """Return the sampled gradient. A missing gradient counts as zeros."""
         pairs = zip(self._gradients(), self._loop.model.parameters(), strict=True)
         zero = torch.zeros(())
         return self._sample([zero.expand(p.shape) if g is None else g for g, p in pairs])
@@ -184,7 +189,7 @@ class _Watcher:
 
 
 def pieces(t: Tensor) -> Iterator[Tensor]:
-    """Views of all of `t`, whatever its memory format, of at most PIECE elements each."""
+    """Yield views of at most PIECE elements that cover `t`, in any memory format."""
     if t.numel() <= PIECE:
         yield t
         return
@@ -194,14 +199,14 @@ def pieces(t: Tensor) -> Iterator[Tensor]:
 
 
 def _stride(tensors: list[Tensor]) -> int:
-    """Every how many elements of each tensor, counted anew in each so that none is left out."""
+    """Return the sampling stride. It restarts in each tensor, so that each has a sample."""
     room = max(1, SAMPLED - len(tensors))
     return max(1, -(-sum(t.numel() for t in tensors) // room))
 
 
 def _sample(tensors: list[Tensor], stride: int) -> Array:
     def taken(t: Tensor) -> Array:
-        # Not `reshape(-1)[::stride]`, which copies all of it in other memory formats.
+        # Not `reshape(-1)[::stride]`, which copies the whole tensor if it is not contiguous.
         chosen = t.detach().take(torch.arange(0, t.numel(), stride, device=t.device))
         return chosen.double().cpu().numpy()
 
@@ -209,10 +214,10 @@ def _sample(tensors: list[Tensor], stride: int) -> Array:
 
 
 def hash_samples(batch: Any) -> list[str]:
-    """One hash for each sample of a batch: of its row in every tensor that has one.
+    """Return one hash per sample of a batch: of its row in every tensor that has rows.
 
-    The first tensor says how many samples there are; others may have fewer dimensions, or another
-    length, and then count as a part of every sample. Empty for a batch without tensors.
+    The first tensor defines the number of samples. A tensor with fewer dimensions or another length
+    counts as part of every sample. Empty for a batch without tensors.
     """
     tensors: list[Tensor] = []
 
@@ -224,6 +229,7 @@ def hash_samples(batch: Any) -> list[str]:
     count = (tensors[0].shape[0] if tensors[0].dim() else 1) if tensors else 0
     if not count:
         return []
+    # The hash of the shared tensors is computed once, and copied for each sample.
     shared, rows = hashlib.blake2b(digest_size=8), []
     for t in tensors:
         data = t.reshape(-1).view(torch.uint8).numpy()

@@ -1,4 +1,7 @@
-"""What a comparison is asked for, resolved and checked. Imports no torch."""
+"""The options of a comparison, resolved and validated.
+
+The command line makes them; `runner` and `stage` read them. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +16,33 @@ from hvdtrain.training.config import TrainConfig
 
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h)?")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
-# With fewer not even the whole range of the blocks holds the median in 95 % of cases: 5 have it in
-# 1 - 2/2**5 = 93.75 %.
+# With 5 blocks even their whole range contains the median with a probability of only 1 - 2/2**5 =
+# 93.75 %, less than the 95 % that an interval needs.
 MIN_BLOCKS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """The resolved options; `check` says what is wrong."""
+    """The resolved options; `check` validates them."""
 
     task: str = "digits"
     set: tuple[str, ...] = ()
     ranks: tuple[int, ...] = (2,)
     scaling: Literal["weak", "strong"] = "weak"
     arms: tuple[str, ...] = ()
-    """Empty: the usual ones that can be had here."""
+    """Empty: the usual arms that this machine can run."""
     baseline: str | None = None
     budget_s: float = 180.0
     target_ci: float = 0.02
-    """Stop when the interval of every arm's ratio is at most this wide to either side."""
+    """Stop when the interval of every arm's ratio extends at most this far to either side."""
     blocks: int | None = None
-    """Exactly so many, in place of the other two rules."""
+    """Exactly this many blocks, in place of `budget_s` and `target_ci`."""
     steps: int | None = None
-    """Of each arm in a block; by default what takes the slowest arm a quarter of a second."""
+    """Steps per arm and block; by default those that take the slowest arm a quarter of a second."""
     proof_steps: int = 10
     tune: bool = False
     max_foreign: float = 0.5
-    """Blocks during which other processes took more of all cores are dropped."""
+    """Drop blocks in which other processes took more than this share of all cores."""
     batch_size: int = 32
     accumulate: int = 1
     precision: str = "fp32"
@@ -52,15 +55,15 @@ class CompareOptions:
     workers: int = 0
     threads: int | None = None
     pin: bool = True
-    """Each rank has its share of the cores to itself. Without it a rank that wakes up may share a
-    core with another for a while, which on two cores tripled the noise of a block.
+    """Bind each rank to its own share of the cores. Unbound, a rank that wakes up may share a core
+    with another for a while, which tripled the noise of a block on two cores.
     """
     seed: int = 0
     timeout_s: float = 300.0
     output: str | None = None
 
     def check(self) -> None:
-        """Raise InputError for what makes no sense."""
+        """Raise InputError for invalid values."""
         positive = "budget_s target_ci steps blocks proof_steps batch_size accumulate threads"
         for name in (*positive.split(), "max_foreign", "timeout_s"):
             value = getattr(self, name)
@@ -77,9 +80,10 @@ class CompareOptions:
             TrainConfig(**self.training(size)).check()
 
     def batch_of(self, ranks: int) -> int:
-        """Samples of one rank's micro-batch at a world size.
+        """Return the micro-batch size of one rank at a world size.
 
-        Weak scaling keeps it; strong scaling keeps the global batch, that of the smallest size.
+        Weak scaling keeps it constant; strong scaling keeps the global batch of the smallest world
+        size constant. Raise InputError if that does not divide by `ranks`.
         """
         if self.scaling == "weak" or len(self.ranks) == 1:
             return self.batch_size
@@ -92,11 +96,11 @@ class CompareOptions:
         return whole // ranks
 
     def threads_of(self, ranks: int) -> int:
-        """CPU threads of each rank: what was asked for, or the cores shared out."""
+        """Return the CPU threads per rank: as requested, or cores divided by the largest world."""
         return self.threads or max(1, len(os.sched_getaffinity(0)) // max(self.ranks + (ranks,)))
 
     def training(self, ranks: int) -> dict[str, Any]:
-        """The options of `hvdtrain train` that all arms of a world size share."""
+        """Return the options of `hvdtrain train` that all arms of a world size share."""
         return {
             "task": self.task,
             "set": self.set,
@@ -113,12 +117,12 @@ class CompareOptions:
             "threads": self.threads_of(ranks),
             "seed": self.seed,
             "timeout": self.timeout_s,
-            "epochs": 1_000_000_000,  # without end
+            "epochs": 1_000_000_000,  # the comparison ends the training
         }
 
 
 def seconds(text: str) -> float:
-    """Read "90s", "10m", "1.5h" or a number of seconds. Raises InputError."""
+    """Return the seconds in "90s", "10m", "1.5h" or a plain number. Raise InputError."""
     found = _SPAN.fullmatch(text.strip())
     if found is None:
         raise InputError(f"{text!r} is not a time; such as 90s, 10m or 1.5h")
@@ -126,12 +130,12 @@ def seconds(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """Read "2%" or "0.02". Raises InputError."""
+    """Return the share in "2%" or "0.02". Raise InputError."""
     try:
         value = float(text.rstrip("% ")) / (100 if text.strip().endswith("%") else 1)
     except ValueError:
         raise InputError(f"{text!r} is not a share; such as 2% or 0.02") from None
-    if not (0 < value < 1 or (value == 1 and "%" in text)):  # a bare 1 may be meant as 1 %
+    if not (0 < value < 1 or (value == 1 and "%" in text)):  # a bare 1 may mean 1 %
         raise InputError(f"{text!r} is not a share between 0 and 1; such as 2% or 0.02")
     return value
 
@@ -140,5 +144,5 @@ _FLAGS = {"ranks": "np", "budget_s": "budget", "timeout_s": "timeout"}
 
 
 def flag(name: str) -> str:
-    """The command-line spelling of a field."""
+    """Return the command-line option of a field."""
     return "--" + _FLAGS.get(name, name).replace("_", "-")

@@ -1,9 +1,10 @@
-"""Did the arms do equal work? Their accounts against those of the baseline.
+"""The parity check: whether every arm did the same work as the baseline.
 
-What is decided by counting (samples, steps, rates, dtypes) must be equal. Numbers must be bitwise
-equal with up to two ranks: a sum of two and the division by two are exact in any order. With more
-the order of a sum is the transport's own, and they must agree within a tolerance; parameters whose
-gradient is nothing but rounding go where that order takes them, and are left out.
+`runner` calls `compare` with the work traces of all ranks. Counts (samples, steps, rates, dtypes)
+must be equal. Computed numbers must be bitwise equal with up to two ranks, if the baseline repeats
+itself bitwise, because the mean of two is the same in any order. With more, the transport chooses
+the order of a sum, and numbers must agree within a tolerance; parameters whose gradient is pure
+rounding noise depend on that order, and are left out.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ from hvdtrain.compare.computed import (
 )
 from hvdtrain.compare.counted import counted
 
-# Of the gradients of one step, relative to their norm. fp32: a hundred times its resolution, for
-# sums of many terms in any order. Autocast: the resolution of the narrow type, since a parameter
-# that differs in its last bit may be rounded the other way.
+# For the gradients of one step, relative to their norm. fp32: a hundred times its resolution, for
+# sums of many terms in any order. Autocast: the resolution of the narrow type, because a parameter
+# that differs in its last bit may round the other way.
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "fp16": 2.0**-11, "bf16": 2.0**-8}
 
-# Others may be so many times further from the baseline than it is from itself, run again.
+# An arm may differ from the baseline by this many times the difference of the A/A pair.
 _AGAIN = 4
-# A baseline that would have more than this allowed so proves nothing.
+# If that allows more than this, the baseline is too random to prove anything.
 _USELESS = 0.1
 
 
 def compare(
     accounts: Mapping[str, Ranks], baseline: str, again: str = "", ceiling: str = ""
 ) -> list[dict[str, Any]]:
-    """A verdict on every arm but the baseline: the rows `parity` of the record. Not collective.
+    """Return a verdict on every arm but the baseline: rows `parity` of the record. Not collective.
 
-    `accounts`: those of every rank, by arm, all of one number of ranks. `again` is the baseline a
-    second time: what differs between these two is the task's own doing. `ceiling` does not
-    communicate: its gradients tell causes apart, and it is not compared.
+    `accounts`: the traces of all ranks by arm, all arms of one world size. `again`: the baseline's
+    duplicate (A/A); a difference of these two is the task's own randomness. `ceiling`: the arm
+    without communication; its gradients help to find causes, and it is not compared itself.
     """
     others = {name: ranks for name, ranks in accounts.items() if name != baseline}
     base, local = accounts.get(baseline, ()), accounts.get(ceiling, ())
@@ -76,7 +77,7 @@ def _judge(
     if len(arm) != len(base):
         text = f"{len(arm)} ranks, and {baseline} has {len(base)}"
         return _row(name, "unequal", text, cause="other numbers of ranks are not the same work")
-    # Lazily: what comes first explains the rest, and the rest may rely on its being equal.
+    # Lazily: the first difference explains the others, and later checks rely on earlier ones.
     refusal = next(chain(counted(arm, base, baseline), computed(arm, base, local, limits)), None)
     if refusal is not None:
         where = where_they_part(arm, base, limits) or "losses and gradients are the same throughout"
@@ -112,11 +113,11 @@ def _judge(
     return _row(name, "within tolerance", text, difference=_finite(apart), tolerance=limits.final)
 
 
-# The baseline, and how far others may be from it
+# The baseline, and the tolerances for other arms
 
 
 def baseline_problem(name: str, base: Ranks, again: Ranks | None) -> str:
-    """Why nothing can be compared with the baseline; empty if it can. `again`: a second time."""
+    """Return why the baseline is unfit for comparison, else "". `again`: its duplicate (A/A)."""
     if not base:
         return f"the baseline {name} left no account of its work"
     if len({a.initial_sha256 for a in base}) > 1:
@@ -136,17 +137,18 @@ def baseline_problem(name: str, base: Ranks, again: Ranks | None) -> str:
 
 
 def _limits(base: Ranks, again: Ranks | None) -> Limits:
+    """Return the tolerances, tighter or wider than `_allowed` by what the A/A pair shows."""
     n, limits = len(base), _allowed(base)
     repeats = bool(again) and bitwise(again or (), base)
     if repeats and _width(base) != "fp64":
-        # A model that repeats itself bit by bit has the same local gradients on every arm, whatever
+        # If the A/A pair is bitwise equal, every arm has the same local gradients, whatever
         # autocast does; they are averaged in the dtype of the weights.
         limits = replace(limits, gradient=TOLERANCE["fp32"])
     if repeats and n <= 2:
         why = f"the baseline repeats itself bit by bit, and {n} ranks sum exactly"
         return replace(limits, reason=why, bitwise=True)
     if not repeats and again:
-        # What the baseline itself does not repeat is asked of nobody.
+        # No arm has to reproduce what the baseline itself does not.
         return replace(
             limits,
             gradient=max(limits.gradient, _AGAIN * gradient_distance(again, base)),
@@ -157,22 +159,22 @@ def _limits(base: Ranks, again: Ranks | None) -> Limits:
 
 
 def _allowed(base: Ranks) -> Limits:
-    """For its precision and number of steps, if nothing is known of its repeating itself."""
+    """Return the tolerances for this precision and number of steps, without use of the A/A pair."""
     account, n = base[0], len(base)
     width = _width(base)
-    # Each step adds its own difference; those before are carried along.
+    # Differences accumulate: each step adds its own.
     final = TOLERANCE[width] * max(1, len(account.steps))
     reason = f"{n} ranks sum in the transport's order" if n > 2 else "nothing shows that it repeats"
     return Limits(TOLERANCE[width], final, 10 * TOLERANCE[width], reason)
 
 
 def _width(base: Ranks) -> str:
-    """The narrowest type that it computes in."""
+    """Return the narrowest floating-point type of the computation."""
     return "fp64" if set(base[0].parameters) == {"float64"} else base[0].precision
 
 
 def _usable(local: Ranks, base: Ranks) -> Ranks | None:
-    """The accounts without communication, if they are of the same weights and samples."""
+    """Return the traces without communication, if their weights and first samples are the same."""
     same = len(local) == len(base) and all(
         a.initial_sha256 == b.initial_sha256
         and a.samples.gradient is not None

@@ -1,7 +1,7 @@
-"""The pictures of a comparison: step times, ratios, where the time goes, scaling.
+"""The pictures of a comparison: step times, ratios, breakdown of a step, scaling.
 
-Rows are the arms, in the order of the speed table; an arm without numbers has its reason there
-instead of a mark.
+`report` writes them as PNG files and into the page. Each row of a picture is an arm, in the order
+of the speed table; an arm without numbers has its reason there instead of a mark.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SIGNS = {
 
 
 def pictures(record: Row, summary: Row) -> list[Picture]:
-    """Every picture there is data for."""
+    """Return every picture that has data."""
     return [
         picture
         for picture in (
@@ -62,7 +62,7 @@ def pictures(record: Row, summary: Row) -> list[Picture]:
 
 
 def steps(record: Row, summary: Row) -> Picture | None:
-    """The distribution of step times of each arm, over all kept blocks."""
+    """Return the distribution of each arm's step times over all kept blocks; None without data."""
     ready = [
         row["arm"] for row in summary["speed"] if row["step_ms"] and not wording.ended_early(row)
     ]
@@ -84,7 +84,7 @@ def steps(record: Row, summary: Row) -> Picture | None:
 
     def draw(look: Look) -> Figure:
         drawn, axes = _rows(look, _in_order(summary))
-        log = high / low > 6
+        log = high / low > 6  # else slow arms would squeeze the fast ones
         edges = np.geomspace(low, high, 121) if log else np.linspace(low, high, 121)
         for place, row in enumerate(_in_order(summary)):
             if row["arm"] in measured:
@@ -107,7 +107,7 @@ def steps(record: Row, summary: Row) -> Picture | None:
 
 
 def step_times(record: Row, arm: str) -> list[Floats]:
-    """Per kept block, the time of each step of an arm in ms, counting the slowest rank."""
+    """Return, per kept block, the ms of each step of an arm on its slowest rank."""
     return [
         np.asarray(block["arms"][arm]["step_ms"], float).max(axis=0)
         for block in record.get("blocks", [])
@@ -116,7 +116,7 @@ def step_times(record: Row, arm: str) -> list[Floats]:
 
 
 def _span(arms: Sequence[list[Floats]]) -> tuple[float, float]:
-    """Where nearly all steps lie: without the rare long ones, which would make the rest a line."""
+    """Return axis limits for nearly all steps, without rare long ones that squeeze the rest."""
     every = [np.concatenate(blocks) for blocks in arms]
     low = min(float(np.quantile(steps, 0.002)) for steps in every)
     high = max(min(np.quantile(steps, 0.99), 1.5 * np.quantile(steps, 0.75)) for steps in every)
@@ -125,7 +125,9 @@ def _span(arms: Sequence[list[Floats]]) -> tuple[float, float]:
 
 
 def _hill(axes: Any, place: int, row: Row, blocks: list[Floats], edges: Floats) -> None:
+    """Draw an arm's row: smoothed histogram, slowest steps, block medians, median over blocks."""
     counts = np.histogram(np.concatenate(blocks), edges)[0].astype(float)
+    # A Gaussian of 1.6 bins smooths the histogram.
     window = np.exp(-0.5 * (np.arange(-6, 7) / 1.6) ** 2)
     counts = np.convolve(counts, window / window.sum(), mode="same")
     middles = (edges[1:] + edges[:-1]) / 2
@@ -139,6 +141,7 @@ def _hill(axes: Any, place: int, row: Row, blocks: list[Floats], edges: Floats) 
     rare = every[(every > np.quantile(every, 0.98)) & (every < edges[-1])]
     axes.plot(rare, np.full(len(rare), place), "|", color=colour, markersize=4, alpha=0.6)
     medians = [float(np.median(block)) for block in blocks]
+    # The block medians from top to bottom in order of time show a drift of the machine.
     drift = place + 0.09 + 0.2 * np.linspace(0, 1, len(medians))
     axes.plot(medians, drift, "o", color=colour, markersize=2.4, markeredgewidth=0)
     axes.plot([row["step_ms"]] * 2, [place - 0.38, place + 0.32], color=COLOURS["ink"], lw=1.3)
@@ -148,7 +151,7 @@ def _hill(axes: Any, place: int, row: Row, blocks: list[Floats], edges: Floats) 
 
 
 def ratios(summary: Row) -> Picture | None:
-    """How fast each arm is, relative to the baseline, with intervals and the A/A band."""
+    """Return each arm's speed relative to the baseline, with intervals and A/A band, or None."""
     rows = [row for row in _in_order(summary) if row["role"] != "baseline"]
     shown = [row for row in rows if row["ratio"] is not None and not wording.ended_early(row)]
     if not shown:
@@ -200,7 +203,7 @@ def _baseline(summary: Row) -> str:
 
 
 def _ratio_limits(axes: Any, rows: list[Row], bands: dict[int, Row]) -> bool:
-    """Set the limits of the axis. Returns whether it is logarithmic."""
+    """Set the limits of the axis. Return whether it is logarithmic."""
     ends = [end for row in rows for end in (row["low"], row["high"], row["ratio"]) if end]
     spread = max([band["spread"] for band in bands.values()], default=0.0)
     low, high = min([*ends, 1 - spread, 0.97]), max([*ends, 1 + spread, 1.03])
@@ -217,7 +220,7 @@ def _ratio_limits(axes: Any, rows: list[Row], bands: dict[int, Row]) -> bool:
 
 
 def _bands(axes: Any, rows: list[Row], bands: dict[int, Row]) -> None:
-    """Draw, behind the arms of each world size, what its baseline shows against itself."""
+    """Draw the A/A spread of each world size behind its arms."""
     place = 0
     for ranks, run in itertools.groupby(rows, key=lambda row: int(row["ranks"])):
         below = place + len(list(run))
@@ -252,7 +255,7 @@ def _sign_legend(drawn: Figure, rows: list[Row], band: bool, look: Look) -> None
 
 
 def phases(summary: Row) -> Picture | None:
-    """Where the time of a step goes, stacked."""
+    """Return the parts of a step, stacked; None without data."""
     rows = [row for row in phase_rows(summary) if row["compute_ms"] is not None]
     if not rows:
         return None
@@ -290,7 +293,7 @@ def phases(summary: Row) -> Picture | None:
 
 
 def phase_rows(summary: Row) -> list[Row]:
-    """The parts of a step of each arm, in the order of the speed table."""
+    """Return the parts of each arm's step, in the order of the speed table."""
     order = [row["arm"] for row in _in_order(summary)]
     return sorted(summary["phases"], key=lambda row: order.index(row["arm"]))
 
@@ -308,7 +311,7 @@ def _fill(colour: str, hatch: str) -> dict[str, Any]:
 
 
 def _rows(look: Look, rows: Sequence[Row]) -> tuple[Figure, Any]:
-    """Make a figure with one row for each arm, the first at the top, with its name."""
+    """Return a figure and its axes with one labelled row per arm, the first at the top."""
     each = ROW + (0.3 if look.stacked else 0.0)
     drawn = figure(look, each * len(rows) + 0.95)
     axes = drawn.subplots()
@@ -330,7 +333,7 @@ def _rows(look: Look, rows: Sequence[Row]) -> tuple[Figure, Any]:
 
 
 def _label(row: Row, breaking: bool) -> str:
-    """The name of a row, in one line or in several."""
+    """Return the label of a row, in one line or in several."""
     name = row.get("arm") or row.get("name") or "?"
     lines = _broken(name, 28) if breaking else [_cut(name, 40)]
     if row.get("role") == "baseline":
@@ -339,7 +342,7 @@ def _label(row: Row, breaking: bool) -> str:
 
 
 def _broken(name: str, width: int) -> list[str]:
-    """Break a name into lines, where words end or behind the signs that names are made of."""
+    """Break a name into lines, at spaces or after its punctuation."""
     lines = [""]
     for part in re.findall(r"[^\s./:_-]*[\s./:_-]*", name):
         if len(lines[-1]) + len(part.rstrip()) > width:
@@ -351,23 +354,23 @@ def _broken(name: str, width: int) -> list[str]:
 
 
 def _cut(text: str, length: int) -> str:
-    """Shorten a text to a number of characters. The table has all of it."""
+    """Shorten a text to `length` characters. The table has the full text."""
     text = " ".join(text.split())
     return text if len(text) <= length else text[: length - 1].rstrip() + "…"
 
 
 def _in_order(summary: Row) -> list[Row]:
-    """The rows of the speed table as it shows them: the smallest world first."""
+    """Return the rows of the speed table in its order: the smallest world first."""
     return sorted(summary["speed"], key=lambda row: int(row["ranks"]))
 
 
 def _beside(axes: Any, place: int, text: str) -> None:
-    """Write at the right end of a row."""
+    """Write a text at the right end of a row."""
     axes.text(1.015, place, text, transform=axes.get_yaxis_transform(), va="center")
 
 
 def _missing(axes: Any, place: int, row: Row, look: Look) -> None:
-    """Say in a row why it is empty."""
+    """Write in a row why its arm has no numbers."""
     text = _cut(wording.missing(row), 44 if look.stacked else 62)
     at: Row = {"transform": axes.get_yaxis_transform(), "va": "center", "style": "italic"}
     paper: Row = {"facecolor": COLOURS["paper"], "edgecolor": "none", "pad": 1.5}

@@ -1,7 +1,13 @@
-"""The live ranks of one arm: started by its real launcher, standing still but for a call.
+"""The processes of one arm: its real launcher and its ranks, which are stopped except in a call.
 
-While one arm works the ranks of all others are stopped (SIGSTOP): idle ranks of some backends poll,
-and would take time from the one that is measured. Imports no torch.
+`cast` starts, calls and ends them. While one arm runs, the ranks of all others are stopped, because
+idle ranks of some backends poll and would take CPU time from the timed arm. Imports no torch.
+
+    comparison (`Ranks`)                         each rank (`worker`)
+    meet:   listen, start the launcher   <----   connect: (rank, pid)
+    begin:  SIGCONT, (call, *arguments)  ---->   run the call
+    finish: receive from all, SIGSTOP    <----   (True, answer) or (False, error text)
+    end:    SIGCONT, None                ---->   close the backend, exit
 """
 
 from __future__ import annotations
@@ -19,26 +25,26 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any, cast
 
-END_S = 10.0
-_CLEAR_S = 10.0
-_WORDS_S = 20.0  # for a launcher to end and say why, once a rank has ended
-_CLOSING_S = 1.0  # for a process that ends to close all that it has open
-# How launchers say which rank ended first, and with what.
+END_S = 10.0  # for launcher and ranks to exit by themselves
+_CLEAR_S = 10.0  # for processes that the launcher leaves behind to exit
+_WORDS_S = 20.0  # for a launcher to exit and print the reason, after a rank has ended
+_CLOSING_S = 1.0  # for a process that exits to close its connection
+# How launchers print which rank ended first, and its exit code or signal.
 _FIRST_TO_END = (
     r"Root Cause \(first observed failure\):.*?rank +: (\d+).*?exitcode +: (-?\d+)",  # torchrun
     r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code: +(\d+)",  # Open MPI
     r"Process name: (\d+)\s+Exit code: +(\d+)",  # horovodrun
     r"noticed that process rank (\d+) with PID .*? exited on signal (\d+)",  # Open MPI
 )
-_PDEATHSIG = 1  # of prctl(2)
+_PDEATHSIG = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class ArmFailed(Exception):
-    """An arm that cannot go on; the text says why, in one line."""
+    """An arm cannot continue; the text gives the reason in one line."""
 
 
 class Ranks:
-    """All ranks of one arm. They begin to start when this is made; `meet` waits for them."""
+    """All ranks of one arm. The constructor starts the launcher; `meet` waits for the ranks."""
 
     def __init__(
         self,
@@ -49,9 +55,9 @@ class Ranks:
         log: Path,
         launched: bool = True,
     ) -> None:
-        """`command` gets `address` as its last argument: of a socket, in a folder of ours alone.
+        """Start `command`, with `address`, a socket's path in a private folder, as last argument.
 
-        Not `launched`: it is no launcher, but the only rank itself.
+        Not `launched`: `command` is no launcher, but the only rank itself.
         """
         self.size, self.log = size, log
         self.pids: list[int] = []
@@ -60,7 +66,7 @@ class Ranks:
         self._released = False
         self._listener = Listener(str(address), "AF_UNIX", backlog=size)
         with open(self.log, "ab") as output:
-            self._log_begin = output.tell()  # of this start
+            self._log_begin = output.tell()  # the log may have output of earlier starts
             try:
                 self.process = subprocess.Popen(
                     [*command, str(address)],
@@ -68,7 +74,7 @@ class Ranks:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C is for the comparison
+                    start_new_session=True,  # Ctrl-C reaches the comparison alone
                     preexec_fn=_end_with_parent if launched else _die_with_parent,
                 )
             except OSError as error:
@@ -76,7 +82,7 @@ class Ranks:
                 raise ArmFailed(f"cannot start {command[0]}: {error.strerror}") from None
 
     def meet(self, timeout_s: float) -> None:
-        """Wait until every rank has connected. They run; `finish` stops them. Raises ArmFailed."""
+        """Wait until every rank has connected; they keep running. Raise ArmFailed."""
         by_rank: dict[int, tuple[int, Connection]] = {}
         socket = self._listener._listener._socket  # type: ignore[attr-defined]
         socket.settimeout(0.2)
@@ -104,20 +110,20 @@ class Ranks:
             raise ArmFailed(f"started ranks {sorted(by_rank)}, not 0 to {self.size - 1}")
 
     def call(self, what: str, *arguments: object, timeout_s: float = 300.0) -> list[Any]:
-        """Let every rank do `what`, and return their answers in rank order. Raises ArmFailed."""
+        """Run the call `what` on every rank; return the answers in rank order. Raise ArmFailed."""
         self.begin(what, *arguments)
         return self.finish(timeout_s)
 
     def begin(self, what: str, *arguments: object) -> None:
-        """Have every rank begin to do `what`. Raises ArmFailed."""
+        """Continue the ranks and send them the call `what`, without waiting. Raise ArmFailed."""
         self._doing = what
         self._signal(signal.SIGCONT)
         self._send((what, *arguments))
 
     def finish(self, timeout_s: float = 300.0) -> list[Any]:
-        """Wait for what has begun, stop the ranks, and return their answers in rank order.
+        """Wait for the call's answers, stop the ranks, and return the answers in rank order.
 
-        Raises ArmFailed.
+        Raise ArmFailed if a rank fails, ends, or does not answer in time.
         """
         deadline = time.monotonic() + timeout_s
         answers: list[Any] = [None] * self.size
@@ -137,13 +143,13 @@ class Ranks:
         return answers
 
     def _receive(self, rank: int, others: set[int]) -> Any:
-        """The answer of a rank. `others` have not been heard yet. Raises ArmFailed."""
+        """Return the answer of a rank. `others` have not answered yet. Raise ArmFailed."""
         try:
             ok, answer = pickle.loads(self._connections[rank].recv_bytes())
         except (EOFError, OSError):
             raise self._ended([rank, *filter(self._has_ended, others)]) from None
         if not ok:
-            # One that is gone is why this one failed. Its connection to us may be closed last.
+            # A rank that ended is why this one failed, but its connection may close a little later.
             deadline = time.monotonic() + _CLOSING_S
             if gone := [rank for rank in others if self._has_ended(rank, deadline)]:
                 raise self._ended(gone)
@@ -151,7 +157,9 @@ class Ranks:
         return answer
 
     def _ended(self, gone: list[int]) -> ArmFailed:
-        """What to say of ranks that are gone: the launcher ends the others after the first."""
+        """Return the error for ranks that ended. The launcher kills the others after the first, so
+        its output decides which was first.
+        """
         words, doing = self._last_words(), repr(self._doing)
         for pattern in _FIRST_TO_END:
             if found := re.search(pattern, self._text(), flags=re.DOTALL):
@@ -163,7 +171,7 @@ class Ranks:
         return ArmFailed(f"{who} ended during {doing}: {words}")
 
     def _has_ended(self, rank: int, deadline: float = 0.0) -> bool:
-        """Whether a rank is gone, or is by then. Takes its answer, if there is one."""
+        """Return whether a rank has ended, or ends by `deadline`. Discard its answer, if any."""
         connection = self._connections[rank]
         try:
             if connection.poll(max(0.1, deadline - time.monotonic())):
@@ -177,7 +185,7 @@ class Ranks:
         self._signal(signal.SIGSTOP)
 
     def release(self) -> None:
-        """Let the ranks end as a program does; `end` waits for it."""
+        """Send the ranks the message to exit normally; `end` waits for them."""
         if self._released:
             return
         self._released = True
@@ -186,7 +194,7 @@ class Ranks:
             self._send(None)
 
     def end(self, gently: bool = True) -> None:
-        """End launcher and ranks, and leave nothing. Twice is safe."""
+        """End launcher and ranks, and leave no process behind. Safe to call twice."""
         if gently and self._connections and self.process.poll() is None:
             self.release()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -196,7 +204,7 @@ class Ranks:
             connection.close()
         self._connections = []
         if self.process.poll() is None:
-            # A launcher clears up after its ranks if it is let: Open MPI's files in /dev/shm, say.
+            # SIGTERM lets a launcher clean up after its ranks: Open MPI's files in /dev/shm.
             _kill(self.pids, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
                 self.process.terminate()
@@ -209,13 +217,13 @@ class Ranks:
         self._clear()
 
     def _clear(self) -> None:
-        """Kill what the launcher has left, after a moment: horovodrun's resource tracker removes
-        its semaphores once the launcher has ended.
+        """Kill what is left of the launcher's process group, after a grace period: horovodrun's
+        resource tracker removes its semaphores only after the launcher has ended.
         """
         deadline = time.monotonic() + _CLEAR_S
         with contextlib.suppress(ProcessLookupError):
             while time.monotonic() < deadline:
-                os.killpg(self.process.pid, 0)
+                os.killpg(self.process.pid, 0)  # raises once the group is empty
                 time.sleep(0.01)
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -234,11 +242,11 @@ class Ranks:
         _kill(self.pids, number)
 
     def _text(self) -> str:
-        """What launcher and ranks have printed."""
+        """Return what launcher and ranks have printed in this start."""
         return self.log.read_bytes()[self._log_begin :].decode(errors="replace")
 
     def _last_words(self) -> str:
-        """The line of the log that says most: the last error, or else the last line."""
+        """Return the most informative line of the log: last error, else notice, else last line."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_WORDS_S)
         text = self._text()
@@ -252,23 +260,23 @@ class Ranks:
 
 
 def _notice(text: str) -> str:
-    """The beginning of Open MPI's last notice, which it puts between lines of dashes."""
+    """Return the beginning of Open MPI's last notice, which is between lines of dashes."""
     blocks = re.split(r"^-{20,}\s*$", text, flags=re.MULTILINE)
     return " ".join(blocks[-2].split())[:200] if len(blocks) > 2 else ""
 
 
 def _kill(pids: list[int], number: int) -> None:
-    """Signal ranks and what they have started: each is the leader of a process group."""
+    """Signal ranks and their child processes: each rank is the leader of a process group."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, number)
 
 
 def _end_with_parent() -> None:
-    """Have the launcher end its ranks should the comparison itself be killed. In the child."""
+    """Make the launcher terminate, with its ranks, if the comparison dies. Runs in the child."""
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGTERM)
 
 
 def _die_with_parent() -> None:
-    """The same for a rank itself, which as it stands still would not hear of SIGTERM."""
+    """The same for a rank without launcher: by SIGKILL, as a stopped rank handles no SIGTERM."""
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""compare.json: everything that was measured, raw. Every number that is shown is computed from it.
+"""compare.json: all raw measurements of a comparison; every displayed number is computed from it.
 
-Imports no torch. What a field holds is said where `new` makes it.
+`runner` writes it, `summary` and `plots` read it. `new` documents the fields. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Record = dict[str, Any]
 
 
 def new(**known: Any) -> Record:
-    """An empty record: what is known beforehand, and room for what will be measured."""
+    """Return an empty record, with the facts known beforehand and the fields to be measured."""
     return {
         "schema": SCHEMA,
         "outcome": "running",  # finished, interrupted, failed
-        "note": None,  # why it is not finished, or why there is nothing to show
-        "arms": {},  # by key: what it is, how it was started, what was in force, its status
-        "accounts": {},  # by key: what each rank did in the first steps
-        "parity": [],  # one verdict an arm
-        "ends": [],  # of each start, by key: [steps, hash of the parameters], the same on all ranks
+        "note": None,  # why it is not finished, or has no results
+        "arms": {},  # by key: definition, command, settings in force, status
+        "accounts": {},  # by key: each rank's work trace of the first steps
+        "parity": [],  # one verdict per arm
+        "ends": [],  # per start, by key: [steps, hash of the parameters], equal on all ranks
         "blocks": [],  # step times and CPU seconds of every rank of every arm; foreign load
         "phases": [],  # passes with a barrier before each step: input, compute, optimizer; kept
         "anchors": {},  # by world size: one memcpy of the gradients by all ranks at once
@@ -38,9 +38,10 @@ def new(**known: Any) -> Record:
 
 
 def base_of(arms: Mapping[str, Any], key: str) -> str | None:
-    """The key of what an arm is held against: the baseline of its world size, and where the arm is
-    tuned the baseline tuned as well, unless its defaults were the best or it has nothing to tune.
-    None where there is no baseline.
+    """Return the key of the arm that an arm is compared with: the baseline of its world size.
+
+    A tuned arm is compared with the tuned baseline, if tuning found one better than its defaults.
+    None if there is no baseline.
     """
     arm = arms[key]
     alike = {k: a for k, a in arms.items() if a.get("ranks") == arm.get("ranks")}
@@ -55,7 +56,7 @@ def base_of(arms: Mapping[str, Any], key: str) -> str | None:
 
 
 def write(record: Record, folder: Path) -> Path:
-    """Write it atomically, and return where."""
+    """Write the record atomically, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
     files.replace(path, json.dumps(record, separators=(",", ":")) + "\n", sync=False)
@@ -63,9 +64,9 @@ def write(record: Record, folder: Path) -> Path:
 
 
 def read(folder: Path) -> Record:
-    """Read the record of a folder, or the file itself. Raises InputError where it is no use."""
+    """Return the record of a folder or file. Raise InputError if it is missing or not valid."""
     path = folder / NAME if folder.is_dir() else folder
-    if path.exists() and not path.is_file():  # /dev/zero never ends
+    if path.exists() and not path.is_file():  # reading /dev/zero never ends
         raise InputError(f"no comparison in {folder}: {path} is not a file")
     try:
         found = json.loads(path.read_bytes())

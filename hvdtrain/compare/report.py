@@ -1,6 +1,7 @@
-"""Writes what people look at: report.html, the pictures, and two CSV files.
+"""Report files: report.html, the pictures, and two CSV files.
 
-All of it comes from the record alone; writing it again gives the same bytes.
+`hvdtrain compare` and `hvdtrain report` write them. All content is computed from the record alone;
+writing it again gives the same bytes.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ BLOCK_COLUMNS = "block generation kept dropped arm ranks step_ms steps cpu_s for
 
 
 def write(record: Json, folder: Path) -> Path:
-    """Write everything into a folder that exists, and return the path of the page.
+    """Write all files into an existing folder, and return the path of the page.
 
-    Raises InputError where the folder cannot be written.
+    Raise InputError if the folder cannot be written.
     """
     summary = summarise(record)
     pictures = plots.pictures(record, summary)
@@ -40,6 +41,7 @@ def write(record: Json, folder: Path) -> Path:
     )
     try:
         for name, content in files.items():
+            # By renaming, so that no reader sees half a file.
             fresh = folder / f".{name}.new"
             fresh.write_bytes(content)
             fresh.replace(folder / name)
@@ -49,7 +51,7 @@ def write(record: Json, folder: Path) -> Path:
 
 
 def page(record: Json, summary: Json, pictures: list[look.Picture]) -> str:
-    """Write the page: one HTML file that needs nothing else."""
+    """Return the page as one self-contained HTML file."""
     environment = Environment(
         loader=PackageLoader("hvdtrain.compare", "."),
         autoescape=True,
@@ -81,13 +83,13 @@ def page(record: Json, summary: Json, pictures: list[look.Picture]) -> str:
 
 
 def _breakable(name: str) -> Markup:
-    """The name of an arm, which may break behind the signs that names are made of."""
+    """Return the name of an arm with line-break opportunities after its punctuation."""
     parts = re.split(r"(?<=[./:_-])", name)
     return Markup('<span class="name">{}</span>').format(Markup("<wbr>").join(parts))
 
 
 def _efficiencies(summary: Json) -> list[tuple[str, str, list[Json | None]]]:
-    """Of each arm: its kind of scaling, its row against itself, its row against one process."""
+    """Return per arm: its kind of scaling, its row against itself, its row against one process."""
     failed = {row["arm"] for row in summary["speed"] if wording.ended_early(row)}
     rows: dict[str, dict[str, Json]] = {}
     for row in summary["scaling"]:
@@ -111,7 +113,7 @@ def _drawn(picture: look.Picture) -> Json:
 
 
 def block_rows(record: Json) -> list[Json]:
-    """One row per block and arm: what was measured, and whether it counts."""
+    """Return one row per block and arm: the measurements, and whether the block counts."""
     return [
         {
             "block": block["index"],

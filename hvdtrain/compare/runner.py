@@ -1,7 +1,8 @@
-"""A comparison, phase by phase: start, prove, tune, warm up, time in blocks, look closer.
+"""A comparison, phase by phase: start, check parity, tune, warm up, time blocks, time all-reduces.
 
-The order of the arms in a block is random; the stop rule is fixed beforehand; an arm that fails
-leaves with its reason and the others go on. Imports no torch: that is for the ranks.
+`hvdtrain compare` runs it. The order of the arms in a block is random, and the stop rule is fixed
+beforehand. An arm that fails is dropped with its reason, and the others continue. Imports no torch:
+only the ranks do.
 """
 
 from __future__ import annotations
@@ -26,18 +27,20 @@ from hvdtrain.compare.options import MIN_BLOCKS, CompareOptions
 from hvdtrain.compare.stage import SKIPPED_STEPS, TRIAL_STEPS, Screen, Stage, without_launcher
 from hvdtrain.failure import undisturbed
 
+# The most starts of all processes, and the fewest blocks of each.
 MOST_STARTS, START_BLOCKS = 4, 8
-SETTLED_BLOCKS = 10  # the least before an interval's width may end a comparison
-BLOCK_S = 0.25
-STEPS_A_BLOCK = (5, 200)
+SETTLED_BLOCKS = 10  # before narrow intervals may end a comparison
+BLOCK_S = 0.25  # time of the slowest arm in a block
+STEPS_A_BLOCK = (5, 200)  # least, most
+# Least and most steps of a warm-up round; rounds at most; relative difference that counts as none.
 WARM_STEPS, WARM_ROUNDS, WARM_ALIKE = (3, 10), 6, 0.05
-PASS_EVERY, PASS_STEPS = 8, 5
+PASS_EVERY, PASS_STEPS = 8, 5  # kept blocks per phase pass, and its steps
 ALL_REDUCE_BYTES = [1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22]
 ALL_REDUCE_REPEATS = 9
 
 
 class Runner:
-    """One comparison. `run` returns its record, and writes it to `folder` as it grows."""
+    """One comparison. `run` returns its record, and updates it in `folder` as it grows."""
 
     def __init__(
         self, options: CompareOptions, arms: list[Arm], screen: Screen, folder: Path
@@ -49,9 +52,9 @@ class Runner:
         self._steps = options.steps or 0
         self._generation = self._restarts = 0
         self._start_s = 0.0
-        """How long a start takes at most, until the first block."""
+        """Longest time from a start of the processes to their first block."""
         self._since = (0, 0.0)
-        """The block and the time at which this start began."""
+        """The block index and the time at which the current start began."""
         self._block_ms: defaultdict[str, dict[int, float]] = defaultdict(dict)
         self.record = record.new(
             command=["hvdtrain", *sys.argv[1:]],
@@ -69,7 +72,7 @@ class Runner:
             self.stage.add(arm)
 
     def run(self) -> record.Record:
-        """Compare. Ctrl-C ends it early: the record says so, and KeyboardInterrupt goes on."""
+        """Compare. Ctrl-C ends it early: it is noted in the record, and re-raised."""
         try:
             with self.stage:
                 self._phases()
@@ -77,7 +80,7 @@ class Runner:
         except KeyboardInterrupt:
             self._stopped("interrupted", "Ctrl-C")
             raise
-        except SystemExit:
+        except SystemExit:  # a handler raises it on SIGTERM
             self._stopped("interrupted", "SIGTERM")
             raise
         except BaseException as error:
@@ -111,19 +114,19 @@ class Runner:
                 self.stage.start(found)
                 self._prove([arm.key for arm in found])
             self._catch_up()
-            self._deadline += time.monotonic() - began  # the budget is for the rest
+            self._deadline += time.monotonic() - began  # tuning is not part of the budget
         self._measure()
         self._still_equal()
         self._need_baselines()
         for key in list(self.stage.live):
-            self.stage.row(key)["status"] = "measured"  # whatever becomes of it
+            self.stage.row(key)["status"] = "measured"  # even if it fails below
         if any(block["kept"] for block in self.record["blocks"]):
             self._look_closer()
         self.stage.say("done")
 
     def _catch_up(self) -> None:
-        """Let those that were not tuned take the steps that the others took in that: at the end
-        all must have taken as many.
+        """Let untuned arms take as many steps as the others took in tuning: final parameters are
+        compared, which needs equal numbers of steps.
         """
         for key in [key for key in self.stage.live if key not in self.record["tuning"]]:
             for _ in range(tuning.BLOCKS):
@@ -132,7 +135,7 @@ class Runner:
     # Equal work
 
     def _need_baselines(self) -> None:
-        """Let go of the arms whose baseline is lost: there is nothing to hold them against."""
+        """Drop the arms whose baseline has failed: there is nothing to compare them with."""
         for size in self.options.ranks:
             base = self.stage.key_of("baseline", size)
             if base not in self.stage.live:
@@ -142,7 +145,7 @@ class Runner:
                     self.stage.lose(key, "failed", why)
 
     def _prove(self, keys: list[str]) -> None:
-        """Have every arm account for its first steps, and refuse those that do other work."""
+        """Record the work traces of every arm's first steps, and refuse arms that do other work."""
         steps = self.options.proof_steps
         for key in keys:
             self.stage.say(f"proving equal work: {key}, {steps} steps")
@@ -164,8 +167,8 @@ class Runner:
         record.write(self.record, self.folder)
 
     def _still_equal(self) -> None:
-        """At the end of a start: are the parameters of each arm still the same on all its ranks,
-        and where they were the baseline's bit by bit, are they still?
+        """Check at the end of a start that the parameters of each arm are still equal on all its
+        ranks, and that those which were bitwise equal to the baseline's still are.
         """
         ends: dict[str, tuple[int, str]] = {}
         for key in list(self.stage.live):
@@ -182,7 +185,7 @@ class Runner:
         for key in [key for key in ends if key in proved]:
             ranks = self.stage.arms[key].ranks
             base, again = (self.stage.key_of(role, ranks) for role in ("baseline", "again"))
-            # What the baseline itself does not repeat nobody is asked to.
+            # No arm has to reproduce what the baseline itself does not.
             repeats = base in ends and ends[base] == ends.get(again)
             if repeats and ends[key][0] == ends[base][0] and ends[key] != ends[base]:
                 why = f"after {ends[key][0]} steps its parameters were no longer those of {base}"
@@ -191,21 +194,21 @@ class Runner:
     # Timing
 
     def shuffled(self, names: list[str]) -> list[str]:
-        """The names in random order."""
+        """Return the names in random order."""
         return self._order.sample(names, len(names))
 
     def _plan_starts(self) -> None:
-        """Decide how many more starts there will be: at most half of the time may go to them."""
+        """Plan the number of restarts: they may take at most half of the remaining time."""
         if self.options.blocks is not None:
             possible = self.options.blocks // START_BLOCKS - 1
         else:
             left = self._deadline - time.monotonic()
-            possible = int(left / 2 / self._start_s)
+            possible = int(left / 2 / self._start_s)  # the warm-up has set `_start_s`
         self._restarts = max(0, min(MOST_STARTS - 1, possible))
         self._since = (0, time.monotonic())
 
     def _is_due(self, index: int) -> bool:
-        """Whether this start has had its share of the blocks, or of the time, that are left."""
+        """Return whether this start has used its share of the remaining blocks or time."""
         block, began = self._since
         if self.options.blocks is not None:
             return index - block >= (self.options.blocks - block) / (self._restarts + 1)
@@ -214,10 +217,10 @@ class Runner:
         return enough and time.monotonic() - began >= left / (self._restarts + 1)
 
     def _restart(self, index: int) -> None:
-        """End the arms that are left and start them anew.
+        """End the remaining arms and start them again.
 
-        One start of a program can be faster than the next by some percent, for as long as it lives:
-        where its memory lies is luck. Blocks of one start would all have the same luck.
+        One start of a program can be some percent faster than the next for its whole life, because
+        its memory layout is random. All blocks of one start share that bias.
         """
         self._still_equal()
         self._need_baselines()
@@ -232,9 +235,9 @@ class Runner:
         self._since = (index, time.monotonic())
 
     def _warm_up(self) -> None:
-        """Run all arms in turn until each took equally long twice in a row; plan the blocks.
+        """Run all arms in turn until each takes the same time twice in a row; plan the blocks.
 
-        All take as many steps, so that at the end their parameters can be compared.
+        All arms take the same number of steps, so that their final parameters are comparable.
         """
         began = time.monotonic()
         medians: dict[str, float] = {}
@@ -255,7 +258,7 @@ class Runner:
                 break
             steps = _steps_in(BLOCK_S, medians, WARM_STEPS)
         for key in list(self.stage.live):
-            # Before the all-reduces and copies of other sizes that come later.
+            # Read now: later all-reduces and copies of other sizes would raise the peak.
             peak = _rounded(self.stage.call(key, "peak_mib") or [])
             self.stage.row(key).update(warm_up_steps=taken, even=key in settled, peak_mib=peak)
         if not self._steps and medians:
@@ -264,7 +267,7 @@ class Runner:
         self._start_s = max(self._start_s, self.stage.start_s + time.monotonic() - began)
 
     def _measure(self) -> None:
-        """Time blocks until there are enough, in as many starts as there is time for."""
+        """Time blocks until there are enough, in as many starts as the time allows."""
         self._warm_up()
         self._plan_starts()
         index = 0
@@ -272,12 +275,13 @@ class Runner:
             if self._restarts and self._is_due(index):
                 self._restart(index)
                 if len(self.stage.live) < 2:
-                    continue
+                    continue  # `_enough` ends the loop
             doing = f"block {index + 1}, {self._steps} steps of each arm"
             self.stage.say(doing)
             self._block(index)
             if self._pass_is_due():
                 self._pass(index)
+            # After every block, so that a killed comparison leaves its measurements.
             record.write(self.record, self.folder)
             self._need_baselines()
             index += 1
@@ -288,7 +292,7 @@ class Runner:
             self.record["note"] = f"no block counts: {len(blocks)} were dropped, {why}"
 
     def _enough(self, blocks: int) -> str | None:
-        """Why there are enough blocks, by the rule fixed beforehand, or None."""
+        """Return why there are enough blocks, by the predefined stop rule, or None."""
         if len(self.stage.live) < 2:
             return "the loss of the other arms"
         if self.options.blocks is not None:
@@ -305,6 +309,7 @@ class Runner:
         return None
 
     def _reach(self, key: str) -> float | None:
+        """Return how far the interval of an arm's ratio extends; None for baseline and ceiling."""
         arm = self.stage.arms[key]
         if arm.role in ("baseline", "ceiling"):
             return None
@@ -313,7 +318,7 @@ class Runner:
         return stats.reach(stats.paired(self._block_ms[base], self._block_ms[key]))
 
     def _block(self, index: int) -> None:
-        """Some steps of every arm, in random order, the others standing still."""
+        """Time some steps of every arm, in random order, while all other arms are stopped."""
         found: dict[str, Any] = {}
         whole, own_s = Watch(), 0.0
         whole.start()
@@ -327,6 +332,7 @@ class Runner:
             )
             if windows is None:
                 continue
+            # Our own CPU time is not foreign load: this process and the ranks.
             own = time.process_time() - mine + sum(w.whole_cpu_s for w in windows)
             own_s += own
             turn = watch.stop(own)
@@ -337,10 +343,10 @@ class Runner:
                 "foreign": turn.foreign,
                 "steal": turn.steal,
             }
-        # Of the whole block: a turn is so short that the system's clock ticks blur its load.
+        # Load of the whole block: the time of one arm is too short for the system's clock ticks.
         load = whole.stop(own_s)
         if len(found) < len(keys):
-            load = Load(None, None)  # of one that failed nobody knows what it took
+            load = Load(None, None)  # the CPU time of a failed arm is unknown
         dropped = too_busy(load, self.options.max_foreign)
         kept = dropped is None
         self.record["blocks"].append(
@@ -359,13 +365,13 @@ class Runner:
                 self._block_ms[key][index] = stats.block_ms(window["step_ms"])
 
     def _pass_is_due(self) -> bool:
-        """After a block that counts, once for every PASS_EVERY of them."""
+        """Return whether to run a phase pass: after a kept block, once per PASS_EVERY of them."""
         passes, blocks = (sum(x["kept"] for x in self.record[y]) for y in ("phases", "blocks"))
         due = blocks >= passes * PASS_EVERY + PASS_EVERY // 2
         return due and bool(self.record["blocks"][-1]["kept"])
 
     def _pass(self, index: int) -> None:
-        """The parts of a step, with a barrier before each; and the bound set by the memory."""
+        """Time the parts of steps, with a barrier before each; and a memcpy of all gradients."""
         self.stage.say("where the time goes")
         arms: dict[str, Any] = {}
         watch, mine, own_s = Watch(), time.process_time(), 0.0
@@ -383,7 +389,7 @@ class Runner:
             }
         load = watch.stop(own_s + time.process_time() - mine)
         if len(arms) < len(keys):
-            load = Load(None, None)  # as of a block
+            load = Load(None, None)  # as in `_block`
         kept = too_busy(load, self.options.max_foreign) is None
         self.record["phases"].append({"block": index, "kept": kept, "arms": arms})
         for size in self.options.ranks if kept else ():
@@ -396,7 +402,7 @@ class Runner:
                 anchor["memcpy_ms"] += _rounded([max(ranks) for ranks in zip(*times, strict=True)])
 
     def _look_closer(self) -> None:
-        """All-reduces of several sizes, for the cost model."""
+        """Time all-reduces of several sizes, for the cost model."""
         for key, arm in self.stage.arms.items():
             if key not in self.stage.live:
                 continue
@@ -404,6 +410,7 @@ class Runner:
                 self.stage.say(f"all-reduces of {key}")
                 times = self.stage.call(key, "all_reduces", ALL_REDUCE_BYTES, ALL_REDUCE_REPEATS)
                 if times is not None:
+                    # A collective takes as long as on its slowest rank.
                     self.record["collectives"][key] = [
                         {"bytes": size, "ms": _rounded([max(r) for r in zip(*ranks, strict=True)])}
                         for size, *ranks in zip(ALL_REDUCE_BYTES, *times, strict=True)
@@ -411,7 +418,7 @@ class Runner:
 
 
 def _steps_in(seconds: float, step_ms: Mapping[str, float], limits: tuple[int, int]) -> int:
-    """How many steps take the slowest arm about so long, within limits."""
+    """Return how many steps take the slowest arm about `seconds`, within limits."""
     low, high = limits
     slowest = max(step_ms.values(), default=math.inf)
     return max(low, min(high, math.ceil(1000 * seconds / slowest)))
@@ -432,5 +439,5 @@ def _config(options: CompareOptions) -> dict[str, Any]:
 
 
 def _rounded(values: Any) -> list[float]:
-    """To a tenth of a microsecond: the rest is noise, and half of the file."""
+    """Round to 4 decimals, in ms 0.1 microseconds: more are noise, and would double the file."""
     return [round(float(value), 4) for value in values]

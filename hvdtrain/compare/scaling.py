@@ -1,7 +1,8 @@
-"""Scaling: the efficiency that was measured, and what a cost model predicts for larger worlds.
+"""Scaling: measured efficiency, and step times that a cost model predicts for larger worlds.
 
-The model is that of Patarasuk and Yuan (2009) for a ring, and that of one server for a parameter
-server; alpha is the latency of a message, B the bandwidth, K the bytes of the gradients:
+`summary` takes both. The model of a ring is from Patarasuk and Yuan (2009); that of a parameter
+server assumes one server. n is the number of ranks, alpha the latency of a message, B the
+bandwidth, K the bytes of the gradients; alpha and B are fitted to measured all-reduces:
 
     ring               2 (n-1) alpha + 2 (n-1)/n K/B
     parameter server   2 alpha + 2 (n-1) K/B
@@ -22,8 +23,8 @@ from hvdtrain.compare.speed import Measured, number
 
 Json = dict[str, Any]
 WORLDS = (1, 2, 4, 8, 16, 32, 64)
-MIN_SIZES = 3
-MAX_ERROR = 0.5  # root mean square of the relative errors: worse than that, it is no model
+MIN_SIZES = 3  # different sizes of all-reduces for a fit of two parameters
+MAX_ERROR = 0.5  # RMS of the relative errors; a worse fit is rejected
 
 ASSUMPTIONS = (
     "This is a prediction from a model, nothing of it was measured.",
@@ -46,7 +47,7 @@ STRONG = (
 
 @dataclass(frozen=True)
 class Link:
-    """The model's parameters and how far they are from what was measured (relative errors)."""
+    """The fitted parameters of the model, and its relative errors on the measurements."""
 
     alpha_s: float
     s_per_byte: float
@@ -54,36 +55,37 @@ class Link:
     worst_error: float
 
     def ring_s(self, ranks: int, num_bytes: float) -> float:
-        """Seconds of an all-reduce in a ring."""
+        """Return the seconds of an all-reduce in a ring."""
         if ranks == 1:
             return 0.0
         steps = 2 * (ranks - 1)
         return steps * self.alpha_s + steps / ranks * num_bytes * self.s_per_byte
 
     def server_s(self, ranks: int, num_bytes: float) -> float:
-        """Seconds until all ranks have their sum back from one server."""
+        """Return the seconds until all ranks have received the sum from one server."""
         if ranks == 1:
             return 0.0
         return 2 * self.alpha_s + 2 * (ranks - 1) * num_bytes * self.s_per_byte
 
 
 def fit(points: Iterable[tuple[int, int, float]]) -> Link | str:
-    """Fit the ring to measured all-reduces, (ranks, bytes, seconds) each; or say why not.
+    """Return the ring model fitted to all-reduces, (ranks, bytes, seconds) each, or why it fails.
 
-    The squares of the relative errors are minimised, as the absolute ones are all in the largest
-    messages, with no parameter below zero. The model is linear in both, so the minimum is exact.
+    The fit minimises squared relative errors, because the absolute ones are all in the largest
+    messages, with both parameters at least zero. The model is linear in both: the minimum is exact.
     """
     usable = [(n, k, t) for n, k, t in points if n > 1 and k > 0 and 0 < t < math.inf]
     sizes = {k for _, k, _ in usable}
     if len(sizes) < MIN_SIZES:
         return f"all-reduces of {len(sizes)} sizes were measured, and it takes {MIN_SIZES} to fit"
+    # Each row is the model divided by the measured time: it predicts 1, and errors are relative.
     rows = np.array([[2 * (n - 1) / t, 2 * (n - 1) / n * k / t] for n, k, t in usable])
     scale = rows.max(axis=0)  # the columns differ by many orders of magnitude
     found, _ = nnls(rows / scale, np.ones(len(rows)))
     alpha_s, s_per_byte = (float(x) for x in found / scale)
     errors = np.abs(rows @ (found / scale) - 1)
     link = Link(alpha_s, s_per_byte, float(np.sqrt(np.mean(errors**2))), float(errors.max()))
-    if s_per_byte == 0:
+    if s_per_byte == 0:  # infinite bandwidth: the number of bytes would not matter
         return "the all-reduces measured do not take longer the larger they are"
     if link.rms_error > MAX_ERROR:
         return f"the model is {100 * link.rms_error:.0f} % off the all-reduces measured"
@@ -91,7 +93,7 @@ def fit(points: Iterable[tuple[int, int, float]]) -> Link | str:
 
 
 def prediction(record: Json, measured: Measured) -> Json | None:
-    """What a step would take at each of WORLDS. None where no all-reduces were measured, or no
+    """Return the predicted step times at each of WORLDS; None if no all-reduces were measured or no
     block counts.
 
     An arm without a prediction is in `refused`, with the reason.
@@ -125,7 +127,7 @@ def _range(errors: list[float]) -> str:
 
 
 def _largest(measured: Measured, collectives: Json) -> list[str]:
-    """Of each arm's world sizes the largest that has collectives: from there it is predicted."""
+    """Return the key of each arm's largest world size with collectives: predictions start there."""
     best: dict[tuple[str, str], str] = {}
     for key in collectives:
         arm = measured.arms.get(key)
@@ -137,7 +139,7 @@ def _largest(measured: Measured, collectives: Json) -> list[str]:
 
 
 def _points(measured: Measured, collectives: Json, arm: Json) -> list[tuple[int, int, float]]:
-    """The medians of an arm's all-reduces, at all its world sizes."""
+    """Return (ranks, bytes, median seconds) of an arm's all-reduces, at all its world sizes."""
     found = []
     for key, rows in collectives.items():
         other = measured.arms.get(key, {})
@@ -165,6 +167,7 @@ def _row(measured: Measured, key: str, link: Link | str, strong: bool) -> Json |
 
     def predict(ranks: int, communication_s: float) -> float:
         share = here / ranks if strong else 1.0
+        # Only computing can hide communication, so the hidden part shrinks with it.
         hidden = other * share if other < 0 else other
         if ranks == 1:
             return alone * share
@@ -192,9 +195,10 @@ def _median_ms(measured: Measured, key: str | None) -> float:
 
 
 def efficiency_rows(record: Json, measured: Measured) -> list[Json]:
-    """The efficiency of each arm, against itself at one rank and against the `single` process.
+    """Return the efficiency of each arm, against itself at one rank and the `single` process.
 
-    Weak (the batch per rank stays): T(1) / T(n). Strong (the global batch stays): T(1) / (n T(n)).
+    Weak scaling, constant batch per rank: T(1) / T(n). Strong scaling, constant global batch:
+    T(1) / (n T(n)).
     """
     kind = (record.get("config") or {}).get("scaling")
     if kind not in ("weak", "strong"):
@@ -229,7 +233,7 @@ def _efficiency_row(
 
 
 def _bases(measured: Measured, arm: Json) -> list[tuple[str, str]]:
-    """The arms at one rank that this one is held against."""
+    """Return (key, kind) of the one-rank arms that this arm is compared with."""
     found = []
     for key, other in measured.arms.items():
         if other["ranks"] == 1 and other.get("name") == "single":

@@ -1,4 +1,7 @@
-"""The speed table of a record: times, ratios to the baseline, percent of ideal, one row per arm."""
+"""The speed table: step times, ratios to the baseline and percent of ideal, one row per arm.
+
+`summary` builds it from the record; `scaling` and `where` use `Measured` too.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,13 @@ Times = Mapping[int, float]  # block index -> ms
 
 
 class Measured:
-    """What the kept blocks of a record say about each arm; nothing about those they lack."""
+    """The measurements of each arm in the kept blocks of a record. Missing data is empty or NaN."""
 
     def __init__(self, record: Json) -> None:
         self.arms: dict[str, Json] = record.get("arms") or {}
         self.baseline: str | None = record.get("baseline")
         self.anchors: dict[str, Json] = record.get("anchors") or {}
+        # By arm, then by index of the block. A block without "kept" counts.
         self.windows: dict[str, dict[int, Json]] = {key: {} for key in self.arms}
         for block in record.get("blocks") or []:
             if block.get("kept", True):
@@ -31,23 +35,23 @@ class Measured:
                     self.windows.setdefault(key, {})[block["index"]] = window
         kept = [block.get("kept", True) for block in record.get("blocks") or []]
         self.all_dropped = bool(kept) and not any(kept)
-        """Whether no block counts: that is said once, not of every arm."""
+        """Whether no block counts: reported once, not for every arm."""
         self._against: dict[tuple[str, str], Interval] = {}
         self.times = {key: _block_times(found) for key, found in self.windows.items()}
 
     def base_of(self, key: str) -> str | None:
-        """The key of what an arm is held against; see `record.base_of`."""
+        """Return the key of the arm that an arm is compared with; see `record.base_of`."""
         return base_of(self.arms, key)
 
     def role(self, role: str, ranks: int) -> str | None:
-        """The key of the arm that has the role at this world size."""
+        """Return the key of the arm with this role at this world size, or None."""
         for key, arm in self.arms.items():
             if arm.get("role") == role and arm.get("ranks") == ranks:
                 return key
         return None
 
     def against(self, base: str | None, arm: str | None) -> Interval:
-        """How many times as fast as `base` the arm is."""
+        """Return how many times as fast as `base` the arm is. NaN without common blocks."""
         if base is None or arm is None:
             return stats.NOTHING
         if (base, arm) not in self._against:  # resampling takes tens of milliseconds
@@ -56,11 +60,11 @@ class Measured:
         return self._against[base, arm]
 
     def noise(self, ranks: int) -> float | None:
-        """The A/A spread at this world size."""
+        """Return the A/A spread at this world size, or None."""
         return stats.spread(self.against(self.role("baseline", ranks), self.role("again", ranks)))
 
     def memcpy_ms(self, ranks: int) -> float:
-        """One copy of the gradients by all ranks at once, in ms. NaN if it was not measured."""
+        """Return the ms of one copy of the gradients by all ranks at once. NaN if not measured."""
         found = (self.anchors.get(str(ranks)) or {}).get("memcpy_ms") or []
         return float(np.median(found)) if found else math.nan
 
@@ -73,12 +77,12 @@ def _block_times(windows: Mapping[int, Json]) -> dict[int, float]:
 
 
 def world_sizes(measured: Measured) -> list[int]:
-    """The world sizes of the arms, ascending."""
+    """Return the world sizes of the arms, ascending."""
     return sorted({arm["ranks"] for arm in measured.arms.values() if arm.get("ranks")})
 
 
 def again_rows(measured: Measured) -> list[Json]:
-    """The A/A pair of each world size."""
+    """Return one row per world size on its A/A pair."""
     rows = []
     for ranks in world_sizes(measured):
         key = measured.role("again", ranks)
@@ -97,7 +101,7 @@ def again_rows(measured: Measured) -> list[Json]:
 
 
 def ideal_rows(measured: Measured) -> list[Json]:
-    """The ideal step of each world size: no communication, and one copy of the gradients."""
+    """Return the ideal step of each world size: no communication, and one copy of the gradients."""
     rows = []
     for ranks in world_sizes(measured):
         key = measured.role("ceiling", ranks)
@@ -116,7 +120,7 @@ def ideal_rows(measured: Measured) -> list[Json]:
 
 
 def speed_rows(measured: Measured) -> list[Json]:
-    """One row per arm, those that failed included."""
+    """Return one row per arm, failed arms included."""
     noise = {ranks: measured.noise(ranks) for ranks in world_sizes(measured)}
     return [_speed_row(measured, key, arm, noise) for key, arm in measured.arms.items()]
 
@@ -126,7 +130,7 @@ def _speed_row(measured: Measured, key: str, arm: Json, noise: Mapping[int, floa
     step = stats.interval(measured.times[key].values())
     base = measured.base_of(key)
     ratio = measured.against(base, key) if key != base else stats.NOTHING
-    # Without communication less work is done: faster would be no merit.
+    # The ceiling does less work by design: it gets no verdict on speed.
     own = {base: "baseline", measured.role("ceiling", ranks): "ceiling"}
     said = own.get(key) or stats.verdict(ratio, noise[ranks])
     return {
@@ -151,7 +155,7 @@ _COPIED = ("name", "ranks", "role", "level", "settings", "launcher", "status", "
 
 
 def sentences(measured: Measured) -> list[str]:
-    """One sentence per arm that was measured against its baseline."""
+    """Return one sentence per arm: its speed against its baseline, or why it failed."""
     said = []
     noise = {ranks: measured.noise(ranks) for ranks in world_sizes(measured)}
     for key, arm in measured.arms.items():
@@ -179,7 +183,7 @@ def _all_steps(windows: Iterable[Json]) -> Json:
 
 
 def _cpu_per_step(windows: Iterable[Json]) -> float | None:
-    """CPU seconds of all ranks per step, over all blocks."""
+    """Return the CPU seconds of all ranks per step, over all kept blocks."""
     seconds = steps = 0.0
     for window in windows:
         if window.get("cpu_s"):
@@ -189,11 +193,12 @@ def _cpu_per_step(windows: Iterable[Json]) -> float | None:
 
 
 def _of_ideal(measured: Measured, key: str, ranks: int) -> Json:
-    """The ideal step in percent of the arm's, paired by block. Over 100 it is said, not clipped."""
+    """Return the ideal step in percent of the arm's, paired by block. Over 100: noted, not cut."""
     ceiling = measured.role("ceiling", ranks)
     copy = measured.memcpy_ms(ranks) if ranks > 1 else 0.0
     if ceiling is None or key == ceiling:
         return {"percent_of_ideal": None, "ideal_note": None}
+    # Per block, as for ratios: the ceiling and the arm share the machine's state in a block.
     ideal = {block: ms + copy for block, ms in measured.times.get(ceiling, {}).items()}
     shares = stats.paired(ideal, measured.times[key])
     if not shares.size:
@@ -211,7 +216,7 @@ def _ratio(ratio: Interval) -> Json:
 
 
 def _limits(found: Interval) -> tuple[float | None, float | None]:
-    """Those of the interval; none from so few blocks that there is none."""
+    """Return the limits of an interval; None with fewer than MIN_BLOCKS blocks."""
     if found.blocks < MIN_BLOCKS:
         return None, None
     return number(found.low), number(found.high)
@@ -222,5 +227,5 @@ def _per_second(samples: int | None, step_ms: float) -> float | None:
 
 
 def number(value: float | None) -> float | None:
-    """A float that JSON has, or None."""
+    """Return a float that JSON can represent, or None."""
     return float(value) if value is not None and math.isfinite(value) else None

@@ -1,35 +1,35 @@
-"""Paired ratios of block times, their intervals, and what may be said of them.
+"""Statistics: paired ratios of block times, their confidence intervals, and verdicts.
 
-The figure is the median over blocks of baseline time / arm time, both taken in the same block, so
-that what slows the machine for minutes slows both. Blocks are resampled, never steps: the steps of
-a block share its moment and are no independent measurements.
+`speed` reports them, and `runner` stops by them. The estimate is the median over blocks of baseline
+time / arm time, both measured in the same block, so that a slow phase of the machine affects both.
+Blocks are resampled, never steps: the steps of one block are not independent measurements.
 
-The interval is the percentile bootstrap of the median, at a level raised for few blocks so that it
-holds what it says ("expanded percentile", Hesterberg 2015, What Teachers Should Know About the
-Bootstrap). At the plain level it held the truth in 87 % of 7 blocks, 92 % of 15, 94 % of 20, BCa no
-more often, and the "basic" bootstrap in 70 to 86 %; expanded it is 95 to 98 % of 6 to 60 blocks,
-also with spikes (3,000 samples each).
+The interval is the percentile bootstrap of the median, at a level raised for few blocks to keep its
+coverage ("expanded percentile", Hesterberg 2015, What Teachers Should Know About the Bootstrap). At
+the plain level the coverage of 95 % intervals was 87 % with 7 blocks, 92 % with 15, 94 % with 20;
+that of BCa was no higher, and that of the "basic" bootstrap 70 to 86 %. Expanded, it is 95 to 98 %
+with 6 to 60 blocks, also with spikes (3,000 samples each).
 
-An arm is called faster or slower if its interval excludes 1 and it is further from 1 than the
-interval of the baseline against a duplicate of itself reaches. Of 20,000 simulated comparisons
-each, every arm with 5 % of noise per block (log-normal), and slower by 40 % (the mean of an
-exponential) in one block of twenty:
+An arm is called faster or slower if its interval excludes 1 and its ratio is further from 1 than
+the A/A interval, that of the baseline against its duplicate, reaches. Results of 20,000 simulated
+comparisons each, every arm with 5 % of noise per block (log-normal), and slower by 40 % (the mean
+of an exponential) in one block of twenty:
 
-    blocks   identical, told apart   10 % slower, found   5 % slower, found   3 % slower: "faster"
+    blocks   identical: false alarm  10 % slower: found   5 % slower: found   3 % slower: "faster"
     20       0.3 %                   84 %                 25 %                0 %
     30       0.5 %                   96 %                 45 %                0 %
     40       0.7 %                   99 %                 65 %                0 %
     60       0.4 %                   99.9 %               80 %                0 %
 
-So 30 blocks are needed for 10 %, and 20 suffice with 3 % of noise; with 8 % of noise 60 find it in
-93 %. Stopping as soon as the intervals are narrow costs one to two points of what they hold (93 to
+So a difference of 10 % needs 30 blocks, or 20 with 3 % of noise; with 8 % of noise, 60 blocks find
+it in 93 %. Stopping as soon as the intervals are narrow costs one to two points of coverage (93 to
 95 %), and leaves false verdicts at about 1 %.
 
-What no interval over blocks can see is that one start of the very same program is faster than the
-next, by where its memory happens to lie (Kalibera and Jones 2013, Rigorous Benchmarking in
-Reasonable Time). If starts differ by 0.5 % (standard deviation), 1 % of identical arms are told
-apart; by 1 %, 3 %; by 2 %, 12 %, of 60 blocks with 5 % of noise. Spread over four starts each, it
-is 1 % and 3 % in the latter two. More blocks do not help; only more starts do.
+No interval over blocks can show that one start of the same program is faster than the next because
+of its memory layout (Kalibera and Jones 2013, Rigorous Benchmarking in Reasonable Time). If starts
+differ by 0.5 % (standard deviation), 1 % of identical arms get a false verdict; by 1 %, 3 %; by
+2 %, 12 % (60 blocks, 5 % of noise). With the blocks spread over four starts, the latter two are 1 %
+and 3 %. More blocks do not help; only more starts do.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Interval:
-    """A median over `blocks` blocks and its 95 % interval; all NaN if there are none."""
+    """A median over `blocks` blocks and its 95 % interval; all NaN without blocks."""
 
     median: float
     low: float
@@ -63,7 +63,7 @@ NOTHING = Interval(math.nan, math.nan, math.nan, 0)
 
 
 def slowest(step_ms: Sequence[Sequence[float]]) -> Floats:
-    """Each step's time on its slowest rank, from [rank][step]; up to the shortest rank's last."""
+    """Return each step's time on its slowest rank, from [rank][step], up to the shortest list."""
     if not step_ms:
         return np.empty(0)
     steps = min(len(rank) for rank in step_ms)
@@ -72,26 +72,26 @@ def slowest(step_ms: Sequence[Sequence[float]]) -> Floats:
 
 
 def block_ms(step_ms: Sequence[Sequence[float]]) -> float:
-    """The time of an arm in a block: median over steps of the slowest rank. NaN without steps."""
+    """Return an arm's time in a block: median over steps of the slowest rank. NaN without steps."""
     times = slowest(step_ms)
     return float(np.median(times)) if times.size else math.nan
 
 
 def paired(base: Mapping[int, float], arm: Mapping[int, float]) -> Floats:
-    """How many times as fast the arm is as the base, in each block that both have finished."""
+    """Return how many times as fast as the base the arm is, in each block that both finished."""
     both = [(base[block], arm[block]) for block in sorted(base.keys() & arm.keys())]
     usable = [b / a for b, a in both if 0 < b < math.inf and 0 < a < math.inf]
     return np.asarray(usable, dtype=float)
 
 
 def level(blocks: int) -> float:
-    """The confidence level to ask of the percentile bootstrap for 95 % at so few blocks."""
+    """Return the level to ask of the percentile bootstrap for 95 % coverage with few blocks."""
     t = float(special.stdtrit(blocks - 1, 0.975))
     return float(1 - 2 * special.ndtr(-math.sqrt(blocks / (blocks - 1)) * t))
 
 
 def interval(values: Iterable[float]) -> Interval:
-    """The median of one value per block, and its 95 % interval. NaN are left out."""
+    """Return the median of one value per block and its 95 % interval. NaNs are left out."""
     sample = _finite(values)
     n = sample.size
     if n == 0:
@@ -107,17 +107,17 @@ def interval(values: Iterable[float]) -> Interval:
         method="percentile",
         rng=np.random.default_rng(0),
     ).confidence_interval
-    # Interpolating between two equal values can end in another last bit than both.
+    # Interpolation between two equal values can differ from both in the last bit.
     low = min(max(found.low, sample.min()), median)
     high = max(min(found.high, sample.max()), median)
     return Interval(median, float(low), float(high), n)
 
 
 def reach(values: Iterable[float]) -> float:
-    """How far `interval` reaches from the median on its longer side, relative to the median,
-    without resampling: for a stop rule.
+    """Return how far `interval` extends from the median on its longer side, relative to the median.
 
-    Infinite with fewer than MIN_BLOCKS blocks.
+    The stop rule calls it after each block, so it does not resample. Infinite with fewer than
+    MIN_BLOCKS blocks.
     """
     sample = np.sort(_finite(values))
     n = sample.size
@@ -130,34 +130,34 @@ def reach(values: Iterable[float]) -> float:
 
 
 def _limit(ordered: Floats) -> float:
-    """The lower limit of the bootstrap of the median, whose distribution is known (Efron 1979).
+    """Return the lower bootstrap limit of the median, from its exact distribution (Efron 1979).
 
-    The median of a resample is at most x when over half of its n draws are; each of them is with
-    probability k/n, if x is the k-th smallest.
+    The median of a resample is at most x if more than half of its n draws are at most x. For the
+    k-th smallest value x, each draw is so with probability k/n.
     """
     n = ordered.size
     tail = (1 - level(n)) / 2
     share = np.arange(1, n + 1) / n
-    # With an even n the median is the mean of two, which take the n/2-th and the next draw.
+    # With an even n the median is the mean of the n/2-th smallest draw and the next.
     halves = {(n - 1) // 2, n // 2}
     ranks = [int(np.searchsorted(special.bdtrc(half, n, share), tail)) for half in halves]
     return float(np.mean(ordered[ranks]))
 
 
 def spread(again: Interval) -> float | None:
-    """How far from 1 the interval of the baseline against itself reaches. None: not known."""
+    """Return how far from 1 the interval of an A/A pair extends; None with too few blocks."""
     if again.blocks < MIN_BLOCKS:
         return None
     return max(abs(again.low - 1), abs(again.high - 1))
 
 
 def excludes_1(ratio: Interval) -> bool:
-    """Whether there is an interval, and 1 is not in it."""
+    """Return whether there are enough blocks for an interval, and it excludes 1."""
     return ratio.blocks >= MIN_BLOCKS and not ratio.low <= 1 <= ratio.high
 
 
 def verdict(ratio: Interval, noise: float | None) -> str:
-    """Say "faster", "slower", "same" (not to be told apart), "unknown" or "no A/A" of a ratio.
+    """Return "faster", "slower", "same" (no significant difference), "unknown" or "no A/A".
 
     `noise` is the A/A spread.
     """
@@ -171,7 +171,7 @@ def verdict(ratio: Interval, noise: float | None) -> str:
 
 
 def sentence(arm: str, base: str, ratio: Interval, noise: float | None) -> str:
-    """One plain sentence on an arm against the baseline. `noise` is the A/A spread."""
+    """Return one plain sentence on an arm against the baseline. `noise` is the A/A spread."""
     said = verdict(ratio, noise)
     figure = figures(ratio)
     if ratio.blocks < MIN_BLOCKS:
@@ -186,7 +186,7 @@ def sentence(arm: str, base: str, ratio: Interval, noise: float | None) -> str:
 
 
 def warning(again: str, base: str, ratio: Interval) -> str:
-    """What to say of an A/A pair whose interval excludes 1."""
+    """Return the warning for an A/A pair whose interval excludes 1."""
     return (
         f"{again} is the same as {base}, and yet {figures(ratio)} as fast: something favoured one "
         f"of two equal arms, so no difference below {_percent(spread(ratio) or 0.0)} means anything"
@@ -194,7 +194,7 @@ def warning(again: str, base: str, ratio: Interval) -> str:
 
 
 def figures(ratio: Interval) -> str:
-    """Say "1.34x [1.30, 1.38]", with a third decimal where two would move a limit onto 1."""
+    """Return "1.34x [1.30, 1.38]", with a third decimal if two would round a limit to 1."""
     exact = (ratio.low, ratio.high, ratio.median)
     digits = 3 if any(0.0005 <= abs(x - 1) < 0.005 for x in exact[:2]) else 2
     low, high, median = (f"{x:.{digits}f}" for x in exact)

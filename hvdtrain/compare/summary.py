@@ -1,7 +1,7 @@
-"""`summarise`: every number that is shown of a comparison, from its record alone.
+"""`summarise`: every displayed number of a comparison, computed from its record alone.
 
-A record may be of a comparison that still runs, was interrupted or failed: whatever is missing in
-it is None or an empty list here, and never an error.
+`report`, `plots` and `table` display it. The comparison may still be running, or may have been
+interrupted or failed: missing data becomes None or an empty list, never an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 
 def summarise(record: Json) -> Json:
-    """Everything that a report shows, ready for JSON. The record is not changed."""
+    """Return everything that a report shows, ready for JSON. The record is not changed."""
     measured = Measured(record)
     return {
         "title": _title(record),
@@ -64,11 +64,12 @@ def _title(record: Json) -> str:
 
 
 def _verdict(record: Json) -> Json:
-    """Whether all arms did the same work. None: not yet known, or not for all."""
+    """Return whether all arms did the same work. None: not known yet, or not of all arms."""
     arms: dict[str, Json] = {  # the ceiling does other work by design
         key: arm for key, arm in (record.get("arms") or {}).items() if arm.get("role") != "ceiling"
     }
     rows = {row["arm"]: row for row in record.get("parity") or []}
+    # Every arm is in exactly one of these, except a baseline that did not fail.
     equal: list[str] = []
     unequal: list[str] = []
     failed: list[str] = []
@@ -79,7 +80,7 @@ def _verdict(record: Json) -> Json:
         if arm.get("status") == "refused" or verdict == "unequal":
             unequal.append(key)
         elif arm.get("role") == "baseline" and arm.get("status") != "failed":
-            bases += 1  # what the others are held against
+            bases += 1  # the reference of the other arms
         elif verdict in ("bitwise", "within tolerance"):
             equal.append(key)
         else:
@@ -101,7 +102,7 @@ def _verdict(record: Json) -> Json:
 
 
 def _later(record: Json, equal: list[str]) -> int | None:
-    """The most steps after which all these arms had the parameters of their baselines."""
+    """Return the most steps after which all these arms had the parameters of their baselines."""
     arms, found = record.get("arms") or {}, []
     for ends in record.get("ends") or []:
         ended = [key for key in equal if key in ends]
@@ -113,11 +114,11 @@ def _later(record: Json, equal: list[str]) -> int | None:
 
 FEW_BLOCKS = 15
 LOADED = 0.2
-"""A share of the cores: others that took more in half of the blocks are mentioned."""
+"""A share of the cores: `_caution` warns if others took at least this in half of the blocks."""
 
 
 def _caution(record: Json) -> str | None:
-    """What is to be said of figures from few blocks, from one start, or under load."""
+    """Return a caveat on figures from few blocks, from one start, or under load; else None."""
     every = record.get("blocks") or []
     kept = [block for block in every if block.get("kept", True)]
     dropped = [block for block in every if not block.get("kept", True)]
@@ -160,7 +161,7 @@ def _tuning(record: Json) -> list[Json]:
 
 def _load(record: Json) -> Json:
     blocks = record.get("blocks") or []
-    # Of the blocks, which the rule looks at; records before those had it have it of turns alone.
+    # The rule uses the load of whole blocks. Older records have only that of each arm's window.
     windows = [
         window
         for block in blocks

@@ -1,6 +1,7 @@
-"""What a comparison shows on the terminal: a table that fills in, and the tables at its end.
+"""Terminal output of a comparison: a live table while it runs, and the tables at its end.
 
-Readable at 80 columns. Where there is no terminal there are plain lines.
+`hvdtrain compare` uses `Live` and `show`, and `hvdtrain report` uses `show`. It is readable at 80
+columns. Without a terminal it is plain lines.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ SIGNS = {"faster": "▲", "slower": "▼", "same": "=", "unknown": "?", "no A/A"
 def show(summary: Json, file: TextIO | None = None, width: int | None = None) -> None:
     """Print the verdict, the speed table, and one sentence per pair."""
     console = Console(file=file, width=width, highlight=False, markup=False, emoji=False)
+    # In a file or pipe rich assumes 80 columns, which is narrow for the speed table.
     if not console.is_terminal and width is None:
         console.width = max(console.width, 100)
     for part in tables(summary):
@@ -33,7 +35,7 @@ def show(summary: Json, file: TextIO | None = None, width: int | None = None) ->
 
 
 def tables(summary: Json) -> list[Any]:
-    """What `show` prints."""
+    """Return the parts that `show` prints."""
     verdict = summary["verdict"]
     sign = {True: "✓", False: "✗", None: "?"}[verdict["equal"]]
     style = {True: "bold", False: "bold red", None: "bold yellow"}[verdict["equal"]]
@@ -52,7 +54,7 @@ def tables(summary: Json) -> list[Any]:
 
 
 def parity(summary: Json) -> Table:
-    """What was compared, and how each arm did."""
+    """Return the table of parity verdicts, with likely causes."""
     table = _table("arm", "verdict", "what was compared")
     for row in summary["parity"]:
         cause = f"; likely cause: {row['cause']}" if row["cause"] else ""
@@ -62,7 +64,7 @@ def parity(summary: Json) -> Table:
 
 
 def speed(summary: Json) -> Table:
-    """The speed table. The reason of an arm without numbers is in the lines under it."""
+    """Return the speed table. The reason of an arm without numbers is in the lines below it."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("arm", min_width=14, overflow="fold", ratio=1)
     for name in ("step ms", "samples/s"):
@@ -103,13 +105,13 @@ def _speed_cells(row: Json) -> list[Text]:
 
 
 def _notes(summary: Json) -> list[Text]:
-    """Lines under the speed table: what its signs mean, and why arms have no numbers."""
+    """Return the lines below the speed table: a legend, and why arms have no numbers."""
     lines = [
         Text(f"{row['arm']}: {wording.missing(row)}", "red")
         for row in summary["speed"]
         if row["step_ms"] is None
-        and row["status"] not in COLOURS  # those have their sentence
-        and not (row["status"] == "measured" and _all_dropped(summary))  # and these the note
+        and row["status"] not in COLOURS  # those are in `sentences`
+        and not (row["status"] == "measured" and _all_dropped(summary))  # those are in the note
     ]
     bases = {row["ranks"]: row["arm"] for row in summary["speed"] if row["role"] == "baseline"}
     shown = [row for row in summary["speed"] if row["status"] not in COLOURS and row["step_ms"]]
@@ -131,7 +133,7 @@ def _notes(summary: Json) -> list[Text]:
 
 
 def _all_dropped(summary: Json) -> bool:
-    """Whether blocks were measured, and none counts."""
+    """Return whether blocks were measured and none counts."""
     load = summary["load"]
     return bool(load["blocks_measured"] and not load["blocks_kept"])
 
@@ -144,9 +146,9 @@ def _table(*columns: str) -> Table:
 
 
 class Live:
-    """The table that fills in while a comparison runs. A context manager.
+    """The table that is updated while a comparison runs. A context manager.
 
-    `update` after each change of the record; it reads only what has been added since.
+    Call `update` after each change of the record; it reads only the blocks added since the last.
     """
 
     def __init__(self, file: TextIO | None = None) -> None:
@@ -174,7 +176,7 @@ class Live:
         self._flush()
 
     def update(self, record: Json, doing: str) -> None:
-        """Show what is known by now, and what is being done."""
+        """Show the results so far, and the current activity."""
         fresh = self._add(record)
         if self._live is not None:
             self._live.update(Group(self.rows(record), Text(doing, "bold")), refresh=True)
@@ -182,11 +184,11 @@ class Live:
         if doing != self._said:
             self.say(doing)
             self._said = doing
-        if fresh and self._read % 5 == 0:
+        if fresh and self._read % 5 == 0:  # a log needs no line per block
             self.say(self._line(record))
 
     def rows(self, record: Json) -> Table:
-        """The table: each arm, its state, blocks, median step so far and ratio to the baseline."""
+        """Return the table: each arm, its state, blocks, median step and ratio to the baseline."""
         table = _table("arm", "state")
         for name in ("blocks", "step ms", "x baseline"):
             table.add_column(name, justify="right", no_wrap=True)
@@ -201,7 +203,7 @@ class Live:
         return table
 
     def _add(self, record: Json) -> bool:
-        """Take in the blocks that are new. Returns whether there were any."""
+        """Read the new blocks of the record. Return whether there were any."""
         blocks = record.get("blocks") or []
         fresh = blocks[self._read :]
         for block in fresh:

@@ -1,7 +1,8 @@
-"""Two levels for each arm: its defaults, and the best found with an equal budget.
+"""Tuning (`--tune`): for each arm its defaults, and the best settings found with an equal budget.
 
-Every arm gets as many candidates and blocks as every other, its defaults among them. What is found
-is then timed anew with all others, so that luck in the search does not count.
+`runner` calls `tune`. Every arm has the same number of candidates and blocks, with its defaults as
+one candidate. The best is then timed again with all other arms, so that luck in the search does not
+count.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BLOCKS = 5
 _FUSION = "HOROVOD_FUSION_THRESHOLD"  # bytes; hvdtrain.hvd takes it for the size of its buckets
 _DDP: tuple[Settings, ...] = ({"bucket_mib": 1}, {"bucket_mib": 5}, {"bucket_mib": 100})
 _COMPAT: tuple[Settings, ...] = tuple({_FUSION: mib << 20} for mib in (1, 4, 25))
-# Its buffer in the cache, and a background thread that looks more often, or less.
+# A fusion buffer that fits the cache, and a background thread with shorter or longer cycles.
 _HOROVOD: tuple[Settings, ...] = (
     {_FUSION: 4 << 20},
     {_FUSION: 32 << 20, "HOROVOD_CYCLE_TIME": 0.1},
@@ -33,7 +34,7 @@ CANDIDATES = {"ddp": _DDP, "compat": _COMPAT, "horovod": _HOROVOD}
 
 
 def tune(runner: Runner) -> list[Arm]:
-    """Search for every arm that has something to tune; return the arms that were found."""
+    """Tune every arm that has candidates; return the tuned arms that beat their defaults."""
     found, stage = [], runner.stage
     for arm in [stage.arms[key] for key in stage.live]:
         wanted = CANDIDATES.get(arm.backend, ())
@@ -45,7 +46,7 @@ def tune(runner: Runner) -> list[Arm]:
 
 
 def _tune_one(runner: Runner, arm: Arm, wanted: tuple[Settings, ...]) -> Settings:
-    """Time an arm's defaults and its candidates in interleaved blocks. Empty: defaults are best."""
+    """Return the best of an arm's defaults (empty) and candidates, timed in interleaved blocks."""
     trials = {
         f"{arm.key} {describe(settings)}": replace(arm, settings=settings) for settings in wanted
     }
@@ -57,6 +58,7 @@ def _tune_one(runner: Runner, arm: Arm, wanted: tuple[Settings, ...]) -> Setting
                 windows = window(name)
                 if windows is not None:
                     times[name].append(stats.block_ms([w.step_ms for w in windows]))
+    # The defaults compete under the arm's own key, with empty settings.
     settings: dict[str, Settings] = {arm.key: {}, **{n: t.settings for n, t in trials.items()}}
     ended = {name: found for name, found in times.items() if found and name not in failed}
     medians = {name: float(np.median(found)) for name, found in ended.items()}
@@ -79,5 +81,5 @@ def _tune_one(runner: Runner, arm: Arm, wanted: tuple[Settings, ...]) -> Setting
 
 
 def describe(settings: Settings) -> str:
-    """One word a setting: "bucket_mib=5"."""
+    """Return one word per setting: "bucket_mib=5"."""
     return " ".join(f"{name}={value}" for name, value in settings.items())

@@ -1,7 +1,8 @@
-"""Where the time of a step goes, from the timed passes: a barrier before each step, phases timed.
+"""Breakdown of a step's time, from the phase passes, which have a barrier before each step.
 
-Against the arm without communication: what computes there computes everywhere, and what an arm's
-forward and backward take beyond that is communication that was not hidden.
+`summary` takes the rows. The reference is the arm without communication: its compute time is that
+of every arm, and what an arm's forward and backward take beyond it is exposed communication, which
+backward did not hide.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ Ranks = Sequence[Sequence[float]]  # [rank][step], ms
 
 
 def phase_rows(record: Json, measured: Measured) -> list[Json]:
-    """One row per arm with blocks and a timed pass that count; medians over the passes, in ms.
+    """Return one row per arm with kept blocks and a kept pass: medians over the passes, in ms.
 
-    `compute_ms`, `straggler_ms` and `exposed_ms` are None where no ceiling was measured.
+    `compute_ms`, `straggler_ms` and `exposed_ms` are None if the ceiling was not measured.
     """
     kept = [found for found in record.get("phases") or [] if found.get("kept", True)]
     passes = [found.get("arms") or {} for found in kept]
@@ -36,6 +37,7 @@ def phase_rows(record: Json, measured: Measured) -> list[Json]:
 
 
 def _phase_row(key: str, passes: list[Json], ceiling: str | None) -> Json:
+    # The arm and the ceiling from the same pass, so that both have the same machine state.
     pairs = [
         (found[key]["compute_ms"], found[ceiling]["compute_ms"])
         for found in passes
@@ -44,7 +46,7 @@ def _phase_row(key: str, passes: list[Json], ceiling: str | None) -> Json:
     alone = [theirs for _, theirs in pairs]
     exposed = [_slowest(mine) - _slowest(theirs) for mine, theirs in pairs]
     raw = stats.interval(exposed)
-    # Less than nothing, or an interval that reaches below: not to be told from none at all.
+    # An interval that reaches zero or below is not distinguishable from no exposed communication.
     shown = raw.median if raw.low > 0 else 0.0
     return {
         "arm": key,
@@ -69,13 +71,13 @@ def _slowest(times: Ranks) -> float:
 
 
 def _mean(times: Ranks) -> float:
-    """Median over steps of the ranks' mean."""
+    """Return the median over steps of the mean over ranks."""
     steps = _steps(times)
     return float(np.median(steps.mean(axis=0))) if steps.size else math.nan
 
 
 def _straggling(times: Ranks) -> float:
-    """Median over steps of what the slowest rank takes longer than the mean rank."""
+    """Return the median over steps of the slowest rank's time less the mean over ranks."""
     steps = _steps(times)
     return float(np.median(steps.max(axis=0) - steps.mean(axis=0))) if steps.size else math.nan
 

@@ -1,4 +1,7 @@
-"""How numbers and names of a comparison are written, on the page and on the terminal alike."""
+"""Formatting of a comparison's numbers and names.
+
+`report`, `plots` and `table` use it, so that page, pictures and terminal show the same text.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 from typing import Any
 
 NOTHING = "–"
-"""What stands where something does not apply; an arm that failed has its reason instead."""
+"""Placeholder for a value that does not apply; a failed arm shows its reason instead."""
 
 ROLES = {
     "arm": "",
@@ -33,11 +36,11 @@ SHORT = {
     "unknown": "not enough blocks",
     "no A/A": "no verdict without A/A",
 }
-"""The same, where there is little room."""
+"""`SAID` for narrow places."""
 
 
 def figures(value: float | None, digits: int = 3) -> str:
-    """Write a number with `digits` significant digits, and never with an exponent."""
+    """Format a number with `digits` significant digits, never with an exponent."""
     if value is None or not math.isfinite(value):
         return NOTHING
     if value == 0:
@@ -48,7 +51,7 @@ def figures(value: float | None, digits: int = 3) -> str:
 
 
 def tell_apart(a: float, b: float, digits: int, kind: str = "g") -> tuple[str, str]:
-    """Write two numbers with `digits` digits, and more where they would look the same.
+    """Format two numbers with `digits` digits, or more if they would look the same.
 
     `kind`: "g" counts significant digits, "f" those after the point.
     """
@@ -59,55 +62,55 @@ def tell_apart(a: float, b: float, digits: int, kind: str = "g") -> tuple[str, s
 
 
 def ratio(value: float | None) -> str:
-    """Write a ratio to the baseline: two decimals, and more where it is far below 1."""
+    """Format a ratio to the baseline: two decimals, or two significant digits below 0.1."""
     if value is None or not math.isfinite(value):
         return NOTHING
     return f"{value:.2f}" if value >= 0.1 else figures(value, 2)
 
 
 def interval(low: float | None, high: float | None, write: Any = ratio) -> str:
-    """Write a 95 % interval, or nothing where there is none."""
+    """Format a 95 % interval; empty if there is none."""
     if low is None or high is None:
         return ""
     return f"[{write(low)}, {write(high)}]"
 
 
 def percent(value: float | None, digits: int = 0) -> str:
-    """Write a percentage that is one already."""
+    """Format a value that is a percentage already."""
     return NOTHING if value is None else f"{value:.{digits}f} %"
 
 
 def share(value: float | None) -> str:
-    """Write a share of 1 as a percentage, with a decimal where it is small."""
+    """Format a fraction of 1 as a percentage, with a decimal below 10 %."""
     if value is None:
         return NOTHING
     return percent(100 * value, 1 if abs(value) < 0.1 else 0)
 
 
 def settings(values: dict[str, Any] | None) -> str:
-    """Write the settings of an arm in one line."""
+    """Format the settings of an arm in one line."""
     return ", ".join(f"{name}={value}" for name, value in (values or {}).items()) or "defaults"
 
 
 def about(row: dict[str, Any]) -> str:
-    """What is to be said of an arm beside its name: its part in the comparison and its level."""
+    """Return an arm's role and tuning level, to be shown beside its name."""
     role = ROLES.get(row.get("role", "arm"), str(row.get("role")))
     level = row.get("level")
     return ", ".join(part for part in (role, "" if level == "defaults" else level) if part)
 
 
 def count(number: int, one: str, many: str | None = None) -> str:
-    """Write a number of things: "1 block", "7 blocks"."""
+    """Format a number of things: "1 block", "7 blocks"."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def ended_early(row: dict[str, Any]) -> bool:
-    """Whether the arm has failed: then its reason is shown, not the few blocks before it."""
+    """Return whether an arm failed or was refused: its reason is shown, not its few blocks."""
     return row["status"] in ("failed", "refused")
 
 
 def missing(row: dict[str, Any]) -> str:
-    """Say why an arm has no numbers, from its row of the speed table."""
+    """Return why an arm has no numbers, from its row of the speed table."""
     status = str(row.get("status") or "not measured")
     if row.get("blocks") and status in ("failed", "refused"):
         status += f" after {count(row['blocks'], 'block')}"
@@ -117,5 +120,5 @@ def missing(row: dict[str, Any]) -> str:
 
 
 def moment(when: str | None) -> str:
-    """Write an ISO 8601 time, in UTC, without the "T" and what is below a second."""
+    """Format an ISO 8601 time, in UTC, without the "T" and fractions of a second."""
     return f"{when[:10]} {when[11:19]} UTC" if when else "at an unknown time"

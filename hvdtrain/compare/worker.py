@@ -1,7 +1,8 @@
 """One rank of one arm: `python -m hvdtrain.compare.worker SOCKET`, under the arm's own launcher.
 
-It connects, and then does what the comparison calls for, until that ends. Every call is collective
-over the ranks of the arm.
+It connects to the comparison and serves its calls until that closes the connection; `ranks` shows
+the sequence. A call is "open" or the name of a method of `Rank`, with arguments. Every call is
+collective over the ranks of the arm.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from hvdtrain.training.task import Task, load_task
 from hvdtrain.training.trainer import StepTaken, Trainer
 from hvdtrain.world import detect
 
-# What mpirun tells its ranks for itself, such as addresses and folders.
+# Variables that mpirun sets in its ranks for its own use, such as addresses and folders.
 _BY_MPIRUN = tuple(
     f"OMPI_MCA_{name}" for name in "ess initial_wdir orte pmix shmem mpi_oversubscribe".split()
 )
@@ -43,12 +44,13 @@ LOOPS: dict[str, type[Trainer] | type[ByHand]] = {"trainer": Trainer, "by hand":
 
 
 class Rank:
-    """One rank: its backend, and the loop that it steps through."""
+    """One rank: its backend, and the training loop whose steps it takes."""
 
     def __init__(self, job: Job) -> None:
         world = detect()
         os.sched_setaffinity(0, job.affinity[world.local_rank])
         config = TrainConfig(**job.config)
+        # Before any inter-op parallel work: torch rejects a later change.
         torch.set_num_interop_threads(1)
         self.backend = open_backend(job.backend, world, config.backend_options())
         task = load_task(config.task, config.set)
@@ -60,19 +62,19 @@ class Rank:
         self._optimizer_s = 0.0
         self._peak_is_of_steps = False
         gc.collect()
-        gc.freeze()  # what is here stays: a collection in a timed step need not look at it
+        gc.freeze()  # garbage collections in timed steps skip the objects of set-up
         self._bytes = sum(
             p.numel() * p.element_size() for p in self.loop.model.parameters() if p.requires_grad
         )
 
     def _counted(self, steps: Iterator[StepTaken]) -> Iterator[StepTaken]:
-        """The same, with an eye on the number of the last one."""
+        """Yield the same steps, and remember the number of the last."""
         for taken in steps:
             self._taken = taken.number
             yield taken
 
     def facts(self) -> dict[str, Any]:
-        """What is in force on this rank."""
+        """Return the settings in force on this rank."""
         config = self.loop.config
         return {
             "describe": {**self.backend.describe(), "reason": self.backend.reason},
@@ -92,14 +94,14 @@ class Rank:
         }
 
     def prove(self, steps: int) -> Account:
-        """Take the first steps, and account for them."""
+        """Take the first steps, and return the trace of their work."""
         self._peak_is_of_steps = False
         return observe(self.loop, self._steps, steps)
 
     def window(self, steps: int, skip: int) -> Window:
-        """Take `skip` steps that do not count, and then some in a row.
+        """Take `skip` untimed steps, then time `steps` in a row, without barriers between them.
 
-        No barrier between them. Raises TrainingDiverged where the last loss is not finite.
+        Raise TrainingDiverged if the last loss is not finite.
         """
         if not self._peak_is_of_steps:
             self._forget_peak()
@@ -107,6 +109,7 @@ class Rank:
         self.backend.barrier()
         for _ in range(skip):
             next(self._steps)
+        # CUDA steps are asynchronous: events in the stream time them without a synchronisation.
         clock = _Clock(self._is_cuda)
         found, taken = Window(), None
         cpu = time.process_time()
@@ -127,7 +130,7 @@ class Rank:
         return found
 
     def phases(self, steps: int) -> Window:
-        """Take steps that all ranks begin together, and time their parts."""
+        """Time the parts of steps; all ranks begin each step together, after a barrier."""
         precision, plain = self.loop.precision, self.loop.precision.step
 
         def timed(optimizer: torch.optim.Optimizer) -> None:
@@ -138,6 +141,7 @@ class Rank:
             self._optimizer_s = time.perf_counter() - begin
 
         found, cpu = Window(), time.process_time()
+        # Both loops call `precision.step`: wrapping it separates the optimizer's time.
         precision.step = timed  # type: ignore[method-assign]
         try:
             for _ in range(steps):
@@ -160,10 +164,10 @@ class Rank:
             torch.cuda.synchronize()
 
     def memcpy(self, repeats: int) -> list[float]:
-        """Milliseconds of copying as many bytes as there are gradients, on all ranks at once."""
+        """Return the ms of each copy of as many bytes as all gradients, on all ranks at once."""
         source = torch.ones(max(1, self._bytes), dtype=torch.uint8, device=self.backend.device)
         target = torch.empty_like(source)
-        target.copy_(source)
+        target.copy_(source)  # untimed: faults in the pages
         found = []
         for _ in range(repeats):
             self.backend.barrier()
@@ -174,11 +178,11 @@ class Rank:
         return found
 
     def all_reduces(self, sizes: list[int], repeats: int) -> list[list[float]]:
-        """Milliseconds of all-reduces of fp32 tensors of so many bytes."""
+        """Return the ms of all-reduces of fp32 tensors, by size in bytes and repeat."""
         found = []
         for size in sizes:
             tensor = torch.ones(max(1, size // 4), device=self.backend.device)
-            self.backend.all_reduce(tensor, "sum")
+            self.backend.all_reduce(tensor, "sum")  # untimed: buffers and connections
             times = []
             for _ in range(repeats):
                 self.backend.barrier()
@@ -190,46 +194,46 @@ class Rank:
         return found
 
     def _forget_peak(self) -> None:
-        """Let memory be counted from here on, without what start and proof took and have freed.
+        """Reset the peak memory, so that it does not include start and parity check.
 
-        Not at the end of the proof, whose account is then still to be sent.
+        The first window calls it, not the end of `prove`, when the trace is still to be sent.
         """
         self._peak_is_of_steps = True
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats()
             return
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
         if trim is not None:
             trim(0)
-        # proc(5): "5" makes VmHWM what is resident now. Where that is not permitted the figure
-        # includes start and proof.
+        # proc(5): writing "5" resets VmHWM to the present resident size. If that is not permitted,
+        # the peak includes start and parity check.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
     def peak_mib(self) -> float:
-        """The most memory that this rank has had resident in its steps, and on a GPU allocated
-        there, MiB.
+        """Return the peak memory of this rank's steps in MiB: resident, or on a GPU allocated
+        there.
         """
         if self._is_cuda:
             return torch.cuda.max_memory_allocated() / 2**20
-        # Not ru_maxrss, which begins with the launcher's.
+        # Not ru_maxrss, which starts at the launcher's value.
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**10
 
     def fingerprint(self) -> tuple[int, str]:
-        """The number of the last optimizer step, whatever it was for, and a hash of this rank's
+        """Return the number of the last optimizer step, in any phase, and a hash of this rank's
         parameters after it.
         """
         return self._taken, fingerprint(dict(self.loop.model.named_parameters()))
 
 
 def said_of_data(task: Task, num_samples: int) -> str:
-    """What the data are, in the words of the task, and how many."""
+    """Return the task's description of its data, with the number of samples."""
     return f"{task.about_data or 'the task does not say (Task.about_data)'}; {num_samples} samples"
 
 
 class _Clock:
-    """Marks between steps: of the CPU's clock, or events in the GPU's stream."""
+    """Timestamps between steps: of the CPU's clock, or CUDA events in the current stream."""
 
     def __init__(self, is_cuda: bool) -> None:
         self._is_cuda = is_cuda
@@ -252,10 +256,10 @@ class _Clock:
 
 
 def main(address: str) -> None:
-    """Serve calls until the comparison says that it is over, or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Serve calls until the comparison sends None or closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the comparison handles Ctrl-C
     if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)  # so that loader processes stand still with their rank
+        os.setpgid(0, 0)  # so that SIGSTOP reaches data loader processes too
     rank: Rank | None = None
     with Client(address, "AF_UNIX") as connection:
         connection.send_bytes(pickle.dumps((detect().rank, os.getpid())))
@@ -274,7 +278,7 @@ def main(address: str) -> None:
                 else:
                     answer = getattr(rank, what)(*arguments)
                 reply = (True, answer)
-            except Exception as error:
+            except Exception as error:  # the log gets the traceback, the comparison one line
                 traceback.print_exc()
                 reply = (False, _in_a_line(error))
             connection.send_bytes(pickle.dumps(reply))
@@ -285,7 +289,7 @@ def main(address: str) -> None:
 def _in_a_line(error: Exception) -> str:
     said = " ".join(str(error).split()) or "no message"
     if isinstance(error, InputError):
-        return said  # is every rank's: which of them says so first is chance
+        return said  # every rank raises the same: name none
     kind = "" if isinstance(error, HvdtrainError) else f"{type(error).__name__}: "
     return f"rank {detect().rank}: {kind}{said}"
 
