@@ -152,7 +152,7 @@ def _at_address(world: World, deadline: float) -> Store:
 
 
 def _agent_keeps_store(world: World) -> bool:
-    """Return whether torchrun's agent serves the store: from before the ranks start until they end."""
+    """Return whether torchrun's agent serves the store, from before until after its ranks run."""
     return world.launcher == "torchrun" and (
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     )
