@@ -324,7 +324,7 @@ class Trainer:
         return metrics
 
     def _take_epoch(self, meter: Meter) -> Iterator[bool]:
-        """Take the remaining steps of the epoch or run; after each, yield whether it was the last."""
+        """Take the remaining steps of the epoch or run; after each, yield if it was the last."""
         position, config = self.position, self.config
         self.batches.set_epoch(position.epoch, position.sample)
         left = self.batches.batches_from(position.sample)
@@ -483,7 +483,7 @@ class Trainer:
         return loaded
 
     def _load(self, root: Path) -> dict[str, Any]:
-        """Restore the chosen checkpoint on rank 0, set later ones aside; return the trainer's part."""
+        """Restore the chosen checkpoint, and set later ones aside; return the trainer's part."""
         path = state.choose(root, self.config.resume, self.console.say)
         loaded = {} if path is None else state.restore(path, self.model, self.optimizer)
         step = loaded["position"]["step"] if loaded else -1
