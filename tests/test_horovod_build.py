@@ -432,7 +432,7 @@ def test_looking_for_horovod_imports_neither_it_nor_torch() -> None:
 
 
 def test_a_time_limit_ends_the_whole_tree(tmp_path: Path) -> None:
-    """Also a grandchild in a session of its own, as Open MPI's and horovodrun's ranks are."""
+    """Kill also a grandchild in a session of its own, as Open MPI's and horovodrun's ranks are."""
     pid_file = tmp_path / "pid"
     code = (
         "import subprocess, sys, time\n"
@@ -482,7 +482,7 @@ def command(*options: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def is_running(pid: int) -> bool:
     try:
-        # A zombie that nobody waits for is dead as well.
+        # A zombie has ended, too.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
@@ -499,7 +499,7 @@ def horovod_files() -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def machine_can_build() -> None:
-    """Skip where a part for the build is missing, as on a machine without a compiler."""
+    """Skip if a requirement of the build is missing, such as a compiler."""
     missing = decide(gather(), Wishes()).missing
     if missing:
         pytest.skip("; ".join(missing))
@@ -521,7 +521,7 @@ def test_a_compiler_that_compiles_nothing_is_missing_too() -> None:
 
 
 def test_no_programs_on_path_at_all(tmp_path: Path) -> None:
-    """An empty PATH: what lies beside the interpreter is found, the system's compilers are not."""
+    """With an empty PATH, tools beside the interpreter are found, the system's compilers not."""
     empty = {"PATH": str(tmp_path), "CXX": "", "CC": ""}
     done = command("--dry-run", **empty)
     assert done.returncode == 2
@@ -576,7 +576,7 @@ def test_help_is_fast_and_imports_no_torch() -> None:
 
 
 def stand_in(folder: Path, body: str) -> dict[str, str]:
-    """Write a source distribution that fails or waits; return the variables that lead pip to it."""
+    """Write a source distribution that fails or waits; return the variables that make pip use it."""
     # Metadata first, as pip asks: only the build itself runs the body.
     setup = (
         "import sys\nfrom setuptools import setup\n"
