@@ -108,6 +108,7 @@ def accept_peers(
                         found[number] = sock
                 now = time.monotonic()
                 late = [sock for sock, stranger in strangers.items() if stranger.deadline <= now]
+                # Close late strangers, and the oldest ones above the limit.
                 surplus = len(strangers) - _MOST_STRANGERS - len(expected)
                 for sock in dict.fromkeys([*late, *list(strangers)[: max(0, surplus)]]):
                     drop(sock)

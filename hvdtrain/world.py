@@ -218,6 +218,7 @@ def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
             f"{', '.join(missing)} missing; start the job with {row.name}, or set or unset them all"
         )
     rank, size, local_rank, local_size = (_number(env, name) for name in row.variables)
+    # For launchers that set no cross variables: equally filled hosts, in rank order.
     cross_rank = rank // local_size if local_size else 0
     cross_size = -(-size // local_size) if local_size else 0
     if row.cross_rank in env and row.cross_size in env:

@@ -157,6 +157,7 @@ def kill(marker: str) -> None:
     semaphores.
     """
     deadline = 0.0
+    # Repeated until none is left: a process may fork before it is killed.
     while found := members(marker):
         trackers = {p for p, line in found.items() if "multiprocessing.resource_tracker" in line}
         if set(found) - trackers:

@@ -139,6 +139,7 @@ class Pool(Generic[S]):
             self.stop()
             raise
         failed = sum(isinstance(out, Raised) for out in outcomes)
+        # A rank that raised early has left out collectives that the others have called.
         if 0 < failed < self.n:
             self.stop()
         return outcomes
@@ -172,6 +173,7 @@ class Pool(Generic[S]):
         command = [*arm.line(self.n), self.entry, address, arm.backend, arm.transport]
         env = {**self.env, "HVDTRAIN_TRANSPORT": arm.transport}
         process, self._log = self._stack.enter_context(started(command, env=env))
+        # Listener itself has no timeout.
         socket = listener._listener._socket  # type: ignore[attr-defined]
         deadline = time.monotonic() + START_S
         by_rank: dict[int, Connection] = {}

@@ -161,7 +161,7 @@ def test_train_is_what_runs_without_a_command(line: Lines) -> None:
     assert "--epochs 0 must be greater" in line.refused("train", "--epochs", 0)
 
 
-# Where values come from
+# The sources of values
 
 
 def test_precedence_and_origins(line: Lines) -> None:
@@ -337,7 +337,7 @@ def test_help_names_every_backend(line: Lines) -> None:
     assert [name for name in ("auto", *BACKENDS) if name not in described] == []
 
 
-# Tasks of one's own
+# Users' own tasks
 
 TASK = """
 import torch
@@ -415,7 +415,7 @@ def test_a_bug_of_the_task_keeps_its_traceback(
     assert finished.output.count("Traceback (most recent call last)") == 1
     assert said in finished.output
     assert not finished.lines("error:")
-    (frame,) = finished.lines("File ")  # none of click's, torch's and hvdtrain's
+    (frame,) = finished.lines("File ")  # no frame of click, torch or hvdtrain
     assert "own.py" in frame
 
 

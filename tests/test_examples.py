@@ -30,7 +30,7 @@ def succeed(done: Finished) -> str:
     return done.output
 
 
-# minimal.py: an own loop
+# minimal.py: a user's own loop
 
 
 @cache
@@ -74,7 +74,7 @@ def test_minimal_task_trains(tmp_path: Path) -> None:
 
 
 def test_digits_drives_the_trainer(tmp_path: Path) -> None:
-    # Its run directory goes where it runs.
+    # It writes its run directory into the working folder.
     done = run([*LAUNCHERS["torchrun"], EXAMPLES / "digits.py"], cwd=tmp_path, timeout=100)
     found = re.search(r"accuracy (\d\.\d+) after (\d+) steps", succeed(done))
     assert found is not None

@@ -69,8 +69,8 @@ ROWS: dict[str, Env] = {
 }
 # Without these variables the launcher's row does not apply at all, rather than being partial.
 EVIDENCE = {"srun": {"SLURM_STEP_ID"}}
-# Alone, these are no evidence of the launcher: users set MASTER_* by hand too, and the others can be
-# computed from the rest.
+# Alone, these are no evidence of the launcher: users set MASTER_* by hand, too, and the others can
+# be computed from the rest.
 OPTIONAL = {
     "torchrun": {"MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE"},
     "horovodrun": {"HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"},

@@ -125,6 +125,7 @@ def open_backend(
         try:
             _shake_hands(backend, agree_on or {})
         except BaseException:
+            # The process group is open already: leave it without waiting for the other ranks.
             backend.close(failed=True)
             raise
     return backend
@@ -133,8 +134,8 @@ def open_backend(
 def _check_descriptors(world: World) -> None:
     """Raise InputError if this process cannot open the files and sockets that it needs.
 
-    Raises the soft limit up to the hard limit first. A library that runs out of descriptors hangs,
-    or fails with an unrelated message. Not collective.
+    Increases the soft limit if the hard limit allows it. A library that runs out of descriptors
+    hangs, or fails with an unrelated message. Not collective.
     """
     wanted = 64 + 2 * world.size if world.size > 1 else 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

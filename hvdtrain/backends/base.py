@@ -156,6 +156,7 @@ class Backend(ABC):
         Raises InputError if there is none: torch's own would crash on a CPU, or silently normalize
         each rank's batch alone.
         """
+        # The exact type: a subclass may behave differently.
         layers = {n: m for n, m in model.named_modules() if type(m) is nn.SyncBatchNorm}
         if not layers:
             return
@@ -329,6 +330,7 @@ class Backend(ABC):
         shared = False
         if isinstance(error, HvdtrainError):
             error.in_step, shared = True, error.everywhere
+        # Every rank leaves its block by a shared error: they can still wait for each other.
         self.close(failed=not shared)
         if self.world.size > 1 and is_mpi(self.world) and failure.exit_code(error) != 0:
             failure.end_job(self.world, known or error)
@@ -387,6 +389,7 @@ class Backend(ABC):
         with torch.no_grad():
             for dtype, buffers in by_dtype.items():
                 flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+                # Integer buffers, such as num_batches_tracked, have no exact mean.
                 if self.options.buffers == "average" and dtype.is_floating_point:
                     flat = self.all_reduce(flat, "mean")
                 else:
@@ -425,6 +428,7 @@ def pick_device(world: World, wanted: str) -> torch.device:
     Raises InputError for an unknown device, and if the GPUs are too few for the host's ranks.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # Neither falling back to the CPU nor sharing a GPU would be what the user expects.
     if wanted == "auto" and 0 < count < world.local_size:
         raise InputError(
             f"{world} sees {count} GPUs for the {world.local_size} ranks of its host; say "

@@ -154,7 +154,8 @@ class C10d(Backend):
     def barrier(self) -> None:
         """[all] Wait for all ranks. The errors of Gloo and shm name the ranks that were late."""
         if self.transport == "gloo":
-            # dist.barrier over Gloo times out without naming the missing ranks.
+            # dist.barrier over Gloo times out without naming the missing ranks; with
+            # wait_all_ranks this one names all of them, not only the first.
             dist.monitored_barrier(
                 timeout=timedelta(seconds=self.options.timeout_s), wait_all_ranks=True
             )

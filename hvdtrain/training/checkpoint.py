@@ -221,7 +221,7 @@ def _put_in_place(staging: Path, final: Path) -> None:
         if replaces:
             trash.rename(final)
         raise
-    _sync(final.parent)
+    _sync(final.parent)  # only this makes the rename survive a power failure
     shutil.rmtree(trash, ignore_errors=True)
 
 

@@ -45,6 +45,7 @@ class Mean:
             for name, sums in self._sums.items()
         }
         everyone = backend.all_gather_object(mine)
+        # Every rank sums in rank order: all get the same bits.
         names = dict.fromkeys(name for part in everyone for name in part)
         means = {}
         for name in names:
@@ -58,11 +59,13 @@ def fingerprint(state: Mapping[str, object]) -> str:
     the order of their names.
     """
     digest = hashlib.sha256()
+    # A compiled model has the same fingerprint as the plain one.
     plain = {uncompiled(name): value for name, value in state.items()}
     for name in sorted(plain):
         value = plain[name]
         if not isinstance(value, Tensor):
             continue
+        # A lazily conjugated or negated view has other bytes in memory than its values.
         data = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         digest.update(f"{name} {data.dtype} {tuple(data.shape)}\n".encode())
         digest.update(data.reshape(-1).view(torch.uint8).numpy().data)

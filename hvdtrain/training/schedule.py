@@ -60,4 +60,5 @@ def build_schedule(
             return float(config.step_factor**drops)
         return 1.0
 
+    # The constructor of LambdaLR takes one step, to `start_step`.
     return LambdaLR(optimizer, factor, last_epoch=start_step - 1)

@@ -60,6 +60,7 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any
     """
     trainer: dict[str, Any] = checkpoint.load(path, "trainer")
     try:
+        # The model may be compiled, and an old checkpoint may have the names of a compiled one.
         names = {uncompiled(name): name for name in model.state_dict()}
         saved = checkpoint.load(path, "model").items()
         model.load_state_dict({names.get(uncompiled(k), k): v for k, v in saved})

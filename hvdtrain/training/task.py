@@ -253,6 +253,7 @@ def _load_file(name: str) -> ModuleType:
     _add_to_path(path.parent)
     importlib.invalidate_caches()
     spec = importlib.util.find_spec(path.stem)
+    # Loader processes import the module by its name: the name must lead to this very file.
     if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
         if known is not None:
             sys.modules[path.stem] = known

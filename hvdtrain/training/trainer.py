@@ -289,7 +289,7 @@ class Trainer:
         metrics: dict[str, float] | None = None
         while self.position.step < self.ledger.total_steps:
             metrics = self._run_epoch()
-        if metrics is None:
+        if metrics is None:  # resumed from the last step: there was none to take
             metrics = self._evaluate()
         self._save()
         digest = self._agreed_fingerprint()
@@ -299,7 +299,7 @@ class Trainer:
             self._run_dir.finish(
                 "finished", metrics=metrics, params_sha256=digest, last_step=self.position.step
             )
-        path = self.backend.broadcast_object(path)
+        path = self.backend.broadcast_object(path)  # rank 0 alone has a run directory
         scores = "".join(f"  eval_{name} {value:.4f}" for name, value in metrics.items())
         self.console.say(
             f"done     {self.position.step} steps{scores}  params_sha256 {digest[:12]}"
@@ -358,6 +358,7 @@ class Trainer:
             if self.on_batch is not None:
                 self.on_batch(batch)
             with self.backend.accumulate(self.net, last=micro == window - 1):
+                # Divided by this window, not by `accumulate`: the last of an epoch may be shorter.
                 with self.precision.autocast():
                     loss = self._checked.loss(self.net, batch) / window
                 self.precision.backward(loss)
