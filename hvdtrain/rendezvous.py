@@ -4,8 +4,8 @@ Process groups, `hvdtrain.hvd` and the transports are built on the store of `ope
 MASTER_ADDR and MASTER_PORT in the environment (torchrun always sets them) the store is at that
 address. Without them rank 0 binds a free port and publishes its address: over MPI under mpirun,
 over the launcher's key-value store under horovodrun. Under srun, which has no such channel, the
-port is derived from the job's id. The store holds a token of the job, so that two jobs on one host
-never connect to each other's store.
+port is derived from the job's id. In these three cases the store holds a token of the job, so that
+two jobs on one host never connect to each other's store.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ _MEETINGS: dict[str, Callable[[World, float], Store]] = {
 
 
 def _await_all(store: Store, world: World, timeout_s: float, deadline: float) -> Store:
-    """Wait for all ranks, and return the store under a new prefix that only these ranks know.
+    """Wait for all ranks, and return the store under a new prefix that only these ranks use.
 
     A key alone proves nothing: torchrun's agent keeps its store when it restarts the ranks, and so
     the keys of dead ranks. Therefore each rank answers rank 0, which uses the latest of its nonces:
