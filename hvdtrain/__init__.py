@@ -1,7 +1,7 @@
 """One training script, any data-parallel engine.
 
-The public names are the list below. Each is loaded on first use, because torch takes seconds to
-import and `import hvdtrain` should not.
+The public names are in the list below. Each is imported on first use: importing torch takes
+seconds, and `import hvdtrain` must not.
 """
 
 from __future__ import annotations

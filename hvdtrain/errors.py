@@ -7,13 +7,13 @@
       WorldMismatch               2   ranks disagree: on the world, configuration or versions
       CheckpointError             2   missing, damaged, or of another model
       TrainingDiverged            3   the loss is not finite
-      WorldError                  4   a peer has gone, or did not come in time
+      WorldError                  4   a peer died, or did not arrive in time
       BuildFailed, CheckFailed    1   of `hvdtrain install-horovod` (see hvdtrain.horovod_build)
 
-An error outside this tree is a bug, ours or the task's: it ends with its traceback and exit code 1;
-one that a task's code raised without the frames of libraries.
-Ctrl-C ends with 130, SIGTERM with 143. Each message says what happened, with the values, and what
-to do, in one line.
+Any other exception is a bug, in hvdtrain or in the task. The command prints its traceback (for an
+exception from a task's code, without the frames of libraries) and ends with exit code 1.
+Ctrl-C ends with 130, SIGTERM with 143. Each message is one line: what happened, with the values,
+and what to do.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from difflib import get_close_matches
 
 
 class HvdtrainError(RuntimeError):
-    """The root of the tree. `exit_code` is what the command ends with."""
+    """The root of the tree. `exit_code` is the exit code of the command."""
 
     exit_code = 1
     everywhere = False
-    """True once every rank raises this same error, so that rank 0 alone needs to print it."""
+    """True if every rank raises this same error, so that rank 0 alone prints it."""
     in_step = False
-    """True where the ranks had met before: others that raise the same do so at about the same time.
+    """True if all ranks had opened the backend before: if several raise this error, they do so at
+    about the same time.
     """
 
 
@@ -46,7 +47,7 @@ class LaunchError(HvdtrainError):
 
 
 class BackendUnavailable(HvdtrainError):
-    """A backend that is not installed, not built, or that this launcher cannot carry."""
+    """A backend that is not installed, not built, or does not work under this launcher."""
 
     exit_code = 2
 
@@ -70,13 +71,13 @@ class TrainingDiverged(HvdtrainError):
 
 
 class WorldError(HvdtrainError):
-    """A peer has gone, or did not come in time."""
+    """A peer died, or did not arrive in time."""
 
     exit_code = 4
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "did you mean 'x'? " for the closest of the known names, whatever its case, or ""."""
+    """Return "did you mean 'x'? " for the closest known name, ignoring case, or ""."""
     by_lower = {other.lower(): other for other in known}
     close = get_close_matches(name.lower(), by_lower, 1)
     return f"did you mean {by_lower[close[0]]!r}? " if close else ""

@@ -1,6 +1,6 @@
-"""Files that are whole at every moment, in folders of their own, and JSON that any reader takes.
+"""Atomic replacement of files, unique folders, and values that every JSON parser accepts.
 
-Imports no torch.
+Used for run directories and reports. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 
 def replace(path: Path, text: str, sync: bool = True) -> None:
-    """Replace a file's content at once. Without `sync` a power cut may still lose it.
+    """Replace a file's content atomically. Without `sync` a power failure may lose the new content.
 
     Raises OSError.
     """
-    fresh = path.with_name(f".{path.name}.new")  # one name, so that killed runs leave no heap
+    fresh = path.with_name(f".{path.name}.new")  # fixed: killed runs leave one such file at most
     with fresh.open("w") as file:
         file.write(text)
         file.flush()
@@ -28,9 +28,9 @@ def replace(path: Path, text: str, sync: bool = True) -> None:
 
 
 def make_folder(path: Path) -> Path:
-    """Make a folder, with a number behind its name where that is taken; return what was made.
+    """Make a folder, with a number appended if the name is taken, and return its path.
 
-    Of two programs that ask at once, each gets its own. Its parent must exist. Raises OSError.
+    Two programs that call at once get different folders. The parent must exist. Raises OSError.
     """
     for number in itertools.count(1):
         numbered = path if number == 1 else path.with_name(f"{path.name}-{number}")
@@ -41,7 +41,7 @@ def make_folder(path: Path) -> Path:
 
 
 def finite(value: Any) -> Any:
-    """Copy `value` with "inf" and "nan" as text, which float() reads: JSON has no such numbers."""
+    """Copy `value` with inf and nan as text, which float() reads back: JSON has no such numbers."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

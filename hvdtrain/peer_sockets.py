@@ -2,13 +2,13 @@
 
 Used by the control plane (`hvd.engine.control`) and by the heartbeat (`transports.hosts`).
 
-A port is open to everybody who reaches the address. So nothing is parsed before its sender has
-shown the secret, the greeting has a fixed size, and a stranger costs one descriptor for a few
-seconds:
+Anybody who reaches the address can connect to the port. So no message is parsed before its sender
+has sent the secret, the greeting has a fixed size, and a stranger (a connection that has not
+authenticated) takes one descriptor for a few seconds at most:
 
     client                                          server
       |---- first half of the secret, number -------->|   20 bytes
-      |<--- second half of the secret ----------------|   16 bytes: the client knows the server, too
+      |<--- second half of the secret ----------------|   16 bytes: the server is authentic, too
       |<=== the owner's messages ====================>|
 """
 
@@ -30,7 +30,7 @@ SECRET_BYTES = 32
 LOST_S = 10
 """Seconds without an acknowledgement from a host after which a connection to it fails."""
 _HALF = SECRET_BYTES // 2
-_SIOCOUTQ, _SIOCOUTQNSD = 0x5411, 0x894B  # linux/sockios.h: bytes unacknowledged, bytes not sent
+_SIOCOUTQ, _SIOCOUTQNSD = 0x5411, 0x894B  # linux/sockios.h: bytes unacknowledged, bytes unsent
 _TCPI_PROBES = 3  # linux/tcp.h: the byte of tcp_info that counts unanswered probes
 _NUMBER = struct.Struct("<I")
 _HELLO_BYTES = _HALF + _NUMBER.size
@@ -46,7 +46,7 @@ _UNREACHABLE = (
 
 
 def listen(addresses: Sequence[str]) -> list[socket.socket]:
-    """Listen on a free port of each address. Raises OSError where none can be bound."""
+    """Listen on a free port of each address. Raises OSError if no address can be bound."""
     listeners: list[socket.socket] = []
     why: OSError | None = None
     for address in addresses:
@@ -65,8 +65,9 @@ def accept_peers(
 ) -> dict[int, socket.socket]:
     """Return the authenticated, blocking connections of the expected peers, by number.
 
-    Returns early with all of them, else at the deadline with those that came. A peer that connects
-    again replaces its first connection: it has retried. Every error closes one connection only.
+    Returns early with all of them, else at the deadline with those that arrived. A peer that
+    connects again has retried: the new connection replaces the first. Every error closes one
+    connection only.
     """
     found: dict[int, socket.socket] = {}
     strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
@@ -91,7 +92,7 @@ def accept_peers(
                             strangers[new] = _Stranger(time.monotonic() + _HELLO_S)
                             selector.register(new, selectors.EVENT_READ)
                         elif strangers:
-                            drop(next(iter(strangers)))  # out of descriptors, perhaps
+                            drop(next(iter(strangers)))  # perhaps the descriptors are used up
                         else:
                             time.sleep(0.05)
                     elif sock in strangers and strangers[sock].has_ended(sock):
@@ -107,6 +108,7 @@ def accept_peers(
                         found[number] = sock
                 now = time.monotonic()
                 late = [sock for sock, stranger in strangers.items() if stranger.deadline <= now]
+                # Close late strangers, and the oldest ones above the limit.
                 surplus = len(strangers) - _MOST_STRANGERS - len(expected)
                 for sock in dict.fromkeys([*late, *list(strangers)[: max(0, surplus)]]):
                     drop(sock)
@@ -121,7 +123,7 @@ def accept_peers(
 
 
 def connect(place: tuple[str, int], secret: bytes, number: int, timeout_s: float) -> socket.socket:
-    """Connect as peer `number`. Raises OSError unless the server answers with its half in time."""
+    """Connect as peer `number`. Raises OSError unless the server sends its half in time."""
     deadline = time.monotonic() + timeout_s
     sock = socket.create_connection(place, timeout_s)
     try:
@@ -143,10 +145,10 @@ def connect(place: tuple[str, int], secret: bytes, number: int, timeout_s: float
 
 
 def configure(sock: socket.socket) -> None:
-    """Send small messages at once, and let the connection fail where the other host is lost.
+    """Make a socket blocking, send small messages without delay, and detect the loss of a host.
 
-    Keepalive alone does not: it is not sent while data are unacknowledged, and these are
-    retransmitted for a quarter of an hour.
+    Keepalive alone does not detect it: the kernel sends no probe while data are unacknowledged, and
+    retransmits these for a quarter of an hour.
     """
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -163,11 +165,11 @@ def configure(sock: socket.socket) -> None:
 
 
 def spare_stopped_reader(sock: socket.socket) -> None:
-    """Switch the user timeout off while the peer's receive window is closed. Call it every second.
+    """Disable TCP_USER_TIMEOUT while the peer's receive window is closed. Call it every second.
 
-    A process that is stopped does not read, so its window closes. Its host answers the probes, but
-    Linux counts the time towards TCP_USER_TIMEOUT all the same. Data that cannot be sent because
-    the link is down look alike, but there the probes stay unanswered.
+    A stopped process (SIGSTOP) does not read, so its window closes. Its host answers the window
+    probes, but Linux counts the time towards TCP_USER_TIMEOUT all the same. With the link down the
+    data remain unsent as well, but then the probes stay unanswered.
     """
     if not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
@@ -177,6 +179,7 @@ def spare_stopped_reader(sock: socket.socket) -> None:
             for request in (_SIOCOUTQ, _SIOCOUTQNSD)
         )
         probes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[_TCPI_PROBES]
+        # Nothing is in flight, but there are data to send: the window is closed.
         timeout_s = 0 if unsent and unsent == queued and probes <= 1 else LOST_S
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_s * 1000)
 
@@ -187,7 +190,10 @@ def is_unreachable(error: OSError) -> bool:
 
 
 def route_source(host: str) -> str | None:
-    """Return this host's own address on its route to another, None without one. Sends nothing."""
+    """Return this host's address on its route to `host`. Sends nothing.
+
+    Returns None without a route, and for a route over the loopback interface.
+    """
     with suppress(OSError):
         family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -206,7 +212,7 @@ class _Stranger:
         self.hello = bytearray()
 
     def has_ended(self, sock: socket.socket) -> bool:
-        """Read what is there; return whether the greeting is complete, or never will be."""
+        """Read what has arrived; return whether the greeting is complete or the peer has closed."""
         try:
             data = sock.recv(_HELLO_BYTES - len(self.hello))
         except BlockingIOError:

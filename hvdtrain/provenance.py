@@ -1,4 +1,7 @@
-"""What a result was made with: versions, variables, commit and time. Imports no torch."""
+"""The provenance that is stored with every result: versions, variables, commit and time.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _VARIABLES = tuple(
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of what takes part, as far as it is installed."""
+    """Return the versions of Python and of the installed packages that a result may depend on."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -28,12 +31,15 @@ def versions() -> dict[str, str]:
 
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that can change how a run goes."""
+    """Return the environment variables that can affect a run."""
     return {name: env[name] for name in sorted(env) if name.startswith(_VARIABLES)}
 
 
 def commit() -> str | None:
-    """The commit of the checkout that hvdtrain runs from, "+" if it has changes; None elsewhere."""
+    """Return the commit of the checkout that hvdtrain runs from, with "+" if it has changes.
+
+    Returns None outside a checkout, and if git does not answer.
+    """
     root = Path(__file__).resolve().parents[1]
 
     def git(*line: str) -> str:
@@ -52,5 +58,5 @@ def commit() -> str | None:
 
 
 def now() -> str:
-    """UTC, to the second, in ISO 8601."""
+    """Return the time in UTC, to the second, in ISO 8601."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,10 +1,11 @@
-"""One c10d store, whatever the launcher.
+"""Rendezvous: one c10d store for all ranks of a job, under any launcher.
 
-With MASTER_ADDR and MASTER_PORT in the environment (torchrun always sets them) the store is there.
-Without them rank 0 binds a port that the system picks, and then publishes where it is: over MPI
-under mpirun, over the launcher's key-value store under horovodrun. Under srun, which has no such
-channel, the port follows from the job's id. The store carries a token of the job, so that two jobs
-on one host never take each other's.
+Process groups, `hvdtrain.hvd` and the transports are built on the store of `open_store`. With
+MASTER_ADDR and MASTER_PORT in the environment (torchrun always sets them) the store is at that
+address. Without them rank 0 binds a free port and publishes its address: over MPI under mpirun,
+over the launcher's key-value store under horovodrun. Under srun, which has no such channel, the
+port is derived from the job's id. In these three cases the store holds a token of the job, so that
+two jobs on one host never connect to each other's store.
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ _TOKEN = "hvdtrain/token"
 _MESSAGE_BYTES = 1024  # what rank 0 publishes: addresses, port, token
 _SLURM_PORTS = range(20000, 28000)
 _SLURM_TRIES = 8
-# How the libraries introduce themselves that a launcher's ranks cannot be on.
+# For each launcher: how the version texts of MPI libraries begin that cannot join its job.
 _OTHER_MAKES: dict[str, str | tuple[str, ...]] = {
     "openmpi": ("MPICH", "Intel", "MVAPICH"),
     "mpich": "Open MPI",
     "mvapich": "Open MPI",
 }
-_ANSWER_S = 3.0  # a store answers at once; a server that is none may never
-_REFUSED_S = 3.0  # what listens before the ranks start, and refuses for so long, has ended
-_NAMES_S = 10.0  # the name of a container that has just started may not be known yet
+_ANSWER_S = 3.0  # a store answers at once; any other server may never answer
+_REFUSED_S = 3.0  # a server older than the ranks that refuses for this long has ended
+_NAMES_S = 10.0  # the name of a container that has just started may not resolve yet
 _MOST_ADDRESSES = 8  # so that they fit into the message
 
 
 def open_store(world: World, timeout_s: float, part: str = "") -> Store:
-    """Meet all ranks in one store. Collective: every rank calls, and leaves once all have come.
+    """Open one store for all ranks. Collective: it returns once every rank has called it.
 
-    `part` tells worlds apart that are parts of the launcher's, and meet in the same store.
+    `part` is a key prefix: worlds that are parts of the launcher's world share one store.
 
-    The store answers for `timeout_s` seconds before it gives up, and has a name space of its own
-    for every call, so that a process may open one after another. Raises WorldError naming the
-    missing ranks, LaunchError for two processes of one rank.
+    The operations of the store time out after `timeout_s` seconds. Every call gets a new name
+    space, so that a process may open one store after another. Raises WorldError with the missing
+    ranks, and LaunchError if two processes have the same rank.
     """
     end_with_launcher(world)
     deadline = time.monotonic() + timeout_s
@@ -85,14 +86,14 @@ def open_store(world: World, timeout_s: float, part: str = "") -> Store:
 
 
 def load_mpi(world: World) -> Any:
-    """Join MPI through `mpi4py.MPI`, and check that it sees this world. Collective under mpirun.
+    """Initialise MPI through `mpi4py.MPI`, and check its rank and size. Collective under mpirun.
 
-    Raises BackendUnavailable without mpi4py, WorldMismatch where its MPI library is not the
+    Raises BackendUnavailable without mpi4py, and WorldMismatch if its MPI library is not the
     launcher's.
     """
     try:
-        # The import alone would join MPI, and Open MPI's library ends a process that another make's
-        # mpiexec has started, before anybody could say why.
+        # By default the import calls MPI_Init, and Open MPI's library then ends a process that
+        # another MPI's mpiexec has started. The check of the library below must come first.
         settings = import_module("mpi4py").rc
         settings.initialize, settings.finalize = False, True
         mpi = import_module("mpi4py.MPI")
@@ -120,7 +121,7 @@ def load_mpi(world: World) -> Any:
     return mpi
 
 
-# The address is given
+# MASTER_ADDR and MASTER_PORT are set
 
 
 def _has_address() -> bool:
@@ -152,7 +153,7 @@ def _at_address(world: World, deadline: float) -> Store:
 
 
 def _agent_keeps_store(world: World) -> bool:
-    """Whether torchrun's agent serves the store, from before the ranks start until they end."""
+    """Return whether torchrun's agent serves the store, from before until after its ranks run."""
     return world.launcher == "torchrun" and (
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     )
@@ -172,11 +173,11 @@ def _check_resolves(host: str, deadline: float) -> None:
 
 
 def _over_mpi(world: World, deadline: float) -> Store:
-    """Publish with one non-blocking broadcast, so that a late rank meets a timeout."""
+    """Publish by one MPI_Ibcast: it can be polled, so that a missing rank 0 ends in a timeout."""
     mpi = load_mpi(world)
 
     def broadcast(message: bytes) -> bytes:
-        if not _broadcast:  # once in a process: a second call goes on with what the first began
+        if not _broadcast:  # once per process: a later call reads the same broadcast
             buffer = bytearray(message.ljust(_MESSAGE_BYTES))
             _broadcast.extend((mpi.COMM_WORLD.Ibcast([buffer, mpi.BYTE], root=0), buffer))
         request, buffer = _broadcast
@@ -189,7 +190,7 @@ def _over_mpi(world: World, deadline: float) -> Store:
 
 
 def _over_horovodrun(world: World, deadline: float) -> Store:
-    """Publish in the key-value store, over HTTP, that horovodrun keeps for its Gloo ranks."""
+    """Publish in the HTTP key-value store that horovodrun serves for its Gloo ranks."""
     names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:
@@ -222,15 +223,15 @@ def _is_refusal(error: OSError) -> bool:
     return isinstance(getattr(error, "reason", error), ConnectionRefusedError)
 
 
-_broadcast: list[Any] = []  # the request and its buffer
+_broadcast: list[Any] = []  # the MPI request and its buffer, which must outlive it
 _published: dict[str, TCPStore] = {}
 
 
 def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) -> Store:
-    """Serve on rank 0 and connect on the others; `exchange` carries rank 0's message to all.
+    """Serve the store on rank 0, connect on the others; `exchange` sends rank 0's message to all.
 
-    Rank 0 serves one store as long as it lives, so that ranks which do not open equally often, as
-    some have failed, meet there all the same.
+    Rank 0 serves one store until its process ends. So ranks meet there even if they have opened it
+    a different number of times, because some of the openings failed.
     """
     if world.rank == 0:
         store = _published.get(world.launcher)
@@ -248,8 +249,8 @@ def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) 
 
 
 def _over_slurm(world: World, deadline: float) -> Store:
-    """Serve on the first free of a few ports that follow from the job; connect where the token is
-    the job's.
+    """Serve at the first free of a few ports that are derived from the job's id; connect to the
+    store with the job's token.
     """
     env = os.environ
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "")
@@ -263,7 +264,7 @@ def _over_slurm(world: World, deadline: float) -> Store:
     for port in ports:
         try:
             store = _serve(port, deadline)
-        except dist.DistNetworkError:  # taken: the others look on too, and tell by the token
+        except dist.DistNetworkError:  # in use: the others try the next port too
             if _token_at("localhost", port) == token:
                 raise LaunchError(
                     f"two processes say that they are rank 0 of step {token} ({world.source})"
@@ -278,8 +279,8 @@ def _over_slurm(world: World, deadline: float) -> Store:
 
 
 def _slurm_ports(reserved: str, token: str) -> list[int]:
-    """`srun --resv-ports` gives "12000-12003"; otherwise a few ports that only this step should
-    pick.
+    """Return the ports of `srun --resv-ports`, such as "12000-12003"; without it, a few ports by a
+    hash of the job step's id, so that other steps most likely use others.
     """
     if reserved:
         match = re.match(r"(\d+)(?:-(\d+))?(,|$)", reserved)
@@ -300,14 +301,14 @@ _MEETINGS: dict[str, Callable[[World, float], Store]] = {
 }
 
 
-# Parts
+# All ranks meet in the store
 
 
 def _await_all(store: Store, world: World, timeout_s: float, deadline: float) -> Store:
-    """Wait until every rank is here, and return a new name space that only they know.
+    """Wait for all ranks, and return the store under a new prefix that only these ranks use.
 
-    A key alone proves nothing: torchrun's agent keeps its store when it restarts the ranks, and
-    with it the keys of the dead. So each rank answers rank 0, which takes the latest of each:
+    A key alone proves nothing: torchrun's agent keeps its store when it restarts the ranks, and so
+    the keys of dead ranks. Therefore each rank answers rank 0, which uses the latest of its nonces:
 
         rank r                            rank 0
         set here/r = nonce           ->
@@ -333,14 +334,14 @@ def _await_all(store: Store, world: World, timeout_s: float, deadline: float) ->
 
 
 def _gather(store: Store, world: World, nonce: str, deadline: float) -> tuple[str, list[int]]:
-    """Rank 0's side: return the meeting's id and the ranks that did not answer in time."""
+    """Run rank 0's side. Return the meeting's id and the ranks that did not answer in time."""
     meeting = uuid.uuid4().hex
     ranks = range(world.size)
     here, answers = ([f"{prefix}here/{rank}" for rank in ranks] for prefix in ("", f"{meeting}/"))
     store.set(answers[0], nonce)
     for keys, nothing in ((here, "absent"), (answers, "silent")):
         for key in keys:
-            store.compare_set(key, "", nothing)  # multi_get would wait for a missing key
+            store.compare_set(key, "", nothing)  # multi_get blocks on a missing key
     invited = {b"absent"}
     for _ in _until(deadline):
         values = store.multi_get(here + answers)
@@ -355,12 +356,12 @@ def _gather(store: Store, world: World, nonce: str, deadline: float) -> tuple[st
 
 
 def _join(store: Store, world: World, nonce: str, deadline: float) -> tuple[str, list[int]]:
-    """The other ranks' side of `_gather`."""
+    """Run the side of all other ranks. Return what `_gather` returns."""
     invitation, meeting = f"meeting/{nonce}", ""
     for _ in _until(deadline, pause_s=0.02):
         if meeting and store.check([f"{meeting}/begin"]):
             return meeting, []
-        # Again each time: a rank 0 that was restarted meanwhile invites to another meeting.
+        # Read again each time: a restarted rank 0 invites to a new meeting.
         newest = store.get(invitation).decode() if store.check([invitation]) else ""
         if newest != meeting:
             meeting = newest
@@ -374,8 +375,8 @@ def _join(store: Store, world: World, nonce: str, deadline: float) -> tuple[str,
 
 
 def _check_only_one(store: Store, world: World) -> None:
-    """Raise LaunchError for the second process of a rank, in a store as old as the ranks."""
-    # With something random: two containers may have the same host name and process id.
+    """Raise LaunchError in the second process of a rank. Not for a store older than the ranks."""
+    # _ME is random: two containers may have the same host name and process id.
     me = f"{socket.gethostname()}:{os.getpid()} {_ME}"
     other = store.compare_set(f"who/{world.rank}", "", me).decode()
     if other != me:
@@ -386,13 +387,13 @@ def _check_only_one(store: Store, world: World) -> None:
 
 
 _ME = uuid.uuid4().hex
-# Kept to the end of the process: a rank that opens a second time may come back to a fixed port
-# before rank 0 does.
+# Served until the process ends: when a store is opened again at a fixed port, another rank may
+# connect before rank 0 has called `_serve`.
 _serving: dict[int, TCPStore] = {}
 
 
 def _serve(port: int, deadline: float) -> TCPStore:
-    """Serve at `port`; any free one for 0. Raises DistNetworkError where it is taken."""
+    """Serve a store at `port`, or any free port for 0. Raises DistNetworkError if it is in use."""
     if port not in _serving:
         timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
         store = TCPStore("localhost", port, is_master=True, timeout=timeout, wait_for_workers=False)
@@ -479,14 +480,17 @@ _attempts: dict[tuple[str, int], _Attempt] = {}
 
 
 def store_hosts(store: Store) -> list[str]:
-    """Return the name under which this process has reached a store; none if it is no TCPStore."""
+    """Return the host name that this process used to reach a store; [] if it is no TCPStore."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return [store.host] if isinstance(store, TCPStore) else []
 
 
 def own_addresses(world: World) -> list[str]:
-    """Where the other ranks may reach this host, the likeliest first."""
+    """Return the addresses at which other ranks may reach this host, the likeliest first.
+
+    Raises LaunchError if it has none.
+    """
     if world.one_host:
         return ["localhost", "127.0.0.1"]
     name = socket.gethostname()
@@ -495,9 +499,9 @@ def own_addresses(world: World) -> list[str]:
         infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         addresses += [str(info[4][0]) for info in infos]
     except OSError:
-        pass  # a host that does not know its own name; its route below still helps
-    # No packet is sent: this asks the kernel which own address a route outward has. Both are
-    # reserved for documentation (RFC 5737, RFC 3849).
+        pass  # the host's own name does not resolve; the routes below may still help
+    # connect() on a datagram socket sends no packet: the kernel only picks the source address of
+    # the route. Both targets are reserved for documentation (RFC 5737, RFC 3849).
     for family, outside in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -517,17 +521,17 @@ _reachable_at: list[str] = []
 
 
 def reachable_address() -> str | None:
-    """Where other hosts reach this one, if its own name does not say so. Not collective.
+    """Return the address at which other hosts reach this one, if its host name does not resolve to
+    one; else None. Not collective. Known after `open_store`.
 
-    Debian maps a host's own name to 127.0.1.1, which Gloo would tell the others. Known once
-    `open_store` has met them.
+    Debian maps a host's own name to 127.0.1.1, and Gloo would publish that address.
     """
     return _reachable_at[0] if _reachable_at else None
 
 
 def _find_address(store: Store, world: World) -> None:
-    """Find `reachable_address`: the end of a route to the store, or to a rank that has reached it.
-    Collective.
+    """Find `reachable_address`: the source address of a route to the store, or to a rank that has
+    such a route. Collective.
     """
     if world.one_host:
         return
@@ -538,12 +542,12 @@ def _find_address(store: Store, world: World) -> None:
     own = socket.gethostname()
     with suppress(OSError):
         if not all(_is_local(str(info[4][0])) for info in socket.getaddrinfo(own, None)):
-            mine = ""  # as Gloo has it
+            mine = ""  # Gloo finds a usable address by the name
     _reachable_at[:] = [mine] if mine else []
 
 
 def _address_toward(host: str) -> str:
-    """Return the own address of a route to a host; empty for a loopback, or without a route."""
+    """Return this host's address on its route to `host`; "" for a local one, or without a route."""
     with suppress(OSError):
         for family, kind, _, _, where in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe:  # connecting sends no packet
@@ -554,7 +558,7 @@ def _address_toward(host: str) -> str:
 
 
 def _is_local(address: str) -> bool:
-    """Whether this means another host elsewhere. Debian maps a host's own name to 127.0.1.1."""
+    """Return whether other hosts cannot use an address: loopback, link-local or unspecified."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:
@@ -571,8 +575,8 @@ def _until(deadline: float, pause_s: float = 0.01) -> Iterator[None]:
 
 
 def _http(request: urllib.request.Request) -> bytes:
-    """The answer's body; empty where the key is not there yet. Raises OSError without an answer."""
-    # The store is the launcher's own: a proxy from the environment must not come between.
+    """Return the answer's body; b"" for a key that does not exist yet. Raises OSError."""
+    # The store is the launcher's own: ignore the proxies of the environment.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=10) as response:

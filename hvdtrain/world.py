@@ -1,8 +1,8 @@
-"""World: who this process is, read from what its launcher put into the environment.
+"""World: a process's rank, size and host, read from its launcher's environment variables.
 
-`detect(env)` is a pure function of a mapping: nothing is imported, started or written. A launcher
-is a row of `LAUNCHERS`. A partial row, or two rows that contradict each other, is an error that
-names the variables; it is never a silent world of one.
+Every command and every backend starts from `detect(env)`. It is a pure function of a mapping:
+nothing is imported, started or written. A launcher is a row of `LAUNCHERS`. A partial row, or two
+rows that contradict each other, is an error that names the variables, never a silent world of one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hvdtrain.errors import LaunchError
 
 @dataclass(frozen=True)
 class World:
-    """The facts of one process among `size`.
+    """The place of one process among the `size` ranks of a job.
 
     `cross_rank` and `cross_size` number the hosts; horovodrun counts only those that have this
-    local rank. Open MPI, MPICH and MVAPICH do not tell them; there they follow from equally filled
-    hosts in rank order, which is what these launchers do by default.
+    local rank. Open MPI, MPICH and MVAPICH do not set them: they are then computed for equally
+    filled hosts in rank order, the default of these launchers.
     """
 
     rank: int = 0
@@ -32,15 +32,15 @@ class World:
     cross_size: int = 1
     launcher: str = "none"
     source: str = "no launcher's variables are set"
-    """Which variables, with their values, these facts were read from."""
+    """The variables, with their values, that the fields were read from."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}/{self.size}"
 
     @property
     def started_by(self) -> str:
-        """How messages name the launcher. `horovodrun --mpi` sets nothing that would tell it from
-        the mpirun that it becomes.
+        """The launcher's name in messages. `horovodrun --mpi` sets no variable that distinguishes
+        it from the mpirun that it executes.
         """
         names = {"none": "no launcher", "openmpi": "mpirun (Open MPI, also by horovodrun --mpi)"}
         return names.get(self.launcher, self.launcher)
@@ -53,7 +53,7 @@ class World:
 
 @dataclass(frozen=True)
 class Launcher:
-    """One row: the variables in which a launcher says who a process is."""
+    """One row: the environment variables that a launcher sets for each rank."""
 
     name: str
     rank: str
@@ -63,28 +63,28 @@ class Launcher:
     cross_rank: str = ""
     cross_size: str = ""
     required: tuple[str, ...] = ()
-    """Variables that this launcher also always sets, so that one missing is a partial environment.
-    """
+    """Further variables that this launcher always sets: without one, the environment is partial."""
     proof: str = ""
-    """A variable that users who set the others by hand do not set."""
+    """A variable that the launcher sets, and users who set the others by hand do not."""
     agents: bool = False
-    """It may start one agent per host, which then starts the ranks (`srun torchrun ...`), or the
-    daemons of another launcher, so that its own rank and size may be those of the agents.
+    """Whether it may start one agent per host, which then starts the ranks (`srun torchrun ...`),
+    or the daemons of another launcher. Its own rank and size are then those of the agents.
     """
     is_mpi: bool = False
     shares_terminal: bool = False
-    """The ranks write to the user's own terminal. Others forward lines, though some (Open MPI) by
-    way of a pseudo-terminal, which looks like one."""
+    """Whether the ranks write to the user's own terminal. Other launchers forward lines, some (Open
+    MPI) through a pseudo-terminal, for which isatty() is true as well.
+    """
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The variables that make a process one of this launcher's."""
+        """The variables that identify a rank of this launcher."""
         return (self.rank, self.size, self.local_rank, self.local_size)
 
 
-# Innermost first: the one that can run inside another comes before it. torchrun is started by
-# mpirun or srun (one agent a host), horovodrun and mpirun by srun. MVAPICH may be started by Hydra,
-# which also sets MPICH's variables.
+# Innermost first: a launcher that can run inside another comes before it. torchrun is started by
+# mpirun or srun (one agent per host), horovodrun and mpirun by srun. MVAPICH may be started by
+# Hydra, which also sets MPICH's variables.
 LAUNCHERS = (
     Launcher(
         "torchrun",
@@ -108,7 +108,7 @@ LAUNCHERS = (
         "HOROVOD_CROSS_SIZE",
         required=("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"),
     ),
-    Launcher(  # horovodrun --mpi looks like this too, and sets nothing of its own
+    Launcher(  # also horovodrun --mpi, which sets no variable of its own
         "openmpi",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -150,17 +150,17 @@ LAUNCHERS = (
 
 _SRUN = LAUNCHERS[-1]
 
-_MOST_DIGITS = 9  # of a rank or a size
+_MOST_DIGITS = 9  # in a rank or a size; more are certainly a mistake
 
-# Slurm numbers the steps that are no `srun` of the user's (the pending, interactive, batch and
-# extern step) from here.
+# Slurm's step ids from here on are not those of a user's `srun`: they are the pending, interactive,
+# batch and extern steps.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 
 
 def detect(env: Mapping[str, str] | None = None) -> World:
-    """Say who this process is. Not collective; reads only `env` (`os.environ` when None).
+    """Return the World of this process. Not collective; reads only `env` (`os.environ` when None).
 
-    Raises LaunchError where a launcher's variables are partial, contradictory or not numbers.
+    Raises LaunchError if a launcher's variables are partial, contradictory or not numbers.
     """
     env = os.environ if env is None else env
     found = [world for row in LAUNCHERS if (world := _read(row, env)) is not None]
@@ -178,19 +178,19 @@ def detect(env: Mapping[str, str] | None = None) -> World:
 
 
 def is_mpi(world: World) -> bool:
-    """Whether an MPI launcher started this process, so that MPI_Init joins it to the others."""
+    """Return whether an MPI launcher started this process, so that MPI_Init joins its peers."""
     return any(row.is_mpi for row in LAUNCHERS if row.name == world.launcher)
 
 
 def shares_terminal(world: World) -> bool:
-    """Whether what looks like a terminal to this process is the user's."""
+    """Return whether a stdout for which isatty() is true is the user's own terminal."""
     rows = [row for row in LAUNCHERS if row.name == world.launcher]
     return all(row.shares_terminal for row in rows)
 
 
 def rank_variable(world: World, env: Mapping[str, str] | None = None) -> str | None:
-    """The `NAME=value` by which the ranks that a real launcher starts differ from its own process;
-    None where none has started this one.
+    """Return the `NAME=value` that a launcher sets in its ranks but not in its own process; None if
+    no launcher started this process.
     """
     env = os.environ if env is None else env
     for row in LAUNCHERS:
@@ -200,6 +200,7 @@ def rank_variable(world: World, env: Mapping[str, str] | None = None) -> str | N
 
 
 def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
+    """Return the World that one launcher's variables describe; None if it has set none of them."""
     if row is _SRUN:
         if not _is_srun_task(env):
             return None
@@ -217,6 +218,7 @@ def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
             f"{', '.join(missing)} missing; start the job with {row.name}, or set or unset them all"
         )
     rank, size, local_rank, local_size = (_number(env, name) for name in row.variables)
+    # For launchers that set no cross variables: equally filled hosts, in rank order.
     cross_rank = rank // local_size if local_size else 0
     cross_size = -(-size // local_size) if local_size else 0
     if row.cross_rank in env and row.cross_size in env:
@@ -236,10 +238,11 @@ def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
 
 
 def presume(env: Mapping[str, str] | None = None) -> World:
-    """Guess who this process is where `detect` has raised LaunchError, so that the ranks of a host
-    need not all say so. Not collective; never raises.
+    """Guess the World of this process after `detect` raised LaunchError, so that not every rank of
+    a host has to print the error. Not collective; never raises.
 
-    The largest numbers of any launcher: one left over from another job says the same on every rank.
+    Take the largest rank of any launcher: variables left over from another job are equal on all
+    ranks.
     """
     env = os.environ if env is None else env
     ranks, local_ranks = [0], [0]
@@ -265,7 +268,7 @@ def _number_or_zero(env: Mapping[str, str], name: str) -> int:
 
 
 def _consistent(inner: World, outer: World) -> bool:
-    """Whether `outer` can have started what `inner` describes.
+    """Return whether the launcher of `outer` can have started the process that `inner` describes.
 
     Either both number the same ranks, or `outer` is a world of one, or it started one agent per
     host.
@@ -276,8 +279,8 @@ def _consistent(inner: World, outer: World) -> bool:
     if not row.agents:
         return False
     if row is _SRUN and inner.launcher != "torchrun":
-        return True  # mpirun and horovodrun reach other hosts by `srun`: these are their daemons'
-    # Not the ranks: torchrun numbers its agents in the order in which they meet.
+        return True  # mpirun and horovodrun start daemons by `srun`: `outer` is a daemon's
+    # Ranks cannot be compared: torchrun numbers its agents in the order of their arrival.
     return inner.cross_size == outer.size
 
 
@@ -285,18 +288,18 @@ def _consistent(inner: World, outer: World) -> bool:
 
 
 def _is_srun_task(env: Mapping[str, str]) -> bool:
-    """Whether this is a task of a step, not the shell of `salloc` or `sbatch`, which has SLURM_*
-    too, SLURM_PROCID included.
+    """Return whether this is a task of a job step. The shell of `salloc` or `sbatch` has SLURM_*
+    variables too, SLURM_PROCID included.
     """
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
     return step.isdigit() and int(step) < _SLURM_SPECIAL_STEPS
 
 
 def _srun_facts(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the srun row, taken from the step's own where Slurm sets them.
+    """Return the variables of the srun row, with the job step's values where Slurm sets these.
 
-    SLURM_NTASKS and SLURM_TASKS_PER_NODE may be the allocation's. The tasks per node come as
-    "2(x3),1": the local size is this node's entry.
+    SLURM_NTASKS and SLURM_TASKS_PER_NODE may describe the whole allocation. Tasks per node have the
+    form "2(x3),1": the local size is this node's entry.
     """
     facts = dict(env)
     for name, step_name in (
@@ -314,7 +317,7 @@ def _srun_facts(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """Expand Slurm's "2(x3),1" into [2, 2, 2, 1]; an empty list where it is something else."""
+    """Expand Slurm's "2(x3),1" into [2, 2, 2, 1]; an empty list for any other text."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -325,7 +328,10 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def first_slurm_host(nodelist: str) -> str:
-    """The first host of Slurm's compressed list: "gpu[03-05,9],login1" gives "gpu03"."""
+    """Return the first host of Slurm's compressed list: "gpu[03-05,9],login1" gives "gpu03".
+
+    Raises LaunchError for text in another format.
+    """
     match = re.match(r"(?:[^,\[\]]|\[\w[^\[\]]*\])+(?=,|$)", nodelist.strip())
     if match is None:
         raise LaunchError(f"cannot read the first host of SLURM_STEP_NODELIST={nodelist!r}")

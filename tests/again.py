@@ -1,9 +1,9 @@
-"""`make again`: a second look at the one or two tests that have failed in a run of the suite.
+"""`make again`: repeat the one or two tests that have failed in a run of the suite.
 
-Some 4,000 tests of real processes that race include one that fails once in hundreds of runs, and
-CI must tell that from a fault. Nothing is passed over: more than two are a fault, and so is one
-that fails in any of ten more runs, alone, and anything that the suite has left behind. What passes
-them all is named, to be found and mended: such a test has often been right.
+Among some 4,000 tests of real processes, one may fail once in hundreds of runs because of a race.
+CI must distinguish that from a regression, and hides nothing: it stays red for more than two failed
+tests, for a test that fails again in one of ten runs, and for anything left behind. Tests that pass
+all ten runs are printed, to be investigated: such a failure has often been a real fault.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 CACHE = Path(".pytest_cache")
 STAYED_BEHIND = "hvdtrain/stayed_behind"
-"""In pytest's cache: whether processes or shared memory were there after the last test."""
+"""Key in pytest's cache: whether processes or shared memory were left after the last test."""
 AT_MOST = 2
 RUNS = 10
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Return the exit code."""
     if _record(STAYED_BEHIND) is not False:
         print("no second look: something stayed behind, or the suite did not come to its end")
         return 1
@@ -30,7 +30,7 @@ def main() -> int:
     if not 1 <= len(failed) <= AT_MOST:
         print(f"no second look: {len(failed)} failed tests on record, not 1 to {AT_MOST}")
         return 1
-    # Not in the suite's own cache: the record stays that of the whole run.
+    # A separate cache: the suite's own keeps the record of the whole run.
     command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={CACHE}/again", *failed]
     for run in range(1, RUNS + 1):
         print(f"\nsecond look {run}/{RUNS}: {' '.join(failed)}", flush=True)

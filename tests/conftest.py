@@ -1,4 +1,4 @@
-"""Fixtures, and the police: a test that leaks a variable, a thread, a folder or a process fails."""
+"""Fixtures: pools of live ranks, and leak checks for variables, threads, folders and processes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.ranks import Pool, Ranks
 
 PoolT = TypeVar("PoolT", bound=Pool[Any])
 
-# Tests say `@pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)`. pytest groups tests of
-# one session-scoped parameter, so that one pool at a time is alive.
+# Usage: `@pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)`. pytest groups the tests by
+# the parameter of a session-scoped fixture, so that one pool at a time is alive.
 _ARMS = [
     ("single", 1),
     *(("ddp-torchrun", n) for n in (1, 2, 3)),
@@ -35,7 +35,7 @@ _ARMS = [
     ("compat-mpi", 2),
     ("compat-horovodrun", 2),
 ]
-# What other arms show as well; `make test-all` has them.
+# Arms whose faults other arms show as well: they run in `make test-all` only.
 _ONLY_IN_ALL = [
     ("horovod-gloo", 1),
     ("horovod-gloo", 3),
@@ -53,14 +53,14 @@ TWO_RANKS = [(name, n) for name, n in _ARMS if n == 2]
 
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Live ranks of one arm."""
+    """Yield the live ranks of one arm."""
     with _kept("ranks", Ranks(*request.param)) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def hvd_ranks(request: pytest.FixtureRequest) -> Iterator[HvdRanks]:
-    """Live ranks of one Horovod API, initialised: see tests/hvd/pool.py."""
+    """Yield the live ranks of one Horovod API, initialised: see tests/hvd/pool.py."""
     with _kept("hvd_ranks", HvdRanks(*request.param)) as pool:
         yield pool
 
@@ -78,9 +78,9 @@ def _kept(fixture: str, pool: PoolT) -> Iterator[PoolT]:
 
 @pytest.fixture(autouse=True)
 def _idle_ranks_end(request: pytest.FixtureRequest) -> None:
-    """End live ranks before a test that has none: idle, Horovod's poll every millisecond.
+    """End live ranks before a test that uses none: idle ones of Horovod poll every millisecond.
 
-    Should they be wanted again they start again.
+    A later test that uses them starts them again.
     """
     for fixture, pool in _alive:
         if fixture not in request.fixturenames:
@@ -95,7 +95,7 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
 
 @pytest.fixture(autouse=True)
 def _nothing_leaks() -> Iterator[None]:
-    """Fail a test that leaves the process other than it found it."""
+    """Fail a test that leaves another working folder, other variables, or more threads."""
     environment, folder = dict(os.environ), Path.cwd()
     threads = set(threading.enumerate())
     yield
@@ -104,7 +104,7 @@ def _nothing_leaks() -> Iterator[None]:
         name
         for name in {*environment, *os.environ}
         if environment.get(name) != os.environ.get(name)
-        # pytest's own, and what torch sets at the first optimizer and scikit-learn at its import
+        # set by pytest, by torch with the first optimizer, and by scikit-learn at its import
         and not name.startswith(("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "KMP_"))
     }
     assert not changed, f"environment variables leaked: {changed}"
@@ -114,7 +114,7 @@ def _nothing_leaks() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_stays_behind(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Fail the session if processes or shared memory stay behind; processes hold the ports."""
+    """Fail the session if processes (and so their ports) or shared memory stay behind."""
     shared_before = set(Path("/dev/shm").iterdir())
     _record(pytestconfig, True)
     yield
@@ -126,13 +126,13 @@ def _nothing_stays_behind(pytestconfig: pytest.Config) -> Iterator[None]:
     while (left := set(Path("/dev/shm").iterdir()) - shared_before) and time.monotonic() < deadline:
         time.sleep(0.1)
     for path in [path for path in left if path.name.startswith(("mpich_shm_", "vader_segment."))]:
-        path.unlink(missing_ok=True)  # MPI's own, which it may leave where a rank is killed
+        path.unlink(missing_ok=True)  # MPI leaves it when a rank is killed
         left.remove(path)
-    if "CI" in os.environ:  # elsewhere other programs use it meanwhile
+    if "CI" in os.environ:  # elsewhere, other programs may create some meanwhile
         assert not left, f"shared memory stayed behind: {left}"
     _record(pytestconfig, False)
 
 
 def _record(config: pytest.Config, stayed_behind: bool) -> None:
-    if cache := getattr(config, "cache", None):  # pytest may be told to have none
+    if cache := getattr(config, "cache", None):  # pytest may run without a cache
         cache.set(STAYED_BEHIND, stayed_behind)

@@ -1,4 +1,4 @@
-"""Run a command as its user would, with an outer limit, and leave nothing of it behind."""
+"""Run a command as a user would, with a time limit, and leave none of its processes behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 
-# What a launcher, or a test before this one, may have left in our own environment.
+# Prefixes of variables that a launcher, or an earlier test, may have left in our environment.
 _FOREIGN = tuple(
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_ ROLE_ MASTER_ TORCHELASTIC_ OMPI_ PMIX_ "
     "PMI_ MPI_ MV2_ SLURM_ HOROVOD_ HVDTRAIN_ OMP_ TORCH_".split()
@@ -26,22 +26,22 @@ _FOREIGN = tuple(
 
 @dataclass(frozen=True)
 class Finished:
-    """How a command ended: its exit code, everything it printed, and how long it took."""
+    """The end of a command: its exit code, its whole output, and its duration in seconds."""
 
     code: int
     output: str
     seconds: float
 
     def lines(self, containing: str) -> list[str]:
-        """The lines of the output that contain a text."""
+        """Return the lines of the output that contain a text."""
         return [line for line in self.output.splitlines() if containing in line]
 
 
 def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This environment without any launcher's variables, with the virtual environment first on
-    PATH.
+    """Return this environment without any launcher's variables, and with the virtual environment
+    first on PATH.
 
-    Open MPI refuses root and more ranks than cores unless told otherwise; test machines are both.
+    Open MPI by default refuses to run as root, or more ranks than cores: test machines need both.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     env["PATH"] = f"{BIN}{os.pathsep}{env.get('PATH', '')}"
@@ -52,7 +52,7 @@ def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 class Started(subprocess.Popen[bytes]):
-    """A running command; `marker` tells its processes from others."""
+    """A running command; `marker` is a variable in the environment of all its processes."""
 
     marker: str
 
@@ -63,9 +63,9 @@ def started(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Started, Path]]:
-    """Start a command in a process group of its own; at the end kill what is left of it.
+    """Start a command in a session of its own; at the end of the block, kill what is left of it.
 
-    Yields the process and the file that its output, stdout and stderr together, goes to.
+    Yields the process and the file with its output, stdout and stderr together.
     """
     with tempfile.NamedTemporaryFile(prefix="hvdtrain-test-", suffix=".log") as log:
         marker = f"TEST_COMMAND={uuid.uuid4().hex}"
@@ -83,7 +83,7 @@ def started(
             yield process, Path(log.name)
         finally:
             if process.poll() is None:
-                # mpirun and horovodrun clear what their ranks left in /dev/shm, if they are let.
+                # SIGTERM first: mpirun and horovodrun then remove their ranks' files in /dev/shm.
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(15)
@@ -97,8 +97,8 @@ def run(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Finished:
-    """Run a command to its end. Fails the test, with the output, where it takes longer than
-    `timeout` seconds.
+    """Run a command to its end. Fail the test, with the output, if it takes longer than `timeout`
+    seconds or leaves processes behind.
     """
     begin = time.monotonic()
     with started(command, cwd, env) as (process, log):
@@ -116,7 +116,7 @@ def run(
 
 
 def _stragglers(marker: str) -> dict[int, str]:
-    """What is left of a command that has ended, after a moment of grace."""
+    """Return the processes that a command has left behind; allow them three seconds to end."""
     deadline = time.monotonic() + 3
     while (left := members(marker)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -124,10 +124,10 @@ def _stragglers(marker: str) -> dict[int, str]:
 
 
 def members(marker: str) -> dict[int, str]:
-    """The living processes that a command started, at any depth, with their commands.
+    """Return the live processes that a command has started, at any depth, with their commands.
 
-    Told by a variable in their environment: torchrun's ranks are in sessions of their own, and
-    lose their parent when it is killed.
+    They are found by a variable in their environment: torchrun's ranks are in sessions of their
+    own, and lose their parent when it is killed.
     """
     found = {}
     for entry in Path("/proc").iterdir():
@@ -139,7 +139,7 @@ def members(marker: str) -> dict[int, str]:
 
 
 def descendants(ancestor: int) -> dict[int, str]:
-    """The living processes that descend from `ancestor`, with their commands."""
+    """Return the live processes that descend from `ancestor`, with their commands."""
     parents = {int(e.name): _stat(e) for e in Path("/proc").iterdir() if e.name.isdigit()}
     found: dict[int, str] = {}
     for pid, (state, parent, _, _) in parents.items():
@@ -151,11 +151,13 @@ def descendants(ancestor: int) -> dict[int, str]:
 
 
 def kill(marker: str) -> None:
-    """Kill -9 every process that a command started, all at once.
+    """Kill every process that a command has started, with SIGKILL.
 
-    horovodrun's resource tracker is let: it ends when the others have, and removes semaphores.
+    horovodrun's resource tracker gets ten seconds: it ends after the others, and removes their
+    semaphores.
     """
     deadline = 0.0
+    # Repeated until none is left: a process may fork before it is killed.
     while found := members(marker):
         trackers = {p for p, line in found.items() if "multiprocessing.resource_tracker" in line}
         if set(found) - trackers:
@@ -169,7 +171,7 @@ def kill(marker: str) -> None:
 
 
 def _stat(entry: Path) -> tuple[str, int, int, int]:
-    """State, parent, process group and session of a process."""
+    """Return state, parent, process group and session of a process; a zombie if it has ended."""
     try:
         fields = (entry / "stat").read_text().rpartition(")")[2].split()
         return fields[0], int(fields[1]), int(fields[2]), int(fields[3])

@@ -1,6 +1,6 @@
-"""One process of a rendezvous: opens the store, gives a value and reads everybody's.
+"""One process of a rendezvous: opens the store, writes a value and reads those of all ranks.
 
-`python -m tests.meet TIMEOUT_S VALUE [TIMES]` prints one line of JSON: what it read, or the error.
+`python -m tests.meet TIMEOUT_S VALUE [TIMES]` prints one line of JSON: the values, or the error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     begin = time.monotonic()
     answer: dict[str, object] = {"rank": world.rank}
     try:
-        stores = []  # kept, as a process group keeps its own
+        stores = []  # kept open, as a process group keeps its store
         for meeting in range(int(times[0]) if times else 1):
             store = open_store(world, float(timeout_s))
             stores.append(store)
@@ -35,21 +35,21 @@ def main() -> None:
                 time.sleep(0.01)
         answer["read"] = read
         if world.rank > 0:
-            store.set(f"left/{world.rank}", "")  # waits for no answer
+            store.set(f"left/{world.rank}", "")  # does not wait for an answer
         else:
             left = [f"left/{rank}" for rank in range(1, world.size)]
             store.wait(left, timedelta(seconds=20))
     except HvdtrainError as error:
         answer["error"] = f"{type(error).__name__}: {error}"
     answer["seconds"] = time.monotonic() - begin
-    # One write: print makes two where Python does not buffer, and another rank's between them.
+    # One write(2): an unbuffered print makes two, and another rank may write between them.
     os.write(1, f"{json.dumps(answer)}\n".encode())
 
 
 def _wait_at_gate(timeout_s: float = 40) -> None:
-    """Wait for the processes of the same test, whose imports of torch take how long they will.
+    """Wait until all processes of the test have imported torch, which takes them unequal times.
 
-    TEST_GATE is an empty folder and their number.
+    TEST_GATE is "FOLDER:NUMBER": an empty folder, and the number of processes. Without it, return.
     """
     folder, _, processes = os.environ.get("TEST_GATE", "").rpartition(":")
     deadline = time.monotonic() + timeout_s

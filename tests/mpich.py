@@ -1,4 +1,4 @@
-"""A second MPI for the tests: MPICH, which `make` puts into an environment of its own."""
+"""MPICH, a second MPI for the tests, which `make` installs into an environment of its own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.launching import BIN, ROOT
 
 
 def mpich() -> tuple[Path, dict[str, str]]:
-    """Return the `bin` of an environment with the packages mpich and mpi4py, and variables that
-    give its Python what ours has. Where there is none the test is skipped; in CI it fails.
+    """Return the `bin` of an environment with mpich and mpi4py, and the variables with which its
+    Python also imports our packages. Without such an environment skip the test; fail it in CI.
 
-    mpi4py takes the MPI library of `sys.prefix`, so that the one of ours then finds MPICH's.
+    mpi4py loads the MPI library of `sys.prefix`: our mpi4py, under that Python, loads MPICH's.
     """
     folder = Path(os.environ.get("TEST_MPICH_ENV", ROOT / ".venv-mpich")) / "bin"
     if not (folder / "mpiexec").exists():

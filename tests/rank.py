@@ -21,7 +21,7 @@ def raised(error: BaseException) -> Raised:
 def serve(
     connection: Connection, opened: Callable[[], tuple[S, int]], close: Callable[[S], object]
 ) -> None:
-    """Open the subject, tell the rank, and call on the subject what is sent, until None is."""
+    """Open the subject, send the rank, then call each received function on it, until None."""
     try:
         subject, rank = opened()
     except BaseException as error:

@@ -1,9 +1,16 @@
-"""A pool of live ranks.
+"""Pools of live ranks, on which the tests run their functions.
 
-A rank costs seconds of imports, so the ranks of one arm (a backend under one launcher) stay alive
-for all tests of that arm: started by the real launcher, with the backend open, they wait on a Unix
-socket for functions to call. A pool in which a call failed on some ranks only, or hung, is no
-longer in step; it is killed and started anew. tests/hvd/pool.py has the same for a Horovod API.
+Importing torch takes a rank seconds. So the ranks of one arm (a backend under one launcher) stay
+alive for all tests of that arm: the real launcher starts them, they open the backend and connect to
+a Unix socket. After a call that hung, or failed on some ranks only, the ranks may disagree on the
+next collective: they are killed and started again. tests/hvd/pool.py does this for a Horovod API.
+
+    test                                     rank (tests/rank.py)
+     |<------ rank, or Raised ----------------|   once the backend is open
+     |------- (function, args, kwargs) ------>|
+     |<------ result, or Raised --------------|   repeated for every call
+     |------- None -------------------------->|
+     |<------ None, or Raised ----------------|   once the backend is closed
 """
 
 from __future__ import annotations
@@ -34,7 +41,7 @@ CALL_S = 40.0
 class Arm:
     """A backend, or a Horovod API by its module, under one launcher.
 
-    `{n}` in the command is the number of ranks. `auto` as transport is shm here.
+    `{n}` in the command is the number of ranks. The transport `auto` is shm on one host.
     """
 
     name: str
@@ -67,7 +74,7 @@ ARMS = {
 
 @dataclass(frozen=True)
 class Raised:
-    """What a call ended with on one rank, where that was an exception."""
+    """An exception in a call on one rank, as text."""
 
     kind: str
     text: str
@@ -75,12 +82,12 @@ class Raised:
 
 
 def send(connection: Connection, value: object) -> None:
-    """Send by plain pickle; the connection's own pickler would share tensors, not copy them."""
+    """Send by plain pickle: the pickler of multiprocessing would share tensors, not copy them."""
     connection.send_bytes(pickle.dumps(value))
 
 
 def receive(connection: Connection) -> Any:
-    """Receive what `send` sent. Raises EOFError where the other side is gone."""
+    """Receive a value from `send`. Raises EOFError if the other process has ended."""
     return pickle.loads(connection.recv_bytes())
 
 
@@ -89,13 +96,13 @@ class RankError(AssertionError):
 
 
 def _traces(outcomes: list[Any]) -> str:
-    """The traces of the ranks that raised; empty where none did."""
+    """Return the tracebacks of the ranks that raised; "" if none did."""
     raised = ((rank, out) for rank, out in enumerate(outcomes) if isinstance(out, Raised))
     return "".join(f"\n--- rank {rank}\n{out.trace}" for rank, out in raised)
 
 
 class Pool(Generic[S]):
-    """`n` live ranks of one arm, each with its own subject S open. `run` is collective on them."""
+    """`n` live ranks of one arm, each with an open subject S (a backend, or a Horovod API)."""
 
     entry = "tests.rank"
     env: Mapping[str, str] = {}
@@ -120,7 +127,7 @@ class Pool(Generic[S]):
     def outcomes(
         self, function: Callable[Concatenate[S, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[Any]:
-        """Like `run`, but an exception is returned, as Raised, in its rank's place."""
+        """Like `run`, but return an exception as Raised, in the place of its rank's result."""
         outcomes: list[Any] = [None] * self.n
         try:
             if not self._connections:
@@ -132,11 +139,13 @@ class Pool(Generic[S]):
             self.stop()
             raise
         failed = sum(isinstance(out, Raised) for out in outcomes)
+        # A rank that raised early has left out collectives that the others have called.
         if 0 < failed < self.n:
             self.stop()
         return outcomes
 
     def _receive(self, outcomes: list[Any], what: str) -> None:
+        """Fill in `outcomes` by rank. Raises RankError if a rank hangs or dies."""
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + self.call_s
         while waiting:
@@ -156,6 +165,7 @@ class Pool(Generic[S]):
                     raise RankError(f"rank {rank} died in {what}:\n{self._output()}") from None
 
     def _start(self) -> None:
+        """Start the command, and connect to its ranks. Raises RankError if one does not open."""
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-test-"))
         address = str(Path(folder) / "socket")
         listener = self._stack.enter_context(Listener(address, "AF_UNIX", backlog=self.n))
@@ -163,11 +173,12 @@ class Pool(Generic[S]):
         command = [*arm.line(self.n), self.entry, address, arm.backend, arm.transport]
         env = {**self.env, "HVDTRAIN_TRANSPORT": arm.transport}
         process, self._log = self._stack.enter_context(started(command, env=env))
+        # Listener itself has no timeout.
         socket = listener._listener._socket  # type: ignore[attr-defined]
         deadline = time.monotonic() + START_S
         by_rank: dict[int, Connection] = {}
         while len(by_rank) < self.n:
-            socket.settimeout(0.5)
+            socket.settimeout(0.5)  # to notice a launcher that ends early
             try:
                 connection = listener.accept()
             except TimeoutError:
@@ -195,7 +206,7 @@ class Pool(Generic[S]):
         self._stack = contextlib.ExitStack()
 
     def close(self) -> None:
-        """Let the ranks close what they opened and end, and make sure that they did."""
+        """Let the ranks close their subject and end. Raises RankError if one does not."""
         if not self._connections:
             return
         for connection in self._connections:

@@ -1,7 +1,7 @@
-"""The command line: what it takes, where values come from, and one line for each mistake.
+"""The command line: its options, the sources of their values, and one line for each mistake.
 
-A torch import costs seconds, so the cases share processes: `Lines` runs many command lines in one,
-each forked off where torch is loaded already.
+Importing torch takes seconds, so the cases share a process: `Lines` runs each command line in a
+fork of a server that has imported torch already.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.launching import Finished, clean_env, run, started
 HVDTRAIN = [sys.executable, "-m", "hvdtrain"]
 QUICK = ["--task", "mlp", "--set", "samples=64", "--max-steps", "1", "--threads", "1"]
 
-# Runs each command line that it reads in a fork of its own: a fresh process, but for the imports.
+# Forks a new process, with torch imported already, for each command line that it reads.
 SERVER = """
 import json, os, sys, tempfile
 import hvdtrain.cli, hvdtrain.training.trainer, hvdtrain.tasks.digits, hvdtrain.tasks.mlp
@@ -73,11 +73,11 @@ class Lines:
         return Finished(code, output, 0.0)
 
     def files(self) -> list[Path]:
-        """What is in the folder, but for what Python keeps of a task's module."""
+        """Return the files in the folder, without Python's __pycache__."""
         return sorted(path for path in self.folder.rglob("*") if "__pycache__" not in path.parts)
 
     def refused(self, *arguments: object, env: Mapping[str, str] | None = None) -> str:
-        """The one line that a wrong command line gets; it leaves nothing behind."""
+        """Run a wrong command line; return its error line. Check that it writes nothing else."""
         before = self.files()
         finished = self(*arguments, env=env)
         assert finished.code == 2, finished.output
@@ -88,7 +88,7 @@ class Lines:
         return line
 
     def trained(self, *arguments: object, env: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """The run.json of a run that goes well."""
+        """Train, and return the run.json of a run that must succeed."""
         finished = self(*arguments, "--run-dir", "run", env=env)
         assert finished.code == 0, finished.output
         record: dict[str, Any] = json.loads((self.folder / "run" / "run.json").read_text())
@@ -126,11 +126,12 @@ def test_help_is_quick_and_imports_no_torch() -> None:
     code += "try: main()\nfinally: sys.exit('torch' in sys.modules)"
     assert run([sys.executable, "-c", code]).code == 0
     hvdtrain = Path(sys.executable).with_name("hvdtrain")
-    assert any(cpu_s(hvdtrain, "--help") < 0.3 for _ in range(10))  # others slow some of them
+    # The shortest of ten: a busy machine slows some of them.
+    assert any(cpu_s(hvdtrain, "--help") < 0.3 for _ in range(10))
 
 
 def cpu_s(*command: str | Path) -> float:
-    """The CPU time that a command takes."""
+    """Return the CPU time of a command, in seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert run(command).code == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -160,7 +161,7 @@ def test_train_is_what_runs_without_a_command(line: Lines) -> None:
     assert "--epochs 0 must be greater" in line.refused("train", "--epochs", 0)
 
 
-# Where values come from
+# The sources of values
 
 
 def test_precedence_and_origins(line: Lines) -> None:
@@ -336,7 +337,7 @@ def test_help_names_every_backend(line: Lines) -> None:
     assert [name for name in ("auto", *BACKENDS) if name not in described] == []
 
 
-# Tasks of one's own
+# Users' own tasks
 
 TASK = """
 import torch
@@ -414,7 +415,7 @@ def test_a_bug_of_the_task_keeps_its_traceback(
     assert finished.output.count("Traceback (most recent call last)") == 1
     assert said in finished.output
     assert not finished.lines("error:")
-    (frame,) = finished.lines("File ")  # none of click's, torch's and hvdtrain's
+    (frame,) = finished.lines("File ")  # no frame of click, torch or hvdtrain
     assert "own.py" in frame
 
 
@@ -477,7 +478,7 @@ def test_a_syntax_error_is_one_line(line: Lines) -> None:
 
 
 def test_names_do_not_show_that_a_model_is_compiled(line: Lines) -> None:
-    """Its checkpoints are of the model, and one of an earlier version, with `_orig_mod`, loads."""
+    """Checkpoints have the names of the plain model; old ones with `_orig_mod` still load."""
     line.write("own.py", TASK)
     wanted = line.trained("--task", "own.py:Data", "--epochs", 2)["params_sha256"]
     finished = line("--task", "own.py:Compiled", "--epochs", 1, "--run-dir", "compiled")
@@ -506,7 +507,7 @@ def test_one_rank_of_a_distributed_backend_is_said(line: Lines) -> None:
 
 
 def test_too_few_descriptors(line: Lines) -> None:
-    """Gloo would wait for ever, and `compat` say that a peer has gone."""
+    """Without the check Gloo would hang, and `compat` would report that a peer died."""
     facts = "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=localhost"
     command = f"ulimit -n 24; {facts} MASTER_PORT=1 exec {' '.join(HVDTRAIN)} --backend ddp"
     finished = run(["bash", "-c", command])
@@ -516,7 +517,7 @@ def test_too_few_descriptors(line: Lines) -> None:
 
 
 def test_horovod_without_its_launcher(line: Lines) -> None:
-    """Its MPI would end the process with "Sorry!  You were supposed to get help"."""
+    """Without the check its MPI would end the process: "Sorry!  You were supposed to get help"."""
     pytest.importorskip("horovod")
     assert "horovodrun -np 2 hvdtrain --backend horovod" in line.refused("--backend", "horovod")
 
@@ -545,7 +546,7 @@ def test_a_checkpoint_that_is_not_there(line: Lines) -> None:
 
 
 def test_damaged_checkpoints(line: Lines) -> None:
-    """To start again from nothing is no success that one may overlook."""
+    """`--resume must` fails, and `auto` starts afresh with a warning that cannot be overlooked."""
     line.trained(*QUICK)
     again = (*QUICK, "--run-dir", "run", "--resume")
     assert "step 1" in line(*again, "must").lines("resume   from")[0]

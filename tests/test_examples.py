@@ -1,4 +1,4 @@
-"""The examples, run as their docstrings say."""
+"""The examples, run with the commands in their docstrings."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def succeed(done: Finished) -> str:
     return done.output
 
 
-# minimal.py: an own loop
+# minimal.py: a user's own loop
 
 
 @cache
 def minimal_losses(launcher: str) -> list[float]:
-    """The loss after every epoch, as rank 0 prints it."""
+    """Return the loss after every epoch, as rank 0 prints it."""
     output = succeed(run([*LAUNCHERS[launcher], MINIMAL], env=ENV, timeout=100))
     ranks = 1 if launcher == "python" else 2
     assert f"on {ranks} ranks" in output
@@ -46,7 +46,7 @@ def test_minimal_is_minimal() -> None:
     assert len(MINIMAL.read_text().splitlines()) < 40
 
 
-# What `make test` leaves out is in launch/ for every launcher.
+# tests/launch/ covers every launcher; `make test` leaves horovodrun out here.
 EVERY = ["python", "torchrun", "mpirun", pytest.param("horovodrun", marks=pytest.mark.exhaustive)]
 
 
@@ -74,7 +74,7 @@ def test_minimal_task_trains(tmp_path: Path) -> None:
 
 
 def test_digits_drives_the_trainer(tmp_path: Path) -> None:
-    # Its run directory goes where it runs.
+    # It writes its run directory into the working folder.
     done = run([*LAUNCHERS["torchrun"], EXAMPLES / "digits.py"], cwd=tmp_path, timeout=100)
     found = re.search(r"accuracy (\d\.\d+) after (\d+) steps", succeed(done))
     assert found is not None
@@ -82,11 +82,11 @@ def test_digits_drives_the_trainer(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("runs/*/run.json"))) == 1
 
 
-# torchvision cannot be had everywhere; these stand for it.
+# torchvision is not available everywhere; these modules replace it.
 
 
 def fake_torchvision(folder: Path, text: str) -> dict[str, str]:
-    """Make a module of that name, and return the environment in which it is found."""
+    """Write a module of that name, and return an environment in which Python finds it."""
     (folder / "torchvision").mkdir()
     (folder / "torchvision" / "__init__.py").write_text(text)
     return {**ENV, "PYTHONPATH": str(folder)}

@@ -1,7 +1,7 @@
 """`hvdtrain install-horovod`: decisions, logs, and the command itself on this machine.
 
-No test builds Horovod: setting up the environment does, with the same command. Where a build has
-to run, fail or be interrupted, pip is given a stand-in source distribution that takes no network.
+No test builds Horovod: `make` does, with the same command, when it sets up the environment. Tests
+of a failed or interrupted build give pip a substitute source distribution, which needs no network.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_mpi_asked_for_and_not_there_is_missing() -> None:
         ({"nccl": None}, None, "no: torch is built for CUDA 13.0 and nccl.h with libnccl was not"),
         (
             {"torch": Torch("2.14.0.dev20260301+cu131", cuda="13.1")},
-            CUDA_13,  # a minor release apart will do
+            CUDA_13,  # a different minor release is accepted
             "NCCL: ",
         ),
     ],
@@ -168,7 +168,7 @@ def test_jobs_are_bounded_by_cores_and_memory(cpus: int, memory_gib: float, jobs
         (Built(mpi=True, gloo=False, nccl=False), CPU, Wishes(), "without Gloo"),
         (Built(mpi=True, gloo=True, nccl=False), GPU, Wishes(), "without NCCL"),
         (Built(mpi=True, gloo=True, nccl=True), GPU, Wishes(nccl=False), "with NCCL"),
-        # mpicxx has gone since: what is built stays.
+        # Without mpicxx now, a Horovod that was built with MPI is kept.
         (
             Built(mpi=True, gloo=True, nccl=False),
             dataclasses.replace(CPU, mpicxx=NO_MPICXX),
@@ -432,7 +432,7 @@ def test_looking_for_horovod_imports_neither_it_nor_torch() -> None:
 
 
 def test_a_time_limit_ends_the_whole_tree(tmp_path: Path) -> None:
-    """Also a grandchild in a session of its own, as Open MPI's and horovodrun's ranks are."""
+    """Kill also a grandchild in a session of its own, as Open MPI's and horovodrun's ranks are."""
     pid_file = tmp_path / "pid"
     code = (
         "import subprocess, sys, time\n"
@@ -482,7 +482,7 @@ def command(*options: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def is_running(pid: int) -> bool:
     try:
-        # A zombie that nobody waits for is dead as well.
+        # A zombie has ended, too.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
@@ -499,7 +499,7 @@ def horovod_files() -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def machine_can_build() -> None:
-    """Skip where a part for the build is missing, as on a machine without a compiler."""
+    """Skip if a requirement of the build is missing, such as a compiler."""
     missing = decide(gather(), Wishes()).missing
     if missing:
         pytest.skip("; ".join(missing))
@@ -521,7 +521,7 @@ def test_a_compiler_that_compiles_nothing_is_missing_too() -> None:
 
 
 def test_no_programs_on_path_at_all(tmp_path: Path) -> None:
-    """An empty PATH: what lies beside the interpreter is found, the system's compilers are not."""
+    """With an empty PATH, tools beside the interpreter are found, the system's compilers not."""
     empty = {"PATH": str(tmp_path), "CXX": "", "CC": ""}
     done = command("--dry-run", **empty)
     assert done.returncode == 2
@@ -576,8 +576,8 @@ def test_help_is_fast_and_imports_no_torch() -> None:
 
 
 def stand_in(folder: Path, body: str) -> dict[str, str]:
-    """Write a source distribution that fails or waits; return the variables that lead pip to it."""
-    # Metadata first, as pip asks: only the build itself runs the body.
+    """Write a source distribution that fails or waits; return the variables to make pip use it."""
+    # pip first runs setup.py for the metadata: only the build itself must run the body.
     setup = (
         "import sys\nfrom setuptools import setup\n"
         f"if 'bdist_wheel' in sys.argv:\n    print('Running CMake in x', flush=True)\n    {body}\n"
@@ -605,7 +605,7 @@ def test_a_failed_build_shows_the_error_and_leaves_horovod_alone(tmp_path: Path)
     assert "  a.cc:1:2: error: wrong\n  c++: fatal error: Killed\n" in done.stderr
     assert "hint: the compiler ran out of memory: try --jobs 1\n" in done.stderr
     assert "configure" in done.stdout
-    (log,) = temporary.iterdir()  # the log, and none of the folders
+    (log,) = temporary.iterdir()  # only the log: the build folders are removed
     assert f"full log: {log}" in done.stderr
     assert "a.cc:1:2: error: wrong" in log.read_text()
     assert horovod_files() == before
@@ -661,7 +661,7 @@ def wait_for(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
 def test_check_of_the_real_horovod() -> None:
     done = command(
         "--check", HOROVOD_CONTROLLER="gloo"
-    )  # a variable that would lead the ranks astray
+    )  # a variable that would misdirect the ranks
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
     assert rows["import"].split()[1] == "ok"

@@ -21,7 +21,7 @@ from hvdtrain.tasks import TASKS
 from hvdtrain.tasks.digits import Digits
 from hvdtrain.training.task import Task, load_task
 
-# Small, and still quick to learn.
+# Small sizes, with which the loss still falls quickly.
 SMALL = {
     "digits": ("width=8",),
     "mlp": ("width=32", "depth=2", "samples=512"),
@@ -40,7 +40,7 @@ SYNTHETIC = [name for name in TASKS if name != "digits"]
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """On a busy machine several threads wait for each other longer than they work."""
+    """Use one thread: on a busy machine several threads mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -61,7 +61,7 @@ def data_of(task: Task) -> tuple[TensorDataset, TensorDataset]:
 
 
 def train(task: Task, num_steps: int) -> list[float]:
-    """The loss of every step."""
+    """Train, and return the loss of every step."""
     torch.manual_seed(0)
     model = task.model()
     optimizer = task.optimizer(model)
@@ -125,7 +125,7 @@ def test_the_evaluation_data_are_an_eighth_more(name: str) -> None:
 
 
 def test_the_digits_are_those_of_scikit_learn() -> None:
-    """Which is not imported for them, as that takes as long as importing torch."""
+    """The digits equal scikit-learn's, which the task itself does not import: it takes seconds."""
     training, evaluation = Digits().datasets()
     data = sklearn.datasets.load_digits()
     order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""The launcher table: environments made by hand. tests/launch/test_world.py has the real ones."""
+"""The launcher table, with hand-written environments. tests/launch/test_world.py has real ones."""
 
 from __future__ import annotations
 
@@ -67,9 +67,10 @@ ROWS: dict[str, Env] = {
     "mpich": MPICH,
     "srun": SRUN,
 }
-# The variables without which a row is not its launcher's at all, rather than a part of it.
+# Without these variables the launcher's row does not apply at all, rather than being partial.
 EVIDENCE = {"srun": {"SLURM_STEP_ID"}}
-# MASTER_* may belong to anybody, and the cross ones follow from the rest.
+# Alone, these are no evidence of the launcher: users set MASTER_* by hand, too, and the others can
+# be computed from the rest.
 OPTIONAL = {
     "torchrun": {"MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE"},
     "horovodrun": {"HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"},
@@ -142,7 +143,7 @@ def test_not_a_number_is_named(bad: str) -> None:
         {"LOCAL_RANK": "-1"},
         {"LOCAL_WORLD_SIZE": "0"},
         {"LOCAL_WORLD_SIZE": "5"},
-        {"RANK": "0"},  # and local rank 1
+        {"RANK": "0"},  # with local rank 1, which cannot be above the rank
         {"GROUP_RANK": "2"},
         {"GROUP_RANK": "-1"},
         {"GROUP_WORLD_SIZE": "9"},
@@ -243,7 +244,7 @@ def test_a_node_list_that_is_none(nodes: str) -> None:
 
 
 def agent(launcher: str, rank: int, size: int) -> Env:
-    """The variables of one agent per host."""
+    """Return the variables of the agent on one host, with one agent per host."""
     openmpi = dict(zip(OPENMPI, (str(rank), str(size), "0", "1"), strict=True))
     srun = {
         **SRUN,
@@ -260,13 +261,13 @@ def agent(launcher: str, rank: int, size: int) -> Env:
 @pytest.mark.parametrize("outer", ["openmpi", "srun"])
 @pytest.mark.parametrize("node", [0, 1])
 def test_torchrun_by_one_agent_a_host(outer: str, node: int) -> None:
-    # Agents are numbered in the order in which they meet, so either node may be group 1.
+    # torchrun numbers its agents in the order of their arrival, so either node may be group 1.
     assert detect({**TORCHRUN, **agent(outer, node, 2)}).launcher == "torchrun"
 
 
 @pytest.mark.parametrize("inner", ["openmpi", "mpich", "horovodrun"])
 def test_an_mpirun_inside_a_slurm_step(inner: str) -> None:
-    # mpirun starts a daemon on each other host by srun: here the only one, of two hosts.
+    # mpirun starts a daemon on each other host by srun: here one, as there are two hosts.
     assert detect({**ROWS[inner], **agent("srun", 0, 1)}).launcher == inner
     assert detect({**ROWS[inner], **agent("srun", 1, 2)}).launcher == inner
 
@@ -299,7 +300,7 @@ def test_the_same_ranks_twice_are_no_contradiction() -> None:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[str, World, Env]:
-    """A launcher, one of its ranks on equally filled hosts, and its environment."""
+    """Draw a launcher, one of its ranks on equally filled hosts, and that rank's environment."""
     name = draw(st.sampled_from(sorted(ROWS)))
     local_size, hosts = draw(st.integers(1, 64)), draw(st.integers(1, 64))
     rank = draw(st.integers(0, local_size * hosts - 1))
@@ -328,7 +329,7 @@ def test_a_consistent_environment_round_trips(case: tuple[str, World, Env]) -> N
 
 
 class Recorded(Mapping[str, str]):
-    """A mapping that is no dict, to see that nothing else is wanted of it."""
+    """A mapping that is no dict: `detect` must need no more than a Mapping."""
 
     def __init__(self, values: Env) -> None:
         self._values = values

@@ -1,7 +1,8 @@
 """The table of backends, the automatic choice, and the handshake.
 
-A name maps to "module:Class", imported on use, so that naming a backend imports nothing. A name
-with a colon is a user's own: `--backend my_package.my_module:MyBackend`.
+Every program starts with `open_backend`: the commands, and users' own loops. A name maps to
+"module:Class", which is imported on use, so that the table itself imports nothing. A name with a
+colon is a user's own backend: `--backend my_package.my_module:MyBackend`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BACKENDS = {
     "compat": "hvdtrain.backends.compat:Compat",
 }
 
-# What `auto` tries, in order: what users of each launcher came for.
+# The backends that `auto` tries, in order: the ones that users of each launcher expect.
 PREFERRED = {
     "none": ("single",),
     "torchrun": ("ddp",),
@@ -42,7 +43,7 @@ PREFERRED = {
 def load(name: str) -> type[Backend]:
     """Import the class of a backend by its name. Not collective.
 
-    Raises InputError for an unknown name or one that cannot be imported.
+    Raises InputError for an unknown name, and for a class that cannot be imported or is no Backend.
     """
     where = BACKENDS.get(name, name)
     if ":" not in where:
@@ -68,9 +69,9 @@ def load(name: str) -> type[Backend]:
 
 
 def choose(name: str, world: World) -> tuple[str, str]:
-    """Resolve `auto`, and check that the backend can be used. Not collective.
+    """Resolve `auto` to a name, and check that this process can use the backend. Not collective.
 
-    Returns the name and the reason for it. Raises BackendUnavailable with the fix.
+    Returns the name and the reason for the choice. Raises BackendUnavailable, with the fix.
     """
     if name != "auto":
         problem = _problem(name, world)
@@ -100,9 +101,9 @@ def open_backend(
 ) -> Backend:
     """Choose, open and verify a backend. Collective: every rank calls.
 
-    The handshake compares the world, the versions, and the values of `agree_on` (the resolved
-    configuration, say) between all ranks; WorldMismatch names both sides of a difference. Raises
-    InputError, LaunchError, BackendUnavailable, WorldError.
+    The handshake compares the world, the versions, and the values of `agree_on` (for example the
+    resolved configuration) between all ranks; WorldMismatch gives both values of a difference.
+    Raises InputError, LaunchError, BackendUnavailable and WorldError.
     """
     from hvdtrain import transports
     from hvdtrain.backends.base import BackendOptions
@@ -111,7 +112,7 @@ def open_backend(
     name, reason = choose(name, world)
     _check_descriptors(world)
     options = options or BackendOptions()
-    transports.check(options.transport)  # also where the backend has none
+    transports.check(options.transport)  # also for a backend that has no choice of transports
     backend = load(name)(world, options)
     if options.transport not in ("auto", backend.transport):
         reason += f"; transport {options.transport} was asked for, but {name} has none to choose"
@@ -124,15 +125,17 @@ def open_backend(
         try:
             _shake_hands(backend, agree_on or {})
         except BaseException:
+            # The process group is open already: leave it without waiting for the other ranks.
             backend.close(failed=True)
             raise
     return backend
 
 
 def _check_descriptors(world: World) -> None:
-    """Raise InputError where the ranks could not open as many files and sockets as they need.
+    """Raise InputError if this process cannot open the files and sockets that it needs.
 
-    Libraries without a descriptor hang, or fail without saying so. Not collective.
+    Increases the soft limit if the hard limit allows it. A library that runs out of descriptors
+    hangs, or fails with an unrelated message. Not collective.
     """
     wanted = 64 + 2 * world.size if world.size > 1 else 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -147,6 +150,7 @@ def _check_descriptors(world: World) -> None:
 
 
 def _shake_hands(backend: Backend, agree_on: Mapping[str, object]) -> None:
+    """[all] Raise WorldMismatch, on every rank, if rank order, versions or `agree_on` differ."""
     import torch
 
     world = backend.world
@@ -157,7 +161,7 @@ def _shake_hands(backend: Backend, agree_on: Mapping[str, object]) -> None:
             f"the launcher counts ranks 0 to {world.size - 1}, but backend {backend.name} has, in "
             f"its own order, {ranks}"
         )
-        error.everywhere = True  # all have seen the same list
+        error.everywhere = True  # every rank gathered the same list
         raise error
     backend.hosts = [host for _, host in everyone]
     backend.check_same(

@@ -1,6 +1,10 @@
-"""The contract of a backend.
+"""The contract of a backend: `Backend`, its options, and the code that all backends share.
 
-To add one: a subclass in a file of its own, and a row in the table beside it.
+The Trainer, `hvdtrain compare` and users' own loops call it; the files beside this one implement
+it. A subclass supplies the collectives and the averaging of gradients. What usually differs between
+engines (initial state, buffers, missing gradients, errors) is written once, here.
+
+To add a backend: write a subclass in its own file, and add a row to the table in `__init__.py`.
 """
 
 from __future__ import annotations
@@ -30,37 +34,40 @@ B = TypeVar("B", bound="Backend")
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What a caller may choose about any backend. Every rank must choose the same."""
+    """Options of every backend. They must be equal on all ranks."""
 
     device: str = "auto"
-    """`auto`, `cpu` or `cuda`; auto is CUDA where this host has a GPU for each of its ranks."""
+    """`auto`, `cpu` or `cuda`; auto is CUDA if this host has a GPU for each of its ranks."""
     transport: str = "auto"
     timeout_s: float = 300.0
-    """How long a rank waits for the others, in a rendezvous or in a collective."""
+    """Seconds that a rank waits for its peers, in a rendezvous or in a collective."""
     bucket_mib: float = 25.0
     buffers: Literal["broadcast", "average", "local"] = "broadcast"
-    """What happens to BatchNorm statistics and other buffers after every step: rank 0's go to all,
-    floating ones become the mean, or every rank keeps its own.
+    """How BatchNorm statistics and other buffers are synchronised after every step: broadcast from
+    rank 0, averaged (floating-point buffers; the others are broadcast), or left local.
     """
     unused_parameters: Literal["error", "zero"] = "error"
-    """A parameter that got no gradient on a rank: an error that names it, or a gradient of zeros
+    """How a parameter without a gradient is treated: an error that names it, or a gradient of zeros
     (so that weight decay and momentum apply).
     """
 
 
 class Backend(ABC):
-    """How one data-parallel world combines gradients and small values.
+    """One data-parallel world: averages gradients and combines small values over all ranks.
 
-    [all] = every rank calls, in the same order. Use it as a context manager: leaving the block
-    closes it, and under an MPI launcher an exception that leaves the block ends the whole job.
+    [all] marks a collective: every rank calls it, in the same order. Use a backend as a context
+    manager: leaving the block closes it, and under an MPI launcher an exception that leaves the
+    block aborts the whole job.
     """
 
     name: ClassVar[str]
     one_process: ClassVar[bool] = False
-    """Whether it is for one process, so that a world of one is what its user wants."""
+    """Whether the backend is meant for one process. With one rank, the others add a hint how to
+    start more.
+    """
 
     transport: str = ""
-    """Who moves the bytes, where `options.transport` has a say in that; else empty."""
+    """The name of the transport, if `options.transport` selects one; else empty."""
 
     def __init__(self, world: World, options: BackendOptions) -> None:
         self.world = world
@@ -69,22 +76,25 @@ class Backend(ABC):
         self.reason = "as requested"
         """Why this backend was chosen."""
         self.hosts: list[str] = []
-        """The host of every rank, in rank order, once the handshake has been."""
-        # By the id of the optimizer, which is kept too: an id may be used again.
+        """The host of every rank, in rank order; empty before the handshake."""
+        # Keyed by id(optimizer). The optimizer is kept alive too, so that its id is not reused.
         self._prepared: dict[int, tuple[Optimizer, nn.Module, dict[Tensor, str]]] = {}
         self._sparse: dict[int, list[Tensor]] = {}
-        """By the same id: the parameters whose gradients are sparse."""
+        """The parameters whose gradients are sparse, keyed by id(optimizer)."""
 
-    # What a backend must or may say about itself
+    # Availability, opening and closing
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """None where this backend can be used here, else why not and the fix. Not collective."""
+        """Return None if this host can run the backend, else the problem and its fix.
+
+        Not collective.
+        """
         return None
 
     @classmethod
     def refuses(cls, world: World) -> str | None:
-        """None where the launcher of `world` can carry this backend, else why not and the fix.
+        """Return None if the backend works under the launcher of `world`, else the problem and fix.
 
         Not collective.
         """
@@ -95,17 +105,17 @@ class Backend(ABC):
         """[all] Join the world. Raises WorldError, WorldMismatch or BackendUnavailable."""
 
     def close(self, failed: bool = False) -> None:  # noqa: B027 -- single has nothing to leave
-        """[all] Leave the world; twice, or after a failure, is safe.
+        """[all] Leave the world. Safe to call twice, and after a failure.
 
-        `failed`: do not wait for the others.
+        `failed`: do not wait for the other ranks.
         """
 
     def describe(self) -> dict[str, Any]:
-        """Versions, transport and sizes in force: goes into run.json. Not collective."""
+        """Return the versions, the transport and the sizes in use, for run.json. Not collective."""
         return {"name": self.name, "device": str(self.device), "torch": torch.__version__}
 
     def peer_failure(self, error: Exception) -> HvdtrainError | None:
-        """A WorldError where `error` says that a peer has gone or is late, else None.
+        """Return a WorldError if `error` means that a peer died or is late, else None.
 
         Not collective.
         """
@@ -117,9 +127,9 @@ class Backend(ABC):
         """[all] Wrap both. Weights, buffers and existing optimizer state become rank 0's.
 
         `model` must be on `self.device` already. Load state and build a scheduler afterwards, on
-        what this returns: a backend may make a new optimizer. Keep `model` for `state_dict()`,
-        whose names the wrapper may change. Raises WorldMismatch where the models differ in a name,
-        shape or dtype.
+        the returned objects: a backend may make a new optimizer. Keep `model` for `state_dict()`:
+        the wrapper may change its names. Raises WorldMismatch if the models differ in a name, shape
+        or dtype, and InputError if model and optimizer do not belong together.
         """
         _check_owned(model, optimizer)
         self._convert_sync_batch_norm(model)
@@ -135,15 +145,18 @@ class Backend(ABC):
         return model, optimizer
 
     def sync_batch_norm(self) -> type[_BatchNorm] | None:
-        """The class of layers that normalize over the batches of all ranks on this backend and
-        device, with torch.nn.SyncBatchNorm's parameters; None where there is none.
+        """Return the class of layers that normalize over the batches of all ranks on this backend
+        and device, with the parameters of torch.nn.SyncBatchNorm; None if there is none.
         """
         return None
 
     def _convert_sync_batch_norm(self, model: nn.Module) -> None:
-        """Make torch's SyncBatchNorm layers, in place, ones that work here. Raises InputError where
-        none do: torch's own would crash on a CPU, or silently normalize each rank's batch alone.
+        """Replace the class of torch's SyncBatchNorm layers, in place, by one that works here.
+
+        Raises InputError if there is none: torch's own would crash on a CPU, or silently normalize
+        each rank's batch alone.
         """
+        # The exact type: a subclass may behave differently.
         layers = {n: m for n, m in model.named_modules() if type(m) is nn.SyncBatchNorm}
         if not layers:
             return
@@ -155,14 +168,14 @@ class Backend(ABC):
                 "compat, which can, or plain BatchNorm"
             )
         for layer in layers.values():
-            # So that parameters, buffers and names stay the same.
+            # Only the class changes: parameters, buffers and names stay the same.
             layer.__class__ = kind  # type: ignore[assignment]
 
     def sync_state(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """[all] Weights, buffers and optimizer state become rank 0's, in place.
+        """[all] Broadcast rank 0's weights, buffers and optimizer state, in place.
 
-        Optimizer state is only copied, never made by a step on zero gradients, which would decay
-        the weights.
+        Optimizer state is only copied. It is never created by a step on zero gradients, which would
+        decay the weights.
         """
         if self.world.size == 1:
             return
@@ -175,26 +188,27 @@ class Backend(ABC):
         if self.world.rank > 0:
             tensors = []
             state = _put_in(skeleton, tensors)
-        for tensor in tensors:  # one by one: as one object they may exceed 2 GiB
+        for tensor in tensors:  # one by one: a single pickled object may exceed 2 GiB
             self.broadcast_(tensor)
         if self.world.rank > 0:
             optimizer.load_state_dict(state)
 
     def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Put around forward and backward of one micro-batch.
+        """Return a context manager for the forward and backward pass of one micro-batch.
 
         `last`: the next call is `finish_backward`.
 
-        Gradients add up over the micro-batches of a window: divide the loss by how many there are.
+        Gradients add up over the micro-batches of a step, its window: divide the loss by their
+        number.
         """
         return nullcontext()
 
     def finish_backward(self, optimizer: Optimizer) -> None:
-        """[all] AFTER IT `p.grad` IS THE MEAN OVER ALL RANKS, on every backend; buffers follow
-        their policy. Sparse gradients are coalesced.
+        """[all] Finish the averaging: AFTERWARDS `p.grad` IS THE MEAN OVER ALL RANKS, on every
+        backend. Also coalesce sparse gradients, and synchronise buffers by their policy.
 
-        Call it once a window, before unscaling, clipping and stepping. Raises InputError naming the
-        parameters without a gradient, where these are not allowed.
+        Call it once a window, before unscaling, clipping and stepping. Raises InputError with the
+        names of the parameters without a gradient, unless `unused_parameters` is "zero".
         """
         if id(optimizer) not in self._prepared:
             raise ValueError("finish_backward wants the optimizer that prepare returned")
@@ -208,23 +222,23 @@ class Backend(ABC):
             self.sync_buffers(model)
 
     def names(self, optimizer: Optimizer) -> dict[Tensor, str]:
-        """The names of the parameters of a prepared optimizer. Not collective."""
+        """Return the names of a prepared optimizer's parameters, by tensor. Not collective."""
         return self._prepared[id(optimizer)][2]
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:  # noqa: B027
-        """[all] Wait for, or do, the averaging.
+        """[all] Average the gradients, or wait until they are averaged.
 
-        Backends that average within backward need nothing here.
+        A backend that averages within the backward pass has nothing to do here.
         """
 
     # Small values
 
     @abstractmethod
     def all_reduce(self, t: Tensor, op: Op = "mean") -> Tensor:
-        """[all] Combine `t` over all ranks. Returns a new tensor; `t` is unchanged.
+        """[all] Combine `t` over all ranks. Return a new tensor; `t` is unchanged.
 
-        Same shape, dtype and device as `t`. Raises ValueError for an unknown op, and for "mean" of
-        integers.
+        The result has the shape, dtype and device of `t`. Raises ValueError for an unknown op, and
+        for the mean of integers.
         """
 
     @abstractmethod
@@ -245,11 +259,11 @@ class Backend(ABC):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """[all] Let an HvdtrainError of any rank inside the block become everybody's, so that none
-        waits in vain.
+        """[all] Raise an HvdtrainError of the block on every rank, so that no rank waits for one
+        that failed.
 
-        The block itself may hold no collective. Any other exception leaves as it is, on its rank
-        alone.
+        If several ranks fail, the error of the lowest is raised. The block must not contain a
+        collective. Any other exception propagates unchanged, on its own rank only.
         """
         mine: HvdtrainError | None = None
         try:
@@ -271,7 +285,7 @@ class Backend(ABC):
 
     def check_same(self, values: Mapping[str, object], advice: str = "") -> None:
         """[all] Raise WorldMismatch, on every rank, for the first of `values` that differs between
-        ranks: with both values, and the `advice` what to do.
+        ranks. The message has both values, then `advice` on what to do.
         """
         everyone = self.all_gather_object(dict(values))
         for rank, other in enumerate(everyone):
@@ -281,7 +295,7 @@ class Backend(ABC):
                         f"rank 0{self._on_host(0)} has {key} = {value}, but rank {rank}"
                         f"{self._on_host(rank)} has {other.get(key, 'nothing')}{advice}"
                     )
-                    error.everywhere = True  # all have seen the same list
+                    error.everywhere = True  # every rank gathered the same lists
                     raise error
 
     def _on_host(self, rank: int) -> str:
@@ -289,7 +303,7 @@ class Backend(ABC):
 
     @contextmanager
     def naming_peers(self) -> Iterator[None]:
-        """Raise `peer_failure`'s error in the place of what the block raises. Not collective."""
+        """Replace an exception that means a lost peer by `peer_failure`'s error. Not collective."""
         try:
             yield
         except Exception as error:
@@ -316,6 +330,7 @@ class Backend(ABC):
         shared = False
         if isinstance(error, HvdtrainError):
             error.in_step, shared = True, error.everywhere
+        # Every rank leaves its block by a shared error: they can still wait for each other.
         self.close(failed=not shared)
         if self.world.size > 1 and is_mpi(self.world) and failure.exit_code(error) != 0:
             failure.end_job(self.world, known or error)
@@ -323,6 +338,7 @@ class Backend(ABC):
             raise known from error
 
     def _check_same_model(self, model: nn.Module) -> None:
+        """[all] Raise WorldMismatch if a name, shape or dtype differs from another rank's."""
         mine = [
             (name, tuple(t.shape), str(t.dtype))
             for name, t in (*model.named_parameters(), *model.named_buffers())
@@ -338,9 +354,9 @@ class Backend(ABC):
                 )
 
     def settle_unused(self, optimizer: Optimizer, names: dict[Tensor, str]) -> None:
-        """Refuse parameters without a gradient, or give them one of zeros. Not collective.
+        """Refuse parameters without a gradient, or give them a gradient of zeros. Not collective.
 
-        `finish_backward` does it; a loop that reduces gradients by itself calls it after them.
+        `finish_backward` calls it; a loop that reduces gradients by itself calls it after that.
         Raises InputError with their `names`.
         """
         unused = [
@@ -361,9 +377,9 @@ class Backend(ABC):
             p.grad = torch.zeros_like(p)
 
     def sync_buffers(self, model: nn.Module) -> None:
-        """[all] Apply the policy, with one collective for all buffers of a dtype.
+        """[all] Apply the policy for buffers, with one collective for all buffers of a dtype.
 
-        `finish_backward` does it; a loop that reduces gradients by itself calls it after them.
+        `finish_backward` calls it; a loop that reduces gradients by itself calls it after that.
         """
         if self.options.buffers == "local":
             return
@@ -373,6 +389,7 @@ class Backend(ABC):
         with torch.no_grad():
             for dtype, buffers in by_dtype.items():
                 flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+                # Integer buffers, such as num_batches_tracked, have no exact mean.
                 if self.options.buffers == "average" and dtype.is_floating_point:
                     flat = self.all_reduce(flat, "mean")
                 else:
@@ -382,7 +399,7 @@ class Backend(ABC):
                     buffer.copy_(part.view_as(buffer))
 
     def _broadcast_any(self, t: Tensor) -> None:
-        """[all] `broadcast_` for any memory format, such as channels_last."""
+        """[all] Broadcast rank 0's `t`, in place, in any memory format, such as channels_last."""
         if t.is_contiguous():
             self.broadcast_(t.detach())
         else:
@@ -390,7 +407,7 @@ class Backend(ABC):
 
 
 class _OneRankBatchNorm(_BatchNorm):
-    """What torch.nn.SyncBatchNorm is in a world of one rank, on any device."""
+    """torch.nn.SyncBatchNorm for a world of one rank, on any device."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -406,8 +423,12 @@ def check_op(t: Tensor, op: Op) -> None:
 
 
 def pick_device(world: World, wanted: str) -> torch.device:
-    """The device of this rank: `cuda:<local_rank>` or the CPU. Not collective."""
+    """Return this rank's device: `cuda:<local_rank>` or the CPU. Not collective.
+
+    Raises InputError for an unknown device, and if the GPUs are too few for the host's ranks.
+    """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # Neither falling back to the CPU nor sharing a GPU would be what the user expects.
     if wanted == "auto" and 0 < count < world.local_size:
         raise InputError(
             f"{world} sees {count} GPUs for the {world.local_size} ranks of its host; say "
@@ -419,7 +440,7 @@ def pick_device(world: World, wanted: str) -> torch.device:
         return torch.device("cpu")
     if wanted != "cuda":
         raise InputError(f"unknown device {wanted!r}; one of: auto, cpu, cuda")
-    if count == 1:  # the only one of the host, or the one that the launcher gave this rank
+    if count == 1:  # the host's only GPU, or the only one visible to this rank
         return torch.device("cuda", 0)
     if count < world.local_size:
         raise InputError(
@@ -430,7 +451,10 @@ def pick_device(world: World, wanted: str) -> torch.device:
 
 
 def _check_owned(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise InputError for parameters of one but not of the other: nobody would average them."""
+    """Raise InputError unless the optimizer has the model's trained parameters and no others.
+
+    A parameter outside the model would be stepped without being averaged.
+    """
     trained = {uncompiled(name): p for name, p in model.named_parameters() if p.requires_grad}
     if lazy := [name for name, p in trained.items() if is_lazy(p)]:
         raise InputError(
@@ -454,7 +478,7 @@ def _check_owned(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def with_sparse_gradients(model: nn.Module) -> list[Tensor]:
-    """Return the trained parameters whose gradients are sparse: those that DDP also expects."""
+    """Return the trained parameters whose gradients are sparse, by the same rule as DDP."""
     tables = (nn.Embedding, nn.EmbeddingBag)
     weights = [m.weight for m in model.modules() if isinstance(m, tables) and m.sparse]
     return [p for p in dict.fromkeys(weights) if p.requires_grad]
@@ -462,13 +486,14 @@ def with_sparse_gradients(model: nn.Module) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _Hole:
-    """Where a tensor was in a structure that is sent without its tensors."""
+    """The place of a tensor in a structure that is sent without its tensors."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def _take_out(value: Any, tensors: list[Tensor]) -> Any:
+    """Copy a nested structure with holes for its tensors, and append those to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value.contiguous())
         return _Hole(tuple(value.shape), value.dtype)
@@ -480,6 +505,7 @@ def _take_out(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _put_in(value: Any, tensors: list[Tensor]) -> Any:
+    """Fill the holes with uninitialised tensors, and append those to `tensors`, in equal order."""
     if isinstance(value, _Hole):
         tensors.append(torch.empty(value.shape, dtype=value.dtype))
         return tensors[-1]
@@ -491,12 +517,12 @@ def _put_in(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def uncompiled(name: str) -> str:
-    """Return a parameter's name without what torch.compile has put into it: `_orig_mod`."""
+    """Return a parameter's name without the `_orig_mod` that torch.compile inserts."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def to_cpu(value: Any) -> Any:
-    """Copy nested dicts and lists with every tensor moved to the CPU."""
+    """Copy nested dicts, lists and tuples with every tensor moved to the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):

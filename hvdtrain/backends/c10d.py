@@ -1,4 +1,4 @@
-"""What every backend on torch.distributed shares: the process group and its collectives."""
+"""The process group and the collectives of backends on torch.distributed. `ddp` builds on them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from hvdtrain.world import World
 T = TypeVar("T")
 
 _REDUCE = {
-    "mean": dist.ReduceOp.SUM,  # divided here: Gloo has no AVG for every dtype
+    "mean": dist.ReduceOp.SUM,  # `all_reduce` divides: Gloo has no AVG for every dtype
     "sum": dist.ReduceOp.SUM,
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
 
-# What the transports say, in RuntimeErrors without a type of their own, when a peer is gone or
-# late.
+# Texts of the plain RuntimeErrors that transports raise when a peer died or is late: these errors
+# have no type of their own.
 _PEER_PHRASES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -45,7 +45,7 @@ _PEER_PHRASES = (
 class C10d(Backend):
     """A backend whose world is the default process group of torch.distributed.
 
-    If the program has made that group already it is used as it is, and left open.
+    If the program has created that group already, it is used as it is and not destroyed.
     """
 
     name: ClassVar[str] = "c10d"
@@ -59,13 +59,13 @@ class C10d(Backend):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """None wherever torch was built with torch.distributed."""
+        """Return None if torch was built with torch.distributed."""
         if not dist.is_available():
             return f"torch {torch.__version__} was built without torch.distributed"
         return None
 
     def open(self) -> None:
-        """[all] Meet in a store and make the process group."""
+        """[all] Open the rendezvous store and create the process group, unless there is one."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if dist.is_initialized():
@@ -84,6 +84,7 @@ class C10d(Backend):
         self._owns_group = True
 
     def _adopt_group(self) -> None:
+        """Use the program's own process group. Raises WorldMismatch if its ranks differ."""
         self.transport, self.transport_reason = (
             dist.get_backend(),
             "the program's own process group",
@@ -95,7 +96,7 @@ class C10d(Backend):
             )
 
     def close(self, failed: bool = False) -> None:
-        """[all] Wait for the others, unless after a failure, and leave."""
+        """[all] Destroy the process group that `open` created; first wait, unless `failed`."""
         if not (self._owns_group and dist.is_initialized()):
             return
         self._owns_group = False
@@ -104,7 +105,7 @@ class C10d(Backend):
         dist.destroy_process_group()
 
     def describe(self) -> dict[str, Any]:
-        """Add the transport, why it was chosen, and its version where it has one."""
+        """Add the transport, the reason for its choice, and the version of NCCL."""
         about = {"transport": self.transport, "transport_reason": self.transport_reason}
         if self.transport == "nccl":
             version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -112,7 +113,7 @@ class C10d(Backend):
         return {**super().describe(), **about}
 
     def peer_failure(self, error: Exception) -> HvdtrainError | None:
-        """Recognise what the transports and the store say of a peer that has gone or is late."""
+        """Return a WorldError for an error of a transport or store about a lost or late peer."""
         text = str(error)
         typed = isinstance(error, (dist.DistNetworkError, dist.DistStoreError, PeerLost))
         if typed or (isinstance(error, RuntimeError) and any(p in text for p in _PEER_PHRASES)):
@@ -133,7 +134,7 @@ class C10d(Backend):
         return result.to(t.device)
 
     def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
-        """[all] Overwrite `t` with the root's, in place."""
+        """[all] Overwrite `t` with the root's, in place; return it."""
         carried = t.to(self._carrier(t))
         dist.broadcast(carried, src=root)
         return t if carried is t else t.copy_(carried)
@@ -151,9 +152,10 @@ class C10d(Backend):
         return gathered
 
     def barrier(self) -> None:
-        """[all] Wait for all. Gloo and shm name the ranks that did not come in time."""
+        """[all] Wait for all ranks. The errors of Gloo and shm name the ranks that were late."""
         if self.transport == "gloo":
-            # Its own barrier would only say that it waited.
+            # dist.barrier over Gloo times out without naming the missing ranks; with
+            # wait_all_ranks this one names all of them, not only the first.
             dist.monitored_barrier(
                 timeout=timedelta(seconds=self.options.timeout_s), wait_all_ranks=True
             )
@@ -161,7 +163,7 @@ class C10d(Backend):
             dist.barrier()
 
     def _carrier(self, t: Tensor | None = None) -> torch.device:
-        """The device from which the transport takes `t`, or an object: NCCL knows CUDA alone."""
+        """Return the device that `t`, or an object, must be on: NCCL takes CUDA tensors only."""
         if self.transport == "nccl":
             return self.device
         return torch.device("cpu") if t is None else t.device

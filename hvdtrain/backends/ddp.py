@@ -17,7 +17,8 @@ from hvdtrain.backends.c10d import C10d
 from hvdtrain.errors import InputError
 from hvdtrain.world import World
 
-# torch 2.13 renamed it, and warns of the old name.
+# The argument that turns off DDP's own buffer broadcast: torch 2.13 renamed it, and warns of the
+# old name.
 FORWARD_SYNC = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -33,9 +34,9 @@ class DDP(C10d):
     def __init__(self, world: World, options: BackendOptions) -> None:
         super().__init__(world, options)
         self._ready: dict[Tensor, None] = {}
-        """Parameters that got a gradient in the last micro-batch of the window, in that order."""
+        """An ordered set: the parameters that got a gradient in the window's last micro-batch."""
         self._unordered: dict[int, tuple[DistributedDataParallel, Optimizer]] = {}
-        """By the optimizer's id: wrapped models whose first step is still to come."""
+        """Wrapped models before their first step, keyed by id(optimizer): see `_reduce_first`."""
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         if self.options.unused_parameters == "error":
@@ -47,24 +48,24 @@ class DDP(C10d):
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
             bucket_cap_mb=self.options.bucket_mib,
-            # The contract's own policy for buffers applies, once a step, on every backend alike.
+            # `sync_buffers` applies the policy for buffers instead, once a step.
             **cast("dict[str, Any]", {FORWARD_SYNC: False}),
             find_unused_parameters=self.options.unused_parameters == "zero",
-            # p.grad lies in the bucket itself: no copy back after the all-reduce.
+            # p.grad is a view of its bucket: no copy back after the all-reduce.
             gradient_as_bucket_view=True,
         )
-        # With two ranks a sum is the same in any order, and with parameters that may be unused DDP
-        # keeps its first buckets.
+        # `_reduce_first` is not needed with two ranks, where a sum is the same in any order, nor
+        # with find_unused_parameters, where DDP never rebuilds its buckets.
         if self.world.size > 2 and self.options.unused_parameters == "error":
             self._unordered[id(optimizer)] = net, optimizer
         return net, optimizer
 
     def sync_batch_norm(self) -> type[_BatchNorm] | None:
-        """torch's own layer, which knows CUDA alone."""
+        """Return torch's own layer on CUDA, its only device."""
         return nn.SyncBatchNorm if self.device.type == "cuda" else None
 
     def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Keep DDP from reducing in all but the last micro-batch of a window."""
+        """Let DDP reduce in the last micro-batch of a window only."""
         if not isinstance(net, DistributedDataParallel):
             raise ValueError("accumulate wants the net that prepare returned")
         if not last:
@@ -72,13 +73,14 @@ class DDP(C10d):
         for p in net.module.parameters():
             self._ready.pop(p, None)
         if any(net is other for other, _ in self._unordered.values()):
-            return net.no_sync()  # `_reduce_gradients` reduces those of the first step
+            return net.no_sync()  # in the first step `_reduce_gradients` reduces instead
         return nullcontext()
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:
-        """Make sure that DDP has reduced: it does not where the last micro-batch left one out.
+        """Raise InputError if DDP has not reduced, because a parameter got no gradient in the last
+        micro-batch. In the first step, with three ranks or more, reduce here.
 
-        It would say so only in the next forward pass, a step with wrong gradients later.
+        DDP itself raises in the next forward pass only, after a step with wrong gradients.
         """
         if self.options.unused_parameters != "error":
             return
@@ -96,11 +98,11 @@ class DDP(C10d):
     def _reduce_first(self, net: DistributedDataParallel) -> None:
         """Average the gradients of the first step in the buckets that all later steps use.
 
-        DDP begins with buckets in the order of registration, and rebuilds them after one backward
+        DDP starts with buckets in the order of registration, and rebuilds them after one backward
         pass in the order in which gradients became ready. In a ring all-reduce the order of
-        additions depends on an element's place in its bucket, so with three ranks or more the
-        first step of a resumed run would differ from the same step of a run that was left alone.
-        So the gradients go through DDP twice: to rebuild the buckets, and to be averaged in them.
+        additions depends on an element's place in its bucket. So with three ranks or more, the
+        first step of a resumed run would differ from the same step of an uninterrupted run.
+        Therefore the gradients pass through DDP twice: to rebuild the buckets, and to be averaged.
         """
         mine = set(net.module.parameters())
         grads = {p: p.grad for p in self._ready if p in mine and p.grad is not None}

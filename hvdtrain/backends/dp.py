@@ -25,7 +25,7 @@ class DataParallel(Single):
         return model, optimizer
 
     def describe(self) -> dict[str, Any]:
-        """Add over how many GPUs each batch is split, and what that means on fewer than two."""
+        """Add the number of GPUs that share each batch, and a note if there are less than two."""
         gpus = self._num_gpus()
         note = {} if gpus > 1 else {"note": f"{gpus} GPUs in use: the same as single"}
         return {**super().describe(), "gpus": gpus, **note}

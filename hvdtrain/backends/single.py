@@ -1,4 +1,4 @@
-"""One process: a real backend, so that nothing else asks whether there are others."""
+"""The backend of one process. It is a full backend, so that callers need no case for one rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Single(Backend):
         return None
 
     def open(self) -> None:
-        """[all] Nothing to join."""
+        """[all] Do nothing: there are no peers."""
 
     def all_reduce(self, t: Tensor, op: Op = "mean") -> Tensor:
         """[all] Return a copy of `t`: see the contract."""

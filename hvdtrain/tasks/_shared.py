@@ -1,4 +1,4 @@
-"""What the synthetic tasks have in common: they classify, with data and arguments made alike."""
+"""Code shared by the synthetic tasks: argument checks, optimizers, data splits, loss, metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST = 10**9
 
 
 def check_counts(**counts: object) -> None:
-    """Raise InputError for an argument that is not a whole number above zero."""
+    """Raise InputError for an argument that is not a whole number from 1 to 10**9."""
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise InputError(f"{name}={value!r} must be a whole number greater than zero")
@@ -32,19 +32,19 @@ def check_counts(**counts: object) -> None:
 
 def check_optimizer(name: str, lr: float) -> None:
     """Raise InputError for an unknown optimizer, and for a learning rate that is not above zero."""
-    if name not in list(OPTIMIZERS):  # a list takes unhashable values too
+    if name not in list(OPTIMIZERS):  # a list: `name` may be unhashable
         raise InputError(f"optimizer={name!r} is not one of: {', '.join(OPTIMIZERS)}")
     if not isinstance(lr, (int, float)) or not lr > 0:
         raise InputError(f"lr={lr!r} must be a number greater than zero")
 
 
 def make_optimizer(name: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """Make SGD with momentum, or AdamW, by the name that `check_optimizer` has passed."""
+    """Return SGD with momentum, or AdamW, by a name that `check_optimizer` accepts."""
     return OPTIMIZERS[name](model.parameters(), lr=lr)
 
 
 def generator(seed: int = 0) -> torch.Generator:
-    """Random numbers of the data's own: the same on every rank, and none taken from the run's."""
+    """Return a generator for the data alone: equal on every rank, independent of the run's seed."""
     return torch.Generator().manual_seed(seed)
 
 
@@ -57,18 +57,18 @@ def split(inputs: Tensor, targets: Tensor, num_train: int) -> tuple[TensorDatase
 
 
 def with_evaluation(num_train: int) -> int:
-    """How many samples to make: an eighth more than those to train on."""
+    """Return the number of samples to create: an eighth more than those to train on."""
     return num_train + max(1, num_train // 8)
 
 
 def loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Cross entropy of scores, whose classes are the last dimension."""
+    """Return the cross entropy of scores whose last dimension is the class."""
     inputs, targets = batch
     return _cross_entropy(net(inputs), targets)
 
 
 def metrics(net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Accuracy and loss."""
+    """Return accuracy and loss."""
     inputs, targets = batch
     scores = net(inputs)
     right = (scores.argmax(-1) == targets).float().mean()

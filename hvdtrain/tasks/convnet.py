@@ -15,10 +15,10 @@ from hvdtrain.training.task import Task
 
 
 class ConvNet(Task):
-    """ResNet-like, with BatchNorm:
+    """A small ResNet with BatchNorm.
 
-    `stages` of `blocks`, each stage of twice the channels of the one before, which start at
-    `width`, and half its size.
+    It has `stages` of `blocks` residual blocks. The first stage has `width` channels; each later
+    one has twice the channels and half the image size of the one before.
 
     The defaults have 78,042 parameters, 0.3 MB of gradients (4 bytes each), on 32 x 32 images.
     """
@@ -53,7 +53,7 @@ class ConvNet(Task):
         self.optimizer_name = optimizer
 
     def model(self) -> nn.Module:
-        """A convolution, the stages, the mean over the image, and one linear layer."""
+        """Return a convolution, the stages, the mean over the image, and one linear layer."""
         layers: list[nn.Module] = [_convolution(3, self.width), nn.ReLU()]
         channels = self.width
         for stage in range(self.stages):
@@ -65,13 +65,13 @@ class ConvNet(Task):
         return nn.Sequential(*layers, *head)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """SGD with momentum, or AdamW."""
+        """Return SGD with momentum, or AdamW."""
         return _shared.make_optimizer(self.optimizer_name, model, self.lr)
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        """A coarse pattern for each class, under noise.
+        """Return images of a coarse pattern for each class, with noise.
 
-        `samples` to train on, an eighth of that to evaluate.
+        There are `samples` to train on, and an eighth of that to evaluate.
         """
         generator = _shared.generator()
         num, size = _shared.with_evaluation(self.samples), self.image_size
@@ -82,16 +82,16 @@ class ConvNet(Task):
         return _shared.split(images, labels, self.samples)
 
     def loss(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Cross entropy."""
+        """Return the cross entropy."""
         return _shared.loss(net, batch)
 
     def metrics(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Accuracy and loss."""
+        """Return accuracy and loss."""
         return _shared.metrics(net, batch)
 
 
 class _Block(nn.Module):
-    """Two convolutions beside a shortcut; a wider one halves the image."""
+    """Two convolutions beside a shortcut; if it doubles the channels, it halves the image size."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
@@ -107,6 +107,6 @@ class _Block(nn.Module):
 
 
 def _convolution(before: int, after: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
-    # No bias: BatchNorm takes the mean away again.
+    # No bias: BatchNorm subtracts the mean.
     convolution = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(after))

@@ -1,4 +1,4 @@
-"""A multi-layer perceptron on synthetic data: the task whose gradients are as large as you want."""
+"""A multi-layer perceptron on synthetic data: `width` and `depth` set the size of its gradients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class MLP(Task):
         self.optimizer_name = optimizer
 
     def model(self) -> nn.Module:
-        """Linear layers with ReLU between them."""
+        """Return linear layers with ReLU between them."""
         widths = [self.features] + [self.width] * self.depth
         layers: list[nn.Module] = []
         for before, after in zip(widths[:-1], widths[1:], strict=True):
@@ -55,11 +55,11 @@ class MLP(Task):
         return nn.Sequential(*layers, nn.Linear(self.width, self.classes))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """SGD with momentum, or AdamW."""
+        """Return SGD with momentum, or AdamW."""
         return _shared.make_optimizer(self.optimizer_name, model, self.lr)
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        """A cloud of points for each class: `samples` to train on, an eighth of it to evaluate."""
+        """Return a cloud of points for each class: `samples` to train on, an eighth to evaluate."""
         generator = _shared.generator()
         num = _shared.with_evaluation(self.samples)
         centers = torch.randn(self.classes, self.features, generator=generator)
@@ -68,9 +68,9 @@ class MLP(Task):
         return _shared.split(points, labels, self.samples)
 
     def loss(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Cross entropy."""
+        """Return the cross entropy."""
         return _shared.loss(net, batch)
 
     def metrics(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Accuracy and loss."""
+        """Return accuracy and loss."""
         return _shared.metrics(net, batch)

@@ -50,15 +50,15 @@ class Transformer(Task):
         self.optimizer_name = optimizer
 
     def model(self) -> nn.Module:
-        """Embeddings, the layers, a norm, and the scores of every next token."""
+        """Return embeddings, the layers, a LayerNorm, and the scores of the next token."""
         return _GPT(self.width, self.layers, self.heads, self.context, self.vocabulary)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """AdamW, or SGD with momentum."""
+        """Return AdamW, or SGD with momentum."""
         return _shared.make_optimizer(self.optimizer_name, model, self.lr)
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        """Sequences in which one fixed permutation of the vocabulary tells the next token."""
+        """Return sequences in which one permutation of the vocabulary maps a token to the next."""
         generator = _shared.generator()
         num = _shared.with_evaluation(self.samples)
         following = torch.randperm(self.vocabulary, generator=generator)
@@ -69,11 +69,11 @@ class Transformer(Task):
         return _shared.split(sequences[:, :-1], sequences[:, 1:], self.samples)
 
     def loss(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Cross entropy of the next token, over all positions."""
+        """Return the cross entropy of the next token, over all positions."""
         return _shared.loss(net, batch)
 
     def metrics(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Accuracy and loss of the next token."""
+        """Return accuracy and loss of the next token."""
         return _shared.metrics(net, batch)
 
 

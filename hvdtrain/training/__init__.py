@@ -1,3 +1,3 @@
-"""What the user trains (Task), and the one loop (Trainer), which knows no backend and no launcher
-by name.
+"""The user's Task, and the one training loop (Trainer), without a branch for a particular backend
+or launcher.
 """

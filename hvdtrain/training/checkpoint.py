@@ -1,11 +1,12 @@
-"""Crash-safe checkpoints: a directory that is either whole or not there.
+"""Crash-safe checkpoints: a directory that is either complete or does not exist.
 
     step-00001000/  model.pt  optimizer.pt  trainer.pt  manifest.json  COMPLETE
 
-Written to a fresh staging directory beside it, every file fsynced, a manifest of sizes and SHA-256
-hashes, then the marker COMPLETE with the manifest's own hash, then one rename. State is saved raw,
-as the model's and optimizer's own `state_dict()`, so that any backend at any world size can load
-it; always with `weights_only=True`.
+The Trainer saves and resumes with it. `save` writes to a staging directory beside the final one and
+fsyncs every file: the parts, then a manifest of their sizes and SHA-256 hashes, then the marker
+COMPLETE with the manifest's hash. One rename finishes it. State is the plain `state_dict()` of
+model and optimizer, so that any backend at any world size can load it; it is always loaded with
+`weights_only=True`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Skipped:
-    """A checkpoint that was passed over, and why."""
+    """A checkpoint that is not valid, and why."""
 
     path: Path
     reason: str
@@ -48,8 +49,8 @@ def save(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, An
     """Write the checkpoint of `step` under `root` and return its path. One rank calls.
 
     `parts` maps a name to what torch.save writes as `<name>.pt`; `about` goes into the manifest.
-    Replaces a checkpoint of the same step. Raises CheckpointError where it cannot be written, or
-    could not be loaded again; what was there then stays.
+    Replaces a checkpoint of the same step. Raises CheckpointError if it cannot be written, or could
+    not be loaded again; an old checkpoint of that step is then kept.
     """
     final = root / f"step-{step:08d}"
     staging = root / f"{_STAGING}{final.name}-{os.getpid()}"
@@ -71,7 +72,7 @@ def save(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, An
 
 
 def problem(path: Path) -> str | None:
-    """None where `path` is a whole, undamaged checkpoint, else what is wrong with it.
+    """Return None if `path` is a complete, undamaged checkpoint, else the problem.
 
     Reads every byte.
     """
@@ -106,9 +107,9 @@ def problem(path: Path) -> str | None:
 
 
 def load(path: Path, name: str) -> Any:
-    """Load one part of a checkpoint, on the CPU.
+    """Load one part of a checkpoint, on the CPU, without running code from the file.
 
-    Raises CheckpointError; runs no code of the file's.
+    Raises CheckpointError.
     """
     try:
         if f"{name}.pt" not in json.loads((path / _MANIFEST).read_bytes())["files"]:
@@ -121,7 +122,7 @@ def load(path: Path, name: str) -> Any:
 
 
 def newest(root: Path) -> tuple[Path | None, list[Skipped]]:
-    """Find the newest valid checkpoint under `root`, and those passed over on the way.
+    """Return the newest valid checkpoint under `root`, and the newer ones that are not valid.
 
     One rank calls.
     """
@@ -135,15 +136,16 @@ def newest(root: Path) -> tuple[Path | None, list[Skipped]]:
 
 
 def steps(root: Path) -> list[Path]:
-    """Every checkpoint directory under `root`, valid or not, in order of steps."""
+    """Return every checkpoint directory under `root`, valid or not, in order of steps."""
     return sorted((path for path in _entries(root) if _NAME.fullmatch(path.name)), key=_step)
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove what is older than the newest `keep`, and what a killed run left. One rank calls.
+    """Remove checkpoints older than the newest `keep`, and parts of killed runs. One rank calls.
 
-    One with a file missing or cut short does not count as one of them. Only after `save` has
-    returned, so that one valid checkpoint is there at any moment. Raises CheckpointError.
+    A checkpoint with a missing or truncated file does not count as one of the `keep`. Call it only
+    after `save` has returned: then one valid checkpoint exists at any moment. Raises
+    CheckpointError.
     """
     found = steps(root)
     whole = [path for path in found if _looks_whole(path)]
@@ -154,11 +156,10 @@ def prune(root: Path, keep: int) -> None:
 
 
 def set_aside(root: Path, after: int) -> list[Path]:
-    """Rename the checkpoints of steps beyond `after`, which a resumed run takes anew; nothing is
-    lost.
+    """Rename the checkpoints of steps after `after`, which a resumed run takes again.
 
-    Returns the new paths. A damaged one would otherwise count as the newest again. Raises
-    CheckpointError.
+    Returns the new paths. Without this, a damaged one would be the newest again at the next resume.
+    Nothing is deleted. Raises CheckpointError.
     """
     moved = []
     for path in steps(root):
@@ -173,9 +174,10 @@ def set_aside(root: Path, after: int) -> list[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Remove staging and trash directories. Only while no other run writes here.
+    """Remove staging and trash directories. Call it only while no other run writes here.
 
-    A whole one whose save was killed just before the last rename gets its name instead.
+    A complete staging directory, whose save was killed just before its rename, is renamed instead
+    if there is no checkpoint of that name.
     """
     for path in _entries(root):
         if path.name.startswith(_STAGING):
@@ -188,9 +190,9 @@ def sweep(root: Path) -> None:
 
 
 def _entries(root: Path) -> list[Path]:
-    """What is in `root`; nothing where it is no directory.
+    """Return the entries of `root`, sorted; none if it is no directory.
 
-    Raises CheckpointError where it cannot be read, lest a resumed run start afresh.
+    Raises CheckpointError if it cannot be read: a resumed run must not start afresh then.
     """
     try:
         return sorted(root.iterdir()) if root.is_dir() else []
@@ -205,7 +207,8 @@ def _step(path: Path) -> int:
 def _put_in_place(staging: Path, final: Path) -> None:
     """Rename `staging` to `final`.
 
-    An old one stays until the new one is there; `sweep` finishes this after a kill.
+    An old checkpoint is kept as trash until the new one is in place. If the process is killed in
+    between, `sweep` finishes the rename.
     """
     trash = final.with_name(f"{_TRASH}{final.name}-{os.getpid()}")
     replaces = os.path.lexists(final)
@@ -218,12 +221,12 @@ def _put_in_place(staging: Path, final: Path) -> None:
         if replaces:
             trash.rename(final)
         raise
-    _sync(final.parent)
+    _sync(final.parent)  # only this makes the rename survive a power failure
     shutil.rmtree(trash, ignore_errors=True)
 
 
 def _discard(path: Path) -> None:
-    """Rename, then delete: a kill in between leaves no half-deleted one under a valid name."""
+    """Rename a checkpoint, then delete it: a kill leaves none half deleted under a valid name."""
     trash = path.with_name(f"{_TRASH}{path.name}-{os.getpid()}")
     shutil.rmtree(trash, ignore_errors=True)
     _rename(path, trash)
@@ -238,9 +241,9 @@ def _rename(path: Path, target: Path) -> None:
 
 
 def _looks_whole(path: Path) -> bool:
-    """Whether everything that the manifest lists is there, at its size:
+    """Return whether every file in the manifest exists with its size.
 
-    `problem` without the hashes of the files.
+    It is `problem` without the hashes of the files, which need every byte.
     """
     try:
         text = (path / _MANIFEST).read_bytes()
@@ -253,7 +256,7 @@ def _looks_whole(path: Path) -> bool:
 
 
 class _MeasuredFile(io.BufferedWriter):
-    """Measures the bytes as they were meant, whatever the disk makes of them."""
+    """Counts and hashes the bytes passed to `write`: wrong bytes on the disk will not match."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
@@ -270,17 +273,17 @@ class _MeasuredFile(io.BufferedWriter):
 
 
 def _write_part(folder: Path, name: str, value: Any) -> dict[str, Any]:
-    """Write `<name>.pt` and return its measures.
+    """Write `<name>.pt` and return its size and hash.
 
-    Raises whatever a part that cannot be loaded again raises.
+    Raises the exception of torch.load if the part could not be loaded again.
     """
     path = folder / f"{name}.pt"
     with _MeasuredFile(path) as file:
         torch.save(value, file)
         file.flush()
         os.fsync(file.fileno())
-    # Mapped, so that this reads no tensor. An object of a class that a load refuses must not wait
-    # for the day of the crash.
+    # mmap: no tensor is read. An object whose class torch.load refuses must be found here, not
+    # when a crashed run is resumed.
     torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return file.measures()
 
@@ -311,12 +314,13 @@ def _sync(path: Path) -> None:
 
 
 def _one_line(error: BaseException) -> str:
+    """Return the cause of an error in one line: that of the OSError behind it, if there is one."""
     cause: BaseException | None = error
-    while cause is not None:  # torch hides a full disk behind an error of its own
+    while cause is not None:  # a full disk is the context of an error of torch
         if isinstance(cause, OSError) and cause.strerror:
             return f"{cause.strerror}: {cause.filename}" if cause.filename else cause.strerror
         cause = cause.__context__
     text = " ".join(str(error).split()) or type(error).__name__
-    # torch's own text goes on at length, and advises to trust the file.
+    # torch's own text is long, and advises to load the file with weights_only=False.
     refused = re.search(r"GLOBAL (\S+)", text)
     return f"it holds {refused[1]}, which may run code when loaded" if refused else text

@@ -1,7 +1,7 @@
-"""Every option of a run, once: the command line, HVDTRAIN_* variables and the TOML file are all
-read off this class.
+"""The options of a run: the fields of TrainConfig.
 
-Imports no torch: `hvdtrain --help` must answer at once.
+The command line, the HVDTRAIN_* variables and the TOML file are derived from these fields, so that
+an option is written once. Imports no torch: `hvdtrain --help` must be fast.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def _option(default: Any, text: str, *choices: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": text, "choices": choices, **more})
 
 
-# Beyond them torch or the system ends with an error that names no option, or a crash.
+# Upper limits. Beyond them torch or the system crashes, or raises an error that names no option.
 _MOST = {
     "threads": 4096,
     "workers": 4096,
-    "timeout": 1e9,  # torch takes milliseconds, Horovod 32 bits
+    "timeout": 1e9,  # torch counts milliseconds, Horovod has 32 bits
     "bucket_mib": 1e9,
     "lr": 1e30,  # float32
     "step_factor": 1e6,
@@ -35,7 +35,7 @@ _MOST_OF_ALL = 10**30
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The resolved options of a run, the same on every rank; `check` says what is wrong."""
+    """The resolved options of a run, equal on every rank; `check` validates them."""
 
     # What is trained
     task: str = _option("digits", "A built-in task, module:Class, or file.py:Class.")
@@ -134,19 +134,20 @@ class TrainConfig:
     )
 
     def check(self) -> None:
-        """Raise InputError for a value, or a pair of them, that makes no sense."""
+        """Raise InputError for an invalid value, or an invalid combination of values."""
         positive = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size
             accumulate lr step_factor clip_norm eval_every log_every keep""".split()
         for name in positive:
             value = getattr(self, name)
-            if value is not None and not value > 0:  # this way round for NaN
+            if value is not None and not value > 0:  # not `value <= 0`: NaN is refused, too
                 raise InputError(f"{flag(name)} {value} must be greater than zero")
             if value == math.inf and name != "clip_norm":
                 raise InputError(f"{flag(name)} {value} must be finite")
         for item in dataclasses.fields(self):
             value, most = getattr(self, item.name), _MOST.get(item.name, _MOST_OF_ALL)
             if isinstance(value, (int, float)) and math.inf > value > most:
-                said = f"{value:g}" if value < 1e300 else "over 1e300"  # str() has a limit, too
+                # Neither format() nor str() takes every int.
+                said = f"{value:g}" if value < 1e300 else "over 1e300"
                 raise InputError(f"{flag(item.name)} {said} must be at most {most:g}")
         for name in ("workers", "warmup_steps", "checkpoint_every", "seed"):
             if getattr(self, name) < 0:
@@ -166,7 +167,7 @@ class TrainConfig:
         self.drop_epochs()
 
     def drop_epochs(self) -> tuple[int, ...]:
-        """`step_epochs` as numbers, in order. Raises InputError where it is something else."""
+        """Return `step_epochs` as sorted numbers. Raises InputError if it is no list of epochs."""
         try:
             epochs = sorted(int(part) for part in self.step_epochs.split(",") if part.strip())
         except ValueError:
@@ -178,9 +179,9 @@ class TrainConfig:
         return tuple(epochs)
 
     def micro_batch(self, num_ranks: int) -> int:
-        """Samples of one rank's micro-batch.
+        """Return the number of samples in one rank's micro-batch.
 
-        Raises InputError where the global batch does not divide.
+        Raises InputError if the global batch size is not divisible by ranks x accumulation.
         """
         if self.global_batch_size is None:
             return 32 if self.batch_size is None else self.batch_size
@@ -193,7 +194,7 @@ class TrainConfig:
         return self.global_batch_size // parts
 
     def backend_options(self) -> BackendOptions:
-        """The part of the options that `open_backend` takes."""
+        """Return the options that `open_backend` takes."""
         from hvdtrain.backends.base import BackendOptions
 
         return BackendOptions(
@@ -206,16 +207,17 @@ class TrainConfig:
         )
 
     def agreed(self) -> dict[str, object]:
-        """The options that the handshake compares between ranks, by flag."""
+        """Return the options that the handshake compares between ranks, by flag."""
         options = {
             flag(item.name): getattr(self, item.name)
             for item in dataclasses.fields(self)
             if item.metadata.get("fingerprint", True)
         }
-        # Where rank 0 resumes from is its own affair; that it does is everybody's.
+        # Rank 0 alone reads the checkpoint, but all ranks take part in its broadcast: compare only
+        # whether they resume.
         return {**options, "--resume": self.resume != "none"}
 
 
 def flag(name: str) -> str:
-    """The command-line spelling of a field: `batch_size` gives `--batch-size`."""
+    """Return the command-line flag of a field: `batch_size` gives `--batch-size`."""
     return "--" + name.replace("_", "-")

@@ -1,6 +1,6 @@
-"""What rank 0 says while it trains: a progress bar on a terminal, plain lines elsewhere.
+"""The output of a training run: a progress bar on a terminal, plain lines elsewhere.
 
-Other ranks are silent.
+The Trainer writes to it on every rank; only rank 0's console prints.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from hvdtrain.world import World, shares_terminal
 
 
 class Console:
-    """Silent: the console of every rank but 0, and the base of the others."""
+    """A console that prints nothing, for every rank but 0; the base class of the others."""
 
     def say(self, text: str) -> None:
         """Print a line."""
 
     def start(self, total_steps: int, step: int) -> None:
-        """Begin to show progress, from `step` on."""
+        """Start to show progress, from `step` on."""
 
     def advance(self, step: int) -> None:
-        """Show that `step` steps are done. Called at every step: it must cost next to nothing."""
+        """Show that `step` steps are done. Called every step: it must be fast."""
 
     def log(self, record: dict[str, Any]) -> None:
-        """Show a line of metrics.jsonl."""
+        """Show a record of metrics.jsonl."""
 
     def stop(self) -> None:
-        """End the display. Twice is safe."""
+        """End the display. Safe to call twice."""
 
 
 class Lines(Console):
-    """Plain lines, for files, pipes and the launchers that prefix them."""
+    """Plain lines, for files, pipes, and launchers that prefix each line with its rank."""
 
     _total = 0
 
@@ -91,14 +91,14 @@ class Bar(Console):
 
 
 def make_console(world: World) -> Console:
-    """Pick the console of this rank. Not collective."""
+    """Return the console of this rank. Not collective."""
     if world.rank > 0:
         return Console()
     return Bar() if sys.stdout.isatty() and shares_terminal(world) else Lines()
 
 
 def describe(record: dict[str, Any]) -> str:
-    """The numbers of one record, but for its step and times, in a line."""
+    """Return the numbers of one record in a line, without `step`, `time` and `data_ms`."""
     formats = {
         "lr": "lr {:.3g}",
         "samples_per_s": "{:.0f} samples/s",

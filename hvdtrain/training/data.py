@@ -1,4 +1,4 @@
-"""Which samples each rank gets, in which order, and how they reach the device."""
+"""Data loading: the shards of each rank, their order, and the copy of batches to the device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hvdtrain.world import World, is_mpi
 
 
 class ShardedBatches(Sampler[list[int]]):
-    """This rank's micro-batches, cut out of one global order.
+    """This rank's micro-batches: slices of one global order.
 
-    The order is a permutation by seed and epoch, the same on every rank and at every world size.
-    The k-th micro-batch of all ranks together is one run of it, of which each rank takes its part;
-    so a position in the order, in samples, says all about where an epoch stands.
+    The order is a permutation by seed and epoch, equal on every rank and at every world size. The
+    k-th micro-batches of all ranks are one contiguous run of it, and each rank takes its slice. So
+    one number, the position in the order, is the whole progress of an epoch.
     """
 
     def __init__(
@@ -38,19 +38,19 @@ class ShardedBatches(Sampler[list[int]]):
         return self.batch_size * self._world.size
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch's order, and the sample of it to start from.
+        """Select the epoch, which sets the order, and the position to start from.
 
-        Every rank must call it alike.
+        Every rank must pass the same values.
         """
         self._epoch, self._start = epoch, start
 
     def batches_from(self, start: int) -> int:
-        """How many micro-batches each rank gets from sample `start` on."""
+        """Return how many micro-batches each rank gets from position `start` on."""
         left = max(0, self.num_samples - start)
         return -(-left // self.span) if self._pad else left // self.span
 
     def leftover(self) -> int:
-        """Samples dropped (negative) or repeated (positive) in a whole epoch."""
+        """Return the samples dropped (negative) or repeated (positive) in a whole epoch."""
         return self.batches_from(0) * self.span - self.num_samples
 
     def __len__(self) -> int:
@@ -63,12 +63,12 @@ class ShardedBatches(Sampler[list[int]]):
         for batch in range(len(self)):
             first = offset + batch * self.span
             places = torch.arange(first, first + self.batch_size)
-            # What pads the last batch is the order again, from its beginning.
+            # The last batch is padded with the samples from the start of the order.
             yield order[places % self.num_samples].tolist()
 
 
 class EvalBatches(Sampler[list[int]]):
-    """This rank's share of the evaluation data, every sample exactly once over all ranks."""
+    """This rank's share of the evaluation data: each sample is on exactly one rank."""
 
     def __init__(self, num_samples: int, batch_size: int, world: World) -> None:
         self._indices = range(world.rank, num_samples, world.size)
@@ -83,7 +83,7 @@ class EvalBatches(Sampler[list[int]]):
 
 
 def mix(*numbers: int) -> int:
-    """One seed out of several small numbers."""
+    """Combine several small numbers into one seed."""
     seed = 0
     for number in numbers:
         seed = (seed * 1_000_003 + number + 1) % (1 << 62)
@@ -91,7 +91,7 @@ def mix(*numbers: int) -> int:
 
 
 def size_of(dataset: Dataset[Any], name: str) -> int:
-    """`len(dataset)`. Raises InputError where there is none, or it is empty."""
+    """Return `len(dataset)`. Raises InputError if it has no length or index, or is empty."""
     for method, what in (("__len__", "length"), ("__getitem__", "samples by index")):
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, method):
             raise InputError(
@@ -113,16 +113,16 @@ def make_loader(
     workers: int,
     seed: int,
 ) -> DataLoader[Any]:
-    """Make the loader of one rank. Not collective."""
+    """Return the loader of one rank. Not collective."""
     return DataLoader(
         dataset,
         batch_sampler=batches,
         collate_fn=collate,
         num_workers=workers,
         pin_memory=device.type == "cuda",
-        # A fork of a process that has joined MPI can crash in its first MPI call.
+        # A process that is forked after MPI_Init can crash in its first MPI call.
         multiprocessing_context="forkserver" if workers and is_mpi(world) else None,
-        # Loader processes draw their seeds from here, so that augmentation differs by rank.
+        # It seeds the loader processes, so that random augmentation differs by rank.
         generator=torch.Generator().manual_seed(mix(seed, world.rank)),
     )
 
@@ -130,9 +130,9 @@ def make_loader(
 def on_device(
     loader: Iterable[Any], device: torch.device, convert: Callable[[Tensor], Tensor]
 ) -> Iterator[Any]:
-    """Yield the batches on `device`.
+    """Yield the batches on `device`, with `convert` applied to every tensor.
 
-    On CUDA the copy of the next one runs beside the work on this one.
+    On CUDA, the copy of the next batch overlaps with the computation on the current one.
     """
     loader = _raising_plainly(loader)
     if device.type != "cuda":
@@ -151,7 +151,7 @@ def on_device(
     def hand_over(batch: Any, done: torch.cuda.Event) -> Any:
         current = torch.cuda.current_stream(device)
         current.wait_event(done)
-        # The allocator must not give this memory away before the consuming stream is done with it.
+        # The allocator must not reuse this memory before the consuming stream has finished with it.
         map_tensors(batch, lambda t: t.record_stream(current))  # type: ignore[arg-type, return-value]
         return batch
 
@@ -166,7 +166,7 @@ def on_device(
 
 
 def _raising_plainly(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches; take off the traceback that a loader process puts before an InputError."""
+    """Yield the batches; remove the traceback that DataLoader prepends to a worker's InputError."""
     try:
         yield from batches
     except InputError as error:
@@ -175,7 +175,7 @@ def _raising_plainly(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `function` to every tensor in nested tuples, lists and dicts."""
+    """Copy nested tuples, lists and dicts with `function` applied to every tensor."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):

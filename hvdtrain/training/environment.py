@@ -1,4 +1,4 @@
-"""What else decides how a run goes: threads and seeds."""
+"""CPU threads and random seeds of a rank: the bits of a result depend on both."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from hvdtrain.world import World, is_mpi
 
 
 def set_threads(requested: int | None, world: World, env: Mapping[str, str]) -> str:
-    """Set this rank's CPU threads, so that it does not depend on the launcher.
+    """Set this rank's number of CPU threads, equal under every launcher.
 
-    Returns what and why.
+    Returns the number and the reason for it, as text.
 
-    torchrun sets OMP_NUM_THREADS=1 and the others nothing: the sums inside a convolution would then
-    differ in their last bits between them, and the ranks would crowd each other's cores.
+    torchrun sets OMP_NUM_THREADS=1 and the others nothing. Without this, the sums inside a
+    convolution would differ in their last bits between launchers, and ranks would oversubscribe the
+    cores.
     """
     given = env.get("OMP_NUM_THREADS", "")
     by_torchrun = world.launcher == "torchrun" and world.local_size > 1 and given == "1"
@@ -37,8 +38,8 @@ def set_threads(requested: int | None, world: World, env: Mapping[str, str]) -> 
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch on the devices in use, NumPy and Python, in microseconds: it runs every step."""
-    # torch.manual_seed looks for every kind of device there is, which takes ten times as long.
+    """Seed torch on the devices in use, NumPy and Python. Called every step: takes microseconds."""
+    # torch.manual_seed checks for every kind of device, which takes ten times as long.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)

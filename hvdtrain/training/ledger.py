@@ -1,5 +1,6 @@
-"""The batch-and-learning-rate ledger: what a step is, said once at the start and stored in
-run.json.
+"""The ledger: how batch size, steps and learning rate are computed.
+
+Rank 0 prints it once at the start, and stores it in run.json.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Ledger:
-    """The arithmetic of a run. `leftover`: samples an epoch drops (negative) or repeats."""
+    """The arithmetic of a run. `leftover`: samples that an epoch drops (< 0) or repeats (> 0)."""
 
     micro_batch: int
     accumulate: int
@@ -31,11 +32,11 @@ class Ledger:
         return self.micro_batch * self.accumulate * self.ranks
 
     def as_dict(self) -> dict[str, Any]:
-        """For run.json."""
+        """Return all numbers, for run.json."""
         return {**asdict(self), "global_batch": self.global_batch}
 
     def lines(self) -> list[str]:
-        """For people: a line each for the batch, the steps and the learning rate."""
+        """Return a line each about the batch, the steps and the learning rate, for printing."""
         accumulated = f" x {self.accumulate} accumulated" if self.accumulate > 1 else ""
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         uneven = "every sample once an epoch"

@@ -1,4 +1,4 @@
-"""Times and losses between two lines of metrics."""
+"""Times and losses between two records of metrics.jsonl, summed by the Trainer's loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdtrain.errors import TrainingDiverged
 
 
 class Meter:
-    """Counts steps of `samples_per_micro_batch` samples, all ranks together, and their losses."""
+    """Sums losses, times and samples. `samples_per_micro_batch` counts those of all ranks."""
 
     def __init__(self, backend: Backend, samples_per_micro_batch: int) -> None:
         self._backend = backend
@@ -22,14 +22,14 @@ class Meter:
 
     def _reset(self) -> None:
         self.data_s = 0.0
-        """Seconds that this rank has waited for data; the loop adds to it."""
+        """Seconds for which this rank has waited for data; the loop adds to it."""
         self._loss: Tensor | None = None
         self._steps = 0
         self._samples = 0
         self._since = time.perf_counter()
 
     def add_loss(self, loss: Tensor) -> None:
-        """Add the loss of one micro-batch, divided by its window. Waits for no device."""
+        """Add the loss of a micro-batch, divided by its window. Does not synchronise a device."""
         value = loss.detach()
         self._loss = value if self._loss is None else self._loss + value
 
@@ -39,8 +39,8 @@ class Meter:
         self._samples += micro_batches * self._span
 
     def take(self) -> tuple[float, Tensor]:
-        """Return this rank's seconds of waiting for data and its mean loss since the last time, and
-        begin anew. Not collective.
+        """Return this rank's seconds of waiting for data and its mean loss since the last call, and
+        reset. Not collective.
         """
         assert self._loss is not None
         data_s, loss = self.data_s, self._loss / self._steps
@@ -48,10 +48,11 @@ class Meter:
         return data_s, loss
 
     def flush(self, step: int, norm: Tensor | None, norm_may_overflow: bool) -> dict[str, Any]:
-        """Reduce the loss over all ranks and return the numbers since the last flush. Collective.
+        """Average the loss over all ranks, return the numbers since the last call, and reset.
 
-        Raises TrainingDiverged on every rank where the loss of any is not finite, or the norm of
-        the averaged gradient, which is the same on all.
+        Collective. Raises TrainingDiverged, on every rank, if the loss of any rank is not finite,
+        or the norm of the averaged gradient, which is equal on all ranks. `norm_may_overflow`: an
+        fp16 loss scaler skips such a step, so that its norm may be infinite.
         """
         assert self._loss is not None
         steps = self._steps

@@ -13,16 +13,16 @@ from hvdtrain.errors import InputError
 
 
 class Mean:
-    """Means weighted by sample counts, by name. Add on each rank, then reduce once."""
+    """Means weighted by sample counts, by name. Call `add` on each rank, then `reduce` once."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[Tensor]] = {}
         self._counts: dict[str, int] = {}
 
     def add(self, values: Mapping[str, Tensor], num_samples: int) -> None:
-        """Add the means of one batch of `num_samples`. Not collective; waits for no device.
+        """Add the means of one batch of `num_samples`. Not collective; synchronises no device.
 
-        Raises InputError for a value that is not one number.
+        Raises InputError for a value that is not a single number.
         """
         for name, value in values.items():
             if value.numel() != 1:
@@ -38,13 +38,14 @@ class Mean:
     def reduce(self, backend: Backend) -> dict[str, float]:
         """Return the means over all samples of all ranks.
 
-        Collective; a rank that added nothing calls too.
+        Collective: a rank that added nothing calls it, too.
         """
         mine = {
             name: (float(torch.stack(sums).sum()), self._counts[name])
             for name, sums in self._sums.items()
         }
         everyone = backend.all_gather_object(mine)
+        # Every rank sums in rank order: all get the same bits.
         names = dict.fromkeys(name for part in everyone for name in part)
         means = {}
         for name in names:
@@ -54,15 +55,17 @@ class Mean:
 
 
 def fingerprint(state: Mapping[str, object]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of the tensors of a state dict, in sorted order
-    of names.
+    """Return the SHA-256 of the names, dtypes, shapes and bytes of the tensors in a state dict, in
+    the order of their names.
     """
     digest = hashlib.sha256()
+    # A compiled model has the same fingerprint as the plain one.
     plain = {uncompiled(name): value for name, value in state.items()}
     for name in sorted(plain):
         value = plain[name]
         if not isinstance(value, Tensor):
             continue
+        # A lazily conjugated or negated view has other bytes in memory than its values.
         data = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         digest.update(f"{name} {data.dtype} {tuple(data.shape)}\n".encode())
         digest.update(data.reshape(-1).view(torch.uint8).numpy().data)

@@ -1,4 +1,4 @@
-"""fp32, bf16, fp16 and fp64 as one object whose parts do nothing where there is nothing to do."""
+"""fp32, bf16, fp16 and fp64 behind one interface, so that the loop has no branch for them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """How the numbers are kept.
+    """Conversion, autocast and loss scaling of one precision; no-ops if it needs none.
 
-    Never collective: gradients are equal everywhere when `unscale_` looks at them, so that all
-    ranks find the same overflow and skip the same step.
+    No method is collective: gradients are equal on all ranks when `unscale_` checks them, so that
+    all ranks find the same overflow and skip the same step.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._device_type = device.type
         self._autocast = _AUTOCAST.get(name)
         self._dtype = torch.float64 if name == "fp64" else None
-        # A disabled scaler passes everything through.
+        # A disabled scaler passes losses and steps through unchanged.
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -35,7 +35,7 @@ class Precision:
         return t.to(self._dtype) if self._dtype is not None and t.is_floating_point() else t
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Put around the forward pass and the loss."""
+        """Return the context manager for the forward pass and the loss."""
         return torch.autocast(
             self._device_type, dtype=self._autocast, enabled=self._autocast is not None
         )
@@ -45,13 +45,16 @@ class Precision:
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale, in place. After `finish_backward`, before clipping."""
+        """Divide the gradients by the scale, in place. Call it between `finish_backward` and
+        clipping.
+        """
         self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
         """Step the optimizer, unless a gradient overflowed, and adapt the scale."""
         if self.scaler.is_enabled():
-            # A skipped step counts for the schedule; torch would warn that there was none before.
+            # The schedule also advances at a skipped step. Without this flag, torch would warn that
+            # it advances before the optimizer.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         self.scaler.step(optimizer)
         self.scaler.update()

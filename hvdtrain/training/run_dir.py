@@ -1,10 +1,8 @@
-"""The run directory:
+"""The run directory: `run.json`, `metrics.jsonl` and checkpoints.
 
-`run.json`, `metrics.jsonl` and checkpoints, the only link between training and reports.
-
-Rank 0 alone makes and writes it. `run.json` is replaced atomically, and written before the first
-step, so that a killed run still has one: its outcome then stays "running", with a process that is
-gone, and a resumed run corrects it to "killed".
+It is the only link between training and reports. Rank 0 alone creates and writes it. `run.json` is
+replaced atomically, and first written before the first step, so that a killed run has one, too: its
+outcome stays "running", with the id of a dead process, and a resumed run corrects it to "killed".
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ FORMAT = 1
 
 
 class RunDirectory:
-    """One open run. Holds a lock on its directory, which the system drops even at kill -9."""
+    """An open run directory. Holds a lock on it, which the kernel releases even after kill -9."""
 
     def __init__(self, path: Path, resuming: bool) -> None:
-        """Make and lock `path`.
+        """Create and lock `path`.
 
-        Raises InputError where it cannot be written, is in use, or holds a run already.
+        Raises InputError if it cannot be written, is in use, or, unless `resuming`, holds a run.
         """
         self.path = path
         self.checkpoints = path / "checkpoints"
@@ -53,7 +51,7 @@ class RunDirectory:
 
     def _acquire(self) -> None:
         try:
-            # Not flock, which the loader processes of a killed run would go on holding.
+            # Not flock: loader processes inherit its lock, and keep it after the run is killed.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
@@ -66,7 +64,7 @@ class RunDirectory:
             ) from None
 
     def start(self, about: dict[str, Any]) -> None:
-        """Write run.json, with what is known of the earlier attempts of a resumed run."""
+        """Write run.json, with the earlier attempts of a resumed run."""
         earlier = self._earlier_attempts()
         process = {"pid": os.getpid(), "host": os.uname().nodename}
         self.run = {
@@ -80,7 +78,7 @@ class RunDirectory:
         self.write()
 
     def open_metrics(self, first_step: int) -> None:
-        """Open metrics.jsonl. Lines after `first_step`, of steps that are now taken again, go."""
+        """Open metrics.jsonl. Delete lines after `first_step`: those steps are taken again."""
         metrics = self.path / "metrics.jsonl"
         with _writing(self.path):
             if metrics.exists():
@@ -96,25 +94,26 @@ class RunDirectory:
                 self._metrics.write(_dump(record) + "\n")
 
     def update(self, **more: Any) -> None:
-        """Add to run.json."""
+        """Add entries to run.json."""
         self.run.update(more)
         self.write()
 
     def finish(self, outcome: str, **more: Any) -> None:
-        """Write how the run ended: `finished`, `failed`, `interrupted` or `terminated`."""
+        """Record how the run ended: `finished`, `failed`, `interrupted` or `terminated`."""
+        # Write once without waiting for the disk: mpirun kills the ranks a second after SIGTERM.
         self.run.update(outcome=outcome, end=now(), **more)
-        self.write(sync=False)  # mpirun kills a second after SIGTERM, and a disk may take longer
+        self.write(sync=False)
         self.write()
 
     def write(self, sync: bool = True) -> None:
-        """Replace run.json atomically. Without `sync` a power cut may still lose it."""
+        """Replace run.json atomically. Without `sync` a power failure may lose the new content."""
         with _writing(self.path):
             files.replace(self.path / "run.json", _dump(self.run, indent=1) + "\n", sync)
 
     def close(self) -> None:
-        """Close metrics.jsonl and give up the lock. Twice is safe."""
+        """Close metrics.jsonl and release the lock. Safe to call twice."""
         if self._metrics is not None:
-            with contextlib.suppress(OSError):  # a line that found no room, once more
+            with contextlib.suppress(OSError):  # the disk is full: a buffered line fails again
                 self._metrics.close()
         self._lock.close()
 
@@ -125,7 +124,7 @@ class RunDirectory:
             return []
         if not isinstance(before, dict):
             return []
-        # We hold the lock, so a run that still says "running" is gone.
+        # This process holds the lock, so the process of a run that is still "running" has died.
         outcome = "killed" if before.get("outcome") == "running" else before.get("outcome")
         keys = {"start", "end", "error", "resumed_from", "last_step", "process"}
         keys |= {"metrics", "params_sha256"}
@@ -134,7 +133,7 @@ class RunDirectory:
 
 
 def make_default(task: str, backend: str) -> Path:
-    """Make `runs/<time>-<task>-<backend>`, with a number behind it where that is taken."""
+    """Make `runs/<time>-<task>-<backend>`, with a number appended if that exists."""
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(task.rpartition(':')[2]).stem}-{backend}".lower()
     runs = Path("runs")
     with _writing(runs):
@@ -144,7 +143,7 @@ def make_default(task: str, backend: str) -> Path:
 
 
 def now() -> str:
-    """The time, in UTC, in ISO 8601."""
+    """Return the time in UTC, to the millisecond, in ISO 8601."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
@@ -152,7 +151,7 @@ def _step(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ArithmeticError, ValueError, LookupError, TypeError):
-        return 1 << 62  # the torn last line of a killed run
+        return 1 << 62  # the incomplete last line of a killed run: to be deleted
 
 
 def _dump(value: object, indent: int | None = None) -> str:
@@ -161,7 +160,7 @@ def _dump(value: object, indent: int | None = None) -> str:
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn what the system says of a path in the run directory into an InputError."""
+    """Convert an OSError about a path of the run directory into an InputError."""
     try:
         yield
     except OSError as error:

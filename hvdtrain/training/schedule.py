@@ -1,4 +1,4 @@
-"""Learning-rate scaling and schedules: both explicit, both printed in the ledger."""
+"""Learning-rate scaling and schedules. Both are chosen by options and printed in the ledger."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hvdtrain.training.config import TrainConfig
 
 
 def lr_factor(scaling: str, num_ranks: int, accumulate: int) -> float:
-    """What the learning rate is multiplied by: how many micro-batches make a step, its root, or
-    one.
+    """Return the factor of the learning rate: the number of micro-batches in a step over all ranks,
+    its square root, or one.
     """
     parts = num_ranks * accumulate
     return {"none": 1.0, "linear": float(parts), "sqrt": math.sqrt(parts)}[scaling]
@@ -21,9 +21,9 @@ def lr_factor(scaling: str, num_ranks: int, accumulate: int) -> float:
 def set_base_lr(
     optimizer: Optimizer, lr: float | None, factor: float
 ) -> tuple[list[float], list[float]]:
-    """Set the rate that every schedule starts from, in place.
+    """Set the learning rate that every schedule starts from, in place.
 
-    Returns it before and after scaling, by group.
+    Returns the rates before and after scaling, by parameter group.
     """
     before = [float(group["lr"]) if lr is None else lr for group in optimizer.param_groups]
     after = [value * factor for value in before]
@@ -40,10 +40,11 @@ def build_schedule(
     steps_per_epoch: int,
     epoch_steps: int | None = None,
 ) -> LRScheduler:
-    """Warm up and then hold, anneal or drop: a function of the step, so it needs no saved state.
+    """Return a scheduler that warms up, then holds, anneals or drops the learning rate.
 
-    The optimizer's groups must hold `initial_lr`. `epoch_steps` is how many of this run's steps
-    the epochs so far amount to; it differs from `start_step` after a resume at another batch size.
+    It is a function of the step, so it needs no saved state. The optimizer's groups must have
+    `initial_lr`. `epoch_steps` is the progress in epochs, as a number of this run's steps; it
+    differs from `start_step` after a resume at another batch size.
     """
     ahead = 0 if epoch_steps is None else epoch_steps - start_step
 
@@ -59,4 +60,5 @@ def build_schedule(
             return float(config.step_factor**drops)
         return 1.0
 
+    # The constructor of LambdaLR takes one step, to `start_step`.
     return LambdaLR(optimizer, factor, last_epoch=start_step - 1)

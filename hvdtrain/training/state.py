@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run: collected on rank 0, and put back there before a broadcast."""
+"""The state of a run in its checkpoints: rank 0 collects and restores it, then broadcasts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from hvdtrain.training import checkpoint
 
 @dataclass
 class Position:
-    """Where a run stands: optimizer steps done, and samples of all ranks used in this epoch."""
+    """The progress of a run: optimizer steps done, epochs done, and samples that all ranks have
+    used in this epoch.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -27,7 +29,7 @@ class Position:
 
     @property
     def epoch_number(self) -> int:
-        """The epoch that the last step was of, from 1."""
+        """The epoch of the last step, counted from 1."""
         return self.epoch + (1 if self.sample else 0)
 
 
@@ -38,7 +40,7 @@ def collect(
     schedule: LRScheduler | None,
     position: Position,
 ) -> dict[str, Any]:
-    """The parts of a checkpoint, on the CPU. `schedule`: a task's own, which has state."""
+    """Return the parts of a checkpoint, on the CPU. `schedule`: a task's own, which has state."""
     trainer = {
         "position": asdict(position),
         "scaler": scaler.state_dict(),
@@ -52,12 +54,13 @@ def collect(
 
 
 def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Load model and optimizer, in place, and return the trainer's part.
+    """Load model and optimizer from `path`, in place, and return the trainer's part.
 
-    Raises CheckpointError where they are of another model or cannot be read.
+    Raises CheckpointError if it is of another model or optimizer, or cannot be read.
     """
     trainer: dict[str, Any] = checkpoint.load(path, "trainer")
     try:
+        # The model may be compiled, and an old checkpoint may have the names of a compiled one.
         names = {uncompiled(name): name for name in model.state_dict()}
         saved = checkpoint.load(path, "model").items()
         model.load_state_dict({names.get(uncompiled(k), k): v for k, v in saved})
@@ -71,7 +74,7 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any
 
 
 def check(resume: str) -> None:
-    """Raise CheckpointError where `resume` is the path of a checkpoint that cannot be used."""
+    """Raise CheckpointError if `resume` is the path of a checkpoint that is not valid."""
     if resume not in ("none", "auto", "must"):
         why = checkpoint.problem(Path(resume))
         if why is not None:
@@ -79,10 +82,11 @@ def check(resume: str) -> None:
 
 
 def choose(root: Path, resume: str, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint to resume from: the newest valid one under `root` for "auto" and "must", else
-    `resume`.
+    """Return the checkpoint to resume from: for "auto" and "must" the newest valid one under
+    `root`, else the path `resume`.
 
-    Says which it skipped and why. None where there is none yet, which "must" refuses.
+    Print which ones are skipped and why. Return None if there is none; for "must", raise
+    CheckpointError.
     """
     if resume not in ("auto", "must"):
         return Path(resume)

@@ -1,4 +1,7 @@
-"""What the user trains. A task knows nothing of ranks, devices, precision or backends."""
+"""Task: the model, optimizer, data and loss that a user writes; and `load_task`, which finds it.
+
+A task has no code for ranks, devices, precision or backends: the Trainer and the backend have.
+"""
 
 from __future__ import annotations
 
@@ -21,53 +24,51 @@ from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.tasks import TASKS
 
 Batch = Any
-"""What the dataset's samples collate to: tensors, in tuples, lists or dicts, on the device of the
-model.
-"""
+"""The collated samples: tensors in tuples, lists or dicts, on the device of the model."""
 
 
 class Task(ABC):
     """Model, optimizer, data and loss. Constructor arguments come from `--set name=value`."""
 
     about_data: str = ""
-    """What the data are, in a line for reports: real or synthetic, and from where."""
+    """One line for reports: whether the data are real or synthetic, and their source."""
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Make the model, on the CPU. Called once, with the same random state on every rank."""
+        """Return the model, on the CPU. Called once, with the same random state on every rank."""
 
     @abstractmethod
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Make the optimizer of `model`, which is on its device already."""
+        """Return the optimizer of `model`, which is on its device already."""
 
     @abstractmethod
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
         """Return the training data and the evaluation data, if any. Both need `len()`.
 
-        Called on every rank; each then loads its share. The data must be the same everywhere.
+        Called on every rank; each then loads its share. The data must be equal on all ranks.
         """
 
     @abstractmethod
     def loss(self, net: nn.Module, batch: Batch) -> Tensor:
         """Return the mean loss over the samples of `batch`, a scalar.
 
-        Calls `net` once, which may be a wrapper.
+        It must call `net`, which may be a wrapper of the model, exactly once.
         """
 
     def metrics(self, net: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Return, by name, means over the samples of `batch`: evaluation weights them by sample
-        counts.
+        """Return means over the samples of `batch`, by name. Evaluation weights them by the number
+        of samples.
         """
         return {"loss": self.loss(net, batch)}
 
     def schedule(
         self, optimizer: Optimizer, steps_per_epoch: int, total_steps: int
     ) -> LRScheduler | None:
-        """Return a scheduler that is stepped once per optimizer step, or None for the options'."""
+        """Return a scheduler that is stepped once per optimizer step; None: the options choose."""
         return None
 
     def collate(self, samples: list[Any]) -> Batch:
-        """Make a batch of a list of samples. The default is torch's."""
+        """Return a batch made from a list of samples. The default is torch's default_collate."""
         from torch.utils.data import default_collate
 
         try:
@@ -81,17 +82,17 @@ class Task(ABC):
 
 
 class CheckedTask(Task):
-    """A task whose methods are held to what `Task` says they return.
+    """A wrapper of a task that checks what its methods return.
 
-    Each raises InputError naming the method, what it returned and what it must return. What the
-    task's own code raises passes through.
+    Each method raises InputError with its name, what it returned and what it must return. An
+    exception from the task's own code propagates unchanged.
     """
 
     def __init__(self, task: Task) -> None:
         self._task = task
 
     def model(self) -> nn.Module:
-        """Return the task's model: a bare module, which the backend wraps."""
+        """Return the task's model: an unwrapped module, which the backend wraps."""
         model = self._task.model()
         if not isinstance(model, nn.Module):
             self._refuse("model", "a torch.nn.Module", model)
@@ -107,7 +108,7 @@ class CheckedTask(Task):
         return optimizer
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
-        """Return the task's training data and evaluation data; the loader checks each."""
+        """Return the task's training data and evaluation data; `size_of` checks each later."""
         given = self._task.datasets()
         if not (isinstance(given, (tuple, list)) and len(given) == 2):
             self._refuse(
@@ -125,7 +126,7 @@ class CheckedTask(Task):
         return loss
 
     def metrics(self, net: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Return the task's metrics: one number by name."""
+        """Return the task's metrics: a tensor with one number for each name."""
         metrics = self._task.metrics(net, batch)
         if not isinstance(metrics, dict):
             self._refuse("metrics", "a dict of tensors by name", metrics)
@@ -153,7 +154,7 @@ class CheckedTask(Task):
         return own
 
     def collate(self, samples: list[Any]) -> Batch:
-        """Return the task's batch, whatever it is."""
+        """Return the task's batch, unchecked: it may be of any type."""
         return self._task.collate(samples)
 
     def _refuse(self, method: str, wanted: str, given: object) -> NoReturn:
@@ -164,7 +165,7 @@ class CheckedTask(Task):
 
 
 def _describe(value: object) -> str:
-    """Say in a few words what a value is, such as `None`, or `a list of 2`."""
+    """Return a short description of a value, such as `None` or `a list of 2`."""
     if value is None:
         return "None"
     if isinstance(value, type):
@@ -183,11 +184,11 @@ def _describe(value: object) -> str:
 
 
 def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
-    """Make the task that `spec` names: built-in, `module:Class` or `file.py:Class`. Not collective.
+    """Create the task that `spec` names: built-in, `module:Class` or `file.py:Class`.
 
     `settings` are its constructor arguments as "name=value"; a value is a Python literal, or else a
-    string. Raises InputError for what cannot be found, and for arguments that the constructor does
-    not take.
+    string. Not collective. Raises InputError if the task cannot be found, is incomplete, or does
+    not take the arguments.
     """
     where = TASKS.get(spec, spec)
     module_name, colon, class_name = where.rpartition(":")
@@ -228,7 +229,7 @@ def _is_own_task(value: object, module: ModuleType) -> bool:
 def _load_module(name: str) -> ModuleType:
     if name.endswith(".py"):
         return _load_file(name)
-    _add_to_path(Path.cwd())  # the console script does not have it, unlike `python -m`
+    _add_to_path(Path.cwd())  # only `python -m` has put it on sys.path
     try:
         return _import(name)
     except (ValueError, TypeError):
@@ -236,7 +237,7 @@ def _load_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if not (missing and (name == missing or name.startswith(f"{missing}."))):
-            raise  # the task's own import of something else: its traceback says where
+            raise  # another import in the task has failed: its traceback shows where
         raise InputError(f"no module named {missing!r} for the task {name!r}") from None
 
 
@@ -248,10 +249,11 @@ def _load_file(name: str) -> ModuleType:
         raise InputError(f"the task file {name!r} has no name that Python can import; rename it")
     known = sys.modules.get(path.stem)
     if known is not None and hasattr(known, "__task_file__"):
-        del sys.modules[path.stem]  # the task file of an earlier load
+        del sys.modules[path.stem]  # an earlier task file of the same name
     _add_to_path(path.parent)
     importlib.invalidate_caches()
     spec = importlib.util.find_spec(path.stem)
+    # Loader processes import the module by its name: the name must lead to this very file.
     if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
         if known is not None:
             sys.modules[path.stem] = known
@@ -268,14 +270,14 @@ def _load_file(name: str) -> ModuleType:
 def _import(name: str) -> ModuleType:
     try:
         return import_module(name)
-    except SyntaxError as error:  # of this file, or of one that it imports
+    except SyntaxError as error:  # in this file, or in one that it imports
         where = f"{error.filename or name}, line {error.lineno or 1}"
         text = (error.text or "").strip()
         raise InputError(f"{where}: {error.msg}{f': {text:.80}' if text else ''}") from None
 
 
 def _add_to_path(folder: Path) -> None:
-    """Last on the path, and for good: loader processes import a task's module by its name."""
+    """Append `folder` to sys.path, permanently: loader processes import the task's module, too."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
@@ -287,7 +289,7 @@ def _parse_setting(text: str) -> tuple[str, Any]:
     try:
         return name, literal_eval(value)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return name, value  # the last two: nested too deeply
+        return name, value  # MemoryError, RecursionError: nested too deeply
 
 
 def _check_arguments(spec: str, cls: type[Task], arguments: dict[str, Any]) -> None:
@@ -303,7 +305,7 @@ def _check_arguments(spec: str, cls: type[Task], arguments: dict[str, Any]) -> N
 
 
 def _check_methods(task: Task) -> None:
-    """Raise InputError for a method that cannot be called with the arguments of `Task`'s own."""
+    """Raise InputError for a method that does not take the arguments that `Task` defines."""
     for name in ("model", "optimizer", "datasets", "loss", "metrics", "schedule", "collate"):
         wanted = list(inspect.signature(getattr(Task, name)).parameters)[1:]
         try:

@@ -1,4 +1,7 @@
-"""The one loop. It knows no backend and no launcher by name."""
+"""The training loop: `Trainer`. It has no branch for a particular backend or launcher.
+
+`hvdtrain train` calls `fit`; `hvdtrain compare` calls `set_up`, and measures `steps`.
+"""
 
 from __future__ import annotations
 
@@ -43,35 +46,35 @@ from hvdtrain.training.task import CheckedTask, Task
 from hvdtrain.transports.memory import keep_freed_memory
 from hvdtrain.world import World
 
-_LARGEST_BATCH = 1 << 40  # samples; --uneven pad would repeat the data until memory is full
+_LARGEST_BATCH = 1 << 40  # samples; with more, --uneven pad would fill the memory with repeats
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended. The same on every rank."""
+    """The outcome of a run, equal on every rank."""
 
     steps: int
     metrics: dict[str, float]
-    """The last evaluation: means over every sample of the evaluation data."""
+    """The last evaluation: means over all samples of the evaluation data."""
     params_sha256: str
     run_dir: Path
 
 
 @dataclass(frozen=True)
 class StepTaken:
-    """One optimizer step, as this rank saw it."""
+    """One optimizer step, as measured on this rank."""
 
     number: int
     data_s: float
-    """Seconds that it waited for data."""
+    """Seconds for which the rank waited for data."""
     loss: Tensor
     """The mean over this rank's samples: a scalar on the device."""
 
 
 class Trainer:
-    """Train one task on one open backend. Every method is collective: every rank calls it.
+    """Trains one task on one open backend. Every method is collective: every rank calls it.
 
-    `origins` says where each option came from, for run.json.
+    `origins` maps each option to its source (flag, variable, file), for run.json.
     """
 
     def __init__(
@@ -99,9 +102,10 @@ class Trainer:
         self._resumed_from: str | None = None
 
     def fit(self) -> Result:
-        """Train to the end and return how it went. Collective.
+        """Train to the end and return the outcome. Collective.
 
-        Raises InputError, CheckpointError or TrainingDiverged; run.json then says so.
+        Raises InputError, CheckpointError or TrainingDiverged, and records every exception in
+        run.json.
         """
         try:
             self.set_up()
@@ -116,22 +120,23 @@ class Trainer:
         return result
 
     def set_up(self, record: bool = True) -> None:
-        """Make everything and prepare it: before `steps`; `fit` does it itself. Collective.
+        """Create data, model, optimizer and run directory, and prepare the backend. Collective.
 
-        Without `record` no run directory is made, and nothing said.
+        Call it before `steps`; `fit` calls it itself. Without `record` there is no run directory
+        and no output.
         """
         self._records = record
         with self.backend.together():
             self._build()
         check_same_plan(self.backend, self._train_loader, self._eval_loader, self.config)
         with self.backend.together():
-            self._open_run_dir()  # only now, so that bad input leaves none behind
+            self._open_run_dir()  # only now, so that invalid input creates none
         self._start()
 
     def steps(self) -> Iterator[StepTaken]:
-        """Take one optimizer step for each `next`, epoch after epoch: what is measured. Collective.
+        """Take one optimizer step for each `next`, epoch after epoch. Collective.
 
-        Nothing is evaluated, saved or logged, and no loss is looked at.
+        `hvdtrain compare` measures it. It evaluates, saves and logs nothing, and checks no loss.
         """
         meter = Meter(self.backend, self.batches.span)
         while self.position.step < self.ledger.total_steps:
@@ -141,10 +146,11 @@ class Trainer:
     # Setting up
 
     def _build(self) -> None:
-        """Make everything that needs no other rank."""
+        """Create everything that needs no other rank: threads, seeds, loaders and model."""
         config, world = self.config, self.world
         self._threads = environment.set_threads(config.threads, world, os.environ)
-        keep_freed_memory()  # as `shm` and `compat` do alone: on every backend alike
+        # On every backend, so that they are comparable: `shm` and `compat` do it by themselves.
+        keep_freed_memory()
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         environment.seed_all(mix(config.seed))
@@ -158,13 +164,14 @@ class Trainer:
             shares = EvalBatches(size, self.batches.batch_size, world)
             self._eval_loader = make_loader(evaluation, shares, *common)
             self._eval_batches = shares
-        # Again, so that the weights do not depend on what random numbers the data took.
+        # Seed again: the weights must not depend on how many random numbers the datasets drew.
         environment.seed_all(mix(config.seed))
         self.model: nn.Module = self.precision.convert(self._checked.model()).to(
             self.backend.device
         )
 
     def _open_run_dir(self) -> None:
+        """Check the path in --resume, then create and lock the run directory, on rank 0."""
         if self.world.rank > 0 or not self._records:
             return
         state.check(self.config.resume)
@@ -175,7 +182,7 @@ class Trainer:
         self._run_dir.start(self._about())
 
     def _start(self) -> None:
-        """Order matters: prepare, then load state, then build the scheduler."""
+        """Prepare the backend, then load state, then build the scheduler: the order matters."""
         optimizer = self._checked.optimizer(self.model)
         factor = lr_factor(self.config.lr_scaling, self.world.size, self.config.accumulate)
         lr_before, lr_after = set_base_lr(optimizer, self.config.lr, factor)
@@ -192,7 +199,7 @@ class Trainer:
     def _make_ledger(self, lr_before: list[float], lr_after: list[float]) -> Ledger:
         config, batches = self.config, self.batches
         per_epoch = self._steps_left(0)
-        # Not the epochs times that: the steps so far may have been of another size.
+        # Not `epochs * per_epoch`: before a resume, steps may have had another batch size.
         whole = max(0, config.epochs - self.position.epoch)
         total = self.position.step + whole * per_epoch - self._epoch_steps_done() * (whole > 0)
         if config.max_steps is not None:
@@ -213,14 +220,15 @@ class Trainer:
         )
 
     def _steps_left(self, sample: int) -> int:
-        """Steps of an epoch from a sample on."""
+        """Return the number of steps from position `sample` to the end of an epoch."""
         return -(-self.batches.batches_from(sample) // self.config.accumulate)
 
     def _epoch_steps_done(self) -> int:
-        """Steps of the current epoch that are behind, at this run's size of a step."""
+        """Return how many steps of the current epoch are done, at this run's batch size."""
         return self._steps_left(0) - self._steps_left(self.position.sample)
 
     def _make_scheduler(self, loaded: dict[str, Any]) -> LRScheduler:
+        """Return the task's own scheduler, else that of the options, at the current step."""
         total = self.ledger.total_steps
         loaded_groups = [dict(group) for group in self.optimizer.param_groups]
         own = self._checked.schedule(self.optimizer, self.ledger.steps_per_epoch, total)
@@ -237,9 +245,10 @@ class Trainer:
     def _continue_schedule(
         self, own: LRScheduler, saved: dict[str, Any], loaded_groups: list[dict[str, Any]]
     ) -> None:
-        """Put a task's own scheduler where it was, but for this run's learning rates.
+        """Restore the state of a task's own scheduler, scaled to this run's learning rates.
 
-        Making it has changed the groups that were loaded: `lr`, and momentum or betas for some.
+        Its constructor has changed the loaded parameter groups: `lr`, and for some schedulers
+        momentum or betas.
         """
         base_now = list(own.base_lrs)
         own.load_state_dict(saved)
@@ -249,11 +258,12 @@ class Trainer:
         for group, before, lr in zip(
             self.optimizer.param_groups, loaded_groups, scaled, strict=True
         ):
-            # All but the rates (initial_lr, max_lr, ...), which are this run's.
+            # Everything but the rates (initial_lr, max_lr, ...): those are this run's.
             kept = {k: v for k, v in before.items() if k != "params" and not k.endswith("lr")}
             group.update(kept, lr=lr)
 
     def _introduce(self) -> None:
+        """Print the first lines of a run: task, backend, ledger, threads and run directory."""
         about, world = self.backend.describe(), self.world
         hosts = len(set(self.backend.hosts)) or 1
         over = about.get("transport") or about.get("controller")
@@ -279,7 +289,7 @@ class Trainer:
         metrics: dict[str, float] | None = None
         while self.position.step < self.ledger.total_steps:
             metrics = self._run_epoch()
-        if metrics is None:
+        if metrics is None:  # resumed from the last step: there was none to take
             metrics = self._evaluate()
         self._save()
         digest = self._agreed_fingerprint()
@@ -289,7 +299,7 @@ class Trainer:
             self._run_dir.finish(
                 "finished", metrics=metrics, params_sha256=digest, last_step=self.position.step
             )
-        path = self.backend.broadcast_object(path)
+        path = self.backend.broadcast_object(path)  # rank 0 alone has a run directory
         scores = "".join(f"  eval_{name} {value:.4f}" for name, value in metrics.items())
         self.console.say(
             f"done     {self.position.step} steps{scores}  params_sha256 {digest[:12]}"
@@ -297,9 +307,9 @@ class Trainer:
         return Result(self.position.step, metrics, digest, path)
 
     def _run_epoch(self) -> dict[str, float] | None:
-        """Take the rest of the current epoch, or of the run.
+        """Take the remaining steps of the epoch or run, then evaluate and save if it is due.
 
-        Returns the metrics if it ended with an evaluation.
+        Returns the metrics of the evaluation, if there was one.
         """
         position, config = self.position, self.config
         for last in self._take_epoch(Meter(self.backend, self.batches.span)):
@@ -314,13 +324,11 @@ class Trainer:
         return metrics
 
     def _take_epoch(self, meter: Meter) -> Iterator[bool]:
-        """Take the rest of the current epoch, or of the run; after every step, yield whether it was
-        the last.
-        """
+        """Take the remaining steps of the epoch or run; after each, yield if it was the last."""
         position, config = self.position, self.config
         self.batches.set_epoch(position.epoch, position.sample)
         left = self.batches.batches_from(position.sample)
-        # Loader processes draw their seeds from it.
+        # The loader processes are seeded from it.
         loader_seed = mix(config.seed, self.world.rank, position.epoch)
         self._train_loader.generator.manual_seed(loader_seed)
         data = on_device(self._train_loader, self.backend.device, self.precision.convert_batch)
@@ -339,9 +347,9 @@ class Trainer:
         return every > 0 and step % every == 0
 
     def _take_step(self, data: Iterator[Any], window: int, meter: Meter, last: bool) -> None:
-        """One optimizer step over `window` micro-batches; `last`: of the epoch or of the run."""
+        """Take one step over `window` micro-batches; `last`: it is the last of the epoch or run."""
         position, optimizer = self.position, self.optimizer
-        # A step's random numbers follow from its number, so a resumed run draws the same ones.
+        # Seed by the step's number, so that a resumed run draws the same random numbers.
         environment.seed_all(mix(self.config.seed, position.step, self.world.rank))
         for micro in range(window):
             waited = time.perf_counter()
@@ -350,6 +358,7 @@ class Trainer:
             if self.on_batch is not None:
                 self.on_batch(batch)
             with self.backend.accumulate(self.net, last=micro == window - 1):
+                # Divided by this window, not by `accumulate`: the last of an epoch may be shorter.
                 with self.precision.autocast():
                     loss = self._checked.loss(self.net, batch) / window
                 self.precision.backward(loss)
@@ -357,7 +366,7 @@ class Trainer:
         self.backend.finish_backward(optimizer)
         self.precision.unscale_(optimizer)
         step = position.step + 1
-        # Always before a checkpoint: what is logged is checked, and no diverged state is kept.
+        # Log before every checkpoint: `flush` checks the loss, so that no diverged state is saved.
         due = last or step % self.config.log_every == 0 or self._checkpoint_is_due(step)
         logs = self._records and due
         norm = self._clip(logs)
@@ -374,8 +383,9 @@ class Trainer:
         self.console.advance(step)
 
     def _clip(self, wanted: bool) -> Tensor | None:
-        """Clip the gradients, which are equal on all ranks by now; the norm only where somebody
-        looks at it.
+        """Clip the gradients, which are equal on all ranks by now, and return their norm.
+
+        Without clipping, compute the norm only if it is `wanted`; else return None.
         """
         clip = self.config.clip_norm
         if not wanted and math.isinf(clip):
@@ -392,13 +402,13 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
-        """Return exact means over the whole evaluation data, whatever the number of ranks."""
+        """Return exact means over the whole evaluation data, for any number of ranks."""
         if self._eval_loader is None:
             return {}
         mean = Mean()
         self.model.eval()
-        # The bare model: ranks may have different numbers of batches, so a wrapper's collectives
-        # would hang.
+        # The unwrapped model: ranks may have different numbers of batches, and the collectives of
+        # a wrapper would hang.
         loaded = on_device(self._eval_loader, self.backend.device, self.precision.convert_batch)
         for indices, batch in zip(self._eval_batches, loaded, strict=True):
             with self.precision.autocast():
@@ -410,7 +420,7 @@ class Trainer:
         return metrics
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write one record to metrics.jsonl and show it. Does something on rank 0 alone."""
+        """Write one record to metrics.jsonl and show it, on rank 0 only."""
         if self._run_dir is not None:
             self._run_dir.log(record)
         self.console.log(record)
@@ -420,7 +430,7 @@ class Trainer:
     def _save(self) -> None:
         """Write a checkpoint, unless this step has one.
 
-        Collective: what fails on rank 0 fails everywhere.
+        Collective: an error on rank 0 is raised on all ranks.
         """
         if self._saved_step == self.position.step:
             return
@@ -446,7 +456,7 @@ class Trainer:
         run_dir.update(last_step=self.position.step)
 
     def _resume(self, base_lrs: list[float]) -> dict[str, Any]:
-        """Load the state on rank 0 and give it to all. Collective.
+        """Load a checkpoint on rank 0 and broadcast it. Collective.
 
         Returns the trainer's part of the checkpoint; empty for a fresh start.
         """
@@ -460,19 +470,21 @@ class Trainer:
         if not loaded:
             return loaded
         self.backend.sync_state(self.model, self.optimizer)
-        # The rates of this run's options count, not those of the run that wrote the checkpoint.
+        # Learning rates are those of this run's options, not those of the checkpoint.
         for group, lr in zip(self.optimizer.param_groups, base_lrs, strict=True):
             group["lr"] = group["initial_lr"] = lr
-        if loaded["scaler"]:  # empty where the checkpoint is not of an fp16 run
+        if loaded["scaler"]:  # empty unless the checkpoint is of an fp16 run
             self.precision.scaler.load_state_dict(loaded["scaler"])
         self.position = state.Position(**loaded["position"])
         if self.position.sample and not self.batches.batches_from(self.position.sample):
-            # Less than one of this run's steps is left of the epoch: dropped, as at its end.
+            # The samples left of the epoch are too few for a step of this run: drop them, as at the
+            # end of any epoch.
             self.position = state.Position(self.position.step, self.position.epoch + 1)
         self._saved_step = self.position.step
         return loaded
 
     def _load(self, root: Path) -> dict[str, Any]:
+        """Restore the chosen checkpoint, and set later ones aside; return the trainer's part."""
         path = state.choose(root, self.config.resume, self.console.say)
         loaded = {} if path is None else state.restore(path, self.model, self.optimizer)
         step = loaded["position"]["step"] if loaded else -1
@@ -511,7 +523,9 @@ class Trainer:
             self._run_dir.finish(outcome, error=text, last_step=self.position.step)
 
     def _agreed_fingerprint(self) -> str:
-        """Hash the final state dict, and make sure that all ranks trained the same parameters."""
+        """Return the hash of rank 0's final state dict. Raises WorldMismatch if the parameters
+        differ between ranks.
+        """
         mine = fingerprint(dict(self.model.named_parameters()))
         for rank, other in enumerate(self.backend.all_gather_object(mine)):
             if other != mine:
@@ -523,9 +537,9 @@ class Trainer:
 
 
 def shard(train: Dataset[Any], config: TrainConfig, world: World) -> ShardedBatches:
-    """Cut the training data into this rank's micro-batches. Not collective.
+    """Return the sampler of this rank's micro-batches. Not collective.
 
-    Raises InputError where there is none: a loop over epochs would have nothing to do, for ever.
+    Raises InputError if it has none: the loop over epochs would never end.
     """
     size, each = size_of(train, "training"), config.micro_batch(world.size)
     batches = ShardedBatches(size, each, world, config.seed, config.uneven)
@@ -548,10 +562,10 @@ def check_same_plan(
     evaluation: DataLoader[Any] | None,
     config: TrainConfig,
 ) -> None:
-    """Compare what the number of steps and their order depend on between all ranks. Collective.
+    """Compare the options and sizes that determine the steps between all ranks. Collective.
 
-    Raises WorldMismatch, on every rank: they would take different numbers of steps, or samples
-    twice.
+    Raises WorldMismatch, on every rank, if one differs: the ranks would take different numbers of
+    steps, or use samples twice.
     """
     names = "seed epochs max_steps accumulate uneven eval_every checkpoint_every".split()
     backend.check_same(
