@@ -1,6 +1,6 @@
-"""What the ranks must agree on under one name, and what is said when they do not.
+"""The validation of requests: what all ranks must submit alike under one name, and the error texts.
 
-The texts are Horovod's, which scripts and their tests match.
+The coordinator uses it. The texts are Horovod's, because scripts and their tests match them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from hvdtrain.hvd.engine.request import ADASUM, Meta
 
-# Of these the first dimension may differ between ranks.
+# Kinds of operations whose first dimension may differ between ranks.
 _RAGGED = ("allgather", "alltoall")
 _NO_SCALARS = ("allgather", "alltoall", "reducescatter")
 _NO_JOIN = {
@@ -22,9 +22,9 @@ _NO_JOIN = {
 
 
 def mismatch(asked: Mapping[int, Meta], joined: bool) -> str | None:
-    """Return why these requests, by rank, cannot be one operation; None if they can.
+    """Return why these requests, by rank, cannot run as one operation; None if they can.
 
-    `joined`: some ranks have no data any more (`hvd.join`).
+    `joined`: some ranks have called `hvd.join`, and take part without data.
     """
     ranks = sorted(asked)
     first = asked[ranks[0]]
