@@ -46,13 +46,14 @@ def _differ(one: Meta, other: Meta) -> str | None:
             f"Mismatched operations: One rank did an {kind}, but another rank did an "
             f"{other.kind.upper()}."
         )
-    if one.data != other.data:
+    if one.data != other.data:  # e.g. the members of a new process set
         return f"Mismatched requests: One rank sent {one.data}, but another rank sent {other.data}."
     if len(one.shapes) != len(other.shapes):
         return (
             f"Mismatched groups: One rank sent {len(one.shapes)} tensors, but another rank sent "
             f"{len(other.shapes)}."
         )
+    # Horovod treats Adasum as another operation than allreduce, and compares it before the dtypes.
     if (one.op == ADASUM) != (other.op == ADASUM):
         names = ("ADASUM", "ALLREDUCE") if one.op == ADASUM else ("ALLREDUCE", "ADASUM")
         return (
@@ -97,6 +98,7 @@ def _shapes_differ(kind: str, one: tuple[int, ...], other: tuple[int, ...]) -> s
             f"Mismatched {kind.upper()} tensor shapes: One rank sent a tensor of shape "
             f"{list(one)}, but another rank sent a tensor of shape {list(other)}."
         )
+    # Ragged kinds: only the number of dimensions, and all dimensions but the first, must be equal.
     if len(one) != len(other):
         return (
             f"Mismatched {kind.upper()} tensor shapes: One rank sent a tensor of rank {len(one)}, "

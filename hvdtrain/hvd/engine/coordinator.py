@@ -97,7 +97,7 @@ class Coordinator:
             self._arrive(rank, Key(*rest[0]), Meta.from_wire(rest[1]), payload, now)
         elif what == "hit":
             if rest[0] in self._cache:
-                self._cache.move_to_end(rest[0])
+                self._cache.move_to_end(rest[0])  # the least recently used entry is dropped first
                 key, metas = self._cache[rest[0]]
                 self._arrive(rank, key, metas[rank], payload, now)
             else:
@@ -106,7 +106,7 @@ class Coordinator:
         elif what == "anew":
             self._asked_again[rank].discard(rest[0])
             self._arrive(rank, Key(*rest[1]), Meta.from_wire(rest[2]), payload, now)
-            if not self._asked_again[rank]:
+            if not self._asked_again[rank]:  # the last resent operation: process what queued behind
                 held, self._held[rank] = self._held[rank], []
                 for early in held:
                     self.receive(rank, *early, now)
@@ -236,7 +236,7 @@ class Coordinator:
 
     def _finish_set(self, set_id: int) -> None:
         """Send what is ready, and fail operations of a set that some members have not submitted."""
-        busy, self._busy = self._busy, False
+        busy, self._busy = self._busy, False  # send now, although a batch may be running
         self._pump()
         self._busy = self._busy or busy
         for key in [key for key in self.waiting if key.set_id == set_id]:
@@ -263,6 +263,7 @@ class Coordinator:
         open_batch: dict[Any, int] = {}
         for item in ready:
             meta, num_bytes = item.meta, item.meta.num_bytes
+            # Requests are alike if only their shapes, dtypes and data differ.
             alike = (item.key.set_id, *meta._replace(shapes=(), dtypes=(), data=None))
             at = open_batch.get(alike) if meta.kind in ("allreduce", "broadcast") else None
             if at is not None and batches[at][2] + num_bytes <= self._fusion_bytes:

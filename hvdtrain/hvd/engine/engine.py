@@ -123,7 +123,7 @@ class Engine:
         """
         meta = work.meta
         if inline.fits(meta, len(self.sets[work.key.set_id])):
-            work.payload = self._pack(work)
+            work.payload = self._pack(work)  # eager: small data travels with the request
         with self._lock:
             if self.failure is not None:
                 raise HorovodInternalError(self.failure)
@@ -183,7 +183,7 @@ class Engine:
             return  # a forked child: the engine belongs to its parent
         steps = {lane.name: lane.launched for lane in self.all_lanes()}
         self.control.send(0, ["bye", steps])
-        if not self._closed.wait(_LEAVE_S):
+        if not self._closed.wait(_LEAVE_S):  # no "close" came: a peer hangs, or rank 0 is lost
             self._end(SHUT_DOWN)
         self.executor.close(_LEAVE_S)
         self.control.close()
@@ -269,7 +269,7 @@ class Engine:
     def _on_done(self, rest: list[Any], payload: bytes) -> None:
         key, cache_id, extra = Key(rest[0], rest[1]), rest[2], rest[3]
         work = self._take(key, cache_id)
-        if key.name.startswith("plan."):
+        if key.name.startswith("plan."):  # also without a work: a joined rank adopts plans, too
             self._adopt_plan(key.name, extra)
         if work is None:
             return
@@ -295,7 +295,7 @@ class Engine:
         set_id, kind, entries, metas = rest
         works = [self._take(Key(set_id, name), cache_id) for name, cache_id, _ in entries]
         known = [w.meta if w is not None else None for w in works]
-        if metas is not None:
+        if metas is not None:  # sent if ranks have joined, which have no requests of their own
             known = [Meta.from_wire(fields) for fields in metas]
         extras = [extra for _, _, extra in entries]
         members = self.sets[set_id]  # now: the set may be removed before the executor runs this
@@ -377,7 +377,7 @@ class Engine:
         if self._coordinator is not None:
             self._coordinator.lose(rank, who, why)
         elif not self._closed.is_set():
-            if self._left_by is None:
+            if self._left_by is None:  # else the loss of rank 0 is part of a graceful shutdown
                 self._end(f"{SHUT_DOWN} Rank 0 ({who}) {why}.")
             self._closed.set()
 

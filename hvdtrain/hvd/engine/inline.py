@@ -38,7 +38,7 @@ _UNSIGNED = (torch.uint16, torch.uint32)  # torch cannot add them
 
 def fits(meta: Meta, num_ranks: int) -> bool:
     """Return whether the data of this request travels with it. The same result on every rank."""
-    # Rank 0's work grows with the number of ranks: with more than 256 this does not pay.
+    # With more than 256 ranks, too much data would arrive at rank 0.
     if meta.device != "CPU" or num_ranks * 1024 > 16 * INLINE_BYTES:
         return False
     return meta.kind == "allreduce" and meta.op != ADASUM and meta.num_bytes <= INLINE_BYTES

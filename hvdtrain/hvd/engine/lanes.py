@@ -78,6 +78,7 @@ def lay_out(plan: Plan) -> list[Layout]:
         return numel(name) * _wire(plan, name, wire).itemsize
 
     def close(at: int, names: list[str]) -> None:
+        # `at`: the bucket's place in the order of sending, that of its last parameter.
         names = sorted(names, key=lambda name: numel(name) >= SMALL_NUMEL)
         dtype = _wire(plan, names[0], wire)
         layouts.append((at, Layout(names, dtype, sum(map(numel, names)), op=op, device=device)))
@@ -101,6 +102,7 @@ def lay_out(plan: Plan) -> list[Layout]:
             layout = Layout([name], dtype, numel(name), in_place=True, op=op, device=device)
             layouts.append((at, layout))
         else:
+            # An open bucket per dtype, closed by the parameter that makes it large enough.
             names = open_buckets.setdefault(dtype, [])
             names.append(name)
             limit = bucket_bytes if layouts else min(FIRST_BYTES, bucket_bytes)
@@ -237,7 +239,7 @@ class Lane:
             work = all_reduce(self._groups[layout.device], tensor, layout.op)
         except (RuntimeError, KeyError) as error:
             raise HorovodInternalError(self.engine.news(3.0) or str(error)) from None
-        self._running.append((self.step, work, flat))
+        self._running.append((self.step, work, flat))  # `drain` waits for it; keeps `flat` alive
         if self.engine.timeline.is_open:
             activity = self.engine.groups.activity("allreduce", layout.device)
             for name in layout.names:
@@ -285,7 +287,7 @@ class Lane:
 
         The task does not wait: the others may be busy with other things between two buckets.
         """
-        layouts = self.layouts
+        layouts = self.layouts  # now: a later plan may change them before the task runs
         self.step = self.launched = step
 
         def send_zeros() -> None:

@@ -52,6 +52,7 @@ def merge_plans(sent: list[bytes]) -> tuple[list[Any] | None, str | None]:
             # A sparse gradient on one rank needs all ranks' rows, a dense one a bucket on all.
             if kind == SPARSE or first.kinds[name] == FROZEN:
                 first.kinds[name] = kind
+        # A memory format is used only if all ranks have the same.
         kept = {n: s for n, s in first.strides.items() if plan.strides.get(n) == s}
         first.strides = kept
     return json.loads(first.to_wire()), None

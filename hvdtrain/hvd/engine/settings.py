@@ -176,7 +176,7 @@ def announce(settings: Settings, rank: int) -> None:
             )
 
 
-@functools.cache
+@functools.cache  # each text once per process, however often `hvd.init` is called
 def _warn(text: str) -> None:
     _LOG.warning(text)
 
@@ -228,7 +228,7 @@ def _number(name: str, value: str, kind: type[_Number]) -> _Number:
     try:
         number = kind(value)
     except ValueError:
-        number = kind(-1)
+        number = kind(-1)  # takes the branch of the error below
     if not 0 <= number < math.inf:
         what = "a whole number" if kind is int else "a number"
         raise ValueError(f"{name}={value} must be {what} >= 0")

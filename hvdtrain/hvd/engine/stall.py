@@ -30,6 +30,7 @@ class Inspector:
         settings = self._settings
         if settings.stall_check_disable or now < self._next:
             return
+        # Half the limit, so that a warning comes at most half of it late.
         self._next = now + min(0.5, settings.stall_check_time_s / 2)
         stalled = self._stalled(now, settings.stall_check_time_s)
         fresh = [item for item in stalled if not item[2].warned]

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 _LOG = logging.getLogger("hvdtrain")
 
 _CLOSING = b"\n]\n"
-_BLANKS = 1 << 16
+_BLANKS = 1 << 16  # bytes of blanks that the file grows by
 
 
 class Timeline:
@@ -161,7 +161,7 @@ class Timeline:
         data = lead.encode() + event.encode()
         end = self._end + len(data)
         data += _CLOSING
-        if end + len(_CLOSING) > self._allocated:
+        if end + len(_CLOSING) > self._allocated:  # grow the file by blanks, in this same write
             self._allocated = end + _BLANKS
             data += b" " * (self._allocated - end - len(_CLOSING))
         try:
