@@ -1,8 +1,8 @@
-"""Which transport moves the bytes of a c10d process group, and why.
+"""Transports: the c10d backends that move the bytes of a process group, and the choice of one.
 
-Importing this registers two c10d backends that any script can use alone:
-`torch.distributed.init_process_group("shm")` and, under mpirun, `("mpi4py")`; and under launchers
-that set no RANK, such as mpirun, it lets `init_process_group` find the others.
+Used by the backends `ddp` and `compat`, and by any script: importing this package registers two
+c10d backends, `torch.distributed.init_process_group("shm")` and, under mpirun, `("mpi4py")`. It
+also lets `init_process_group` find the other ranks under launchers that set no RANK, e.g. mpirun.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hvdtrain.errors import BackendUnavailable, InputError, did_you_mean
 from hvdtrain.transports import launched
 from hvdtrain.world import World, is_mpi
 
-# Transport: the c10d backend. "mpi" is torch's own name for one that its wheels do not have.
+# The c10d backend of each transport. torch's own backend "mpi" is missing from its wheels.
 TRANSPORTS = {"nccl": "nccl", "gloo": "gloo", "shm": "shm", "mpi": "mpi4py"}
 
 
 def check(requested: str) -> None:
-    """Raise InputError for a name that is no transport's, and not "auto". Not collective."""
+    """Raise InputError unless `requested` is a transport's name or "auto". Not collective."""
     if requested not in ("auto", *TRANSPORTS):
         hint = did_you_mean(requested, TRANSPORTS)
         raise InputError(
@@ -36,8 +36,8 @@ def check(requested: str) -> None:
 def choose(requested: str, device: torch.device, world: World) -> tuple[str, str]:
     """Return the transport and the reason for it. Not collective.
 
-    Raises InputError for an unknown name, BackendUnavailable for one that torch here lacks or that
-    cannot carry tensors of `device`.
+    Raises InputError for an unknown name, BackendUnavailable for a transport that this torch or
+    this system lacks, or that does not support tensors on `device`.
     """
     check(requested)
     if requested == "auto":
@@ -64,7 +64,10 @@ def _best(device: torch.device, world: World) -> tuple[str, str]:
 def best_on_cpu(
     world: World, one_host: bool, no_shm: str | None, no_mpi: str | None
 ) -> tuple[str, str]:
-    """Return what "auto" means for CPU tensors, and why. `no_...`: why a rank cannot use it."""
+    """Return the transport that "auto" selects for CPU tensors, and the reason.
+
+    `no_shm`, `no_mpi`: why a rank cannot use that transport, or None.
+    """
     if world.size == 1:
         return "gloo", "one rank, on the CPU"
     if one_host:
@@ -77,7 +80,7 @@ def best_on_cpu(
 
 
 def shm_unavailable() -> str | None:
-    """Return what this system lacks for shm, or None."""
+    """Return what `shm` needs and this system lacks, or None."""
     if not hasattr(os, "memfd_create"):
         return "it needs Linux, and a Python that knows memfd_create"
     if not os.path.isdir("/proc/self/fd"):
@@ -86,9 +89,9 @@ def shm_unavailable() -> str | None:
 
 
 def mpi_unavailable(world: World) -> str | None:
-    """Return why MPI cannot carry this world's tensors, or None.
+    """Return why this world cannot use MPI, or None.
 
-    srun may have joined its ranks by MPI; whether it has shows when MPI is initialised.
+    srun may have started its ranks with MPI; only initialising MPI shows whether it has.
     """
     if world.launcher != "srun" and not is_mpi(world):
         by = "no launcher" if world.launcher == "none" else world.launcher
@@ -99,9 +102,9 @@ def mpi_unavailable(world: World) -> str | None:
 
 
 def open_shm(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make a process group in shared memory. Collective; `store` must be a name space of its own.
+    """Make a process group in shared memory. Collective; `store` must have its own key prefix.
 
-    Raises PeerLost, a RuntimeError, where a rank does not come.
+    Raises PeerLost, a RuntimeError, if a rank does not join in time.
     """
     from hvdtrain.transports.gloo import open_gloo
     from hvdtrain.transports.group import Group
@@ -123,7 +126,7 @@ def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     return mpi.open_mpi(store, rank, size, timeout)
 
 
-# Those that torch does not have.
+# The constructors of the transports that torch does not have.
 OPEN = {"shm": open_shm, "mpi": open_mpi}
 
 if dist.is_available():

@@ -1,4 +1,7 @@
-"""What moves the bytes of one group of ranks: the contract of a transport of hvdtrain's own."""
+"""The contract of hvdtrain's own transports: blocking collectives on flat CPU tensors.
+
+`shm` and `mpi` implement it; `group` turns it into a process group of torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# What c10d's reduce operations are to a carrier. AVG is a sum whose factor is 1 / size.
+# c10d's reduce operations, and their names here. AVG is a sum with the group's size as divisor.
 SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR = "sum product min max band bor bxor".split()
 REDUCE_OPS = {
     dist.ReduceOp.SUM: SUM,
@@ -25,29 +28,30 @@ REDUCE_OPS = {
 
 
 class TransportError(RuntimeError):
-    """A collective of one of hvdtrain's transports failed. Torch's own are RuntimeErrors, too."""
+    """A collective of one of hvdtrain's transports failed. Torch's own raise RuntimeError, too."""
 
 
 class Mismatch(TransportError):
-    """The ranks called different collectives. All of them are told; the group stays usable."""
+    """The ranks called different collectives. Raised on all of them; the group stays usable."""
 
 
 class PeerLost(TransportError):
-    """A rank has ended, or did not come in time. The group is of no use any more."""
+    """A rank has exited, or did not arrive in time. The group cannot be used any more."""
 
 
 class Carrier(ABC):
-    """Carries out collectives on CPU tensors, one at a time, in one order on all ranks.
+    """A transport: runs collectives on CPU tensors, one at a time, in one order on all ranks.
 
-    Every method is collective and blocks; tensors are contiguous and one-dimensional. `what` says
-    in words what this rank calls: where it is not the same everywhere all ranks raise Mismatch.
-    Raises PeerLost where a rank has ended, or did not come within the group's timeout.
+    Methods are collective and block unless they say otherwise; tensors are contiguous and
+    one-dimensional. `what` is the signature of the call, in words: if the ranks' signatures differ,
+    all ranks raise Mismatch. Raises PeerLost if a rank has exited, or does not arrive within the
+    group's timeout.
     """
 
     name: str
     rank: int
     size: int
-    timeout_s: float  # how long an operation waits for a rank; may be set at any time
+    timeout_s: float  # how long an operation waits for a late rank; may be set at any time
 
     @abstractmethod
     def barrier(self, what: str) -> None:
@@ -55,56 +59,62 @@ class Carrier(ABC):
 
     @abstractmethod
     def all_reduce(self, what: str, t: Tensor, op: str, divisor: int = 1) -> None:
-        """Combine `t` over all ranks in rank order, in place; then divide it.
+        """Combine `t` over all ranks in place, then divide it.
 
-        Halves are added up in float32. Whole numbers are divided only by 1.
+        In rank order; between hosts `shm` leaves the order to Gloo. Halves are summed in float32.
+        `divisor` is 1 for integers.
         """
 
     @abstractmethod
     def reduce_scatter(self, what: str, out: Tensor, t: Tensor, op: str, divisor: int = 1) -> None:
-        """Combine `t`, `size` times as long as `out`, and keep this rank's part of it in `out`."""
+        """Combine `t`, `size` times as long as `out`, and write this rank's part of it to `out`."""
 
     @abstractmethod
     def broadcast(self, what: str, data: Tensor, root: int) -> None:
-        """Overwrite bytes with the root's, in place."""
+        """Overwrite `data` with the root's bytes, in place."""
 
     @abstractmethod
     def all_gather(self, what: str, out: Tensor, data: Tensor) -> None:
-        """Concatenate equally many bytes of every rank, in rank order, in `out`."""
+        """Concatenate every rank's `data`, all of one size, into `out`, in rank order."""
 
     @abstractmethod
     def all_to_all(
         self, what: str, out: Tensor, data: Tensor, received: list[int], sent: list[int]
     ) -> None:
-        """Send `sent[r]` bytes to rank r, and receive `received[r]` from it, in rank order."""
+        """Send `sent[r]` bytes to each rank r, and receive `received[r]` from it, in rank order."""
 
     @abstractmethod
     def close(self, failed: bool) -> None:
-        """Release everything. Not collective; twice is safe."""
+        """Release everything. Twice is safe.
+
+        `failed`: an operation has failed or still runs, so nothing may wait for the peers. Not
+        collective, except for `mpi4py` unless `failed`.
+        """
 
     def consider(self, t: Tensor) -> None:
-        """Prepare for a tensor that is about to be combined. Not collective; in the caller's
-        thread, while nothing else uses its storage.
+        """Prepare for a reduction of `t` that follows. Not collective.
+
+        Called in the caller's thread, while nothing else uses the tensor's storage.
         """
         return
 
     def wait_for(self, what: str, work: Any) -> None:
-        """Wait for an operation of the Gloo group beside this. Raises PeerLost where it fails."""
+        """Wait for an operation of the Gloo group beside this. Raises PeerLost if it fails."""
         try:
             work.wait()
         except RuntimeError as error:
             raise PeerLost(f"{what}, by Gloo: {first_line(error)}") from None
 
     def allocate(self, num_bytes: int) -> Tensor | None:
-        """Return bytes that this carrier moves without a copy; None where it makes no difference.
+        """Return memory that this transport reduces without a copy; None if it has no such memory.
 
-        Not collective. They are released with the tensor.
+        Not collective. The memory is freed with the tensor.
         """
         return None
 
 
 def differ(calls: Mapping[int, str]) -> Mismatch:
-    """Return the error that says which rank has called what."""
+    """Return the error that lists which rank called what."""
     ranks: dict[str, list[str]] = {}
     for rank, call in sorted(calls.items()):
         ranks.setdefault(call, []).append(str(rank))
@@ -113,9 +123,9 @@ def differ(calls: Mapping[int, str]) -> Mismatch:
 
 
 def check_plans(what: str, plans: Sequence[Sequence[Sequence[int]]]) -> None:
-    """Raise Mismatch where ranks do not send each other as many bytes as the other expects.
+    """Raise Mismatch if a rank sends a peer another number of bytes than the peer expects.
 
-    A rank's plan is how many it sends to each, and how many it receives from each.
+    `plans[r]` is rank r's pair of lists: the bytes it sends to, and receives from, each rank.
     """
     wrong = [
         f"rank {a} sends {sent} bytes to rank {b}, which expects {plans[b][1][a]}"
@@ -128,37 +138,41 @@ def check_plans(what: str, plans: Sequence[Sequence[Sequence[int]]]) -> None:
 
 
 def ends_within(work: Any, seconds: float) -> bool:
-    """Wait up to `seconds` for an operation of c10d, and return whether it has ended. Raises its
-    error. A timeout is recognised by the operation's state, not by the text of an error.
+    """Wait up to `seconds` for a c10d operation; return whether it has completed. Raises its error.
+
+    A timeout is recognised by the operation's state, not by the text of an error.
     """
     try:
         work.wait(timedelta(seconds=seconds))
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # it has failed, or ended at the same moment
+        work.wait()  # it failed: raise its error; or it completed just after the timeout
     return True
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error of torch's says, without what it appends."""
+    """Return the first line of an error's text: torch appends a C++ stack."""
     return str(error).strip().split("\n")[0]
 
 
 def share(count: int, parts: int, part: int) -> tuple[int, int]:
-    """Return where a part of `count` elements begins and ends; borders are at cache lines."""
+    """Return the bounds of part number `part` of `count` elements.
+
+    They are multiples of 64 elements, so that no two parts share a cache line.
+    """
     each = -(-count // parts)
     each = -(-each // 64) * 64
     return min(part * each, count), min((part + 1) * each, count)
 
 
 def as_bytes(t: Tensor) -> Tensor:
-    """Return a view of a contiguous tensor's bytes."""
+    """Return a contiguous tensor viewed as bytes."""
     return t.view(torch.uint8)
 
 
 def supports(op: str, dtype: torch.dtype) -> bool:
-    """Whether elements of this type can be combined so; Gloo's table, and int16."""
+    """Return whether `op` can combine elements of this dtype: Gloo's table, and int16."""
     if dtype in _FLOATS:
         return op in (SUM, PRODUCT, MIN, MAX)
     if dtype.is_complex:
@@ -167,27 +181,32 @@ def supports(op: str, dtype: torch.dtype) -> bool:
 
 
 HALVES = (torch.float16, torch.bfloat16)
-_BLOCK_BYTES = 256 << 10  # what stays in a core's cache
+_BLOCK_BYTES = 256 << 10  # small enough to stay in a core's cache
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Combiner:
-    """Combines tensors a cache-sized block at a time, in memory that is kept: fresh memory costs
-    more than what it is for.
+    """Combines tensors one cache-sized block at a time.
+
+    It keeps its scratch memory: allocating new memory costs more than the arithmetic done in it.
     """
 
     def __init__(self) -> None:
         self._scratch: dict[torch.dtype, Tensor] = {}
 
     def combine(self, buffers: Sequence[Tensor], op: str, divisor: int, into: list[Tensor]) -> None:
-        """Combine buffers, in their order, and divide; into others, or into some of them."""
+        """Combine `buffers` in their order, divide, and write the result to every tensor of `into`.
+
+        `into` may contain some of `buffers`.
+        """
         dtype = torch.float32 if buffers[0].dtype in HALVES else buffers[0].dtype
         for begin in range(0, buffers[0].numel(), _BLOCK_BYTES // dtype.itemsize):
             end = begin + _BLOCK_BYTES // dtype.itemsize
             first, *rest = (b[begin:end] for b in buffers)
             targets = [target[begin:end] for target in into]
-            # Two addends may be read where the only sum is written; more would be overwritten.
+            # One torch.add may write over its own inputs; a third input would be overwritten
+            # before it is read, so more than two are summed in scratch memory.
             add = op == SUM and bool(rest) and dtype == first.dtype != torch.bool
             straight = add and len(rest) == len(targets) == 1
             total = targets[0] if straight else self._room(dtype)[: first.numel()]
@@ -204,14 +223,15 @@ class Combiner:
 
     def _room(self, dtype: torch.dtype) -> Tensor:
         if dtype not in self._scratch:
-            with torch.inference_mode(False):  # what is made in that mode is of use in no other
+            # A tensor made in inference mode could not be written outside that mode.
+            with torch.inference_mode(False):
                 room = torch.empty(_BLOCK_BYTES // dtype.itemsize, dtype=dtype)
             self._scratch[dtype] = room
         return self._scratch[dtype]
 
 
 def _combine_(into: Tensor, other: Tensor, op: str) -> Tensor:
-    """Combine `other` into `into`, in place, as c10d defines `op`; bools are logical."""
+    """Combine `other` into `into`, in place, as c10d defines `op`: logically for bools."""
     if into.dtype == torch.bool:
         return _BOOL[op](into, other)
     return _COMBINE[op](into, other)

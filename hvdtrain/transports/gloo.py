@@ -1,8 +1,10 @@
-"""Gloo groups that can be closed although an operation waits for a peer.
+"""Gloo process groups that can be closed while an operation still waits for a peer.
 
-Gloo's own destructor waits for operations under way. Where a rank has died in the middle of
-several, two others may wait for each other in different ones, for ever, and neither closes the
-connections that would tell the other. So they are looked up when they are made, and hung up.
+Used by `shm`, by the engine of `hvd`, and by `ddp` for the address that Gloo binds to. Gloo's own
+destructor waits for pending operations. If a rank dies in the middle of several, two survivors can
+wait for each other for ever, each in a different operation, and neither closes the connections
+whose end would fail the other's. So a group's sockets are found when it is made, and shut down when
+it must end.
 """
 
 from __future__ import annotations
@@ -27,23 +29,24 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 class Connections:
-    """The TCP connections of one group: descriptors, and names that no other sockets ever have."""
+    """The TCP connections of one group: descriptors, each with the name of its socket in /proc."""
 
     def __init__(self, sockets: dict[int, str]) -> None:
         self._sockets = sockets
 
     def address(self) -> str:
-        """Return where the others reach this process; empty where there are none."""
+        """Return the address at which peers reach this process; empty if there are no peers."""
         ends = (_ends(fd) for fd in self._sockets)
         return next((str(pair[0][0]) for pair in ends if pair is not None), "")
 
     def hang_up(self) -> None:
-        """End them, so that whoever waits for what comes over them fails. Not collective; does
-        nothing where the system does not say what sockets there are.
+        """Shut the connections down, so that operations that wait on them fail on both ends.
+
+        Not collective. Does nothing if the system does not list the sockets (no /proc).
         """
         for fd, name in self._sockets.items():
             with suppress(OSError):
-                # A copy first: closed meanwhile, the number could be that of another socket.
+                # Duplicate it first: if it was closed, its number may belong to another socket.
                 copy = os.dup(fd)
                 if os.readlink(f"{_FDS}/{copy}") != name:
                     os.close(copy)
@@ -53,11 +56,11 @@ class Connections:
 
 
 def open_gloo(store: Store, rank: int, size: int, timeout_s: float) -> tuple[Any, Connections]:
-    """Make a group that torch.distributed's registry does not know. Collective.
+    """Make a group outside torch.distributed's registry, and find its sockets. Collective.
 
-    All members have connected when it returns, so that one that closes the group at once breaks
-    nobody's connecting. `store` must be a name space of its own. Raises RuntimeError where a member
-    does not come.
+    All members are connected when it returns, so a member that closes the group at once does not
+    disturb the connecting of others. `store` must have its own key prefix. Raises RuntimeError if a
+    member does not join in time.
     """
     before = _sockets()
     timeout = timedelta(seconds=timeout_s)
@@ -68,14 +71,16 @@ def open_gloo(store: Store, rank: int, size: int, timeout_s: float) -> tuple[Any
     peers = [f"ends/{r}" for r in range(size) if r != rank]
     store.wait(peers, timeout)
     theirs = [pair for peer in peers for pair in json.loads(store.get(peer))]
-    # Other threads open sockets too; this group's have their other end in a peer's list.
+    # Other threads may have opened sockets meanwhile. A socket is the group's if a peer has
+    # published the same pair of addresses in reverse.
     return group, Connections({fd: new[fd] for fd, pair in ends.items() if pair[::-1] in theirs})
 
 
 def gloo_options(timeout: timedelta) -> Any:
-    """Return the options of a group: an address of this host that the others reach, and connections
-    made when the group is. With TORCH_GLOO_LAZY_INIT=1 Gloo would connect on use, and there would
-    be no connections to end.
+    """Return a group's options: an address of this host that peers can reach, and eager connecting.
+
+    With TORCH_GLOO_LAZY_INIT=1 Gloo would connect on first use, and `open_gloo` would find no
+    sockets.
     """
     gloo: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
@@ -92,17 +97,18 @@ def gloo_options(timeout: timedelta) -> Any:
 
 
 def _eager(create: Callable[..., Any], **place: str) -> Any:
-    """Create a device of Gloo's that connects at once."""
+    """Create a Gloo device that connects eagerly."""
     try:
         return create(**place, lazy_init=False)
-    except TypeError:  # an older torch, which knows nothing of lazy connections
+    except TypeError:  # an older torch, which always connects eagerly
         return create(**place)
 
 
 @contextmanager
 def gloo_reachable() -> Iterator[None]:
-    """Let `init_process_group("gloo")` inside the block take the same address: it knows names of
-    interfaces only, and those from the environment.
+    """Make `init_process_group("gloo")` inside the block use the same address as `gloo_options`.
+
+    It accepts only the name of an interface, and only from the environment.
     """
     name, address = "GLOO_SOCKET_IFNAME", reachable_address()
     interface = None if address is None else _interface(address)
@@ -117,7 +123,7 @@ def gloo_reachable() -> Iterator[None]:
 
 
 def _interface(address: str) -> str | None:
-    """Return the network interface with this address."""
+    """Return the name of the network interface with this address, or None."""
     if ":" in address:
         wanted = socket.inet_pton(socket.AF_INET6, address).hex()
         with suppress(OSError), open("/proc/net/if_inet6") as file:
@@ -134,7 +140,7 @@ def _interface(address: str) -> str | None:
 
 
 def _sockets() -> dict[int, str]:
-    """Return this process's sockets by descriptor, each with a name that no other ever has."""
+    """Return this process's sockets by descriptor, each with its /proc name "socket:[inode]"."""
     found = {}
     with suppress(OSError):
         for name in os.listdir(_FDS):
@@ -146,7 +152,7 @@ def _sockets() -> dict[int, str]:
 
 
 def _ends(fd: int) -> list[list[Any]] | None:
-    """Return the addresses of this end and the other; None for what is not connected by TCP."""
+    """Return a connected TCP socket's local and remote address; None for any other descriptor."""
     with suppress(OSError):
         with socket.socket(fileno=os.dup(fd)) as s:
             if s.family in (socket.AF_INET, socket.AF_INET6):

@@ -1,8 +1,8 @@
-"""A c10d process group in Python: what torch.distributed calls, in terms of a `Carrier`.
+"""A c10d process group in Python on top of a transport (`Carrier`), and its work queue.
 
-Collectives are carried out in the order in which they were called, by a thread of the group's own,
-or by the caller where it would only wait. What is rare or needs no speed goes through a group of
-torch's Gloo beside it: see `Group`.
+torch.distributed calls `Group`. Collectives run in the order of their calls, in a worker thread of
+the group, or in the caller's thread if it would only wait. Operations that are rare or need no
+speed go through a Gloo group beside it: see `Group`.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from hvdtrain.transports.carrier import (
     supports,
 )
 
-# The storages that something under way reads or writes, once for each; of the whole process, for
-# groups may share a storage. Adding to a list and removing from it are atomic in CPython.
+# The storages that pending operations read or write, one entry per operation. One list for the
+# process, because groups may share a storage. CPython's list.extend and .remove are atomic.
 _in_use: list[int] = []
 
 
 class Use:
-    """The storages of tensors are in use, and must stay where they are, until `end`."""
+    """Marks the storages of tensors as in use until `end`: they must not be moved meanwhile."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        # They are kept, so that nothing else gets their numbers meanwhile.
+        # References keep the storages alive, so that no new storage gets the same `_cdata`.
         self._storages = [t.untyped_storage() for t in tensors if not t.is_sparse]
         _in_use.extend([storage._cdata for storage in self._storages])
 
     def end(self) -> None:
-        """Twice is safe."""
+        """Remove the marks. Twice is safe."""
         storages, self._storages = self._storages, []
         for storage in storages:
             _in_use.remove(storage._cdata)
@@ -60,17 +60,17 @@ _C10dGroup: Any = dist.ProcessGroup
 
 
 class Work(_C10dWork):  # type: ignore[misc]
-    """One collective under way. `wait` raises what it ended with.
+    """One pending collective. `wait` raises the error that it failed with.
 
-    Callbacks of its future may be called by the thread that carries collectives out; where they
-    wait for another collective, as PowerSGD's do, that thread goes on with it there.
+    Callbacks of its future may run in the worker thread. If a callback waits for another
+    collective, as PowerSGD's do, the worker runs that collective from within the wait.
     """
 
     def __init__(self, results: list[Tensor], use: Use, order: Order) -> None:
         super().__init__()
         self._results = results
         self.in_inference_mode = any(t.is_inference() for t in results)
-        """Whether the results can be written in inference mode only."""
+        """Whether a result is an inference tensor, which can be written in inference mode only."""
         self._use = use
         self._order = order
         self._done = threading.Lock()
@@ -81,7 +81,7 @@ class Work(_C10dWork):  # type: ignore[misc]
         self._error: BaseException | None = None
 
     def finish(self, error: BaseException | None) -> None:
-        """Let everybody go on who waits. Once."""
+        """Record the outcome and release all waiters. Called once."""
         self._use.end()
         with self._guard:
             self._error = error
@@ -92,9 +92,9 @@ class Work(_C10dWork):  # type: ignore[misc]
             future.set_result(self._results)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end; raises RuntimeError if it does not come within `timeout`.
+        """Wait for completion. Raises RuntimeError if that takes longer than `timeout`.
 
-        Without one it is the group's that limits it.
+        Without one, the group's timeout limits the wait.
         """
         if not self._completed:
             self._order.help(self)
@@ -111,15 +111,15 @@ class Work(_C10dWork):  # type: ignore[misc]
     synchronize = block_current_stream = wait
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Return whether `wait` would return, or raise, at once."""
         return self._completed
 
     def is_success(self) -> bool:
-        """Whether it has come to its end without an error."""
+        """Return whether it has completed without an error."""
         return self._completed and self._error is None
 
     def exception(self) -> Any:
-        """Return what it ended with, None where it did not fail."""
+        """Return the error it failed with, or None."""
         return self._error
 
     def result(self) -> list[Tensor]:
@@ -127,7 +127,7 @@ class Work(_C10dWork):  # type: ignore[misc]
         return self._results
 
     def get_future(self) -> Any:
-        """Return a future of the result, as DDP wants it."""
+        """Return a future of the result, which DDP uses instead of `wait`."""
         if not self._completed:
             self._order.help(self)
         with self._guard:
@@ -136,7 +136,7 @@ class Work(_C10dWork):  # type: ignore[misc]
                 if self._completed:
                     self._future.set_result(self._results)
             future = self._future
-        # An exception that a callback raises is one in C++, too; one that is set is not.
+        # C++ code sees an exception that a callback raises, but not one set on the future.
         return future.then(self._checked)
 
     def _checked(self, future: Any) -> Any:
@@ -146,7 +146,7 @@ class Work(_C10dWork):  # type: ignore[misc]
 
 
 class Transfer(_C10dWork):  # type: ignore[misc]
-    """Tensors on their way from one rank to another, by Gloo."""
+    """A pending send or receive of the Gloo group."""
 
     def __init__(self, work: Any, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Transfer(_C10dWork):  # type: ignore[misc]
         self._use = Use(tensors)
 
     def wait(self, *timeout: timedelta) -> bool:
-        """Wait until they have been sent, or have come."""
+        """Wait until the tensors are sent or received."""
         try:
             return bool(self._work.wait(*timeout))
         finally:
@@ -163,7 +163,7 @@ class Transfer(_C10dWork):  # type: ignore[misc]
     synchronize = block_current_stream = wait
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Return whether `wait` would return, or raise, at once."""
         return bool(self._work.is_completed())
 
     def _source_rank(self) -> int:
@@ -171,9 +171,9 @@ class Transfer(_C10dWork):  # type: ignore[misc]
 
 
 class Order:
-    """The order of a group's collectives, and the thread that carries them out.
+    """The work queue of a group, and its worker thread, which runs collectives in order.
 
-    `fail` is called where this rank can no longer keep up with the others.
+    `fail` is called after an unexpected error, when this rank may be out of step with its peers.
     """
 
     def __init__(self, name: str, fail: Callable[[], object]) -> None:
@@ -188,7 +188,7 @@ class Order:
         self._closed = False
 
     def put(self, run: Callable[[], None], work: Work, wait: bool) -> Work:
-        """Carry `run` out after what was put before. `wait`: the caller will do nothing else."""
+        """Queue `run`. `wait`: the caller only waits, so if the queue is empty, run it here."""
         with self._count:
             idle = self._pending == 0
             closed = self._closed
@@ -205,23 +205,23 @@ class Order:
         return work
 
     def help(self, work: Work) -> None:
-        """Carry out what is before `work`, and it, where nobody else would: in the own thread."""
+        """Drain the queue up to and including `work` if called in the worker thread itself."""
         if threading.current_thread() is not self._thread:
             return
         while not work.is_completed():
             if (task := self._tasks.get()) is None:
-                self._tasks.put(None)
+                self._tasks.put(None)  # the end marker is still needed, by `_run`
                 return
             self._carry_out(*task)
 
     def close(self) -> None:
-        """End the thread after what it has to do. Not to be waited for: it may hang."""
+        """Stop the worker after the tasks queued so far. Does not wait: a task may hang."""
         with self._count:
             self._closed = True
             self._tasks.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end; whether it came."""
+        """Wait for the worker to end; return whether it has."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
             return not self._thread.is_alive()
@@ -230,14 +230,14 @@ class Order:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             self._carry_out(*task)
-            del task  # the tensors in it are their owner's again
+            del task  # release its tensors before waiting for the next task
 
     def _carry_out(self, run: Callable[[], None], work: Work) -> None:
         error: BaseException | None = None
         try:
-            # A tensor of inference mode can be written in that mode only. Any other must be
-            # written outside: Gloo makes the indices and values of a sparse tensor anew, and a
-            # normal tensor cannot take parts that were made in inference mode.
+            # An inference tensor can be written in inference mode only. Others must be written
+            # outside it: Gloo replaces the indices and values of a sparse tensor, and a normal
+            # tensor cannot hold parts that were made in inference mode.
             with self._turn, torch.inference_mode(work.in_inference_mode), torch.no_grad():
                 if self._broken is not None:
                     raise PeerLost(str(self._broken))
@@ -247,7 +247,7 @@ class Order:
         except (Mismatch, TransportError) as problem:
             error = problem
         except BaseException as problem:
-            # In the middle of something, or interrupted: the others may be anywhere in it.
+            # An unexpected error or an interrupt: the peers may be at any point of this operation.
             error = problem
             self._broken = PeerLost(f"this rank gave up in a collective before: {problem!r}")
             self._fail()
@@ -259,8 +259,10 @@ class Order:
 
 
 class Group(_C10dGroup):  # type: ignore[misc]
-    """A process group on a carrier, and on Gloo: sparse tensors, gather, scatter and reduce to one
-    rank, which need no speed, and send and recv, which are not collective.
+    """A process group on a transport, with a Gloo group beside it.
+
+    Gloo handles sparse tensors, gather, scatter and reduce to one rank, which need no speed, and
+    send and recv, which are not collective.
     """
 
     def __init__(self, carrier: Carrier, gloo: Any) -> None:
@@ -277,7 +279,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
 
     name = _get_backend_name = getBackendName
 
-    # The base class keeps names in its C++ backends, of which there are none.
+    # The base class stores names in its C++ backends, and this group has none.
     def getGroupName(self) -> str:  # noqa: D102
         return self._group_name
 
@@ -291,9 +293,9 @@ class Group(_C10dGroup):  # type: ignore[misc]
         self._group_desc = name
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return the backend for a device, Gloo's for the CPU. The base class has none.
+        """Return the backend for a device: Gloo's for the CPU. The base class has none.
 
-        From torch 2.14 on `batch_isend_irecv` asks it whether the group coalesces. Raises
+        From torch 2.14 on `batch_isend_irecv` reads from it whether the group coalesces. Raises
         RuntimeError for other devices, as torch does.
         """
         if torch.device(device).type != "cpu":
@@ -301,7 +303,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
         return self._gloo
 
     def rank(self) -> int:
-        """Return this process's number in the group."""
+        """Return this process's rank in the group."""
         return self.carrier.rank
 
     def size(self) -> int:
@@ -315,16 +317,16 @@ class Group(_C10dGroup):  # type: ignore[misc]
     abort = shutdown
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a collective waits for a rank that does not come."""
+        """Set how long a collective waits for a late rank."""
         self.carrier.timeout_s = timeout.total_seconds()
         self._gloo._set_default_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
-    # What the carrier does
+    # Collectives of the transport
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """Combine in place. Collective."""
+        """Combine a tensor over all ranks, in place. Collective."""
         tensors, op = _listed(tensors), _op(opts)
         if tensors[0].is_sparse:
             what = f"all_reduce(sparse {_told(tensors)}, {_op_name(op)})"
@@ -333,7 +335,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
         return self._reduce_all(tensors, op, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
-        """Combine several tensors in place. Collective."""
+        """Combine several tensors over all ranks, in place. Collective."""
         return self._reduce_all(list(tensors), _op(opts), opts)
 
     def _reduce_all(self, tensors: list[Tensor], op: Any, opts: Any) -> Work:
@@ -350,13 +352,13 @@ class Group(_C10dGroup):  # type: ignore[misc]
         return self._put(run, tensors, [], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """Combine, and keep this rank's part along the first dimension. Collective."""
+        """Combine over all ranks, and keep this rank's part of the first dimension. Collective."""
         return self._scatter_all([output], [[input]], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """Combine several, and keep this rank's part of each. Collective."""
+        """Combine several tensors, and keep this rank's part of each. Collective."""
         return self._scatter_all(list(outputs), [[t] for t in inputs], opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -364,7 +366,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> Work:
-        """Combine a list, and keep the tensor at this rank's place. Collective."""
+        """Combine lists of one tensor per rank, and keep this rank's. Collective."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         return self._scatter_all(list(outputs), inputs, opts)
@@ -392,7 +394,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
         return self._put(run, outputs, [t for parts in inputs for t in parts], opts)
 
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> Work:
-        """Overwrite with the root's, in place. Collective."""
+        """Overwrite tensors with the root's, in place. Collective."""
         tensors = _listed(tensors)
         root = opts if isinstance(opts, int) else opts.rootRank
         what = f"broadcast({_told(tensors)}, from {root})"
@@ -457,7 +459,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
         return self._put(run, [t for parts in lists for t in parts], inputs, opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """Fill lists, by rank, with every rank's tensors. Collective."""
+        """Fill one list per rank with that rank's tensors. Collective."""
         by_tensor = [list(ts) for ts in zip(*outputs, strict=True)]
         return self.allgather(by_tensor, list(inputs), opts)
 
@@ -469,7 +471,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
         input_splits: list[int] | None = None,
         opts: Any = None,
     ) -> Work:
-        """Send each rank its rows; rows need not be equally many. Collective."""
+        """Send each rank its rows; their numbers may differ. Collective."""
         if output.dtype != input.dtype:
             raise ValueError(f"all_to_all from {_told([input])} to {_told([output])}")
         received = self._rows(output, output_splits)
@@ -514,23 +516,23 @@ class Group(_C10dGroup):  # type: ignore[misc]
         """Wait for all ranks. Collective."""
         return self._put(lambda: self.carrier.barrier("barrier()"), [], [], opts)
 
-    # What Gloo does
+    # Operations of the Gloo group
 
     def reduce(self, tensors: Any, *options: Any) -> Work:
-        """Combine on the root. Collective."""
+        """Combine over all ranks, on the root only. Collective."""
         tensors = _listed(tensors)
         what = f"reduce({_told(tensors)}, {_op_name(_op(options[0]))}, to {options[0].rootRank})"
         return self._by_gloo(what, tensors, [], self._gloo.reduce, tensors, *options)
 
     def gather(self, outputs: Any, inputs: Any, *options: Any) -> Work:
-        """Collect on the root. Collective."""
+        """Collect every rank's tensor on the root. Collective."""
         inputs = _listed(inputs)
         what = f"gather({_told(inputs)}, to {options[0].rootRank})"
         results = [t for parts in outputs for t in parts]
         return self._by_gloo(what, results, inputs, self._gloo.gather, outputs, inputs, *options)
 
     def scatter(self, outputs: Any, inputs: Any, *options: Any) -> Work:
-        """Give every rank its part of the root's. Collective."""
+        """Send every rank its tensor from the root. Collective."""
         outputs = _listed(outputs)
         what = f"scatter({_told(outputs)}, from {options[0].rootRank})"
         read = [t for parts in inputs for t in parts]
@@ -547,7 +549,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
         return Transfer(self._gloo.recv(tensors, src, tag), tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Transfer:
-        """Receive from whoever sends."""
+        """Receive from any rank."""
         tensors = _listed(tensors)
         return Transfer(self._gloo.recv_anysource(tensors, tag), tensors)
 
@@ -559,8 +561,10 @@ class Group(_C10dGroup):  # type: ignore[misc]
         method: Callable[..., Any],
         *args: Any,
     ) -> Work:
-        """In its turn, so that the order is one on both, and after all ranks have said the same:
-        Gloo itself ends the process where they send what others do not expect.
+        """Queue an operation of the Gloo group behind a barrier that compares the ranks' calls.
+
+        The queue gives both groups one common order. The barrier protects the process: Gloo aborts
+        it when a peer sends what this rank does not expect.
         """
 
         def run() -> None:
@@ -597,7 +601,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
                 self.carrier.consider(t)
 
     def _reduction(self, op: Any, tensors: list[Tensor]) -> tuple[str, int]:
-        """Return the carrier's name for a reduce operation, and the divisor."""
+        """Return the transport's name for a reduce operation, and the divisor."""
         if op == dist.ReduceOp.AVG:
             for t in tensors:
                 if not (t.is_floating_point() or t.is_complex()):
@@ -612,7 +616,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
         return name, divisor
 
     def _rows(self, t: Tensor, splits: Sequence[int] | None) -> list[int]:
-        """Return how many bytes of `t` are each rank's."""
+        """Return the number of bytes of `t` that belong to each rank."""
         rows = t.shape[0] if t.dim() else 0
         if not splits:
             if rows % self.size():
@@ -626,11 +630,11 @@ class Group(_C10dGroup):  # type: ignore[misc]
 
 def _close(order: Order, carrier: Carrier, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a forked child, a DataLoader's worker say: what it would end is its parent's
+        return  # a forked child, e.g. a DataLoader worker: the group belongs to its parent
     order.close()
     finished = order.join(0.5)
     carrier.close(failed=not finished)
-    order.join(1.0)  # an operation that waited for a peer has given up by then
+    order.join(1.0)  # an operation that waited for a peer fails once the transport is closed
 
 
 def _listed(tensors: Any) -> list[Tensor]:
@@ -648,7 +652,7 @@ def _op_name(op: Any) -> str:
 
 
 def _told(tensors: Sequence[Tensor]) -> str:
-    """Describe tensors so that a reader, or another rank, can compare."""
+    """Describe tensors for error messages and for the comparison between ranks."""
     shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors[:3]]
     rest = tensors[3:]
     if rest:
@@ -659,12 +663,12 @@ def _told(tensors: Sequence[Tensor]) -> str:
 
 
 def _flat(t: Tensor) -> Tensor:
-    """Return the elements in one dimension: a view where that can be."""
+    """Return the elements in one dimension: a view if `t` is contiguous, else a copy."""
     return t.detach().contiguous().view(-1)
 
 
 def _give_back(t: Tensor, flat: Tensor) -> None:
-    """Copy the result to where `_flat` could not make a view."""
+    """Copy the result to `t` if `_flat` had to make a copy."""
     if not t.is_contiguous():
         with torch.no_grad():
             t.copy_(flat.view(t.shape))

@@ -1,9 +1,15 @@
-"""What the hosts of one group know of each other's ranks: how far each is, and whether it lives.
+"""The heartbeat between the hosts of one group: progress and liveness of every rank.
 
-On one host the windows say so, and the kernel. Of other hosts' ranks Gloo says only that some
-connection has ended, or that time is up. So the first rank of each host has a thread that tells
-all others several times a second what its host's ranks say of themselves, over connections of its
-own, and writes what it hears to a board in its window, where all ranks of its host read it.
+`shm` uses it on several hosts. Within a host the shared memory and the kernel show a peer's status;
+of ranks on other hosts Gloo reports only that some connection closed or timed out. So the leader
+of each host, its local rank 0, runs a thread that sends the status of its host's ranks to all other
+leaders, over connections of its own, and writes what it receives to a table in shared memory:
+
+    leader of host a                                     leader of host b
+      |---- one row per rank of a, every 0.2 s ------------>|  writes the rows to b's table
+      |<--- one row per rank of b, every 0.2 s -------------|
+      no row for 2 s: b's leader is STOPPED;  connection closed: b's leader has ENDED;
+      connection timed out: all ranks of b are UNREACHABLE
 """
 
 from __future__ import annotations
@@ -26,16 +32,16 @@ from hvdtrain import peer_sockets
 from hvdtrain.transports.carrier import PeerLost
 
 TELL_S = 0.2
-_SILENT_S = 2.0  # without news for so long a process does not run
-_ROW = struct.Struct("<qqqq")  # barriers entered, state, life, when: time.monotonic_ns
-HERE, GAVE_UP, LEFT = range(3)  # states: what a rank says of itself
-ALIVE, ENDED, STOPPED, UNREACHABLE = range(4)  # lives: what the system says of it
+_SILENT_S = 2.0  # a leader whose last heartbeat is older than this is not running
+_ROW = struct.Struct("<qqqq")  # barriers entered, state, life, time written: time.monotonic_ns
+HERE, GAVE_UP, LEFT = range(3)  # states: written by the rank itself
+ALIVE, ENDED, STOPPED, UNREACHABLE = range(4)  # lives: observed from outside
 LOST = (ENDED, UNREACHABLE)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a rank: barriers that it has entered, what it says itself, and its life."""
+    """The last known status of a rank: barriers it has entered, its own state, and its life."""
 
     entered: int
     state: int
@@ -43,29 +49,29 @@ class Seen:
 
 
 class Board:
-    """A row for every rank of the group, in the memory of the first rank of this host."""
+    """The heartbeat table: a row for every rank of the group, in shared memory of the leader."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
 
     @staticmethod
     def size_bytes(size: int) -> int:
-        """How much memory it takes."""
+        """Return the size of a table for `size` ranks."""
         return size * _ROW.size
 
     def write(self, rank: int, seen: Seen) -> None:
-        """Note what has just been heard of a rank."""
+        """Store the status of a rank, and the current time."""
         row = seen.entered, seen.state, seen.life, time.monotonic_ns()
         _ROW.pack_into(self._memory, rank * _ROW.size, *row)
 
     def read(self, rank: int) -> tuple[Seen, float]:
-        """Return what is known of a rank, and how many seconds old that is."""
+        """Return the status of a rank, and its age in seconds."""
         entered, state, life, when = _ROW.unpack_from(self._memory, rank * _ROW.size)
         return Seen(entered, state, life), (time.monotonic_ns() - when) / 1e9
 
 
 class Far:
-    """The ranks of the other hosts, as this host's board has them."""
+    """The ranks of the other hosts, as this host's table has them."""
 
     def __init__(self, board: Board, hosts: list[list[int]], here: list[int]) -> None:
         self._board = board
@@ -73,8 +79,10 @@ class Far:
         self._hosts = [host for host in hosts if host != here]
 
     def look(self) -> dict[int, Seen]:
-        """Return what is known of each: where nobody has written it for long, who has ended by
-        then and no more. One that has not told of its host for long is stopped.
+        """Return the status of each remote rank.
+
+        If this host's leader has not written for long, the table is stale: return only the ranks
+        recorded as lost. A remote leader without a recent heartbeat is returned as STOPPED.
         """
         found: dict[int, Seen] = {}
         if self._board.read(self._writer)[1] > _SILENT_S:
@@ -90,8 +98,10 @@ class Far:
 
 
 class Watch:
-    """The thread in the first rank of a host, and its connections. Making one is collective over
-    these ranks; `address` is where the others reach this one, and `near` says what is known here.
+    """The heartbeat thread of a host's leader, and its connections.
+
+    Making one is collective over the leaders. `me` is the index of this host in `hosts`, `address`
+    is where other leaders reach this one, and `near` returns the status of this host's ranks.
     """
 
     def __init__(
@@ -120,16 +130,16 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Tell the others for the last time, and end. Twice is safe."""
+        """Send a last heartbeat, and stop the thread. Twice is safe."""
         with suppress(OSError):
-            self._bell.shutdown(socket.SHUT_RDWR)
+            self._bell.shutdown(socket.SHUT_RDWR)  # makes `_ear` readable, which ends the loop
         self._thread.join(1.0)
 
     def _run(self) -> None:
         last = False
         try:
             while not last:
-                poller = select.poll()  # select.select knows no descriptor from 1024
+                poller = select.poll()  # select.select fails for descriptors from 1024 on
                 for end in (self._ear, *self._peers.values()):
                     poller.register(end, select.POLLIN)
                 ready = {fd for fd, _ in poller.poll(1000 * TELL_S)}
@@ -138,7 +148,7 @@ class Watch:
                     if peer.fileno() in ready:
                         self._hear(host, peer)
                 self._tell()
-        finally:  # also after an error, so that the other hosts do not wait for this one
+        finally:  # also after an error, so that the other hosts notice the end of this one
             for end in (self._bell, self._ear, *self._peers.values()):
                 end.close()
 
@@ -147,13 +157,14 @@ class Watch:
         self._board.write(self._hosts[self._me][0], seen[0])
         rows = b"".join(_ROW.pack(one.entered, one.state, one.life, 0) for one in seen)
         for host, peer in self._peers.items():
-            data = self._unsent[host] or rows  # one that is stopped does not take everything
+            # A stopped peer reads nothing. Complete its partly sent heartbeat before a new one.
+            data = self._unsent[host] or rows
             try:
                 self._unsent[host] = data[peer.send(data) :]
             except BlockingIOError:
                 pass
             except OSError as error:
-                self._errors[host] = error  # reading will tell of it, but it is raised only once
+                self._errors[host] = error  # kept: the system raises it once, then recv returns b""
             peer_sockets.spare_stopped_reader(peer)
 
     def _hear(self, host: int, peer: socket.socket) -> None:
@@ -167,6 +178,7 @@ class Watch:
         if not data:
             error_seen = self._errors.get(host)
             lost = error_seen is not None and peer_sockets.is_unreachable(error_seen)
+            # A lost host loses all its ranks; a closed connection shows only the leader's exit.
             for rank in ranks if lost else ranks[:1]:
                 seen, _ = self._board.read(rank)
                 if seen.life != ENDED:
@@ -176,7 +188,7 @@ class Watch:
             return
         heard = self._heard[host] + data
         whole = len(ranks) * _ROW.size
-        at = len(heard) // whole * whole
+        at = len(heard) // whole * whole  # only the newest complete heartbeat counts
         self._heard[host] = heard[at:]
         if at:
             rows = _ROW.iter_unpack(heard[at - whole : at])
@@ -187,9 +199,10 @@ class Watch:
 def _connect(
     store: Store, count: int, me: int, address: str, timeout_s: float
 ) -> dict[int, socket.socket]:
-    """Return a connection to each other host: to those before this one, and from those after.
+    """Return a connection to each other host's leader: connect to those before, accept those after.
 
-    Raises PeerLost naming the hosts that did not come.
+    Raises PeerLost naming the later hosts that did not connect in time, RuntimeError or OSError if
+    an earlier one cannot be reached.
     """
     deadline = time.monotonic() + timeout_s
 

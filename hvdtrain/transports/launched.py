@@ -1,8 +1,8 @@
 """`init_process_group()` without an address, under launchers that set no RANK: mpirun, horovodrun.
 
-torch's own `env://` asks for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and is what it does
-without being told. Where none of these is set and a launcher that we know has started this process,
-the ranks meet as hvdtrain's own do.
+Importing `hvdtrain.transports` registers it. torch's default, `env://`, requires RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT. If none of these is set and a known launcher has started this process,
+the ranks rendezvous through `hvdtrain.rendezvous` instead.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _TORCHS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def register() -> None:
-    """Put the handler in front of torch's. Twice is safe."""
-    # The module has a function of its own name in front of it.
+    """Replace torch's `env://` handler by one that falls back on it. Twice is safe."""
+    # In torch.distributed a function `rendezvous` hides the module of that name.
     handlers: dict[str, Any] = sys.modules[f"{dist.__name__}.rendezvous"]._rendezvous_handlers
     torchs = handlers["env"]
     if getattr(torchs, "is_hvdtrains", False):
@@ -35,7 +35,7 @@ def register() -> None:
             yield from torchs(url, timeout=timeout, **more)
             return
         yield open_store(world, timeout.total_seconds()), world.rank, world.size
-        raise RuntimeError("env:// cannot meet a second time")  # as torch's says
+        raise RuntimeError("env:// cannot meet a second time")  # torch's handler raises here, too
 
     meet.is_hvdtrains = True  # type: ignore[attr-defined]
     handlers["env"] = meet

@@ -1,19 +1,25 @@
 """The transport `mpi4py`: collectives over any MPI, through point-to-point messages of mpi4py.
 
-Every operation begins with a meeting, in which each rank sends every other a small slot: a digest
-of what it calls, and the data itself where they fit. So ranks that call different collectives all
-find out before data move, small operations need nothing more, and whose slot has not come is who
-is missing.
+`hvdtrain.transports.open_mpi` makes process groups of it. Every operation begins with an exchange
+of headers between all pairs of ranks. So all ranks detect a mismatch before data move, small
+operations need no second message, and a rank whose header is missing is a missing rank:
+
+    rank a                                              rank b
+      |<--- slot: digest of the call[, small data] ------>|   both ways at once, tag _MEETING
+      |<--- slot: text of the call ---------------------->|   if digests differ: both raise Mismatch
+      |<=== pieces of large data ========================>|   tag _DATA
+      |<--- "alive" ------------------------------------->|   if a rank is late: the liveness check
+      |---- farewell: the reason ------------------------>|   a raises PeerLost, then b
 
 Large all-reduces go in pieces that stay in the cache: each rank receives its share of a piece from
 all others, adds them up in rank order, and sends the sum to all. MPI's own collectives are not used
-for that: blocking ones cannot be given up, and none add halves in float32. As there is nothing to
-wake a rank up, whoever waits looks again and again, less and less often.
+for that: blocking ones cannot be cancelled, and none add halves in float32. MPI cannot wake up a
+sleeping rank, so a waiting rank polls, at growing intervals.
 
-Messages are as many as there are pairs of ranks, which suits tens of ranks, not thousands.
+The number of messages grows with the pairs of ranks, which suits tens of ranks, not thousands.
 
-MPI cannot be left in order once a rank is lost, for MPI_Finalize waits for it: a process that has
-raised PeerLost calls MPI_Abort where it would end.
+MPI cannot shut down cleanly once a rank is lost, because MPI_Finalize waits for it: a process that
+has raised PeerLost calls MPI_Abort at exit.
 """
 
 from __future__ import annotations
@@ -52,29 +58,29 @@ from hvdtrain.transports.gloo import gloo_options
 from hvdtrain.world import detect, is_mpi
 
 PIECE_BYTES = 4 << 20
-_GATHERED_BYTES = 64 << 10  # up to here all send all to all, which saves a step
-_SLOT_BYTES = 2048  # eager in every MPI, and little more expensive than a byte
-_HEAD = struct.Struct("<8sQ")  # digest of the call, bytes
+_GATHERED_BYTES = 64 << 10  # up to this total, ranks send all data to all, which saves a step
+_SLOT_BYTES = 2048  # sent eagerly by every MPI, and takes little longer than one byte
+_HEAD = struct.Struct("<8sQ")  # digest of the call, size in bytes
 _TEXT_BYTES = 768
-_MOST_VIEWS = 100  # of the slots that are kept: making them takes as long as a message
+_MOST_VIEWS = 100  # cached views of the slots: making one takes as long as a message
 _MEETING, _DATA, _FAREWELL, _ALIVE = range(4)  # tags
 
-# How whoever waits looks: at once, then letting others have the core, then asleep in between.
+# How a waiting rank polls: without a pause, then yielding the core, then sleeping in between.
 _SPIN_S = 50e-6
 _YIELD_S = 1e-3
 _SHORTEST_S, _LONGEST_S = 20e-6, 200e-6
-_LOOK_S = 0.5  # how often for a farewell
-_ANSWER_S = 1.5  # how long a roll call takes: whoever waits looks three times
+_LOOK_S = 0.5  # interval of the checks for a farewell
+_ANSWER_S = 1.5  # duration of a liveness check: three such intervals
 
 _created = itertools.count()
-_abandoned: list[Any] = []  # requests under way for ever, whose buffers must not be freed
+_abandoned: list[Any] = []  # requests that may never complete, and buffers they still use
 
 
 def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make a process group over MPI. Collective; `store` must be a name space of its own.
+    """Make a process group over MPI. Collective; `store` must have its own key prefix.
 
-    Raises BackendUnavailable where no MPI launcher has started this process or mpi4py is missing,
-    WorldMismatch where mpi4py is on another MPI, RuntimeError where a rank does not come.
+    Raises BackendUnavailable if no MPI launcher has started this process or mpi4py is missing,
+    WorldMismatch if mpi4py uses another MPI, RuntimeError if a rank does not join in time.
     """
     from hvdtrain.transports.group import Group
 
@@ -85,7 +91,7 @@ def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _join() -> Any:
-    """Return `mpi4py.MPI`, initialised so that threads may use it. Collective the first time."""
+    """Return `mpi4py.MPI`, initialised with thread support. Collective on the first call."""
     world = detect()
     if world.launcher != "srun" and not is_mpi(world):
         starter = "no launcher" if world.launcher == "none" else world.launcher
@@ -107,14 +113,14 @@ def _join() -> Any:
 
 
 def _connect(mpi: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make the communicator of those that meet in a store. Collective over these alone."""
+    """Make the communicator of the ranks that share `store`. Collective over these ranks only."""
     world = mpi.COMM_WORLD
     keys = [f"member/{r}" for r in range(size)]
     store.set(keys[rank], f"{world.Get_rank()} {next(_created)}")
     store.wait(keys, timeout)
     members = [[int(word) for word in store.get(key).split()] for key in keys]
-    # Groups that are made at the same time must have different tags. Each has a rank 0, which has
-    # a number of its own for each.
+    # Groups that are made at the same time need different tags: combine the world rank of the
+    # group's rank 0 with the number of groups that this process has made.
     leader, count = members[0]
     tag = (count * world.Get_size() + leader) % (world.Get_attr(mpi.TAG_UB) + 1)
     everybody = world.Get_group()
@@ -127,7 +133,7 @@ def _connect(mpi: Any, store: Store, rank: int, size: int, timeout: timedelta) -
 
 
 class Mpi(Carrier):
-    """One rank of a group over MPI, on a communicator that is its own."""
+    """One rank of a group over MPI, with a communicator of its own."""
 
     name = "mpi4py"
 
@@ -138,19 +144,19 @@ class Mpi(Carrier):
         self._mpi = mpi
         self._comm = comm
         self._broken = False
-        self._reason = ""  # why it was given up
-        self._hailed: set[int] = set()
+        self._reason = ""  # why this rank gave up
+        self._hailed: set[int] = set()  # ranks that were sent an "alive" message
         self._combine = Combiner().combine
         self._closing = threading.Lock()
         self._peers = [r for r in range(self.size) if r != self.rank]
-        # A slot must have room for what all_to_all says: bytes to and from every rank.
+        # A slot must hold all_to_all's plan: the number of bytes to and from every rank.
         slot_bytes = max(_SLOT_BYTES, _HEAD.size + 16 * self.size)
         self._payload_bytes = slot_bytes - _HEAD.size
         self._slots = torch.zeros(self.size, slot_bytes, dtype=torch.uint8)
         self._payloads = self._slots[:, _HEAD.size :]
         rows = [row.numpy() for row in self._slots]
         self._heads = [memoryview(row)[: _HEAD.size] for row in rows]
-        # Receives come before sends in all lists of requests, so that a list says who is missing.
+        # Receives, then sends, each in the order of `_peers`: `_Requests` pairs them with ranks.
         self._meeting = [
             *(comm.Recv_init([rows[r], mpi.BYTE], r, _MEETING) for r in self._peers),
             *(comm.Send_init([rows[self.rank], mpi.BYTE], r, _MEETING) for r in self._peers),
@@ -159,9 +165,7 @@ class Mpi(Carrier):
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def close(self, failed: bool) -> None:
-        """Release everything. Collective, as freeing a communicator is, unless `failed`; twice is
-        safe.
-        """
+        """Release everything. Twice is safe. Collective, as MPI_Comm_free is, unless `failed`."""
         with self._closing:
             comm, self._comm = self._comm, None
         if comm is None or failed or self._broken or self._mpi.Is_finalized():
@@ -178,7 +182,7 @@ class Mpi(Carrier):
         self._meet(what, 0)
 
     def all_reduce(self, what: str, t: Tensor, op: str, divisor: int = 1) -> None:
-        """Combine in place."""
+        """Combine over all ranks, in place."""
         num_bytes = t.numel() * t.element_size()
         if num_bytes <= self._payload_bytes:
             said = self._said(num_bytes, t.dtype)
@@ -197,7 +201,7 @@ class Mpi(Carrier):
         self._reduce_pieces(what, t, op, divisor)
 
     def _reduce_pieces(self, what: str, t: Tensor, op: str, divisor: int) -> None:
-        """Combine a share of each piece, and let everybody have it while the next one's come."""
+        """Combine this rank's share of each piece and send it, while the next piece arrives."""
         pieces = [_shares(p, self.size) for p in _pieces(t, PIECE_BYTES // t.element_size())]
         rooms = [self._others(f"share {k}", pieces[0][self.rank]) for k in (0, 1)]
         waiting = self._collect(pieces[0], rooms[0])
@@ -245,7 +249,7 @@ class Mpi(Carrier):
         self._meet(what, data.numel())
         if not self._peers:
             return
-        # The root sends each of the others a share, and they send it on to one another.
+        # The root sends each peer one share, and the peers exchange their shares.
         others = [r for r in range(self.size) if r != root]
         for piece in _pieces(data, PIECE_BYTES):
             shares = dict(zip(others, _shares(piece, len(others)), strict=True))
@@ -288,7 +292,7 @@ class Mpi(Carrier):
             self._exchange(what, coming, going)
 
     def _room(self, use: str, count: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for a use, which is kept: fresh memory costs more than what it is for."""
+        """Return scratch memory, kept for each use: new memory costs more than the work in it."""
         room = self._scratch.get((use, dtype))
         if room is None or room.numel() < count:
             with torch.inference_mode(False):
@@ -296,21 +300,21 @@ class Mpi(Carrier):
         return room[:count]
 
     def _others(self, use: str, share: Tensor) -> dict[int, Tensor]:
-        """Return room for every peer's part of a share."""
+        """Return a receive buffer for every peer's version of this rank's share, by peer."""
         room = self._room(use, self.size * share.numel(), share.dtype).view(self.size, -1)
         return {r: room[r] for r in self._peers}
 
     def _in_order(self, mine: Tensor, theirs: dict[int, Tensor]) -> list[Tensor]:
-        """Return every rank's part of a share, by rank."""
+        """Return every rank's version of a share, in rank order."""
         parts = {r: room[: mine.numel()] for r, room in theirs.items()}
         return [mine if r == self.rank else parts[r] for r in range(self.size)]
 
-    # Meeting
+    # The exchange of headers
 
     def _meet(self, what: str, num_bytes: int, payload: Tensor | None = None) -> None:
-        """Wait for all ranks, and let each have the others' payloads.
+        """Wait for all ranks, and exchange slots, with their payloads.
 
-        Raises Mismatch, on all of them, where they have not come for the same.
+        Raises Mismatch on all ranks if their calls differ.
         """
         if self._broken:
             raise PeerLost(f"{what}: an earlier collective of this group was given up")
@@ -328,18 +332,19 @@ class Mpi(Carrier):
         self._wait(what, _Requests(self._meeting, self._peers * 2))
 
     def _said(self, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return where every rank's slot has what it brings to a meeting."""
+        """Return views of the payloads in all ranks' slots, by rank."""
         said = self._views.get((num_bytes, dtype))
         if said is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            with torch.inference_mode(False):  # what is made in that mode is of use in no other
+            # A view made in inference mode could not be written outside that mode.
+            with torch.inference_mode(False):
                 said = [row[:num_bytes].view(dtype) for row in self._payloads]
             self._views[num_bytes, dtype] = said
         return said
 
     def _disagree(self, what: str) -> None:
-        """Raise what every rank has called. All of them come here."""
+        """Raise Mismatch with every rank's call. All ranks run this, and exchange the texts."""
         text = torch.frombuffer(bytearray(what.encode()[:_TEXT_BYTES]), dtype=torch.uint8)
         self._payloads[self.rank][:_TEXT_BYTES].zero_()
         self._payloads[self.rank][: text.numel()].copy_(text)
@@ -357,18 +362,19 @@ class Mpi(Carrier):
         self._wait(what, self._start(received, sent))
 
     def _collect(self, shares: list[Tensor], rooms: dict[int, Tensor]) -> _Requests:
-        """Start to receive every peer's part of this rank's share, and to send them theirs."""
+        """Start receiving every peer's version of this rank's share, and sending peers theirs."""
         mine = shares[self.rank].numel()
         received = {r: rooms[r][:mine] for r in self._peers}
         return self._start(received, {r: shares[r] for r in self._peers})
 
     def _start(self, received: dict[int, Tensor], sent: dict[int, Tensor]) -> _Requests:
-        """Start messages from and to ranks, empty ones not at all."""
+        """Start messages from and to ranks; skip empty ones."""
         started = _Requests()
         for start, tensors in ((self._comm.Irecv, received), (self._comm.Isend, sent)):
             for r, t in tensors.items():
                 if t.numel():
-                    # By address: a storage that NumPy has seen cannot be resized, as FSDP does.
+                    # By address, not by NumPy: a storage that NumPy has exported can no longer be
+                    # resized, and FSDP resizes its storages.
                     num_bytes = t.numel() * t.element_size()
                     memory = self._mpi.buffer.fromaddress(t.data_ptr(), num_bytes)
                     started.add(start([memory, self._mpi.BYTE], r, _DATA), r)
@@ -376,7 +382,7 @@ class Mpi(Carrier):
         return started
 
     def wait_for(self, what: str, work: Any) -> None:
-        """Wait for an operation of Gloo. As that does not say who is lost, the roll is called."""
+        """Wait for an operation of Gloo. If it fails, a liveness check finds the lost rank."""
         try:
             super().wait_for(what, work)
         except PeerLost as error:
@@ -386,7 +392,10 @@ class Mpi(Carrier):
             raise
 
     def _wait(self, what: str, started: _Requests, answer: bool = False) -> None:
-        """Wait for messages; for `answer`s not long. Raises PeerLost, naming whose do not come."""
+        """Wait for messages, up to the timeout. Raises PeerLost naming the ranks that are missing.
+
+        `answer`: this is a liveness check, which lasts `_ANSWER_S`.
+        """
         test, requests = self._mpi.Request.Testall, started.requests
         try:
             if test(requests):
@@ -407,13 +416,14 @@ class Mpi(Carrier):
                     look = now + min(_LOOK_S, self.timeout_s)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_S)
-        except BaseException as error:  # Ctrl-C leaves requests under way, too
+        except BaseException as error:  # Ctrl-C leaves requests pending, too
             self._give_up(started)
             if isinstance(error, self._mpi.Exception):
                 raise PeerLost(f"{what}, by MPI: {error}") from None
             raise
 
     def _look_around(self, what: str, started: _Requests, late: bool, answer: bool) -> None:
+        """Raise PeerLost if a peer gave up, or if this wait is `late`; answer liveness checks."""
         status = self._mpi.Status()
         if self._comm.Iprobe(self._mpi.ANY_SOURCE, _FAREWELL, status):
             text = bytearray(status.Get_count(self._mpi.BYTE))
@@ -424,7 +434,7 @@ class Mpi(Carrier):
                 f"{what}: rank {status.Get_source()} has given up{why}; rank {self.rank} waited"
             )
         if late:
-            # Testall frees requests all at once, so that those that are done can still be asked.
+            # Testall frees requests only once all are done, so each still has its status.
             missing = self._silent({r for q, r in started if not q.Get_status()})
             who = ", ".join(f"rank {r}" for r in missing) or "a peer"
             how = "does not answer" if answer else f"did not come within {self.timeout_s:g} s"
@@ -436,10 +446,12 @@ class Mpi(Carrier):
                 self._hail(r)
 
     def _silent(self, missing: set[int]) -> list[int]:
-        """Return those that do not only wait themselves, as who does would answer at its next look;
-        all, where all do. The group is given up then, whatever they answer.
+        """Return the ranks that failed the liveness check; all of `missing` if none failed.
+
+        A rank that is only waiting itself answers at its next poll. The group is given up in any
+        case.
         """
-        for r in self._peers:  # others may miss this one
+        for r in self._peers:  # they may be running a liveness check on this rank
             self._hail(r)
         silent = set(missing)
         deadline = time.monotonic() + _ANSWER_S
@@ -450,13 +462,13 @@ class Mpi(Carrier):
         return sorted(silent or missing)
 
     def _hail(self, rank: int) -> None:
-        """Let a rank know that this one is alive; once."""
+        """Send a rank an "alive" message, once."""
         if rank not in self._hailed:
             self._hailed.add(rank)
             _abandoned.append(self._comm.Isend([b"", self._mpi.BYTE], rank, _ALIVE))
 
     def _give_up(self, started: _Requests) -> None:
-        """Tell the others, as far as they listen, and that MPI cannot be left in order."""
+        """Mark the group as broken, send the peers the reason, and call MPI_Abort at exit."""
         self._broken = True
         _abandoned.append(started)
         reason = self._reason.encode()
@@ -469,7 +481,7 @@ class Mpi(Carrier):
 
 
 class _Requests:
-    """MPI requests, each with the rank that it waits for, and what must not be freed meanwhile."""
+    """MPI requests, each with its peer's rank, and the tensors that they use, kept alive."""
 
     def __init__(self, requests: list[Any] | None = None, ranks: list[int] | None = None) -> None:
         self.requests = requests or []
@@ -503,7 +515,7 @@ def _digest(what: str) -> bytes:
 
 
 def _shares(t: Tensor, parts: int) -> list[Tensor]:
-    """Divide a tensor into as many parts, some of which may be empty."""
+    """Divide a tensor into `parts` parts, some of which may be empty."""
     return [t[slice(*share(t.numel(), parts, k))] for k in range(parts)]
 
 

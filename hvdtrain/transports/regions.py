@@ -1,8 +1,9 @@
-"""Tensors that lie in shared memory: this rank's own, and its peers'.
+"""Tensors in shared memory: this rank's own, and the mappings of its peers'.
 
-A storage that is reduced a second time is moved into shared memory under all its views, so that
-from then on nobody copies it: DDP's buckets, say, which live as long as the run. Peers are told its
-descriptor with the operation, map it once, and let it go when its owner says that it has gone.
+`shm` uses it to reduce large tensors without a copy. A storage that is reduced a second time is
+moved into shared memory under all its views, e.g. DDP's buckets, which live as long as the run. Its
+descriptor is sent with the operation. Peers map it once, and unmap it when its owner reports that
+it has been freed.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hvdtrain.transports import window
 
-MOVE_BYTES = 1 << 20  # smaller ones are copied: that costs less than a system call
-_SWEEP = 256
+MOVE_BYTES = 1 << 20  # smaller tensors are copied: a copy costs less than a system call
+_SWEEP = 256  # entries in `_seen` from which on dead ones are removed
 
 
 class _Alive:
-    """Whether a storage is still in use, without keeping it."""
+    """A weak reference to a storage; true as long as the storage exists."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._ref: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -38,7 +39,7 @@ class _Alive:
 
 @dataclass
 class Region:
-    """One storage in shared memory. `number` is never used again by its owner."""
+    """One storage in shared memory. Its owner never reuses its `number`."""
 
     number: int
     fd: int
@@ -51,9 +52,9 @@ _lock = threading.RLock()
 
 
 def _has_descriptors() -> bool:
-    """Whether this process may open descriptors for one more region.
+    """Return whether this process may open descriptors for one more region.
 
-    A storage takes two, and a quarter of what the process may have is enough for all its groups.
+    A region takes two. All groups together may use a quarter of the process's limit.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
     with _lock:
@@ -63,10 +64,10 @@ def _has_descriptors() -> bool:
 
 
 class Regions:
-    """The regions of one rank that others may read and write, and those of others in use here.
+    """The regions of one rank, which its peers may read and write, and its mappings of theirs.
 
-    `consider` and `allocate` are for the caller's thread, `find` for any, the rest for that which
-    carries out.
+    Call `consider` and `allocate` in the caller's thread, `find` in any, and the rest in the thread
+    that runs the collective.
     """
 
     def __init__(self, shm_dir: str = "/dev/shm") -> None:
@@ -80,15 +81,15 @@ class Regions:
         _all_regions.add(self)
 
     def find(self, t: Tensor) -> Region | None:
-        """Return the region that a tensor lies in."""
+        """Return the region that contains a tensor; None if it is not in shared memory."""
         region = self._own.get(t.untyped_storage()._cdata)
         return region if region is not None and region.alive else None
 
     def consider(self, t: Tensor) -> None:
-        """Move a tensor's storage into shared memory, if it is large, and was seen before.
+        """Move a tensor's storage into shared memory if it is large and was considered before.
 
-        Not where something else may point to the memory itself, as NumPy does: such a storage
-        cannot be resized. And not while it is in use.
+        Storages that other libraries may point into, e.g. NumPy, are not resizable and stay where
+        they are. The caller makes sure that no operation is using the storage.
         """
         storage = t.untyped_storage()
         num_bytes = storage.nbytes()
@@ -109,16 +110,17 @@ class Regions:
             if not _has_descriptors() or not self._fits(num_bytes):
                 return
             try:
-                fd, _ = storage._share_fd_cpu_()  # moves it, too; the descriptor stays its own
+                fd, _ = storage._share_fd_cpu_()  # also moves it; the storage owns this descriptor
                 mine = os.dup(fd)
-            except (RuntimeError, OSError) as error:  # no room, or no descriptor, meanwhile
+            except (RuntimeError, OSError) as error:  # memory or descriptors ran out meanwhile
                 self._stay(str(error).split("\n")[0])
                 return
             self._add(storage, mine, num_bytes)
 
     def allocate(self, num_bytes: int) -> Tensor | None:
-        """Return zeroed bytes in shared memory, released with the last view of them; None where
-        this process has too many descriptors open.
+        """Return zeroed bytes in shared memory, which are freed with their last view.
+
+        Return None if this process has too many descriptors open, or the file cannot be created.
         """
         if not _has_descriptors():
             return None
@@ -144,7 +146,7 @@ class Regions:
             self._retired.append(region.number)
 
     def _fits(self, num_bytes: int) -> bool:
-        """Whether /dev/shm, where torch puts what it shares, has room; says once if it has not."""
+        """Return whether /dev/shm, where torch shares storages, has room; warn once if not."""
         try:
             stat = os.statvfs(self._dir)
             free = stat.f_bavail * stat.f_frsize
@@ -157,15 +159,15 @@ class Regions:
         return False
 
     def _stay(self, why: str) -> None:
-        """Move nothing from now on, and say so."""
+        """Stop moving storages, and print why."""
         self._may_move = False
         what = "tensors are copied instead of shared, which is slower"
         print(f"hvdtrain: {why}: {what}", file=sys.stderr, flush=True)
 
-    # Where collectives are carried out
+    # Called in the thread that runs the collective
 
     def retired(self, most: int) -> list[int]:
-        """Return regions that have gone, of which the peers must be told; each once."""
+        """Return up to `most` numbers of freed regions to report to the peers; each number once."""
         with _lock:
             self._sweep()
             told, self._retired = self._retired[:most], self._retired[most:]
@@ -175,9 +177,10 @@ class Regions:
         """Return the bytes of a peer's region. Raises OSError."""
         mapping = self._theirs.get((owner, number))
         if mapping is None:
-            # Unlike Python's mmap this keeps no descriptor, of which a process may have few.
+            # Unlike Python's mmap this keeps no descriptor open, and their number is limited.
             try:
-                with torch.inference_mode(False):  # later operations may be in the other mode
+                # A mapping made in inference mode could not be written outside that mode.
+                with torch.inference_mode(False):
                     mapping = torch.from_file(
                         f"/proc/{pid}/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8
                     )
@@ -187,12 +190,12 @@ class Regions:
         return mapping
 
     def forget(self, owner: int, numbers: Iterable[int]) -> None:
-        """Let go of what a peer has retired."""
+        """Drop the mappings of regions that a peer has freed."""
         for number in numbers:
             self._theirs.pop((owner, number), None)
 
     def close(self) -> None:
-        """Close the descriptors. The memory goes with the tensors."""
+        """Close the descriptors. The memory is freed with the tensors."""
         with _lock:
             own, self._own = self._own, {}
             self._theirs.clear()
@@ -200,5 +203,5 @@ class Regions:
             os.close(region.fd)
 
 
-# Of all groups of this process, which share its limit on descriptors.
+# Those of all groups of this process, which share its limit on descriptors.
 _all_regions: weakref.WeakSet[Regions] = weakref.WeakSet()

@@ -1,11 +1,18 @@
-"""The transport `shm`: collectives through the shared memory of one host, and Gloo between hosts.
+"""The transport `shm`: collectives in the shared memory of one host, with Gloo between hosts.
 
-An all-reduce divides the elements among the ranks of a host: each adds up its share over all their
-buffers, in rank order, and writes the sum to all of them, a cache-sized block at a time, between
-two barriers. So every rank reads and writes each byte once, which is the bound for what lies in
-shared memory already (see `regions`); other tensors are copied through a stage. With several hosts
-a share is also reduced over the hosts, by Gloo, before it is written: every rank carries its own
-part of the traffic (the reduce-scatter, all-reduce, all-gather of NCCL's and BlueConnect's trees).
+`hvdtrain.transports.open_shm` makes process groups of it. An all-reduce divides the elements among
+the ranks of a host. Between two barriers each rank adds up its share over the buffers of all local
+ranks, in rank order, and writes the sum to all of them, a cache-sized block at a time. So it reads
+and writes as many bytes as its tensor has, which is the lower bound for tensors that are in shared
+memory already (see `regions`); others are copied through a staging buffer. With several hosts each
+share is also reduced across hosts, by Gloo, before it is written, so that every rank does its part
+of the traffic (reduce-scatter, all-reduce, all-gather, as in NCCL's and BlueConnect's trees).
+
+Every operation begins with a comparison of call signatures:
+
+    each rank:      write the call, and the region of its tensor, to its slot;  local barrier
+    several hosts:  local rank 0 all-gathers the hosts' calls by Gloo;  local barrier
+    each rank:      read all calls; raise Mismatch if they differ
 
     operation                                  one host        several hosts
     all_reduce, reduce_scatter, barrier        shared memory   shared memory, Gloo between
@@ -54,21 +61,22 @@ from hvdtrain.transports.hosts import Board, Far, Watch
 from hvdtrain.transports.regions import Regions
 from hvdtrain.transports.window import HEADER_BYTES, LOOK_S, Host, Mapping, Wait, Window
 
-STAGE_BYTES = 4 << 20  # twice in each window: one is filled while the other is read
-_SMALL_BYTES = 64 << 10  # up to here everybody adds up everything, which saves a barrier
-# sequence number, bytes; region, its descriptor and size, where the tensor begins in it; lengths
+STAGE_BYTES = 4 << 20  # two of them in each window: one is filled while the other is read
+_SMALL_BYTES = 64 << 10  # up to here every rank adds up all elements, which saves a barrier
+# Operation number and 0, both not read; region, its descriptor and size, the tensor's offset in
+# it; lengths of the two fields that follow: text of the call, freed regions.
 _SLOT = struct.Struct("<QQqiQQHH")
-_RETIRED = 16
-_KNOWN_S = 4.0
-_ACROSS_BYTES = 2048  # what a host says of its ranks' calls
+_RETIRED = 16  # freed regions that one operation can report
+_KNOWN_S = 4.0  # how long to wait for the news of a rank's exit
+_ACROSS_BYTES = 2048  # the calls of one host's ranks, in the exchange between hosts
 _TEXT_BYTES = window.SLOT_BYTES - _SLOT.size - 8 * _RETIRED
-# What Gloo does not add up, or not well.
+# Dtypes that Gloo cannot add up, or not well, and the wider ones that are used instead.
 _WIDER = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32)}
 
 
 @dataclass
 class _Said:
-    """What a rank's slot holds."""
+    """The content of a rank's slot: its call, and the region that contains its tensor."""
 
     what: bytes
     region: int
@@ -80,8 +88,8 @@ class _Said:
 class Shm(Carrier):
     """One rank of a group in shared memory. Making one is collective.
 
-    `gloo` is a group of torch's Gloo over the same ranks, and has `connections`. Raises PeerLost
-    where a rank does not come.
+    `gloo` is a Gloo group over the same ranks, and `connections` are its sockets. Raises PeerLost
+    if a rank does not join in time.
     """
 
     name = "shm"
@@ -107,7 +115,8 @@ class Shm(Carrier):
         self.me = mine.index(rank)
         self._host = Host(windows, self.me, mine, timeout_s)
         self._local = len(mine)
-        # Who carries which share between hosts: as many as the smallest host has.
+        # Local ranks below this number own a share. Each needs a partner on every host, so there
+        # are as many as the smallest host has ranks.
         self._carriers = min(map(len, hosts)) if len(hosts) > 1 else self._local
         self._combine = Combiner().combine
         self._stages = [torch.split(w.stage, STAGE_BYTES) for w in windows]
@@ -118,7 +127,7 @@ class Shm(Carrier):
 
     @property
     def timeout_s(self) -> float:
-        """How long an operation waits for a rank, in seconds."""
+        """How long an operation waits for a late rank, in seconds."""
         return self._host.timeout_s
 
     @timeout_s.setter
@@ -126,7 +135,7 @@ class Shm(Carrier):
         self._host.timeout_s = seconds
 
     def _open_across(self, store: Store, timeout_s: float) -> None:
-        """Connect the ranks at the same place of all hosts, and let the hosts know each other."""
+        """Connect the ranks with the same local rank on all hosts, and start the heartbeat."""
         board = Board(self._host.windows[0].memory[HEADER_BYTES + 2 * STAGE_BYTES :])
         self._host.far = Far(board, self.hosts, self._host.ranks)
         if self.me >= self._carriers:
@@ -149,12 +158,13 @@ class Shm(Carrier):
         self._across = None
 
     def allocate(self, num_bytes: int) -> Tensor | None:
-        """Return bytes in shared memory."""
+        """Return bytes in shared memory; None if they cannot be allocated there."""
         return self.regions.allocate(num_bytes)
 
     def consider(self, t: Tensor) -> None:
-        """Move a tensor into shared memory if that will pay. In the caller's thread, while nothing
-        uses its storage. Not collective.
+        """Move a tensor into shared memory if that pays. Not collective.
+
+        Called in the caller's thread, while nothing else uses the tensor's storage.
         """
         self.regions.consider(t)
 
@@ -165,7 +175,7 @@ class Shm(Carrier):
         self._agree(what)
 
     def all_reduce(self, what: str, t: Tensor, op: str, divisor: int = 1) -> None:
-        """Combine in place."""
+        """Combine over all ranks, in place."""
         num_bytes = t.numel() * t.element_size()
         if len(self.hosts) == 1 and num_bytes <= _SMALL_BYTES:
             self._stage(self._number + 1)[:num_bytes].copy_(as_bytes(t))
@@ -187,7 +197,7 @@ class Shm(Carrier):
             piece.copy_(self._stage(self._number)[:size].view(t.dtype))
 
     def _reduce_shared(self, what: str, buffers: list[Tensor], op: str, divisor: int) -> None:
-        """Combine this rank's share of shared buffers into all of them."""
+        """Combine this rank's share of the local ranks' buffers, and write it to all of them."""
         if self.me >= self._carriers:
             return
         begin, end = share(buffers[0].numel(), self._carriers, self.me)
@@ -196,7 +206,7 @@ class Shm(Carrier):
             self._combine(mine, op, divisor, mine)
             return
         if begin == end:
-            return  # on every host
+            return  # the share is empty on every host, so no partner waits
         mine = [b[begin:end] for b in buffers]
         total = torch.empty(end - begin, dtype=_WIDER.get(mine[0].dtype, mine[0].dtype))
         self._combine(mine, op, 1, [total])
@@ -207,7 +217,8 @@ class Shm(Carrier):
             b.copy_(total)
 
     def _between(self, what: str, t: Tensor, op: str) -> None:
-        if t.dtype == torch.bool:  # which Gloo adds up as numbers
+        """Reduce a share in place over its owners on all hosts."""
+        if t.dtype == torch.bool:  # Gloo would add bools as numbers
             op = {SUM: MAX, PRODUCT: MIN}.get(op, op)
         options: Any = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, op.upper())
@@ -305,19 +316,20 @@ class Shm(Carrier):
                 part.copy_(theirs[at : at + part.numel()])
 
     def _plan(self, what: str, received: list[int], sent: list[int]) -> list[Any]:
-        """Return what every rank sends and receives; Mismatch, on all, where that differs."""
+        """Return what every rank sends and receives. Raises Mismatch on all ranks if it differs."""
         table = torch.empty(2 * self.size * self.size, dtype=torch.int64)
         self.all_gather(what, as_bytes(table), as_bytes(torch.tensor(sent + received)))
         plans = table.view(self.size, 2, self.size).tolist()
         check_plans(what, plans)
         return plans
 
-    # Meeting
+    # The comparison of calls
 
     def _agree(self, what: str, t: Tensor | None = None) -> tuple[list[_Said], bool]:
-        """Wait for all ranks. Return what those of this host have said, and whether `t` lies in
-        shared memory on all hosts. Raises Mismatch, on all ranks, where they called different
-        collectives.
+        """Wait for all ranks and compare their calls.
+
+        Return the slots of this host's ranks, and whether `t` is in shared memory on all ranks of
+        all hosts. Raises Mismatch on all ranks if they called different collectives.
         """
         self._number += 1
         self._say(what, t)
@@ -334,9 +346,10 @@ class Shm(Carrier):
     def _agree_across(
         self, what: str, calls: dict[int, bytes], shared: bool
     ) -> tuple[dict[int, bytes], bool]:
-        """Return the same of the ranks of all hosts, of which the first of each tells the others'.
+        """All-gather the calls, and `shared`, across hosts through each host's local rank 0.
 
-        Of a host whose ranks agree one call is told, in full; of another all, shortened.
+        Return the calls of all ranks, and whether `shared` is true on all hosts. A host whose ranks
+        agree sends one call, in full; any other sends all of them, shortened.
         """
         self._number += 1
         hosts, mine = len(self.hosts), self._stages[0][self._number % 2]
@@ -360,6 +373,7 @@ class Shm(Carrier):
         return dict(sorted(calls.items())), shared
 
     def _say(self, what: str, t: Tensor | None) -> None:
+        """Write this rank's call to its slot, with its tensor's region and the freed regions."""
         slot = self._host.windows[self.me].slot(self._number)
         region = self.regions.find(t) if t is not None else None
         retired = self.regions.retired(_RETIRED)
@@ -378,6 +392,7 @@ class Shm(Carrier):
         slot[at : at + len(text)] = text
 
     def _hear(self, i: int) -> _Said:
+        """Return the slot of local rank `i`, and unmap the regions that it reports as freed."""
         slot = self._host.windows[i].slot(self._number)
         _, _, number, fd, num_bytes, offset, length, gone = _SLOT.unpack_from(slot)
         at = _SLOT.size
@@ -387,7 +402,7 @@ class Shm(Carrier):
         return _Said(bytes(slot[at : at + length]), number, fd, num_bytes, offset)
 
     def _mapped(self, said: list[_Said], t: Tensor) -> list[Tensor]:
-        """Return the same tensor of every rank of the host, each in its own shared memory."""
+        """Return the same tensor of every rank of this host, as views of their shared memory."""
         size = t.numel() * t.element_size()
         buffers = []
         for i, one in enumerate(said):
@@ -397,7 +412,7 @@ class Shm(Carrier):
             pid = self._host.windows[i].pid
             try:
                 whole = self.regions.map(i, pid, one.region, one.fd, one.region_bytes)
-            except OSError as error:  # it has ended, most likely
+            except OSError as error:  # most likely the peer has exited
                 what = one.what.decode(errors="replace")
                 self._await_news(Wait(self._host, what))
                 rank = self._host.ranks[i]
@@ -413,8 +428,9 @@ class Shm(Carrier):
         return [stages[number % 2][:size].view(dtype) for stages in self._stages]
 
     def wait_for(self, what: str, work: Any) -> None:
-        """Wait for an operation of Gloo, which alone would say neither soon nor by name who is
-        lost. Raises PeerLost.
+        """Wait for an operation of Gloo, with liveness checks. Raises PeerLost.
+
+        Gloo alone reports a lost rank late, and without its number.
         """
         wait = Wait(self._host, what)
         try:
@@ -429,8 +445,9 @@ class Shm(Carrier):
             self._host.give_up(what, [], f"was lost, by Gloo: {first_line(error)}")
 
     def _await_news(self, wait: Wait) -> None:
-        """Raise PeerLost if somebody has ended: that is known a moment after the connections and
-        the memory have gone.
+        """Raise PeerLost as soon as the exit of a rank is known; return after `_KNOWN_S`.
+
+        An exit becomes known a moment after the rank's connections and memory have disappeared.
         """
         deadline = time.monotonic() + _KNOWN_S
         while time.monotonic() < deadline:
@@ -438,18 +455,18 @@ class Shm(Carrier):
             time.sleep(LOOK_S / 4)
 
     def _hang_up(self) -> None:
-        """Let whoever waits for this rank by Gloo fail, and what is under way here."""
+        """Shut the Gloo connections down: pending operations fail here and on the peers."""
         for connections in self._connections:
             connections.hang_up()
 
 
-# Who shares memory with whom
+# Rendezvous: which ranks share memory
 
 
 def _meet(
     store: Store, rank: int, size: int, timeout_s: float
 ) -> tuple[list[list[int]], list[Window]]:
-    """Return the ranks by host, and the windows of this host's, in their order. Collective."""
+    """Return the ranks grouped by host, and the windows of this host's ranks. Collective."""
     total = HEADER_BYTES + 2 * STAGE_BYTES + Board.size_bytes(size)
     fd = window.create(total)
     try:
@@ -476,14 +493,17 @@ def _meet(
             if ranks not in groups:
                 groups.append(ranks)
         else:
-            groups.append([r])  # some cannot see it: it is on its own
+            groups.append([r])  # a peer reached other windows: this rank counts as its own host
     groups.sort()
     here = next(group for group in groups if rank in group)
     return groups, [windows[r] for r in here]
 
 
 def _host() -> str:
-    """Return what only processes that may share memory and a network have in common."""
+    """Return a text that is equal only for processes that can share memory and a network.
+
+    It combines the boot id with the network and PID namespaces.
+    """
     parts = []
     with suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -497,14 +517,14 @@ def _host() -> str:
 def _exchange(
     store: Store, name: str, rank: int, size: int, mine: str, timeout_s: float
 ) -> list[Any]:
-    """Return what every rank has said, from JSON. Collective."""
+    """Return every rank's JSON value, through the store. Collective. Raises PeerLost."""
     keys = [f"{name}/{r}" for r in range(size)]
     store.set(keys[rank], mine)
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except dist.DistError:
         missing = [str(r) for r, key in enumerate(keys) if not store.check([key])]
-        if missing:  # else the last has come just now
+        if missing:  # else the last one arrived after the timeout
             raise PeerLost(
                 f"rank {rank} waited {timeout_s:g} s for rank {', '.join(missing)} to open shm"
             ) from None

@@ -1,9 +1,13 @@
-"""Memory that the processes of one host share, and how they wait for each other in it.
+"""Shared memory between the processes of one host, and a barrier in it with liveness checks.
 
-A window is an anonymous file (memfd) that its owner keeps open and its peers reach by the owner's
-descriptor, /proc/PID/fd/N. It has no name, so nothing of it can stay behind, not even after
-kill -9, and it does not count against the size of /dev/shm. That a peer can read a secret there is
-the proof that it is on the same host.
+`shm` is built on it. A window is an anonymous file (memfd) that its owner keeps open, and that its
+peers open as /proc/PID/fd/N of the owner. It has no name, so nothing of it remains, not even after
+kill -9, and it does not count against the size of /dev/shm. A peer that can read a secret in it is
+on the same host.
+
+A rank waits on semaphores in its own window. Every 0.2 s it checks its peers: their state (HERE,
+GAVE_UP, LEFT) from their windows, their life (ALIVE, ENDED, STOPPED) from the kernel, and both from
+the heartbeat table for ranks of other hosts.
 """
 
 from __future__ import annotations
@@ -35,8 +39,8 @@ from hvdtrain.transports.hosts import (
     Seen,
 )
 
-_SEM_BYTES = 64  # a sem_t is 32; one to a cache line
-_ROUNDS = 16  # of a dissemination barrier: 65,536 ranks
+_SEM_BYTES = 64  # a sem_t has 32 bytes; one per cache line
+_ROUNDS = 16  # of the dissemination barrier: enough for 65,536 ranks
 _WORDS = struct.Struct("<QQ")  # barriers entered, state
 _SEMS = 64
 _SLOTS = _SEMS + _ROUNDS * _SEM_BYTES
@@ -44,10 +48,10 @@ SLOT_BYTES = 768
 HEADER_BYTES = 4096
 assert _SLOTS + 2 * SLOT_BYTES <= HEADER_BYTES
 
-_GONE = -2  # in place of a descriptor of a process that has ended by now
-_NEWS_S = 1.0  # how long they take between hosts, at the worst
-LOOK_S = 0.2  # how often whoever waits looks whether the others are alive
-# To sleep and be woken takes as long as this many looks; more would take time from ranks at work.
+_GONE = -2  # instead of a pidfd: the process had exited already
+_NEWS_S = 1.0  # the longest delay of a heartbeat between hosts
+LOOK_S = 0.2  # interval of the liveness checks of a waiting rank
+# Sleeping and waking up takes as long as this many polls; more would take CPU time from the peers.
 _TRIES = 30
 _libc = ctypes.CDLL(None, use_errno=True)
 for _name, _types in {
@@ -59,7 +63,7 @@ for _name, _types in {
 }.items():
     if hasattr(_libc, _name):
         getattr(_libc, _name).argtypes = _types
-# From glibc 2.30: a wait by the clock that nobody sets. Else a clock that is set back prolongs it.
+# From glibc 2.30 a wait can use the monotonic clock. Otherwise setting the clock back prolongs it.
 _BY_MONOTONIC_CLOCK = hasattr(_libc, "sem_clockwait")
 
 
@@ -68,7 +72,7 @@ class _Timespec(ctypes.Structure):
 
 
 class Mapping:
-    """Shared bytes as a tensor, `.bytes`. They stay mapped as long as a view of them lives."""
+    """Shared bytes as a tensor, `.bytes`. They stay mapped as long as a view of them exists."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         self.map = mmap.mmap(fd, num_bytes)
@@ -76,7 +80,7 @@ class Mapping:
 
 
 def create(num_bytes: int) -> int:
-    """Return the descriptor of a new anonymous file of zeros, which takes memory as it is used."""
+    """Return the descriptor of a new anonymous file of zeros; pages are allocated on first use."""
     fd = os.memfd_create("hvdtrain", os.MFD_CLOEXEC)
     os.ftruncate(fd, num_bytes)
     return fd
@@ -92,10 +96,10 @@ def reach(pid: int, fd: int, num_bytes: int) -> Mapping:
 
 
 class Window:
-    """One rank's header, which all its peers on the host map, and `.stage`, bytes of its own.
+    """One rank's shared memory, mapped by its local peers: a header and `.stage`, staging buffers.
 
-    The header has a counter of barriers, semaphores on which the owner waits, and two slots in
-    which it says what it is about to do: one is written while peers still read the other.
+    The header holds the owner's barrier count and state, the semaphores that the owner waits on,
+    and two slots for its calls: one is written while peers still read the other.
     """
 
     def __init__(self, mapping: Mapping, pid: int) -> None:
@@ -107,30 +111,31 @@ class Window:
         self.sems = [ctypes.c_void_p(base + _SEMS + k * _SEM_BYTES) for k in range(_ROUNDS)]
 
     def init(self) -> None:
-        """Make the semaphores. The owner, before anybody else maps it."""
+        """Initialise the semaphores. Called by the owner before any peer maps the window."""
         for sem in self.sems:
             if _libc.sem_init(sem, 1, 0):
                 raise OSError(ctypes.get_errno(), "sem_init")
 
     def said(self) -> Seen:
-        """Return what the owner says of itself."""
+        """Return the owner's barrier count and state."""
         return Seen(*_WORDS.unpack_from(self.memory))
 
     def say(self, entered: int, state: int = HERE) -> None:
-        """Say how far the owner is."""
+        """Store the owner's barrier count and state."""
         _WORDS.pack_into(self.memory, 0, entered, state)
 
     def slot(self, number: int) -> memoryview:
-        """Return the slot for an operation: two take turns."""
+        """Return the slot of operation `number`; two slots alternate."""
         begin = _SLOTS + number % 2 * SLOT_BYTES
         return self.memory[begin : begin + SLOT_BYTES]
 
 
 class Host:
-    """The windows of the ranks on one host, by their place among them, and the barrier.
+    """The windows of one host's ranks, by local rank, and the barrier over them.
 
-    The barrier is by dissemination (Hensgen, Finkel and Manber, 1988): in round k everybody wakes
-    whoever is 2^k places on, so that after log2(n) rounds all have heard of all.
+    It is a dissemination barrier (Hensgen, Finkel and Manber, 1988): in round k each rank posts the
+    semaphore of the rank 2^k places after it. A rank that completes log2(n) rounds has an indirect
+    signal from every other.
     """
 
     def __init__(self, windows: list[Window], me: int, ranks: list[int], timeout_s: float) -> None:
@@ -139,7 +144,7 @@ class Host:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self.entered = 0
-        self.far: Far | None = None  # where there are other hosts
+        self.far: Far | None = None  # the ranks of other hosts, if any
         self._closed = self._gave_up = False
         self._pidfds = {i: _pidfd(w.pid) for i, w in enumerate(windows) if i != me}
         n = len(windows)
@@ -148,12 +153,12 @@ class Host:
         self._soon = _Timespec()
 
     def meet(self, what: str) -> None:
-        """Wait for all. Raises PeerLost, naming who does not come, in what."""
+        """Wait for all local ranks. Raises PeerLost with the missing ranks and the call `what`."""
         if self._closed:
             raise PeerLost(f"{what}: the group was closed meanwhile")
         self.entered += 1
         self.windows[self.me].say(self.entered)
-        if self._closed:  # just now, so that it has said the opposite of that
+        if self._closed:  # closed between the check and `say`, which has overwritten its state
             self.leave(failed=True)
             raise PeerLost(f"{what}: the group was closed meanwhile")
         for theirs, mine in self._steps:
@@ -173,7 +178,7 @@ class Host:
             wait.look()
 
     def _wait_shortly(self, sem: ctypes.c_void_p) -> bool:
-        """Wait up to `LOOK_S` for a semaphore, and return whether it was posted."""
+        """Wait up to `LOOK_S` for a semaphore; return whether it was posted."""
         until = (time.monotonic() if _BY_MONOTONIC_CLOCK else time.time()) + LOOK_S
         self._soon.sec, self._soon.nsec = int(until), int(until % 1 * 1e9)
         soon = ctypes.byref(self._soon)
@@ -186,7 +191,7 @@ class Host:
         return not failed
 
     def near(self) -> list[Seen]:
-        """Return what is known of the ranks of this host, this one included."""
+        """Return the status of this host's ranks, this one included."""
         found = []
         for i, w in enumerate(self.windows):
             life = ENDED if self._has_ended(i) else STOPPED if _stopped(w.pid) else ALIVE
@@ -194,17 +199,18 @@ class Host:
         return found
 
     def _others(self) -> dict[int, Seen]:
+        """Return the status of all other ranks of the group, by rank."""
         found = self.far.look() if self.far is not None else {}
         found |= zip(self.ranks, self.near(), strict=True)
         del found[self.ranks[self.me]]
         return found
 
     def missing(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Return who has ended, who may still come to this barrier, who has given up before it,
-        and who has left before it.
+        """Return four lists for the current barrier: ranks that exited, are late, gave up, left.
 
-        One that has come to it may have ended, or hang, before it has woken whom it should. Where
-        it is seen who hangs, or is behind all others, those that only wait for it are not named.
+        A rank can enter the barrier and exit or hang before it posts its peers' semaphores, so a
+        rank that has entered it can still be late. Of the late ranks only the stopped ones are
+        returned, else those furthest behind: the others may just be waiting for these.
         """
         others = self._others()
         left = [r for r, seen in others.items() if not _comes_to(seen, self.entered)]
@@ -215,19 +221,19 @@ class Host:
         first = min((others[r].entered for r in awaited), default=0)
         absent = [r for r in awaited if others[r].entered == first]
         stopped = [r for r in awaited if others[r].life == STOPPED]
-        # Who has given up may end: it is not why.
+        # A rank that gave up may exit afterwards; its exit is not the cause.
         ended = [r for r in near if others[r].life in LOST and others[r].state == HERE]
         gave_up = [r for r in left if others[r].state != LEFT]
         return ended, stopped or absent, gave_up, [r for r in left if r not in gave_up]
 
     def end_of(self, ranks: list[int]) -> str:
-        """Return how lost ranks were lost."""
+        """Return how ranks were lost, in words for an error message."""
         others = self._others()
         lives = [others[rank].life for rank in ranks if rank in others]
         return "is unreachable" if UNREACHABLE in lives else "has ended"
 
     def give_up(self, what: str, missing: list[int], why: str) -> NoReturn:
-        """Let the peers that wait know, and raise PeerLost."""
+        """Mark this rank as having given up, which its waiting peers read, and raise PeerLost."""
         self._gave_up = True
         self.windows[self.me].say(self.entered, GAVE_UP)
         who = ", ".join(map(self._name, missing)) or "a peer"
@@ -240,7 +246,7 @@ class Host:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` has been called."""
+        """Whether `leave` or `close` has been called."""
         return self._closed
 
     def _has_ended(self, i: int) -> bool:
@@ -252,16 +258,16 @@ class Host:
         return bool(poller.poll(0))
 
     def leave(self, failed: bool = False) -> None:
-        """Let the peers that wait know that this rank takes part no more. Twice is safe.
+        """Mark this rank as having left, which its waiting peers read. Twice is safe.
 
-        `failed`: nor in what it has come to.
+        `failed`: it does not complete the barrier that it has entered, either.
         """
         self._gave_up = self._gave_up or failed
         self._closed = True
         self.windows[self.me].say(self.entered, GAVE_UP if self._gave_up else LEFT)
 
     def close(self) -> None:
-        """Leave, and release what is not memory. Twice is safe."""
+        """Leave, and close the descriptors. Twice is safe."""
         self.leave()
         fds, self._pidfds = self._pidfds, {}
         for fd in fds.values():
@@ -270,16 +276,16 @@ class Host:
 
 
 class Wait:
-    """One rank's waiting in an operation, and what ends it if what it waits for does not come."""
+    """One wait of this rank in an operation, with the liveness checks that can end it."""
 
     def __init__(self, host: Host, what: str) -> None:
         self._host = host
         self._what = what
         self._begin = time.monotonic()
-        self._noticed: float | None = None  # when somebody was first seen to be lost
+        self._noticed: float | None = None  # when a lost rank was first seen
 
     def look(self) -> None:
-        """Raise PeerLost where somebody is lost, or late. To be called every `LOOK_S`."""
+        """Raise PeerLost if a rank is lost, or is late. Call it every `LOOK_S`."""
         host = self._host
         if host.closed:
             raise PeerLost(f"{self._what}: the group was closed meanwhile")
@@ -288,20 +294,24 @@ class Wait:
         noticed = self._noticed
         if ended or gave_up or left:
             self._noticed = noticed or now
-        if ended and noticed is not None:  # for the second time: what was on its way has come
+        if ended and noticed is not None:  # the second check: what it had sent has arrived by now
             host.give_up(self._what, ended, host.end_of(ended))
-        # Who has given up may have learnt sooner than this rank that somebody has ended.
+        # A rank that gave up may have detected an exit before this rank: wait for that news.
         known = noticed is not None and now - noticed > _NEWS_S
         if left and known:
             host.give_up(self._what, left, "has left")
         if (gave_up and known) or now - self._begin > host.timeout_s:
-            late = f"did not come within {host.timeout_s:g} s"  # so says who has given up, too
+            # If peers gave up because of the late ranks, they report the same words.
+            late = f"did not come within {host.timeout_s:g} s"
             why = late if absent or not gave_up else "has given up"
             host.give_up(self._what, absent or gave_up, why)
 
 
 def _comes_to(seen: Seen, barrier: int) -> bool:
-    """Whether a rank has come to a barrier, or still may, as far as it says itself."""
+    """Return whether a rank has entered a barrier, or still may, according to its own state.
+
+    A rank that gave up did not complete the last barrier that it entered.
+    """
     if seen.state == LEFT:
         return seen.entered >= barrier
     return seen.state == HERE or seen.entered > barrier
@@ -313,7 +323,7 @@ def _pidfd(pid: int) -> int:
     except ProcessLookupError:
         return _GONE
     except (AttributeError, OSError):
-        return -1  # an old kernel: the time limit is what remains
+        return -1  # an old kernel: only the timeout detects the exit
 
 
 def _stopped(pid: int) -> bool:

@@ -1,4 +1,7 @@
-"""The engine under the API: operations of all ranks are matched by name, then carried out.
+"""The engine under the API: it matches the operations of all ranks by name, then runs them.
+
+`hvd.init` starts one per rank. Small data travels with the messages, and rank 0 reduces it; other
+operations run as collectives, in the order that rank 0 sends to all ranks:
 
 ```
  user's thread        control thread (one per rank)       executor thread (one per rank)
@@ -7,7 +10,8 @@
                                   --batch ---------------> collectives on process groups: done
 ```
 
-`control` carries messages over a star of sockets around rank 0; `coordinator` holds what rank 0
-knows, without any I/O; `engine` is one rank's side; `executor` runs batches, `collectives` are the
-operations on tensors, `groups` the process groups, `lanes` the agreed buckets of optimizers.
+`control` sends messages over a star of sockets around rank 0; `coordinator` is rank 0's state
+machine, without any I/O; `engine` is one rank's side; `executor` runs batches; `collectives` are
+the operations on tensors, `inline` those on small data; `groups` are the process groups; `lanes`
+are the agreed buckets of optimizers.
 """

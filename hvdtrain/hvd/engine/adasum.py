@@ -1,7 +1,8 @@
-"""Adasum: a sum that adapts to how much the vectors agree (Maleki et al., MLSys 2021).
+"""Adasum: a sum that adapts to how parallel the vectors are (Maleki et al., MLSys 2021).
 
-Of two: `(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b`, per tensor: orthogonal vectors add up,
-parallel ones average. Of more: pairwise, by recursive doubling, so the world is a power of two.
+`collectives` uses it. Two vectors, of one tensor each, are combined as
+`(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b`: orthogonal vectors are added, parallel ones averaged.
+More are combined pairwise, by recursive doubling, so the number of ranks must be a power of two.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hvdtrain.hvd.engine.collectives import Batch
 
-_TINY = 1.5e-154  # the root of the smallest normal double: below it a square is nothing
+_TINY = 1.5e-154  # the square root of the smallest normal double; smaller |v|^2 count as zero
 
 
 def reduce_(flat: Tensor, sizes: list[int], batch: Batch) -> None:
-    """Combine, in place, each piece of `flat` over all members. Collective."""
+    """Combine each piece of `flat`, of these sizes, in place over all members. Collective."""
     if not flat.numel():
         return
     me = batch.members.index(batch.rank)
@@ -27,12 +28,12 @@ def reduce_(flat: Tensor, sizes: list[int], batch: Batch) -> None:
     while distance < batch.size:
         partner = me ^ distance
         theirs = torch.empty_like(carried)
-        # Not send and recv: of those Gloo gives up all, where a wait is over before they are.
+        # Not send and recv: Gloo aborts all pending ones when a timed wait for one expires.
         num_bytes = carried.numel() * carried.element_size()
         split = [num_bytes if rank == partner else 0 for rank in range(batch.size)]
         received, sent = theirs.view(torch.uint8), carried.view(torch.uint8)
         batch.wait(batch.group.alltoall_base(received, sent, split, split))
-        # Both partners compute with the same two in the same order, so they get the same bits.
+        # Both partners combine the same two vectors in the same order, so they get the same bits.
         low, high = (carried, theirs) if me < partner else (theirs, carried)
         carried = torch.cat(
             [
@@ -45,7 +46,7 @@ def reduce_(flat: Tensor, sizes: list[int], batch: Batch) -> None:
 
 
 def combine(a: Tensor, b: Tensor) -> Tensor:
-    """Return the adaptive sum of two vectors. Products are taken in double precision."""
+    """Return the adaptive sum of two vectors, computed in double precision."""
     x, y = a.double(), b.double()
     dot = torch.dot(x, y)
     factors = []

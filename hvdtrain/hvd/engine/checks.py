@@ -1,6 +1,6 @@
-"""What the ranks must agree on under one name, and what is said when they do not.
+"""The validation of requests: what all ranks must submit alike under one name, and the error texts.
 
-The texts are Horovod's, which scripts and their tests match.
+The coordinator uses it. The texts are Horovod's, because scripts and their tests match them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from hvdtrain.hvd.engine.request import ADASUM, Meta
 
-# Of these the first dimension may differ between ranks.
+# Kinds of operations whose first dimension may differ between ranks.
 _RAGGED = ("allgather", "alltoall")
 _NO_SCALARS = ("allgather", "alltoall", "reducescatter")
 _NO_JOIN = {
@@ -22,9 +22,9 @@ _NO_JOIN = {
 
 
 def mismatch(asked: Mapping[int, Meta], joined: bool) -> str | None:
-    """Return why these requests, by rank, cannot be one operation; None if they can.
+    """Return why these requests, by rank, cannot run as one operation; None if they can.
 
-    `joined`: some ranks have no data any more (`hvd.join`).
+    `joined`: some ranks have called `hvd.join`, and take part without data.
     """
     ranks = sorted(asked)
     first = asked[ranks[0]]
@@ -46,13 +46,14 @@ def _differ(one: Meta, other: Meta) -> str | None:
             f"Mismatched operations: One rank did an {kind}, but another rank did an "
             f"{other.kind.upper()}."
         )
-    if one.data != other.data:
+    if one.data != other.data:  # e.g. the members of a new process set
         return f"Mismatched requests: One rank sent {one.data}, but another rank sent {other.data}."
     if len(one.shapes) != len(other.shapes):
         return (
             f"Mismatched groups: One rank sent {len(one.shapes)} tensors, but another rank sent "
             f"{len(other.shapes)}."
         )
+    # Horovod treats Adasum as another operation than allreduce, and compares it before the dtypes.
     if (one.op == ADASUM) != (other.op == ADASUM):
         names = ("ADASUM", "ALLREDUCE") if one.op == ADASUM else ("ALLREDUCE", "ADASUM")
         return (
@@ -97,6 +98,7 @@ def _shapes_differ(kind: str, one: tuple[int, ...], other: tuple[int, ...]) -> s
             f"Mismatched {kind.upper()} tensor shapes: One rank sent a tensor of shape "
             f"{list(one)}, but another rank sent a tensor of shape {list(other)}."
         )
+    # Ragged kinds: only the number of dimensions, and all dimensions but the first, must be equal.
     if len(one) != len(other):
         return (
             f"Mismatched {kind.upper()} tensor shapes: One rank sent a tensor of rank {len(one)}, "

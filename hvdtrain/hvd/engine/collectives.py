@@ -1,7 +1,7 @@
-"""The operations on tensors, on one process group. Collective: every member calls, in one order.
+"""The operations on tensors, on one process group. Collective: all members call, in one order.
 
-What moves without being added up moves as bytes, so every dtype does; what Gloo cannot add up is
-added up in a wider dtype.
+The executor runs them. Data that is only moved is moved as bytes, so every dtype works; dtypes that
+Gloo cannot add up are added up in a wider one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hvdtrain.hvd.engine.work import Work
 Wait = Callable[[Any], None]
 _WIDER = {
     torch.bool: torch.int32,
-    torch.float16: torch.float32,  # which Gloo adds up faster than twice as many halves
-    torch.int8: torch.int32,  # a mean of large numbers must not be of their overflow
+    torch.float16: torch.float32,  # no slower than float16 in Gloo, despite twice the bytes
+    torch.int8: torch.int32,  # the sum for a mean of large numbers must not overflow
     torch.uint8: torch.int32,
     torch.int16: torch.int32,
     torch.uint16: torch.int64,
@@ -35,7 +35,7 @@ _WIDER = {
 
 
 class Batch:
-    """Operations of one kind that run together. A rank that has joined has no works."""
+    """Operations of one kind that run together. On a rank that has joined, works are None."""
 
     def __init__(
         self,
@@ -57,23 +57,23 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks that take part."""
         return len(self.members)
 
     def alone(self) -> tuple[Work, Any]:
-        """The one operation, and what is known of the others' share, where nothing is fused."""
+        """Return the only operation of a batch that is never fused, and its `extra`."""
         work = self.works[0]
-        assert work is not None  # kinds that are never fused are refused once a rank has joined
+        assert work is not None  # `checks` refuses these kinds once a rank has joined
         return work, self.extras[0]
 
 
 def run_allreduce(batch: Batch) -> None:
-    """Reduce all tensors of the batch as one, as far as they have the same dtype."""
+    """Reduce all tensors of the batch, those of one dtype as one flat tensor."""
     meta = batch.metas[0]
     device = _device(batch)
     inputs: list[Tensor] = []
     for work, m in zip(batch.works, batch.metas, strict=True):
-        if work is None:
+        if work is None:  # this rank has joined, and contributes zeros
             inputs += [torch.zeros(s, dtype=dtype_of(d), device=device) for s, d in _tensors(m)]
         else:
             inputs += work.inputs
@@ -92,13 +92,14 @@ def _tensors(meta: Any) -> list[tuple[tuple[int, ...], str]]:
 
 
 def _reduce(batch: Batch, inputs: list[Tensor], meta: Meta) -> list[Tensor]:
-    """Return the reduced and scaled tensors in fresh memory, in the order of the inputs."""
+    """Return the reduced and scaled tensors in new memory, in the order of the inputs."""
     op, factor = meta.op, meta.postscale / (batch.size if meta.op == AVERAGE else 1)
     results: list[Tensor] = [torch.empty(0)] * len(inputs)
     for dtype in dict.fromkeys(t.dtype for t in inputs):
         places = [i for i, t in enumerate(inputs) if t.dtype == dtype]
         flat = torch.cat([inputs[i].detach().reshape(-1) for i in places])
         scale_(flat, meta.prescale)
+        # A complex sum is the sum of its real and imaginary parts.
         wire = torch.view_as_real(flat).reshape(-1) if dtype.is_complex else flat
         if dtype == torch.uint64:
             wire = from_uint64(flat, op, factor)
@@ -111,6 +112,7 @@ def _reduce(batch: Batch, inputs: list[Tensor], meta: Meta) -> list[Tensor]:
         if dtype == torch.uint64:
             wire = to_uint64(wire, op, factor)
         else:
+            # `meta.data`: round float16 before scaling, as Horovod does.
             wire = scale_(wire.half() if meta.data and dtype == torch.float16 else wire, factor)
         if dtype.is_complex:
             wire = torch.view_as_complex(wire.reshape(-1, 2))
@@ -121,9 +123,9 @@ def _reduce(batch: Batch, inputs: list[Tensor], meta: Meta) -> list[Tensor]:
 
 
 def deliver(work: Work, results: list[Tensor]) -> list[Tensor]:
-    """Write the results where the caller wants them."""
+    """Return the results, copied to the caller's outputs if there are any."""
     if work.outputs is None:
-        # Parts of one buffer would keep the whole of it alive.
+        # A view of a shared buffer would keep the whole buffer alive.
         return results if len(results) == 1 and _whole(results[0]) else [t.clone() for t in results]
     with torch.no_grad():
         for out, t in zip(work.outputs, results, strict=True):
@@ -136,10 +138,11 @@ def _whole(t: Tensor) -> bool:
 
 
 def run_broadcast(batch: Batch) -> None:
-    """Broadcast all tensors of the batch as one run of bytes."""
+    """Broadcast all tensors of the batch as one sequence of bytes."""
     root = batch.metas[0].root
     works = [work for work in batch.works if work is not None]
     tensors = [t for work in works for t in work.inputs]
+    # A single contiguous output is broadcast in place; everything else goes through a flat copy.
     if len(tensors) == 1 and works[0].outputs is not None and works[0].outputs[0].is_contiguous():
         flat = as_bytes(works[0].outputs[0])
         if batch.rank == root and works[0].outputs[0] is not tensors[0]:
@@ -175,7 +178,7 @@ def _gather(batch: Batch, t: Tensor, rows: list[int]) -> Tensor:
     if len(set(rows)) == 1:
         if out.numel():
             batch.wait(batch.group._allgather_base(out, mine))
-    else:
+    else:  # an all-gather needs equal sizes, so each member broadcasts its rows
         works = []
         for root, piece in enumerate(pieces):
             if root == batch.members.index(batch.rank):
@@ -190,14 +193,14 @@ def _gather(batch: Batch, t: Tensor, rows: list[int]) -> Tensor:
 
 
 def run_alltoall(batch: Batch) -> None:
-    """Send each member its rows; the result is the received rows, and how many from whom."""
+    """Send each member its rows. The result: the received rows, and their number per member."""
     work, splits = batch.alone()
     t = work.inputs[0]
     me = batch.members.index(batch.rank)
     received = [row[me] for row in splits]
     row_bytes = _row_bytes(t)
     out = torch.empty(sum(received) * row_bytes, dtype=torch.uint8, device=t.device)
-    data = as_bytes(t)[: sum(splits[me]) * row_bytes]
+    data = as_bytes(t)[: sum(splits[me]) * row_bytes]  # the splits may cover fewer rows than `t`
     batch.wait(
         batch.group.alltoall_base(
             out, data, [n * row_bytes for n in received], [n * row_bytes for n in splits[me]]
@@ -208,7 +211,7 @@ def run_alltoall(batch: Batch) -> None:
 
 
 def run_reducescatter(batch: Batch) -> None:
-    """Reduce, and keep one's own rows. Gloo's own reduce-scatter moves no less."""
+    """Reduce, and keep this rank's rows. Gloo's own reduce-scatter moves no fewer bytes."""
     work, _ = batch.alone()
     reduced = _reduce(batch, work.inputs, work.meta)
     me = batch.members.index(batch.rank)
@@ -220,7 +223,7 @@ def run_reducescatter(batch: Batch) -> None:
 
 
 def share(rows: int, size: int, rank: int) -> tuple[int, int]:
-    """Return where a rank's share of some rows begins, and how many it is: the first get more."""
+    """Return the first row of a rank's share, and its number of rows: the first ranks get more."""
     each, left = divmod(rows, size)
     return rank * each + min(rank, left), each + (rank < left)
 
@@ -235,12 +238,12 @@ RUN = {
 
 
 def as_bytes(t: Tensor) -> Tensor:
-    """View a contiguous tensor as its bytes."""
+    """Return a contiguous tensor viewed as bytes."""
     return t.detach().reshape(-1).view(torch.uint8)
 
 
 def _from_bytes(data: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
-    if data.storage_offset() % dtype.itemsize:
+    if data.storage_offset() % dtype.itemsize:  # a view needs its dtype's alignment
         data = data.clone()
     return data.view(dtype).view(shape)
 

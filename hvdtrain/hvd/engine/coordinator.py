@@ -1,14 +1,18 @@
-"""What rank 0 knows: who has asked for what, and what may therefore run.
+"""The coordinator, rank 0's state machine: which ranks have submitted what, and what may run.
 
-No sockets, threads or clocks of its own: messages go in, messages come out. One order of answers
-goes to everybody, so all ranks run the same batches in the same order.
+The control thread of rank 0 uses it. It has no sockets, threads or clocks: messages go in, messages
+come out. All ranks receive the answers in one order, so they run the same batches in that order.
 
-To rank 0:  op (key, meta; data)   hit (cache id; data)   join   step (lane, number)   drop (lane)
-            anew (cache id, key, meta; data)   idle   bye (steps)   drained
+To rank 0:  op (key, meta; data)   hit (cache id; data)   anew (cache id, key, meta; data)   join
+            step (lane, set, number)   drop (lane, set)   idle   bye (steps)   drained
             broken (reason): a connection   failed (reason): a thread of the sender
 From it:    run (batches)   done (key, cache id, extra; result)   error (key, text)   again (id)
             joined (last rank)   shadow (lane, number)   dropped (lane)
             down (reason, by, steps)   close
+
+An operation:     op from every rank -> done with the result of small data, or run
+A repeated one:   hit -> done or run;  if rank 0's cache has dropped the id: again -> anew
+Shutdown:         bye, broken, failed or a lost rank -> down -> drained from every rank -> close
 """
 
 from __future__ import annotations
@@ -27,15 +31,15 @@ from hvdtrain.hvd.exceptions import SHUT_DOWN
 
 Send = Callable[[list[int], list[Any], bytes], None]
 
-_BETTER_REASON_S = 1.0
-# Operations that the messages themselves carry out, whatever the size of what they hold.
+_BETTER_REASON_S = 1.0  # how long to wait for the exit of a rank after a broken connection
+# Operations that need messages only, whatever their size.
 _CONTROL_KINDS = ("barrier", "add_set", "remove_set")
 _SET_IS_GONE = "The process set of this operation has been removed."
 
 
 @dataclass
 class Waiting:
-    """A name that some ranks have submitted."""
+    """An operation that some ranks have submitted."""
 
     since: float
     asked: dict[int, Meta] = field(default_factory=dict)
@@ -54,7 +58,7 @@ class Ready:
 
 
 class Coordinator:
-    """The one who answers. Not thread safe: the control thread alone calls it."""
+    """The state machine of rank 0. Not thread safe: only the control thread calls it."""
 
     def __init__(
         self, size: int, cache_capacity: int, fusion_bytes: int, send: Send, timeline: Timeline
@@ -83,17 +87,17 @@ class Coordinator:
         self._drained: set[int] = set()
 
     def receive(self, rank: int, header: list[Any], payload: bytes, now: float) -> None:
-        """Take one message and send what follows from it."""
+        """Process one message, and send what follows from it."""
         what, *rest = header
         if self._down and what not in ("drained", "idle"):
-            return  # its sender hears, or has heard, that it is over
+            return  # "down" has been sent to its sender
         if self._is_early(rank, header):
             self._held[rank].append((header, payload))
         elif what == "op":
             self._arrive(rank, Key(*rest[0]), Meta.from_wire(rest[1]), payload, now)
         elif what == "hit":
             if rest[0] in self._cache:
-                self._cache.move_to_end(rest[0])
+                self._cache.move_to_end(rest[0])  # the least recently used entry is dropped first
                 key, metas = self._cache[rest[0]]
                 self._arrive(rank, key, metas[rank], payload, now)
             else:
@@ -102,7 +106,7 @@ class Coordinator:
         elif what == "anew":
             self._asked_again[rank].discard(rest[0])
             self._arrive(rank, Key(*rest[1]), Meta.from_wire(rest[2]), payload, now)
-            if not self._asked_again[rank]:
+            if not self._asked_again[rank]:  # the last resent operation: process what queued behind
                 held, self._held[rank] = self._held[rank], []
                 for early in held:
                     self.receive(rank, *early, now)
@@ -126,24 +130,28 @@ class Coordinator:
             self._drain(rank)
 
     def tick(self, now: float) -> None:
-        """Give up where a connection between ranks has broken. Called twice a second.
+        """Shut down if a connection between ranks broke some time ago. Called twice a second.
 
-        Not at once: that a rank has ended, and which, is the better reason, and is on its way.
+        Not at once: the exit of a rank is a better reason, because it names the rank, and the
+        control plane usually reports it a moment later.
         """
         if self._broken is not None and now - self._broken[0] > _BETTER_REASON_S:
             self.go_down(self._broken[1], -1, {})
 
     def lose(self, rank: int, person: str, why: str) -> None:
-        """Tell everybody that a rank has gone without a farewell. `why`: "has ended", say."""
+        """Shut down because the connection to a rank was lost. `why`: e.g. "has ended"."""
         reason = f"{SHUT_DOWN} Rank {rank} ({person}) {why}."
         if self._down and rank not in self._drained:
-            # Others may be waiting for what it had begun when the first of them left.
+            # During a graceful shutdown peers still wait for the operations that it had begun.
             self._send(self.sets[GLOBAL_SET], ["down", reason, -1, {}], b"")
         self.go_down(reason, -1, {})
         self._drain(rank)
 
     def go_down(self, reason: str, by: int, steps: dict[str, int]) -> None:
-        """End the job's operations: what runs is finished, nothing else begins."""
+        """Shut down: no further operation begins.
+
+        `by`: the rank that left after these `steps`: running operations complete; -1 on a failure.
+        """
         if self._down:
             return
         self._down = True
@@ -168,7 +176,7 @@ class Coordinator:
         self._finish_if_complete(key, waiting)
 
     def missing(self, key: Key, waiting: Waiting) -> list[int]:
-        """Return the ranks that a name still waits for."""
+        """Return the ranks that have not submitted an operation yet."""
         members = self.sets.get(key.set_id, [])
         absent = self.joined if key.set_id == GLOBAL_SET else {}
         return [r for r in members if r not in waiting.asked and r not in absent]
@@ -179,7 +187,7 @@ class Coordinator:
         del self.waiting[key]
         self.timeline.negotiate_end(key.name)
         asked = waiting.asked
-        # Who has joined after it had submitted this gives data as all others do.
+        # A rank that joined after it had submitted this operation still contributes its data.
         absent = [r for r in self.joined if r not in asked] if key.set_id == GLOBAL_SET else []
         problem = mismatch(asked, bool(absent))
         meta = asked[min(asked)]
@@ -204,7 +212,7 @@ class Coordinator:
             data = [waiting.data.get(r, b"") for r in sorted(asked)]
             result = inline.combine(meta, data + [b""] * len(absent), len(members))
             extra = _extra(meta, asked)
-            # Before the answer: whoever has it may begin another timeline at once.
+            # Before the answer: a rank that has received it may start another timeline at once.
             self.timeline.end(key.name)
             self._send(sorted(asked), ["done", *key, cache_id, extra], result)
         else:
@@ -212,6 +220,7 @@ class Coordinator:
             self._pump()
 
     def _carry_out(self, meta: Meta) -> Any:
+        """Run an operation that needs messages only; return the id of a new process set."""
         if meta.kind == "add_set":
             set_id, self._next_set = self._next_set, self._next_set + 1
             self.sets[set_id] = list(meta.data)
@@ -226,8 +235,8 @@ class Coordinator:
         return None
 
     def _finish_set(self, set_id: int) -> None:
-        """Send what is ready of a process set, and refuse what some of it have not submitted."""
-        busy, self._busy = self._busy, False
+        """Send what is ready, and fail operations of a set that some members have not submitted."""
+        busy, self._busy = self._busy, False  # send now, although a batch may be running
         self._pump()
         self._busy = self._busy or busy
         for key in [key for key in self.waiting if key.set_id == set_id]:
@@ -235,7 +244,7 @@ class Coordinator:
             self._send(sorted(asked), ["error", *key, _SET_IS_GONE], b"")
 
     def _pump(self) -> None:
-        """Send what is ready, unless a batch is under way: what comes meanwhile is then fused."""
+        """Send what is ready, unless a batch is running: what arrives meanwhile is then fused."""
         if self._busy or not self._ready:
             return
         ready, self._ready = self._ready, []
@@ -245,14 +254,16 @@ class Coordinator:
             entries = [[r.key.name, r.cache_id, r.extra] for r in batch]
             metas = [r.meta for r in batch] if self.joined else None
             self._send(members, ["run", head.key.set_id, head.meta.kind, entries, metas], b"")
-            # The executor of this very rank says when it has nothing to do.
+            # Rank 0's own executor sends "idle" when it has nothing to do.
             self._busy = self._busy or 0 in members
 
     def _fuse(self, ready: list[Ready]) -> list[tuple[list[int], list[Ready]]]:
+        """Return batches of alike operations, up to the fusion threshold, with their members."""
         batches: list[tuple[Any, list[Ready], int]] = []
         open_batch: dict[Any, int] = {}
         for item in ready:
             meta, num_bytes = item.meta, item.meta.num_bytes
+            # Requests are alike if only their shapes, dtypes and data differ.
             alike = (item.key.set_id, *meta._replace(shapes=(), dtypes=(), data=None))
             at = open_batch.get(alike) if meta.kind in ("allreduce", "broadcast") else None
             if at is not None and batches[at][2] + num_bytes <= self._fusion_bytes:
@@ -264,11 +275,11 @@ class Coordinator:
                 batches.append((alike, [item], num_bytes))
         return [(self.sets[items[0].key.set_id], items) for _, items, _ in batches]
 
-    # The cache: after the first time a request is one number
+    # The cache: a repeated request is sent as one number
 
     def _remember(self, key: Key, asked: dict[int, Meta]) -> int:
         if ".noname." in key.name or self._cache_capacity <= 0:
-            return 0  # never asked for again
+            return 0  # an automatic name is never repeated
         known = self._cache_ids.get(key)
         if known is not None and self._cache[known][1] == asked:
             return known
@@ -287,10 +298,10 @@ class Coordinator:
             del self._cache[cache_id]
 
     def _is_early(self, rank: int, header: list[Any]) -> bool:
-        """Whether a message has overtaken an operation that its rank was asked for again.
+        """Return whether a message overtook an operation that its rank must resend.
 
-        Between operations that is no matter. But a rank that joins, removes a process set or
-        leaves has submitted that one before.
+        It must then queue behind that operation, which a cache miss delays. Data operations may
+        overtake it. But a rank that joins, removes a process set or leaves has submitted it before.
         """
         if self._down or not self._asked_again[rank] or header[0] == "anew":
             return False
@@ -299,7 +310,7 @@ class Coordinator:
         )
         return not moves_data or bool(self._held[rank])
 
-    # Ranks that have no more data
+    # Ranks that have joined, and the steps of optimizers
 
     def _join(self, rank: int) -> None:
         self.joined[rank] = None
@@ -311,8 +322,8 @@ class Coordinator:
             if key.set_id == GLOBAL_SET:
                 self._finish_if_complete(key, waiting)
         if is_last:
-            # First what some have still to send zeros for: they know nothing of it, and may use the
-            # same names anew at once.
+            # First the operations to which some ranks only contribute zeros: these have not
+            # submitted them, and may reuse the same names as soon as they receive "joined".
             self._busy = False
             self._pump()
             self.joined = {}
@@ -326,10 +337,10 @@ class Coordinator:
             self._shadow(joined, lane, steps)
 
     def _drop(self, rank: int, lane: str, set_id: int) -> None:
-        """Let a lane go once the optimizers of all its ranks have."""
+        """Remove a lane once its optimizer is gone on all ranks."""
         members = self.sets.get(set_id)
         if members is None:
-            return  # the lane went with its process set
+            return  # the lane was removed with its process set
         dropped = self._dropped.setdefault(lane, set())
         dropped.add(rank)
         if not dropped.issuperset(members):
@@ -338,11 +349,11 @@ class Coordinator:
         self.lanes.pop(lane, None)
         self.lane_tensors.pop(lane, None)
         for key in [k for k in self.waiting if k.name.startswith(f"plan.{set_id}.{lane}/")]:
-            del self.waiting[key]  # some had asked for a plan that nobody needs any more
+            del self.waiting[key]  # some ranks had asked for a plan that is not needed any more
         self._send(members, ["dropped", lane], b"")
 
     def late(self, steps: LaneSteps) -> list[int]:
-        """Return the ranks that have not begun the step that others are in."""
+        """Return the ranks that have not begun the latest step of a lane."""
         last = max(steps.by_rank.values())
         absent = self.joined if steps.set_id == GLOBAL_SET else {}
         return [
@@ -352,7 +363,7 @@ class Coordinator:
         ]
 
     def _shadow(self, rank: int, lane: str, steps: LaneSteps) -> None:
-        """Let a joined rank take part, with zeros, in the steps that others have begun."""
+        """Make a joined rank take part, with zeros, in the steps that others have begun."""
         if steps.set_id != GLOBAL_SET:
             return
         begun = max(steps.by_rank.values())
@@ -360,9 +371,10 @@ class Coordinator:
             self._send([rank], ["shadow", lane, number], b"")
         steps.by_rank[rank] = begun
 
-    # The end
+    # Shutdown
 
     def _drain(self, rank: int) -> None:
+        """Record that a rank's executor has drained; once all have, close the connections."""
         if rank in self._drained:
             return
         self._drained.add(rank)
@@ -372,7 +384,7 @@ class Coordinator:
 
 @dataclass
 class LaneSteps:
-    """How far each rank's optimizer has come."""
+    """The latest step that each rank has begun in a lane."""
 
     set_id: int
     by_rank: dict[int, int] = field(default_factory=dict)
@@ -381,7 +393,7 @@ class LaneSteps:
 
 
 def _extra(meta: Meta, asked: dict[int, Meta]) -> Any:
-    """What every member must know of the others: rows to gather, or rows to exchange."""
+    """Return what members need from each other's requests: rows to gather, or to exchange."""
     ranks = sorted(asked)
     if meta.kind == "allgather":
         return [[asked[r].shapes[i][0] for r in ranks] for i in range(len(meta.shapes))]

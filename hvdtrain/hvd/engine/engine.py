@@ -1,4 +1,8 @@
-"""One rank's side of the engine: what it has submitted, and what becomes of it."""
+"""One rank's side of the engine: the operations that it has submitted, and how they end.
+
+`hvd.basics` holds one. Each rank sends requests to the coordinator on rank 0, and its control
+thread handles the answers; `_ANSWERS` lists them.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +47,9 @@ DUPLICATE_NAME = (
 class Engine:
     """The engine of one rank, from `hvd.init` to `hvd.shutdown`.
 
-    Three threads meet here: the caller's submits and waits, the control thread receives, the
-    executor carries out. `_lock` guards what has been submitted and how the job ends: `failure`
-    says why nothing begins any more, `broken` why what runs cannot be finished either.
+    Three threads use it: the caller's submits and waits, the control thread receives answers, the
+    executor runs operations. `_lock` guards the submitted operations and the end of the job:
+    `failure` is why no operation begins any more, `broken` why running ones cannot complete either.
     """
 
     def __init__(self, world: World, store: Store, settings: Settings, hello: dict[str, Any]):
@@ -54,9 +58,9 @@ class Engine:
         self.settings = settings
         self.sets: dict[int, list[int]] = {GLOBAL_SET: list(range(world.size))}
         self.lanes: dict[str, Lane] = {}
-        self.lane_numbers: dict[tuple[str, int], int] = {}  # of lanes with the same parameters
-        self.zeros_on = 0  # the GPU of a rank that has joined, and of the executor
-        self.joins = 0
+        self.lane_numbers: dict[tuple[str, int], int] = {}  # lanes made so far, by parameters
+        self.zeros_on = 0  # the GPU that the executor uses, also for the zeros of a joined rank
+        self.joins = 0  # completed joins, which are part of automatic names
         self.failure: str | None = None
         self.broken: str | None = None
         self._left_by: tuple[int, dict[str, int]] | None = None
@@ -77,7 +81,7 @@ class Engine:
             lambda: self.broken,
             settings.peer_limit_s,
         )
-        # Begun before anybody can ask for an operation, so that the first one is in it.
+        # Opened before any rank can submit an operation, so that it contains the first one.
         recorded = settings.timeline if world.rank == 0 and settings.timeline != "DYNAMIC" else None
         self.timeline = Timeline(recorded, settings.timeline_mark_cycles)
         self._coordinator: Coordinator | None = None
@@ -96,7 +100,10 @@ class Engine:
         _engines.add(self)
 
     def _choose_transport(self) -> str:
-        """Return what carries CPU tensors: as rank 0's environment has it, so that all agree."""
+        """Return the transport of CPU tensors: rank 0's setting, or the best that all ranks have.
+
+        It is computed from the same exchanged data on all ranks, so that all agree.
+        """
         asked = str(self.people[0]["transport"])
         if asked != "auto":
             return asked
@@ -110,12 +117,13 @@ class Engine:
     # The caller's thread
 
     def submit(self, work: Work) -> Work:
-        """Ask for an operation. Never blocks. Raises ValueError for a name that is under way,
-        HorovodInternalError once the job is over.
+        """Submit an operation. Never blocks.
+
+        Raises ValueError if the name is already pending, HorovodInternalError once the job is over.
         """
         meta = work.meta
         if inline.fits(meta, len(self.sets[work.key.set_id])):
-            work.payload = self._pack(work)
+            work.payload = self._pack(work)  # eager: small data travels with the request
         with self._lock:
             if self.failure is not None:
                 raise HorovodInternalError(self.failure)
@@ -140,7 +148,7 @@ class Engine:
         return self.submit(work)
 
     def join(self) -> Work:
-        """Say that this rank has no more data. The result is the last rank to say so."""
+        """Submit that this rank has no more data. The result is the last rank that joined."""
         with self._lock:
             if self.failure is not None:
                 raise HorovodInternalError(self.failure)
@@ -149,32 +157,33 @@ class Engine:
         return work
 
     def lane(self, name: str, set_id: int) -> Lane:
-        """Return the lane of this name; made at first."""
+        """Return the lane of this name; the first call makes it."""
         with self._lock:
             if name not in self.lanes:
                 self.lanes[name] = Lane(self, name, set_id)
             return self.lanes[name]
 
     def all_lanes(self) -> list[Lane]:
-        """Return the lanes there are now."""
+        """Return the current lanes."""
         with self._lock:
             return list(self.lanes.values())
 
     def drop_lane(self, name: str, set_id: int) -> None:
-        """Say that the optimizer of a lane is gone here. The lane goes once it is gone everywhere:
-        to close connections that a peer is still making would break its.
+        """Report that the optimizer of a lane is gone on this rank.
 
-        Called by the garbage collector, in any thread and under any lock: so it takes none.
+        The lane is removed once it is gone on all ranks: closing connections earlier would fail a
+        peer that is still connecting. The garbage collector calls this, in any thread and under any
+        lock, so it takes no lock: the control thread sends the report.
         """
         self._dropped.append((name, set_id))
 
     def shutdown(self) -> None:
-        """Leave, and with it end the operations of all ranks. Twice is safe."""
+        """Leave, which ends the operations of all ranks. Twice is safe."""
         if os.getpid() != self._pid:
-            return
+            return  # a forked child: the engine belongs to its parent
         steps = {lane.name: lane.launched for lane in self.all_lanes()}
         self.control.send(0, ["bye", steps])
-        if not self._closed.wait(_LEAVE_S):
+        if not self._closed.wait(_LEAVE_S):  # no "close" came: a peer hangs, or rank 0 is lost
             self._end(SHUT_DOWN)
         self.executor.close(_LEAVE_S)
         self.control.close()
@@ -183,28 +192,28 @@ class Engine:
         _engines.discard(self)
 
     def disconnect(self) -> None:
-        """Close all connections but those to and from rank 0."""
+        """Close the process groups' connections. Those of the control plane stay open."""
         for lane in self.all_lanes():
             lane.disconnect()
         self.groups.close()
 
     def set_timeline(self, timeline: Timeline) -> None:
-        """Write to another timeline from now on, and close the one before."""
+        """Switch to another timeline, and close the one before."""
         before, self.timeline = self.timeline, timeline
         if self._coordinator is not None:
             self._coordinator.timeline = timeline
         before.close()
 
     def waits_in_vain(self, lane: str, step: int) -> bool:
-        """Whether a rank has left before it began this step of a lane."""
+        """Return whether a rank left before it had sent all buckets of this step of a lane."""
         return self._left_by is not None and self._left_by[1].get(lane, 0) < step
 
     def break_down(self, reason: str) -> None:
-        """Tell everybody that a connection has failed."""
+        """Report a failed connection to rank 0, which shuts all ranks down a moment later."""
         self.control.send(0, ["broken", f"{SHUT_DOWN} Rank {self.world.rank} said: {reason}"])
 
     def news(self, seconds: float) -> str | None:
-        """Wait a moment for the reason why the job is over."""
+        """Wait up to `seconds` for the reason why the job is over; return it, or None."""
         deadline = time.monotonic() + seconds
         while self.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -217,7 +226,7 @@ class Engine:
         return inline.pack(tensors)
 
     def pin(self) -> None:
-        """Keep the calling thread, one of the engine's own, on the core that was asked for."""
+        """Bind the calling thread, one of the engine's, to this rank's HOROVOD_THREAD_AFFINITY."""
         cores, local_rank = self.settings.thread_affinity, self.world.local_rank
         if local_rank >= len(cores) or not hasattr(os, "sched_setaffinity"):
             return
@@ -230,9 +239,9 @@ class Engine:
             )
 
     def thread_failed(self, error: BaseException) -> None:
-        """End the job, because a thread of the engine has failed: the current one.
+        """End the job because the current thread, one of the engine's, has failed.
 
-        What this calls must not raise, as nobody else would end the waiting of this process.
+        Nothing here may raise, because nothing else would release this process's waiting threads.
         """
         thread = threading.current_thread().name
         reason = f"{SHUT_DOWN} Rank {self.world.rank}'s thread {thread} failed: {error!r}"
@@ -244,7 +253,7 @@ class Engine:
                 self._coordinator.go_down(reason, -1, {})
             else:
                 self.control.send(0, ["failed", reason])
-        if in_control:  # nobody receives the answers that `shutdown` and the executor wait for
+        if in_control:  # no thread receives the answers that `shutdown` and the executor wait for
             self._closed.set()
             self.executor.put(lambda: self.executor.drain(False))
 
@@ -260,7 +269,7 @@ class Engine:
     def _on_done(self, rest: list[Any], payload: bytes) -> None:
         key, cache_id, extra = Key(rest[0], rest[1]), rest[2], rest[3]
         work = self._take(key, cache_id)
-        if key.name.startswith("plan."):
+        if key.name.startswith("plan."):  # also without a work: a joined rank adopts plans, too
             self._adopt_plan(key.name, extra)
         if work is None:
             return
@@ -286,10 +295,10 @@ class Engine:
         set_id, kind, entries, metas = rest
         works = [self._take(Key(set_id, name), cache_id) for name, cache_id, _ in entries]
         known = [w.meta if w is not None else None for w in works]
-        if metas is not None:
+        if metas is not None:  # sent if ranks have joined, which have no requests of their own
             known = [Meta.from_wire(fields) for fields in metas]
         extras = [extra for _, _, extra in entries]
-        members = self.sets[set_id]  # now: the set may be removed before the executor comes to it
+        members = self.sets[set_id]  # now: the set may be removed before the executor runs this
         self.executor.put(
             lambda: self.executor.run_batch(set_id, members, kind, works, known, extras)
         )
@@ -300,7 +309,7 @@ class Engine:
             work.fail(HorovodInternalError(rest[2]))
 
     def _on_again(self, rest: list[Any], payload: bytes) -> None:
-        (cache_id,) = rest
+        (cache_id,) = rest  # rank 0's cache has dropped it: send the full request
         with self._lock:
             works = [work for work in self._pending.values() if work.cache_id == cache_id]
             for key in [key for key, (_, known) in self._cache.items() if known == cache_id]:
@@ -368,7 +377,7 @@ class Engine:
         if self._coordinator is not None:
             self._coordinator.lose(rank, who, why)
         elif not self._closed.is_set():
-            if self._left_by is None:
+            if self._left_by is None:  # else the loss of rank 0 is part of a graceful shutdown
                 self._end(f"{SHUT_DOWN} Rank 0 ({who}) {why}.")
             self._closed.set()
 
@@ -380,7 +389,7 @@ class Engine:
             self._stall.look(time.monotonic())
 
     def _end(self, reason: str, graceful: bool = False) -> None:
-        """Fail what has not begun; what runs is finished if `graceful`."""
+        """Fail all operations that have not begun; running ones may complete if `graceful`."""
         with self._lock:
             if self.failure is None:
                 self.failure = reason
@@ -407,8 +416,8 @@ _ANSWERS: dict[str, Callable[[Engine, list[Any], bytes], None]] = {
 }
 
 
-# A forked child, a DataLoader's worker say, must not hold the connections open when its parent
-# dies, and can do nothing with them.
+# A forked child, e.g. a DataLoader worker, closes its copies of the connections. It cannot use
+# them, and would hold them open after its parent has died.
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 

@@ -1,4 +1,7 @@
-"""The executor: the thread that carries out, in rank 0's order, what all ranks have asked for."""
+"""The executor: the thread that runs operations, in rank 0's order, once all ranks submitted them.
+
+Each rank's engine has one. Because the order is the same everywhere, collectives cannot deadlock.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ from hvdtrain.hvd.exceptions import HorovodInternalError
 if TYPE_CHECKING:
     from hvdtrain.hvd.engine.engine import Engine
 
-_NEWS_S = 3.0  # a broken connection is noticed here before the control plane says whose
+_NEWS_S = 3.0  # the longest wait for the control plane to name the rank of a broken connection
 
 
 class Executor:
-    """Runs one task after another. All ranks put theirs in the same order, so none waits for one
-    that a peer has behind another.
+    """Runs one task after another. All ranks queue their tasks in the same order, so none waits for
+    a task that a peer has queued behind another.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -35,11 +38,11 @@ class Executor:
         self._thread.start()
 
     def put(self, task: Callable[[], None]) -> None:
-        """Let a task be run after those before it. Any thread."""
+        """Queue a task. Callable in any thread."""
         self._tasks.put(task)
 
     def close(self, timeout_s: float) -> None:
-        """End the thread after what it has to do."""
+        """Stop the thread after the tasks queued so far; wait up to `timeout_s` for that."""
         self._tasks.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
@@ -53,7 +56,7 @@ class Executor:
         metas: list[Any],
         extras: list[Any],
     ) -> None:
-        """Carry out operations of one kind together. A task."""
+        """Run operations of one kind together, and finish or fail them. A task."""
         engine = self._engine
         timeline, names = engine.timeline, [w.key.name for w in works if w is not None]
         for name in names:
@@ -63,7 +66,7 @@ class Executor:
             if device == "GPU":
                 self._use_device(works)
             if metas[0].op == ADASUM:
-                device = "CPU"  # its exchanges between two ranks go by the host
+                device = "CPU"  # Adasum's exchanges between two ranks use host memory
             cuda = device == "GPU"
             group = engine.groups.get(f"set{set_id}", members, device)
 
@@ -88,19 +91,20 @@ class Executor:
             timeline.end(name)
 
     def drain(self, graceful: bool) -> None:
-        """Finish what all ranks have begun, or, where that cannot be, close the connections. A
-        task, the last before the end.
+        """Complete what all ranks have begun if `graceful`, else close the connections.
+
+        A task, the last one before shutdown.
         """
         if graceful:
             for lane in self._engine.all_lanes():
                 lane.drain()
         else:
-            # So that a peer that waits for this rank's data learns of it too.
+            # So that the operations of a peer that waits for this rank's data fail, too.
             self._engine.disconnect()
         self._engine.control.send(0, ["drained"])
 
     def _use_device(self, works: list[Work | None]) -> None:
-        """Work on the GPU of the tensors; on the one before where this rank has joined."""
+        """Select the GPU of the tensors; on a rank that has joined, the one used last."""
         devices = [w.inputs[0].device.index for w in works if w is not None and w.inputs]
         if devices:
             self._engine.zeros_on = devices[0]
@@ -110,10 +114,10 @@ class Executor:
         try:
             self._loop()
         except BaseException as error:
-            # Nobody waits for this one in particular, so everybody must know of it.
+            # No caller waits for this task in particular, so the whole job must fail.
             self._engine.thread_failed(error)
             with suppress(Exception):
-                self.drain(graceful=False)  # as the task that does it will not run any more
+                self.drain(graceful=False)  # the task that would do it does not run any more
 
     def _loop(self) -> None:
         engine = self._engine
@@ -121,7 +125,7 @@ class Executor:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except Broken as error:
+            except Broken as error:  # e.g. from connecting a lane; batches handle their own
                 if engine.failure is None:
                     print_stderr(f"hvd: rank {engine.world.rank}: {error}")
                     engine.break_down(str(error))

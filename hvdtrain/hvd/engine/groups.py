@@ -1,4 +1,8 @@
-"""Process groups of the engine's own, and how to wait on them without waiting for the dead."""
+"""The engine's own process groups, and waits on them that end when a peer is lost.
+
+The executor and the lanes use them. A wait is split into slices of a second, and between two slices
+it checks whether the control plane has reported a lost rank.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +23,26 @@ from hvdtrain.transports.carrier import ends_within, first_line
 from hvdtrain.transports.gloo import open_gloo
 
 REDUCE_OPS = {
-    AVERAGE: dist.ReduceOp.SUM,  # divided by us: see collectives
+    AVERAGE: dist.ReduceOp.SUM,  # the engine divides: see `collectives`
     SUM: dist.ReduceOp.SUM,
     MIN: dist.ReduceOp.MIN,
     MAX: dist.ReduceOp.MAX,
     PRODUCT: dist.ReduceOp.PRODUCT,
 }
 _SLICE_S = 1.0
-# The control plane tells of a peer that is late or gone; this limit is for when it cannot.
+# The control plane reports a peer that is late or lost; this limit is for when it cannot.
 _LIMIT_S = 24 * 3600.0
-# What a transport says of tensors that it cannot carry: the connections are as they were.
+# In error texts for tensors that a transport does not support: the connections stay intact.
 _REFUSALS = ("scalar type", "not supported", "nsupported")
-_CLOSE_S = 0.5  # what closing a group takes at most if nobody waits in it
-_HUNG_UP_S = 3.0
+_CLOSE_S = 0.5  # the longest time to close a group without pending operations
+_HUNG_UP_S = 3.0  # the same once its connections have been shut down
 
 
 class Groups:
-    """The process groups of one engine, by name; made when first wanted, in the same order on all
-    ranks.
+    """The process groups of one engine, by name; made on first use, in the same order on all ranks.
 
-    `transport` carries CPU tensors. `failure()` says why the job is over, or None while it is not.
-    An operation takes at most `limit_s`; 0 waits for ever.
+    `transport` is for CPU tensors. `failure()` returns why the job is over, or None. An operation
+    takes at most `limit_s` seconds; 0 means 24 hours.
     """
 
     def __init__(
@@ -63,14 +66,17 @@ class Groups:
         self._lock = threading.Lock()
 
     def get(self, label: str, members: list[int], device: str) -> Any:
-        """Return the group of this name over these ranks. Collective among them at first."""
+        """Return the group of this name over these ranks. The first call is collective over them.
+
+        Raises Broken if the group cannot be made.
+        """
         transport = self._transport(device)
         name = f"{label}/{transport}"
         with self._lock:
             group = self._groups.get(name)
         if group is None:
             if (failure := self._failure()) is not None:
-                raise Broken(failure)  # some would not come
+                raise Broken(failure)  # some ranks would not join
             store = PrefixStore(name, self._store)
             rank = members.index(self._rank)
             try:
@@ -94,19 +100,19 @@ class Groups:
         return self.transport if device == "CPU" else "nccl" if _nccl() else "gloo"
 
     def activity(self, kind: str, device: str) -> str:
-        """Return Horovod's name for the innermost event of an operation in a timeline."""
+        """Return Horovod's name for the innermost timeline event of an operation."""
         what = "BCAST" if kind == "broadcast" else kind.upper()
         return f"{self._transport(device).upper()}_{what}"
 
     def drop(self, label: str) -> None:
-        """Close the groups of this name, whose owner has gone."""
+        """Close the groups of this name, whose lane has been removed."""
         with self._lock:
             gone = [n for n in self._groups if n.rpartition("/")[0] == label]
             dropped = {n: self._groups.pop(n) for n in gone}
         self._close(dropped)
 
     def close(self) -> None:
-        """Close them all. An operation that still waits for a peer fails, there too."""
+        """Close all groups. An operation that still waits for a peer fails, also on the peer."""
         with self._lock:
             dropped, self._groups = self._groups, {}
         self._close(dropped)
@@ -126,19 +132,19 @@ class Groups:
         for name in names:
             hang_up = self._hang_up.pop(name, None)
             if hang_up is not None and closer.is_alive():
-                hang_up()  # the destructor waits for operations that wait for a peer
+                hang_up()  # Gloo's destructor waits for operations that wait for a peer
         closer.join(_HUNG_UP_S)
 
     def wait(
         self, work: Any, cuda: bool = False, give_up: Callable[[], str | None] | None = None
     ) -> None:
-        """Wait for an operation. Raises Broken where a peer has gone, or the job is over.
+        """Wait for an operation. Raises Broken if a peer is lost, or the job is over.
 
-        `give_up` may know more reasons not to wait any longer.
+        `give_up()` may return a further reason to stop waiting.
         """
         try:
             if cuda:
-                work.wait()  # orders the current stream after it, and returns
+                work.wait()  # blocks the current stream, not this thread
                 return
             while not ends_within(work, _SLICE_S):
                 reason = self._failure() or (give_up() if give_up is not None else None)
@@ -153,14 +159,14 @@ class Groups:
 
 
 class Broken(HorovodInternalError):
-    """A connection has failed, so that no operation can be finished any more."""
+    """A connection has failed, so no operation can complete any more."""
 
 
 def all_reduce(group: Any, tensor: Tensor, op: int) -> Any:
-    """Begin to reduce in place; returns the work to wait for."""
+    """Start an in-place reduction; return the work to wait for."""
     options = dist.AllreduceOptions()
     options.reduceOp = REDUCE_OPS[op]  # type: ignore[assignment]
-    if hasattr(options, "asyncOp"):  # torch 2.7 has no such option: all are asynchronous
+    if hasattr(options, "asyncOp"):  # torch 2.7 lacks it: all its operations are asynchronous
         options.asyncOp = True
     return group.allreduce([tensor], options)
 

@@ -1,6 +1,7 @@
-"""Small data that travels with its request: rank 0 combines it, in rank order.
+"""Eager operations: small data travels with its request, and rank 0 combines it in rank order.
 
-The same functions say on every rank what is small enough, so nobody needs to ask.
+The engine packs and unpacks it, the coordinator combines it. All ranks compute from the request
+alone whether it is small enough, so they agree without a message.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hvdtrain.hvd.engine.request import (
 from hvdtrain.hvd.engine.scaling import from_uint64, scale_, to_uint64
 
 _REDUCE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
-    AVERAGE: torch.add,  # and divided at the end
+    AVERAGE: torch.add,  # `combine` divides at the end
     SUM: torch.add,
     MIN: torch.minimum,
     MAX: torch.maximum,
@@ -36,19 +37,20 @@ _UNSIGNED = (torch.uint16, torch.uint32)  # torch cannot add them
 
 
 def fits(meta: Meta, num_ranks: int) -> bool:
-    """Whether the data of this request travels inline. The same answer on every rank."""
+    """Return whether the data of this request travels with it. The same result on every rank."""
+    # With more than 256 ranks, too much data would arrive at rank 0.
     if meta.device != "CPU" or num_ranks * 1024 > 16 * INLINE_BYTES:
         return False
     return meta.kind == "allreduce" and meta.op != ADASUM and meta.num_bytes <= INLINE_BYTES
 
 
 def pack(tensors: list[Tensor]) -> bytes:
-    """Return the bytes of contiguous CPU tensors, one after another."""
+    """Return the bytes of contiguous CPU tensors, concatenated."""
     return b"".join(_bytes_of(t) for t in tensors)
 
 
 def unpack(payload: bytes, meta: Meta) -> list[Tensor]:
-    """Return tensors of the request's shapes and dtypes that share one fresh buffer."""
+    """Return tensors of the request's shapes and dtypes, as views of one new buffer."""
     buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else None
     tensors, at = [], 0
     for name, shape in zip(meta.dtypes, meta.shapes, strict=True):
@@ -66,8 +68,9 @@ def unpack(payload: bytes, meta: Meta) -> list[Tensor]:
 
 
 def combine(meta: Meta, payloads: list[bytes], num_ranks: int) -> bytes:
-    """Reduce what the ranks sent, and scale it. Half precision is summed in single, and rounded
-    once.
+    """Reduce the ranks' payloads, and scale the result.
+
+    Half precision is summed in single precision and rounded once.
     """
     factor = meta.postscale / (num_ranks if meta.op == AVERAGE else 1)
     reduce = _REDUCE[meta.op]

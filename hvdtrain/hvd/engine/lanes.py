@@ -1,9 +1,16 @@
-"""Lanes: how an optimizer's gradients are averaged without asking.
+"""Lanes, the bucket channels of optimizers: they average gradients without negotiation.
 
-A lane is the agreed list of an optimizer's buckets and a process group of its own. All ranks send
-all buckets in the same order in every step, so nothing needs to be matched. That a step begins is
-told to rank 0, in passing: for the stall inspector, and for ranks that have joined, which send
-zeros (`hvd.join`).
+The reducers use one per optimizer. A lane is the list of buckets that all ranks have agreed on, and
+a process group of its own. All ranks send all buckets in the same order in every step, so no names
+need to be matched. Rank 0 only receives a message when a step begins: for the stall inspector, and
+for ranks that have joined, which send zeros (`hvd.join`).
+
+    each rank                                           rank 0
+      |---- plan: this rank's parameters --------------->|  merges the plans of all ranks
+      |<--- done: the merged plan -----------------------|
+    all ranks: lay out the buckets, make the process group; then in every step
+      |---- step (lane, set, number) ------------------->|  no answer; "shadow" to joined ranks
+    all ranks: all-reduce every bucket
 """
 
 from __future__ import annotations
@@ -30,9 +37,9 @@ if TYPE_CHECKING:
 
 FIRST_BYTES = 1 << 20  # a small first bucket starts the communication early, as DDP's does
 BUCKET_BYTES = 25 << 20
-# Larger gradients are reduced where they are: to copy them costs a fifth of reducing them.
+# Larger gradients are reduced in place: copying them would cost a fifth of reducing them.
 IN_PLACE_BYTES = 1 << 20
-# Tensors under this size are copied by one call for all of them.
+# Smaller tensors are copied by one call for all of them.
 SMALL_NUMEL = 16 * 1024
 
 
@@ -40,8 +47,8 @@ SMALL_NUMEL = 16 * 1024
 class Layout:
     """One bucket: its parameters by name, small ones first, and its size in elements.
 
-    `in_place`: one parameter, whose gradient is the buffer. `flag`: the last element says that a
-    rank's set of parameters has changed.
+    `in_place`: it has one parameter, whose gradient is the buffer. `flag`: its last element reports
+    that a rank's set of parameters has changed.
     """
 
     names: list[str]
@@ -54,7 +61,10 @@ class Layout:
 
 
 def lay_out(plan: Plan) -> list[Layout]:
-    """Divide a plan's dense parameters into buckets. A pure function: the same on all ranks."""
+    """Divide a plan's dense parameters into buckets.
+
+    A pure function of the plan, so all ranks get the same buckets in the same order.
+    """
     op, wire, bucket_bytes, device, groups, in_place = plan.options
     group_of = {name: at for at, group in enumerate(_groups(plan, groups)) for name in group}
     layouts: list[tuple[int, Layout]] = []
@@ -68,6 +78,7 @@ def lay_out(plan: Plan) -> list[Layout]:
         return numel(name) * _wire(plan, name, wire).itemsize
 
     def close(at: int, names: list[str]) -> None:
+        # `at`: the bucket's place in the order of sending, that of its last parameter.
         names = sorted(names, key=lambda name: numel(name) >= SMALL_NUMEL)
         dtype = _wire(plan, names[0], wire)
         layouts.append((at, Layout(names, dtype, sum(map(numel, names)), op=op, device=device)))
@@ -77,7 +88,7 @@ def lay_out(plan: Plan) -> list[Layout]:
         if name in seen:
             continue
         dtype = _wire(plan, name, wire)
-        if name in group_of:
+        if name in group_of:  # one bucket per dtype, in the place of the group's last parameter
             members = [n for n in dense if group_of.get(n) == group_of[name]]
             seen.update(members)
             for d in dict.fromkeys(_wire(plan, n, wire) for n in members):
@@ -91,6 +102,7 @@ def lay_out(plan: Plan) -> list[Layout]:
             layout = Layout([name], dtype, numel(name), in_place=True, op=op, device=device)
             layouts.append((at, layout))
         else:
+            # An open bucket per dtype, closed by the parameter that makes it large enough.
             names = open_buckets.setdefault(dtype, [])
             names.append(name)
             limit = bucket_bytes if layouts else min(FIRST_BYTES, bucket_bytes)
@@ -103,7 +115,7 @@ def lay_out(plan: Plan) -> list[Layout]:
 
 
 def _groups(plan: Plan, groups: int | list[list[str]]) -> list[list[str]]:
-    """Return lists of names that are sent together; a number asks for so many near-equal ones."""
+    """Return lists of names that are sent together; a number means that many near-equal lists."""
     if not isinstance(groups, int):
         return groups
     dense = [name for name in plan.names if plan.kinds[name] == DENSE]
@@ -112,9 +124,9 @@ def _groups(plan: Plan, groups: int | list[list[str]]) -> list[list[str]]:
 
 
 def _with_flag(layouts: list[Layout], op: int, device: str) -> list[Layout]:
-    """Add the flag where it costs nothing: at the end of a bucket that is copied anyway.
+    """Add the flag to a bucket that is copied anyway, which costs nothing, else as its own bucket.
 
-    On CUDA it would have to be fetched from the device, and it needs a sum.
+    It must be summed; on CUDA, reading it would need a copy from the device.
     """
     for layout in layouts:
         floating = layout.dtype.is_floating_point and not layout.in_place
@@ -131,7 +143,7 @@ def _wire(plan: Plan, name: str, wire: str | None) -> torch.dtype:
 
 
 class Lane:
-    """The lane of one optimizer on one rank. Its steps are numbered from 1 on all ranks alike."""
+    """The lane of one optimizer on one rank. Its steps are numbered from 1, alike on all ranks."""
 
     def __init__(self, engine: Engine, name: str, set_id: int) -> None:
         self.engine = engine
@@ -142,14 +154,14 @@ class Lane:
         self.layouts: list[Layout] = []
         self.step = 0
         self.launched = 0
-        """The last step of which this rank has sent all buckets."""
+        """The last step whose buckets this rank has all sent."""
         self._members: list[int] = []
         self._running: deque[tuple[int, Any, Tensor]] = deque()
         self._connected = threading.Event()
         self._groups: dict[str, Any] = {}
 
     def buffer(self, layout: Layout, device: torch.device) -> Tensor:
-        """Return zeros for a bucket: where the transport wants them, if it minds."""
+        """Return zeros for a bucket, in the transport's own memory if it has any."""
         num_bytes = layout.numel * layout.dtype.itemsize
         carrier = getattr(self._groups.get(layout.device), "carrier", None)
         shared: Tensor | None = carrier.allocate(num_bytes) if carrier is not None else None
@@ -158,10 +170,10 @@ class Lane:
         return torch.zeros(layout.numel, dtype=layout.dtype, device=device)
 
     def ask(self, mine: Plan) -> Work:
-        """Begin to merge the descriptions into a new plan. Collective; waits for nobody.
+        """Start merging the ranks' plans into a new one. Collective; does not block.
 
-        Never raises: a rank may have left that needs no next step, and this step does not need the
-        plan.
+        Never raises, but returns a failed work: a rank that needs no further step may have left,
+        and the current step does not need the new plan.
         """
         name = f"plan.{self.set_id}.{self.name}/{self.version + 1}"
         try:
@@ -172,22 +184,22 @@ class Lane:
             return work
 
     def has_settled(self, work: Work) -> bool:
-        """Whether `settle` would return at once."""
+        """Return whether `settle` would return, or raise, at once."""
         return work.done() and self._connected.is_set()
 
     def settle(self, work: Work) -> None:
-        """Wait for the plan. Raises HorovodInternalError where the descriptions do not fit."""
+        """Wait for the plan and its connections. Raises HorovodInternalError if plans mismatch."""
         work.wait()
         self.await_connection()
 
     def await_connection(self) -> None:
-        """Wait for the process groups of the plan. Raises HorovodInternalError."""
+        """Wait for the plan's process groups. Raises HorovodInternalError once the job is over."""
         while not self._connected.wait(1.0):
             if self.engine.failure is not None:
                 raise HorovodInternalError(self.engine.failure)
 
     def adopt(self, fields: list[Any]) -> None:
-        """Take a plan over. In the control thread, also of a rank that has joined."""
+        """Switch to a new plan. Runs in the control thread, also on ranks that have joined."""
         self._connected.clear()
         self.plan = Plan.from_wire(fields)
         self._members = self.engine.sets[self.set_id]
@@ -195,7 +207,7 @@ class Lane:
         self.version += 1
 
     def connect(self) -> None:
-        """Make the process groups. In the executor; collective."""
+        """Make the process groups. Collective; runs in the executor."""
         for device in dict.fromkeys(["CPU", *(layout.device for layout in self.layouts)]):
             if device not in self._groups:
                 group = self.engine.groups.get(f"lane/{self.name}", self._members, device)
@@ -203,19 +215,19 @@ class Lane:
         self._connected.set()
 
     def disconnect(self) -> None:
-        """Let go of the process groups, so that closing them closes their connections."""
+        """Drop the process groups, so that no reference keeps their connections open."""
         self._groups.clear()
 
     def begin(self) -> None:
-        """Begin the next step, and say so; nobody answers."""
+        """Begin the next step, and report it to rank 0, which does not answer."""
         self.step += 1
         self.engine.control.send(0, ["step", self.name, self.set_id, self.step])
 
     def send(self, layout: Layout, flat: Tensor) -> Any:
-        """Begin to reduce a bucket in place. Returns the work for `wait`.
+        """Start the in-place reduction of a bucket; return the work for `wait`.
 
-        Raises HorovodInternalError once the job is over, unless whoever has left had sent its part
-        of this step: then the others wait for this rank's.
+        Raises HorovodInternalError once the job is over, unless the rank that left had sent all of
+        this step: then the peers still wait for this rank's part.
         """
         failure = self.engine.failure
         if failure is not None and (
@@ -227,7 +239,7 @@ class Lane:
             work = all_reduce(self._groups[layout.device], tensor, layout.op)
         except (RuntimeError, KeyError) as error:
             raise HorovodInternalError(self.engine.news(3.0) or str(error)) from None
-        self._running.append((self.step, work, flat))
+        self._running.append((self.step, work, flat))  # `drain` waits for it; keeps `flat` alive
         if self.engine.timeline.is_open:
             activity = self.engine.groups.activity("allreduce", layout.device)
             for name in layout.names:
@@ -238,8 +250,9 @@ class Lane:
         return work
 
     def wait(self, layout: Layout, work: Any) -> None:
-        """Wait for a bucket of this rank's step. Raises HorovodInternalError where a peer has gone
-        or has left before it began the step.
+        """Wait for a bucket of this rank's step.
+
+        Raises HorovodInternalError if a peer is lost, or left before it had sent all of this step.
         """
         try:
             on_cuda = layout.device == "GPU"
@@ -257,10 +270,10 @@ class Lane:
         return self.engine.failure if left else None
 
     def drain(self) -> None:
-        """Let what all ranks have sent arrive, before connections are closed. In the executor."""
+        """Wait for the buckets that all ranks have sent, before shutdown. Runs in the executor."""
         for step, work, flat in list(self._running):
             if not self.engine.waits_in_vain(self.name, step):
-                if flat.is_cuda:  # NCCL takes a limit to a wait for the operation's own
+                if flat.is_cuda:  # NCCL would take the limit of a timed wait as the operation's own
                     while not work.is_completed() and self.engine.broken is None:
                         time.sleep(0.01)
                     continue
@@ -270,11 +283,11 @@ class Lane:
                     return
 
     def shadow(self, step: int) -> Callable[[], None]:
-        """Return what sends zeros in a step of the others, once this rank has joined.
+        """Return a task that sends zeros in a step of the other ranks, once this rank has joined.
 
-        Nothing is waited for: the others may be busy with other things between two buckets.
+        The task does not wait: the others may be busy with other things between two buckets.
         """
-        layouts = self.layouts
+        layouts = self.layouts  # now: a later plan may change them before the task runs
         self.step = self.launched = step
 
         def send_zeros() -> None:

@@ -1,7 +1,8 @@
-"""What the ranks agree on, once, before an optimizer's gradients are averaged without asking.
+"""The plan of an optimizer, agreed on once, so that gradients are averaged without negotiation.
 
-Every rank describes its parameters by name; rank 0 merges the descriptions. The order of the
-buckets is the order in which rank 0's gradients became ready in its first backward pass.
+`lanes` uses it. Every rank describes its parameters by name, and rank 0 merges the descriptions.
+The order of the buckets is the order in which rank 0's gradients became ready in its first
+backward pass.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ class Plan:
     kinds: dict[str, str]
     """dense: in a bucket; sparse: by allgather; frozen: no rank has a gradient for it."""
     strides: dict[str, list[int]] = field(default_factory=dict)
-    """Of those that are dense in memory in another order, channels_last say, on all ranks."""
+    """Only for parameters in another dense memory format, e.g. channels_last, on all ranks."""
     options: list[Any] = field(default_factory=list)
-    """What must be the same everywhere: reduction, compression, bucket size, device, groups."""
+    """What must be equal on all ranks: reduction, compression, bucket size, device, groups, ..."""
 
     def to_wire(self) -> bytes:
-        """Return it as JSON."""
+        """Return the plan as JSON."""
         return json.dumps(
             [self.names, self.shapes, self.dtypes, self.kinds, self.strides, self.options]
         ).encode()
 
     @classmethod
     def from_wire(cls, fields: list[Any]) -> Plan:
-        """Make one from what JSON makes of it."""
+        """Return the plan with these fields, which were parsed from JSON."""
         return cls(*fields)
 
 
 def merge_plans(sent: list[bytes]) -> tuple[list[Any] | None, str | None]:
-    """Return the plan for everybody, or why there is none."""
+    """Return the merged plan's fields, or None and the mismatch."""
     plans = [Plan.from_wire(json.loads(text)) for text in sent]
     first = plans[0]
     for plan in plans[1:]:
@@ -48,9 +49,10 @@ def merge_plans(sent: list[bytes]) -> tuple[list[Any] | None, str | None]:
         if problem is not None:
             return None, problem
         for name, kind in plan.kinds.items():
-            # One rank's sparse gradient needs everybody's rows; one rank's dense one a bucket.
+            # A sparse gradient on one rank needs all ranks' rows, a dense one a bucket on all.
             if kind == SPARSE or first.kinds[name] == FROZEN:
                 first.kinds[name] = kind
+        # A memory format is used only if all ranks have the same.
         kept = {n: s for n, s in first.strides.items() if plan.strides.get(n) == s}
         first.strides = kept
     return json.loads(first.to_wire()), None

@@ -1,4 +1,7 @@
-"""What a rank asks for under a name, and what the ranks must agree on."""
+"""Requests: what a rank submits under a name, in a form that ranks can compare.
+
+All of the engine uses them. A `Key` names an operation, a `Meta` describes one rank's part in it.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
 OP_NAMES = ("average", "sum", "adasum", "min", "max", "product")
 
 GLOBAL_SET = 0
-# Data up to this size travels with its request, reduced or gathered by rank 0: two small messages
-# take a tenth of the time of a Gloo collective, which costs one to two milliseconds here.
+# Data up to this size travels with its request, and rank 0 reduces it: two small messages take a
+# tenth of the time of a Gloo collective, which costs one to two milliseconds here.
 INLINE_BYTES = 16 * 1024
 
 
 class Meta(NamedTuple):
-    """One rank's request: all of it but the name. Comparable, and plain data for the wire.
+    """One rank's request without its name. Comparable, and plain data for JSON.
 
     A group of tensors is one request. `data` is for requests without tensors; in an allreduce it is
-    true where float16 is rounded before it is scaled, as Horovod does.
+    true if float16 results are rounded before they are scaled, as in Horovod.
     """
 
     kind: str
@@ -36,14 +39,14 @@ class Meta(NamedTuple):
 
     @classmethod
     def from_wire(cls, fields: list[Any]) -> Meta:
-        """Make one from what JSON makes of a tuple."""
+        """Return the request with these fields, which JSON has turned from tuples into lists."""
         meta = cls(*fields)
         shapes = tuple(tuple(shape) for shape in meta.shapes)
         return meta._replace(dtypes=tuple(meta.dtypes), shapes=shapes, splits=tuple(meta.splits))
 
     @property
     def num_bytes(self) -> int:
-        """The size of this rank's tensors."""
+        """The size of this rank's tensors in bytes."""
         sizes = (
             prod(s) * dtype_of(d).itemsize for s, d in zip(self.shapes, self.dtypes, strict=True)
         )
@@ -51,7 +54,7 @@ class Meta(NamedTuple):
 
 
 class Key(NamedTuple):
-    """The name under which operations of different ranks meet."""
+    """The name by which the operations of different ranks are matched, within a process set."""
 
     set_id: int
     name: str

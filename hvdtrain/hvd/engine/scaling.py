@@ -1,4 +1,8 @@
-"""Factors before and after a reduction, by Horovod's rules; and how uint64 is reduced."""
+"""Scaling before and after a reduction, by Horovod's rules, and the reduction of uint64.
+
+Used by `collectives` and `inline`. Transports and torch cannot reduce uint64, so it is reduced as
+int64 or double.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,14 @@ from torch import Tensor
 from hvdtrain.hvd.engine.request import MAX, MIN
 
 _SIGN = -(1 << 63)
-_LARGEST = float((1 << 64) - 2048)  # the largest uint64 that is a double
+_LARGEST = float((1 << 64) - 2048)  # the largest uint64 that a double can represent
 
 
 def from_uint64(t: Tensor, op: int, factor: float) -> Tensor:
-    """Return uint64 elements as what a transport can reduce so that `to_uint64` gives the result.
+    """Return uint64 elements in a dtype that can be reduced; `to_uint64` converts the result.
 
-    Minimum and maximum compare int64s whose sign bit is flipped, which keeps the order. Sums that
-    are scaled, as a mean is, are of doubles, as scaled integers are anyway; others wrap around.
+    For minimum and maximum it is int64 with the sign bit flipped, which keeps the order. Scaled
+    results, e.g. a mean, use double, as all scaled integers do; others use int64, and wrap around.
     """
     if op in (MIN, MAX):
         return t.view(torch.int64) ^ _SIGN
@@ -23,7 +27,7 @@ def from_uint64(t: Tensor, op: int, factor: float) -> Tensor:
 
 
 def to_uint64(wire: Tensor, op: int, factor: float) -> Tensor:
-    """Undo `from_uint64` after the reduction, and multiply by the factor."""
+    """Convert the result of a reduction back from `from_uint64`, and multiply it by the factor."""
     if op in (MIN, MAX):
         return scale_((wire ^ _SIGN).view(torch.uint64), factor)
     if wire.dtype == torch.float64:
@@ -32,8 +36,9 @@ def to_uint64(wire: Tensor, op: int, factor: float) -> Tensor:
 
 
 def scale_(t: Tensor, factor: float) -> Tensor:
-    """Multiply in place. Integers are multiplied in double precision and truncated toward zero,
-    half precision in single.
+    """Multiply in place.
+
+    Integers are multiplied in double precision and truncated toward zero, half precision in single.
     """
     if factor == 1.0:
         return t

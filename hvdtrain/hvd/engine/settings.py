@@ -1,4 +1,7 @@
-"""The HOROVOD_* variables: what each means here, and which ones mean nothing."""
+"""The HOROVOD_* variables: the meaning of each here, and those that have no effect.
+
+`hvd.init` reads them. A test compares the tables with the list in hvd/README.md.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ IGNORED = {
     "DDL_OPTIONS": _TORCH,
     "HOROVOD_ENABLE_XLA_OPS": "there is no TensorFlow here",
 }
-# Values that ask for what is done anyway. horovodrun --gloo always sets the first two.
+# Values that request what happens anyway. horovodrun --gloo always sets the first two.
 _AGREEABLE = {
     "HOROVOD_CONTROLLER": "gloo",
     "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -90,12 +93,12 @@ _AGREEABLE = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment asks of the engine."""
+    """The engine's settings, from the environment."""
 
     fusion_threshold: int | None = None
-    """Bytes; None leaves it to the engine."""
+    """Bytes; None means the engine's default."""
     cycle_time_ms: float = 1.0
-    """How long a name stays in use that was neither synchronized nor polled as done."""
+    """How long a name stays in use if its operation is neither synchronized nor polled as done."""
     cache_capacity: int = 1024
     timeline: str | None = None
     """A path, or DYNAMIC."""
@@ -111,18 +114,18 @@ class Settings:
     thread_affinity: tuple[int, ...] = ()
     transport: str = "auto"
     peer_limit_s: float = 0.0
-    """Seconds of silence after which a rank counts as lost; 0 waits for ever, as Horovod does. No
-    variable: the backend `compat` sets it."""
+    """Seconds without a message after which a rank counts as lost; 0 waits for ever, as Horovod
+    does. Not a variable: the backend `compat` sets it."""
     exact_horovod: bool = False
     ignored: tuple[str, ...] = ()
-    """Variables that are set to something that has no meaning here."""
+    """Variables that are set to a value without effect here."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Settings:
-        """Read the variables. Raises ValueError naming the one that cannot be read.
+        """Read the variables. Raises ValueError naming the one that cannot be parsed.
 
-        An empty variable is an unset one, and a boolean is true where it begins with a positive
-        number, as in Horovod: "true" is false.
+        An empty variable counts as unset. A boolean is true if it begins with a positive number, as
+        in Horovod: "true" is false.
         """
         read = _Reader(env)
         default = cls()
@@ -156,13 +159,13 @@ class Settings:
 
 
 def apply_log_level(settings: Settings) -> None:
-    """Set the level of the logger `hvdtrain`, where the environment asks for one."""
+    """Set the level of the logger `hvdtrain` if the environment has one."""
     if settings.log_level is not None:
         _LOG.setLevel(LOG_LEVELS[settings.log_level])
 
 
 def announce(settings: Settings, rank: int) -> None:
-    """Log on rank 0, once in a process, which variables have no effect, and the exact mode."""
+    """Log on rank 0, once per process, the variables without effect, and the exact mode."""
     if rank == 0:
         for name in settings.ignored:
             _warn(f"{name} has no effect: {IGNORED[name]}")
@@ -173,7 +176,7 @@ def announce(settings: Settings, rank: int) -> None:
             )
 
 
-@functools.cache
+@functools.cache  # each text once per process, however often `hvd.init` is called
 def _warn(text: str) -> None:
     _LOG.warning(text)
 
@@ -225,7 +228,7 @@ def _number(name: str, value: str, kind: type[_Number]) -> _Number:
     try:
         number = kind(value)
     except ValueError:
-        number = kind(-1)
+        number = kind(-1)  # takes the branch of the error below
     if not 0 <= number < math.inf:
         what = "a whole number" if kind is int else "a number"
         raise ValueError(f"{name}={value} must be {what} >= 0")

@@ -1,4 +1,7 @@
-"""The stall inspector: who is waited for, said after a minute; the end, if that is wished."""
+"""The stall inspector: it warns about stragglers after a minute, and can shut the job down.
+
+It runs on rank 0, with Horovod's text and variables (HOROVOD_STALL_...).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from hvdtrain.hvd.engine.settings import Settings
 from hvdtrain.hvd.exceptions import SHUT_DOWN
 
 Record = Waiting | LaneSteps
-_NAMES = 6  # of each rank's tensors; the rest is " ..."
+_NAMES = 6  # tensors listed for each rank; " ..." stands for the others
 
 
 class Inspector:
-    """Looks at what rank 0 waits for. Called twice a second by the control thread."""
+    """Checks the operations that wait for ranks. Called twice a second by the control thread."""
 
     def __init__(self, coordinator: Coordinator, settings: Settings) -> None:
         self._coordinator = coordinator
@@ -20,10 +23,14 @@ class Inspector:
         self._next = 0.0
 
     def look(self, now: float) -> None:
-        """Warn once of each name, and of each optimizer, that waits for too long."""
+        """Warn once about each operation, and each optimizer step, that waits for too long.
+
+        Shut down if one exceeds HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.
+        """
         settings = self._settings
         if settings.stall_check_disable or now < self._next:
             return
+        # Half the limit, so that a warning comes at most half of it late.
         self._next = now + min(0.5, settings.stall_check_time_s / 2)
         stalled = self._stalled(now, settings.stall_check_time_s)
         fresh = [item for item in stalled if not item[2].warned]

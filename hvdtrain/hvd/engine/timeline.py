@@ -1,11 +1,12 @@
-"""The timeline: what happened to each tensor, as a Chrome trace.
+"""The timeline: the events of each tensor's operations, as a Chrome trace. Written by rank 0.
 
-The file is a complete JSON document after every event, so that it can be looked at while the
-program runs, and after it was killed (but for a kill -9 within a write that crosses the end of a
-page, which may cut the last event). Each event overwrites the closing bracket and puts it back
-behind itself, in one write. Blanks follow the bracket, for the next events to go into: a reader
-that needs several reads, as most do, gets a whole document as long as the file's size stays the
-same. One that still meets a write, microseconds long, has to read again. `close` cuts the blanks.
+The file is a complete JSON document after every event, so it can be read while the program runs,
+and after it was killed (except for a kill -9 within a write that crosses the end of a page, which
+may cut the last event). Each event overwrites the closing bracket and writes it again after itself,
+in one write. Blanks follow the bracket, and later events overwrite them: a reader that needs
+several reads, as most do, gets a complete document as long as the file's size stays the same. A
+reader that coincides with a write, which takes microseconds, has to read again. `close` cuts the
+blanks.
 """
 
 from __future__ import annotations
@@ -21,16 +22,15 @@ from collections.abc import Sequence
 _LOG = logging.getLogger("hvdtrain")
 
 _CLOSING = b"\n]\n"
-_BLANKS = 1 << 16
+_BLANKS = 1 << 16  # bytes of blanks that the file grows by
 
 
 class Timeline:
-    """A trace file, or none: `path=None` and a path that cannot be written make every call nothing.
+    """A trace file, or none: with `path=None` or an unwritable path every call does nothing.
 
-    Any thread may call. Nothing is ever raised: a failure is a warning, and the end of the trace.
-    A tensor's name is a process of the trace. An operation is, from outside in, negotiation
-    (NEGOTIATE_ALLREDUCE, with an event for every rank that is ready), then ALLREDUCE with its
-    activities inside.
+    Thread safe. Never raises: a failure is logged as a warning, and ends the trace. A tensor's name
+    is a process of the trace. An operation consists of the negotiation (NEGOTIATE_ALLREDUCE, with
+    an event for every rank that is ready), then of ALLREDUCE with its activities inside.
     """
 
     def __init__(self, path: str | None = None, mark_cycles: bool = False) -> None:
@@ -45,7 +45,7 @@ class Timeline:
         return self._fd >= 0
 
     def open(self, path: str, mark_cycles: bool = False) -> None:
-        """Begin a new file, in place of the one there was. Ends a trace that is being written."""
+        """Begin a new file, overwriting an existing one. Ends a trace that is being written."""
         self.close()
         with self._lock:
             self._path = path
@@ -64,14 +64,14 @@ class Timeline:
             self._put(_metadata(0, "process_name", "start_time_since_epoch_in_micros", epoch_us))
 
     def close(self) -> None:
-        """End the file, and what is under way with it. Later events go nowhere."""
+        """End the open events and the file. Later events are not written."""
         with self._lock:
             if self._fd < 0:
                 return
             for name in list(self._depth):
                 self._close_all(name)
             if self._fd < 0:
-                return  # there was no room for that
+                return  # writing failed, so `_give_up` has closed the file
             fd, self._fd = self._fd, -1
             with contextlib.suppress(OSError):
                 os.ftruncate(fd, self._end + len(_CLOSING))
@@ -79,33 +79,33 @@ class Timeline:
                 os.close(fd)
 
     def negotiate_start(self, name: str, kind: str) -> None:
-        """The first rank has asked for an operation: `kind` is "allreduce", "broadcast", ..."""
+        """Record the first rank's request for an operation: `kind` is "allreduce", ..."""
         self._begin(name, f"NEGOTIATE_{kind.upper()}")
 
     def negotiate_rank_ready(self, name: str, rank: int) -> None:
-        """A rank has asked for it."""
+        """Record a rank's request for the operation."""
         if self._fd >= 0:
             with self._lock:
                 self._put(self._event("X", name, str(rank), ', "dur": 0'))
 
     def negotiate_end(self, name: str) -> None:
-        """All ranks have."""
+        """Record that all ranks have requested the operation."""
         self._finish(name)
 
     def start(self, name: str, kind: str) -> None:
-        """The operation begins."""
+        """Record the start of the operation."""
         self._begin(name, kind.upper())
 
     def activity_start(self, name: str, activity: str) -> None:
-        """Part of the operation begins: QUEUE, MEMCPY_IN_FUSION_BUFFER, GLOO_ALLREDUCE, ..."""
+        """Record the start of an activity: QUEUE, MEMCPY_IN_FUSION_BUFFER, GLOO_ALLREDUCE, ..."""
         self._begin(name, activity)
 
     def activity_end(self, name: str) -> None:
-        """The part that began last is done."""
+        """Record the end of the activity that began last."""
         self._finish(name)
 
     def end(self, name: str, dtype: str = "", shape: Sequence[int] = ()) -> None:
-        """The operation is done, or has failed; what is still open of it ends too."""
+        """Record the end of the operation, done or failed, and of its open events."""
         if self._fd < 0:
             return
         args = {"dtype": dtype, "shape": str(list(shape))}
@@ -114,7 +114,7 @@ class Timeline:
             self._close_all(name, extra)
 
     def cycle(self) -> None:
-        """A round of negotiation begins. Written only where cycles are to be marked."""
+        """Record the start of a round of negotiation, if cycles are to be marked."""
         if self._fd >= 0 and self._mark_cycles:
             with self._lock:
                 ts = self._now()
@@ -127,7 +127,7 @@ class Timeline:
                 self._depth[name] = self._depth.get(name, 0) + 1
 
     def _finish(self, name: str) -> None:
-        # An end without a beginning: the trace was begun in between.
+        # The depth is 0 if the trace began between the event's start and its end.
         if self._fd >= 0:
             with self._lock:
                 if depth := self._depth.get(name, 0):
@@ -135,7 +135,7 @@ class Timeline:
                     self._depth[name] = depth - 1
 
     def _close_all(self, name: str, extra: str = "") -> None:
-        """End what is open of an operation, the outermost with `extra`. The lock is held."""
+        """End the open events of an operation, the outermost with `extra`. The lock is held."""
         for left in reversed(range(self._depth.pop(name, 0))):
             self._put(self._event("E", name, None, "" if left else extra))
 
@@ -161,7 +161,7 @@ class Timeline:
         data = lead.encode() + event.encode()
         end = self._end + len(data)
         data += _CLOSING
-        if end + len(_CLOSING) > self._allocated:
+        if end + len(_CLOSING) > self._allocated:  # grow the file by blanks, in this same write
             self._allocated = end + _BLANKS
             data += b" " * (self._allocated - end - len(_CLOSING))
         try:

@@ -1,4 +1,4 @@
-"""One submitted operation, from the call to its result."""
+"""One submitted operation, from the call to its result. The API waits for it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hvdtrain.hvd.engine.request import Key, Meta
 
 
 class Work:
-    """An operation under way. `wait` and `done` may be called from any thread.
+    """A pending or completed operation. `wait` and `done` may be called from any thread.
 
-    `inputs` are what the caller gave, contiguous; `outputs` are the tensors to write, or None where
+    `inputs` are the caller's tensors, contiguous; `outputs` are the tensors to write, or None if
     the operation makes its own.
     """
 
@@ -30,8 +30,8 @@ class Work:
         self.inputs = inputs or []
         self.outputs = outputs
         self.payload = b""
-        self.cache_id = 0  # what rank 0 was asked with; 0: with all that is known of it
-        self.extra: Any = None  # what it was told of the other ranks' tensors: their rows
+        self.cache_id = 0  # the number sent in place of the full request; 0: the request was sent
+        self.extra: Any = None  # from rank 0: the number of rows of every rank's tensors
         self.result: Any = None
         self.error: Exception | None = None
         self.submitted = _event() if meta.device == "GPU" else None
@@ -39,28 +39,28 @@ class Work:
         self._event = threading.Event()
 
     def finish(self, result: Any) -> None:
-        """Hand over the result, which on CUDA is complete once the current stream is."""
+        """Store the result, which on CUDA is complete once the current stream gets here."""
         self.result = result
         if self.submitted is not None:
             self._finished = _event()
         self._event.set()
 
     def fail(self, error: Exception) -> None:
-        """End with an error, unless it has ended already."""
+        """Complete with an error, unless completed already."""
         if not self._event.is_set():
             self.error = error
             self._event.set()
 
     def done(self) -> bool:
-        """Whether the result, or an error, is there."""
+        """Return whether the result, or an error, is available."""
         if not self._event.is_set():
             return False
         return self._finished is None or bool(self._finished.query())
 
     def wait(self) -> Any:
-        """Return the result. Raises what the operation has ended with.
+        """Wait for the result and return it. Raises the error that the operation failed with.
 
-        On CUDA the current stream waits, not the host.
+        On CUDA it makes the current stream wait for the result, not the host.
         """
         self._event.wait()
         if self.error is not None:
