@@ -55,6 +55,7 @@ def build_and_install(facts: Facts, plan: Plan, log: Path | None, say: Say) -> N
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
+    # Ignore errors: a compiler that is still exiting may write while the folder is removed.
     with tempfile.TemporaryDirectory(
         prefix="hvdtrain-horovod-", ignore_cleanup_errors=True
     ) as name:

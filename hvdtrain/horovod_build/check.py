@@ -104,6 +104,7 @@ def check(installed: InstalledHorovod) -> list[Row]:
         Row("import", True, "horovod.torch"),
     ]
     rows += [allreduce(name) for name in LAUNCHERS if getattr(built, name)]
+    # NCCL is tested once, under Gloo's launcher.
     if built.nccl and built.gloo and found.gpus >= 2:
         rows.append(allreduce("gloo", "cuda"))
     return rows

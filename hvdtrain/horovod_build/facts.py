@@ -77,7 +77,7 @@ def gather() -> Facts:
             name for module, name in MODULES.items() if importlib.util.find_spec(module) is None
         ),
         managed=_is_managed(env),
-        cpus=len(os.sched_getaffinity(0)),
+        cpus=len(os.sched_getaffinity(0)),  # those that this process may use
         memory_gib=_memory_gib(),
     )
 
@@ -88,7 +88,7 @@ def find_torch(env: Mapping[str, str]) -> tuple[Torch | None, str]:
     The version in the distribution's metadata lacks +cpu and CUDA.
     """
     done = run([sys.executable, "-c", TORCH_PROGRAM], env=env, timeout_s=120)
-    if done.code == 0:
+    if done.code == 0:  # the import may print before the last line
         return Torch(**json.loads(done.stdout.splitlines()[-1])), ""
     if "No module named 'torch'" in done.output:
         fix = "pip install torch (pytorch.org shows the line for your CUDA)"

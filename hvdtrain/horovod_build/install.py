@@ -104,14 +104,14 @@ def _reason_to_build(facts: Facts, plan: Plan, options: Options) -> tuple[str | 
         return "--force" if options.force else "none is installed", []
     problem = installed.problem(facts.torch.version)
     if problem:
-        return problem.partition("; run:")[0], []
+        return problem.partition("; run:")[0], []  # without the advice to run this command
     found = probe()
     if isinstance(found, str):
         return f"the installed one does not import ({found})", []
     lack = lacks(found.built, plan, options.wishes)
     if lack:
         return f"the installed one is built {lack}", []
-    if options.dry_run:
+    if options.dry_run:  # starts no ranks
         return None, []
     rows = check(installed)
     failed = failures(rows)

@@ -141,7 +141,7 @@ def lacks(built: Built, plan: Plan, wishes: Wishes) -> str | None:
 
     Features beyond an automatic choice are no reason to build again.
     """
-    if not built.gloo:
+    if not built.gloo:  # every plan has Gloo
         return "without Gloo"
     for name, has, planned, wish in (
         ("MPI", built.mpi, plan.mpi, wishes.mpi),
@@ -163,6 +163,7 @@ def _missing(facts: Facts) -> list[str]:
         have, need = (".".join(map(str, v)) for v in (facts.cmake_version, CMAKE_MINIMUM))
         lines.append(f"cmake {need} or later: {facts.cmake.command} is {have}; {CMAKE_FIX}")
     if facts.modules_missing:
+        # Without pip there is nothing to install the others with, so its fix is first.
         others = [name for name in facts.modules_missing if name != "pip"]
         fixes = ["python -m ensurepip"] if "pip" in facts.modules_missing else []
         fixes += [f"pip install {' '.join(others)}"] if others else []
@@ -185,7 +186,7 @@ def _decide_mpi(mpicxx: Tool, wish: bool | None) -> tuple[bool, str]:
 
 
 def _decide_gpu(facts: Facts, wish: bool | None) -> tuple[Cuda | None, str]:
-    """Choose the CUDA toolkit for NCCL operations, or say why this is a CPU build."""
+    """Return the CUDA toolkit for NCCL operations, or None for a CPU build; and a note on why."""
     torch = facts.torch
     if wish is False:
         return None, "no: --without-nccl"

@@ -53,6 +53,7 @@ def run(command: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 60
                 out, err = child.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
                 stop(child)
+                # Read the rest, for a limited time: a detached process may hold the pipe open.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     out, err = child.communicate(timeout=GRACE_S)
                     return Done(None, out, err)

@@ -63,6 +63,7 @@ def _bar() -> Iterator[Show]:
 
         def show(step: Step) -> None:
             nonlocal most
+            # Never backwards, although parallel make reports out of order.
             most = max(most, step.percent, 100 if step.phase in ("pack", "install") else 0)
             bar.update(task, description=step.phase, completed=most)
 

@@ -41,7 +41,7 @@ def make_adasum(
 
 
 class _AdasumOptimizer(Optimizer):
-    """The body of the class that `make_adasum` makes for each optimizer class."""
+    """Template: `make_adasum` copies these attributes into a subclass of the optimizer's class."""
 
     _parameter_names: dict[Tensor, str]
     _compression: Any

@@ -249,12 +249,12 @@ class HorovodBasics:
     # Transports and build features
 
     def mpi_threads_supported(self) -> bool:
-        """Raise ValueError: there is no MPI controller, as Horovod has one."""
+        """Raise ValueError: this engine has no MPI controller."""
         self._engine_or_raise()
         raise ValueError(_NOT_ON_MPI)
 
     def mpi_enabled(self) -> bool:
-        """Return False: there is no MPI controller, even if mpirun started the processes."""
+        """Return False: this engine has no MPI controller, even if mpirun started the processes."""
         return False
 
     def mpi_built(self) -> bool:

@@ -120,6 +120,7 @@ class AsyncDataLoaderMixin:
             except Empty:
                 if self.thread.is_alive():
                     continue
+                # The thread may have put its last item after the timeout, so check once more.
                 if self.queue.empty():
                     raise RuntimeError("the data loader is closed, or has failed before") from None
                 continue

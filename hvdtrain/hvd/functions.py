@@ -1,7 +1,7 @@
 """Broadcast parameters, optimizer state and objects from one rank; all-gather objects.
 
-Used by scripts, the backends and `elastic`. A rank that fails sends a flag in the place of its data
-before it raises, so that every rank raises and none blocks. An optimizer's state is sent so:
+Used by scripts, the compat backend and `elastic`. A rank that fails sends a flag instead of its
+data before it raises, so that every rank raises and none blocks. An optimizer's state is sent so:
 
     root                           other ranks
     plan: size, then pickle  --->  check it against this rank's parameters
@@ -33,7 +33,7 @@ from hvdtrain.hvd.mpi_ops import (
     synchronize,
 )
 
-_UNPICKLABLE = -1
+_UNPICKLABLE = -1  # sent in place of the size
 
 
 def broadcast_parameters(
@@ -49,7 +49,7 @@ def broadcast_parameters(
     """
     named: list[tuple[str | None, Any]]
     if isinstance(params, Mapping):
-        named = sorted(params.items())
+        named = sorted(params.items())  # the ranks' dicts may have different orders
     elif isinstance(params, Iterable) and not isinstance(params, Tensor | str | bytes):
         named = [p if isinstance(p, tuple) else (None, p) for p in params]
     else:
@@ -73,6 +73,7 @@ def _broadcast_all(
         for name, tensor in named:
             handles.append(broadcast_async_(tensor, root_rank, name, process_set))
     finally:
+        # Wait for all even after an error: a pending operation would write to its tensor later.
         failure: Exception | None = None
         for handle in handles:
             try:

@@ -89,6 +89,7 @@ def get_host_assignments(
             host.hostname,
             rank=sum(counts[:i]) + local_rank,
             local_rank=local_rank,
+            # The number of hosts before this one that have a process of this local rank.
             cross_rank=sum(n > local_rank for n in counts[:i]),
             size=size,
             local_size=counts[i],

@@ -81,6 +81,7 @@ def DistributedOptimizer(
         return cls(optimizer.param_groups, *how)
     wrapped: Any = object.__new__(cls)
     # The constructor would need arguments that are stored nowhere, and would drop the state.
+    # torch's schedulers put a `step` into the instance, which would hide the wrapper's.
     own = {key: value for key, value in vars(optimizer).items() if key != "step"}
     vars(wrapped).update(own)
     wrapped._begin(*how)
@@ -233,7 +234,7 @@ class _DistributedOptimizer(Optimizer):
 
     @property
     def _handles(self) -> Mapping[Tensor, tuple[None, None]]:
-        """The parameters whose gradients are not averaged yet. No value: a bucket has no handle."""
+        """The parameters whose gradients are not averaged yet. A bucket has no handle."""
         left = self._reducer.delays() if self._reducer is not None else {}
         waiting = (p for p, passes in left.items() if passes != self._recipe.passes)
         return MappingProxyType(dict.fromkeys(waiting, (None, None)))
@@ -296,7 +297,7 @@ class _DistributedOptimizer(Optimizer):
         """Add parameters, the same on all ranks. The next step averages them too."""
         _inner(self).add_param_group(param_group)
         if "_recipe" not in vars(self) or basics.is_exact:
-            return  # Horovod never averages what is added later
+            return  # inside the constructor; or exact, as Horovod never averages later parameters
         known = set(self._recipe.params)
         for p in self.param_groups[-1]["params"]:
             if p not in known:
@@ -318,7 +319,7 @@ class _DistributedOptimizer(Optimizer):
     def __reduce__(self) -> tuple[Any, ...]:
         recipe = self._recipe
         groups = recipe.groups
-        if isinstance(groups, list):
+        if isinstance(groups, list):  # of names; DistributedOptimizer takes parameters
             by_name = {name: p for p, name in self._parameter_names.items()}
             groups = [[by_name[name] for name in group] for group in groups]  # type: ignore[misc]
         arguments = {

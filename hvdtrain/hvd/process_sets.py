@@ -25,7 +25,7 @@ class ProcessSet:
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
         """Describe a set. Not collective. Raises ValueError for anything but ranks or a Comm."""
-        if hasattr(ranks_or_comm, "Get_rank"):
+        if hasattr(ranks_or_comm, "Get_rank"):  # an mpi4py communicator
             self.mpi_comm = ranks_or_comm
             return
         if isinstance(ranks_or_comm, str) or not isinstance(ranks_or_comm, Iterable):
@@ -60,7 +60,7 @@ class ProcessSet:
         return basics.rank() in self.ranks
 
     def __reduce__(self) -> Any:
-        if self is global_process_set:
+        if self is global_process_set:  # operations compare it by identity
             return "global_process_set"
         return ProcessSet, (self.ranks,), vars(self)
 
@@ -77,7 +77,7 @@ _NOT_RANKS = (
 
 global_process_set = ProcessSet([])
 global_process_set.process_set_id = GLOBAL_SET
-global_process_set.ranks = None
+global_process_set.ranks = None  # until `begin` knows the world
 
 _registered: dict[int, ProcessSet] = {}
 _requests = 0  # number of collective requests; makes their names, equal on all ranks
@@ -139,6 +139,7 @@ def begin(own: HorovodBasics, process_sets: Any) -> None:
     engine = own.engine
     global_process_set.ranks = list(engine.sets[GLOBAL_SET])
     global_process_set.process_set_id = GLOBAL_SET
+    # Every rank sent the sets that it was given when it connected.
     told = [person["sets"] for person in engine.people]
     if any(sets != told[0] for sets in told):
         raise ValueError(

@@ -74,12 +74,13 @@ def run(
     num_proc = num_proc if np is None else np
     min_num_proc = min_num_proc if min_np is None else min_np
     max_num_proc = max_num_proc if max_np is None else max_np
+    # Before any other variable is assigned: until here locals() are the arguments.
     given = {name: value for name, value in locals().items() if value is not None}
     _check(given)
     _check_slots(num_proc, hosts, hostfile)
     interfaces = ",".join(network_interfaces or ())
     variables = {}
-    if interfaces:
+    if interfaces:  # Gloo and NCCL read them from the environment
         variables = {"GLOO_SOCKET_IFNAME": interfaces, "NCCL_SOCKET_IFNAME": interfaces}
     if verbose:
         print(f"hvdtrain.run: starting {num_proc} processes on this host", file=sys.stderr)

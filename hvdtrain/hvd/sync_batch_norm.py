@@ -161,6 +161,8 @@ class _Normalize(torch.autograd.Function):
         sum_dy, sum_dy_dev = _over_batch(dy), _over_batch(dy * deviation)
         grad_input, grad_weight, grad_bias = None, None, None
         if ctx.needs_input_grad[0]:
+            # The gradient of batch normalization (Ioffe and Szegedy, 2015) needs two means over the
+            # whole batch, so over all ranks. Those of weight and bias remain this rank's share.
             sums = torch.stack([sum_dy, sum_dy_dev]).double()
             handle = allreduce_async(sums, name=ctx.name, op=Sum)
             all_dy, all_dy_dev = (synchronize(handle) / count.clamp(min=1)).to(dy.dtype)

@@ -17,7 +17,7 @@ from hvdtrain.hvd.basics import basics
 T = TypeVar("T")
 
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]
-_HERE = "torch"
+_HERE = "torch"  # the only framework that is supported
 
 
 def get_ext_suffix() -> str:
@@ -54,7 +54,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Return False: there is no MPI controller, as Horovod has one."""
+    """Return False: this engine has no MPI controller."""
     return basics.mpi_built()
 
 

@@ -102,6 +102,7 @@ class WorkerNotificationManager:
         """
         with self._lock:
             listeners = list(self._listeners)
+        # Not under the lock, since a listener may register or remove one.
         for listener in listeners:
             listener.on_hosts_updated(timestamp, update_res)
 

@@ -55,6 +55,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.rank = rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
+            # Seeded by both, so that all ranks, also new ones, shuffle alike.
             random.Random(self.seed + self.epoch).shuffle(order)
         self.remaining_indices = order[self.processed_num :]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)

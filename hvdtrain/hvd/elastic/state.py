@@ -171,6 +171,7 @@ class TorchState(ObjectState):
                 handler.value.reset()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # During construction there is no `_handlers` yet.
         handler = vars(self).get("_handlers", {}).get(name)
         if handler is not None:
             handler.set_value(value)

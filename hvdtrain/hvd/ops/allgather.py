@@ -86,6 +86,7 @@ class _Allgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        # A late import, since allreduce imports this module.
         from hvdtrain.hvd.ops.allreduce import grouped_allreduce_async
 
         name, process_set = ctx.how

@@ -176,6 +176,7 @@ def sparse_allreduce_async(
     Return a function that waits for the result and returns it, uncoalesced.
     """
     indices, values = tensor._indices(), tensor._values()
+    # An all-gather concatenates rows, and a sparse tensor's indices have one column per entry.
     by_row = indices.transpose(0, 1).contiguous()
     rows = gathering.allgather_async(by_row, f"{name}.indices", process_set)
     data = gathering.allgather_async(values, f"{name}.values", process_set)

@@ -55,6 +55,7 @@ def alltoall(
 
 def _counts(tensor: Tensor, splits: Splits, process_set: ProcessSet) -> list[int]:
     """Return the number of rows for each rank. Raises ValueError for splits that do not fit."""
+    # `submit` raises for a set that is not registered, so its size does not matter here.
     size = len(basics.engine.sets.get(process_set.process_set_id or 0, [0]))
     rows = tensor.shape[0] if tensor.dim() else 0
     if splits is None:
@@ -96,6 +97,7 @@ class _Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, *unused: Any) -> Any:
         name, process_set = ctx.how
+        # The reverse exchange: every rank gets back as many rows as it sent.
         handle = alltoall_async(grad_output, ctx.received.cpu(), name, process_set)
         grad, _ = common.synchronize(handle)
         if len(grad) < ctx.rows:  # rows beyond the splits were not sent

@@ -47,7 +47,7 @@ class _SchedStat:
         return int(os.pread(self._fd, 64, 0).split()[1]) / 1e9 if self._fd >= 0 else 0.0
 
 
-_of_thread = threading.local()
+_of_thread = threading.local()  # keeps the file open: it is read at every submit
 
 
 def _waited_s() -> float:

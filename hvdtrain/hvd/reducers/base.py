@@ -84,7 +84,7 @@ class Reducer(ABC):
 
     @property
     def active(self) -> bool:
-        """Whether gradients were computed since the last `synchronize`."""
+        """Whether backward has computed gradients since the last `synchronize`."""
         return self._delays.count(self.recipe.passes) < len(self._delays)
 
     def delays(self) -> dict[Tensor, int]:

@@ -49,9 +49,10 @@ class ByName:
         if grad is None:
             grad = p.grad = torch.zeros_like(p)
         assert not grad.requires_grad, "gradients of gradients (create_graph) cannot be averaged"
-        was_sparse = grad.is_sparse
+        was_sparse = grad.is_sparse  # then reduced dense, and made sparse again
         compressed, ctx = recipe.compression.compress(grad.to_dense() if was_sparse else grad)
         op = recipe.op
+        # The product of both is 1: an average is divided by the number of ranks in addition.
         before = 1.0 / recipe.predivide if op == AVERAGE else 1.0
         after = 1.0 / before
         if op == AVERAGE and self._divides_first:
