@@ -88,7 +88,7 @@ def _check_module(name: str) -> None:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module exists, but its package fails to import another one
         spec = None
-    except ValueError:  # "__main__" names this file
+    except ValueError:  # an empty name, or a loaded module whose __spec__ is None
         spec = None
     if spec is None:
         raise InputError(f"no module named {name}, or it cannot be run")
