@@ -1,9 +1,9 @@
 """Build Horovod from its source distribution against the torch installed here.
 
-Horovod has no wheels, and its CMake asks for C++14 where today's torch headers need C++20. In the
-order of use:
+Used by `hvdtrain install-horovod`; backends and `compare` use it to find Horovod. Horovod has no
+wheels, and its CMake asks for C++14, but today's torch headers need C++20. In the order of use:
 
-    installed   the Horovod that is here now, read from files alone
+    installed   the Horovod that is installed now, read from files alone
     facts       what this machine has: torch, compilers, cmake, MPI, CUDA, NCCL
     plan        facts and wishes in, decisions and missing parts out; pure
     recipe      the plan as CMake files, environment and pip commands; pure

@@ -1,4 +1,7 @@
-"""Carry a plan out: build a wheel in a temporary folder, and only then touch the environment."""
+"""Execute a plan: build a wheel in a temporary folder, and only then change the environment.
+
+Used by `install`. The output of pip goes to a log, from which `buildlog` reads steps and errors.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ class BuildFailed(HvdtrainError):
 
 
 def build_and_install(facts: Facts, plan: Plan, log: Path | None, say: Say) -> None:
-    """Build Horovod and put it in the place of any that is there.
+    """Build Horovod, and install it in place of any installed one.
 
-    The log is at `log`, else in a temporary file that is removed after a success. Raises
-    BuildFailed with the compiler's first errors; then the Horovod of before is still in place.
+    The log goes to `log`, else to a temporary file that is removed after a success. Raises
+    BuildFailed with the compiler's first errors; the previous Horovod is then still installed.
     """
     log_path = log or _temporary_log()
     try:
@@ -36,7 +39,7 @@ def build_and_install(facts: Facts, plan: Plan, log: Path | None, say: Say) -> N
     try:
         with file, progress(say) as show, _folder() as folder:
             wheel = _build_wheel(facts, plan, folder, file, show)
-            # After an error pip puts the old package back, but not after Ctrl-C: that waits.
+            # pip restores the old package after an error but not after Ctrl-C, so defer signals.
             with signals_held():
                 _install_wheel(wheel, file, show)
                 replaced = True
@@ -52,6 +55,7 @@ def build_and_install(facts: Facts, plan: Plan, log: Path | None, say: Say) -> N
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
+    # Ignore errors: a compiler that is still exiting may write while the folder is removed.
     with tempfile.TemporaryDirectory(
         prefix="hvdtrain-horovod-", ignore_cleanup_errors=True
     ) as name:
@@ -78,7 +82,7 @@ def _install_wheel(wheel: Path, log: IO[str], show: Show) -> None:
 def _logged(
     command: list[str], env: dict[str, str], log: IO[str], show: Show, failure: str
 ) -> None:
-    """Run a command with its output in the log and its steps shown. Raises BuildFailed."""
+    """Run a command, write its output to the log, and show its steps. Raises BuildFailed."""
     log.write(f"$ {' '.join(command)}\n")
     with started(command, env=env) as child:
         assert child.stdout is not None
@@ -92,6 +96,7 @@ def _logged(
 
 
 def _explain(log: Path) -> str:
+    """Return the first errors of a log and a hint, one per line."""
     with open(log, encoding="utf-8", errors="replace") as lines:
         errors = buildlog.first_errors(lines)
     advice = buildlog.hint(errors)

@@ -1,4 +1,7 @@
-"""Read the log of a build: how far it is, and what went wrong first. Pure."""
+"""Parse the log of a build: its progress, its first errors, and advice for them. Pure.
+
+Used by `build`. Patterns are tables at module level, with one row per known message.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Step:
-    """Where a build is: its phase, and of the compilation how much is done."""
+    """The progress of a build: its phase, and the percentage of the compilation that is done."""
 
     phase: str
     percent: int = 0
@@ -24,14 +27,14 @@ _PHASES = (
 
 
 def step_of(line: str) -> Step | None:
-    """Return the step that a line of the log begins; None for the many that begin none."""
+    """Return the step that a line of the log starts; None for most lines."""
     match = _COMPILING.match(line)
     if match:
         return Step("compile", min(100, int(match[1])))
     return next((Step(phase) for pattern, phase in _PHASES if pattern.match(line)), None)
 
 
-# The first are the lines that name a cause; the second only say that there was one.
+# Lines that match _CAUSES name a cause; those that match _ECHOES only report that a step failed.
 _CAUSES = re.compile(
     r"""
       : \s (fatal\ )? error: \s                  # gcc, clang, nvcc
@@ -49,15 +52,15 @@ _CAUSES = re.compile(
     re.VERBOSE,
 )
 _ECHOES = re.compile(r"^(g?make(\[\d+\])?: \*\*\*|subprocess\.\w+Error|ERROR: |error: )", re.I)
-# The temporary folder of the build, and what makes pip's retries of one request differ.
+# Removed, so that repeated errors are equal: the temporary folder and pip's retry counters.
 _NOISE = re.compile(r"/\S*?/horovod_[0-9a-f]{32}/|\(Retry\(.*?\)\) ")
 _LONGEST_LINE = 300
 
 
 def first_errors(lines: Iterable[str], limit: int = 4) -> list[str]:
-    """Return the first lines that name a cause, each once.
+    """Return the first lines that name a cause, each once; if there is none, the echoes.
 
-    A CMake error has its text on the lines below it; two of them come along.
+    A CMake error has its text on the lines below it; two of them are included.
     """
     causes: list[str] = []
     echoes: list[str] = []
@@ -126,6 +129,6 @@ _HINTS = (
 
 
 def hint(errors: Iterable[str]) -> str | None:
-    """Return what is known to help against these errors."""
+    """Return advice for the first known pattern that these errors match."""
     text = "\n".join(errors)
     return next((advice for pattern, advice in _HINTS if re.search(pattern, text)), None)

@@ -1,4 +1,7 @@
-"""Check an installed Horovod: it imports, and two real ranks agree under each of its launchers."""
+"""Check an installed Horovod: it imports, and two real ranks agree under each of its launchers.
+
+Used by `install`. Every check runs in child processes, so a crash of Horovod is one failed row.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ print("probe" + json.dumps({
 }))
 """
 
-# Both ranks test every number; one write by one rank, as a launcher may mix the ranks' output.
+# Both ranks test every number. Only rank 0 prints, in one write: launchers interleave output.
 ALLREDUCE = """
 import os, sys, torch, horovod.torch as hvd
 hvd.init()
@@ -48,12 +51,12 @@ LAUNCHERS = {
 
 
 class CheckFailed(HvdtrainError):
-    """The installed Horovod does not import, or does not compute."""
+    """The installed Horovod does not import, or fails a computation."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What the installed Horovod says of itself once it is imported."""
+    """What the installed Horovod reports after its import."""
 
     torch: str
     built: Built
@@ -62,7 +65,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: what was looked at, how it went (None: nothing to pass), details."""
+    """One line of the table: what was checked, whether it passed (None: information), details."""
 
     name: str
     ok: bool | None
@@ -74,7 +77,7 @@ class Row:
 
 
 def probe() -> Probe | str:
-    """Import Horovod in a fresh process; return what it has, or why it does not import."""
+    """Import Horovod in a child process; return what it reports, or why it does not import."""
     done = run([sys.executable, "-c", PROBE], env=_environment(), timeout_s=TIME_LIMIT_S)
     match = re.search(r"^probe(\{.*\})$", done.stdout, re.MULTILINE)
     if done.code != 0 or match is None:
@@ -101,13 +104,14 @@ def check(installed: InstalledHorovod) -> list[Row]:
         Row("import", True, "horovod.torch"),
     ]
     rows += [allreduce(name) for name in LAUNCHERS if getattr(built, name)]
+    # NCCL is tested once, under Gloo's launcher.
     if built.nccl and built.gloo and found.gpus >= 2:
         rows.append(allreduce("gloo", "cuda"))
     return rows
 
 
 def allreduce(controller: str, device: str = "cpu") -> Row:
-    """Sum over two ranks under the real launcher of one controller."""
+    """Run a sum over two ranks under the real launcher of one controller; return its row."""
     env = _environment()
     launcher, *options = LAUNCHERS[controller]
     name = "nccl" if device == "cuda" else controller
@@ -124,7 +128,7 @@ def allreduce(controller: str, device: str = "cpu") -> Row:
 
 
 def failures(rows: list[Row]) -> str:
-    """Name the rows that failed, with their reasons; empty when none did."""
+    """Return the names and reasons of the rows that failed; empty if none did."""
     return "; ".join(f"{row.name}: {row.detail}" for row in rows if row.ok is False)
 
 
@@ -135,10 +139,10 @@ def _gpu(found: Probe) -> str:
 
 
 def _environment() -> Mapping[str, str]:
-    """The environment of the checks: of an ordinary user on an ordinary machine.
+    """Return an environment in which the checks do not depend on the user or the machine.
 
-    HOROVOD_ variables of the shell would steer the ranks. mpirun counts cores for ranks, and
-    refuses root unless told twice.
+    The shell's HOROVOD_ variables would configure the ranks. mpirun refuses more ranks than cores,
+    and refuses root, unless variables allow it.
     """
     env = {k: v for k, v in own_environment().items() if not k.startswith("HOROVOD_")}
     env["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
@@ -148,9 +152,10 @@ def _environment() -> Mapping[str, str]:
 
 
 def _reason(done: Done) -> str:
+    """Return why a child failed, in one line."""
     if done.code is None:
         return f"no end after {TIME_LIMIT_S:.0f} s"
-    # horovodrun puts the rank before each line, and its own error after those of the ranks.
+    # horovodrun prefixes each line with its rank, and appends an error of its own.
     lines = [re.sub(r"^\[\d+\]<std(out|err)>:", "", li) for li in done.output.splitlines()]
     own = [line for line in lines if "one or more processes exited" not in line]
     return last_line("\n".join(own))

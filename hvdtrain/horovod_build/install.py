@@ -1,4 +1,4 @@
-"""The command `hvdtrain install-horovod`, from the facts to the final table."""
+"""The command `hvdtrain install-horovod`, from the facts to the final table. Used by `cli`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Options:
 
 
 def install_horovod(options: Options, say: Say = print) -> None:
-    """Build, install and check Horovod, unless the one that is here will do.
+    """Build, install and check Horovod, unless the installed one satisfies the options.
 
-    Raises BackendUnavailable for what the machine lacks, InputError for options that cannot be,
-    BuildFailed and CheckFailed for what their names say.
+    Raises BackendUnavailable if the machine lacks a requirement, InputError for invalid options,
+    BuildFailed if the build or installation fails, CheckFailed if the installed Horovod does.
     """
     _validate(options)
     with signals_raised():
@@ -60,7 +60,7 @@ def install_horovod(options: Options, say: Say = print) -> None:
 
 
 def describe(facts: Facts, plan: Plan) -> list[str]:
-    """Return one line for each thing that was found or decided."""
+    """Return one line for each fact and decision."""
     torch = facts.torch
     abi = "" if torch is None or torch.cxx11_abi else ", old C++ ABI"
     kind = torch and (f"CUDA {torch.cuda}" if torch.cuda else torch.hip or "CPU")
@@ -98,20 +98,20 @@ def _require(plan: Plan) -> None:
 
 
 def _reason_to_build(facts: Facts, plan: Plan, options: Options) -> tuple[str | None, list[Row]]:
-    """Say why the installed Horovod will not do; None, and its check, when it will."""
+    """Return why the installed Horovod must be replaced, or None; and its check, if it was run."""
     installed = installed_horovod()
     if options.force or installed is None or facts.torch is None:
         return "--force" if options.force else "none is installed", []
     problem = installed.problem(facts.torch.version)
     if problem:
-        return problem.partition("; run:")[0], []
+        return problem.partition("; run:")[0], []  # without the advice to run this command
     found = probe()
     if isinstance(found, str):
         return f"the installed one does not import ({found})", []
     lack = lacks(found.built, plan, options.wishes)
     if lack:
         return f"the installed one is built {lack}", []
-    if options.dry_run:
+    if options.dry_run:  # starts no ranks
         return None, []
     rows = check(installed)
     failed = failures(rows)

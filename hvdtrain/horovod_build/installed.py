@@ -1,4 +1,7 @@
-"""The Horovod that is installed in this interpreter, read from its files."""
+"""Find the Horovod that is installed for this interpreter, from its files alone.
+
+Used before a launch or a build, so nothing here imports torch or Horovod.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ class InstalledHorovod:
 
     version: str
     torch: str | None
-    """`torch.__version__` at build time; None when the build had no PyTorch, or does not say."""
+    """`torch.__version__` at build time; None if it had no PyTorch, or did not record it."""
 
     def problem(self, torch_version: str) -> str | None:
-        """Say why this Horovod cannot serve `torch_version` and what to do; None when it can.
+        """Return why this Horovod does not work with `torch_version`, and the fix; None if it does.
 
         C++ has no stable ABI between two torch versions, nor between a +cpu and a +cu build of the
-        same one, so only an equal string will do.
+        same one, so the strings must be equal.
         """
         if self.torch is None:
             return f"Horovod {self.version} here was built without PyTorch; run: {INSTALL}"
@@ -36,7 +39,7 @@ class InstalledHorovod:
 
 
 def installed_horovod() -> InstalledHorovod | None:
-    """Find the installed Horovod. Reads files only: no torch, no Horovod import."""
+    """Return the installed Horovod, or None. Reads files only: no torch, no Horovod import."""
     try:
         found = metadata.distribution("horovod")
     except metadata.PackageNotFoundError:
@@ -46,7 +49,7 @@ def installed_horovod() -> InstalledHorovod | None:
 
 
 def _built_for(package: Path) -> str | None:
-    # Horovod's CMake writes metadata.json before it compiles: without the library it means nothing.
+    # Horovod's CMake writes metadata.json before it compiles, so it is valid only with the library.
     library = package / "torch" / f"mpi_lib_v2{sysconfig.get_config_var('EXT_SUFFIX') or '.so'}"
     if not library.is_file():
         return None

@@ -1,33 +1,36 @@
-"""From what the machine has and the user wishes to what is built. Pure: nothing is run here."""
+"""Decide what to build, from the machine's facts and the user's wishes. Pure: nothing is run here.
+
+`facts` fills `Facts`, `install` calls `decide`, and `recipe` turns the `Plan` into commands.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 CMAKE_MINIMUM = (3, 21)
-"""Horovod is content with 3.13, but CMAKE_TOOLCHAIN_FILE is read from the environment from 3.21."""
+"""Horovod needs 3.13, but CMake reads CMAKE_TOOLCHAIN_FILE from the environment only since 3.21."""
 
 GIB_PER_JOB = 2.5
-"""What one compiler process takes for a source file that includes the torch headers."""
+"""Memory of one compiler process, for a source file that includes the torch headers."""
 
 CMAKE_FIX = "pip install --upgrade cmake"
 
 
 @dataclass(frozen=True)
 class Torch:
-    """The installed torch, as it describes itself."""
+    """The installed torch, as it reports itself."""
 
     version: str
     cuda: str | None = None
     hip: str | None = None
     cxx11_abi: bool = True
     packages: str = ""
-    """The folder that torch lies in; the NCCL wheel lies beside it."""
+    """The folder that contains the torch package, and that of the NCCL wheel."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A program that was looked for. `problem` is None when it was found and works."""
+    """A program that was searched for. `problem` is None if it was found and works."""
 
     command: str = ""
     about: str = ""
@@ -35,7 +38,7 @@ class Tool:
 
     @property
     def works(self) -> bool:
-        """Whether it was found and did what was asked of it."""
+        """Whether it was found and passed its test."""
         return self.problem is None
 
 
@@ -57,7 +60,7 @@ class Nccl:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the decisions depend on."""
+    """Everything that the decisions depend on, besides the user's wishes."""
 
     torch: Torch | None
     cxx: Tool
@@ -79,7 +82,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user asked for; None leaves it to what the machine has."""
+    """The user's choices; None lets the machine's facts decide."""
 
     mpi: bool | None = None
     nccl: bool | None = None
@@ -88,7 +91,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Built:
-    """What a Horovod library has in it."""
+    """The features that a Horovod library was built with."""
 
     mpi: bool
     gloo: bool
@@ -97,7 +100,7 @@ class Built:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to build. With anything in `missing`, nothing can be."""
+    """What to build. If `missing` is not empty, no build is possible."""
 
     mpi: bool
     mpi_note: str
@@ -129,16 +132,16 @@ def decide(facts: Facts, wishes: Wishes) -> Plan:
 
 
 def default_jobs(cpus: int, memory_gib: float) -> int:
-    """Use every core that has the memory for its compiler; Horovod itself would start eight."""
+    """Return one job per core, but no more than fit in memory; Horovod's own default is eight."""
     return max(1, min(cpus, int(memory_gib / GIB_PER_JOB)))
 
 
 def lacks(built: Built, plan: Plan, wishes: Wishes) -> str | None:
-    """Say in what a library differs from the plan; None when it does all that is asked.
+    """Return how a library falls short of the plan; None if it satisfies plan and wishes.
 
-    A library that has more than an automatic choice would give it now is left alone.
+    Features beyond an automatic choice are no reason to build again.
     """
-    if not built.gloo:
+    if not built.gloo:  # every plan has Gloo
         return "without Gloo"
     for name, has, planned, wish in (
         ("MPI", built.mpi, plan.mpi, wishes.mpi),
@@ -152,7 +155,7 @@ def lacks(built: Built, plan: Plan, wishes: Wishes) -> str | None:
 
 
 def _missing(facts: Facts) -> list[str]:
-    """One line for each thing without which there is no build: what, and the fix."""
+    """Return one line for each missing requirement: what it is, and the fix."""
     lines = [] if facts.torch else [facts.torch_problem]
     tools = (facts.cxx, facts.cc, facts.make, facts.cmake, facts.python_header)
     lines += [tool.problem for tool in tools if tool.problem]
@@ -160,6 +163,7 @@ def _missing(facts: Facts) -> list[str]:
         have, need = (".".join(map(str, v)) for v in (facts.cmake_version, CMAKE_MINIMUM))
         lines.append(f"cmake {need} or later: {facts.cmake.command} is {have}; {CMAKE_FIX}")
     if facts.modules_missing:
+        # Without pip there is nothing to install the others with, so its fix is first.
         others = [name for name in facts.modules_missing if name != "pip"]
         fixes = ["python -m ensurepip"] if "pip" in facts.modules_missing else []
         fixes += [f"pip install {' '.join(others)}"] if others else []
@@ -182,7 +186,7 @@ def _decide_mpi(mpicxx: Tool, wish: bool | None) -> tuple[bool, str]:
 
 
 def _decide_gpu(facts: Facts, wish: bool | None) -> tuple[Cuda | None, str]:
-    """Choose the CUDA toolkit for NCCL operations, or say why this is a CPU build."""
+    """Return the CUDA toolkit for NCCL operations, or None for a CPU build; and a note on why."""
     torch = facts.torch
     if wish is False:
         return None, "no: --without-nccl"
@@ -197,7 +201,7 @@ def _decide_gpu(facts: Facts, wish: bool | None) -> tuple[Cuda | None, str]:
     toolkit = f"install the CUDA toolkit {torch.cuda}, or set CUDA_HOME to one"
     if not facts.cuda:
         return None, f"no: {asked} and no nvcc was found; {toolkit}"
-    # nvcc and torch must share the major version: their runtime libraries meet in one process.
+    # nvcc and torch must share the major version: one process loads both runtime libraries.
     fits = [cuda for cuda in facts.cuda if cuda.release.partition(".")[0] == major]
     if not fits:
         found = ", ".join(f"{cuda.release} in {cuda.home}" for cuda in facts.cuda)

@@ -1,4 +1,7 @@
-"""Child processes that leave nothing behind, and signals that can wait."""
+"""Run child processes, stop their whole trees, and defer signals or turn them into exceptions.
+
+Used by every other module here that runs a program.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from types import FrameType
 from typing import NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-GRACE_S = 5.0
+GRACE_S = 5.0  # from SIGTERM to SIGKILL
 
 
 @dataclass(frozen=True)
 class Done:
-    """How a child ended. `code` is None when it ran out of time, 127 when it does not exist."""
+    """The result of a child. `code` is None after a timeout, 127 if the program cannot start."""
 
     code: int | None
     stdout: str
@@ -34,7 +37,7 @@ class Done:
 
 
 def own_environment() -> dict[str, str]:
-    """Return a copy of the environment in which this interpreter's programs come first."""
+    """Return a copy of the environment with this interpreter's folder first on PATH."""
     env = dict(os.environ)
     env["PATH"] = os.pathsep.join(
         [os.path.dirname(sys.executable), env.get("PATH") or os.defpath],
@@ -43,13 +46,14 @@ def own_environment() -> dict[str, str]:
 
 
 def run(command: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 60.0) -> Done:
-    """Run a command to its end or its time limit and collect its output. Raises nothing."""
+    """Run a command until it exits or its time is up; return its output. Never raises OSError."""
     try:
         with started(command, env=env, stderr=subprocess.PIPE) as child:
             try:
                 out, err = child.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
                 stop(child)
+                # Read the rest, for a limited time: a detached process may hold the pipe open.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     out, err = child.communicate(timeout=GRACE_S)
                     return Done(None, out, err)
@@ -63,9 +67,9 @@ def run(command: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 60
 def started(
     command: Sequence[str], *, env: Mapping[str, str], stderr: int = subprocess.STDOUT
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a command in a session of its own; on the way out its whole tree is gone.
+    """Start a command in its own session; if it still runs after the block, stop its whole tree.
 
-    It starts in the root folder, so that no file of the working folder shadows a Python module.
+    Its working directory is /, so that no local file shadows a Python module.
     """
     child = subprocess.Popen(
         command,
@@ -89,10 +93,10 @@ def started(
 
 
 def stop(child: subprocess.Popen[str]) -> None:
-    """End a child and all below it: a polite signal to its group, then SIGKILL to what is left.
+    """Stop a child and its descendants: SIGTERM to its group, then SIGKILL to the rest.
 
-    Open MPI and horovodrun put their ranks into groups of their own, so the group is not enough:
-    the descendants are listed while their parents still live.
+    Open MPI and horovodrun put their ranks into other process groups, so the group is not enough:
+    the descendants are listed while their parents are still alive.
     """
     below = _descendants(child.pid)
     _signal_group(child.pid, signal.SIGTERM)
@@ -111,7 +115,7 @@ def stop(child: subprocess.Popen[str]) -> None:
 
 @contextlib.contextmanager
 def signals_raised() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit, so that they unwind as Ctrl-C does."""
+    """Turn SIGTERM and SIGHUP into SystemExit, so that they unwind the stack as Ctrl-C does."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -122,7 +126,7 @@ def signals_raised() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Hold Ctrl-C, SIGTERM and SIGHUP back until the block is done, then let them act."""
+    """Defer Ctrl-C, SIGTERM and SIGHUP until the block ends; then raise the first that arrived."""
     arrived: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -135,7 +139,7 @@ def signals_held() -> Iterator[None]:
 
 
 def last_line(text: str) -> str:
-    """Return the line of an output that says most: an exception's, else the last one."""
+    """Return the most useful line of an output: the last one with an exception, else the last."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b: ", line)]
     return (errors or lines or ["no output"])[-1]
@@ -143,7 +147,7 @@ def last_line(text: str) -> str:
 
 @contextlib.contextmanager
 def _handlers(handlers: Mapping[signal.Signals, signal._HANDLER]) -> Iterator[None]:
-    # Only the main thread may set handlers; elsewhere there are no signals to handle either.
+    # Python lets only the main thread set handlers, and runs them only there.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -181,10 +185,10 @@ def _is_alive(pid: int) -> bool:
 
 
 def _state_and_parent(pid: int) -> tuple[str, int]:
-    """Read both from /proc, as psutil may be what is missing here; ("X", -1) once it is gone."""
+    """Return both, read from /proc as psutil may be missing; ("X", -1) if there is no process."""
     with contextlib.suppress(OSError, ValueError):
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            # The name is in parentheses and may hold anything, these as well.
+            # The name is in parentheses, and may itself contain parentheses and spaces.
             state, parent, *_ = file.read().rpartition(")")[2].split()
             return state, int(parent)
     return "X", -1

@@ -1,4 +1,7 @@
-"""Show how far a build is: a bar on a terminal, else one plain line at each new phase."""
+"""Show the progress of a build: a bar on a terminal, else one plain line at each new phase.
+
+Used by `build`, which passes every step of the log (see `buildlog.Step`).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ QUARTERS = (25, 50, 75)
 
 @contextlib.contextmanager
 def progress(say: Say) -> Iterator[Show]:
-    """Yield what is called with every step of a build."""
+    """Yield the function to call with every step of a build."""
     if sys.stdout.isatty():
         with _bar() as show:
             yield show
@@ -26,7 +29,7 @@ def progress(say: Say) -> Iterator[Show]:
 
 
 class Lines:
-    """Says one line for each phase, and for each quarter of the compilation."""
+    """Prints one line for each phase, and for each quarter of the compilation."""
 
     def __init__(self, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
@@ -36,7 +39,7 @@ class Lines:
         self._quarter = 0
 
     def __call__(self, step: Step) -> None:
-        """Take a step; parallel make may report an older percentage after a newer one."""
+        """Print a step if it is news; parallel make may report percentages out of order."""
         quarter = max((q for q in QUARTERS if q <= step.percent), default=0)
         if step.phase == self._phase and quarter <= self._quarter:
             return
@@ -60,6 +63,7 @@ def _bar() -> Iterator[Show]:
 
         def show(step: Step) -> None:
             nonlocal most
+            # Never backwards, although parallel make reports out of order.
             most = max(most, step.percent, 100 if step.phase in ("pack", "install") else 0)
             bar.update(task, description=step.phase, completed=most)
 

@@ -1,12 +1,13 @@
-"""A plan as CMake files, an environment and two pip commands. Pure: nothing is run here.
+"""Turn a plan into CMake files, an environment and two pip commands. Pure: nothing is run here.
 
-Horovod's sources build unchanged. What is corrected from outside:
+Used by `build`, and by `install` for --dry-run. Horovod's sources build unchanged; these problems
+are solved from outside:
 
 - Its CMake asks for C++14, and C++11 in CUDA files; torch needs C++20, and CUDA 13 at least C++17.
-  A toolchain file is read before the project and names the files below, which CMake reads after its
-  own compiler tables, so that "C++14" comes out as -std=c++20.
-- CMake 4 no longer takes the `cmake_minimum_required(VERSION 2.8.12)` of the Gloo in it.
-- With a CUDA torch and an nvcc in sight it builds for CUDA even when asked for nothing of the kind.
+  CMake reads a toolchain file before the project. It names the files below, which CMake reads after
+  its own compiler tables, so that "C++14" becomes -std=c++20.
+- CMake 4 rejects the `cmake_minimum_required(VERSION 2.8.12)` of the bundled Gloo.
+- If torch has CUDA and CMake finds an nvcc, it builds for CUDA even if that is not requested.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ set(CMAKE_CUDA11_STANDARD_COMPILE_OPTION "-std=c++17")
 set(CMAKE_CUDA11_EXTENSION_COMPILE_OPTION "-std=c++17")
 """
 
-# Found before Horovod's own module of this name, which is then used all the same.
+# CMake finds this module before Horovod's own one of the same name, which it includes.
 FIND_PYTORCH_CPU = """\
 include("${PROJECT_SOURCE_DIR}/cmake/Modules/FindPytorch.cmake")
 set(Pytorch_CUDA FALSE)
@@ -69,7 +70,7 @@ def variables(plan: Plan, facts: Facts, folder: Path) -> dict[str, str]:
         "CXX": facts.cxx.command,
         "CMAKE_TOOLCHAIN_FILE": str(folder / "toolchain.cmake"),
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
-        # setup.py passes -j8 unless MAKEFLAGS is set, and make's options whatever the generator.
+        # setup.py passes -j8 unless MAKEFLAGS is set, and passes make's options to any generator.
         "CMAKE_GENERATOR": "Unix Makefiles",
         "CMAKE_BUILD_PARALLEL_LEVEL": str(plan.jobs),
         "MAKEFLAGS": f"-j{plan.jobs}",
@@ -80,32 +81,33 @@ def variables(plan: Plan, facts: Facts, folder: Path) -> dict[str, str]:
         "HOROVOD_WITH_GLOO": "1",
         **mpi,
         **_gpu_variables(plan),
-        "LC_ALL": "C",  # the errors in the log are searched for, in English
+        "LC_ALL": "C",  # `buildlog` searches for English errors
         "PYTHONUNBUFFERED": "1",
-        "TMPDIR": str(
-            folder
-        ),  # where pip unpacks and compiles, so that it all goes with the folder
+        "TMPDIR": str(folder),  # where pip unpacks and compiles: removed with the folder
     }
 
 
 def environment(plan: Plan, facts: Facts, folder: Path, base: Mapping[str, str]) -> dict[str, str]:
-    """Return the whole environment of a build, on top of `base`.
+    """Return the complete environment of a build: `base` and the variables of the plan.
 
-    Of the user's HOROVOD_ variables only the tuning ones pass (HOROVOD_BUILD_ARCH_FLAGS,
-    HOROVOD_BUILD_CUDA_CC_LIST): the rest would contradict the plan.
+    Of the user's HOROVOD_ variables only the tuning ones are kept (HOROVOD_BUILD_ARCH_FLAGS,
+    HOROVOD_BUILD_CUDA_CC_LIST), since the others would contradict the plan.
     """
     env = {
         name: value
         for name, value in base.items()
         if not name.startswith("HOROVOD_") or name.startswith("HOROVOD_BUILD_")
     }
-    if plan.cuda:  # Horovod's CMake asks the first nvcc on PATH for its architectures
+    if plan.cuda:  # Horovod's CMake queries the first nvcc on PATH for architectures
         env["PATH"] = os.pathsep.join([os.path.join(plan.cuda.home, "bin"), env["PATH"]])
     return {**env, **variables(plan, facts, folder)}
 
 
 def wheel_command(folder: Path) -> list[str]:
-    """Build the wheel into `folder`, never from a cache: pip's knows nothing of torch versions."""
+    """Return the command that builds the wheel into `folder`.
+
+    It bypasses pip's cache, which does not distinguish torch versions.
+    """
     return [
         *(sys.executable, "-m", "pip", "wheel", "-v", "--progress-bar=off"),
         *("--disable-pip-version-check", "--no-input", "--no-cache-dir"),
@@ -115,7 +117,7 @@ def wheel_command(folder: Path) -> list[str]:
 
 
 def install_command(wheel: Path) -> list[str]:
-    """Install the wheel in place of any Horovod that is there."""
+    """Return the command that installs the wheel, and replaces any installed Horovod."""
     return [
         *(sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"),
         *("--no-cache-dir", "--no-index", "--no-deps", "--force-reinstall", str(wheel)),
@@ -131,5 +133,5 @@ def _gpu_variables(plan: Plan) -> dict[str, str]:
         "HOROVOD_CUDA_HOME": plan.cuda.home,
         "HOROVOD_NCCL_HOME": str(Path(plan.nccl.include).parent),
         "HOROVOD_NCCL_LINK": "SHARED",
-        "CUDA_HOME": plan.cuda.home,  # torch's own search must end at the same toolkit
+        "CUDA_HOME": plan.cuda.home,  # torch's own search must find the same toolkit
     }

@@ -22,7 +22,10 @@ _MPI_LIB_AVAILABLE = True
 
 
 def _check_has_gpu() -> bool:
-    """Return whether torch sees a GPU. Horovod's name for it; call it in a process of its own."""
+    """Return whether torch finds a GPU, under Horovod's name.
+
+    Call it in a child process, because it may initialise CUDA.
+    """
     import torch
 
     return torch.cuda.is_available()

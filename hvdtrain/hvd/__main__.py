@@ -1,4 +1,8 @@
-"""`python -m hvdtrain.hvd SCRIPT`: run a script of Horovod's with hvdtrain.hvd in its place."""
+"""`python -m hvdtrain.hvd SCRIPT`: run a Horovod script with hvdtrain.hvd imported as `horovod`.
+
+Started by users, also under torchrun, mpirun or horovodrun. `alias` provides the modules; this file
+starts the script as `python` itself would, and ends the job if the script fails.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,10 @@ Run a script or a module in which `import horovod.torch` gives hvdtrain.hvd. On 
 
 
 def main(arguments: list[str]) -> None:
-    """Run what the command line names, as `python` itself would. Exits with 2 if it cannot."""
+    """Run the script or module that the command line names, as `python` would.
+
+    Exit with 2 if there is none or it cannot be run.
+    """
     if arguments[:1] in (["-h"], ["--help"]):
         print(USAGE, end="")
         return
@@ -51,14 +58,14 @@ def main(arguments: list[str]) -> None:
 
 
 def _target(arguments: list[str]) -> Callable[[], object]:
-    """What to call to run the script or module, with sys.argv and sys.path as it expects them."""
+    """Set sys.argv and sys.path for the script or module; return the function that runs it."""
     name, *rest = arguments
     if name == "-m":
         if not rest:
             raise InputError("-m needs the name of a module")
         module, *rest = rest
         _check_module(module)
-        sys.argv = [module, *rest]  # the name becomes the file's when it runs
+        sys.argv = [module, *rest]  # runpy replaces argv[0] by the file's path
         return lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)
     if name.startswith("-"):
         raise InputError(f"no such option: {name}; see python -m hvdtrain.hvd --help")
@@ -79,17 +86,17 @@ def _check_module(name: str) -> None:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module's package needs one that is not there
+            raise  # the module exists, but its package fails to import another one
         spec = None
-    except ValueError:  # "__main__", which is us
+    except ValueError:  # an empty name, or a loaded module whose __spec__ is None
         spec = None
     if spec is None:
         raise InputError(f"no module named {name}, or it cannot be run")
 
 
 def _set_path(folder: str | None) -> None:
-    """Put the script's folder first on sys.path, where `-m` has put the working directory."""
-    if getattr(sys.flags, "safe_path", False):  # -P, where -m puts nothing there
+    """Replace sys.path[0], where `-m` puts the working directory, by `folder`; None removes it."""
+    if getattr(sys.flags, "safe_path", False):  # with -P, -m puts nothing there
         return
     del sys.path[0]
     if folder is not None:
@@ -97,10 +104,10 @@ def _set_path(folder: str | None) -> None:
 
 
 def _run_file(path: str) -> None:
-    """Run a file as `__main__`, which it stays to the end, as under python: for exit handlers, and
-    for what multiprocessing does in children.
+    """Run a file as `__main__`, and leave it in sys.modules as `python` does.
 
-    runpy would put back another `__main__`, and the full path into sys.argv[0].
+    Exit handlers and multiprocessing's children look it up there. runpy.run_path would restore the
+    previous `__main__`, and set sys.argv[0] to the full path.
     """
     main = ModuleType("__main__")
     main.__file__ = path
@@ -113,7 +120,7 @@ def _run_file(path: str) -> None:
 
 
 def _fail(error: BaseException) -> NoReturn:
-    """End as python does; under MPI, end the other ranks too, which would wait for this one."""
+    """Exit as `python` does after `error`; under MPI also end the other ranks, or they block."""
     error.__traceback__ = _theirs(error.__traceback__)
     world = _world()
     if exit_code(error) != 0 and world.size > 1 and is_mpi(world):
@@ -125,7 +132,7 @@ def _fail(error: BaseException) -> NoReturn:
 
 
 def _theirs(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's first line on."""
+    """Return the traceback without its first frames, which are of this file and runpy."""
     ours = (__file__, "<frozen runpy>", runpy.__file__)
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
@@ -133,6 +140,7 @@ def _theirs(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _world() -> World:
+    """Return the launcher's world, or a guess if its variables are incomplete."""
     try:
         return detect()
     except LaunchError:

@@ -1,4 +1,7 @@
-"""The optimizer of `op=Adasum`: it combines the ranks' updates, not their gradients."""
+"""The optimizer of `op=Adasum`: it combines the ranks' updates, not their gradients.
+
+`optimizer.DistributedOptimizer` makes it. Adasum is from Maleki et al., MLSys 2021.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def make_adasum(
 
 
 class _AdasumOptimizer(Optimizer):
-    """The body of the class that `make_adasum` makes for each optimizer class."""
+    """Template: `make_adasum` copies these attributes into a subclass of the optimizer's class."""
 
     _parameter_names: dict[Tensor, str]
     _compression: Any
@@ -55,19 +58,20 @@ class _AdasumOptimizer(Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Raise AssertionError: a step without combining would part the ranks' models."""
+        """Raise AssertionError: a step without combining would make the ranks' models diverge."""
         raise AssertionError(
             "Skipping synchronization is not supported when using Adasum optimizer."
         )
-        yield
+        yield  # unreachable, but makes this a generator, as contextmanager requires
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step by this rank's gradients, and combine how far all ranks have gone. Collective."""
+        """Step on this rank's own gradients, then combine all ranks' updates. Collective."""
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         begin = [p.detach().clone() for p in params]
         loss = super(self.__class__, self).step(closure)
         with torch.no_grad():
             deltas = [p.detach() - start for p, start in zip(params, begin, strict=True)]
+            # By name, so that ranks with another order of parameters send the same list.
             order = sorted(range(len(params)), key=lambda i: self._parameter_names[params[i]])
             combined = grouped_allreduce(
                 [deltas[i] for i in order],
@@ -79,6 +83,7 @@ class _AdasumOptimizer(Optimizer):
                 params[i].copy_(begin[i] + delta)
         return loss
 
+    # torch wraps each class's `step` to run step hooks; the inner `step` runs them already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:

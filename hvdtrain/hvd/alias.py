@@ -1,7 +1,7 @@
-"""`horovod` as another name for what is here, so that a script of Horovod's runs unchanged.
+"""Install `horovod` as an alias of hvdtrain.hvd, so that a Horovod script runs unchanged.
 
-`install()` is what `python -m hvdtrain.hvd SCRIPT` calls before the script; `import hvdtrain` alone
-never does it. Afterwards `horovod.__version__` is "0.28.1", the version whose interface this is.
+`python -m hvdtrain.hvd SCRIPT` calls `install()` before the script; `import hvdtrain` alone never
+does. Afterwards `horovod.__version__` is "0.28.1", the version whose interface is provided.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import ModuleType
 
 VERSION = "0.28.1"
 
-# What each module of Horovod's is here. Nothing else of `horovod` can be imported.
+# Horovod's modules, and the modules that replace them. No other one of them can be imported.
 MODULES = {
     "horovod.common.basics": "hvdtrain.hvd.basics",
     "horovod.common.elastic": "hvdtrain.hvd.elastic.common",
@@ -39,17 +39,17 @@ MODULES = {
     "horovod.torch.sync_batch_norm": "hvdtrain.hvd.sync_batch_norm",
 }
 
-# A folder with a package `horovod` that calls `install()`: for the processes that this one starts
-# by multiprocessing (loader workers), which are given our sys.path but not our sys.modules.
+# A folder with a package `horovod` that calls `install()`. Children started by multiprocessing
+# (DataLoader workers) need it: they inherit sys.path, but not sys.modules.
 SHIM = Path(__file__).parent / "shim"
 _PACKAGE = SHIM / "horovod" / "__init__.py"
 
 
 def install() -> None:
-    """Make `import horovod.torch` give hvdtrain.hvd in this process and those it starts by
-    multiprocessing. A real Horovod that is installed is then not found. Not collective.
+    """Make `import horovod.torch` import hvdtrain.hvd, here and in multiprocessing's children.
 
-    Raises ImportError where the real one has been imported already.
+    Hides an installed real Horovod. Not collective. Raises ImportError if the real one has been
+    imported already.
     """
     package = sys.modules.get("horovod")
     if package is not None and getattr(package, "__file__", None) != str(_PACKAGE):
@@ -68,6 +68,7 @@ def install() -> None:
         package = importlib.util.module_from_spec(spec)
     vars(package).update({"__version__": VERSION, "run": found["horovod.runner"].run})
     found["horovod"] = package
+    # Make every module an attribute of its parent, as a real import does.
     for name in list(found):
         while (parent := name.rpartition(".")[0]) != "":
             if parent not in found:
@@ -88,13 +89,13 @@ def _package(name: str) -> ModuleType:
 
 
 def installed() -> bool:
-    """Whether `horovod` is hvdtrain in this process."""
+    """Return whether `horovod` is hvdtrain in this process."""
     here = sys.modules.get(MODULES["horovod.torch"])
     return here is not None and sys.modules.get("horovod.torch") is here
 
 
 class _OnlyThese(MetaPathFinder):
-    """Says in one line that a module of Horovod's is not here. Asked for what is not imported."""
+    """Raises a one-line error for other modules of Horovod. Called for those not in sys.modules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,4 +1,8 @@
-"""Where an engine begins and ends, and what it knows of the world. Horovod's `common.basics`."""
+"""Start and stop this process's engine; answer rank, size and build queries.
+
+The counterpart of `horovod.common.basics`. `basics`, at the end, is the one instance, and every
+module of this package uses it.
+"""
 
 from __future__ import annotations
 
@@ -29,29 +33,29 @@ _NOT_ON_MPI = "Horovod MPI is not enabled; Please make sure it's installed and e
 
 
 class HorovodBasics:
-    """The process-wide engine, and questions to it. `hvd.mpi_ops._basics` is the one instance."""
+    """Owner of the process-wide engine. `hvd.mpi_ops._basics` is the one instance."""
 
     Average, Sum, Adasum, Min, Max, Product = range(6)
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._stores: dict[World, Store] = {}
-        self._generation = 0  # of the engine, in this process alone
+        self._generation = 0  # number of engines started in this process
         self._set_interface = False
         self._at_exit = False
 
-    # Life
+    # Life cycle
 
     def init(
         self,
         comm: Sequence[int] | Any | None = None,
         process_sets: Sequence[ProcessSet] | str | None = None,
     ) -> None:
-        """Meet the other ranks. Collective. A second call does nothing.
+        """Connect to the other ranks and start the engine. Collective. A second call does nothing.
 
-        `comm`: all of the launcher's ranks, or a list of some of them, or an mpi4py communicator.
+        `comm`: None for all of the launcher's ranks, a list of some, or an mpi4py communicator.
         `process_sets`: sets to register, the same on all ranks, or "dynamic". Raises ValueError for
-        what is not one of these, LaunchError and WorldError where the ranks cannot meet.
+        other arguments, LaunchError and WorldError if the rendezvous fails.
         """
         from hvdtrain.hvd import process_sets as sets
 
@@ -65,7 +69,7 @@ class HorovodBasics:
         comm: Sequence[int] | Any | None = None,
         process_sets: Sequence[ProcessSet] | str | None = None,
     ) -> None:
-        """Do what `init` does, with settings of the caller's. Collective."""
+        """Do what `init` does, with the settings that the caller gives. Collective."""
         from hvdtrain.hvd import process_sets as sets
 
         if process_sets == "dynamic":
@@ -103,9 +107,9 @@ class HorovodBasics:
             raise
 
     def shutdown(self) -> None:
-        """Leave. Operations of other ranks that wait for this one raise HorovodInternalError.
+        """Stop the engine. Operations of other ranks that need this one raise HorovodInternalError.
 
-        Twice, without `init`, or at the interpreter's exit is safe.
+        Safe to call twice, without `init`, and at the interpreter's exit.
         """
         from hvdtrain.hvd import process_sets as sets
         from hvdtrain.hvd.ops import common
@@ -120,22 +124,23 @@ class HorovodBasics:
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
     def is_initialized(self) -> bool:
-        """Whether `init` has been called, and `shutdown` not since. Never raises."""
+        """Return whether `init` has been called, and not `shutdown` since. Never raises."""
         return self._engine is not None
 
     @property
     def engine(self) -> Engine:
-        """The engine. Raises HorovodInternalError where there is none."""
+        """The running engine. Raises HorovodInternalError before `init` and after `shutdown`."""
         if self._engine is None:
             raise HorovodInternalError(NOT_INITIALIZED)
         return self._engine
 
     @property
     def is_exact(self) -> bool:
-        """Whether to deviate from Horovod in no bit. Raises ValueError before `init`."""
+        """Whether results must equal Horovod's in every bit. Raises ValueError before `init`."""
         return self._engine_or_raise().settings.exact_horovod
 
     def _meet(self, comm: Any, settings: Settings) -> tuple[World, Store]:
+        """Return the world that `comm` selects, and its store. Collective over its ranks."""
         world = detect()
         if comm is None or comm == []:
             pass
@@ -151,12 +156,12 @@ class HorovodBasics:
                 "object."
             )
         if world not in self._stores:
-            # Kept to the end of the process, for the next init: rank 0 serves it.
+            # Kept until the process exits: rank 0 serves the store, and the next init reuses it.
             self._stores[world] = open_store(world, settings.gloo_timeout_s)
         return world, self._stores[world]
 
     def _meet_part(self, world: World, ranks: list[int], settings: Settings) -> tuple[World, Store]:
-        """Meet some of the launcher's ranks, in the order given. Collective over them."""
+        """Return the world and store of some of the launcher's ranks. Collective over them."""
         part = _part(world, ranks)
         if is_mpi(world):
             everybody = load_mpi(world).COMM_WORLD
@@ -172,7 +177,10 @@ class HorovodBasics:
         return part, self._stores[part]
 
     def _meet_over(self, comm: Any, settings: Settings) -> tuple[World, Store]:
-        """Make the world that a communicator describes. Collective over it."""
+        """Return the world of an mpi4py communicator, and a TCP store that its rank 0 serves.
+
+        Collective over the communicator.
+        """
         rank, size = comm.Get_rank(), comm.Get_size()
         hosts = comm.allgather(socket.gethostname())
         local = [r for r in range(size) if hosts[r] == hosts[rank]]
@@ -195,7 +203,7 @@ class HorovodBasics:
     # The world
 
     def rank(self) -> int:
-        """Return this process's number. Raises ValueError before `init`, as all of these do."""
+        """Return this process's rank. Raises ValueError before `init`, as do the methods below."""
         return self._world.rank
 
     def size(self) -> int:
@@ -203,7 +211,7 @@ class HorovodBasics:
         return self._world.size
 
     def local_rank(self) -> int:
-        """Return this process's number on its host."""
+        """Return this process's rank on its host."""
         return self._world.local_rank
 
     def local_size(self) -> int:
@@ -211,12 +219,12 @@ class HorovodBasics:
         return self._world.local_size
 
     def cross_rank(self) -> int:
-        """Return the number of this host among those that have a process of this local rank."""
+        """Return this host's index among the hosts that have a process of this local rank."""
         hosts = self._peers_by_host()
         return hosts.index(self._engine_or_raise().people[self._world.rank]["place"])
 
     def cross_size(self) -> int:
-        """Return how many hosts have a process of this local rank."""
+        """Return the number of hosts that have a process of this local rank."""
         return len(self._peers_by_host())
 
     def is_homogeneous(self) -> bool:
@@ -224,6 +232,7 @@ class HorovodBasics:
         return len({person["local_size"] for person in self._engine_or_raise().people}) == 1
 
     def _peers_by_host(self) -> list[str]:
+        """Return the hosts of the ranks with this local rank, in rank order."""
         people = self._engine_or_raise().people
         mine = self._world.local_rank
         return [person["place"] for person in people if person["local_rank"] == mine]
@@ -237,15 +246,15 @@ class HorovodBasics:
             raise ValueError(NOT_INITIALIZED)
         return self._engine
 
-    # What is underneath
+    # Transports and build features
 
     def mpi_threads_supported(self) -> bool:
-        """Raise ValueError: MPI carries no operation here."""
+        """Raise ValueError: this engine has no MPI controller."""
         self._engine_or_raise()
         raise ValueError(_NOT_ON_MPI)
 
     def mpi_enabled(self) -> bool:
-        """Return False: MPI may have started the processes, but carries no operation."""
+        """Return False: this engine has no MPI controller, even if mpirun started the processes."""
         return False
 
     def mpi_built(self) -> bool:
@@ -253,7 +262,7 @@ class HorovodBasics:
         return False
 
     def gloo_enabled(self) -> bool:
-        """Return True: torch's Gloo carries operations on CPU tensors."""
+        """Return True: Gloo, or a transport in its place, runs operations on CPU tensors."""
         return True
 
     def gloo_built(self) -> bool:
@@ -261,7 +270,7 @@ class HorovodBasics:
         return dist.is_gloo_available()
 
     def nccl_built(self) -> int:
-        """Return the version code of torch's NCCL, such as 22809; 0 where torch has none."""
+        """Return the version code of torch's NCCL, such as 22809; 0 if torch has none."""
         if not (torch.cuda.is_available() and dist.is_nccl_available()):
             return 0
         major, minor, patch = (*torch.cuda.nccl.version(), 0)[:3]  # type: ignore[no-untyped-call]
@@ -286,8 +295,9 @@ class HorovodBasics:
     # The timeline
 
     def start_timeline(self, file_path: str, mark_cycles: bool = False) -> None:
-        """Begin to write Chrome-trace JSON on rank 0. Raises ValueError before `init`, and unless
-        HOROVOD_TIMELINE was set when it was called.
+        """Start to write a timeline in Chrome-trace JSON on rank 0.
+
+        Raises ValueError before `init`, and if HOROVOD_TIMELINE was not set at `init`.
         """
         engine = self._engine_or_raise()
         if engine.settings.timeline is None:
@@ -297,11 +307,11 @@ class HorovodBasics:
             engine.set_timeline(Timeline(file_path, mark_cycles))
 
     def stop_timeline(self) -> None:
-        """End the timeline, if there is one. Raises ValueError before `init`."""
+        """Close the timeline, if one is open. Raises ValueError before `init`."""
         engine = self._engine_or_raise()
         engine.set_timeline(Timeline(None, False))
 
-    # Process sets, by id; private names that tests of Horovod's users use
+    # Process sets by id, under private names of Horovod's that its users' tests call
 
     def _process_set_rank(self, process_set_id: int) -> int:
         members = self._members(process_set_id)
@@ -326,11 +336,12 @@ class HorovodBasics:
 
 
 def _part(world: World, ranks: list[int]) -> World:
-    """Return the world of some of the launcher's ranks, numbered in the order given."""
+    """Return the world of some of the launcher's ranks, renumbered in the order given."""
     if len(set(ranks)) < len(ranks) or not all(0 <= r < world.size for r in ranks):
         raise ValueError(f"comm={ranks} is not a list of different ranks below {world.size}")
     if world.rank not in ranks:
         raise ValueError(f"comm={ranks} leaves out rank {world.rank}, which must not call hvd.init")
+    # Assumes ranks numbered host by host, as torchrun does; `_meet_over` serves MPI.
     here = [r for r in ranks if world.one_host or r // world.local_size == world.cross_rank]
     return replace(
         world,
@@ -343,6 +354,7 @@ def _part(world: World, ranks: list[int]) -> World:
 
 
 def _reach(addresses: list[str], port: int) -> Store:
+    """Connect to the store at the first address that accepts a connection within 2 s."""
     for address in addresses:
         try:
             socket.create_connection((address, port), timeout=2).close()

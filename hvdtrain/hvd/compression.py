@@ -1,4 +1,7 @@
-"""Casting tensors to fewer bits around a collective, and back after it."""
+"""Compressors: they cast tensors to fewer bits before a collective, and back after it.
+
+Scripts pass them as `compression=` to operations and to `DistributedOptimizer`.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,25 @@ from torch import Tensor
 
 
 class Compressor:
-    """What a compressor offers: two static methods, called around each collective.
+    """Interface of a compressor: two static methods, called before and after each collective.
 
-    `compress` returns the tensor to send and a context; `decompress` turns what came back into
-    what the caller gets. Any object with these two works wherever a compression is asked for.
+    `compress` returns the tensor to send and a context; `decompress` converts the reduced tensor
+    back for the caller. Any object with these two methods can be passed as `compression`.
     """
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return the tensor to send, and what `decompress` needs to know of it."""
+        """Return the tensor to send, and the context that `decompress` needs."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return what came back as the caller knows it."""
+        """Return the reduced tensor in the caller's format."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Sends tensors as they are. The default."""
+    """Sends tensors unchanged. The default."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -41,7 +44,7 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Sends floating tensors, of any width, as float16; others as they are.
+    """Sends floating-point tensors of any width as float16, others unchanged.
 
     Values beyond 65504 overflow to infinity.
     """
@@ -58,7 +61,7 @@ class FP16Compressor(Compressor):
 
 
 class BF16Compressor(Compressor):
-    """Sends floating tensors, of any width, as bfloat16; others as they are.
+    """Sends floating-point tensors of any width as bfloat16, others unchanged.
 
     Keeps float32's range, with 8 bits of precision. Horovod has no such compressor.
     """

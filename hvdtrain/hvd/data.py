@@ -1,6 +1,7 @@
-"""Horovod's `horovod.data`: a loader of batches, and a mixin that reads them in a thread.
+"""Horovod's `horovod.data`: a batch loader, and a mixin that prefetches batches in a thread.
 
-For scripts; nothing here uses it. The thread goes on to the next epoch while this one is computed.
+For scripts; nothing in hvdtrain uses it. The thread reads the next epoch while the script still
+computes the current one.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from threading import Event, Thread
 from typing import Any
 
 _LOG = logging.getLogger("hvdtrain")
-_LOOK_S = 0.2  # how often a thread that waits for room in the queue looks whether it is to end
+_LOOK_S = 0.2  # how often a blocked thread checks whether the loader is closed
 
 
 class BaseDataLoader:
-    """Yields the batches of `_iterate`, each as `_process_batch` makes it."""
+    """Yields the batches of `_iterate`, each passed through `_process_batch`."""
 
     def __len__(self) -> int:
         """Return the number of batches. To be overridden."""
         raise NotImplementedError
 
     def _iterate(self) -> Iterator[Any]:
-        """Yield the batches of an epoch as they were read. To be overridden."""
+        """Yield the raw batches of one epoch. To be overridden."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
@@ -32,15 +33,15 @@ class BaseDataLoader:
             yield self._process_batch(batch)
 
     def _process_batch(self, batch: Any) -> Any:
-        """Return a batch in the shape that training wants. May be overridden."""
+        """Return a batch in the form that training needs. May be overridden."""
         return batch
 
 
 class AsyncDataLoaderMixin:
-    """Reads ahead: `class Loader(AsyncDataLoaderMixin, SomeLoader)`.
+    """Prefetches batches in a thread: `class Loader(AsyncDataLoaderMixin, SomeLoader)`.
 
-    At most `async_loader_queue_size` batches wait; with 0 there is no thread. An exception of
-    `_iterate` is raised by the iteration. With `debug_data_loader` every batch is logged.
+    The queue holds at most `async_loader_queue_size` batches; 0 disables the thread. The iteration
+    raises an exception of `_iterate`. `debug_data_loader` logs the queue's length at every batch.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class AsyncDataLoaderMixin:
             self.thread = Thread(target=self._async_worker, name="hvd-data", daemon=True)
 
     def close_async_loader(self) -> None:
-        """End the thread, and drop what it has read. Twice is safe."""
+        """Stop the thread and drop the prefetched batches. Safe to call twice."""
         if not self.started:
             return
         self.finished_event.set()
@@ -77,7 +78,7 @@ class AsyncDataLoaderMixin:
             pass
 
     def _async_worker(self) -> None:
-        """Read epoch after epoch into the queue; None ends one."""
+        """Read epoch after epoch into the queue; None marks the end of each."""
         try:
             while not self.finished_event.is_set():
                 for batch in self._iterate():  # type: ignore[attr-defined]
@@ -88,7 +89,7 @@ class AsyncDataLoaderMixin:
             self._put(error)
 
     def _put(self, item: Any) -> bool:
-        """Put an item into the queue; False where the loader is closed meanwhile."""
+        """Put an item into the queue. Return False if the loader is closed first."""
         while not self.finished_event.is_set():
             try:
                 self.queue.put(item, timeout=_LOOK_S)
@@ -112,13 +113,14 @@ class AsyncDataLoaderMixin:
             yield self._process_batch(batch)  # type: ignore[attr-defined]
 
     def _get(self) -> Any:
-        """Return the next item. Raises what `_iterate` has raised, and RuntimeError once closed."""
+        """Return the next item. Raises the exception of `_iterate`, or RuntimeError once closed."""
         while True:
             try:
                 item = self.queue.get(timeout=_LOOK_S)
             except Empty:
                 if self.thread.is_alive():
                     continue
+                # The thread may have put its last item after the timeout, so check once more.
                 if self.queue.empty():
                     raise RuntimeError("the data loader is closed, or has failed before") from None
                 continue

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 
 class HorovodInternalError(RuntimeError):
-    """An operation could not be finished on this rank: a mismatch, a peer that is gone, a shutdown.
+    """An operation failed on this rank: requests mismatched, a peer is lost, or hvd is shut down.
 
-    Elastic training restores the last commit and tries again.
+    Elastic training restores the last commit and retries.
     """
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The set of hosts has changed: elastic training makes a new world, and keeps its state.
+    """The set of hosts has changed: elastic training initialises hvd again and keeps its state.
 
-    `skip_sync`: hosts were only removed, so that no state needs to be sent again.
+    `skip_sync`: hosts were only removed, so the state needs no broadcast.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:

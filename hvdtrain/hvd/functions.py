@@ -1,4 +1,14 @@
-"""Making all ranks equal to one: parameters, optimizer state, any object."""
+"""Broadcast parameters, optimizer state and objects from one rank; all-gather objects.
+
+Used by scripts, the compat backend and `elastic`. A rank that fails sends a flag instead of its
+data before it raises, so that every rank raises and none blocks. An optimizer's state is sent so:
+
+    root                           other ranks
+    plan: size, then pickle  --->  check it against this rank's parameters
+    all-gather "fits"       <--->  all-gather "fits"; all raise unless it fits everywhere
+    tensor i = 0, 1, ...     --->  received in place, or into new tensors
+                                   install options and state
+"""
 
 from __future__ import annotations
 
@@ -23,7 +33,7 @@ from hvdtrain.hvd.mpi_ops import (
     synchronize,
 )
 
-_UNPICKLABLE = -1
+_UNPICKLABLE = -1  # sent in place of the size
 
 
 def broadcast_parameters(
@@ -31,15 +41,15 @@ def broadcast_parameters(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Make the tensors of all ranks equal to those of the rank `root_rank`. Collective, in place.
+    """Overwrite the tensors of all ranks with those of rank `root_rank`. Collective.
 
     `params` is a dict, whose keys are the names and whose order does not matter, or an iterable of
-    tensors or (name, tensor) pairs. Any dtype. Returns when all have arrived. Raises ValueError
-    for anything else, and for a name given twice.
+    tensors or (name, tensor) pairs. Any dtype. Blocks until all are received. Raises ValueError for
+    anything else, and for a name given twice.
     """
     named: list[tuple[str | None, Any]]
     if isinstance(params, Mapping):
-        named = sorted(params.items())
+        named = sorted(params.items())  # the ranks' dicts may have different orders
     elif isinstance(params, Iterable) and not isinstance(params, Tensor | str | bytes):
         named = [p if isinstance(p, tuple) else (None, p) for p in params]
     else:
@@ -57,12 +67,13 @@ def broadcast_parameters(
 def _broadcast_all(
     named: Sequence[tuple[str | None, Tensor]], root_rank: int, process_set: ProcessSet
 ) -> None:
-    """Broadcast all at once. Nothing is written to any more when this returns or raises."""
+    """Broadcast all tensors concurrently. None is written to after this returns or raises."""
     handles = []
     try:
         for name, tensor in named:
             handles.append(broadcast_async_(tensor, root_rank, name, process_set))
     finally:
+        # Wait for all even after an error: a pending operation would write to its tensor later.
         failure: Exception | None = None
         for handle in handles:
             try:
@@ -79,11 +90,11 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the object of the rank `root_rank`, by cloudpickle. Collective.
+    """Return the object of rank `root_rank`, sent with cloudpickle. Collective.
 
-    The others' `obj` is ignored. The root gets its own object back, the others a copy. The name
-    does not depend on the object, so that ranks may pass different types, or None. Raises on every
-    rank where the root's object cannot be pickled.
+    The root gets `obj` itself, other ranks a copy; their own `obj` is ignored. The default name
+    does not depend on the object, so ranks may pass different types, or None. Raises on every rank
+    if the root's object cannot be pickled.
     """
     payload, failure = _pickled(obj) if rank() == root_rank else (None, None)
     payload = _broadcast_bytes(payload, failure, root_rank, name or "broadcast_object", process_set)
@@ -93,9 +104,9 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the objects of all ranks, in rank order, by cloudpickle. Collective.
+    """Return the objects of all ranks in rank order, sent with cloudpickle. Collective.
 
-    Raises on every rank where one rank's object cannot be pickled.
+    Raises on every rank if one rank's object cannot be pickled.
     """
     name = name or "allgather_object"
     payload, failure = _pickled(obj)
@@ -112,7 +123,7 @@ def allgather_object(
 
 
 def _pickled(obj: Any) -> tuple[Tensor | None, Exception | None]:
-    """An object's bytes, or why it has none: raising at once would leave the others waiting."""
+    """Return an object's pickle, or the error: if the caller raised at once, peers would block."""
     try:
         return torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8), None
     except Exception as error:
@@ -126,7 +137,7 @@ def _broadcast_bytes(
     name: str,
     process_set: ProcessSet,
 ) -> Any:
-    """Return the root's bytes, or raise where it has none."""
+    """Return the root's bytes. Raises on every rank if the root has none. Collective."""
     size = torch.tensor([_UNPICKLABLE if payload is None else payload.numel()])
     num_bytes = int(broadcast_(size, root_rank, name + ".sz", process_set).item())
     if failure is not None:
@@ -144,25 +155,25 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Make the state and the options of all ranks equal to those of `root_rank`. Collective.
+    """Overwrite the state and options of all ranks with those of rank `root_rank`. Collective.
 
-    No step is made: a rank without state gets the root's, and a rank with state loses it where the
-    root has none. A rank without state finds zeros in the place of missing gradients afterwards, as
-    scripts expect of Horovod. Options (the learning rate) are sent in any case, and keep their
-    types. Tensors of the same shape, dtype and device are written in place. A wrapped optimizer
-    does as well as a plain one. `model` tells which gradients are sparse.
+    No step is made: a rank without state gets the root's, and a rank with state loses it if the
+    root has none. On a rank without state, missing gradients become zeros, as scripts expect of
+    Horovod. Options (the learning rate) are always sent, and keep their types. Tensors of the same
+    shape, dtype and device are written in place. The optimizer may be wrapped or plain. `model`
+    shows which gradients are sparse.
 
-    With HVDTRAIN_EXACT_HOROVOD=1 a rank without state steps on zero gradients, which moves weights
-    and counts, and no options are sent where that makes no state.
+    With HVDTRAIN_EXACT_HOROVOD=1 a rank without state steps on zero gradients, which changes
+    weights and step counts, and no options are sent if that step creates no state.
 
-    Raises ValueError for LBFGS, and on every rank where the parameters do not fit.
+    Raises ValueError for LBFGS, and on every rank if one rank's parameters differ from the root's.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     if not optimizer.state:
         _leave_zeros(optimizer, model)
         if basics.is_exact:
-            wrapped = hasattr(optimizer, "skip_synchronize")  # whose own step is collective
+            wrapped = hasattr(optimizer, "skip_synchronize")  # its own step is collective
             alone: Any = super(type(optimizer), optimizer) if wrapped else optimizer
             alone.step()
             if not optimizer.state:
@@ -177,7 +188,7 @@ def broadcast_optimizer_state(
             plan = _prepared(optimizer, cloudpickle.loads(data), tensors)
         except Exception as error:
             failure = error
-    # A rank that the state does not fit must not leave the others waiting for it.
+    # A rank with other parameters reports that first: if it raised alone, its peers would block.
     fits = allgather(torch.tensor([int(failure is None)]), name + ".fits", process_set).tolist()
     if failure is not None:
         raise failure
@@ -191,7 +202,7 @@ def broadcast_optimizer_state(
 
 
 def _leave_zeros(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
-    """Make the gradients zeros that are missing; all of them in exact mode, as Horovod does."""
+    """Set missing gradients to zeros; in exact mode all gradients, as Horovod does."""
     modules = (
         model.modules() if model is not None and isinstance(optimizer, torch.optim.SGD) else ()
     )
@@ -204,7 +215,7 @@ def _leave_zeros(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
 
 @dataclass(frozen=True)
 class _Blank:
-    """Stands for a tensor that travels by itself; `device` is None beside its parameter."""
+    """Placeholder for a tensor that is sent separately. `device` None: that of its parameter."""
 
     index: int
     shape: torch.Size
@@ -212,14 +223,15 @@ class _Blank:
     device: torch.device | None
 
 
-_Tensors = dict[int, Tensor]  # by the index of their blanks
+_Tensors = dict[int, Tensor]  # by the index of their placeholders
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What an optimizer holds, with blanks for its tensors.
+    """The content of an optimizer, with placeholders for its tensors.
 
-    `options` by group, `state` by the index of the parameter, `other` what state has besides.
+    `layout`: the parameters' shapes by group. `options`: by group. `state`: by parameter index.
+    `other`: entries of the state whose key is no parameter.
     """
 
     layout: list[list[torch.Size]]
@@ -237,12 +249,12 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _plan(optimizer: Optimizer, tensors: _Tensors) -> _Plan:
-    """Describe an optimizer, and put its tensors into `tensors`."""
+    """Return the plan of an optimizer, and put its tensors into `tensors`."""
 
     def blanked(values: Any, beside: Sequence[Tensor]) -> Any:
         def blank(tensor: Tensor) -> object:
             if tensor.layout != torch.strided:
-                return tensor.detach().cpu()  # by value: such state is rare
+                return tensor.detach().cpu()  # pickled by value, as such state is rare
             index = len(tensors)
             tensors[index] = tensor
             home = beside[0].device if beside else None
@@ -268,9 +280,10 @@ def _plan(optimizer: Optimizer, tensors: _Tensors) -> _Plan:
 
 
 def _prepared(optimizer: Optimizer, plan: _Plan, tensors: _Tensors) -> _Plan:
-    """Put tensors of this rank in the place of the blanks, and into `tensors`, to be filled.
+    """Return the plan with tensors of this rank for the placeholders, also put into `tensors`.
 
-    Raises ValueError where this rank has other parameters than the root.
+    The broadcast then fills them. Raises ValueError if this rank's parameters differ from the
+    root's.
     """
     _check_layout(plan.layout, _layout(optimizer))
 
@@ -279,6 +292,7 @@ def _prepared(optimizer: Optimizer, plan: _Plan, tensors: _Tensors) -> _Plan:
 
         def fill(blank: _Blank, own: object = None) -> Tensor:
             tensor = torch.empty(blank.shape, dtype=blank.dtype, device=blank.device or home)
+            # Write in place where possible: scripts may hold references to the state's tensors.
             if isinstance(own, Tensor) and _alike(own, tensor):
                 tensor = own
             tensors[blank.index] = tensor
@@ -330,7 +344,7 @@ def _check_layout(theirs: list[list[torch.Size]], own: list[list[torch.Size]]) -
 
 
 def _install(optimizer: Optimizer, plan: _Plan) -> None:
-    """Make the optimizer hold what the plan, by now with values, says."""
+    """Set the optimizer's options and state to those of a plan whose tensors are received."""
     for group, options in zip(optimizer.param_groups, plan.options, strict=True):
         group.update(options)
     state: dict[Any, Any] = {

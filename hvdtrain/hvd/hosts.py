@@ -1,4 +1,7 @@
-"""Horovod's `horovod.runner.common.util.hosts`: hosts, their slots, and the ranks in them."""
+"""Horovod's `horovod.runner.common.util.hosts`: hosts, their slots, and the ranks in them.
+
+For scripts that import it; nothing in hvdtrain uses it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 
 
 class HostInfo:
-    """A host and how many processes it takes."""
+    """A host and its number of process slots."""
 
     def __init__(self, hostname: str, slots: int) -> None:
         self.hostname = hostname
@@ -23,7 +26,7 @@ class HostInfo:
 
 @dataclass
 class SlotInfo:
-    """Where a rank runs, and its numbers."""
+    """A rank's host, and its global, local and cross numbers."""
 
     hostname: str
     rank: int
@@ -34,7 +37,7 @@ class SlotInfo:
     cross_size: int
 
     def to_response_string(self) -> str:
-        """Return the numbers as Horovod's rendezvous server answers them."""
+        """Return the numbers in the reply format of Horovod's rendezvous server."""
         numbers = (self.rank, self.size, self.local_rank, self.local_size, self.cross_rank)
         return ",".join(map(str, (*numbers, self.cross_size)))
 
@@ -50,7 +53,7 @@ def parse_host_files(filename: str) -> str:
 
 
 def parse_hosts_and_slots(hosts: str) -> tuple[list[str], dict[str, int]]:
-    """Return the names, and the slots by name, of "host:n,host:n". Raises ValueError for others."""
+    """Return the host names, and the slots by name, of "host:n,host:n". Raises ValueError."""
     pairs = [host.strip() for host in hosts.split(",")]
     if not all(re.match(r"^[\w.-]+:[0-9]+$", pair) for pair in pairs):
         raise ValueError(
@@ -68,9 +71,9 @@ def parse_hosts(hosts_string: str) -> list[HostInfo]:
 def get_host_assignments(
     hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None
 ) -> list[SlotInfo]:
-    """Fill the hosts with ranks, one host after another, up to `max_num_proc`.
+    """Assign ranks to slots, host after host, up to `max_num_proc`.
 
-    Raises ValueError where there is room for less than `min_num_proc`.
+    Raises ValueError if there are fewer slots than `min_num_proc`.
     """
     room = sum(host.slots for host in hosts)
     size = room if max_num_proc is None else min(room, max_num_proc)
@@ -86,6 +89,7 @@ def get_host_assignments(
             host.hostname,
             rank=sum(counts[:i]) + local_rank,
             local_rank=local_rank,
+            # The number of hosts before this one that have a process of this local rank.
             cross_rank=sum(n > local_rank for n in counts[:i]),
             size=size,
             local_size=counts[i],

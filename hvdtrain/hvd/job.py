@@ -1,7 +1,7 @@
-"""One function on several processes of this host, started by torch.distributed's own launcher.
+"""Call a function in several processes of this host, started by torch.distributed's launcher.
 
-What the processes are to call, and what they return or raise, goes through files in a temporary
-folder: `call`, and `RANK.result` or `RANK.error`.
+Used by `runner.run`. The processes receive the call and return its results in files of a temporary
+folder: `call`, then `RANK.result` or `RANK.error` of every rank.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import cloudpickle
 
 from hvdtrain.hvd.alias import install, installed
 
-# How long ranks that are asked to end, because another has failed, may take.
+# Once a rank has failed, the time between SIGTERM and SIGKILL for the other ranks.
 _SHUTDOWN_S = 5
-# How often a rank looks whether the process that wants its result still lives.
+# How often a rank checks that the process which started the job is alive.
 _PARENT_CHECK_S = 1.0
 
 
@@ -39,9 +39,9 @@ def run_job(
     output: str | None,
     variables: Mapping[str, str],
 ) -> list[Any]:
-    """Make the call (function, arguments, keywords) on every rank; return the results in order.
+    """Make the call (function, arguments, keywords) on every rank; return the results by rank.
 
-    `variables` are set for the ranks. See `hvdtrain.hvd.runner.run`.
+    `variables` are environment variables of the ranks. See `hvdtrain.hvd.runner.run`.
     """
     data = _dumps(call, "the function and its arguments")
     with _own_signals(), _folder() as folder:
@@ -54,7 +54,7 @@ def run_job(
 def _launch(
     folder: Path, num_proc: int, executable: str, output: str | None, variables: Mapping[str, str]
 ) -> None:
-    """Run the ranks to their end; what they return is in `folder` then."""
+    """Run the ranks until they exit; their results are then in `folder`. Raises RuntimeError."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -75,7 +75,7 @@ def _launch(
     command = ["-c", _start_text(), str(folder), str(os.getpid())]
     try:
         with _environment(variables), warnings.catch_warnings():
-            # The files of ranks that end well are left to the garbage collector.
+            # torch leaves the log files of successful ranks open, for the garbage collector.
             warnings.simplefilter("ignore", ResourceWarning)
             elastic_launch(config, executable)(*command)
     except ChildFailedError as error:
@@ -86,7 +86,7 @@ def _launch(
 
 
 def _start_text() -> str:
-    """What a rank is started with: this interpreter's path first, so that it finds what we do."""
+    """Return a rank's `python -c` program: it takes over our sys.path, then calls `_rank_main`."""
     paths = [os.path.abspath(path) for path in sys.path]
     return (
         f"import sys; sys.path[:] = {json.dumps(paths)}; "
@@ -95,7 +95,7 @@ def _start_text() -> str:
 
 
 def _rank_main(alias: bool) -> None:
-    """Be one rank: call what the folder holds, and leave there what came of it."""
+    """Run one rank: make the call that the folder holds, and write the result or error there."""
     folder, parent = Path(sys.argv[1]), int(sys.argv[2])
     sys.argv = [""]
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -115,23 +115,23 @@ def _rank_main(alias: bool) -> None:
 
 
 def _without_first_frame(error: BaseException) -> BaseException:
-    """Begin the traceback at the user's function, not at the line here that calls it."""
+    """Drop the traceback's first frame, of this file, so that it begins at the user's function."""
     trace = error.__traceback__
     return error.with_traceback(trace.tb_next or trace) if trace else error
 
 
 def _end_with(parent: int) -> None:
-    """End this rank where the process that started the job is gone: nobody waits for it then."""
+    """Kill this rank once the process that started the job has died. Runs in a daemon thread."""
     while os.getppid() == parent:
         time.sleep(_PARENT_CHECK_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _failure(folder: Path, codes: Mapping[int, int]) -> str:
-    """Tell which rank failed first, and of what."""
+    """Return which rank failed first, and its exit code, signal or traceback."""
     errors = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.error")}
     killed = {rank: code for rank, code in codes.items() if rank not in errors}
-    # The others are ended by SIGTERM; a rank that ended in another way is why they were.
+    # The launcher stops the other ranks by SIGTERM, so any other exit marks the rank that failed.
     first = min(killed, key=lambda rank: (killed[rank] == -signal.SIGTERM, rank), default=None)
     if first is not None and (not errors or killed[first] != -signal.SIGTERM):
         code = killed[first]
@@ -142,23 +142,23 @@ def _failure(folder: Path, codes: Mapping[int, int]) -> str:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write at once: a rank may be killed at any time."""
+    """Write a file atomically, since a rank may be killed at any time."""
     part = path.with_name(f"{path.name}.part")  # not matched by *.error
     part.write_bytes(data)
     part.replace(path)
 
 
 def _logs(folder: Path, num_proc: int, output: str | None) -> Any:
-    """Where the ranks' output goes: to ours, and to the folder `output` if there is one."""
+    """Return where torch sends the ranks' output: to ours, and to the folder `output` if given."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, Std
 
-    # With a folder of our own, or torch makes one that it leaves behind.
+    # Without a log_dir torch makes a temporary folder and never removes it.
     if output is None:
         return DefaultLogsSpecs(log_dir=str(folder / "logs"))
     target = Path(output)
 
     class Logs(DefaultLogsSpecs):
-        """Horovod's names for the files."""
+        """Names the files as Horovod does: rank.RANK/stdout and stderr."""
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             dest = super().reify(envs)
@@ -187,7 +187,7 @@ def _folder() -> Iterator[Path]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the ranks; ours are as before afterwards, whatever torch sets."""
+    """Set variables for the ranks; then restore our environment, whatever torch has set."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -200,7 +200,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Give back the signal handlers that torch's launcher takes, and send us what it caught."""
+    """Restore the signal handlers that torch's launcher replaces; resend the signal it caught."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -216,7 +216,7 @@ def _own_signals() -> Iterator[None]:
                 signal.signal(number, handler)
     if caught is not None:
         os.kill(os.getpid(), caught)
-        raise RuntimeError(f"the ranks were ended by {caught.name}")  # where ours goes on
+        raise RuntimeError(f"the ranks were ended by {caught.name}")  # if our handler returns
 
 
 def _dumps(value: object, what: str) -> bytes:

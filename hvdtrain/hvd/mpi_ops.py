@@ -1,4 +1,4 @@
-"""Every operation, under the names of `horovod.torch.mpi_ops`."""
+"""Every operation and query, under the names of `horovod.torch.mpi_ops`. For scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""DistributedOptimizer: any torch optimizer, stepping on gradients averaged over all ranks."""
+"""DistributedOptimizer: any torch optimizer, stepping on gradients averaged over all ranks.
+
+For scripts and the compat backend. It subclasses the optimizer's class at run time, as Horovod
+does, so that schedulers accept it; a reducer of `hvd.reducers` averages the gradients.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +51,10 @@ def DistributedOptimizer(
     """Return an optimizer of the same class, with the same parameter groups, state and defaults,
     whose `step` averages the gradients over all ranks first.
 
-    Not collective; the first `step` is where ranks with different parameters are told so. Gradients
-    of `backward_passes_per_step` passes are added up before they are averaged. `named_parameters`
-    name what belongs together, `groups` what is sent together; `op=Adasum` combines the updates
-    instead of the gradients. Raises ValueError for arguments that make no sense.
+    Not collective: the first `step` raises if the ranks' parameters differ. Gradients of
+    `backward_passes_per_step` passes are summed before they are averaged. Ranks match gradients by
+    the names in `named_parameters`; `groups` are sent together. `op=Adasum` combines the updates
+    instead of the gradients. Raises ValueError for invalid arguments.
     """
     if gradient_predivide_factor != 1.0 and op != AVERAGE:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
@@ -76,14 +80,15 @@ def DistributedOptimizer(
     if basics.is_exact:
         return cls(optimizer.param_groups, *how)
     wrapped: Any = object.__new__(cls)
-    # Not by the constructor: that would need arguments nobody has kept, and forget the state.
+    # The constructor would need arguments that are stored nowhere, and would drop the state.
+    # torch's schedulers put a `step` into the instance, which would hide the wrapper's.
     own = {key: value for key, value in vars(optimizer).items() if key != "step"}
     vars(wrapped).update(own)
     wrapped._begin(*how)
     return wrapped
 
 
-# What Horovod's class calls and ours does not: a subclass that overrides one would be ignored.
+# Methods that Horovod's class calls and ours does not: overriding one would have no effect.
 _NOT_CALLED = (
     "_allreduce_grad_async",
     "_grouped_allreduce_grad_async",
@@ -94,6 +99,7 @@ _NOT_CALLED = (
 
 
 def _refuse(self: Optimizer, names: str = "_register_hooks") -> NoReturn:
+    """Raise TypeError: a subclass relies on methods that only Horovod's class has."""
     raise TypeError(
         f"{type(self).__name__} overrides or calls {names} of Horovod's optimizer, which "
         "hvdtrain's does not have; give DistributedOptimizer a `compression`, or use real Horovod"
@@ -101,13 +107,13 @@ def _refuse(self: Optimizer, names: str = "_register_hooks") -> NoReturn:
 
 
 def _inner(optimizer: Optimizer) -> Any:
-    """Return the optimizer as an instance of the class that was wrapped."""
+    """Return a `super()` proxy to the methods of the class that was wrapped."""
     wrapping = [cls for cls in type(optimizer).__mro__ if "_begin" in vars(cls)]
     return super(wrapping[-1], optimizer)
 
 
 class _DistributedOptimizer(Optimizer):
-    """The body of the class that DistributedOptimizer makes for each optimizer class."""
+    """Template: DistributedOptimizer copies these attributes into a subclass of the optimizer's."""
 
     def __init__(
         self,
@@ -121,10 +127,10 @@ class _DistributedOptimizer(Optimizer):
         sparse_as_dense: bool = False,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        """Horovod's constructor, for those who make such a class themselves, as it does:
+        """Construct as Horovod does, for scripts that make such a class themselves:
         `type(name, (torch.optim.SGD,), dict(_DistributedOptimizer.__dict__))(params, ...)`.
 
-        Raises TypeError for a class whose overrides would have no effect.
+        Raises TypeError if the class wraps no optimizer, or has overrides without effect.
         """
         own = type(self)
         ignored = [name for name in _NOT_CALLED if getattr(own, name, _refuse) is not _refuse]
@@ -152,6 +158,7 @@ class _DistributedOptimizer(Optimizer):
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
+        """Set up the averaging: the recipe, and with several ranks a reducer and its hooks."""
         names = _names(self, named_parameters)
         exact = basics.is_exact
         recipe = Recipe(
@@ -175,29 +182,30 @@ class _DistributedOptimizer(Optimizer):
         self._reducer: Reducer | None = None
         for group in self.param_groups:
             for p in group["params"]:
-                if p.requires_grad or not exact:  # Horovod never averages what is thawed later
+                if p.requires_grad or not exact:  # Horovod never averages one unfrozen later
                     recipe.names.append(names[p])
                     recipe.params.append(p)
+        # An elastic job may begin with one rank and grow.
         many = basics.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
         if recipe.process_set.included() and many:
             self._reducer = reducers.make(recipe)
             self._reducer.watch()
 
-    # What scripts read of Horovod's optimizer. Assigning raises, as it would have no effect.
+    # Attributes of Horovod's optimizer that scripts read. Read-only: a new value has no effect.
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many backward passes are added up before gradients are averaged."""
+        """The number of backward passes whose gradients are summed before they are averaged."""
         return self._recipe.passes
 
     @property
     def op(self) -> int:
-        """The reduction: hvd.Average unless another was asked for."""
+        """The reduction, hvd.Average by default."""
         return self._recipe.op
 
     @property
     def gradient_predivide_factor(self) -> float:
-        """What gradients are divided by before the sum."""
+        """The divisor of gradients before the sum."""
         return self._predivide
 
     @property
@@ -207,7 +215,7 @@ class _DistributedOptimizer(Optimizer):
 
     @property
     def process_set(self) -> ProcessSet:
-        """The ranks that average."""
+        """The process set whose ranks average their gradients."""
         return self._recipe.process_set
 
     @property
@@ -220,26 +228,26 @@ class _DistributedOptimizer(Optimizer):
 
     @property
     def _allreduce_delay(self) -> Mapping[Tensor, int]:
-        """How many backward passes of each parameter are left until it is averaged."""
+        """The number of backward passes of each parameter until it is averaged."""
         left = dict.fromkeys(self._parameter_names, self._recipe.passes)
         return MappingProxyType(left | (self._reducer.delays() if self._reducer else {}))
 
     @property
     def _handles(self) -> Mapping[Tensor, tuple[None, None]]:
-        """The parameters with gradients that wait to be averaged; a bucket has no handle."""
+        """The parameters whose gradients are not averaged yet. A bucket has no handle."""
         left = self._reducer.delays() if self._reducer is not None else {}
         waiting = (p for p, passes in left.items() if passes != self._recipe.passes)
         return MappingProxyType(dict.fromkeys(waiting, (None, None)))
 
-    _register_hooks = _refuse  # what a subclass calls whose constructor follows Horovod's
+    _register_hooks = _refuse  # called by subclasses that copy Horovod's constructor
 
     @staticmethod
     def find_duplicates(lst: Iterable[Any]) -> set[Any]:
-        """Return what is in it more than once."""
+        """Return the items that occur more than once."""
         return {item for item, count in Counter(lst).items() if count > 1}
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many backward passes are added up, from this step on."""
+        """Change the number of backward passes per step, from this step on."""
         self._recipe.passes = passes
         if self._reducer is not None:
             self._reducer.expect(passes)
@@ -247,8 +255,8 @@ class _DistributedOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Average the gradients, in place: `p.grad` stays the same tensor. Collective.
 
-        A parameter without a gradient takes part with zeros. Raises HorovodInternalError where a
-        peer has gone.
+        A parameter without a gradient contributes zeros. Raises HorovodInternalError if a peer is
+        lost.
         """
         if self._reducer is not None:
             self._reducer.synchronize()
@@ -256,7 +264,7 @@ class _DistributedOptimizer(Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let `step` not average: `synchronize` was called already."""
+        """Make `step` inside the block not average, because `synchronize` was called already."""
         self._should_synchronize = False
         try:
             yield
@@ -266,7 +274,7 @@ class _DistributedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients, unless inside `skip_synchronize`, and step. Collective.
 
-        A closure is called after the averaging; its gradients are this rank's own.
+        A closure runs after the averaging, so gradients that it computes are not averaged.
         """
         inner = _inner(self).step
         if self._should_synchronize:
@@ -276,20 +284,20 @@ class _DistributedOptimizer(Optimizer):
         self._synchronized = False
         return inner(closure) if closure is not None else inner()
 
-    # torch would wrap a method of a new class so that step hooks run, and the inner one has hooks.
+    # torch wraps each class's `step` to run step hooks; the inner `step` runs them already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients. Raises AssertionError while some wait to be averaged."""
+        """Zero the gradients. Raises AssertionError while some are computed but not averaged."""
         if self._reducer is not None and self._reducer.active:
             raise AssertionError(_ZERO_GRAD_TOO_EARLY)
         _inner(self).zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters. The next step averages them too, with all ranks' agreement."""
+        """Add parameters, the same on all ranks. The next step averages them too."""
         _inner(self).add_param_group(param_group)
         if "_recipe" not in vars(self) or basics.is_exact:
-            return  # Horovod never averages what is added later
+            return  # inside the constructor; or exact, as Horovod never averages later parameters
         known = set(self._recipe.params)
         for p in self.param_groups[-1]["params"]:
             if p not in known:
@@ -301,7 +309,7 @@ class _DistributedOptimizer(Optimizer):
             self._reducer.watch()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the inner optimizer's state; what was computed for this step is dropped."""
+        """Load the inner optimizer's state, and discard this step's backward passes."""
         if self._reducer is not None:
             self._reducer.reset()
         self._synchronized = False
@@ -311,7 +319,7 @@ class _DistributedOptimizer(Optimizer):
     def __reduce__(self) -> tuple[Any, ...]:
         recipe = self._recipe
         groups = recipe.groups
-        if isinstance(groups, list):
+        if isinstance(groups, list):  # of names; DistributedOptimizer takes parameters
             by_name = {name: p for p, name in self._parameter_names.items()}
             groups = [[by_name[name] for name in group] for group in groups]  # type: ignore[misc]
         arguments = {
@@ -328,7 +336,7 @@ class _DistributedOptimizer(Optimizer):
 
 
 def _restore(cls: type[Optimizer], state: dict[str, Any], arguments: dict[str, Any]) -> Any:
-    """Undo `__reduce__`: wrapped again where `hvd.init` has been called, else as it was before."""
+    """Undo `__reduce__`: wrap the optimizer again if hvd is initialised, else return it plain."""
     optimizer = cls.__new__(cls)
     optimizer.__setstate__(state)
     if not basics.is_initialized():
@@ -341,6 +349,7 @@ def _restore(cls: type[Optimizer], state: dict[str, Any], arguments: dict[str, A
 def _names(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> dict[Tensor, str]:
+    """Return the name of every parameter. Raises ValueError if one is missing or repeated."""
     mine = [
         (f"allreduce.noname.{i}.{j}", p)
         for i, group in enumerate(optimizer.param_groups)
@@ -371,6 +380,7 @@ def _names(
 
 
 def _groups(groups: Any, names: dict[Tensor, str]) -> int | list[list[str]]:
+    """Return the number of groups, or their parameters' names. Raises ValueError."""
     if groups is None:
         return []
     if not isinstance(groups, list):

@@ -1,4 +1,7 @@
-"""Process sets: operations among some of the ranks. Horovod's `common.process_sets`."""
+"""Process sets: operations among some of the ranks. Horovod's `common.process_sets`.
+
+Used by `basics` and by every operation. Registration is collective, and rank 0 assigns the id.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,15 @@ _NOT_DYNAMIC = (
 
 
 class ProcessSet:
-    """Some ranks, in ascending order. It can be used once it is registered: see `init` and
-    `add_process_set`.
-    """
+    """Some ranks, in ascending order. Usable once registered by `init` or `add_process_set`."""
 
     process_set_id: int | None = None
     ranks: list[int] | None = None
     mpi_comm: Any = None
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
-        """Describe a set. Not collective. Raises ValueError for what is not a list of ranks."""
-        if hasattr(ranks_or_comm, "Get_rank"):
+        """Describe a set. Not collective. Raises ValueError for anything but ranks or a Comm."""
+        if hasattr(ranks_or_comm, "Get_rank"):  # an mpi4py communicator
             self.mpi_comm = ranks_or_comm
             return
         if isinstance(ranks_or_comm, str) or not isinstance(ranks_or_comm, Iterable):
@@ -44,22 +45,22 @@ class ProcessSet:
         return basics._process_set_size(self.process_set_id)
 
     def rank(self) -> int | None:
-        """Return this process's number in the set; None before the set is registered.
+        """Return this process's rank in the set; None before the set is registered.
 
-        Raises ValueError where this process is not in the set.
+        Raises ValueError if this process is not in the set.
         """
         if self.process_set_id is None:
             return None
         return basics._process_set_rank(self.process_set_id)
 
     def included(self) -> bool | None:
-        """Return whether this process is in the set; None where its ranks are not known yet."""
+        """Return whether this process is in the set; None while the set has no list of ranks."""
         if self.ranks is None:
             return None
         return basics.rank() in self.ranks
 
     def __reduce__(self) -> Any:
-        if self is global_process_set:
+        if self is global_process_set:  # operations compare it by identity
             return "global_process_set"
         return ProcessSet, (self.ranks,), vars(self)
 
@@ -76,16 +77,16 @@ _NOT_RANKS = (
 
 global_process_set = ProcessSet([])
 global_process_set.process_set_id = GLOBAL_SET
-global_process_set.ranks = None
+global_process_set.ranks = None  # until `begin` knows the world
 
 _registered: dict[int, ProcessSet] = {}
-_requests = 0  # numbers the collective requests, in program order
+_requests = 0  # number of collective requests; makes their names, equal on all ranks
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a set, and return it. Collective over all ranks, members or not.
 
-    Raises ValueError unless process sets are dynamic, and for ranks that are a set already.
+    Raises ValueError unless process sets are dynamic, and if a set of the same ranks exists.
     """
     engine = basics._engine_or_raise()
     if not engine.settings.dynamic_process_sets:
@@ -102,8 +103,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a set; False where it was not registered, or is the global one. Collective over all
-    ranks. Raises ValueError unless process sets are dynamic.
+    """Deregister a set; return False if it is not registered, or the global one.
+
+    Collective over all ranks. Raises ValueError unless process sets are dynamic.
     """
     engine = basics._engine_or_raise()
     if not engine.settings.dynamic_process_sets:
@@ -118,7 +120,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def check(process_sets: Any) -> None:
-    """Refuse what `init` cannot take as process sets, before anything is begun."""
+    """Raise for process sets that `init` cannot accept, before it connects to other ranks."""
     if process_sets is None or isinstance(process_sets, str):
         if process_sets not in (None, "dynamic"):
             raise ValueError(f"process_sets={process_sets!r}: None, a list, or 'dynamic'")
@@ -137,6 +139,7 @@ def begin(own: HorovodBasics, process_sets: Any) -> None:
     engine = own.engine
     global_process_set.ranks = list(engine.sets[GLOBAL_SET])
     global_process_set.process_set_id = GLOBAL_SET
+    # Every rank sent the sets that it was given when it connected.
     told = [person["sets"] for person in engine.people]
     if any(sets != told[0] for sets in told):
         raise ValueError(

@@ -1,4 +1,7 @@
-"""`run(func)`: a function on several processes of this host, as `horovod.run` does it."""
+"""`run(func)`: call a function in several processes of this host, as `horovod.run` does.
+
+For scripts, also as `hvdtrain.run`. This file checks Horovod's arguments; `job` runs the processes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ T = TypeVar("T")
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
-# The arguments that change nothing on one host, and those that ask for what is not here.
+# Arguments without effect on one host, and those of elastic jobs, which `run` does not support.
 _IDLE = ("slots", "start_timeout", "ssh_port", "ssh_identity_file", "disable_cache", "mpi_args")
 _ELASTIC = (
     "min_num_proc",
@@ -57,26 +60,27 @@ def run(
 ) -> list[T]:
     """Call `func(*args, **kwargs)` in `num_proc` new processes; return the results in rank order.
 
-    The processes run on this host and `func` calls `hvd.init()` itself. Function, arguments and
-    results go through cloudpickle, so closures and lambdas do. `hosts` and `hostfile` may name this
-    host only; what asks for other hosts, an elastic job or MPI raises ValueError, and what has no
-    meaning on one host is warned about. `output_filename` is a folder, which also gets the output:
+    The processes run on this host, and `func` calls `hvd.init()` itself. Function, arguments and
+    results are sent with cloudpickle, so closures and lambdas work. Arguments for other hosts, an
+    elastic job or MPI raise ValueError, so `hosts` and `hostfile` may name this host only; those
+    without effect on one host warn. `output_filename` is a folder that also receives the output, as
     `rank.RANK/stdout` and `stderr`. `executable` is the Python to run.
 
-    Raises RuntimeError, with the traceback of the rank that failed first, if one fails: the others
-    are ended. No process is left behind.
+    Raises RuntimeError with the traceback of the first rank to fail, and stops the other ranks. No
+    process outlives the call.
     """
     if network_interface:
         network_interfaces = network_interface.split(",")
     num_proc = num_proc if np is None else np
     min_num_proc = min_num_proc if min_np is None else min_np
     max_num_proc = max_num_proc if max_np is None else max_np
+    # Before any other variable is assigned: until here locals() are the arguments.
     given = {name: value for name, value in locals().items() if value is not None}
     _check(given)
     _check_slots(num_proc, hosts, hostfile)
     interfaces = ",".join(network_interfaces or ())
     variables = {}
-    if interfaces:
+    if interfaces:  # Gloo and NCCL read them from the environment
         variables = {"GLOO_SOCKET_IFNAME": interfaces, "NCCL_SOCKET_IFNAME": interfaces}
     if verbose:
         print(f"hvdtrain.run: starting {num_proc} processes on this host", file=sys.stderr)
@@ -85,7 +89,7 @@ def run(
 
 
 def _check(given: Mapping[str, Any]) -> None:
-    """Refuse or warn about the arguments that do not apply; `given` has those that are not None."""
+    """Raise ValueError or warn for arguments that do not apply. `given`: all that are not None."""
     renamed = {"network_interface": "network_interfaces", "np": "num_proc"}
     renamed |= {"min_np": "min_num_proc", "max_np": "max_num_proc"}
     for old, new in renamed.items():
@@ -116,7 +120,7 @@ def _warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _check_slots(num_proc: int, hosts: str | None, hostfile: str | None) -> None:
-    """Make sure that the hosts named, if any, are this one, with room for all processes."""
+    """Raise ValueError unless the named hosts, if any, are this one and have enough slots."""
     if hosts is None and hostfile is None:
         return
     named = hosts.split(",") if hosts is not None else _read_hosts(Path(str(hostfile)))
@@ -141,7 +145,7 @@ def _check_slots(num_proc: int, hosts: str | None, hostfile: str | None) -> None
 
 
 def _read_hosts(hostfile: Path) -> Iterator[str]:
-    """Read lines of "host slots=2" as "host:2"."""
+    """Yield "host:2" for every line "host slots=2"; a host without slots has one."""
     for line in hostfile.read_text().splitlines():
         name, _, slots = line.partition("#")[0].strip().partition(" ")
         if name:

@@ -1,4 +1,8 @@
-"""Batch normalization over the batches of all ranks."""
+"""SyncBatchNorm: batch normalization over the batches of all ranks.
+
+For scripts. Forward all-gathers each rank's count, mean and squared deviations per channel, and
+merges them; backward sums two gradient moments per channel over all ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,12 @@ from hvdtrain.hvd.mpi_ops import Sum, allgather_async, allreduce_async, size, sy
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Normalizes as if all ranks' batches were one. Collective wherever it uses batch statistics:
+    """Normalizes as if all ranks' batches were one. Collective whenever it uses batch statistics:
     in training, and in eval mode without running statistics.
 
     Input of shape (N, C, ...), on any device, of any floating dtype; statistics are computed in
-    float32 at least. Ranks may have different numbers of samples, also none. The gradients of
-    weight and bias are this rank's part, which the optimizer combines.
+    float32 at least. Ranks may have different numbers of samples, even zero. The gradients of
+    weight and bias are this rank's share, which the optimizer combines.
     """
 
     _site: _Site | None = None
@@ -37,7 +41,7 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_site": None}  # a copy is a module of its own
+        return {**self.__dict__, "_site": None}  # a copy is another module, with other names
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize. Raises ValueError for an input that is not (N, num_features, ...)."""
@@ -73,6 +77,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected {self.num_features} channels (got {input.size(1)})")
 
     def _own_site(self) -> _Site:
+        """Return the names of this module's operations; new ones after each `init`."""
         if self._site is None or self._site.generation != basics._generation:
             self._site = _Site.next()
         return self._site
@@ -80,10 +85,11 @@ class SyncBatchNorm(_BatchNorm):
 
 @dataclass
 class _Site:
-    """A module's names for its operations.
+    """The names of one module's operations.
 
-    Modules are numbered in the order in which they first communicate, which is the same on all
-    ranks, unlike that of their construction; anew after each `init`, for ranks that are new then.
+    Modules are numbered in the order of their first communication, which is the same on all ranks;
+    the order of construction need not be. Each `init` restarts the numbers, since ranks that are
+    new then start at 0.
     """
 
     generation: int
@@ -103,8 +109,8 @@ class _Site:
         return f"sync_batch_norm.{self.number}.statistics"
 
     def begin_call(self) -> str:
-        """Return the name for a call's gradients, unlike those of calls whose are to come yet."""
-        # Graphs that are dropped leave `pending` too high; the number of names stays bounded.
+        """Return a name for this call's gradients that no call with a pending backward has."""
+        # A graph that is dropped leaves `pending` too high; the modulo bounds the number of names.
         self.calls = (self.calls + 1) % 256 if self.pending else 0
         self.pending += 1
         return f"sync_batch_norm.{self.number}.gradients.{self.calls}"
@@ -117,7 +123,7 @@ _last = (0, -1)
 
 
 class _Normalize(torch.autograd.Function):
-    """Also returns the mean and the unbiased variance, which are not differentiable."""
+    """Returns the output, and the mean and unbiased variance, which are not differentiable."""
 
     @staticmethod
     def forward(
@@ -148,13 +154,15 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         input, weight, mean, invstd, count = ctx.saved_tensors
-        if not ctx.ended:  # and not a second time through a graph that is kept
+        if not ctx.ended:  # not again if backward repeats on a retained graph
             ctx.site.end_call()
             ctx.ended = True
         dy, deviation = _wide(grad_output), _wide(input) - _by_channel(mean, input)
         sum_dy, sum_dy_dev = _over_batch(dy), _over_batch(dy * deviation)
         grad_input, grad_weight, grad_bias = None, None, None
         if ctx.needs_input_grad[0]:
+            # The gradient of batch normalization (Ioffe and Szegedy, 2015) needs two means over the
+            # whole batch, so over all ranks. Those of weight and bias remain this rank's share.
             sums = torch.stack([sum_dy, sum_dy_dev]).double()
             handle = allreduce_async(sums, name=ctx.name, op=Sum)
             all_dy, all_dy_dev = (synchronize(handle) / count.clamp(min=1)).to(dy.dtype)
@@ -169,8 +177,8 @@ class _Normalize(torch.autograd.Function):
 
 
 def _combined(x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of values in a channel, their mean and the sum of the squared deviations
-    from it, over all ranks.
+    """Return, over all ranks, the number of values per channel, their mean and their sum of squared
+    deviations. Collective.
     """
     count = x.numel() // x.size(1)
     if count:
@@ -181,6 +189,7 @@ def _combined(x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
     mine = torch.stack([torch.full_like(mean, count), mean, squares]).double()
     handle = allgather_async(mine.unsqueeze(0), name=name)
     counts, means, parts = synchronize(handle).unbind(1)  # each by rank and channel
+    # Chan, Golub and LeVeque's parallel variance (1979): E[x^2] - mean^2 would cancel digits.
     total = counts.sum(0)
     mean = (counts * means).sum(0) / total.clamp(min=1)
     squares = (parts + counts * (means - mean).square()).sum(0)
@@ -188,7 +197,7 @@ def _combined(x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _wide(t: Tensor) -> Tensor:
-    """Widen to the precision of statistics."""
+    """Return `t` in the precision of the statistics: float64, else float32."""
     return t if t.dtype == torch.float64 else t.float()
 
 
@@ -201,7 +210,7 @@ def _over_batch(x: Tensor) -> Tensor:
 
 
 def _by_channel(values: Tensor, x: Tensor) -> Tensor:
-    """Shape a vector with a value for each channel so that it goes with `x`."""
+    """Reshape a vector of one value per channel so that it broadcasts over `x`."""
     return values.to(_wide(x).dtype).view([-1 if dim == 1 else 1 for dim in range(x.dim())])
 
 

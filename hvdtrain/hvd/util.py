@@ -1,4 +1,4 @@
-"""What scripts import from `horovod.common.util`."""
+"""Helpers that scripts import from `horovod.common.util`."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from hvdtrain.hvd.basics import basics
 T = TypeVar("T")
 
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]
-_HERE = "torch"
+_HERE = "torch"  # the only framework that is supported
 
 
 def get_ext_suffix() -> str:
-    """Return what the file names of compiled modules end with, such as ".cpython-311-x.so"."""
+    """Return the file name suffix of compiled modules, such as ".cpython-311-x.so"."""
     return sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 
 
 def get_extension_full_path(pkg_path: str, *args: str) -> str:
-    """Return the path of a compiled module: beside the file `pkg_path`, under folders `args`."""
+    """Return a compiled module's path: `args`, folders and a name, beside the file `pkg_path`."""
     *folders, name = args
     return os.path.join(os.path.dirname(pkg_path), *folders, name + get_ext_suffix())
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Raise ImportError unless there is Horovod for this framework: "horovod.torch" there is.
+    """Raise ImportError unless the extension is PyTorch's, such as "horovod.torch".
 
-    Nothing is compiled, so that no file is looked for.
+    Nothing is compiled, so no file is searched for.
     """
     if ext_name.rpartition(".")[2] != _HERE:
         raise ImportError(f"Extension {ext_name} has not been built: hvdtrain is for PyTorch only")
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether there is Horovod for "tensorflow", "torch" or "mxnet"."""
+    """Return whether "tensorflow", "torch" or "mxnet" is supported: only "torch" is."""
     available = ext_base_name == _HERE
     if verbose:
         print(f"Extension {ext_base_name} {'was' if available else 'was NOT'} built.")
@@ -49,12 +49,12 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether there is a GPU for this framework, without initialising CUDA."""
+    """Return whether the framework is torch and finds a GPU, without initialising CUDA."""
     return extension_available(ext_base_name, verbose) and torch.cuda.device_count() > 0
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Return False: MPI carries no operation here."""
+    """Return False: this engine has no MPI controller."""
     return basics.mpi_built()
 
 
@@ -64,7 +64,7 @@ def gloo_built(verbose: bool = False) -> bool:
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """Return the version code of torch's NCCL; 0 where torch has none."""
+    """Return the version code of torch's NCCL; 0 if torch has none."""
     return basics.nccl_built()
 
 
@@ -80,7 +80,7 @@ def ccl_built(verbose: bool = False) -> bool:
 
 @contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Set environment variables for the time of a block; a value of None leaves one as it is."""
+    """Set environment variables inside a block, then restore them; None leaves one unchanged."""
     new = {name: value for name, value in kwargs.items() if value is not None}
     before = {name: os.environ.get(name) for name in new}
     os.environ.update(new)
@@ -97,9 +97,9 @@ def env(**kwargs: str | None) -> Iterator[None]:
 def get_average_backwards_compatibility_fun(
     reduce_ops: Any,
 ) -> Callable[[Any, bool | None], Any]:
-    """Return the function of `op` and the old `average` that returns the reduction they mean.
+    """Return a function of `op` and the deprecated `average` that returns the reduction.
 
-    It raises ValueError where both are given, and warns of `average`.
+    It raises ValueError if both are given, and warns if `average` is.
     """
 
     def choose(op: Any, average: bool | None) -> Any:
@@ -120,7 +120,7 @@ def get_average_backwards_compatibility_fun(
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Return whether a number is a power of two, as Adasum needs it of the number of ranks."""
+    """Return whether a number of ranks is a power of two, as Adasum requires."""
     return num_rank > 0 and num_rank.bit_count() == 1
 
 
@@ -134,11 +134,11 @@ def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741
 def check_installed_version(
     name: str, version: str, exception: BaseException | None = None
 ) -> None:
-    """Do nothing: what is not compiled is for any version of a framework."""
+    """Do nothing: without compiled code, any version of a framework fits."""
 
 
 def is_iterable(x: object) -> bool:
-    """Return whether `iter` takes it."""
+    """Return whether `iter` accepts the object."""
     try:
         iter(x)  # type: ignore[call-overload]
     except TypeError:
@@ -147,7 +147,7 @@ def is_iterable(x: object) -> bool:
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Compare versions. Raises ValueError unless both are text, `target` with three parts."""
+    """Return whether `ver` >= `target`. Raises ValueError unless `target` is major.minor.patch."""
     if not (isinstance(ver, str) and isinstance(target, str)):
         raise ValueError(f"This function only accepts string arguments: {ver!r}, {target!r}")
     if target.count(".") != 2:

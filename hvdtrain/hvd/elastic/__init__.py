@@ -1,5 +1,6 @@
-"""The names of `horovod.torch.elastic`. `state` and `sampler` are its submodules, as there;
-`common` is `horovod.common.elastic`.
+"""The names of `horovod.torch.elastic`, for scripts.
+
+`state` and `sampler` are submodules, as in Horovod; `common` is `horovod.common.elastic`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ S = TypeVar("S", bound=State)
 
 
 def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Make `func(state, ...)` survive failures and changes of the world. Collective when called.
+    """Wrap `func(state, ...)` so that it survives failures and changes of the world.
 
-    The state is synchronised first, so nothing before it may be collective but what every rank
-    does at its start. HorovodInternalError restores the last commit, HostsUpdatedInterrupt keeps
-    the state; both make the world anew, run the state's reset callbacks, and call `func` again.
-    Any other error is raised.
+    The wrapper is collective. It first synchronises the state, so before it a script may only make
+    collectives that every rank makes at its start. HorovodInternalError restores the last commit,
+    HostsUpdatedInterrupt keeps the state; both shut hvd down and initialise it again, run the
+    state's reset callbacks, and call `func` again. Any other error is raised.
     """
     return run_fn(func, _reset)
 

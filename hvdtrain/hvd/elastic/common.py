@@ -1,10 +1,12 @@
-"""The names of `horovod.common.elastic`: states, the loop that tries again, and news of hosts.
+"""The names of `horovod.common.elastic`: states, the retry loop, and notifications of host changes.
 
-A source of news about hosts (a driver, a scheduler's notice) needs one call, on rank 0 and from any
-thread: `notification_manager.handle_hosts_updated(timestamp, HostUpdateResult.added)`. It reaches
-every state that a decorated function is running with; the next `commit()` or
-`check_host_updates()` tells all ranks, which then raise HostsUpdatedInterrupt together. The loop
-leaves the world, enters it anew by `reset`, and goes on.
+Used by `hvd.elastic`, and by a source of notifications (a driver, a scheduler), which makes one
+call on rank 0, from any thread: `notification_manager.handle_hosts_updated(timestamp, added)`.
+
+    source -> rank 0     handle_hosts_updated() queues the update in every running `State`
+    rank 0 -> all ranks  commit() or check_host_updates() broadcasts the queued updates
+    all ranks            raise HostsUpdatedInterrupt together
+    all ranks            the loop of `run_fn` calls `reset`, syncs the state, and calls `func` again
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _log = logging.getLogger("hvdtrain")
 
 
 class HostUpdateResult(IntFlag):
-    """What a change of hosts consists of."""
+    """The kind of a change of hosts."""
 
     no_update = 0
     removed = 1
@@ -47,14 +49,14 @@ class HostUpdateResult(IntFlag):
 
 
 class Listener(Protocol):
-    """What is told of changes: every `State` is one."""
+    """A receiver of host updates, such as every `State`."""
 
     def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Take note of a change. Called from the thread of the source."""
+        """Record a change. Called from the thread of the source."""
 
 
 class WorkerNotificationManager:
-    """Hands news of hosts to the states that are in use. Thread-safe."""
+    """Forwards host updates to the registered listeners. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,10 +71,10 @@ class WorkerNotificationManager:
         hostname: str | None = None,
         local_rank: int | None = None,
     ) -> None:
-        """Get ready. Nothing is started: a source just calls `handle_hosts_updated`.
+        """Check the arguments; start nothing, since a source just calls `handle_hosts_updated`.
 
         Raises NotImplementedError for the address of Horovod's own elastic driver, and warns once
-        under one.
+        if HOROVOD_ELASTIC=1 shows that one started this process.
         """
         if os.environ.get("HOROVOD_ELASTIC") == "1" and not self._warned:
             self._warned = True
@@ -84,22 +86,23 @@ class WorkerNotificationManager:
             )
 
     def register_listener(self, listener: Listener) -> None:
-        """Tell `listener` of every change from now on."""
+        """Forward every later change to `listener`."""
         with self._lock:
             self._listeners.add(listener)
 
     def remove_listener(self, listener: Listener) -> None:
-        """Tell `listener` no more."""
+        """Stop forwarding changes to `listener`."""
         with self._lock:
             self._listeners.remove(listener)
 
     def handle_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Report a change of hosts. Only what rank 0 is told counts.
+        """Report a change of hosts. Only reports on rank 0 have an effect.
 
         A change counts if its `timestamp`, in seconds, is later than that of the last one.
         """
         with self._lock:
             listeners = list(self._listeners)
+        # Not under the lock, since a listener may register or remove one.
         for listener in listeners:
             listener.on_hosts_updated(timestamp, update_res)
 
@@ -108,7 +111,7 @@ notification_manager = WorkerNotificationManager()
 
 
 class State:
-    """What elastic training keeps alive over a reset. Override save, restore, sync and reset.
+    """The state that elastic training keeps across resets. Override save, restore, sync and reset.
 
     `bcast_object(obj)` returns rank 0's object on every rank, `get_rank()` this process's rank.
     """
@@ -122,32 +125,32 @@ class State:
         self._reset_callbacks: list[Callable[[], object]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Call these, in this order, after every reset: to scale a learning rate, for example."""
+        """Add callbacks to run after every reset, in order: to scale a learning rate, say."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Take note of the new world: drop old news of hosts, `reset()`, run the callbacks."""
+        """Adapt to the new world: drop queued host updates, call `reset()`, run the callbacks."""
         self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Keep the news for the next `check_host_updates`. Not collective; from any thread."""
+        """Queue the update for the next `check_host_updates`. Not collective; from any thread."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state, to come back to after a failure, and check for changes of hosts.
+        """Save the state, which a failure restores, and check for changes of hosts.
 
-        Collective. Raises HostsUpdatedInterrupt on all ranks if rank 0 was told of a change.
+        Collective. Raises HostsUpdatedInterrupt on all ranks if rank 0 has a queued update.
         """
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Learn from rank 0 whether hosts have changed. Collective.
+        """Broadcast rank 0's queued host updates. Collective.
 
-        Raises HostsUpdatedInterrupt on all ranks if so.
+        Raises HostsUpdatedInterrupt on all ranks if there are any.
         """
         seen = latest = self._last_updated_timestamp
         change = HostUpdateResult.no_update
@@ -156,22 +159,22 @@ class State:
             if timestamp > latest:
                 latest = timestamp
                 change |= update
-        # Rank 0's `seen` too: a rank that came later has seen nothing yet.
+        # Rank 0's `seen` is sent too: a rank that started later has no timestamp yet.
         seen, latest, change = self._bcast_object((seen, latest, change))
         self._last_updated_timestamp = latest
         if latest > seen:
             raise HostsUpdatedInterrupt(change == HostUpdateResult.removed)
 
     def save(self) -> None:
-        """Keep a copy of the state in this process's memory. Not collective."""
+        """Store a copy of the state in this process's memory. Not collective."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to what was saved last. Not collective."""
+        """Restore the copy that was saved last. Not collective."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make the state of rank 0 that of every rank. Collective."""
+        """Overwrite every rank's state with rank 0's. Collective."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -181,8 +184,8 @@ class State:
 class ObjectState(State):
     """A state of plain picklable objects, one attribute for each keyword.
 
-    Objects are saved by reference, as in Horovod: change an attribute by assigning to it, for what
-    is changed inside a list or dict is not undone by `restore()`.
+    Objects are saved by reference, as in Horovod: change an attribute by assigning to it, since
+    `restore()` does not undo a change inside a list or dict.
     """
 
     def __init__(
@@ -197,14 +200,14 @@ class ObjectState(State):
         self._saved_state = {name: getattr(self, name) for name in self._saved_state}
 
     def restore(self) -> None:
-        """Set the attributes to what was saved last. Not collective."""
+        """Set the attributes to the values saved last. Not collective."""
         self._set_attrs()
 
     def sync(self) -> None:
-        """Make rank 0's attributes those of every rank, and save them. Collective.
+        """Overwrite every rank's attributes with rank 0's, and save them. Collective.
 
-        They are the present ones, where Horovod takes those saved last and so loses what changed
-        between a commit and a change of hosts.
+        Sends the current values. Horovod sends those saved last, and so loses what changed between
+        a commit and a change of hosts.
         """
         if self._saved_state:
             self.save()
@@ -219,11 +222,11 @@ class ObjectState(State):
 def run_fn(
     func: Callable[Concatenate[S, P], T], reset: Callable[[], object]
 ) -> Callable[Concatenate[S, P], T]:
-    """Make `func(state, ...)` survive failures and changes of the world; `reset` enters a new one.
+    """Wrap `func(state, ...)` so that it survives failures and changes of the world.
 
-    The returned function is collective. HorovodInternalError goes back to the last commit, for as
-    often as it is raised; HostsUpdatedInterrupt goes on from where it is. Any other error is
-    raised.
+    The wrapper is collective. HorovodInternalError restores the last commit, however often it is
+    raised; HostsUpdatedInterrupt keeps the current state. After both, `reset` enters a new world,
+    and `func` is called again. Any other error is raised.
     """
 
     @functools.wraps(func)
@@ -231,7 +234,7 @@ def run_fn(
         notification_manager.init()
         notification_manager.register_listener(state)
         try:
-            in_step = False
+            in_step = False  # whether all ranks have the same state, so that no sync is needed
             while True:
                 try:
                     if not in_step:

@@ -1,4 +1,4 @@
-"""A sampler that divides what is left of an epoch among however many ranks there are."""
+"""ElasticSampler: divides the rest of an epoch among the current ranks. For elastic scripts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hvdtrain.hvd.mpi_ops import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """This rank's share of the indices of a dataset of constant size. The order is Horovod's own.
+    """This rank's share of the indices of a dataset of constant size, in Horovod's order.
 
     Put it into a `TorchState`, call `record_batch` after every batch, and `set_epoch` at the end of
-    an epoch: after a reset the samples not yet seen in it are divided among the new ranks. The last
-    round is filled up with samples from the beginning. `seed` must be the same on every rank.
+    an epoch: a reset divides the samples not yet processed in it among the new ranks. The last
+    round is padded with the first of these samples. `seed` must be the same on every rank.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -27,8 +27,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, with an order of its own. Forgets what was processed: call it at the end
-        of the one before, or a reset in between repeats samples.
+        """Start an epoch, with its own order and no processed samples.
+
+        Call it at the end of the epoch before, or a reset in between repeats samples.
         """
         self.epoch = epoch
         self.processed_num = 0
@@ -43,17 +44,18 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on from a `state_dict()`, in the world as it is now."""
+        """Continue from a `state_dict()`, with the current ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Divide what is left of the epoch among the ranks of the world as it is now."""
+        """Divide the rest of the epoch among the current ranks."""
         self.num_replicas = size()
         self.rank = rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
+            # Seeded by both, so that all ranks, also new ones, shuffle alike.
             random.Random(self.seed + self.epoch).shuffle(order)
         self.remaining_indices = order[self.processed_num :]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
@@ -61,7 +63,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         filled = list(self.remaining_indices)
-        while len(filled) < self.total_size:  # more than once where fewer are left than ranks
+        while len(filled) < self.total_size:  # repeats if fewer samples than ranks are left
             filled += filled[: self.total_size - len(filled)]
         self.indices = filled[self.rank :: self.num_replicas]
         return iter(self.indices)

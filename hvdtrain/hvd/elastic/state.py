@@ -1,4 +1,7 @@
-"""The state of a PyTorch training: models, optimizers and samplers by handlers, the rest as is."""
+"""TorchState: the elastic state of a PyTorch training. For scripts.
+
+Handlers save, restore and broadcast models, optimizers and samplers; other objects are pickled.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +21,21 @@ from hvdtrain.hvd.mpi_ops import rank
 
 
 class StateHandler:
-    """Saves, restores and synchronises one value of a kind. Subclass it for a kind of your own."""
+    """Saves, restores and synchronises one value. Subclass it for a type of your own."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def save(self) -> None:
-        """Keep a copy in this process's memory. Not collective."""
+        """Store a copy in this process's memory. Not collective."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back, in place, to what was saved last. Not collective."""
+        """Restore, in place, the copy that was saved last. Not collective."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make rank 0's value that of every rank, in place. Collective."""
+        """Overwrite every rank's value with rank 0's, in place. Collective."""
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
@@ -52,7 +55,7 @@ class _StateDictHandler(StateHandler):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        # A copy: an optimizer takes the tensors it is given for its own, and would change them.
+        # A copy, because an optimizer adopts the tensors that it loads, and changes them later.
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
 
@@ -85,7 +88,7 @@ class SamplerStateHandler(_StateDictHandler):
         super().__init__(sampler)
 
     def sync(self) -> None:
-        """Broadcast the progress, and divide what is left among the ranks. Collective."""
+        """Broadcast the progress, and divide the rest of the epoch among the ranks. Collective."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
 
@@ -99,12 +102,12 @@ _handler_registry: _Registry = [
 
 
 def get_handler_registry() -> _Registry:
-    """Return the list of (type, handler class) itself; the first type that fits is taken."""
+    """Return the list of (type, handler class), not a copy; the first matching type applies."""
     return _handler_registry
 
 
 def set_handler_registry(registry: _Registry) -> None:
-    """Take another list of (type, handler class)."""
+    """Replace the list of (type, handler class)."""
     global _handler_registry
     _handler_registry = registry
 
@@ -119,9 +122,9 @@ def _handler_of(value: Any) -> StateHandler | None:
 class TorchState(ObjectState):
     """The state of a PyTorch training; every keyword becomes an attribute.
 
-    Modules, optimizers and elastic samplers, under whatever keyword, are saved, restored and
-    broadcast in place; every other object is pickled as a whole, so that a learning rate scheduler
-    belongs into a reset callback. Assigning another module to an attribute saves it at once.
+    Modules, optimizers and elastic samplers, under any keyword, are saved, restored and broadcast
+    in place. Every other object is pickled as a whole, so recreate a learning rate scheduler in a
+    reset callback instead. Assigning another module to an attribute saves it at once.
     """
 
     def __init__(
@@ -133,27 +136,27 @@ class TorchState(ObjectState):
         kwargs.update(model=model, optimizer=optimizer)
         handlers = {name: _handler_of(value) for name, value in kwargs.items()}
         self._handlers = {name: found for name, found in handlers.items() if found is not None}
-        # Not by setattr, which would save what the handlers have saved just now.
+        # Not by setattr, which would save again what the handlers saved at construction.
         vars(self).update({name: found.value for name, found in self._handlers.items()})
         plain = {name: value for name, value in kwargs.items() if handlers[name] is None}
         super().__init__(bcast_object=broadcast_object, get_rank=rank, **plain)
 
     def save(self) -> None:
-        """Copy the state dicts, and keep the other objects. Not collective."""
+        """Copy the state dicts, and keep references to the other objects. Not collective."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved last. Not collective."""
+        """Restore what was saved last. Not collective."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Make rank 0's state that of every rank, and save it. Collective.
+        """Overwrite every rank's state with rank 0's, and save it. Collective.
 
-        Horovod does not save it, so that a rank could go back to before.
+        Horovod does not save it, so a later restore could return to the state before the sync.
         """
         for handler in self._handlers.values():
             handler.sync()
@@ -162,12 +165,13 @@ class TorchState(ObjectState):
             handler.save()
 
     def reset(self) -> None:
-        """Divide samples anew: without a sync to follow, nothing else would. Not collective."""
+        """Divide the samples among the new ranks, since a sync need not follow. Not collective."""
         for handler in self._handlers.values():
             if isinstance(handler.value, ElasticSampler):
                 handler.value.reset()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # During construction there is no `_handlers` yet.
         handler = vars(self).get("_handlers", {}).get(name)
         if handler is not None:
             handler.set_value(value)

@@ -1,1 +1,1 @@
-"""The operations, one file per kind. `hvdtrain.hvd.mpi_ops` has all their names."""
+"""The operations, one file per kind. `hvdtrain.hvd.mpi_ops` exports them all."""

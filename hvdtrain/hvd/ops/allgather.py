@@ -1,4 +1,7 @@
-"""allgather: every rank gets all ranks' rows. Collective over the process set, by name."""
+"""allgather: every rank gets all ranks' rows.
+
+Collective over the process set; ranks match calls by name.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,9 @@ from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin to concatenate all ranks' tensors along the first dimension, which may differ between
-    them, and may be zero. Returns a handle.
+    """Start to concatenate all ranks' tensors along the first dimension; return a handle.
+
+    The size of that dimension may differ between ranks, and may be zero.
     """
     return _begin("allgather", [tensor], name, process_set, common.first)
 
@@ -26,8 +30,9 @@ def allgather_async(
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Concatenate all ranks' tensors along the first dimension. Differentiable: a rank's gradient
-    is its own rows of the mean.
+    """Return all ranks' tensors, concatenated along the first dimension.
+
+    Differentiable: a rank's gradient is its own rows of the mean of the ranks' gradients.
     """
     result: Tensor = common.apply(_Allgather, False, name, process_set, tensor)[0]
     return result
@@ -38,7 +43,7 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to gather several tensors, all or none of them. Returns one handle."""
+    """Start to all-gather several tensors, all or none of them; return one handle."""
     return _begin("grouped_allgather", tensors, name, process_set, tuple)
 
 
@@ -47,7 +52,7 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
-    """Gather several tensors, all or none of them. Differentiable."""
+    """All-gather several tensors, all or none of them. Differentiable."""
     result: tuple[Tensor, ...] = common.apply(_Allgather, True, name, process_set, *tensors)
     return result
 
@@ -75,11 +80,13 @@ class _Allgather(torch.autograd.Function):
         ctx.rows = [t.shape[0] if t.dim() else 0 for t in tensors]
         result: tuple[Tensor, ...] = common.synchronize(handle)
         me = basics.engine.sets[work.key.set_id].index(basics.rank())
+        # The first row of this rank in each result: `extra` has the ranks' numbers of rows.
         ctx.begins = [sum(rows[:me]) for rows in work.extra]
         return result
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        # A late import, since allreduce imports this module.
         from hvdtrain.hvd.ops.allreduce import grouped_allreduce_async
 
         name, process_set = ctx.how

@@ -1,4 +1,7 @@
-"""allreduce, in all its forms. Collective over the process set; ranks meet by name."""
+"""allreduce: single, grouped, in place, sparse.
+
+Collective over the process set; ranks match calls by name.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to combine a tensor over all ranks into a new one. Returns a handle."""
+    """Start to reduce a tensor over all ranks into a new one; return a handle."""
     op = common.choose_op(op, average)
     return _begin(
         "allreduce", [tensor], name, op, prescale_factor, postscale_factor, process_set,
@@ -42,7 +45,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to combine a tensor over all ranks in place. Returns a handle."""
+    """Start to reduce a tensor over all ranks in place; return a handle."""
     op = common.choose_op(op, average)
     return _begin(
         "allreduce", [tensor], name, op, prescale_factor, postscale_factor, process_set,
@@ -60,10 +63,10 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Combine a tensor over all ranks into a new one; by default the mean. Differentiable: the
-    gradient is combined in the same way.
+    """Reduce a tensor over all ranks into a new one; by default to the mean.
 
-    Integers are averaged in double precision and truncated toward zero.
+    Differentiable: the gradient is reduced in the same way. Integers are averaged in double
+    precision and truncated toward zero.
     """
     op = common.choose_op(op, average)
     compressed, ctx = compression.compress(tensor)
@@ -84,7 +87,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Combine a tensor over all ranks in place, and return it."""
+    """Reduce a tensor over all ranks in place, and return it."""
     op = common.choose_op(op, average)
     handle = allreduce_async_(
         tensor, None, name, op, prescale_factor, postscale_factor, process_set
@@ -102,7 +105,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to combine several tensors, all or none of them, into new ones. Returns one handle."""
+    """Start to reduce several tensors, all or none of them, into new ones; return one handle."""
     op = common.choose_op(op, average)
     return _begin(
         "grouped_allreduce", tensors, name, op, prescale_factor, postscale_factor, process_set,
@@ -119,7 +122,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to combine several tensors in place. Returns one handle."""
+    """Start to reduce several tensors in place; return one handle."""
     op = common.choose_op(op, average)
     return _begin(
         "grouped_allreduce", tensors, name, op, prescale_factor, postscale_factor, process_set,
@@ -137,7 +140,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Combine several tensors, all or none of them, into new ones. Differentiable."""
+    """Reduce several tensors, all or none of them, into new ones. Differentiable."""
     op = common.choose_op(op, average)
     compressed, ctxs = zip(*(compression.compress(t) for t in tensors), strict=True)
     reduced = common.apply(
@@ -156,7 +159,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
-    """Combine several tensors in place, and return them."""
+    """Reduce several tensors in place, and return them."""
     op = common.choose_op(op, average)
     handle = grouped_allreduce_async_(
         tensors, None, name, op, prescale_factor, postscale_factor, process_set
@@ -168,10 +171,12 @@ def grouped_allreduce_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Begin to add up (op Average: to average) sparse COO tensors. Returns a function that waits,
-    and returns the result, uncoalesced.
+    """Start to sum (op Average: to average) sparse COO tensors, by all-gathers of their entries.
+
+    Return a function that waits for the result and returns it, uncoalesced.
     """
     indices, values = tensor._indices(), tensor._values()
+    # An all-gather concatenates rows, and a sparse tensor's indices have one column per entry.
     by_row = indices.transpose(0, 1).contiguous()
     rows = gathering.allgather_async(by_row, f"{name}.indices", process_set)
     data = gathering.allgather_async(values, f"{name}.values", process_set)
@@ -203,6 +208,7 @@ def _begin(
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         common.check_adasum()
+    # In exact mode float16 is rounded before it is scaled: see `Meta.data`.
     rounds = basics.engine.settings.exact_horovod or None
     meta = common.describe(
         "allreduce", tensors, op=op, prescale=float(prescale), postscale=float(postscale),
@@ -213,8 +219,8 @@ def _begin(
 
 
 class _Allreduce(torch.autograd.Function):
-    """The name of the backward's own reduction follows from the forward's, so that the order of
-    backwards may differ between ranks.
+    """A differentiable allreduce. The name of the backward's allreduce derives from the forward's,
+    so ranks may run their backwards in different orders.
     """
 
     @staticmethod

@@ -1,4 +1,7 @@
-"""alltoall: every rank sends rows to every other. Collective over the process set, by name."""
+"""alltoall: every rank sends rows to every other.
+
+Collective over the process set; ranks match calls by name.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,9 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to send `splits[i]` rows to rank i; an equal number to each without splits. Returns a
-    handle, of which `synchronize` makes the received rows and the number of them from each rank.
+    """Start to send `splits[i]` rows to rank i, or equally many without splits; return a handle.
+
+    `synchronize` then returns the received rows, and their number from each rank.
     """
     counts = _counts(tensor, splits, process_set)
     device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
@@ -40,14 +44,18 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Send `splits[i]` rows to rank i. Returns the received rows, in rank order; with splits also
-    the number of rows from each. Differentiable: gradients go back to where rows came from.
+    """Send `splits[i]` rows to rank i; return the received rows, in rank order.
+
+    With splits, also return the number of rows from each rank. Differentiable: gradients are sent
+    back to the ranks that the rows came from.
     """
     output, received = common.apply(_Alltoall, tensor, splits, name, process_set)
     return output if splits is None else (output, received)
 
 
 def _counts(tensor: Tensor, splits: Splits, process_set: ProcessSet) -> list[int]:
+    """Return the number of rows for each rank. Raises ValueError for splits that do not fit."""
+    # `submit` raises for a set that is not registered, so its size does not matter here.
     size = len(basics.engine.sets.get(process_set.process_set_id or 0, [0]))
     rows = tensor.shape[0] if tensor.dim() else 0
     if splits is None:
@@ -89,8 +97,9 @@ class _Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, *unused: Any) -> Any:
         name, process_set = ctx.how
+        # The reverse exchange: every rank gets back as many rows as it sent.
         handle = alltoall_async(grad_output, ctx.received.cpu(), name, process_set)
         grad, _ = common.synchronize(handle)
-        if len(grad) < ctx.rows:  # rows that were sent to nobody
+        if len(grad) < ctx.rows:  # rows beyond the splits were not sent
             grad = torch.cat([grad, grad.new_zeros(ctx.rows - len(grad), *grad.shape[1:])])
         return grad, None, None, None

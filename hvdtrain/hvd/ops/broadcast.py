@@ -1,6 +1,7 @@
-"""broadcast: every rank gets the root's tensor. Collective over the process set, by name.
+"""broadcast: every rank gets the root's tensor.
 
-`root_rank` is a rank of the whole world, also where a process set is given.
+Collective over the process set; ranks match calls by name. `root_rank` is a rank of the whole
+world, even with a process set.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to get the root's tensor, of the same shape and dtype, into a new one. Returns a
-    handle.
+    """Start to receive the root's tensor, of the same shape and dtype, in a new one.
+
+    Return a handle.
     """
     return _begin(tensor, root_rank, name, process_set, None)
 
@@ -34,7 +36,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to overwrite a tensor with the root's. Returns a handle."""
+    """Start to overwrite a tensor with the root's; return a handle."""
     return _begin(tensor, root_rank, name, process_set, [tensor])
 
 
@@ -44,8 +46,9 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return the root's tensor in a new one. Differentiable: the root gets the mean gradient, the
-    others zeros.
+    """Return a copy of the root's tensor.
+
+    Differentiable: the root gets the mean of the ranks' gradients, other ranks get zeros.
     """
     result: Tensor = common.apply(_Broadcast, tensor, root_rank, name, process_set)
     return result

@@ -1,4 +1,8 @@
-"""What all operations share: names, handles, and the checks made at the call."""
+"""Shared by all operations: their names, their handles, and the checks at the call.
+
+Ranks match operations by name. Operations without one are numbered by process set and kind, so
+all ranks of a set must call them in the same order.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ Pick = Callable[[Any], Any]
 
 
 class _SchedStat:
-    """How long one thread was ready to run while the kernel ran others, as Linux counts it."""
+    """The run-queue delay of one thread on Linux: the time it was runnable but did not run."""
 
     def __init__(self) -> None:
         try:
@@ -38,11 +42,12 @@ class _SchedStat:
             os.close(self._fd)
 
     def waited_s(self) -> float:
-        """Return the seconds since the thread began; 0 where they are not counted."""
+        """Return the delay in seconds since the thread began; 0 if the kernel does not count it."""
+        # The second field of schedstat, in nanoseconds.
         return int(os.pread(self._fd, 64, 0).split()[1]) / 1e9 if self._fd >= 0 else 0.0
 
 
-_of_thread = threading.local()
+_of_thread = threading.local()  # keeps the file open: it is read at every submit
 
 
 def _waited_s() -> float:
@@ -54,7 +59,7 @@ def _waited_s() -> float:
 
 @dataclass
 class Handle:
-    """What `synchronize` needs: the operation, and which part of its result the caller gets."""
+    """An operation that a caller can wait for. `pick` selects the caller's part of the result."""
 
     work: Work
     pick: Pick
@@ -66,8 +71,8 @@ class Handle:
     def is_over(self) -> bool:
         """Return whether the operation has finished and a cycle has passed since it was submitted.
 
-        Time in which the kernel kept the caller from running does not count. Else two calls in a
-        row would be refused on one rank and not on a busier one, which then waits for ever.
+        The run-queue delay of the calling thread does not count. Otherwise the second of two calls
+        in a row could raise on one rank but not on a busier one, which would then block forever.
         """
         if not self.work.done():
             return False
@@ -77,13 +82,13 @@ class Handle:
         return passed_s >= basics.engine.settings.cycle_time_ms / 1000
 
 
-# Guards the counts below. Reentrant: the garbage collector may run code that submits.
+# Guards the tables below. Reentrant: the garbage collector may run code that submits.
 _lock = threading.RLock()
 _handles: dict[int, Handle] = {}
 _named: dict[Key, Handle] = {}  # by the names that callers chose
 _next_handle = 0
-# Of unnamed operations, per process set and kind: a rank that is not in a set, or whose call was
-# refused, still counts as the others do.
+# Numbers of unnamed operations, by process set and kind. Only accepted calls count, so a rank that
+# is not in a set, or whose call raised, still uses the same numbers as the others.
 _unnamed: dict[tuple[int, str], int] = {}
 
 
@@ -96,10 +101,10 @@ def submit(
     pick: Pick,
     outputs: list[Tensor] | None = None,
 ) -> int:
-    """Ask for an operation and return its handle.
+    """Submit an operation to the engine and return its handle. Does not block.
 
-    Raises HorovodInternalError before `init` and after the end, ValueError for what only this rank
-    has done wrong.
+    Raises HorovodInternalError before `init` and after the job has ended, ValueError for errors of
+    this rank alone, such as a name that is in use.
     """
     global _next_handle
     engine = basics.engine
@@ -128,7 +133,7 @@ def submit(
 class HandleMap(Mapping[int, tuple[Any, Any]]):
     """Horovod's `_handle_map`: the tensors that an operation reads and writes, by its handle.
 
-    Lists for a group. None in the place of what an operation has still to make.
+    Lists for a grouped operation. The written ones are None until they exist.
     """
 
     def __getitem__(self, handle: int) -> tuple[Any, Any]:
@@ -146,7 +151,7 @@ class HandleMap(Mapping[int, tuple[Any, Any]]):
 
 
 def describe(kind: str, tensors: Sequence[Tensor], **fields: Any) -> Meta:
-    """Return the request for some tensors. Raises HorovodInternalError for several devices."""
+    """Return the request for some tensors. Raises HorovodInternalError if their devices differ."""
     if len({t.device.type for t in tensors}) > 1:
         raise HorovodInternalError("Tensors in list must be on same device.")
     return Meta(
@@ -169,9 +174,9 @@ def work_of(handle: int) -> Work:
 
 
 def poll(handle: int) -> bool:
-    """Return whether an operation has ended, with a result or an error. Never waits.
+    """Return whether an operation has finished, with a result or an error. Never blocks.
 
-    Raises ValueError for a handle that was synchronized already, or never given.
+    Raises ValueError for a handle that was synchronized already, or never returned.
     """
     if handle not in _handles:
         raise ValueError(f"Handle {handle} was not created or has been cleared.")
@@ -183,9 +188,9 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for an operation and return its result; None for a handle that is not known any more.
+    """Wait for an operation and return its result; None for a handle synchronized already.
 
-    Raises HorovodInternalError where the ranks asked for different things, or one has gone.
+    Raises HorovodInternalError if the ranks' requests mismatch, or a peer is lost.
     """
     known = _handles.pop(handle, None)
     if known is None:
@@ -197,13 +202,13 @@ def synchronize(handle: int) -> Any:
 
 
 def _free_name(known: Handle) -> None:
-    """Let the name of an operation be used again, unless it is by now."""
+    """Release the name of an operation, unless a later operation holds it by now."""
     if _named.get(known.work.key) is known:
         del _named[known.work.key]
 
 
 def reset() -> None:
-    """Forget all handles, and count from zero again."""
+    """Drop all handles, and restart all numbers at zero."""
     global _next_handle
     with _lock:
         _handles.clear()
@@ -213,7 +218,7 @@ def reset() -> None:
 
 
 def choose_op(op: int | None, average: bool | None) -> int:
-    """Return the reduction, from Horovod's old argument or its new one."""
+    """Return the reduction given by `op` or Horovod's deprecated `average`; the mean by default."""
     if op is not None:
         if average is not None:
             raise ValueError(
@@ -231,7 +236,7 @@ def choose_op(op: int | None, average: bool | None) -> int:
 
 
 def check_reducible(tensors: Sequence[Tensor], op: int) -> None:
-    """Refuse what has no order, no product, or no mean."""
+    """Raise ValueError for min, max or product of complex tensors, and for the mean of bools."""
     for t in tensors:
         nonsense = t.dtype.is_complex and op in (MIN, MAX, PRODUCT)
         if nonsense or (t.dtype == torch.bool and op == AVERAGE):
@@ -246,12 +251,12 @@ def check_adasum() -> None:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Call a differentiable function."""
+    """Call a differentiable function, whose `apply` torch leaves untyped."""
     return function.apply(*args)  # type: ignore[no-untyped-call]
 
 
 def first(results: Any) -> Any:
-    """Pick the one tensor."""
+    """Return the only tensor of a result."""
     return results[0]
 
 
@@ -273,6 +278,7 @@ def set_id(kind: str, process_set: ProcessSet) -> int:
 
 
 def _unnamed_name(prefix: str, number_of_set: int) -> str:
+    """Return the next default name; it contains the number of joins, which restart the count."""
     number = _unnamed.get((number_of_set, prefix), 0)
     if number_of_set != GLOBAL_SET or not basics.engine.joins:
         return f"noname.{number}"
@@ -280,7 +286,7 @@ def _unnamed_name(prefix: str, number_of_set: int) -> str:
 
 
 def restart_unnamed() -> None:
-    """Count anew after a join: a rank that joined early has called less than the others."""
+    """Restart the count after a join: a rank that joined early has made fewer calls than others."""
     with _lock:
         for key in [key for key in _unnamed if key[0] == GLOBAL_SET]:
             del _unnamed[key]

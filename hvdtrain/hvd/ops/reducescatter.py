@@ -1,4 +1,7 @@
-"""reducescatter: combined over all ranks, and every rank gets its rows. Collective, by name."""
+"""reducescatter: reduce a tensor over all ranks, and keep one share of its rows on each.
+
+Collective over the process set; ranks match calls by name.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,9 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin to combine a tensor over all ranks; this rank gets its share of the rows, the first
-    ranks one more where they do not divide evenly. Returns a handle.
+    """Start to reduce a tensor over all ranks to this rank's share of the rows; return a handle.
+
+    If the rows do not divide evenly, the first ranks get one more each.
     """
     return _begin(
         "reducescatter", [tensor], name, op, process_set, prescale_factor, postscale_factor,
@@ -42,7 +46,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Combine a tensor over all ranks, and return this rank's share of the rows. Differentiable."""
+    """Reduce a tensor over all ranks; return this rank's share of the rows. Differentiable."""
     compressed, ctx = compression.compress(tensor)
     (reduced,) = common.apply(
         _Reducescatter,
@@ -66,7 +70,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin a reducescatter of several tensors, all or none of them. Returns one handle."""
+    """Start a reducescatter of several tensors, all or none of them; return one handle."""
     return _begin(
         "grouped_reducescatter", tensors, name, op, process_set, prescale_factor,
         postscale_factor, tuple,
@@ -82,7 +86,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Combine several tensors, and return this rank's share of the rows of each."""
+    """Reduce several tensors; return this rank's share of the rows of each. Differentiable."""
     compressed, ctxs = zip(*(compression.compress(t) for t in tensors), strict=True)
     reduced = common.apply(
         _Reducescatter, "grouped_reducescatter", name, op, process_set, prescale_factor,
@@ -102,7 +106,7 @@ def _begin(
     pick: Callable[[Any], Any],
 ) -> int:
     if op not in (AVERAGE, SUM):
-        basics.engine  # noqa: B018  an engine that is not there is the greater error
+        basics.engine  # noqa: B018  raises first if hvd is not initialised
         raise HorovodInternalError("Reducescatter currently only supports AVERAGE and SUM.")
     if any(t.dim() == 0 for t in tensors):
         raise ValueError("Reducescatter does not support scalar inputs")

@@ -1,4 +1,4 @@
-"""barrier and join: waiting for others."""
+"""barrier and join: operations that only wait for the other ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks of the set are here. Collective; operations under way are not waited
-    for.
+    """Wait until all ranks of the set call barrier. Collective.
+
+    Does not wait for pending operations.
     """
     engine = basics.engine
     set_id = common.set_id("barrier", process_set)
@@ -19,10 +20,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Wait until all ranks have called join; return the last of them. Collective.
+    """Wait until all ranks have called join; return the last rank to do so. Collective.
 
-    Meanwhile this rank's share of the others' allreduces, gradients included, is zeros; a mean is
-    still divided by the number of all ranks. `device`: the GPU on which the zeros are made.
+    Meanwhile this rank contributes zeros to the other ranks' allreduces, gradients included; a mean
+    is still divided by the number of all ranks. `device`: the GPU that allocates the zeros.
     """
     engine = basics.engine
     if device >= 0:

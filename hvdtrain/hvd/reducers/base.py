@@ -1,4 +1,4 @@
-"""What both reducers share: the parameters, their hooks, and the count of backward passes."""
+"""Base of both reducers: the parameters, their hooks, and the count of backward passes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOO_MANY = (
 
 @dataclass
 class Recipe:
-    """What an optimizer's gradients go through. Names meet those of other ranks."""
+    """How an optimizer's gradients are averaged. Ranks match parameters by `names`."""
 
     names: list[str]
     params: list[Tensor]
@@ -41,12 +41,12 @@ class Recipe:
     process_set: ProcessSet
     passes: int
     updated: set[Tensor] = field(default_factory=set)
-    """The parameters that required gradients at construction, or have since. They get a gradient in
-    every step, of zeros if need be."""
+    """The parameters that required gradients at construction, or have since. Each gets a gradient
+    in every step, zeros if backward computes none."""
 
     @property
     def set_id(self) -> int:
-        """The number of the process set. Raises ValueError where it is not registered."""
+        """The id of the process set. Raises ValueError if it is not registered."""
         set_id = self.process_set.process_set_id
         if set_id is None:
             raise ValueError(
@@ -56,45 +56,47 @@ class Recipe:
         return set_id
 
     def factors(self, dtype: torch.dtype) -> tuple[float, float]:
-        """What gradients are multiplied by before and after they are added up."""
+        """Return the factors that multiply gradients before and after the sum."""
         if self.op != AVERAGE:
             return 1.0, 1.0
         size = len(basics.engine.sets[self.set_id])
-        # Before, the copy does it for nothing; but small numbers in half precision would lose bits.
+        # Dividing before the sum is free, as part of the copy into the bucket. In half precision it
+        # would lose bits of small values, so that divides after the sum.
         if self.predivide == 1.0 and dtype.itemsize >= 4:
             return 1.0 / size, 1.0
         return 1.0 / self.predivide, self.predivide / size
 
 
 class Reducer(ABC):
-    """Sees every gradient as it is accumulated, and averages them by `synchronize`."""
+    """Counts gradients in hooks as they are accumulated, and averages them in `synchronize`."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self._delays = [recipe.passes] * len(recipe.params)
         self._hooks: dict[int, Any] = {}
+        # The parameters may outlive the optimizer, and would keep its hooks.
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
     @property
     def size(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks that average."""
         return len(basics.engine.sets[self.recipe.set_id])
 
     @property
     def active(self) -> bool:
-        """Whether gradients were computed since the last `synchronize`."""
+        """Whether backward has computed gradients since the last `synchronize`."""
         return self._delays.count(self.recipe.passes) < len(self._delays)
 
     def delays(self) -> dict[Tensor, int]:
-        """Return how many backward passes of each parameter are left until it is averaged."""
+        """Return the number of backward passes of each parameter until it is averaged."""
         return dict(zip(self.recipe.params, self._delays, strict=True))
 
     def reset(self) -> None:
-        """Forget the backward passes since the last step."""
+        """Discard the count of backward passes since the last step."""
         self._delays[:] = [self.recipe.passes] * len(self.recipe.params)
 
     def expect(self, passes: int) -> None:
-        """Count down from another number of backward passes, from now on."""
+        """Restart every parameter's countdown at `passes` backward passes."""
         self._delays[:] = [passes] * len(self.recipe.params)
 
     def watch(self) -> None:
@@ -108,20 +110,20 @@ class Reducer(ABC):
                 self._hooks[i] = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def add(self, name: str, param: Tensor) -> None:
-        """Take a parameter in that the optimizer was given later."""
+        """Add a parameter that the optimizer received after construction."""
         self.recipe.names.append(name)
         self.recipe.params.append(param)
         self._delays.append(self.recipe.passes)
 
     def fill_frozen(self) -> None:
-        """Give zeros to parameters that had a gradient once, as Horovod does."""
+        """Give zero gradients to parameters that were frozen later, as Horovod does."""
         for p in self.recipe.params:
             if p.grad is None and not p.requires_grad and p in self.recipe.updated:
                 p.grad = torch.zeros_like(p)
 
     @abstractmethod
     def _hook(self, i: int) -> Any:
-        """Return what is called with each new gradient of parameter `i`."""
+        """Return the hook to run after each accumulation of parameter `i`'s gradient."""
 
     @abstractmethod
     def synchronize(self) -> None:

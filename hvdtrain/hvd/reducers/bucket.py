@@ -1,4 +1,9 @@
-"""One bucket on one rank: the buffer that some parameters' gradients share."""
+"""Bucket: the buffer that the gradients of some parameters share on this rank.
+
+Used by `BucketReducer`: it fills the bucket, all-reduces the buffer, and installs the result. The
+gradients are then views of the buffer, so the result is not copied out. A large gradient can be
+the buffer itself (`Layout.in_place`).
+"""
 
 from __future__ import annotations
 
@@ -22,8 +27,8 @@ def _own_references() -> int:
     return _references(p)
 
 
-# What sys.getrefcount says of a gradient that nobody holds but this module, as it looks at it. To
-# put another tensor in its place is faster than to make it another.
+# The sys.getrefcount of a gradient that only its parameter refers to, as measured from here. Such a
+# gradient is replaced (`p.grad = view`), which is faster than redirecting it (`grad.set_(view)`).
 _NOBODY_ELSE = _own_references()
 
 
@@ -51,6 +56,7 @@ class Bucket:
             shaped = piece.view(p.shape) if stride is None else piece.as_strided(p.shape, stride)
             self.views.append(shaped)
             at += p.numel()
+        # The tensors installed as gradients. User code may redirect them, but never the views.
         self._given = [view.view_as(view) for view in self.views]
         self._casts = any(view.dtype != p.dtype for view, p in zip(self.views, params, strict=True))
         self._places = [view.data_ptr() for view in self.views]
@@ -58,32 +64,36 @@ class Bucket:
         self.small = self.flat[: sum(p.numel() for p in params[: self.num_small])]
 
     def takes(self, at: int) -> bool:
-        """Whether the gradient at this place may be taken by itself, before the bucket is full."""
+        """Return whether the gradient at this index may be copied before the bucket is complete."""
         return not self.layout.in_place and at >= self.num_small and not self._casts
 
     def take(self, at: int, factor: float) -> None:
-        """Copy one gradient in, times `factor`, and make it a view of the bucket."""
+        """Copy one gradient in, times `factor`, and replace it by a view of the bucket."""
         p, mine = self.params[at], self._given[at]
         grad = p.grad
         usual = grad is not None and not grad.is_sparse and not grad.requires_grad
         if grad is None or not usual or mine.data_ptr() != self._places[at]:
-            return  # `fill` knows what to do
+            return  # left to `fill`, which handles these cases
         torch.mul(grad, factor, out=self.views[at])
         self._taken[at] = True
         if grad is not mine and sys.getrefcount(grad) <= _NOBODY_ELSE:
             p.grad = mine
 
     def rearm(self) -> None:
-        """Be ready for the next step."""
+        """Reset the count of pending gradients for the next step."""
         self.pending = len(self.params)
         self._taken = [False] * len(self.params)
 
     def fill(self, factor: float, changed: bool) -> Tensor:
-        """Copy the gradients in, times `factor`; return what is to be reduced."""
+        """Copy the other gradients in, times `factor`; return the buffer to reduce.
+
+        `changed` is the value of the layout's flag element, if it has one.
+        """
         if self.layout.in_place:
             return self._in_place(factor)
         grads = [p.grad for p in self.params]
         n = self.num_small
+        # Small gradients are copied by one call; missing ones count as zeros.
         if any(g is None or g.is_sparse or g.requires_grad for g in grads):
             grads = [dense(g) for g in grads]
             for view, grad, taken in zip(self.views, grads, self._taken, strict=True):
@@ -106,6 +116,7 @@ class Bucket:
         return self.flat
 
     def _in_place(self, factor: float) -> Tensor:
+        """Return the only gradient itself, times `factor`, dense and contiguous, as the buffer."""
         (p,) = self.params
         grad = dense(p.grad)
         if grad is None:
@@ -118,7 +129,7 @@ class Bucket:
         return self.flat.mul_(factor) if factor != 1.0 else self.flat
 
     def install(self, factor: float, sparse_as_dense: bool) -> None:
-        """Make the reduced buffer, times `factor`, the parameters' gradients."""
+        """Install the reduced buffer, times `factor`, as the parameters' gradients."""
         if factor != 1.0:
             self.flat.mul_(factor)
         if self.layout.in_place:
@@ -134,11 +145,13 @@ class Bucket:
             elif grad is None or sys.getrefcount(grad) <= _NOBODY_ELSE:
                 p.grad = mine
             else:
-                grad.set_(mine)  # type: ignore[call-overload]  # whoever holds it sees the mean
+                grad.set_(mine)  # type: ignore[call-overload]  # other references see the mean
 
     def _give(self, i: int, p: Tensor) -> Tensor:
-        """Make a gradient of a view: another tensor of the same memory, as its holder may give it
-        other memory (`grad.data = ...`, `model.double()`), and the view must stay where it is.
+        """Return a new tensor on the memory of view `i`, or its cast to the parameter's dtype.
+
+        Not the view itself, since user code may redirect a gradient to other memory
+        (`grad.data = ...`, `model.double()`).
         """
         view = self.views[i]
         if view.dtype != p.dtype:
@@ -148,7 +161,7 @@ class Bucket:
 
 
 def dense(grad: Tensor | None) -> Tensor | None:
-    """Return a gradient without gaps. Raises AssertionError for one that has a graph."""
+    """Return a gradient as a dense tensor. Raises AssertionError if it has a graph."""
     if grad is None:
         return None
     assert not grad.requires_grad, "gradients of gradients (create_graph) cannot be averaged"

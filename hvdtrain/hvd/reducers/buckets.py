@@ -1,18 +1,22 @@
-"""Gradients in agreed buckets: the hot path of training.
+"""BucketReducer: gradients in agreed buckets, the hot path of training.
 
-The first step goes by name, as Horovod's do, and lets the ranks agree meanwhile: on buckets, in the
-order in which rank 0's gradients became ready. From the second on a bucket is sent as soon as its
-gradients are there and the buckets before it have been sent, so the order is the same everywhere
-without a word. The gradients then are views of the bucket: they are copied in, and never out.
+Used by `DistributedOptimizer`. After the first step all ranks send the same buckets in the same
+order, so nothing needs to be matched by name:
+
+    step 1    hooks send every gradient by name, as Horovod does; each rank proposes a plan,
+              and rank 0 merges them: buckets in the order of its own ready gradients
+    step 2    every rank receives the plan and builds the buckets
+    step 2+   hooks copy gradients in; a complete bucket is sent once those before it are sent
+              synchronize: send the rest, wait, install views of the buckets as gradients
 
 In a ring all-reduce, such as Gloo's, the order of additions depends on an element's place in the
 buffer: with three ranks or more the first step of a resumed run, by name, would differ from the
-same step of a run that was left alone. With `agrees_first` the first step waits for the agreement
-in `synchronize`, and uses the buckets. Scripts could not all wait there: one rank may step two
-optimizers in another order than its peers, or call something else before.
+same step of an uninterrupted run. With `agrees_first` the first step waits for the plan in
+`synchronize`, and uses the buckets. Not every script can wait there: one rank may step two
+optimizers in another order than its peers, or call another collective before.
 
-After DDP's reducer (Li et al., VLDB 2020) and Horovod's semantics: a parameter without a gradient
-is averaged as zeros, and nothing is complete before `synchronize`.
+Based on DDP's reducer (Li et al., VLDB 2020) and Horovod's semantics: a parameter without a
+gradient is averaged as zeros, and nothing is complete before `synchronize`.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from hvdtrain.transports.memory import keep_freed_memory
 
 
 class BucketReducer(Reducer):
-    """Averages by buckets. See the module.
+    """Averages gradients in buckets: see the module.
 
     A step begins with the first gradient, or at `synchronize`.
     """
@@ -45,39 +49,43 @@ class BucketReducer(Reducer):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self.buckets: list[Bucket] = []
+        # The bucket of each parameter, if it is in one.
         self._owner: list[Bucket | None] = [None] * len(recipe.params)
-        self._large: list[int | None] = [None] * len(recipe.params)  # place in the bucket
-        self._order: list[int] = []
-        self.agrees_first = False  # all ranks must have the same
+        # Its index in the bucket, if its hook copies the gradient.
+        self._large: list[int | None] = [None] * len(recipe.params)
+        self._order: list[int] = []  # parameters in no bucket, as their gradients became ready
+        self.agrees_first = False  # buckets from the first step on; the same on all ranks
         self._in_step = False
-        self._named = False  # whether this step goes by name
-        self._unagreed = False  # whether there is no plan yet for the buckets of this step
-        self._begun = False  # whether the others know that this rank sends buckets in this step
-        self._next = 0
-        self._changed = False  # whether this rank wants something else than was agreed
-        self._wanted: list[bool] = []
-        self._wanted_now: list[bool] = []
+        self._named = False  # whether this step sends gradients by name
+        self._unagreed = False  # whether this step uses buckets but has no plan yet
+        self._begun = False  # whether this step was announced to rank 0
+        self._next = 0  # the next bucket to send
+        self._changed = False  # whether this rank needs another plan
+        self._wanted: list[bool] = []  # which parameters had gradients when the plan was received
+        self._wanted_now: list[bool] = []  # and in this step
         self._dtypes: list[torch.dtype] = []
-        self._kinds: dict[str, str] = {}  # of the plan in use: the lane may have a newer one
-        self._unknown = False  # whether the plan lacks something that is wanted here
+        self._kinds: dict[str, str] = {}  # of the plan in use; the lane may hold a newer one
+        self._unknown = False  # whether the plan omits a gradient of this rank
         self._any_frozen = False
         self._version = 0
-        self._asked: Work | None = None  # for the plan of the next step, or of this one
-        self._next_asked: Work | None = None
-        self._asked_early = False
+        self._asked: Work | None = None  # the pending request for a plan
+        self._next_asked: Work | None = None  # the one after it: see `_ask_early`
+        self._asked_early = False  # whether `_asked` was sent during backward
         self._engine: Engine | None = None
         keep_freed_memory()
         self._bind()
 
     def add(self, name: str, param: Tensor) -> None:
-        """Take a parameter in that the optimizer was given later: the next step asks again."""
+        """Add a parameter that the optimizer received later; the next step requests a new plan."""
         super().add(name, param)
         self._owner.append(None)
         self._large.append(None)
 
     def reset(self) -> None:
-        """Forget the backward passes since the last step. What was sent by bucket is waited for:
-        the others have sent it, or will; not once the job is over, as where a commit is restored.
+        """Discard the backward passes since the last step.
+
+        Buckets of a step that has begun are completed first, since peers send them too; not after
+        the job has failed, as when elastic training restores a commit.
         """
         if self._begun and self._engine is not None and self._engine.failure is None:
             try:
@@ -88,13 +96,13 @@ class BucketReducer(Reducer):
         self._by_name.sent.clear()
         self._end_step()
 
-    # While backward runs
+    # During backward
 
     def _hook(self, i: int) -> Any:
         delays, owner, large = self._delays, self._owner, self._large
-        own = weakref.ref(self)  # the hook, which the parameter keeps, must not keep the optimizer
+        own = weakref.ref(self)  # the parameter owns the hook, which must not own the optimizer
 
-        # Called for every parameter in every backward pass: it does no more than count.
+        # Runs for every parameter in every backward pass, so it mostly only counts.
         def hook(p: Tensor) -> None:
             left = delays[i] = delays[i] - 1
             if left:
@@ -116,8 +124,8 @@ class BucketReducer(Reducer):
         return hook
 
     def _take(self, i: int) -> None:
-        """Copy a large gradient in while it is in the cache, and let its memory be the next one's:
-        fresh memory costs as much as the copy.
+        """Copy a large gradient in while it is in the CPU cache, and free its memory for the next
+        gradient: the first use of fresh memory costs as much as the copy.
         """
         if not self._in_step:
             self._begin_step()
@@ -130,7 +138,7 @@ class BucketReducer(Reducer):
                 bucket.take(place, self.recipe.factors(bucket.layout.dtype)[0])
 
     def _take_loose(self, i: int) -> None:
-        """Take a gradient that is in no bucket yet."""
+        """Handle a gradient that is in no bucket: send it by name, or request a plan."""
         self._order.append(i)
         if not self._in_step:
             self._begin_step()
@@ -143,7 +151,7 @@ class BucketReducer(Reducer):
             if self._asked is None and len(self._order) == len(self.recipe.params):
                 self._asked, self._asked_early = self._ask(), True
         elif self._asked is None and self._owner[i] is None:
-            # Sparse, or not agreed on yet: the others send it, or learn of it, in this step.
+            # Sparse, or not in the plan: `_finish_buckets` sends it by name on the other ranks too.
             kind = self._kinds.get(self.recipe.names[i])
             self._by_name.send(i, sparse=kind == SPARSE)
             self._advance()
@@ -153,14 +161,14 @@ class BucketReducer(Reducer):
         self._bind()
         self._in_step = True
         if self._asked is not None:
-            # Where all gradients were there during backward, the others have asked by now, or will
-            # without this rank's help: so its buckets need not wait for `synchronize`.
+            # Waiting cannot deadlock after an early request: all gradients of that step were sent,
+            # so the peers' requests do not depend on this rank. Buckets then overlap with backward.
             if self._asked_early or self._lane.has_settled(self._asked):
                 self._settle()
         else:
             if self._lane.plan is not None and self._lane.version != self._version:
                 self._lane.await_connection()
-                self._build()  # the others agreed while this rank had joined
+                self._build()  # the peers agreed while this rank was in `join`
             if self._lane.plan is None or [p.dtype for p in self.recipe.params] != self._dtypes:
                 self._unagreed, self._named = self.agrees_first, not self.agrees_first
                 self._owner[:] = [None] * len(self._owner)
@@ -171,14 +179,14 @@ class BucketReducer(Reducer):
                     self._by_name.send(i)
 
     def _advance(self, everything: bool = False) -> None:
-        """Send the buckets that are complete, in order; all of them, as they are, at the end."""
+        """Send the complete buckets, in order; with `everything` all of them, complete or not."""
         if not self._in_step:
             self._begin_step()
         if self._named:
             return
         if self._unagreed or self._asked is not None:
             if not everything:
-                return  # a hook must not wait for the other ranks
+                return  # a hook must not block on other ranks
             self._asked = self._asked or self._ask()
             self._settle()
             self._unagreed = False
@@ -196,14 +204,14 @@ class BucketReducer(Reducer):
         self._lane.launched = self._lane.step
 
     def _begin_buckets(self) -> None:
-        """Let the others know that this rank sends buckets in this step. Twice is safe."""
+        """Announce this step to rank 0, and check whether the plan still fits. Twice is safe."""
         if not self._begun:
             self._begun = True
             self._wanted_now = self._want()
             self._changed = self._wanted_now != self._wanted or self._unknown
             self._lane.begin()
 
-    # At the end of it
+    # At the end of a step
 
     def synchronize(self) -> None:
         """Average all gradients. Collective."""
@@ -241,8 +249,8 @@ class BucketReducer(Reducer):
                 )
             bucket.work = None
         if changed:
-            # Some rank has frozen, thawed or added parameters: all agree anew, and what the last
-            # agreement did not know is averaged by name.
+            # Some rank has frozen, unfrozen or added parameters: all ranks agree on a new plan, and
+            # average by name what the old plan did not contain.
             before = {n for n, kind in self._kinds.items() if kind != FROZEN}
             self._asked, self._next_asked = self._next_asked or self._ask(), None
             self._settle()
@@ -251,7 +259,7 @@ class BucketReducer(Reducer):
             self._by_name.finish()
 
     def _send_by_name(self, names: set[str]) -> None:
-        """Send those that some rank has a gradient for and that were not sent."""
+        """Send the named gradients that some rank has and that this rank has not sent yet."""
         kinds = self._kinds
         for i, name in enumerate(self.recipe.names):
             if name in names and kinds[name] != FROZEN and i not in self._by_name.sent:
@@ -265,10 +273,12 @@ class BucketReducer(Reducer):
         for bucket in self.buckets:
             bucket.rearm()
 
-    # Agreement
+    # Agreement on a plan
 
     def _bind(self) -> None:
-        """Take a lane of the present engine: by the parameters, and a number among equals."""
+        """Get a lane of the current engine. Its name has a hash of the parameters, and a number
+        that distinguishes optimizers with equal parameters.
+        """
         engine = basics.engine
         if engine is self._engine:
             return
@@ -282,20 +292,20 @@ class BucketReducer(Reducer):
         weakref.finalize(self, Engine.drop_lane, engine, name, set_id).atexit = False
 
     def _ask(self) -> Work:
-        """Describe the parameters to the others, and do not wait for them."""
+        """Propose a plan to the other ranks. Does not block."""
         return self._lane.ask(describe(self.recipe, self._order, self._want(), basics.engine))
 
     def _ask_early(self) -> None:
-        """Ask for the next agreement once all gradients are there, so that others who wait for it
-        need not wait for this rank's `synchronize`.
+        """Request the next plan once all gradients are ready, so that peers that wait for it do not
+        also wait for this rank's `synchronize`.
         """
         pairs = zip(self._delays, self._wanted_now, strict=True)
         if self._next_asked is None and all(d <= 0 for d, wanted in pairs if wanted):
             self._next_asked = self._ask()
 
     def _settle(self) -> None:
-        """Wait for the agreement, and make the buckets. Raises HorovodInternalError where there is
-        none.
+        """Wait for the plan, and build the buckets. Raises HorovodInternalError if the ranks'
+        proposals mismatch.
         """
         work, self._asked, self._asked_early = self._asked, None, False
         assert work is not None
@@ -303,7 +313,7 @@ class BucketReducer(Reducer):
         self._build()
 
     def _build(self) -> None:
-        """Make the buckets of the lane's plan."""
+        """Build the buckets of the lane's plan, and index them by parameter."""
         plan = self._lane.plan
         assert plan is not None
         place = {name: i for i, name in enumerate(self.recipe.names)}
@@ -318,6 +328,7 @@ class BucketReducer(Reducer):
             for at, name in enumerate(layout.names):
                 self._owner[place[name]] = bucket
                 self._large[place[name]] = at if bucket.takes(at) else None
+                # Less the gradients that were ready before the bucket existed.
                 bucket.pending -= self._delays[place[name]] <= 0
         self._version = self._lane.version
         self._kinds = plan.kinds
@@ -327,6 +338,7 @@ class BucketReducer(Reducer):
         self._unknown = any(w and plan.kinds[name] == FROZEN for w, name in named)
 
     def _want(self) -> list[bool]:
+        """Return which parameters to average: those that require a gradient, or hold one."""
         wanted = [p.requires_grad for p in self.recipe.params]
         self._any_frozen = not all(wanted)
         if self._any_frozen:

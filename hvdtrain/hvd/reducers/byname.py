@@ -1,4 +1,8 @@
-"""One allreduce for each gradient, matched by the parameter's name: no agreement is needed."""
+"""ByName: one allreduce per gradient, matched by the parameter's name, without a plan.
+
+Used by `NamedReducer` in every step, and by `BucketReducer` in its first step and for sparse
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,9 @@ from hvdtrain.hvd.reducers.base import Recipe
 
 
 class ByName:
-    """Gradients on their way, each under its own name. `sent` are their parameters' places.
+    """The pending allreduces of gradients. `sent`: by parameter index, functions that wait.
 
-    `divides_first`: an average is divided before the sum, as in buckets, not after it.
+    `divides_first`: an average is scaled by `Recipe.factors`, as in buckets, not after the sum.
     """
 
     def __init__(
@@ -31,9 +35,9 @@ class ByName:
         self.sent: dict[int, Callable[[], Tensor]] = {}
 
     def send(self, i: int, sparse: bool = False) -> None:
-        """Begin to average the gradient of parameter `i`; zeros where it has none.
+        """Start to average the gradient of parameter `i`, or zeros if it has none.
 
-        `sparse`: other ranks send rows, so that this one must, too.
+        `sparse`: another rank's gradient is sparse, so this rank must send rows too.
         """
         recipe, p = self._recipe, self._recipe.params[i]
         name = recipe.names[i] + self._suffix
@@ -45,9 +49,10 @@ class ByName:
         if grad is None:
             grad = p.grad = torch.zeros_like(p)
         assert not grad.requires_grad, "gradients of gradients (create_graph) cannot be averaged"
-        was_sparse = grad.is_sparse
+        was_sparse = grad.is_sparse  # then reduced dense, and made sparse again
         compressed, ctx = recipe.compression.compress(grad.to_dense() if was_sparse else grad)
         op = recipe.op
+        # The product of both is 1: an average is divided by the number of ranks in addition.
         before = 1.0 / recipe.predivide if op == AVERAGE else 1.0
         after = 1.0 / before
         if op == AVERAGE and self._divides_first:
@@ -61,7 +66,7 @@ class ByName:
         self.sent[i] = wait
 
     def finish(self) -> None:
-        """Wait for all, and make the results the gradients."""
+        """Wait for all allreduces, and install the results as gradients."""
         sent, self.sent = self.sent, {}
         for i, wait in sent.items():
             p, result = self._recipe.params[i], wait()
@@ -73,6 +78,7 @@ class ByName:
 
 
 def _no_rows(p: Tensor) -> Tensor:
+    """Return a sparse gradient of `p` that has no rows."""
     return torch.sparse_coo_tensor(
         torch.zeros(1, 0, dtype=torch.int64),
         torch.zeros(0, *p.shape[1:], dtype=p.dtype),

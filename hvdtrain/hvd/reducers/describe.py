@@ -1,4 +1,4 @@
-"""An optimizer's parameters as the other ranks need to know them."""
+"""Describe an optimizer's parameters to the other ranks: the plan that `BucketReducer` proposes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _WIRE = {Compression.none: "", Compression.fp16: "float16", Compression.bf16: "b
 
 
 def wire_dtype(compression: Any) -> str | None:
-    """Return the dtype that gradients are sent in, "" for their own, None if only the compressor
-    knows.
+    """Return the name of the dtype that gradients are sent in; "" for their own dtype.
+
+    None for the user's own compressor, whose results are not known in advance.
     """
     try:
         return _WIRE.get(compression)
@@ -29,16 +30,21 @@ def wire_dtype(compression: Any) -> str | None:
 
 
 def digest(recipe: Recipe) -> str:
-    """Return what tells optimizers apart on all ranks: a hash of their names and shapes."""
+    """Return a hash of the parameters' names and shapes: an optimizer's id, equal on all ranks."""
     named = zip(recipe.names, recipe.params, strict=True)
     about = sorted(f"{name}:{list(p.shape)}" for name, p in named)
     return hashlib.sha256("\n".join(about).encode()).hexdigest()[:8]
 
 
 def describe(recipe: Recipe, order: list[int], wanted: list[bool], engine: Engine) -> Plan:
-    """Return this rank's part in the agreement. `order`: whose gradients were ready first."""
+    """Return the plan that this rank proposes; rank 0 merges the proposals.
+
+    `order`: indices of parameters as their gradients became ready. `wanted`: by index, whether this
+    rank has a gradient to average.
+    """
     on_gpu = any(p.is_cuda for p in recipe.params)
     fusion_bytes = engine.settings.fusion_threshold
+    # Backward reaches the last parameters first, so the unknown rest follows in reverse.
     ready = list(dict.fromkeys(order))
     rest = [i for i in reversed(range(len(recipe.params))) if i not in set(ready)]
     names = [recipe.names[i] for i in (*ready, *rest)]
@@ -54,7 +60,8 @@ def describe(recipe: Recipe, order: list[int], wanted: list[bool], engine: Engin
         BUCKET_BYTES if fusion_bytes is None else fusion_bytes,
         "GPU" if on_gpu else "CPU",
         recipe.groups,
-        on_gpu or engine.groups.transport != "shm",  # where a bucket is shared, copying in pays
+        # Whether large gradients are reduced in place: on shm, copying into a shared bucket pays.
+        on_gpu or engine.groups.transport != "shm",
     ]
     shapes = {n: list(p.shape) for n, p in zip(recipe.names, recipe.params, strict=True)}
     dtypes = {n: dtype_name(p.dtype) for n, p in zip(recipe.names, recipe.params, strict=True)}

@@ -1,4 +1,4 @@
-"""Every step by name, for compressors that are the user's own."""
+"""NamedReducer: every gradient of every step by name, for the user's own compressors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hvdtrain.hvd.reducers.byname import ByName
 
 
 class NamedReducer(Reducer):
-    """Sends each gradient as soon as it is there: what the compressor makes of it may be anything,
-    so nothing can be agreed beforehand.
+    """Sends each gradient as soon as it is ready. The compressor may return any tensor, so the
+    ranks cannot agree on buckets in advance.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -21,13 +21,13 @@ class NamedReducer(Reducer):
         self._by_name = ByName(recipe)
 
     def reset(self) -> None:
-        """Forget the backward passes since the last step, and what was sent."""
+        """Discard the backward passes since the last step, and the pending allreduces."""
         super().reset()
         self._by_name.sent.clear()
 
     def _hook(self, i: int) -> Any:
         delays = self._delays
-        own = weakref.ref(self)  # the hook, which the parameter keeps, must not keep the optimizer
+        own = weakref.ref(self)  # the parameter owns the hook, which must not own the optimizer
 
         def hook(p: Tensor) -> None:
             self = own()

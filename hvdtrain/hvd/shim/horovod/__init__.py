@@ -1,4 +1,4 @@
-"""Not Horovod: another name for hvdtrain.hvd. See hvdtrain.hvd.alias."""
+"""Not Horovod: an alias of hvdtrain.hvd, for child processes. See hvdtrain.hvd.alias."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "hvdtrain":
         raise
-    # Started by a process that had found hvdtrain in its working directory.
+    # The parent process found hvdtrain in its working directory, which is not in our sys.path.
     sys.path.append(str(Path(__file__).parents[4]))
     from hvdtrain.hvd.alias import install
 
