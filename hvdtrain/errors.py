@@ -12,8 +12,8 @@
 
 An error outside this tree is a bug, ours or the task's: it ends with its traceback and exit code 1;
 one that a task's code raised without the frames of libraries.
-Ctrl-C ends with 130, SIGTERM with 143. Each message says what happened, with the values, and what
-to do, in one line.
+Ctrl-C ends with 130, SIGTERM with 143; a rank whose launcher has ended sends itself SIGTERM. Each
+message says what happened, with the values, and what to do, in one line.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class WorldError(HvdtrainError):
     """A peer has gone, or did not come in time."""
 
     exit_code = 4
+    launcher_ended = False
+    """True where it is the launcher that has gone, so that none would end the other ranks."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -44,7 +44,7 @@ _OTHER_MAKES: dict[str, str | tuple[str, ...]] = {
     "mvapich": "Open MPI",
 }
 _ANSWER_S = 3.0  # a store answers at once; a server that is none may never
-_REFUSED_S = 3.0  # what listens before the ranks start, and refuses for so long, has ended
+_REFUSED_S = 1.0  # what listens before the ranks start, and refuses for so long, has ended
 _NAMES_S = 10.0  # the name of a container that has just started may not be known yet
 _MOST_ADDRESSES = 8  # so that they fit into the message
 
@@ -421,10 +421,12 @@ def _connect(
             except ConnectionRefusedError as error:
                 why = _first_line(error)
                 if time.monotonic() > refused_from:
-                    raise WorldError(
+                    ended = WorldError(
                         f"{world} could not reach the store of torchrun's agent at {host}:{port}, "
                         f"which has ended: {why}"
-                    ) from None
+                    )
+                    ended.launcher_ended = True
+                    raise ended from None
             except (OSError, dist.DistError) as error:
                 why = _first_line(error)
     tried = ", ".join(f"{host}:{port}" for host, port in places)
