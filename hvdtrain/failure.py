@@ -13,6 +13,7 @@ import fcntl
 import os
 import select
 import signal
+import socket
 import stat
 import struct
 import sys
@@ -27,7 +28,7 @@ from types import FrameType
 from typing import NoReturn
 
 from hvdtrain.errors import HvdtrainError, WorldError
-from hvdtrain.world import World, is_mpi, rank_variable
+from hvdtrain.world import World, agent_keeps_store, is_mpi, rank_variable
 
 # Ranks that fail together speak in turn; the first to speak ends the job before the next one does.
 _TURN_S = 0.5
@@ -133,8 +134,6 @@ def end_with_launcher(world: World) -> None:
     shell = _parent(pid)
     if world.launcher == "openmpi" and _is_horovodrun(shell):
         watched[shell] = (_start_time(shell), f"horovodrun --mpi (process {shell})")
-    if world.launcher == "torchrun" and _has_adopted(pid):
-        watched = {pid: (None, name)}
     watch = threading.Thread(target=_watch, args=(world, watched), daemon=True, name="launcher")
     _watching.append(watch)
     watch.start()
@@ -146,10 +145,10 @@ _orphaned = threading.Event()
 
 def _watch(world: World, watched: dict[int, tuple[str | None, str]]) -> None:
     """Wait for the end of one of the processes: each with its start time, and its name."""
-    ended: list[str] = []
+    ended = ["torchrun"] if 1 in watched and _agent_has_ended(world) else []
     while not ended:
         for pid, (born, name) in watched.items():
-            if born is None or _start_time(pid) != born:
+            if _start_time(pid) != born or born is None:
                 ended.append(name)
         if not ended:
             time.sleep(_LAUNCHER_CHECK_S)
@@ -197,16 +196,27 @@ def _is_horovodrun(pid: int) -> bool:
     )
 
 
-def _has_adopted(pid: int) -> bool:
-    """Whether a parent is the reaper of orphans and cannot be torchrun's agent, a Python program.
+def _agent_has_ended(world: World) -> bool:
+    """Whether process 1, our parent, is the reaper of orphans rather than torchrun's agent.
 
-    So it is where the agent has ended before this rank looked.
+    So it is where it runs no Python, or the store refuses that the agent serves from before the
+    ranks start: the agent ended before this rank looked.
     """
-    try:
-        program = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
-    except OSError:  # another user's; the agent's store, which refuses, shows it later
+    if world.launcher != "torchrun":
         return False
-    return pid == 1 and not program.startswith(_PYTHONS)
+    with contextlib.suppress(OSError):  # another user's
+        if not os.path.basename(os.readlink("/proc/1/exe")).startswith(_PYTHONS):
+            return True
+    if not (world.one_host and agent_keeps_store(world)):
+        return False
+    try:
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(place, timeout=2).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError, OverflowError):  # not known, or no address: reported later
+        pass
+    return False
 
 
 def _start_time(pid: int) -> str | None:

@@ -31,7 +31,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from hvdtrain.errors import BackendUnavailable, LaunchError, WorldError, WorldMismatch
 from hvdtrain.failure import end_with_launcher
-from hvdtrain.world import World, first_slurm_host
+from hvdtrain.world import World, agent_keeps_store, first_slurm_host
 
 _TOKEN = "hvdtrain/token"
 _MESSAGE_BYTES = 1024  # what rank 0 publishes: addresses, port, token
@@ -139,7 +139,7 @@ def _at_address(world: World, deadline: float) -> Store:
     if not 0 < port < 1 << 16:
         raise LaunchError(f"MASTER_PORT={port_text!r} is not a port; give one of 1 to 65535")
     _check_resolves(host, deadline)
-    if world.rank > 0 or _agent_keeps_store(world):
+    if world.rank > 0 or agent_keeps_store(world):
         return _connect(world, [(host, port)], None, deadline)
     try:
         return _serve(port, deadline)
@@ -148,13 +148,6 @@ def _at_address(world: World, deadline: float) -> Store:
             f"rank 0 cannot serve at MASTER_PORT={port} ({_first_line(error)}); choose a free "
             f"port, or unset MASTER_ADDR and MASTER_PORT and let rank 0 pick one"
         ) from None
-
-
-def _agent_keeps_store(world: World) -> bool:
-    """Whether torchrun's agent serves the store, from before the ranks start until they end."""
-    return world.launcher == "torchrun" and (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    )
 
 
 def _check_resolves(host: str, deadline: float) -> None:
@@ -314,7 +307,7 @@ def _await_all(store: Store, world: World, timeout_s: float, deadline: float) ->
         set <id>/here/r = nonce      ->
                                      <-   set <id>/begin, once the answers are what is in here/*
     """
-    if not _agent_keeps_store(world):
+    if not agent_keeps_store(world):
         _check_only_one(store, world)
     nonce = uuid.uuid4().hex
     store.set(f"here/{world.rank}", nonce)
@@ -407,7 +400,7 @@ def _connect(
     """Try the places in turn until one is a store, with this job's token if there is one."""
     why = "nothing listens there"
     # Rank 0 may not have begun to listen; an agent has, before it started the ranks.
-    keeps = _agent_keeps_store(world)
+    keeps = agent_keeps_store(world)
     refused_from = time.monotonic() + _REFUSED_S if keeps else deadline
     for _ in _until(deadline, pause_s=0.1):
         for host, port in places:
