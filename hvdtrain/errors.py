@@ -12,8 +12,8 @@
 
 Any other exception is a bug, in hvdtrain or in the task. The command prints its traceback (for an
 exception from a task's code, without the frames of libraries) and ends with exit code 1.
-Ctrl-C ends with 130, SIGTERM with 143. Each message is one line: what happened, with the values,
-and what to do.
+Ctrl-C ends with 130, SIGTERM with 143; a rank whose launcher has ended sends itself SIGTERM. Each
+message is one line: what happened, with the values, and what to do.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class WorldError(HvdtrainError):
     """A peer died, or did not arrive in time."""
 
     exit_code = 4
+    launcher_ended = False
+    """True where it is the launcher that has gone, so that none would end the other ranks."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

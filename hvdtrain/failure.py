@@ -13,6 +13,7 @@ import fcntl
 import os
 import select
 import signal
+import socket
 import stat
 import struct
 import sys
@@ -27,7 +28,7 @@ from types import FrameType
 from typing import NoReturn
 
 from hvdtrain.errors import HvdtrainError, WorldError
-from hvdtrain.world import World, rank_variable
+from hvdtrain.world import World, agent_keeps_store, is_mpi, rank_variable
 
 # Ranks that fail together speak in turn; the first to speak ends the job before the next one does.
 _TURN_S = 0.5
@@ -48,6 +49,9 @@ _LONGEST_LINE = 2000
 _SAME_REQUEST_S = 2.0
 _LAUNCHER_CHECK_S = 1.0
 _ORPHAN_S = 3.0  # from SIGTERM to SIGKILL of a rank whose launcher has ended
+# Of the line that `horovodrun --mpi` gives to /bin/sh (horovod/runner/mpi_run.py).
+_HOROVODRUNS_FLAGS = ("--tag-output", "-mca pml ob1", "-mca btl ^openib")
+_PYTHONS = ("python", "pypy", "pt_")
 
 
 def exit_code(error: BaseException) -> int:
@@ -125,22 +129,35 @@ def end_with_launcher(world: World) -> None:
     born = _start_time(pid)
     if born is None:  # not on Linux, or /proc is not mounted
         return
-    watch = threading.Thread(target=_watch, args=(world, pid, born), daemon=True, name="launcher")
+    name = "mpirun" if is_mpi(world) else world.launcher
+    watched: dict[int, tuple[str | None, str]] = {pid: (born, f"{name} (process {pid})")}
+    shell = _parent(pid)
+    if world.launcher == "openmpi" and _is_horovodrun(shell):
+        watched[shell] = (_start_time(shell), f"horovodrun --mpi (process {shell})")
+    watch = threading.Thread(target=_watch, args=(world, watched), daemon=True, name="launcher")
     _watching.append(watch)
     watch.start()
 
 
 _watching: list[threading.Thread] = []
+_orphaned = threading.Event()
 
 
-def _watch(world: World, pid: int, born: str) -> None:
-    while _start_time(pid) == born:
-        time.sleep(_LAUNCHER_CHECK_S)
-    os.kill(os.getpid(), signal.SIGTERM)  # so that an orderly end is recorded, where one is left
-    said = f"[{world}] error: {world.launcher} (process {pid}) has ended, so this rank ends too\n"
+def _watch(world: World, watched: dict[int, tuple[str | None, str]]) -> None:
+    """Wait for the end of one of the processes: each with its start time, and its name."""
+    ended = ["torchrun"] if 1 in watched and _agent_has_ended(world) else []
+    while not ended:
+        for pid, (born, name) in watched.items():
+            if _start_time(pid) != born or born is None:
+                ended.append(name)
+        if not ended:
+            time.sleep(_LAUNCHER_CHECK_S)
+    _orphaned.set()
+    said = f"[{world}] error: {ended[-1]} has ended, so this rank ends too\n"
     with contextlib.suppress(OSError):  # stderr may have gone with the launcher
         if select.select([], [2], [], 0)[1]:  # nor may a full pipe hold this up
             os.write(2, said.encode())
+    os.kill(os.getpid(), signal.SIGTERM)  # so that an orderly end is recorded, where one is left
     time.sleep(_ORPHAN_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -151,6 +168,55 @@ def _first_ancestor_without(variable: str) -> int:
         while variable.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             pid = int(_stat(pid)[1])
     return pid
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(_stat(pid)[1])
+    except OSError:
+        return 0
+
+
+def _is_horovodrun(pid: int) -> bool:
+    """Whether a process is the shell that `horovodrun --mpi` becomes, to run one mpirun.
+
+    That shell ends after mpirun, if it is not killed; mpirun takes no notice. A shell of a user's
+    own, such as `sh -c "mpirun ... & sleep 5"`, may end first: its mpirun has other flags.
+    """
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return False
+    return (
+        len(words) == 4  # what ends the last is followed by nothing
+        and words[0].rpartition("/")[2] == "sh"
+        and words[1] == "-c"
+        and words[2].startswith("mpirun ")
+        and all(f" {flags} " in words[2] for flags in _HOROVODRUNS_FLAGS)
+    )
+
+
+def _agent_has_ended(world: World) -> bool:
+    """Whether process 1, our parent, is the reaper of orphans rather than torchrun's agent.
+
+    So it is where it runs no Python, or the store refuses that the agent serves from before the
+    ranks start: the agent ended before this rank looked.
+    """
+    if world.launcher != "torchrun":
+        return False
+    with contextlib.suppress(OSError):  # another user's
+        if not os.path.basename(os.readlink("/proc/1/exe")).startswith(_PYTHONS):
+            return True
+    if not (world.one_host and agent_keeps_store(world)):
+        return False
+    try:
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(place, timeout=2).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError, OverflowError):  # not known, or no address: reported later
+        pass
+    return False
 
 
 def _start_time(pid: int) -> str | None:
@@ -187,6 +253,8 @@ def end_job(world: World, error: BaseException) -> NoReturn:
 
 def _turn_s(world: World, error: BaseException) -> float:
     """How long a rank lets others speak before it reports `error`."""
+    if _orphaned.is_set() or (isinstance(error, WorldError) and error.launcher_ended):
+        return 0.0  # nobody is left who would end this rank
     turn_s = min(_TURN_S * world.rank, _LONGEST_TURN_S)
     if isinstance(error, WorldError):
         return turn_s + _WITNESS_S
@@ -239,7 +307,9 @@ def report(world: World, error: BaseException) -> None:
         text = "interrupted\n" if world.rank == 0 else ""
     elif isinstance(error, SystemExit):
         said = "" if error.code is None or isinstance(error.code, int) else f"{error.code}\n"
-        text = said + (f"[{world}] exits with code {exit_code(error)}\n" if world.size > 1 else "")
+        if world.size > 1 and not _orphaned.is_set():  # which has been reported
+            said += f"[{world}] exits with code {exit_code(error)}\n"
+        text = said
     else:
         head = f"[{world}] failed:\n" if world.size > 1 else ""
         text = head + _format(error)

@@ -33,7 +33,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from hvdtrain.errors import BackendUnavailable, LaunchError, WorldError, WorldMismatch
 from hvdtrain.failure import end_with_launcher
-from hvdtrain.world import World, first_slurm_host
+from hvdtrain.world import World, agent_keeps_store, first_slurm_host
 
 _TOKEN = "hvdtrain/token"
 _MESSAGE_BYTES = 1024  # what rank 0 publishes: addresses, port, token
@@ -46,7 +46,7 @@ _OTHER_MAKES: dict[str, str | tuple[str, ...]] = {
     "mvapich": "Open MPI",
 }
 _ANSWER_S = 3.0  # a store answers at once; any other server may never answer
-_REFUSED_S = 3.0  # a server older than the ranks that refuses for this long has ended
+_REFUSED_S = 1.0  # a server older than the ranks that refuses for this long has ended
 _NAMES_S = 10.0  # the name of a container that has just started may not resolve yet
 _MOST_ADDRESSES = 8  # so that they fit into the message
 
@@ -141,7 +141,7 @@ def _at_address(world: World, deadline: float) -> Store:
     if not 0 < port < 1 << 16:
         raise LaunchError(f"MASTER_PORT={port_text!r} is not a port; give one of 1 to 65535")
     _check_resolves(host, deadline)
-    if world.rank > 0 or _agent_keeps_store(world):
+    if world.rank > 0 or agent_keeps_store(world):
         return _connect(world, [(host, port)], None, deadline)
     try:
         return _serve(port, deadline)
@@ -150,13 +150,6 @@ def _at_address(world: World, deadline: float) -> Store:
             f"rank 0 cannot serve at MASTER_PORT={port} ({_first_line(error)}); choose a free "
             f"port, or unset MASTER_ADDR and MASTER_PORT and let rank 0 pick one"
         ) from None
-
-
-def _agent_keeps_store(world: World) -> bool:
-    """Return whether torchrun's agent serves the store, from before until after its ranks run."""
-    return world.launcher == "torchrun" and (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    )
 
 
 def _check_resolves(host: str, deadline: float) -> None:
@@ -316,7 +309,7 @@ def _await_all(store: Store, world: World, timeout_s: float, deadline: float) ->
         set <id>/here/r = nonce      ->
                                      <-   set <id>/begin, once the answers are what is in here/*
     """
-    if not _agent_keeps_store(world):
+    if not agent_keeps_store(world):
         _check_only_one(store, world)
     nonce = uuid.uuid4().hex
     store.set(f"here/{world.rank}", nonce)
@@ -409,7 +402,7 @@ def _connect(
     """Try the places in turn until one is a store, with this job's token if there is one."""
     why = "nothing listens there"
     # Rank 0 may not have begun to listen; an agent has, before it started the ranks.
-    keeps = _agent_keeps_store(world)
+    keeps = agent_keeps_store(world)
     refused_from = time.monotonic() + _REFUSED_S if keeps else math.inf
     for _ in _until(deadline, pause_s=0.1):
         for host, port in places:
@@ -423,10 +416,12 @@ def _connect(
             except ConnectionRefusedError as error:
                 why = _first_line(error)
                 if time.monotonic() > refused_from:
-                    raise WorldError(
+                    ended = WorldError(
                         f"{world} could not reach the store of torchrun's agent at {host}:{port}, "
                         f"which has ended: {why}"
-                    ) from None
+                    )
+                    ended.launcher_ended = True
+                    raise ended from None
             except (OSError, dist.DistError) as error:
                 why = _first_line(error)
     tried = ", ".join(f"{host}:{port}" for host, port in places)

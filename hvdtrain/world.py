@@ -199,6 +199,12 @@ def rank_variable(world: World, env: Mapping[str, str] | None = None) -> str | N
     return None
 
 
+def agent_keeps_store(world: World, env: Mapping[str, str] | None = None) -> bool:
+    """Whether torchrun's agent serves the store, from before the ranks start until they end."""
+    env = os.environ if env is None else env
+    return world.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
     """Return the World that one launcher's variables describe; None if it has set none of them."""
     if row is _SRUN:

@@ -7,6 +7,8 @@ import os
 import re
 import shlex
 import signal
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -281,11 +283,13 @@ while True:
         ("torchrun", signal.SIGKILL, False),
         ("mpirun", signal.SIGKILL, True),
         ("horovodrun", signal.SIGKILL, True),
+        ("horovodrun-mpi", signal.SIGKILL, True),
         ("horovodrun-mpi", signal.SIGINT, False),
         pytest.param("torchrun", signal.SIGKILL, True, marks=EXHAUSTIVE),
         pytest.param("mpirun", signal.SIGKILL, False, marks=EXHAUSTIVE),
         pytest.param("horovodrun", signal.SIGKILL, False, marks=EXHAUSTIVE),
         pytest.param("horovodrun-mpi", signal.SIGINT, True, marks=EXHAUSTIVE),
+        pytest.param("horovodrun-mpi", signal.SIGKILL, False, marks=EXHAUSTIVE),
     ],
 )
 def test_ranks_end_with_their_launcher(
@@ -304,20 +308,66 @@ def test_ranks_end_with_their_launcher(
     check_orphans_end(command, mark, number)
 
 
-def test_ranks_end_with_a_launcher_that_ends_while_they_start(tmp_path: Path) -> None:
-    command = line("torchrun", 2, "-m", "hvdtrain", "--run-dir", tmp_path / "run")
+REAPER = "unshare --pid --fork --mount-proc --kill-child sh -c".split()
+
+
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=EXHAUSTIVE)])
+def test_ranks_end_with_a_launcher_that_ends_while_they_start(tmp_path: Path, hosts: int) -> None:
+    """On one host the agent's store refuses; on two only the process that adopts them shows it."""
+    command = line("torchrun", 2 // hosts, "-m", "hvdtrain", "--run-dir", tmp_path / "run")
+    if hosts == 2:
+        if subprocess.run([*REAPER, "true"]).returncode:
+            pytest.skip("this user may not make a PID namespace")
+        with socket.create_server(("localhost", 0)) as server:
+            place = f"localhost:{server.getsockname()[1]}"
+        command[1:1] = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", place]
+        job = shlex.join(command)
+        command = [*REAPER, f"{job} & {job} & sleep 100; exit"]
     with started(command) as (process, log):
         deadline = time.monotonic() + 40
-        while len(ranks_of(process.marker)) < 2:
+        while len(ranks := ranks_of(process.marker)) <= hosts:
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.01)
-        process.kill()
-        check_ended_soon(process, log, SOON_S)  # 3 s of them for imports
+        for agent in sorted(pid for pid, said in ranks.items() if "bin/torchrun" in said)[:hosts]:
+            os.kill(agent, signal.SIGKILL)
+        deadline = time.monotonic() + SOON_S
+        while left := ranks_of(process.marker):
+            assert time.monotonic() < deadline, (left, log.read_text())
+            time.sleep(0.05)
+        assert "has ended, so this rank ends too" in log.read_text(), log.read_text()
     assert not (tmp_path / "run").exists()
 
 
-def ranks_of(marker: str) -> list[int]:
-    return [pid for pid, said in members(marker).items() if "-m hvdtrain" in said][:2]
+IN_THE_BACKGROUND = """
+import os, sys, time
+from pathlib import Path
+import hvdtrain.hvd as hvd
+hvd.init()
+shell = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
+Path(sys.argv[1]).touch()
+while Path("/proc", shell).exists():
+    time.sleep(0.01)
+time.sleep(3)  # three looks of what watches the launcher
+Path(sys.argv[1]).write_text("goes on")
+"""
+
+
+def test_a_shell_that_leaves_mpirun_behind_is_no_launcher(tmp_path: Path) -> None:
+    script, mark = tmp_path / "script.py", tmp_path / "mark"
+    script.write_text(IN_THE_BACKGROUND)
+    job = shlex.join(line("mpirun", 1, "-m", "hvdtrain.hvd", script, mark))
+    with started(["sh", "-c", f"{job} & until test -e {mark}; do sleep 0.1; done"]) as (shell, log):
+        assert shell.wait(60) == 0, log.read_text()
+        check_ended_soon(shell, log, 30)
+        assert mark.read_text() == "goes on", log.read_text()
+
+
+def ranks_of(marker: str) -> dict[int, str]:
+    return {
+        pid: said
+        for pid, said in members(marker).items()
+        if "-m hvdtrain" in said and not said.startswith(("unshare", "sh -c"))
+    }
 
 
 def check_orphans_end(command: list[str], mark: Path, number: signal.Signals) -> None:
