@@ -388,8 +388,10 @@ def test_the_timeout_holds_for_a_stopped_rank(
     tmp_path: Path, launcher: str, backend: str, rank: int
 ) -> None:
     """SIGSTOP: its connections stay open. It must end too, continued or not."""
-    arguments = [*failing(tmp_path, "loop", "stop", rank), "--timeout", "4"]
-    said = "timed out after 4 s" if backend == "horovod" else "lost contact with a peer"
+    arguments = [*failing(tmp_path, "loop", "stop", rank), "--timeout", "8"]
+    said = "timed out after 8 s in the averaging"
+    if backend != "horovod":
+        said = "lost contact with a peer"
     with started(train(launcher, 2, backend, *arguments)) as (process, log):
         deadline = time.monotonic() + 90
         while said not in log.read_text():
@@ -403,7 +405,7 @@ def test_the_timeout_holds_for_a_stopped_rank(
         check_ended_soon(process, log, 25)
         code = process.wait(1)
         output = log.read_text()
-    assert 3.5 < after_s < 25, output
+    assert 7 < after_s < 30, output
     assert len([line for line in output.splitlines() if "error: " in line]) == 1, output
     assert code == 4 or re.search(r"[Ee]xit ?code\s*: 4", output), output
     if backend != "horovod":

@@ -196,9 +196,8 @@ class Control:
     def _check_peers(self) -> None:
         """Tell the peers that this process runs, and give up those that have been silent."""
         now = time.monotonic()
-        was_stopped = (
-            now - self._last_check > 4 * self._tick_s
-        )  # what the peers sent is still unread
+        # What the peers sent meanwhile is still unread then.
+        was_stopped = now - self._last_check > 4 * self._tick_s
         self._last_check = now
         alive = _frame(_ALIVE, b"")
         for peer in list(self._peers.values()):
