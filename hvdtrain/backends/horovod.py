@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from hvdtrain import failure
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op, with_sparse_gradients
 from hvdtrain.errors import HvdtrainError, InputError, WorldError, WorldMismatch
 from hvdtrain.world import World, is_mpi
@@ -23,6 +27,11 @@ T = TypeVar("T")
 
 # Dtypes that Horovod does not know, and one of the same width to move their bits in.
 _BITS = {torch.bool: torch.uint8, torch.bfloat16: torch.int16, torch.complex64: torch.int64}
+
+_STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+_STALL_CHECK = "HOROVOD_STALL_CHECK_TIME_SECONDS"
+_STALL_CHECK_S = 60.0  # Horovod's own default
+_POLL_S = 1.0
 
 
 class Horovod(Backend):
@@ -37,6 +46,8 @@ class Horovod(Backend):
         self._optimizers: dict[int, Any] = {}
         self._last = True
         """Whether this is the last micro-batch of a window."""
+        self._wait: tuple[float, str] | None = None
+        """Since when the main thread waits for the other ranks, and in what."""
 
     @classmethod
     def module(cls) -> ModuleType:
@@ -103,27 +114,70 @@ class Horovod(Backend):
 
     def _init(self) -> None:
         """[all] Initialise Horovod, which reads its variables meanwhile and not later."""
-        # Horovod only warns of a stalled rank, for ever, unless told when to give up.
-        name = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-        is_ours = name not in os.environ
-        if is_ours:
-            os.environ[name] = str(max(1, round(self.options.timeout_s)))
+        # Horovod only warns of a stalled rank, for ever, unless told when to give up; and does not
+        # give up where it would warn later than that. Its variables are whole seconds; 0: never.
+        limit_s = self.options.timeout_s
+        ours = {
+            _STALL_SHUTDOWN: max(1, round(limit_s)),
+            _STALL_CHECK: max(1, round(min(_STALL_CHECK_S, limit_s / 2))),
+        }
+        if os.environ.get(_STALL_SHUTDOWN, "").isdigit():
+            limit_s = float(os.environ[_STALL_SHUTDOWN])  # what its user wants counts
+        ours = {name: seconds for name, seconds in ours.items() if name not in os.environ}
+        os.environ.update({name: str(seconds) for name, seconds in ours.items()})
+        if limit_s:
+            watch = threading.Thread(target=self._watch, args=(limit_s,), name="horovod-timeout")
+            watch.daemon = True
+            watch.start()
         try:
-            self._hvd.init()
+            with self._waiting("hvd.init"):
+                self._hvd.init()
         finally:
-            if is_ours:
+            for name in ours:
                 del os.environ[name]
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        """Note that the block waits for the other ranks: see `_watch`. Not collective."""
+        self._wait = (time.monotonic(), what)
+        try:
+            yield
+        finally:
+            self._wait = None
+
+    def _watch(self, limit_s: float) -> None:
+        """End this rank, and with it the job, once it has waited for `limit_s`. In a thread.
+
+        Horovod's stall inspector finds a rank that runs and does not come. With a stopped process
+        its background thread itself blocks, in the gather of requests, and so does the main
+        thread: in C++, where no exception can reach it.
+        """
+        poll_s = min(_POLL_S, limit_s / 4)
+        before = resumed = time.monotonic()
+        while self._hvd is not None:
+            time.sleep(poll_s)
+            now = time.monotonic()
+            if now - before > 4 * _POLL_S:
+                resumed = now  # this process was stopped itself: the others get the whole time
+            before = now
+            wait = self._wait
+            if wait is not None and now - max(wait[0], resumed) > limit_s:
+                said = f"timed out after {limit_s:g} s in {wait[1]}"
+                error = WorldError(f"{said}: another rank is stopped, late or has gone")
+                failure.end_job(self.world, error)
 
     def close(self, failed: bool = False) -> None:
         """[all] `hvd.shutdown()`; not after a failure: it could wait for a rank that is gone."""
-        hvd, self._hvd = self._hvd, None
+        hvd = self._hvd
         for skip in self._skips.values():
             skip.close()
-        if hvd is None or not hvd.is_initialized():
-            return
-        if not failed:
-            hvd.barrier()
-            hvd.shutdown()
+        try:
+            if not failed and hvd is not None and hvd.is_initialized():
+                with self._waiting("hvd.shutdown"):
+                    hvd.barrier()
+                    hvd.shutdown()
+        finally:
+            self._hvd = None  # which ends the thread that watches, too
 
     def describe(self) -> dict[str, Any]:
         """Add Horovod's version, its controller, and the settings of its own in force."""
@@ -194,7 +248,8 @@ class Horovod(Backend):
         return nullcontext()
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:
-        optimizer.synchronize()  # type: ignore[attr-defined]
+        with self._waiting("the averaging of gradients"):
+            optimizer.synchronize()  # type: ignore[attr-defined]
         # The step that follows must not reduce again. Entered anew each time, because Horovod's
         # load_state_dict silently ends it.
         skip = self._skips.setdefault(id(optimizer), ExitStack())
@@ -210,22 +265,30 @@ class Horovod(Backend):
         ops = {"mean": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
         # Horovod's CPU path does not know bfloat16.
         wide = t.float() if t.dtype == torch.bfloat16 else t
-        return cast("Tensor", hvd.allreduce(wide.detach().contiguous(), op=ops[op]).to(t.dtype))
+        with self._waiting("an all-reduce"):
+            result = hvd.allreduce(wide.detach().contiguous(), op=ops[op])
+        return cast("Tensor", result.to(t.dtype))
 
     def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
         """[all] Overwrite `t` with the root's, in place."""
-        self._hvd.broadcast_(t.view(_BITS.get(t.dtype, t.dtype)), root_rank=root)
+        with self._waiting("a broadcast"):
+            self._hvd.broadcast_(t.view(_BITS.get(t.dtype, t.dtype)), root_rank=root)
         return t
 
     def broadcast_object(self, obj: T, root: int = 0) -> T:
         """[all] Return the root's `obj`."""
         # Without a name Horovod takes the type's, and ranks with different types wait for ever.
-        return cast("T", self._hvd.broadcast_object(obj, root_rank=root, name="hvdtrain.object"))
+        with self._waiting("the broadcast of an object"):
+            got = self._hvd.broadcast_object(obj, root_rank=root, name="hvdtrain.object")
+        return cast("T", got)
 
     def all_gather_object(self, obj: T) -> list[T]:
         """[all] Return every rank's `obj`, in rank order."""
-        return cast("list[T]", self._hvd.allgather_object(obj, name="hvdtrain.objects"))
+        with self._waiting("the all-gather of objects"):
+            got = self._hvd.allgather_object(obj, name="hvdtrain.objects")
+        return cast("list[T]", got)
 
     def barrier(self) -> None:
         """[all] Wait for all."""
-        self._hvd.barrier()
+        with self._waiting("a barrier"):
+            self._hvd.barrier()

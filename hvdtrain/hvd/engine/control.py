@@ -70,6 +70,8 @@ class Control:
         """Connect. Collective. Raises WorldError naming the ranks that did not come."""
         self._rank = world.rank
         self._limit_s = limit_s
+        # A peer that runs sends several messages within the limit.
+        self._tick_s = min(_TICK_S, limit_s / 4) if limit_s else _TICK_S
         self._last_check = time.monotonic()
         self.store = store
         self._peers: dict[int, _Peer] = {}
@@ -179,7 +181,7 @@ class Control:
         while not self._stopping:
             for peer in list(self._peers.values()):
                 self._watch(peer)
-            for key, events in self._selector.select(0 if self._own else _TICK_S):
+            for key, events in self._selector.select(0 if self._own else self._tick_s):
                 if key.data is None:
                     _drain(self._wake_in)
                 else:
@@ -187,14 +189,15 @@ class Control:
             while self._own and not self._stopping:
                 header, payload = self._own.popleft()
                 self._deliver(self._rank, header, payload)
+            if time.monotonic() - self._last_check >= self._tick_s:
+                self._check_peers()  # first: it knows more of a stopped rank than the inspector
             self._tick()
-            if time.monotonic() - self._last_check > _TICK_S:
-                self._check_peers()
 
     def _check_peers(self) -> None:
         """Tell the peers that this process runs, and give up those that have been silent."""
         now = time.monotonic()
-        was_stopped = now - self._last_check > 4 * _TICK_S  # what the peers sent is still unread
+        # What the peers sent meanwhile is still unread then.
+        was_stopped = now - self._last_check > 4 * self._tick_s
         self._last_check = now
         alive = _frame(_ALIVE, b"")
         for peer in list(self._peers.values()):

@@ -94,7 +94,7 @@ class Engine:
                 self.control.send_all,
                 self.timeline,
             )
-            self._stall = stall.Inspector(self._coordinator, settings)
+            self._stall = stall.Inspector(self._coordinator, settings, self._person)
         self.executor = Executor(self)
         self.control.start(self._deliver, self._lost, self._tick, self.pin, self.thread_failed)
         _engines.add(self)
@@ -371,9 +371,12 @@ class Engine:
         lane.adopt(fields)
         self.executor.put(lane.connect)
 
-    def _lost(self, rank: int, why: str) -> None:
+    def _person(self, rank: int) -> str:
         person = self.people[rank]
-        who = f"process {person['pid']} on {person['host']}"
+        return f"process {person['pid']} on {person['host']}"
+
+    def _lost(self, rank: int, why: str) -> None:
+        who = self._person(rank)
         if self._coordinator is not None:
             self._coordinator.lose(rank, who, why)
         elif not self._closed.is_set():

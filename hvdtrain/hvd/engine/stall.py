@@ -5,6 +5,8 @@ It runs on rank 0, with Horovod's text and variables (HOROVOD_STALL_...).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hvdtrain.failure import print_stderr
 from hvdtrain.hvd.engine.coordinator import Coordinator, LaneSteps, Waiting
 from hvdtrain.hvd.engine.settings import Settings
@@ -15,11 +17,17 @@ _NAMES = 6  # tensors listed for each rank; " ..." stands for the others
 
 
 class Inspector:
-    """Checks the operations that wait for ranks. Called twice a second by the control thread."""
+    """Checks the operations that wait for ranks. Called twice a second by the control thread.
 
-    def __init__(self, coordinator: Coordinator, settings: Settings) -> None:
+    `person` returns the process and the host of a rank, as text.
+    """
+
+    def __init__(
+        self, coordinator: Coordinator, settings: Settings, person: Callable[[int], str]
+    ) -> None:
         self._coordinator = coordinator
         self._settings = settings
+        self._person = person
         self._next = 0.0
 
     def look(self, now: float) -> None:
@@ -41,7 +49,9 @@ class Inspector:
         limit = settings.stall_shutdown_time_s
         if limit > 0 and (hopeless := self._stalled(now, limit)):
             by_rank = _by_rank([(name, missing) for name, missing, _ in hopeless])
-            who = "; ".join(f"rank {r}: {', '.join(names)}" for r, names in by_rank.items())
+            who = "; ".join(
+                f"rank {r} ({self._person(r)}): {', '.join(names)}" for r, names in by_rank.items()
+            )
             self._coordinator.go_down(
                 f"{SHUT_DOWN} Ranks were waited for longer than {limit:g} seconds: {who}", -1, {}
             )
