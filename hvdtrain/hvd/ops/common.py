@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,11 +30,12 @@ Pick = Callable[[Any], Any]
 
 
 class _SchedStat:
-    """The run-queue delay of one thread on Linux: the time it was runnable but did not run."""
+    """The scheduler's counters of one thread on Linux; zeros where the kernel keeps none."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: threading.Thread) -> None:
         try:
-            self._fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+            path = f"/proc/self/task/{thread.native_id}/schedstat"
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             self._fd = -1
 
@@ -41,20 +43,35 @@ class _SchedStat:
         if self._fd >= 0:
             os.close(self._fd)
 
-    def waited_s(self) -> float:
-        """Return the delay in seconds since the thread began; 0 if the kernel does not count it."""
-        # The second field of schedstat, in nanoseconds.
-        return int(os.pread(self._fd, 64, 0).split()[1]) / 1e9 if self._fd >= 0 else 0.0
+    def read_s(self) -> tuple[float, float]:
+        """Return the seconds for which the thread ran, and those it was runnable but did not."""
+        try:
+            ran, waited = os.pread(self._fd, 64, 0).split()[:2]
+        except (OSError, ValueError):  # it has ended, or has no such file
+            return 0.0, 0.0
+        return int(ran) / 1e9, int(waited) / 1e9
 
 
-_of_thread = threading.local()  # keeps the file open: it is read at every submit
+# Keeps the files open, since they are read at every submit under a caller's name.
+_stats: weakref.WeakKeyDictionary[threading.Thread, _SchedStat] = weakref.WeakKeyDictionary()
 
 
-def _waited_s() -> float:
-    stat = getattr(_of_thread, "stat", None)
-    if stat is None:
-        stat = _of_thread.stat = _SchedStat()
-    return float(stat.waited_s())
+def _held_up_s() -> float:
+    """Return for how long the calling thread could not go on although it wanted to, since it began.
+
+    It waits for a core, or for Python's global lock while a thread of the engine runs, or waits for
+    a core itself.
+    """
+    caller = threading.current_thread()
+    total_s = 0.0
+    for thread in threading.enumerate():
+        if thread is caller or thread.name.startswith("hvd-") or thread.name.endswith("-group"):
+            stat = _stats.get(thread)
+            if stat is None:
+                stat = _stats[thread] = _SchedStat(thread)
+            ran_s, waited_s = stat.read_s()
+            total_s += waited_s if thread is caller else ran_s + waited_s
+    return total_s
 
 
 @dataclass
@@ -65,21 +82,23 @@ class Handle:
     pick: Pick
     own_name: str | None = None
     thread: int = field(default_factory=threading.get_ident)
-    waited_s: float = field(default_factory=_waited_s)
+    held_up_s: float = 0.0
     submitted_s: float = field(default_factory=time.monotonic)
 
     def is_over(self) -> bool:
         """Return whether the operation has finished and a cycle has passed since it was submitted.
 
-        The run-queue delay of the calling thread does not count. Otherwise the second of two calls
-        in a row could raise on one rank but not on a busier one, which would then block forever.
+        The time for which the calling thread was held up does not count, up to 1,000 cycles.
+        Otherwise the second of two calls in a row could raise on one rank but not on a busier one,
+        which would then block forever.
         """
         if not self.work.done():
             return False
         passed_s = time.monotonic() - self.submitted_s
-        if threading.get_ident() == self.thread:
-            passed_s -= _waited_s() - self.waited_s
-        return passed_s >= basics.engine.settings.cycle_time_ms / 1000
+        cycle_s = basics.engine.settings.cycle_time_ms / 1000
+        if threading.get_ident() == self.thread and passed_s < 1000 * cycle_s:
+            passed_s -= _held_up_s() - self.held_up_s
+        return passed_s >= cycle_s
 
 
 # Guards the tables below. Reentrant: the garbage collector may run code that submits.
@@ -122,7 +141,8 @@ def submit(
         work = Work(key, meta, dense, outputs)
         engine.submit(work)
         handle, _next_handle = _next_handle, _next_handle + 1
-        known = _handles[handle] = Handle(work, pick, own_name)
+        held_up_s = 0.0 if name is None else _held_up_s()
+        known = _handles[handle] = Handle(work, pick, own_name, held_up_s=held_up_s)
         if name is None:
             _unnamed[number, prefix] = _unnamed.get((number, prefix), 0) + 1
         else:
