@@ -177,7 +177,7 @@ def _over_mpi(world: World, deadline: float) -> Store:
         for _ in _until(deadline):
             if request.Test():
                 return bytes(buffer)
-        raise WorldError(f"{world} waited in vain for rank 0's broadcast over MPI")
+        raise WorldError(f"{world} timed out waiting for rank 0's broadcast over MPI")
 
     return _publish(world, deadline, broadcast)
 

@@ -202,7 +202,7 @@ def ended_by(
     """
     # From mpirun's SIGTERM to its SIGKILL it is a second, which a busy machine may take itself.
     with started(command, env={"OMPI_MCA_odls_base_sigkill_timeout": "3"}) as (process, log):
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 90
         while not (tmp_path / "mark").exists():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
@@ -324,7 +324,7 @@ def test_ranks_end_with_a_launcher_that_ends_while_they_start(tmp_path: Path, ho
         job = shlex.join(command)
         command = [*REAPER, f"{job} & {job} & sleep 100; exit"]
     with started(command) as (process, log):
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 90
         while len(ranks := ranks_of(process.marker)) <= hosts:
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.01)

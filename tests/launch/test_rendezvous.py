@@ -516,7 +516,7 @@ def test_a_link_that_goes_down(two_hosts: tuple[str, str], transport: str, tmp_p
         folder.mkdir()
         command = ("-m", "tests.hvd.lifecycle", "with_an_unreachable_host", folder)
         with hvd_on(two_hosts, *command, HVDTRAIN_TRANSPORT=transport) as running:
-            deadline = time.monotonic() + 40
+            deadline = time.monotonic() + 90
             while not all((folder / f"ready-{rank}").exists() for rank in range(2)):
                 assert time.monotonic() < deadline, [log.read_text() for _, log in running]
                 time.sleep(0.01)

@@ -278,8 +278,8 @@ class Control:
         missing = [str(rank) for rank in sorted(expected - socks.keys())]
         if missing:
             raise WorldError(
-                f"hvd.init waited in vain for {len(missing)} of {world.size} ranks: "
-                f"{', '.join(missing)}"
+                f"hvd.init timed out waiting for rank{'s' * (len(missing) > 1)} "
+                f"{', '.join(missing)} ({len(missing)} of {world.size} ranks missing)"
             )
         everyone = [hello]
         for rank in range(1, world.size):
@@ -303,7 +303,7 @@ class Control:
                 store.wait(["control"], timedelta(seconds=max(0.1, left_s)))
                 places, secret, meeting = json.loads(store.get("control"))
             except DistError:
-                raise WorldError(f"{world} waited in vain for rank 0 in hvd.init") from None
+                raise WorldError(f"{world} timed out waiting for rank 0 in hvd.init") from None
             for host, port in places:
                 try:
                     timeout_s = max(0.1, min(_ANSWER_S, deadline - time.monotonic()))
@@ -318,7 +318,7 @@ class Control:
                     people = peer.receive(deadline)
                 except (OSError, ValueError):
                     raise WorldError(
-                        f"{world} waited in vain for the others in hvd.init, as rank 0 did"
+                        f"{world} timed out in hvd.init waiting for the other ranks, as rank 0 did"
                     ) from None
                 self.store = PrefixStore(str(meeting), store)
                 return people
