@@ -84,8 +84,8 @@ def test_the_loop_by_hand_does_equal_work(proofs: Proofs, task: str) -> None:
     changes: dict[str, Any] = {"accumulate": 2, "clip_norm": 0.3}
     arm = proofs.pool.run(prove_by_hand, task, **changes)
     row = judge(proofs.accounts(task, **changes), arm)
-    # DDP alone averages its first step in other buckets than the rest. The backend does not, so that
-    # resuming changes no bits, and with three ranks the order of a sum depends on the bucket.
+    # DDP alone averages its first step in other buckets than all later ones. The backend does not,
+    # so that resuming changes no bits; with three ranks the order of a sum depends on the bucket.
     accept(row, proofs.n)
 
 

@@ -111,7 +111,7 @@ def test_the_port_of_one_host_is_on_its_loopback() -> None:
         (address,) = [a.partition(":")[0] for a in local if a.endswith(f":{port:04X}")]
         assert address == "0100007F"
         (error,) = alone.result()
-    assert "2 of 3 ranks: 1, 2" in str(error)
+    assert "waiting for ranks 1, 2 (2 of 3 ranks missing)" in str(error)
 
 
 @pytest.mark.parametrize(
