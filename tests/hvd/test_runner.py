@@ -263,7 +263,7 @@ def test_the_ranks_end_with_us(number: signal.Signals, tmp_path: Path) -> None:
     temporary.mkdir()
     command = [PYTHON, "-c", script]
     with started(command, cwd=tmp_path, env={"TMPDIR": str(temporary)}) as (process, log):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not all((tmp_path / str(rank)).exists() for rank in (0, 1)):
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
