@@ -72,6 +72,8 @@ class Samples:
     """Parameters after the last step."""
     buffers: Array | None = None
     """Floating-point buffers after the last step."""
+    means: Array | None = None
+    """1 for the elements of `buffers` that are BatchNorm's running means, else 0."""
 
     def segments(self) -> list[tuple[str, slice]]:
         """Return the name of every parameter and its slice of the arrays."""

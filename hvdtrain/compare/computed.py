@@ -305,15 +305,17 @@ def _rms(values: Array) -> float:
 
 def _buffer_distance(arm: Ranks, base: Ranks, limits: Limits) -> float:
     """Return the distance of the buffers, less what noisy parameters explain: BatchNorm's running
-    mean follows a bias.
+    mean follows a bias. Its running variance does not, and shows another policy all the same.
     """
     noise = _noise(arm, base, limits)
     # Twice: the parameters may have been further apart before the last step.
     slack = 2 * _furthest_apart(arm, base)[noise].max(initial=0)
+    means = base[0].samples.means
 
     def distance_of(a: Array | None, b: Array | None) -> float:
         if slack and a is not None and b is not None and a.shape == b.shape:
-            a = np.where(np.abs(a - b) <= slack, b, a)
+            follows = True if means is None else means > 0
+            a = np.where(follows & (np.abs(a - b) <= slack), b, a)
         return _distance(a, b)
 
     pairs = zip(arm, base, strict=True)

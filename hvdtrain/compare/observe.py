@@ -107,8 +107,11 @@ class _Watcher:
         account.final_sha256 = fingerprint(dict(model.named_parameters()))
         account.final_buffers_sha256 = fingerprint(dict(model.named_buffers()))
         account.samples.final = self._sample(list(model.parameters()))
-        floating = [b for b in model.buffers() if b.is_floating_point()]
+        named = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
+        floating = list(named.values())
+        means = [torch.full_like(b, n.endswith("running_mean")) for n, b in named.items()]
         account.samples.buffers = _sample(floating, _stride(floating))
+        account.samples.means = _sample(means, _stride(floating))
 
     def _wrap_finish_backward(self) -> Callable[[], None]:
         """Wrap the backend's `finish_backward`, and return a function that unwraps it."""
