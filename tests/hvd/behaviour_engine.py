@@ -232,7 +232,7 @@ def a_name_is_free_again_once_polled_or_after_a_cycle(hvd: Hvd) -> None:
     for submit in submits(hvd):
         handles = [submit("x")]
         wait_for(hvd, handles[0])
-        handles.append(submit("x"))  # at once, as poll has said that the first is done
+        handles.append(submit("x"))  # allowed: poll returned True for the first
         hvd.barrier()
         while True:  # nobody asks for the second one
             time.sleep(0.002)

@@ -156,7 +156,7 @@ def test_a_clock_that_is_set_back_prolongs_no_wait(monkeypatch: pytest.MonkeyPat
 
 
 def test_gloo_connects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else there is nothing to hang up, and no address for other hosts."""
+    """Otherwise there are no connections to shut down, and no address for other hosts."""
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
     store = HashStore()
     with ThreadPoolExecutor(2) as both:
