@@ -45,9 +45,14 @@ def failing(tmp_path: Path, where: str, how: str, rank: int) -> list[object]:
 
 
 def traces(output: str) -> list[str]:
-    """The outermost file of every traceback, but for the launchers' own, which report our end."""
-    first = r'Traceback \(most recent call last\):\n\S*\s*File "([^"]+)"'
-    return [file for file in re.findall(first, output) if Path(file).name not in LAUNCHERS]
+    """The outermost file of every traceback, but for the launchers' own, which report our end.
+
+    A thread of horovodrun's also raises, now and then, where a rank ends while it is being ended.
+    """
+    blocks = output.split("Traceback (most recent call last):\n")[1:]
+    files = [re.findall(r'^\S*\s*File "([^"]+)"', block, flags=re.MULTILINE) for block in blocks]
+    ours = [each for each in files if each and not any("/horovod/runner/" in file for file in each)]
+    return [each[0] for each in ours if Path(each[0]).name not in LAUNCHERS]
 
 
 def check_ended(finished: Finished, tmp_path: Path, how: str, who: str, status: int | None) -> None:

@@ -233,6 +233,7 @@ def reset() -> None:
     with _lock:
         _handles.clear()
         _named.clear()
+        _stats.clear()  # else reference cycles with the engine's threads keep the files open
         _unnamed.clear()
         _next_handle = 0
 
