@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests import forkserver
 from tests.again import STAYED_BEHIND
 from tests.hvd.pool import HvdRanks
 from tests.launching import descendants
@@ -118,6 +119,7 @@ def _nothing_stays_behind(pytestconfig: pytest.Config) -> Iterator[None]:
     shared_before = set(Path("/dev/shm").iterdir())
     _record(pytestconfig, True)
     yield
+    forkserver.stop()
     deadline = time.monotonic() + 5
     while (alive := descendants(os.getpid())) and time.monotonic() < deadline:
         time.sleep(0.1)

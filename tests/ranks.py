@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from hvdtrain import Backend
+from tests.forkserver import warm
 from tests.launching import started
 
 P = ParamSpec("P")
@@ -172,7 +173,7 @@ class Pool(Generic[S]):
         arm, name = self.arm, f"{self.arm.name} x {self.n}"
         command = [*arm.line(self.n), self.entry, address, arm.backend, arm.transport]
         env = {**self.env, "HVDTRAIN_TRANSPORT": arm.transport}
-        process, self._log = self._stack.enter_context(started(command, env=env))
+        process, self._log = self._stack.enter_context(started(warm(command), env=env))
         # Listener itself has no timeout.
         socket = listener._listener._socket  # type: ignore[attr-defined]
         deadline = time.monotonic() + START_S

@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import resource
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,55 +21,22 @@ from hvdtrain.backends import BACKENDS
 from hvdtrain.hvd.engine.settings import OWN
 from hvdtrain.training import checkpoint
 from hvdtrain.training.config import TrainConfig, flag
-from tests.launching import Finished, clean_env, run, started
+from tests.forkserver import warm
+from tests.launching import Finished, run, started
 
 HVDTRAIN = [sys.executable, "-m", "hvdtrain"]
 QUICK = ["--task", "mlp", "--set", "samples=64", "--max-steps", "1", "--threads", "1"]
-
-# Forks a new process, with torch imported already, for each command line that it reads.
-SERVER = """
-import json, os, sys, tempfile
-import hvdtrain.cli, hvdtrain.training.trainer, hvdtrain.tasks.digits, hvdtrain.tasks.mlp
-import hvdtrain.backends.single
-for line in sys.stdin:
-    arguments, cwd, env = json.loads(line)
-    with tempfile.TemporaryFile("w+") as output:
-        child = os.fork()
-        if child == 0:
-            os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
-            os.chdir(cwd)
-            os.environ.update(env)
-            sys.argv = ["hvdtrain", *arguments]
-            code = 0
-            try:
-                hvdtrain.cli.main()
-            except SystemExit as end:
-                code = end.code or 0
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        status = os.waitpid(child, 0)[1]
-        output.seek(0)
-        print(json.dumps([os.waitstatus_to_exitcode(status), output.read()]), flush=True)
-"""
 
 
 class Lines:
     """Runs command lines of `hvdtrain` in a folder."""
 
-    def __init__(self, server: subprocess.Popen[str], folder: Path) -> None:
-        self._server = server
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def __call__(self, *arguments: object, env: Mapping[str, str] | None = None) -> Finished:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        request = [[str(part) for part in arguments], str(self.folder), dict(env or {})]
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        code, output = json.loads(self._server.stdout.readline())
-        return Finished(code, output, 0.0)
+        command = warm([*HVDTRAIN, *map(str, arguments)])
+        return run(command, cwd=self.folder, env={"OMP_NUM_THREADS": "1", **(env or {})})
 
     def files(self) -> list[Path]:
         """Return the files in the folder, without Python's __pycache__."""
@@ -99,23 +65,9 @@ class Lines:
         return name
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER],
-        env={**clean_env(), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
 @pytest.fixture
-def line(server: subprocess.Popen[str], tmp_path: Path) -> Lines:
-    return Lines(server, tmp_path)
+def line(tmp_path: Path) -> Lines:
+    return Lines(tmp_path)
 
 
 # Help

@@ -18,6 +18,7 @@ from hvdtrain.compare import record
 from hvdtrain.compare.options import CompareOptions, share
 from hvdtrain.compare.summary import summarise
 from hvdtrain.errors import InputError
+from tests.forkserver import warm
 from tests.launching import Finished, members, run, started
 
 COMPARE = [sys.executable, "-m", "hvdtrain", "compare"]
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def compare(folder: Path, *line: str, code: int = 0) -> tuple[Finished, dict[str, Any]]:
-    done = run([*COMPARE, "--output", folder, *line], timeout=280)
+    done = run(warm([*COMPARE, "--output", folder, *line]), timeout=280)
     assert done.code == code, done.output
     path = folder / record.NAME
     if not path.exists():
@@ -86,7 +87,7 @@ def test_from_the_command_to_the_report(tmp_path: Path) -> None:
     for sentence in summary["sentences"]:
         assert sentence in " ".join(done.output.split()), done.output
     assert (tmp_path / "out" / "report.html").exists()
-    again = run([sys.executable, "-m", "hvdtrain", "report", tmp_path / "out"])
+    again = run(warm([sys.executable, "-m", "hvdtrain", "report", tmp_path / "out"]))
     assert again.code == 0, again.output
     assert "bitwise equal" in again.output
 
@@ -289,7 +290,7 @@ WRONG = {
 
 @pytest.mark.parametrize("line", WRONG)
 def test_bad_input_gets_one_line(line: str) -> None:
-    done = run([*COMPARE, *line.split()])
+    done = run(warm([*COMPARE, *line.split()]))
     assert done.code == 2
     assert len(done.output.splitlines()) == 1, done.output
     assert WRONG[line] in done.output

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from tests.forkserver import warm
 from tests.hvd.behaviour import SHUT_DOWN
 from tests.launching import members, started
 
@@ -68,7 +69,7 @@ def play(
                 "MASTER_ADDR": "localhost",
                 "MASTER_PORT": str(port),
             }
-            line = [*command, *map(str, arguments)]
+            line = warm([*command, *map(str, arguments)])
             running.append(stack.enter_context(started(line, env={**place, **env})))
         deadline = time.monotonic() + timeout
         for rank, (process, log) in enumerate(running):

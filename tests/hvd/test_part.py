@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.forkserver import warm
 from tests.launching import run
 
 LAUNCHERS = {
@@ -16,7 +17,7 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_parts_of_the_world(launcher: str) -> None:
-    finished = run([*LAUNCHERS[launcher].split(), "-m", "tests.hvd.part"], timeout=100)
+    finished = run(warm([*LAUNCHERS[launcher].split(), "-m", "tests.hvd.part"]), timeout=100)
     assert finished.code == 0, finished.output
     for rank, part in enumerate(([2, 0], [1], [2, 0])):
         assert f'{{"rank": {rank}, "part": {part}}}' in finished.output
@@ -24,6 +25,6 @@ def test_parts_of_the_world(launcher: str) -> None:
 
 def test_another_launcher_is_refused() -> None:
     line = f"horovodrun -np 3 --gloo {sys.executable} -m tests.hvd.part".split()
-    finished = run(line, timeout=100)
+    finished = run(warm(line), timeout=100)
     assert finished.code != 0
     assert "needs torchrun or mpirun, not horovodrun" in finished.output

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forkserver import warm
 from tests.launching import ROOT, Finished, run
 
 EXAMPLE = ROOT / "examples" / "horovod_script.py"
@@ -49,7 +50,7 @@ OPTIONS = {
 
 def trained(command: list[str | Path], env: dict[str, str] | None = None) -> str:
     """What the example's parameters are in the end, on both ranks."""
-    output = succeed(run([*command, "--epochs", "2", "--no-cuda"], env=env, timeout=100))
+    output = succeed(run(warm([*command, "--epochs", "2", "--no-cuda"]), env=env, timeout=100))
     assert "Trained on 2 ranks" in output
     digests: list[str] = re.findall(r"parameters ([0-9a-f]{64})", output)
     assert len(digests) == 2
@@ -166,7 +167,7 @@ print("all well")
 
 def test_every_module_of_the_table_is_ours(tmp_path: Path, no_horovod: dict[str, str]) -> None:
     (tmp_path / "script.py").write_text(MODULES)
-    assert "all well" in succeed(run([*OURS, tmp_path / "script.py"], env=no_horovod))
+    assert "all well" in succeed(run(warm([*OURS, tmp_path / "script.py"]), env=no_horovod))
 
 
 def test_plain_import_leaves_horovod_alone() -> None:
@@ -209,7 +210,7 @@ if __name__ == "__main__":
 
 def test_children_find_us_too(tmp_path: Path, no_horovod: dict[str, str]) -> None:
     (tmp_path / "script.py").write_text(CHILDREN)
-    found = succeed(run([*OURS, tmp_path / "script.py"], env=no_horovod)).splitlines()
+    found = succeed(run(warm([*OURS, tmp_path / "script.py"]), env=no_horovod)).splitlines()
     expected = []
     for method in ("fork", "spawn", "forkserver"):
         expected.append(f"{method} ['hvdtrain.hvd']")
@@ -261,7 +262,7 @@ def test_it_runs_as_under_python(tmp_path: Path, kind: str) -> None:
     name, cwd = names[kind]
     arguments = ["--epochs", "5", "--help", "-m", "it's $HOME"]
     expected, found = (
-        succeed(run([*command, *name, *arguments], cwd=cwd)) for command in (PYTHON, OURS)
+        succeed(run([*command, *name, *arguments], cwd=cwd)) for command in (PYTHON, warm(OURS))
     )
     if kind in ("folder", "module", "package"):  # runpy puts our own __main__ back at the end
         expected, found = (text.partition("late")[0] for text in (expected, found))
@@ -291,7 +292,7 @@ FAILING = {
 def test_it_ends_as_under_python(tmp_path: Path, text: str) -> None:
     script = tmp_path / "failing.py"
     script.write_text(f"import sys\n{text}\n")
-    expected, found = (run([*command, script]) for command in (PYTHON, OURS))
+    expected, found = (run(command) for command in ([*PYTHON, script], warm([*OURS, script])))
     code, output = FAILING[text]
     assert expected.code == found.code == code
     if output is not None:
@@ -314,13 +315,13 @@ def test_it_ends_as_under_python(tmp_path: Path, text: str) -> None:
     ids=str,
 )
 def test_what_cannot_be_run_is_said_in_one_line(arguments: list[str], message: str) -> None:
-    done = run([*OURS, *arguments])
+    done = run(warm([*OURS, *arguments]))
     assert (done.code, done.output) == (2, f"{message}\n")
 
 
 def test_usage() -> None:
     for arguments, code in (([], 2), (["--help"], 0), (["-h"], 0)):
-        done = run([*OURS, *arguments])
+        done = run(warm([*OURS, *arguments]))
         assert done.code == code
         assert done.output.startswith("usage: python -m hvdtrain.hvd SCRIPT")
 
@@ -336,7 +337,7 @@ def test_one_failing_rank_ends_the_job(tmp_path: Path, launcher: str, what: str)
         f"if hvd.rank() == 1: {what}\n"
         "import time; time.sleep(60)\n"
     )
-    done = run([*UNCHANGED[launcher], script], timeout=50)
+    done = run(warm([*UNCHANGED[launcher], script]), timeout=50)
     assert done.code != 0
     assert done.seconds < 40
     if "mine" in what:

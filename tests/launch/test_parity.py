@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.forkserver import warm
 from tests.launching import run
 
 OPTIONS = "--seed 1 --epochs 2 --global-batch-size 64".split()
@@ -37,7 +38,7 @@ CONTROLLER = {
 
 def train(line: str, run_dir: Path, *options: str) -> dict[str, Any]:
     """Run a line with a run directory and return its run.json."""
-    finished = run([*line.split(), *options, "--run-dir", run_dir], timeout=110)
+    finished = run(warm([*line.split(), *options, "--run-dir", run_dir]), timeout=110)
     assert finished.code == 0, finished.output
     about: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
     return about

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.forkserver import warm
 from tests.launching import Finished, kill, run, started
 
 Answer = dict[str, Any]
@@ -55,7 +56,8 @@ def play(
         for rank in range(n):
             place = {"RANK": str(rank), "WORLD_SIZE": str(n), "MASTER_ADDR": "localhost"}
             place |= {"MASTER_PORT": str(port), "LOCAL_RANK": str(rank), **env}
-            line = [*(inside[rank] if inside else ()), *command]
+            # The fork server is in none of the namespaces.
+            line = [*inside[rank], *command] if inside else warm(command)
             running.append(stack.enter_context(started(line, env=place)))
         deadline = time.monotonic() + timeout
         for rank, (process, log) in enumerate(running):
@@ -79,7 +81,7 @@ def play_under_mpirun(
     """Run a scenario on ranks of mpi4py, to the end of the job. Nothing may stay behind."""
     command = [*RANK, "mpi4py", scenario, str(folder), *map(str, arguments)]
     with no_shared_memory_left():
-        finished = run(["mpirun", "-np", str(n), *command], timeout=60, env=env)
+        finished = run(warm(["mpirun", "-np", str(n), *command]), timeout=60, env=env)
     return answers(folder, n), finished
 
 

@@ -1,0 +1,307 @@
+"""Fork Python programs from a process that has imported torch: 0.1 s of CPU each instead of 3.
+
+`warm(command)` replaces, in a command, the interpreter by a small client; so too torchrun,
+horovodrun and hvdtrain, which are Python scripts. The client sends its arguments, environment,
+working folder and stdio to the fork server; the server forks, and the child runs the program as
+Python would. What the program starts by `sys.executable`, as torchrun starts ranks, is forked too.
+
+    test ---- subprocess ----> client ---- Unix socket ----> fork server ---- fork ----> program
+                               passes on signals                                      its exit code
+
+The client lives as long as the program and ends as it does, so a launcher or a test that waits for
+it, or kills it, sees no difference. What does differ: the program's parent is the server, its
+/proc/PID/environ is the server's, and all ranks have the same hash seed. Tests of starting, ending,
+importing and of signals therefore start real processes.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+SCRIPTS = ("torchrun", "horovodrun", "hvdtrain")  # that a command names without a path
+START_S = 120
+# Modules that most ranks import. No module that is run by `-m`: Python would warn.
+IMPORTED = (
+    "torch",
+    "torch._dynamo",  # the first optimizer imports it
+    "torch.distributed.run",
+    "torch.nn.parallel",
+    "click",
+    "sklearn.datasets",
+    "hvdtrain.cli",
+    "hvdtrain.hvd",
+    "hvdtrain.tasks",
+    "hvdtrain.transports",
+    "tests.ranks",
+)
+# Read by libraries as they are loaded: a program with other values gets a new interpreter.
+AT_IMPORT = ("ATEN_", "GOMP_", "KMP_", "LD_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH_CPP_")
+
+CLIENT = """\
+#!{python} -IS
+import array, json, os, signal, socket, sys
+
+path = "PYTHONPATH"  # which the server can add
+at_import = {{k: v for k, v in os.environ.items() if k.startswith({prefixes!r}) and k != path}}
+arguments = sys.argv[1:]
+while arguments[:1] == ["-u"]:
+    del arguments[0]
+option = arguments[0] if arguments else ""
+if at_import != {values!r} or (option != "-m" and not os.path.isfile(option)):
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
+server.sendmsg(
+    [len(request).to_bytes(8, "little")],
+    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))],
+)
+server.sendall(request)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, lambda number, frame: server.sendall(bytes([number])))
+status = server.recv(4)
+if not status:
+    os._exit(70)  # the server has ended
+code = os.waitstatus_to_exitcode(int.from_bytes(status, "little"))
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+def warm(command: Sequence[str | Path]) -> list[str]:
+    """Return the command with its Python programs forked from one server, which this starts."""
+    client = _client()
+    replaced: list[str] = []
+    for part in map(str, command):
+        if part in SCRIPTS and replaced[-1:] != ["-m"]:
+            replaced += [client, str(BIN / part)]
+        else:
+            replaced.append(client if part in (sys.executable, "python") else part)
+    return replaced
+
+
+_running: list[tuple[subprocess.Popen[bytes], tempfile.TemporaryDirectory[str], str]] = []
+
+
+def _client() -> str:
+    """Start the server at the first call; return the path of the client program."""
+    if not _running:
+        from tests.launching import clean_env  # which imports nothing of this module
+
+        folder = tempfile.TemporaryDirectory(prefix="hvdtrain-fork-")
+        address, client = f"{folder.name}/socket", Path(folder.name, "python")
+        env = clean_env()
+        values = {name: value for name, value in env.items() if name.startswith(AT_IMPORT)}
+        values.pop("PYTHONPATH", None)
+        client.write_text(
+            CLIENT.format(python=sys.executable, prefixes=AT_IMPORT, values=values, address=address)
+        )
+        client.chmod(0o700)
+        line = [sys.executable, "-m", "tests.forkserver", address, str(client)]
+        server = subprocess.Popen(
+            line,
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.PIPE,  # the server ends when this process does
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert server.stdout is not None
+        with selectors.DefaultSelector() as ready:
+            ready.register(server.stdout, selectors.EVENT_READ)
+            assert ready.select(START_S), f"the fork server did not start in {START_S} s"
+        assert server.stdout.readline() == b"ready\n", "the fork server did not start: see above"
+        _running.append((server, folder, str(client)))
+        atexit.register(stop)
+    return _running[0][2]
+
+
+def stop() -> None:
+    """End the server and all its programs, if it runs."""
+    while _running:
+        server, folder, _ = _running.pop()
+        assert server.stdin is not None
+        server.stdin.close()
+        try:
+            server.wait(10)
+        finally:
+            server.kill()
+            folder.cleanup()
+
+
+# The server
+
+
+def _serve(address: str, executable: str) -> tuple[list[str], dict[str, str]] | None:
+    """Fork a child for each request: return its request there. Returns None when stdin closes."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+    children: dict[int, tuple[int, socket.socket]] = {}  # by the pid: its pidfd, its client
+    print("ready", flush=True)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is listener:
+                client, _ = listener.accept()
+                if (request := _receive(client)) is None:
+                    client.close()
+                    continue
+                arguments, environment, folder, stdio = request
+                if not (pid := os.fork()):
+                    for pidfd, other in children.values():
+                        os.close(pidfd)
+                        other.close()
+                    listener.close()
+                    client.close()
+                    selector.close()
+                    _become(environment, folder, stdio, executable)
+                    return arguments, environment
+                for fd in stdio:
+                    os.close(fd)
+                children[pid] = os.pidfd_open(pid), client
+                selector.register(client, selectors.EVENT_READ, pid)
+                selector.register(children[pid][0], selectors.EVENT_READ, pid)
+            elif key.fileobj == sys.stdin.fileno():
+                for pid in children:
+                    _kill(pid)
+                return None
+            elif key.data in children:
+                pid = key.data
+                pidfd, client = children[pid]
+                if key.fileobj is client:
+                    numbers = client.recv(64)
+                    for number in numbers or [signal.SIGKILL]:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, number)
+                    if not numbers:
+                        selector.unregister(client)
+                    continue
+                _, status = os.waitpid(pid, 0)
+                _kill(pid)  # the rest of its process group
+                with contextlib.suppress(OSError):
+                    client.sendall(status.to_bytes(4, "little"))
+                with contextlib.suppress(KeyError):
+                    selector.unregister(client)
+                selector.unregister(pidfd)
+                os.close(pidfd)
+                client.close()
+                del children[pid]
+
+
+def _receive(client: socket.socket) -> tuple[list[str], dict[str, str], str, list[int]] | None:
+    """Return arguments, environment, folder and stdio; None where the client has gone."""
+    head, ancillary, _, _ = client.recvmsg(8, socket.CMSG_SPACE(3 * 4))
+    if len(head) < 8:
+        return None
+    size = int.from_bytes(head, "little")
+    body = bytearray()
+    while len(body) < size:
+        if not (part := client.recv(size - len(body))):
+            return None
+        body += part
+    stdio = array.array("i")
+    stdio.frombytes(ancillary[0][2])
+    arguments, environment, folder = json.loads(body)
+    return arguments, environment, folder, list(stdio)
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+# The child
+
+
+def _become(environment: dict[str, str], folder: str, stdio: list[int], executable: str) -> None:
+    """Make this forked process what a process of this environment, folder and stdio is."""
+    import random
+
+    import numpy as np
+    import torch
+
+    os.setsid()
+    for target, fd in enumerate(stdio):
+        os.dup2(fd, target)
+        os.close(fd)
+    os.chdir(folder)
+    ours, theirs = (env.get("PYTHONPATH", "") for env in (os.environ, environment))
+    for part in filter(None, ours.split(os.pathsep)):
+        sys.path.remove(part)
+    sys.path[1:1] = filter(None, theirs.split(os.pathsep))
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.executable = executable
+    random.seed()
+    np.random.seed()
+    if threads := environment.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+
+
+def _run(arguments: list[str]) -> Any:
+    """Run `-m MODULE ARGUMENTS` or `SCRIPT ARGUMENTS` as __main__."""
+    import runpy
+
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    if arguments[0] == "-m":
+        sys.path[0] = os.getcwd()
+        sys.argv = ["-m", *arguments[2:]]
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+    else:
+        path = arguments[0]
+        sys.path[0] = str(Path(path).resolve().parent)
+        sys.argv = arguments
+        main.__dict__.update(__file__=path, __spec__=None)
+        exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
+
+
+def _run_to_its_end(arguments: list[str]) -> None:
+    """Like `_run`; an exception is reported without this module's frames."""
+    try:
+        _run(arguments)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+            trace = trace.tb_next
+        sys.excepthook(type(error), error, trace)
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    import gc
+
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()
+    if request := _serve(*sys.argv[1:]):
+        _run_to_its_end(request[0])
