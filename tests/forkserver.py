@@ -28,10 +28,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -146,6 +147,8 @@ def stop() -> None:
             server.wait(10)
         finally:
             server.kill()
+            if server.stdout is not None:
+                server.stdout.close()
             folder.cleanup()
 
 
@@ -280,21 +283,35 @@ def _run(arguments: list[str]) -> Any:
         exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
 
 
-def _run_to_its_end(arguments: list[str]) -> None:
-    """Like `_run`; an exception is reported without this module's frames."""
+def _run_to_its_end(arguments: list[str]) -> NoReturn:
+    """Run as `_run` does, and end as Python does, but for the teardown of modules.
+
+    An exception is reported without this module's frames.
+    """
+    code: Any = None
+    interrupted = False
     try:
         _run(arguments)
-    except SystemExit:
-        raise
+    except SystemExit as end:
+        code = end.code
     except BaseException as error:
         trace = error.__traceback__
         while trace and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
             trace = trace.tb_next
-        sys.excepthook(type(error), error, trace)
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        raise SystemExit(1) from None
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        code, interrupted = 1, isinstance(error, KeyboardInterrupt)
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit((code or 0) & 0xFF)  # the teardown would touch, and so copy, all the server's memory
 
 
 if __name__ == "__main__":

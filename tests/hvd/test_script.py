@@ -292,7 +292,7 @@ FAILING = {
 def test_it_ends_as_under_python(tmp_path: Path, text: str) -> None:
     script = tmp_path / "failing.py"
     script.write_text(f"import sys\n{text}\n")
-    expected, found = (run(command) for command in ([*PYTHON, script], warm([*OURS, script])))
+    expected, found = run([*PYTHON, script]), run(warm([*OURS, script]))
     code, output = FAILING[text]
     assert expected.code == found.code == code
     if output is not None:

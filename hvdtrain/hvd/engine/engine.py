@@ -246,13 +246,13 @@ class Engine:
         thread = threading.current_thread().name
         reason = f"{SHUT_DOWN} Rank {self.world.rank}'s thread {thread} failed: {error!r}"
         print_stderr("".join(traceback.format_exception(error)).rstrip())
-        self._end(reason)
         in_control = self.control.is_current_thread()
-        with suppress(Exception):
+        with suppress(Exception):  # before a thread that `_end` releases can send "shutdown"
             if in_control and self._coordinator is not None:
                 self._coordinator.go_down(reason, -1, {})
             else:
                 self.control.send(0, ["failed", reason])
+        self._end(reason)
         if in_control:  # no thread receives the answers that `shutdown` and the executor wait for
             self._closed.set()
             self.executor.put(lambda: self.executor.drain(False))
