@@ -4,13 +4,15 @@ transport is made of: descriptors, semaphores, connections.
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -129,6 +131,27 @@ def test_hosts_are_watched_with_many_files_open(monkeypatch: pytest.MonkeyPatch)
         finally:
             for fd in filler:
                 os.close(fd)
+
+
+@pytest.mark.parametrize("messages", [[b""] * 300, [b"x"] * 20, [b"7" * 4096, b"\0" * 4096]])
+def test_strangers_keep_no_hosts_from_meeting(messages: list[bytes]) -> None:
+    """Silent, slow, or with bytes that are no answer, and all at once on the heartbeat's port."""
+    store = HashStore()
+    begin = time.monotonic()
+    with ThreadPoolExecutor(2) as both, ExitStack() as stack:
+        first = both.submit(hosts._connect, store, 2, 0, "127.0.0.1", 20.0)
+        store.wait(["watch/0"])
+        _, port, _ = json.loads(store.get("watch/0"))
+        for message in messages:
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+            with suppress(OSError):  # closed meanwhile
+                stranger.sendall(message)
+        second = both.submit(hosts._connect, store, 2, 1, "127.0.0.1", 20.0)
+        for host, connected in enumerate((first, second)):
+            (peer,) = connected.result().items()
+            assert peer[0] == 1 - host
+            peer[1].close()
+    assert time.monotonic() - begin < 8, "a silent stranger held the port"
 
 
 def test_a_clock_that_is_set_back_prolongs_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,92 @@
+"""Scripts on `hvdtrain.hvd` and `--backend compat`: they choose alike and share no settings."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from hvdtrain import BackendOptions, detect, open_backend
+from hvdtrain.hvd.basics import basics
+from tests.hvd.pool import OUR_TORCHRUN, HvdRanks
+
+
+def transports_without(hvd: Any, lacking: str) -> list[str]:
+    """Return the transport that a script gets and the one that `compat` gets.
+
+    `lacking`: a function of `os` that this system does not have then.
+    """
+    hvd.shutdown()
+    function = getattr(os, lacking, None)
+    if lacking:
+        delattr(os, lacking)
+    try:
+        hvd.init()
+        chosen = [basics.engine.groups.transport]
+        hvd.shutdown()
+        with open_backend("compat", detect(), BackendOptions(device="cpu")) as backend:
+            chosen += [basics.engine.groups.transport, backend.describe()["transport"]]
+    finally:
+        if lacking:
+            setattr(os, lacking, function)
+    hvd.init()
+    return chosen
+
+
+@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
+@pytest.mark.parametrize(("lacking", "expected"), [("", "shm"), ("memfd_create", "gloo")])
+def test_the_same_transport(hvd_ranks: HvdRanks, lacking: str, expected: str) -> None:
+    found = hvd_ranks.run(transports_without, lacking)
+    assert found == [[expected] * 3] * hvd_ranks.n
+
+
+def limits_of_two_backends(hvd: Any) -> tuple[list[tuple[float, float]], bool]:
+    """Return the limits of two backends in one process, and whether os.environ is as before."""
+    hvd.shutdown()
+    before, limits = dict(os.environ), []
+    for timeout_s in (21.0, 23.0):
+        options = BackendOptions(device="cpu", timeout_s=timeout_s)
+        with open_backend("compat", detect(), options):
+            in_force = basics.engine.settings
+            limits.append((in_force.gloo_timeout_s, in_force.peer_limit_s))
+    unchanged = dict(os.environ) == before
+    hvd.init()
+    return limits, unchanged
+
+
+@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN[:1], indirect=True)
+def test_a_second_backend_has_its_own_limits(hvd_ranks: HvdRanks) -> None:
+    found = hvd_ranks.run(limits_of_two_backends)
+    assert found == [([(21.0, 21.0), (23.0, 23.0)], True)] * 2
+
+
+def remove_sets_while_lanes_come(hvd: Any) -> int:
+    """Remove process sets, which looks through the lanes, while another thread adds lanes."""
+    engine, stop = basics.engine, threading.Event()
+    names: list[str] = []
+
+    def add() -> None:
+        while not stop.is_set():
+            names.append(f"of the test {len(names)}")
+            engine.lane(names[-1], 0)
+
+    adding = threading.Thread(target=add)
+    adding.start()
+    try:
+        for _ in range(20):
+            hvd.remove_process_set(hvd.add_process_set([0]))
+    finally:
+        stop.set()
+        adding.join()
+    for name in names:
+        with engine._lock:
+            engine.lanes.pop(name)
+    hvd.barrier()
+    return len(names)
+
+
+@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN[:1], indirect=True)
+def test_sets_go_while_lanes_come(hvd_ranks: HvdRanks) -> None:
+    assert min(hvd_ranks.run(remove_sets_while_lanes_come)) > 100
