@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from examples.imagenet import decay_groups, top_k
+from tests.forkserver import warm
 from tests.launching import ROOT, Finished, run
 
 EXAMPLES = ROOT / "examples"
@@ -36,7 +37,8 @@ def succeed(done: Finished) -> str:
 @cache
 def minimal_losses(launcher: str) -> list[float]:
     """Return the loss after every epoch, as rank 0 prints it."""
-    output = succeed(run([*LAUNCHERS[launcher], MINIMAL], env=ENV, timeout=100))
+    command: list[str | Path] = [*LAUNCHERS[launcher], MINIMAL]
+    output = succeed(run(command if launcher == "python" else warm(command), env=ENV, timeout=100))
     ranks = 1 if launcher == "python" else 2
     assert f"on {ranks} ranks" in output
     return [float(text) for text in re.findall(r"epoch \d+  loss (\d+\.\d+)", output)]
@@ -68,14 +70,15 @@ def test_minimal_trains_the_same_under_every_launcher(launcher: str) -> None:
 def test_minimal_task_trains(tmp_path: Path) -> None:
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "hvdtrain"]
     task = ["--task", "examples/minimal_task.py:MyTask", "--epochs", "2"]
-    output = succeed(run([*torchrun, *task, "--run-dir", tmp_path / "run"]))
+    output = succeed(run(warm([*torchrun, *task, "--run-dir", tmp_path / "run"])))
     losses = [float(text) for text in re.findall(r"  loss (\S+)", output)]
     assert losses[-1] < 0.1 * losses[0]
 
 
 def test_digits_drives_the_trainer(tmp_path: Path) -> None:
     # It writes its run directory into the working folder.
-    done = run([*LAUNCHERS["torchrun"], EXAMPLES / "digits.py"], cwd=tmp_path, timeout=100)
+    command = warm([*LAUNCHERS["torchrun"], EXAMPLES / "digits.py"])
+    done = run(command, cwd=tmp_path, timeout=100)
     found = re.search(r"accuracy (\d\.\d+) after (\d+) steps", succeed(done))
     assert found is not None
     assert float(found[1]) > 0.85
@@ -103,7 +106,7 @@ def fake_torchvision(folder: Path, text: str) -> dict[str, str]:
 def test_without_torchvision_one_line_says_so(tmp_path: Path, task: str, problem: str) -> None:
     env = fake_torchvision(tmp_path, f"raise {problem}")
     command = ["hvdtrain", "--task", f"examples/{task}", "--run-dir"]
-    done = run([*command, tmp_path / "run"], env=env)
+    done = run(warm([*command, tmp_path / "run"]), env=env)
     assert done.code == 2
     (line,) = done.output.splitlines()
     assert line.startswith("error: this task needs the torchvision that belongs to torch")
@@ -139,14 +142,14 @@ def test_mnist_trains_and_one_rank_alone_downloads(tmp_path: Path) -> None:
     task = ["--task", "examples/mnist.py:MNIST", "--set", f"data={data}"]
     size = ["--batch-size", "8", "--epochs", "2"]
 
-    done = run(["hvdtrain", *task, *size, "--run-dir", tmp_path / "1"], env=env)
+    done = run(warm(["hvdtrain", *task, *size, "--run-dir", tmp_path / "1"]), env=env)
     assert done.code == 2
     assert len(done.output.splitlines()) == 1
     assert f"no MNIST in {data} (Dataset not found. You can" in done.output
 
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "hvdtrain"]
     more = ["--set", "download=True", "--log-every", "4", "--run-dir", str(tmp_path / "2")]
-    output = succeed(run([*torchrun, *task, *size, *more], env=env))
+    output = succeed(run(warm([*torchrun, *task, *size, *more]), env=env))
     assert (data / "downloads").read_text() == "one\n"
     assert re.findall(r"  lr (\S+)", output) == ["1", "0.7"], "the rate of each epoch's last step"
     assert re.search(r"eval_accuracy .*eval_loss", output)

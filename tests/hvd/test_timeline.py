@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.hvd.engine.timeline import Timeline
+from tests.forkserver import warm
 from tests.launching import run
 
 
@@ -292,7 +293,7 @@ def test_a_jobs_timeline(tmp_path: Path, how: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     value = str(path) if how == "path" else how
     done = run(
-        ["torchrun", "--nproc-per-node", "2", tmp_path / "script.py", path],
+        warm(["torchrun", "--nproc-per-node", "2", tmp_path / "script.py", path]),
         env={"HOROVOD_TIMELINE": value, "HOROVOD_TIMELINE_MARK_CYCLES": "1"},
         timeout=90,
     )

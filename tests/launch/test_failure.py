@@ -386,12 +386,22 @@ def check_orphans_end(command: list[str], mark: Path, number: signal.Signals) ->
             os.killpg(process.pid, number)
         else:
             process.send_signal(number)
-        check_ended_soon(process, log, 5 + 3)  # the launchers' own patience too
+        check_ended_soon(process, log, 5, RANK)
+        check_ended_soon(process, log, 3)  # what the launcher itself leaves
 
 
-def check_ended_soon(process: Started, log: Path, seconds: float) -> None:
+RANK = re.compile(r"\S*python\S* (-u )?-m hvdtrain")
+
+
+def check_ended_soon(
+    process: Started, log: Path, seconds: float, which: re.Pattern[str] = re.compile("")
+) -> None:
+    """All processes of the command, or those whose command line begins so, end in that time."""
     deadline = time.monotonic() + seconds
-    while left := {p: c for p, c in members(process.marker).items() if "resource_tracker" not in c}:
+    while left := {p: c for p, c in members(process.marker).items() if which.match(c)}:
+        left = {pid: line for pid, line in left.items() if "resource_tracker" not in line}
+        if not left:
+            return
         assert time.monotonic() < deadline, (left, log.read_text())
         time.sleep(0.05)
 
