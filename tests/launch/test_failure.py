@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.forkserver import warm
 from tests.launching import Finished, Started, members, run, started
 
 LAUNCHERS = {
@@ -85,7 +86,7 @@ def check_ended(finished: Finished, tmp_path: Path, how: str, who: str, status: 
 def test_one_rank_of_mpirun(
     tmp_path: Path, n: int, backend: str, where: str, how: str, rank: int
 ) -> None:
-    finished = run(train("mpirun", n, backend, *failing(tmp_path, where, how, rank)))
+    finished = run(warm(train("mpirun", n, backend, *failing(tmp_path, where, how, rank))))
     status = None if how == "raise" else 3
     check_ended(finished, tmp_path, how, f"rank {rank}/{n}", status)
 
@@ -100,7 +101,7 @@ def test_one_rank_of_mpirun(
     ],
 )
 def test_one_rank_of_a_loop_of_ones_own(tmp_path: Path, backend: str, how: str, rank: int) -> None:
-    finished = run(line("mpirun", 2, FAILING, backend, how, rank, tmp_path / "mark"))
+    finished = run(warm(line("mpirun", 2, FAILING, backend, how, rank, tmp_path / "mark")))
     status = None if how == "raise" else 3
     check_ended(finished, tmp_path, how, f"rank {rank}/2", status)
 
@@ -118,7 +119,7 @@ def test_one_rank_of_a_loop_of_ones_own(tmp_path: Path, backend: str, how: str, 
 def test_one_rank_of_another_launcher(
     tmp_path: Path, launcher: str, backend: str, where: str, how: str, rank: int
 ) -> None:
-    finished = run(train(launcher, 2, backend, *failing(tmp_path, where, how, rank)))
+    finished = run(warm(train(launcher, 2, backend, *failing(tmp_path, where, how, rank))))
     check_ended(finished, tmp_path, how, f"rank {rank}/2", None)
 
 
@@ -128,7 +129,7 @@ def test_one_rank_of_another_launcher(
 )
 def test_what_one_rank_alone_refuses_is_said(tmp_path: Path, launcher: str) -> None:
     """Before the others say that they have lost it."""
-    finished = run(train(launcher, 2, "ddp", *failing(tmp_path, "loop", "refuse", 1)))
+    finished = run(warm(train(launcher, 2, "ddp", *failing(tmp_path, "loop", "refuse", 1))))
     check_ended(finished, tmp_path, "refuse", "rank 1/2", None)
     (said,) = finished.lines("error: ")
     assert said.endswith("[rank 1/2] error: refused as told"), finished.output
@@ -139,7 +140,7 @@ def test_what_one_rank_alone_refuses_is_said(tmp_path: Path, launcher: str) -> N
     ["mpirun", *(pytest.param(name, marks=EXHAUSTIVE) for name in ("torchrun", "horovodrun"))],
 )
 def test_all_ranks_alike(tmp_path: Path, launcher: str) -> None:
-    finished = run(train(launcher, 2, "ddp", *failing(tmp_path, "model", "raise", -1)))
+    finished = run(warm(train(launcher, 2, "ddp", *failing(tmp_path, "model", "raise", -1))))
     assert finished.code != 0
     assert "ArithmeticError: as told" in finished.output
 
@@ -168,7 +169,8 @@ PAIRS += [
 @pytest.mark.parametrize(("launcher", "bad"), PAIRS)
 def test_bad_input_is_said_once(tmp_path: Path, launcher: str, bad: str) -> None:
     arguments, env, said = BAD_INPUT[bad]
-    finished = run(line(launcher, 2, "-m", "hvdtrain", *arguments), cwd=tmp_path, env=env)
+    command = warm(line(launcher, 2, "-m", "hvdtrain", *arguments))
+    finished = run(command, cwd=tmp_path, env=env)
     assert finished.code != 0
     (only,) = finished.lines("error: ")
     assert said in only
@@ -178,7 +180,7 @@ def test_bad_input_is_said_once(tmp_path: Path, launcher: str, bad: str) -> None
 
 def test_what_one_rank_alone_has_wrong_is_said() -> None:
     good = [sys.executable, "-m", "hvdtrain", "--backend", "ddp"]
-    finished = run(["mpirun", "-np", "1", *good, ":", "-np", "1", *good, "--epochs", "-1"])
+    finished = run(warm(["mpirun", "-np", "1", *good, ":", "-np", "1", *good, "--epochs", "-1"]))
     assert finished.code == 2
     (only,) = finished.lines("error: ")
     assert "[rank 1/2] error: --epochs -1" in only
@@ -188,7 +190,7 @@ def test_what_one_rank_alone_has_wrong_is_said() -> None:
     ("backend", "fix"), [("horovod", "horovodrun"), ("single", "--backend ddp")]
 )
 def test_a_backend_that_torchrun_cannot_carry(tmp_path: Path, backend: str, fix: str) -> None:
-    finished = run(train("torchrun", 2, backend), cwd=tmp_path)
+    finished = run(warm(train("torchrun", 2, backend)), cwd=tmp_path)
     assert finished.code != 0
     (only,) = finished.lines("error: ")
     assert fix in only
@@ -260,7 +262,7 @@ def test_a_signal(tmp_path: Path, launcher: str, number: signal.Signals, whom: s
 
 
 def test_ctrl_c_inside_backward(tmp_path: Path) -> None:
-    finished = run(train("torchrun", 2, "ddp", *failing(tmp_path, "backward", "", -1)))
+    finished = run(warm(train("torchrun", 2, "ddp", *failing(tmp_path, "backward", "", -1))))
     assert finished.lines("interrupted"), finished.output
     assert not traces(finished.output), finished.output
     assert re.search(r"exitcode\s*:\s*130", finished.output), finished.output
@@ -432,7 +434,7 @@ def test_a_peer_that_is_lost_outside_the_training(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(LEAVES)
-    finished = run([*line("torchrun", 2), script, transport, when])
+    finished = run(warm([*line("torchrun", 2), script, transport, when]))
     assert finished.code == 0, finished.output
     (told,) = finished.lines("told:")
     assert "lost contact with a peer" in told

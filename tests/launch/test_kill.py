@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.training import checkpoint
+from tests.forkserver import warm
 from tests.launching import kill, run, started
 
 # Saving takes longer than a step here, so most kills hit a checkpoint being written.
@@ -25,7 +26,7 @@ LINE = (
 @pytest.mark.parametrize("kills_wanted", [2, pytest.param(20, marks=pytest.mark.exhaustive)])
 def test_kills(tmp_path: Path, kills_wanted: int) -> None:
     whole = tmp_path / "whole"
-    assert run([*LINE, "--run-dir", whole], timeout=100).code == 0
+    assert run(warm([*LINE, "--run-dir", whole]), timeout=100).code == 0
     expected = json.loads((whole / "run.json").read_text())["params_sha256"]
     chance = random.Random(5)
     kills, job, attempts = 0, 0, 0
@@ -46,7 +47,7 @@ def test_kills(tmp_path: Path, kills_wanted: int) -> None:
 def _kill_in_training(run_dir: Path, after_s: float) -> bool:
     """Start or resume the job, and kill it some time after it has begun. False if it has ended."""
     resume = "auto" if run_dir.exists() else "none"
-    with started([*LINE, "--run-dir", run_dir, "--resume", resume]) as (process, log):
+    with started(warm([*LINE, "--run-dir", run_dir, "--resume", resume])) as (process, log):
         deadline = time.monotonic() + 60
         while "run      " not in log.read_text() and process.poll() is None:
             assert time.monotonic() < deadline, log.read_text()
@@ -61,7 +62,7 @@ def _kill_in_training(run_dir: Path, after_s: float) -> bool:
 
 
 def _finish(run_dir: Path, expected: str) -> None:
-    finished = run([*LINE, "--run-dir", run_dir, "--resume", "auto"], timeout=100)
+    finished = run(warm([*LINE, "--run-dir", run_dir, "--resume", "auto"]), timeout=100)
     assert finished.code == 0, finished.output
     about = json.loads((run_dir / "run.json").read_text())
     assert about["params_sha256"] == expected
