@@ -68,13 +68,18 @@ class Failing(Task):
 
     def _interrupt_backward(self, loss: Tensor) -> Tensor:
         """Let Ctrl-C come while backward is in C++, so that what it calls next in Python gets it:
-        the process group.
+        the process group. Or, if `how` is "waiting", while rank 0 waits there for the others.
         """
-        big = torch.ones(1000, 1000)
+        if self.how == "waiting":
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            if detect().rank > 0:
+                time.sleep(10)
+            return loss
+        big = torch.ones(2500, 2500)  # for half a second and more
         product = (loss * big) @ big
 
         def soon(grad: Tensor) -> None:
-            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
 
         product.register_hook(soon)  # type: ignore[no-untyped-call]
         return product.sum()

@@ -261,8 +261,9 @@ def test_a_signal(tmp_path: Path, launcher: str, number: signal.Signals, whom: s
     assert not traces(output), output
 
 
-def test_ctrl_c_inside_backward(tmp_path: Path) -> None:
-    finished = run(warm(train("torchrun", 2, "ddp", *failing(tmp_path, "backward", "", -1))))
+@pytest.mark.parametrize("how", ["computing", "waiting"])
+def test_ctrl_c_inside_backward(how: str, tmp_path: Path) -> None:
+    finished = run(warm(train("torchrun", 2, "ddp", *failing(tmp_path, "backward", how, -1))))
     assert finished.lines("interrupted"), finished.output
     assert not traces(finished.output), finished.output
     assert re.search(r"exitcode\s*:\s*130", finished.output), finished.output
