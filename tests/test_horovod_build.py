@@ -36,7 +36,7 @@ from hvdtrain.horovod_build.plan import (
     default_jobs,
     lacks,
 )
-from hvdtrain.horovod_build.process import own_environment, run, signals_held
+from hvdtrain.horovod_build.process import own_environment, run
 from hvdtrain.horovod_build.progress import Lines
 from hvdtrain.horovod_build.recipe import cmake_files, environment, wheel_command
 
@@ -451,19 +451,6 @@ def test_a_time_limit_ends_the_whole_tree(tmp_path: Path) -> None:
 
 def test_a_command_that_does_not_exist_is_code_127() -> None:
     assert run(["/nowhere/mpicxx"], env=own_environment()).code == 127
-
-
-def test_held_signals_act_after_the_block() -> None:
-    steps = []
-
-    def interrupted() -> None:
-        with signals_held():
-            signal.raise_signal(signal.SIGINT)
-            steps.append("the block goes on")
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert steps == ["the block goes on"]
 
 
 # ---------------------------------------------------------------------------------- the command

@@ -161,7 +161,7 @@ def _shake_hands(backend: Backend, agree_on: Mapping[str, object]) -> None:
             f"the launcher counts ranks 0 to {world.size - 1}, but backend {backend.name} has, in "
             f"its own order, {ranks}"
         )
-        error.everywhere = True  # every rank gathered the same list
+        error.on_all_ranks = True  # every rank gathered the same list
         raise error
     backend.hosts = [host for _, host in everyone]
     backend.check_same(

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from hvdtrain import failure
 from hvdtrain.errors import HvdtrainError, InputError, WorldMismatch
+from hvdtrain.trees import map_tree
 from hvdtrain.world import World, is_mpi
 
 Op = Literal["mean", "sum", "min", "max"]
@@ -182,12 +183,10 @@ class Backend(ABC):
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 self._broadcast_any(tensor)
-        tensors: list[Tensor] = []
-        state = to_cpu(optimizer.state_dict())
-        skeleton = self.broadcast_object(_take_out(state, tensors))
+        skeleton, tensors = _extract_tensors(to_cpu(optimizer.state_dict()))
+        skeleton = self.broadcast_object(skeleton)
         if self.world.rank > 0:
-            tensors = []
-            state = _put_in(skeleton, tensors)
+            state, tensors = _insert_tensors(skeleton)
         for tensor in tensors:  # one by one: a single pickled object may exceed 2 GiB
             self.broadcast_(tensor)
         if self.world.rank > 0:
@@ -278,7 +277,7 @@ class Backend(ABC):
         if len(failed) < len(errors):
             text = f"rank {failed[0]}: {text}"
         shared = kind(text)
-        shared.everywhere = True
+        shared.on_all_ranks = True
         raise shared from mine
 
     # Shared parts
@@ -295,7 +294,7 @@ class Backend(ABC):
                         f"rank 0{self._on_host(0)} has {key} = {value}, but rank {rank}"
                         f"{self._on_host(rank)} has {other.get(key, 'nothing')}{advice}"
                     )
-                    error.everywhere = True  # every rank gathered the same lists
+                    error.on_all_ranks = True  # every rank gathered the same lists
                     raise error
 
     def _on_host(self, rank: int) -> str:
@@ -329,7 +328,7 @@ class Backend(ABC):
         known = self.peer_failure(error) if isinstance(error, Exception) else None
         shared = False
         if isinstance(error, HvdtrainError):
-            error.in_step, shared = True, error.everywhere
+            error.after_open, shared = True, error.on_all_ranks
         # Every rank leaves its block by a shared error: they can still wait for each other.
         self.close(failed=not shared)
         if self.world.size > 1 and is_mpi(self.world) and failure.exit_code(error) != 0:
@@ -485,53 +484,40 @@ def with_sparse_gradients(model: nn.Module) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class _Hole:
+class _TensorPlaceholder:
     """The place of a tensor in a structure that is sent without its tensors."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def _take_out(value: Any, tensors: list[Tensor]) -> Any:
-    """Copy a nested structure with holes for its tensors, and append those to `tensors`."""
-    if isinstance(value, Tensor):
-        tensors.append(value.contiguous())
-        return _Hole(tuple(value.shape), value.dtype)
-    if isinstance(value, dict):
-        return {key: _take_out(item, tensors) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return _like(value, [_take_out(item, tensors) for item in value])
-    return value
+def _extract_tensors(tree: Any) -> tuple[Any, list[Tensor]]:
+    """Return a copy of a nested structure with placeholders for its tensors, and the tensors."""
+    tensors: list[Tensor] = []
+
+    def extract(t: Tensor) -> _TensorPlaceholder:
+        tensors.append(t.contiguous())
+        return _TensorPlaceholder(tuple(t.shape), t.dtype)
+
+    return map_tree(extract, Tensor, tree), tensors
 
 
-def _put_in(value: Any, tensors: list[Tensor]) -> Any:
-    """Fill the holes with uninitialised tensors, and append those to `tensors`, in equal order."""
-    if isinstance(value, _Hole):
-        tensors.append(torch.empty(value.shape, dtype=value.dtype))
+def _insert_tensors(tree: Any) -> tuple[Any, list[Tensor]]:
+    """Return a copy with new, uninitialised tensors at the placeholders, and these in order."""
+    tensors: list[Tensor] = []
+
+    def insert(place: _TensorPlaceholder) -> Tensor:
+        tensors.append(torch.empty(place.shape, dtype=place.dtype))
         return tensors[-1]
-    if isinstance(value, dict):
-        return {key: _put_in(item, tensors) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return _like(value, [_put_in(item, tensors) for item in value])
-    return value
+
+    return map_tree(insert, _TensorPlaceholder, tree), tensors
+
+
+def to_cpu(tree: Any) -> Any:
+    """Return a copy of a nested structure with every tensor on the CPU, without its graph."""
+    return map_tree(lambda t: t.detach().cpu(), Tensor, tree)
 
 
 def uncompiled(name: str) -> str:
     """Return a parameter's name without the `_orig_mod` that torch.compile inserts."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
-
-
-def to_cpu(value: Any) -> Any:
-    """Copy nested dicts, lists and tuples with every tensor moved to the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: to_cpu(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return _like(value, [to_cpu(item) for item in value])
-    return value
-
-
-def _like(value: Any, items: list[Any]) -> Any:
-    """Return a list, tuple or namedtuple of the type of `value`."""
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

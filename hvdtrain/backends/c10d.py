@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hvdtrain import transports
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
-from hvdtrain.errors import HvdtrainError, WorldError, WorldMismatch
+from hvdtrain.errors import HvdtrainError, WorldError, WorldMismatch, first_line
 from hvdtrain.rendezvous import open_store
 from hvdtrain.transports.carrier import PeerLost
 from hvdtrain.transports.gloo import gloo_reachable
@@ -117,8 +117,9 @@ class C10d(Backend):
         text = str(error)
         typed = isinstance(error, (dist.DistNetworkError, dist.DistStoreError, PeerLost))
         if typed or (isinstance(error, RuntimeError) and any(p in text for p in _PEER_PHRASES)):
-            said = text.strip().split("\n")[0]
-            return WorldError(f"lost contact with a peer, which has ended or hangs: {said}")
+            return WorldError(
+                f"lost contact with a peer, which has ended or hangs: {first_line(error)}"
+            )
         return None
 
     # Small values

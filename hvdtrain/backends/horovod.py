@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from hvdtrain import failure
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op, with_sparse_gradients
-from hvdtrain.errors import HvdtrainError, InputError, WorldError, WorldMismatch
+from hvdtrain.errors import HvdtrainError, InputError, WorldError, WorldMismatch, first_line
 from hvdtrain.world import World, is_mpi
 
 T = TypeVar("T")
@@ -197,8 +197,9 @@ class Horovod(Backend):
         """Recognise HorovodInternalError: a collective that could not be finished."""
         if type(error).__name__ != "HorovodInternalError":
             return None
-        said = str(error).strip().split("\n")[0]
-        return WorldError(f"lost contact with a peer, which has ended or hangs: {said}")
+        return WorldError(
+            f"lost contact with a peer, which has ended or hangs: {first_line(error)}"
+        )
 
     # Training
 

@@ -10,6 +10,7 @@ import click
 import hvdtrain
 from hvdtrain import failure
 from hvdtrain.errors import InputError, LaunchError, did_you_mean
+from hvdtrain.launcher_watch import end_with_launcher
 from hvdtrain.tasks import TASKS
 from hvdtrain.world import detect, presume
 
@@ -77,7 +78,7 @@ def main() -> None:
         world = detect()
     except LaunchError as error:
         failure.end_job(presume(), error)
-    failure.end_with_launcher(world)
+    end_with_launcher(world)
     with failure.guard(world):
         try:
             # Not cli.main: it takes an EOFError of the task for Ctrl-C, and is silent about a

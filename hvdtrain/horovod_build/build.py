@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from hvdtrain import signals
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.horovod_build import buildlog, recipe
 from hvdtrain.horovod_build.buildlog import Step
 from hvdtrain.horovod_build.plan import Facts, Plan
-from hvdtrain.horovod_build.process import own_environment, signals_held, started
+from hvdtrain.horovod_build.process import own_environment, started
 from hvdtrain.horovod_build.progress import Say, Show, progress
 
 
@@ -40,7 +42,7 @@ def build_and_install(facts: Facts, plan: Plan, log: Path | None, say: Say) -> N
         with file, progress(say) as show, _folder() as folder:
             wheel = _build_wheel(facts, plan, folder, file, show)
             # pip restores the old package after an error but not after Ctrl-C, so defer signals.
-            with signals_held():
+            with signals.deferred(*signals.STOP, signal.SIGHUP):
                 _install_wheel(wheel, file, show)
                 replaced = True
     except (KeyboardInterrupt, SystemExit):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdtrain import signals
 from hvdtrain.errors import BackendUnavailable, InputError
 from hvdtrain.horovod_build import recipe
 from hvdtrain.horovod_build.build import build_and_install
@@ -14,7 +16,7 @@ from hvdtrain.horovod_build.check import CheckFailed, Row, check, failures, prob
 from hvdtrain.horovod_build.facts import gather
 from hvdtrain.horovod_build.installed import INSTALL, installed_horovod
 from hvdtrain.horovod_build.plan import Facts, Plan, Tool, Wishes, decide, lacks
-from hvdtrain.horovod_build.process import own_environment, signals_raised
+from hvdtrain.horovod_build.process import own_environment
 from hvdtrain.horovod_build.progress import Say
 
 
@@ -36,7 +38,7 @@ def install_horovod(options: Options, say: Say = print) -> None:
     BuildFailed if the build or installation fails, CheckFailed if the installed Horovod does.
     """
     _validate(options)
-    with signals_raised():
+    with signals.raised_as_exit(signal.SIGTERM, signal.SIGHUP):
         if options.check:
             _check(say)
             return

@@ -18,8 +18,9 @@ from types import ModuleType, TracebackType
 from typing import NoReturn
 
 from hvdtrain.errors import InputError, LaunchError
-from hvdtrain.failure import end_job, end_with_launcher, exit_code
+from hvdtrain.failure import end_job, exit_code
 from hvdtrain.hvd.alias import install
+from hvdtrain.launcher_watch import end_with_launcher
 from hvdtrain.world import World, detect, is_mpi, presume
 
 USAGE = """\

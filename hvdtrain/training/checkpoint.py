@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, one_line
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -320,7 +320,7 @@ def _one_line(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.strerror:
             return f"{cause.strerror}: {cause.filename}" if cause.filename else cause.strerror
         cause = cause.__context__
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = one_line(error)
     # torch's own text is long, and advises to load the file with weights_only=False.
     refused = re.search(r"GLOBAL (\S+)", text)
     return f"it holds {refused[1]}, which may run code when loaded" if refused else text

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from hvdtrain.errors import InputError
+from hvdtrain.trees import map_tree
 from hvdtrain.world import World, is_mpi
 
 
@@ -137,13 +138,13 @@ def on_device(
     loader = _raising_plainly(loader)
     if device.type != "cuda":
         for batch in loader:
-            yield map_tensors(batch, convert)
+            yield map_tree(convert, Tensor, batch)
         return
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def start_copy(batch: Any) -> tuple[Any, torch.cuda.Event]:
         with torch.cuda.stream(copies):
-            copied = map_tensors(batch, lambda t: convert(t.to(device, non_blocking=True)))
+            copied = map_tree(lambda t: convert(t.to(device, non_blocking=True)), Tensor, batch)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(copies)
         return copied, done
@@ -152,7 +153,7 @@ def on_device(
         current = torch.cuda.current_stream(device)
         current.wait_event(done)
         # The allocator must not reuse this memory before the consuming stream has finished with it.
-        map_tensors(batch, lambda t: t.record_stream(current))  # type: ignore[arg-type, return-value]
+        map_tree(lambda t: t.record_stream(current), Tensor, batch)
         return batch
 
     pending: tuple[Any, torch.cuda.Event] | None = None
@@ -172,16 +173,3 @@ def _raising_plainly(batches: Iterable[Any]) -> Iterator[Any]:
     except InputError as error:
         last = str(error).rstrip().rpartition("\n")[2]
         raise InputError(last.removeprefix("hvdtrain.errors.InputError: ")) from None
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Copy nested tuples, lists and dicts with `function` applied to every tensor."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, function) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, function) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, function) for item in value)
-    return value

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hvdtrain.backends.base import to_cpu, uncompiled
-from hvdtrain.errors import CheckpointError, HvdtrainError
+from hvdtrain.errors import CheckpointError, HvdtrainError, one_line
 from hvdtrain.training import checkpoint
 
 
@@ -68,8 +68,9 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any
     except HvdtrainError:
         raise
     except (RuntimeError, ValueError, KeyError) as error:
-        text = " ".join(str(error).split())
-        raise CheckpointError(f"{path} is of another model or optimizer: {text}") from None
+        raise CheckpointError(
+            f"{path} is of another model or optimizer: {one_line(error)}"
+        ) from None
     return trainer
 
 

@@ -86,7 +86,7 @@ def together(backend: Backend, failing: int) -> tuple[str, bool]:
             if backend.world.rank == failing:
                 raise InputError("the file is not here")
     except InputError as error:
-        return str(error), error.everywhere
+        return str(error), error.on_all_ranks
     raise AssertionError("no error")
 
 
