@@ -12,7 +12,7 @@ from hvdtrain import failure
 from hvdtrain.errors import InputError, LaunchError, did_you_mean
 from hvdtrain.launcher_watch import end_with_launcher
 from hvdtrain.tasks import TASKS
-from hvdtrain.world import detect, presume
+from hvdtrain.world import detect, guess_world
 
 COMMANDS = {
     "train": "hvdtrain.cli.train",
@@ -77,7 +77,7 @@ def main() -> None:
     try:
         world = detect()
     except LaunchError as error:
-        failure.end_job(presume(), error)
+        failure.end_job(guess_world(), error)
     end_with_launcher(world)
     with failure.guard(world):
         try:

@@ -55,7 +55,7 @@ def command(
               2   something is missing on this machine, or an option is wrong
     """
     from hvdtrain.horovod_build.install import Options, install_horovod
-    from hvdtrain.horovod_build.plan import Wishes
+    from hvdtrain.horovod_build.plan import Choices
 
-    options = Options(Wishes(with_mpi, with_nccl, jobs), force, check, dry_run, log)
+    options = Options(Choices(with_mpi, with_nccl, jobs), force, check, dry_run, log)
     install_horovod(options, click.echo)

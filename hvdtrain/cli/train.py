@@ -138,6 +138,6 @@ def run(config: TrainConfig, origins: dict[str, str]) -> None:
 
     options, agreed = config.backend_options(), config.agreed()
     with open_backend(config.backend, options=options, agree_on=agreed) as backend:
-        with backend.together():
+        with backend.share_errors():
             task = load_task(config.task, config.set)
         Trainer(task, backend, config, origins).fit()

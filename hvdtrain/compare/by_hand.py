@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hvdtrain._torch.ddp import FORWARD_SYNC
 from hvdtrain.backends.base import Backend
-from hvdtrain.backends.ddp import FORWARD_SYNC
+from hvdtrain.backends.model_sync import fill_missing_gradients, sync_buffers
 from hvdtrain.training import environment
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data import make_loader, mix, on_device
@@ -105,9 +106,9 @@ class ByHand:
         # DDP skips parameters that no rank used. If the option makes that an error, DDP raises only
         # in the second step, with a long text; this call raises in the first.
         if number == 1 or self.config.unused_parameters == "zero":
-            self.backend.settle_unused(optimizer, self._names)
-        if self.backend.world.size > 1:
-            self.backend.sync_buffers(self.model)
+            policy = self.backend.options.unused_parameters
+            fill_missing_gradients(optimizer, self._names, policy)
+        sync_buffers(self.backend, self.model)
         precision.unscale_(optimizer)
         if not math.isinf(self.config.clip_norm):
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)

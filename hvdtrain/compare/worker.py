@@ -78,7 +78,7 @@ class Rank:
         config = self.loop.config
         return {
             "describe": {**self.backend.describe(), "reason": self.backend.reason},
-            "samples_per_step": self.loop.batches.span * config.accumulate,
+            "samples_per_step": self.loop.batches.global_micro_batch * config.accumulate,
             "gradient_bytes": self._bytes,
             "parameters": sum(p.numel() for p in self.loop.model.parameters()),
             "threads": torch.get_num_threads(),

@@ -14,7 +14,7 @@ from hvdtrain.world import World, shares_terminal
 class Console:
     """A console that prints nothing, for every rank but 0; the base class of the others."""
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line."""
 
     def start(self, total_steps: int, step: int) -> None:
@@ -35,14 +35,14 @@ class Lines(Console):
 
     _total = 0
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         print(text, flush=True)
 
     def start(self, total_steps: int, step: int) -> None:
         self._total = total_steps
 
     def log(self, record: dict[str, Any]) -> None:
-        self.say(f"step {record['step']}/{self._total}  {describe(record)}")
+        self.print_line(f"step {record['step']}/{self._total}  {describe(record)}")
 
 
 class Bar(Console):
@@ -69,7 +69,7 @@ class Bar(Console):
         )
         self._bar = self._progress.add_task("", start=False)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def start(self, total_steps: int, step: int) -> None:
@@ -84,7 +84,7 @@ class Bar(Console):
         if "loss" in record:
             self._progress.update(self._bar, description=f"loss {record['loss']:.4f}")
         else:
-            self.say(f"step {record['step']}  {describe(record)}")
+            self.print_line(f"step {record['step']}  {describe(record)}")
 
     def stop(self) -> None:
         self._progress.stop()

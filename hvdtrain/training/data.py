@@ -34,7 +34,7 @@ class ShardedBatches(Sampler[list[int]]):
         self._start = 0
 
     @property
-    def span(self) -> int:
+    def global_micro_batch(self) -> int:
         """Samples in one micro-batch of all ranks."""
         return self.batch_size * self._world.size
 
@@ -48,11 +48,11 @@ class ShardedBatches(Sampler[list[int]]):
     def batches_from(self, start: int) -> int:
         """Return how many micro-batches each rank gets from position `start` on."""
         left = max(0, self.num_samples - start)
-        return -(-left // self.span) if self._pad else left // self.span
+        return -(-left // self.global_micro_batch) if self._pad else left // self.global_micro_batch
 
     def leftover(self) -> int:
         """Return the samples dropped (negative) or repeated (positive) in a whole epoch."""
-        return self.batches_from(0) * self.span - self.num_samples
+        return self.batches_from(0) * self.global_micro_batch - self.num_samples
 
     def __len__(self) -> int:
         return self.batches_from(self._start)
@@ -62,7 +62,7 @@ class ShardedBatches(Sampler[list[int]]):
         order = torch.randperm(self.num_samples, generator=generator)
         offset = self._start + self._world.rank * self.batch_size
         for batch in range(len(self)):
-            first = offset + batch * self.span
+            first = offset + batch * self.global_micro_batch
             places = torch.arange(first, first + self.batch_size)
             # The last batch is padded with the samples from the start of the order.
             yield order[places % self.num_samples].tolist()

@@ -54,7 +54,7 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     console = make_console(World(rank=1, size=2, local_rank=1, local_size=2))
     assert type(console) is Console
     console.start(5, 0)
-    console.say("a line")
+    console.print_line("a line")
     console.log({"step": 1, "loss": 2.0})
     console.advance(1)
     console.stop()
