@@ -6,6 +6,8 @@ What each is for, and what happens without it, is in the files of `hvdtrain/_tor
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from importlib import import_module
 
 import pytest
@@ -15,14 +17,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvdtrain._torch.batch_norm import BatchNormBase
-from hvdtrain._torch.optimizer import mark_as_stepped
 from hvdtrain._torch.peer_errors import is_peer_error
+from hvdtrain._torch.step_mark import mark_as_stepped
+from tests.forkserver import warm
 
 
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
         ("torch.nn.modules.batchnorm", "_BatchNorm"),
+        ("torch.distributed.rendezvous", "_rendezvous_handlers"),
         ("torch.distributed:Reducer", "_rebuild_buckets"),
         ("torch.distributed:Reducer", "prepare_for_forward"),
         ("torch.distributed:Reducer", "prepare_for_backward"),
@@ -56,3 +60,20 @@ def test_texts_of_a_lost_peer() -> None:
     assert is_peer_error(raised.value)
     assert is_peer_error(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
     assert not is_peer_error(RuntimeError("shape '[2]' is invalid"))
+
+
+def test_importing_transports_leaves_env_rendezvous_alone() -> None:
+    code = (
+        "import sys, torch.distributed as dist\n"
+        "handlers = sys.modules['torch.distributed.rendezvous']._rendezvous_handlers\n"
+        "before = handlers['env']\n"
+        "import hvdtrain.transports, hvdtrain.hvd, hvdtrain.backends.ddp\n"
+        "assert handlers['env'] is before\n"
+        "hvdtrain.transports.rendezvous_by_launcher()\n"
+        "mine = handlers['env']\n"
+        "assert mine is not before\n"
+        "hvdtrain.transports.rendezvous_by_launcher()\n"
+        "assert handlers['env'] is mine\n"
+    )
+    done = subprocess.run(warm([sys.executable, "-c", code]), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

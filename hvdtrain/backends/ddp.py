@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hvdtrain._torch.batch_norm import BatchNormBase
-from hvdtrain._torch.ddp import FORWARD_SYNC, reduce_in_rebuilt_buckets
+from hvdtrain._torch.ddp_buckets import FORWARD_SYNC, reduce_in_rebuilt_buckets
 from hvdtrain.backends.base import BackendOptions
 from hvdtrain.backends.c10d import C10d
 from hvdtrain.errors import InputError

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from hvdtrain import files
-from hvdtrain.cli.options import train_option
+from hvdtrain.cli.train_options import train_option
 from hvdtrain.compare.options import CompareOptions, seconds, share
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.signals import uninterrupted

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from hvdtrain.cli.options import FIELDS, kind_of, train_option
+from hvdtrain.cli.train_options import FIELDS, kind_of, train_option
 from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.training.config import TrainConfig
 

@@ -16,8 +16,8 @@ from typing import IO
 from hvdtrain import signals
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.horovod_build import buildlog, recipe
+from hvdtrain.horovod_build.build_plan import BuildPlan, Facts
 from hvdtrain.horovod_build.buildlog import Step
-from hvdtrain.horovod_build.plan import Facts, Plan
 from hvdtrain.horovod_build.process import own_environment, started
 from hvdtrain.horovod_build.progress import Print, Show, progress
 
@@ -26,7 +26,7 @@ class BuildFailed(HvdtrainError):
     """Horovod could not be built or installed."""
 
 
-def build_and_install(facts: Facts, plan: Plan, log: Path | None, echo: Print) -> None:
+def build_and_install(facts: Facts, plan: BuildPlan, log: Path | None, echo: Print) -> None:
     """Build Horovod, and install it in place of any installed one.
 
     The log goes to `log`, else to a temporary file that is removed after a success. Raises
@@ -64,7 +64,7 @@ def _folder() -> Iterator[Path]:
         yield Path(name).resolve()
 
 
-def _build_wheel(facts: Facts, plan: Plan, folder: Path, log: IO[str], show: Show) -> Path:
+def _build_wheel(facts: Facts, plan: BuildPlan, folder: Path, log: IO[str], show: Show) -> Path:
     base = own_environment()
     files = recipe.cmake_files(plan, folder, base.get("CMAKE_TOOLCHAIN_FILE"))
     for path, text in files.items():

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.horovod_build.build_plan import Built
 from hvdtrain.horovod_build.installed import InstalledHorovod
-from hvdtrain.horovod_build.plan import Built
 from hvdtrain.horovod_build.process import CommandResult, last_line, own_environment, run
 
 TIME_LIMIT_S = 60.0

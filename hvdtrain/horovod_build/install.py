@@ -12,10 +12,10 @@ from hvdtrain import signals
 from hvdtrain.errors import BackendUnavailable, InputError
 from hvdtrain.horovod_build import recipe
 from hvdtrain.horovod_build.build import build_and_install
+from hvdtrain.horovod_build.build_plan import BuildPlan, Choices, Facts, Tool, decide, shortfall
 from hvdtrain.horovod_build.check import CheckFailed, Row, check, failures, probe
 from hvdtrain.horovod_build.facts import gather
 from hvdtrain.horovod_build.installed import INSTALL, installed_horovod
-from hvdtrain.horovod_build.plan import Choices, Facts, Plan, Tool, decide, shortfall
 from hvdtrain.horovod_build.process import own_environment
 from hvdtrain.horovod_build.progress import Print
 
@@ -61,7 +61,7 @@ def install_horovod(options: Options, echo: Print = print) -> None:
             _check(echo)
 
 
-def describe(facts: Facts, plan: Plan) -> list[str]:
+def describe(facts: Facts, plan: BuildPlan) -> list[str]:
     """Return one line for each fact and decision."""
     torch = facts.torch
     abi = "" if torch is None or torch.cxx11_abi else ", old C++ ABI"
@@ -94,12 +94,14 @@ def _validate(options: Options) -> None:
         raise InputError(f"--log {options.log}: the folder {options.log.parent} does not exist")
 
 
-def _require(plan: Plan) -> None:
+def _require(plan: BuildPlan) -> None:
     if plan.missing:
         raise BackendUnavailable("missing here: " + "\nmissing here: ".join(plan.missing))
 
 
-def _reason_to_build(facts: Facts, plan: Plan, options: Options) -> tuple[str | None, list[Row]]:
+def _reason_to_build(
+    facts: Facts, plan: BuildPlan, options: Options
+) -> tuple[str | None, list[Row]]:
     """Return why the installed Horovod must be replaced, or None; and its check, if it was run."""
     installed = installed_horovod()
     if options.force or installed is None or facts.torch is None:
@@ -120,7 +122,7 @@ def _reason_to_build(facts: Facts, plan: Plan, options: Options) -> tuple[str | 
     return (f"the installed one fails its check ({failed})" if failed else None), rows
 
 
-def _dry_run(facts: Facts, plan: Plan, reason: str | None, echo: Print) -> None:
+def _dry_run(facts: Facts, plan: BuildPlan, reason: str | None, echo: Print) -> None:
     """Print what a build would write, set and run."""
     echo(f"would build: {reason}" if reason else "would do nothing: Horovod here will do; --force:")
     folder = Path("BUILD")  # stands for a temporary folder

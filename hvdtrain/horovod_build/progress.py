@@ -25,10 +25,10 @@ def progress(echo: Print) -> Iterator[Show]:
         with _bar() as show:
             yield show
     else:
-        yield Lines(echo)
+        yield PlainProgress(echo)
 
 
-class Lines:
+class PlainProgress:
     """Prints one line for each phase, and for each quarter of the compilation."""
 
     def __init__(self, echo: Print, clock: Callable[[], float] = time.monotonic) -> None:

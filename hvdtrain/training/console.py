@@ -30,7 +30,7 @@ class Console:
         """End the display. Safe to call twice."""
 
 
-class Lines(Console):
+class LineConsole(Console):
     """Plain lines, for files, pipes, and launchers that prefix each line with its rank."""
 
     _total = 0
@@ -45,7 +45,7 @@ class Lines(Console):
         self.print_line(f"step {record['step']}/{self._total}  {describe(record)}")
 
 
-class Bar(Console):
+class BarConsole(Console):
     """A rich progress bar, with the latest loss beside it."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ def make_console(world: World) -> Console:
     """Return the console of this rank. Not collective."""
     if world.rank > 0:
         return Console()
-    return Bar() if sys.stdout.isatty() and shares_terminal(world) else Lines()
+    return BarConsole() if sys.stdout.isatty() and shares_terminal(world) else LineConsole()
 
 
 def describe(record: dict[str, Any]) -> str:

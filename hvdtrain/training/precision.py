@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain._torch.optimizer import mark_as_stepped
+from hvdtrain._torch.step_mark import mark_as_stepped
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

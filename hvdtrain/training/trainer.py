@@ -26,10 +26,10 @@ from hvdtrain.backends.base import Backend, check_same
 from hvdtrain.backends.model_sync import broadcast_state
 from hvdtrain.errors import HvdtrainError, InputError, WorldMismatch
 from hvdtrain.failure import cause_of
-from hvdtrain.training import checkpoint, environment, state
+from hvdtrain.training import checkpoint, determinism, run_state
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console, make_console
-from hvdtrain.training.data import (
+from hvdtrain.training.data_loading import (
     EvalBatches,
     ShardedBatches,
     make_loader,
@@ -93,7 +93,7 @@ class Trainer:
         self.world = backend.world
         self.console: Console = make_console(self.world)
         self.precision = Precision(config.precision, backend.device)
-        self.progress = state.Progress()
+        self.progress = run_state.Progress()
         self.on_batch: Callable[[Any], None] | None = None
         """Called with every micro-batch of this rank, before its forward pass."""
         self._records = True
@@ -149,12 +149,12 @@ class Trainer:
     def _build(self) -> None:
         """Create everything that needs no other rank: threads, seeds, loaders and model."""
         config, world = self.config, self.world
-        self._threads = environment.set_threads(config.threads, world, os.environ)
+        self._threads = determinism.set_threads(config.threads, world, os.environ)
         # On every backend, so that they are comparable: `shm` and `compat` do it by themselves.
         keep_freed_memory()
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
-        environment.seed_all(mix(config.seed))
+        determinism.seed_all(mix(config.seed))
         train, evaluation = self._checked.datasets()
         self.batches = shard(train, config, world)
         common = (self._checked.collate, world, self.backend.device, config.workers, config.seed)
@@ -166,7 +166,7 @@ class Trainer:
             self._eval_loader = make_loader(evaluation, shares, *common)
             self._eval_batches = shares
         # Seed again: the weights must not depend on how many random numbers the datasets drew.
-        environment.seed_all(mix(config.seed))
+        determinism.seed_all(mix(config.seed))
         self.model: nn.Module = self.precision.convert(self._checked.model()).to(
             self.backend.device
         )
@@ -175,7 +175,7 @@ class Trainer:
         """Check the path in --resume, then create and lock the run directory, on rank 0."""
         if self.world.rank > 0 or not self._records:
             return
-        state.check(self.config.resume)
+        run_state.check(self.config.resume)
         given = self.config.run_dir
         path = Path(given) if given else make_default(self.config.task, self.backend.name)
         self._run_dir = RunDirectory(path, resuming=self.config.resume != "none")
@@ -351,7 +351,7 @@ class Trainer:
         """Take one step over `window` micro-batches; `last`: it is the last of the epoch or run."""
         progress, optimizer = self.progress, self.optimizer
         # Seed by the step's number, so that a resumed run draws the same random numbers.
-        environment.seed_all(mix(self.config.seed, progress.step, self.world.rank))
+        determinism.seed_all(mix(self.config.seed, progress.step, self.world.rank))
         for micro in range(window):
             waited = time.perf_counter()
             batch = next(data)
@@ -442,7 +442,7 @@ class Trainer:
 
     def _write_checkpoint(self, run_dir: RunDirectory) -> None:
         schedule = self.scheduler if self._own_schedule else None
-        parts = state.collect(
+        parts = run_state.collect(
             self.model, self.optimizer, self.precision.scaler, schedule, self.progress
         )
         about = {
@@ -476,18 +476,18 @@ class Trainer:
             group["lr"] = group["initial_lr"] = lr
         if loaded["scaler"]:  # empty unless the checkpoint is of an fp16 run
             self.precision.scaler.load_state_dict(loaded["scaler"])
-        self.progress = state.Progress(**loaded["position"])
+        self.progress = run_state.Progress(**loaded["position"])
         if self.progress.sample and not self.batches.batches_from(self.progress.sample):
             # The samples left of the epoch are too few for a step of this run: drop them, as at the
             # end of any epoch.
-            self.progress = state.Progress(self.progress.step, self.progress.epoch + 1)
+            self.progress = run_state.Progress(self.progress.step, self.progress.epoch + 1)
         self._saved_step = self.progress.step
         return loaded
 
     def _load(self, root: Path) -> dict[str, Any]:
         """Restore the chosen checkpoint, and set later ones aside; return the trainer's part."""
-        path = state.choose(root, self.config.resume, self.console.print_line)
-        loaded = {} if path is None else state.restore(path, self.model, self.optimizer)
+        path = run_state.choose(root, self.config.resume, self.console.print_line)
+        loaded = {} if path is None else run_state.restore(path, self.model, self.optimizer)
         step = loaded["position"]["step"] if loaded else -1
         for old in checkpoint.set_aside(root, step):
             self.console.print_line(f"resume   set aside {old.name}")
@@ -546,9 +546,9 @@ def shard(train: Dataset[Any], config: TrainConfig, world: World) -> ShardedBatc
     batches = ShardedBatches(size, each, world, config.seed, config.uneven)
     if len(batches) == 0:
         raise InputError(
-            f"one micro-batch of all ranks, {each} x {world.size} = "
-            f"{batches.global_micro_batch} samples, is larger than the training data, {size} samples; "
-            "make it smaller, or repeat samples with --uneven pad"
+            f"one micro-batch of all ranks, {each} x {world.size} = {each * world.size} samples, "
+            f"is larger than the training data, {size} samples; make it smaller, or repeat samples "
+            "with --uneven pad"
         )
     if batches.global_micro_batch > _LARGEST_BATCH:
         raise InputError(

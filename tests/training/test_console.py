@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.training.console import Console, Lines, describe, make_console
+from hvdtrain.training.console import Console, LineConsole, describe, make_console
 from hvdtrain.world import World
 from tests.launching import ROOT, clean_env, run
 
@@ -63,7 +63,7 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_launcher_that_forwards_lines_gets_lines() -> None:
     """Open MPI gives its ranks a pseudo-terminal, which no user looks at."""
-    assert isinstance(make_console(World(launcher="openmpi")), Lines)
+    assert isinstance(make_console(World(launcher="openmpi")), LineConsole)
 
 
 def test_describe() -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 
 from hvdtrain import Backend, TrainConfig, Trainer
 from hvdtrain.errors import InputError, WorldMismatch
-from hvdtrain.training.data import (
+from hvdtrain.training.data_loading import (
     EvalBatches,
     ShardedBatches,
     make_loader,

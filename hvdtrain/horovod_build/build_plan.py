@@ -1,6 +1,6 @@
 """Decide what to build, from the machine's facts and the user's choices. Pure: nothing is run here.
 
-`facts` fills `Facts`, `install` calls `decide`, and `recipe` turns the `Plan` into commands.
+`facts` fills `Facts`, `install` calls `decide`, and `recipe` turns the `BuildPlan` into commands.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """What to build. If `missing` is not empty, no build is possible."""
 
     mpi: bool
@@ -111,7 +111,7 @@ class Plan:
     missing: tuple[str, ...] = ()
 
 
-def decide(facts: Facts, choices: Choices) -> Plan:
+def decide(facts: Facts, choices: Choices) -> BuildPlan:
     """Choose the controllers, the GPU operations and the jobs, and list what is missing."""
     missing = _missing(facts)
     mpi, mpi_note = _decide_mpi(facts.mpicxx, choices.mpi)
@@ -120,7 +120,7 @@ def decide(facts: Facts, choices: Choices) -> Plan:
     cuda, gpu_note = _decide_gpu(facts, choices.nccl)
     if choices.nccl and not cuda:
         missing.append(f"--with-nccl: {gpu_note}")
-    return Plan(
+    return BuildPlan(
         mpi=mpi,
         mpi_note=mpi_note,
         cuda=cuda,
@@ -136,7 +136,7 @@ def default_jobs(cpus: int, memory_gib: float) -> int:
     return max(1, min(cpus, int(memory_gib / GIB_PER_JOB)))
 
 
-def shortfall(built: Built, plan: Plan, choices: Choices) -> str | None:
+def shortfall(built: Built, plan: BuildPlan, choices: Choices) -> str | None:
     """Return how a library falls short of the plan; None if it satisfies plan and choices.
 
     Features beyond an automatic choice are no reason to build again.
