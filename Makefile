@@ -29,7 +29,7 @@ test-all: $(VENV)/all.installed $(VENV)-mpich/installed
 	$(BIN)/python -m pytest $(PYTEST)
 
 again:
-	$(BIN)/python tests/again.py
+	$(BIN)/python tests/rerun_failed.py
 
 check: $(VENV)/all.installed
 	$(BIN)/ruff check .

@@ -26,11 +26,11 @@ class HvdtrainError(RuntimeError):
     """The root of the tree. `exit_code` is the exit code of the command."""
 
     exit_code = 1
-    everywhere = False
+    on_all_ranks = False
     """True if every rank raises this same error, so that rank 0 alone prints it."""
-    in_step = False
-    """True if all ranks had opened the backend before: if several raise this error, they do so at
-    about the same time.
+    after_open = False
+    """True if all ranks had opened the backend before: several ranks then raise at about the same
+    time.
     """
 
 
@@ -76,6 +76,18 @@ class WorldError(HvdtrainError):
     exit_code = 4
     launcher_ended = False
     """True where it is the launcher that has gone, so that none would end the other ranks."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, without the C++ stack that torch appends; the name
+    of its class if it has no text.
+    """
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's whole text in one line; the name of its class if it has no text."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

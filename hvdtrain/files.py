@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 
-def replace(path: Path, text: str, sync: bool = True) -> None:
-    """Replace a file's content atomically. Without `sync` a power failure may lose the new content.
+def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> None:
+    """Write a whole file, or leave the old one: a kill at any moment leaves no half-written file.
 
-    Raises OSError.
+    Without `sync` a power failure may lose the new content. Raises OSError.
     """
     fresh = path.with_name(f".{path.name}.new")  # fixed: killed runs leave one such file at most
-    with fresh.open("w") as file:
-        file.write(text)
+    with fresh.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         if sync:
             os.fsync(file.fileno())

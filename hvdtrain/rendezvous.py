@@ -31,8 +31,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from hvdtrain.errors import BackendUnavailable, LaunchError, WorldError, WorldMismatch
-from hvdtrain.failure import end_with_launcher
+from hvdtrain.errors import (
+    BackendUnavailable,
+    LaunchError,
+    WorldError,
+    WorldMismatch,
+    first_line,
+)
+from hvdtrain.launcher_watch import end_with_launcher
 from hvdtrain.world import World, agent_keeps_store, first_slurm_host
 
 _TOKEN = "hvdtrain/token"
@@ -81,7 +87,7 @@ def open_store(world: World, timeout_s: float, part: str = "") -> Store:
         return store
     except dist.DistError as error:
         raise WorldError(
-            f"{world} lost rank 0's store before all ranks had met: {_first_line(error)}"
+            f"{world} lost rank 0's store before all ranks had met: {first_line(error)}"
         ) from None
 
 
@@ -147,7 +153,7 @@ def _at_address(world: World, deadline: float) -> Store:
         return _serve(port, deadline)
     except dist.DistNetworkError as error:
         raise LaunchError(
-            f"rank 0 cannot serve at MASTER_PORT={port} ({_first_line(error)}); choose a free "
+            f"rank 0 cannot serve at MASTER_PORT={port} ({first_line(error)}); choose a free "
             f"port, or unset MASTER_ADDR and MASTER_PORT and let rank 0 pick one"
         ) from None
 
@@ -159,7 +165,7 @@ def _check_resolves(host: str, deadline: float) -> None:
             return
         except (OSError, UnicodeError) as error:
             why = error
-    raise LaunchError(f"MASTER_ADDR={host} is the name of no host: {_first_line(why)}")
+    raise LaunchError(f"MASTER_ADDR={host} is the name of no host: {first_line(why)}")
 
 
 # Rank 0 binds, then publishes
@@ -202,7 +208,7 @@ def _over_horovodrun(world: World, deadline: float) -> Store:
                     return message or answer
                 answered_at = time.monotonic()
             except OSError as error:
-                why = f": {_first_line(error)}"
+                why = f": {first_line(error)}"
                 if time.monotonic() > answered_at + _REFUSED_S and _is_refusal(error):
                     break
         raise WorldError(
@@ -414,7 +420,7 @@ def _connect(
                     return store
                 why = f"{host}:{port} belongs to another job"
             except ConnectionRefusedError as error:
-                why = _first_line(error)
+                why = first_line(error)
                 if time.monotonic() > refused_from:
                     ended = WorldError(
                         f"{world} could not reach the store of torchrun's agent at {host}:{port}, "
@@ -423,7 +429,7 @@ def _connect(
                     ended.launcher_ended = True
                     raise ended from None
             except (OSError, dist.DistError) as error:
-                why = _first_line(error)
+                why = first_line(error)
     tried = ", ".join(f"{host}:{port}" for host, port in places)
     raise WorldError(f"{world} could not reach rank 0's store at {tried}: {why}")
 
@@ -581,7 +587,3 @@ def _http(request: urllib.request.Request) -> bytes:
         if error.code != 404 or request.data is not None:
             raise
         return b""
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -243,7 +243,7 @@ def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
     return world
 
 
-def presume(env: Mapping[str, str] | None = None) -> World:
+def guess_world(env: Mapping[str, str] | None = None) -> World:
     """Guess the World of this process after `detect` raised LaunchError, so that not every rank of
     a host has to print the error. Not collective; never raises.
 

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import pytest
 
 from tests import forkserver
-from tests.again import STAYED_BEHIND
 from tests.hvd.pool import HvdRanks
 from tests.launching import descendants
 from tests.ranks import Pool, Ranks
+from tests.rerun_failed import STAYED_BEHIND
 
 PoolT = TypeVar("PoolT", bound=Pool[Any])
 

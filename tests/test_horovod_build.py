@@ -22,22 +22,22 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.horovod_build import InstalledHorovod, installed_horovod
-from hvdtrain.horovod_build.buildlog import Step, first_errors, hint, step_of
-from hvdtrain.horovod_build.facts import find_nccl, gather
-from hvdtrain.horovod_build.plan import (
+from hvdtrain.horovod_build.build_plan import (
     Built,
+    Choices,
     Cuda,
     Facts,
     Nccl,
     Tool,
     Torch,
-    Wishes,
     decide,
     default_jobs,
-    lacks,
+    shortfall,
 )
-from hvdtrain.horovod_build.process import own_environment, run, signals_held
-from hvdtrain.horovod_build.progress import Lines
+from hvdtrain.horovod_build.buildlog import Step, first_errors, hint, step_of
+from hvdtrain.horovod_build.facts import find_nccl, gather
+from hvdtrain.horovod_build.process import own_environment, run
+from hvdtrain.horovod_build.progress import PlainProgress
 from hvdtrain.horovod_build.recipe import cmake_files, environment, wheel_command
 
 MPICXX = Tool("/opt/mpi/bin/mpicxx", "Open MPI 4.1.8")
@@ -64,7 +64,7 @@ GPU = dataclasses.replace(CPU, torch=Torch("2.13.0+cu130", cuda="13.0"), cuda=(C
 
 
 @pytest.mark.parametrize(
-    ("facts", "wish", "mpi", "note"),
+    ("facts", "choice", "mpi", "note"),
     [
         (CPU, None, True, "yes: /opt/mpi/bin/mpicxx (Open MPI 4.1.8)"),
         (CPU, True, True, "yes: "),
@@ -73,16 +73,16 @@ GPU = dataclasses.replace(CPU, torch=Torch("2.13.0+cu130", cuda="13.0"), cuda=(C
     ],
 )
 def test_mpi_is_built_where_its_wrapper_is(
-    facts: Facts, wish: bool | None, mpi: bool, note: str
+    facts: Facts, choice: bool | None, mpi: bool, note: str
 ) -> None:
-    plan = decide(facts, Wishes(mpi=wish))
+    plan = decide(facts, Choices(mpi=choice))
     assert plan.mpi is mpi
     assert plan.mpi_note.startswith(note)
     assert plan.missing == ()
 
 
 def test_mpi_asked_for_and_not_there_is_missing() -> None:
-    plan = decide(dataclasses.replace(CPU, mpicxx=NO_MPICXX), Wishes(mpi=True))
+    plan = decide(dataclasses.replace(CPU, mpicxx=NO_MPICXX), Choices(mpi=True))
     assert plan.missing == (f"--with-mpi: {NO_MPICXX.problem}",)
 
 
@@ -107,15 +107,15 @@ def test_mpi_asked_for_and_not_there_is_missing() -> None:
 def test_gpu_operations_need_cuda_torch_nvcc_and_nccl(
     change: dict[str, object], chosen: Cuda | None, note: str
 ) -> None:
-    plan = decide(dataclasses.replace(GPU, **change), Wishes())  # type: ignore[arg-type]
+    plan = decide(dataclasses.replace(GPU, **change), Choices())  # type: ignore[arg-type]
     assert plan.cuda == chosen
     assert (plan.nccl is None) == (chosen is None)
     assert plan.gpu_note.startswith(note)
 
 
 def test_gpu_wishes_are_heard() -> None:
-    assert decide(GPU, Wishes(nccl=False)).nccl is None
-    assert decide(CPU, Wishes(nccl=True)).missing == ("--with-nccl: no: torch is a CPU build",)
+    assert decide(GPU, Choices(nccl=False)).nccl is None
+    assert decide(CPU, Choices(nccl=True)).missing == ("--with-nccl: no: torch is a CPU build",)
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,14 @@ def test_gpu_wishes_are_heard() -> None:
 )
 def test_each_missing_thing_is_one_line(change: dict[str, object], line: str) -> None:
     facts = dataclasses.replace(CPU, **change)  # type: ignore[arg-type]
-    assert decide(facts, Wishes()).missing == (line,)
+    assert decide(facts, Choices()).missing == (line,)
 
 
 def test_all_missing_things_are_listed_at_once() -> None:
     facts = dataclasses.replace(
         CPU, cxx=Tool(problem="c++"), make=Tool(problem="make"), managed=True, mpicxx=NO_MPICXX
     )
-    assert len(decide(facts, Wishes(mpi=True)).missing) == 4
+    assert len(decide(facts, Choices(mpi=True)).missing) == 4
 
 
 @pytest.mark.parametrize(
@@ -154,40 +154,40 @@ def test_all_missing_things_are_listed_at_once() -> None:
 def test_jobs_are_bounded_by_cores_and_memory(cpus: int, memory_gib: float, jobs: int) -> None:
     assert default_jobs(cpus, memory_gib) == jobs
     facts = dataclasses.replace(CPU, cpus=cpus, memory_gib=memory_gib)
-    assert decide(facts, Wishes()).jobs == jobs
-    assert decide(facts, Wishes(jobs=5)).jobs == 5
+    assert decide(facts, Choices()).jobs == jobs
+    assert decide(facts, Choices(jobs=5)).jobs == 5
 
 
 @pytest.mark.parametrize(
-    ("built", "facts", "wishes", "lack"),
+    ("built", "facts", "choices", "lack"),
     [
-        (Built(mpi=True, gloo=True, nccl=False), CPU, Wishes(), None),
-        (Built(mpi=False, gloo=True, nccl=False), CPU, Wishes(), "without MPI"),
-        (Built(mpi=False, gloo=True, nccl=False), CPU, Wishes(mpi=False), None),
-        (Built(mpi=True, gloo=True, nccl=False), CPU, Wishes(mpi=False), "with MPI"),
-        (Built(mpi=True, gloo=False, nccl=False), CPU, Wishes(), "without Gloo"),
-        (Built(mpi=True, gloo=True, nccl=False), GPU, Wishes(), "without NCCL"),
-        (Built(mpi=True, gloo=True, nccl=True), GPU, Wishes(nccl=False), "with NCCL"),
+        (Built(mpi=True, gloo=True, nccl=False), CPU, Choices(), None),
+        (Built(mpi=False, gloo=True, nccl=False), CPU, Choices(), "without MPI"),
+        (Built(mpi=False, gloo=True, nccl=False), CPU, Choices(mpi=False), None),
+        (Built(mpi=True, gloo=True, nccl=False), CPU, Choices(mpi=False), "with MPI"),
+        (Built(mpi=True, gloo=False, nccl=False), CPU, Choices(), "without Gloo"),
+        (Built(mpi=True, gloo=True, nccl=False), GPU, Choices(), "without NCCL"),
+        (Built(mpi=True, gloo=True, nccl=True), GPU, Choices(nccl=False), "with NCCL"),
         # Without mpicxx now, a Horovod that was built with MPI is kept.
         (
             Built(mpi=True, gloo=True, nccl=False),
             dataclasses.replace(CPU, mpicxx=NO_MPICXX),
-            Wishes(),
+            Choices(),
             None,
         ),
     ],
 )
 def test_an_installed_horovod_is_held_against_the_plan(
-    built: Built, facts: Facts, wishes: Wishes, lack: str | None
+    built: Built, facts: Facts, choices: Choices, lack: str | None
 ) -> None:
-    assert lacks(built, decide(facts, wishes), wishes) == lack
+    assert shortfall(built, decide(facts, choices), choices) == lack
 
 
 # ---------------------------------------------------------------------------------- the recipe
 
 
 def test_a_cpu_build_keeps_cuda_out() -> None:
-    plan = decide(CPU, Wishes(mpi=False))
+    plan = decide(CPU, Choices(mpi=False))
     env = environment(plan, CPU, Path("/build"), {"PATH": "/bin", "HOROVOD_WITH_MPI": "1"})
     assert env["HOROVOD_WITHOUT_MPI"] == "1"
     assert "HOROVOD_WITH_MPI" not in env
@@ -202,7 +202,7 @@ def test_a_cpu_build_keeps_cuda_out() -> None:
 
 
 def test_an_nccl_build_names_one_toolkit_and_one_nccl() -> None:
-    plan = decide(GPU, Wishes())
+    plan = decide(GPU, Choices())
     base = {"PATH": "/bin", "HOROVOD_GPU_ALLREDUCE": "MPI", "HOROVOD_BUILD_CUDA_CC_LIST": "90"}
     env = environment(plan, GPU, Path("/build"), base)
     assert env["PATH"] == f"/opt/cuda-13.0/bin{os.pathsep}/bin"
@@ -269,7 +269,7 @@ def test_steps_are_read_from_the_log(line: str, step: Step | None) -> None:
 def test_plain_progress_is_one_line_per_phase_and_quarter() -> None:
     said: list[str] = []
     ticks = iter(range(1000))
-    show = Lines(said.append, clock=lambda: float(next(ticks)))
+    show = PlainProgress(said.append, clock=lambda: float(next(ticks)))
     show(Step("download"))
     show(Step("configure"))
     for percent in [1, 5, 26, 24, 27, 51, 49, 52, 80, 74, 100]:
@@ -453,19 +453,6 @@ def test_a_command_that_does_not_exist_is_code_127() -> None:
     assert run(["/nowhere/mpicxx"], env=own_environment()).code == 127
 
 
-def test_held_signals_act_after_the_block() -> None:
-    steps = []
-
-    def interrupted() -> None:
-        with signals_held():
-            signal.raise_signal(signal.SIGINT)
-            steps.append("the block goes on")
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert steps == ["the block goes on"]
-
-
 # ---------------------------------------------------------------------------------- the command
 
 
@@ -500,7 +487,7 @@ def horovod_files() -> dict[str, int]:
 @pytest.fixture(scope="module")
 def machine_can_build() -> None:
     """Skip if a requirement of the build is missing, such as a compiler."""
-    missing = decide(gather(), Wishes()).missing
+    missing = decide(gather(), Choices()).missing
     if missing:
         pytest.skip("; ".join(missing))
 

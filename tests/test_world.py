@@ -17,8 +17,8 @@ from hvdtrain.world import (
     detect,
     expand_tasks_per_node,
     first_slurm_host,
+    guess_world,
     is_mpi,
-    presume,
 )
 from tests.launching import run
 
@@ -325,7 +325,7 @@ def test_a_consistent_environment_round_trips(case: tuple[str, World, Env]) -> N
     assert numbers(world) == numbers(expected)
     assert (world.cross_rank, world.cross_size) == (expected.cross_rank, expected.cross_size)
     assert world.launcher == name
-    assert numbers(presume(env))[::2] == numbers(expected)[::2]
+    assert numbers(guess_world(env))[::2] == numbers(expected)[::2]
 
 
 class Recorded(Mapping[str, str]):
@@ -357,11 +357,11 @@ def test_detect_reads_its_argument_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("local", [0, 1])
-def test_presume_tells_the_ranks_of_a_host_apart(local: int) -> None:
+def test_guess_world_tells_the_ranks_of_a_host_apart(local: int) -> None:
     mine = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": str(local)}
     for left in ({"RANK": "0"}, {"RANK": "x"}, {"LOCAL_RANK": "-3"}, {"LOCAL_RANK": "0"}):
-        assert presume({**mine, **left}).local_rank == local
-    assert presume({}).local_rank == 0
+        assert guess_world({**mine, **left}).local_rank == local
+    assert guess_world({}).local_rank == 0
 
 
 @pytest.mark.parametrize("module", ["world", "errors", "cli", "cli.train", "failure", ""])

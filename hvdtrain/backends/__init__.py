@@ -90,7 +90,7 @@ def choose(name: str, world: World) -> tuple[str, str]:
 
 def _problem(name: str, world: World) -> str | None:
     cls = load(name)
-    return cls.unavailable() or cls.refuses(world)
+    return cls.host_problem() or cls.launcher_problem(world)
 
 
 def open_backend(
@@ -106,7 +106,7 @@ def open_backend(
     Raises InputError, LaunchError, BackendUnavailable and WorldError.
     """
     from hvdtrain import transports
-    from hvdtrain.backends.base import BackendOptions
+    from hvdtrain.backends.base import BackendOptions, convert_peer_errors
 
     world = detect() if world is None else world
     name, reason = choose(name, world)
@@ -120,7 +120,7 @@ def open_backend(
         reason += "; one rank, so nothing is distributed: more with torchrun --nproc-per-node 2 -m "
         reason += "hvdtrain"
     backend.reason = reason
-    with backend.naming_peers():
+    with convert_peer_errors(backend):
         backend.open()
         try:
             _shake_hands(backend, agree_on or {})
@@ -153,6 +153,8 @@ def _shake_hands(backend: Backend, agree_on: Mapping[str, object]) -> None:
     """[all] Raise WorldMismatch, on every rank, if rank order, versions or `agree_on` differ."""
     import torch
 
+    from hvdtrain.backends.base import check_same
+
     world = backend.world
     everyone = backend.all_gather_object((world.rank, socket.gethostname()))
     ranks = [rank for rank, _ in everyone]
@@ -161,15 +163,16 @@ def _shake_hands(backend: Backend, agree_on: Mapping[str, object]) -> None:
             f"the launcher counts ranks 0 to {world.size - 1}, but backend {backend.name} has, in "
             f"its own order, {ranks}"
         )
-        error.everywhere = True  # every rank gathered the same list
+        error.on_all_ranks = True  # every rank gathered the same list
         raise error
     backend.hosts = [host for _, host in everyone]
-    backend.check_same(
+    check_same(
+        backend,
         {
             "backend": backend.name,
             "world size": world.size,
             "torch": torch.__version__,
             "python": platform.python_version(),
             **agree_on,
-        }
+        },
     )

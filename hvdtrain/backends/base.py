@@ -18,11 +18,12 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hvdtrain import failure
+from hvdtrain._torch.batch_norm import BatchNormBase
+from hvdtrain.backends import model_sync
+from hvdtrain.backends.model_sync import uncompiled, with_sparse_gradients
 from hvdtrain.errors import HvdtrainError, InputError, WorldMismatch
 from hvdtrain.world import World, is_mpi
 
@@ -77,15 +78,13 @@ class Backend(ABC):
         """Why this backend was chosen."""
         self.hosts: list[str] = []
         """The host of every rank, in rank order; empty before the handshake."""
-        # Keyed by id(optimizer). The optimizer is kept alive too, so that its id is not reused.
-        self._prepared: dict[int, tuple[Optimizer, nn.Module, dict[Tensor, str]]] = {}
-        self._sparse: dict[int, list[Tensor]] = {}
-        """The parameters whose gradients are sparse, keyed by id(optimizer)."""
+        self._prepared: dict[int, _Prepared] = {}
+        """What `prepare` has returned, keyed by id(optimizer)."""
 
     # Availability, opening and closing
 
     @classmethod
-    def unavailable(cls) -> str | None:
+    def host_problem(cls) -> str | None:
         """Return None if this host can run the backend, else the problem and its fix.
 
         Not collective.
@@ -93,7 +92,7 @@ class Backend(ABC):
         return None
 
     @classmethod
-    def refuses(cls, world: World) -> str | None:
+    def launcher_problem(cls, world: World) -> str | None:
         """Return None if the backend works under the launcher of `world`, else the problem and fix.
 
         Not collective.
@@ -114,7 +113,7 @@ class Backend(ABC):
         """Return the versions, the transport and the sizes in use, for run.json. Not collective."""
         return {"name": self.name, "device": str(self.device), "torch": torch.__version__}
 
-    def peer_failure(self, error: Exception) -> HvdtrainError | None:
+    def _peer_error(self, error: Exception) -> HvdtrainError | None:
         """Return a WorldError if `error` means that a peer died or is late, else None.
 
         Not collective.
@@ -131,67 +130,26 @@ class Backend(ABC):
         the wrapper may change its names. Raises WorldMismatch if the models differ in a name, shape
         or dtype, and InputError if model and optimizer do not belong together.
         """
-        _check_owned(model, optimizer)
-        self._convert_sync_batch_norm(model)
-        self._check_same_model(model)
-        self.sync_state(model, optimizer)
+        model_sync.check_ownership(model, optimizer)
+        kind = self._sync_batch_norm() if self.world.size > 1 else model_sync.OneRankBatchNorm
+        place = f"backend {self.name} cannot synchronise on {self.device.type}"
+        model_sync.convert_sync_batch_norm(model, kind, place)
+        model_sync.check_same_model(self, model)
+        model_sync.broadcast_state(self, model, optimizer)
         net, wrapped = self._wrap(model, optimizer)
         names: dict[Tensor, str] = {p: uncompiled(name) for name, p in model.named_parameters()}
-        self._prepared[id(wrapped)] = (wrapped, model, names)
-        self._sparse[id(wrapped)] = with_sparse_gradients(model)
+        sparse = with_sparse_gradients(model)
+        self._prepared[id(wrapped)] = _Prepared(wrapped, model, names, sparse)
         return net, wrapped
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         return model, optimizer
 
-    def sync_batch_norm(self) -> type[_BatchNorm] | None:
+    def _sync_batch_norm(self) -> type[BatchNormBase] | None:
         """Return the class of layers that normalize over the batches of all ranks on this backend
         and device, with the parameters of torch.nn.SyncBatchNorm; None if there is none.
         """
         return None
-
-    def _convert_sync_batch_norm(self, model: nn.Module) -> None:
-        """Replace the class of torch's SyncBatchNorm layers, in place, by one that works here.
-
-        Raises InputError if there is none: torch's own would crash on a CPU, or silently normalize
-        each rank's batch alone.
-        """
-        # The exact type: a subclass may behave differently.
-        layers = {n: m for n, m in model.named_modules() if type(m) is nn.SyncBatchNorm}
-        if not layers:
-            return
-        kind = self.sync_batch_norm() if self.world.size > 1 else _OneRankBatchNorm
-        if kind is None:
-            raise InputError(
-                f"{len(layers)} layers are torch.nn.SyncBatchNorm ({', '.join(layers)}), which "
-                f"backend {self.name} cannot synchronise on {self.device.type}; use --backend "
-                "compat, which can, or plain BatchNorm"
-            )
-        for layer in layers.values():
-            # Only the class changes: parameters, buffers and names stay the same.
-            layer.__class__ = kind  # type: ignore[assignment]
-
-    def sync_state(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """[all] Broadcast rank 0's weights, buffers and optimizer state, in place.
-
-        Optimizer state is only copied. It is never created by a step on zero gradients, which would
-        decay the weights.
-        """
-        if self.world.size == 1:
-            return
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                self._broadcast_any(tensor)
-        tensors: list[Tensor] = []
-        state = to_cpu(optimizer.state_dict())
-        skeleton = self.broadcast_object(_take_out(state, tensors))
-        if self.world.rank > 0:
-            tensors = []
-            state = _put_in(skeleton, tensors)
-        for tensor in tensors:  # one by one: a single pickled object may exceed 2 GiB
-            self.broadcast_(tensor)
-        if self.world.rank > 0:
-            optimizer.load_state_dict(state)
 
     def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Return a context manager for the forward and backward pass of one micro-batch.
@@ -212,18 +170,13 @@ class Backend(ABC):
         """
         if id(optimizer) not in self._prepared:
             raise ValueError("finish_backward wants the optimizer that prepare returned")
-        _, model, names = self._prepared[id(optimizer)]
-        self.settle_unused(optimizer, names)
+        made = self._prepared[id(optimizer)]
+        model_sync.fill_missing_gradients(optimizer, made.names, self.options.unused_parameters)
         self._reduce_gradients(optimizer)
-        for p in self._sparse[id(optimizer)]:
+        for p in made.sparse:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.coalesce()
-        if self.world.size > 1:
-            self.sync_buffers(model)
-
-    def names(self, optimizer: Optimizer) -> dict[Tensor, str]:
-        """Return the names of a prepared optimizer's parameters, by tensor. Not collective."""
-        return self._prepared[id(optimizer)][2]
+        model_sync.sync_buffers(self, made.model)
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:  # noqa: B027
         """[all] Average the gradients, or wait until they are averaged.
@@ -258,7 +211,7 @@ class Backend(ABC):
         """[all] Return once every rank has called."""
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def share_errors(self) -> Iterator[None]:
         """[all] Raise an HvdtrainError of the block on every rank, so that no rank waits for one
         that failed.
 
@@ -278,39 +231,8 @@ class Backend(ABC):
         if len(failed) < len(errors):
             text = f"rank {failed[0]}: {text}"
         shared = kind(text)
-        shared.everywhere = True
+        shared.on_all_ranks = True
         raise shared from mine
-
-    # Shared parts
-
-    def check_same(self, values: Mapping[str, object], advice: str = "") -> None:
-        """[all] Raise WorldMismatch, on every rank, for the first of `values` that differs between
-        ranks. The message has both values, then `advice` on what to do.
-        """
-        everyone = self.all_gather_object(dict(values))
-        for rank, other in enumerate(everyone):
-            for key, value in everyone[0].items():
-                if other.get(key) != value:
-                    error = WorldMismatch(
-                        f"rank 0{self._on_host(0)} has {key} = {value}, but rank {rank}"
-                        f"{self._on_host(rank)} has {other.get(key, 'nothing')}{advice}"
-                    )
-                    error.everywhere = True  # every rank gathered the same lists
-                    raise error
-
-    def _on_host(self, rank: int) -> str:
-        return f" on {self.hosts[rank]}" if self.hosts else ""
-
-    @contextmanager
-    def naming_peers(self) -> Iterator[None]:
-        """Replace an exception that means a lost peer by `peer_failure`'s error. Not collective."""
-        try:
-            yield
-        except Exception as error:
-            known = self.peer_failure(error)
-            if known is None:
-                raise
-            raise known from error
 
     def __enter__(self: B) -> B:
         return self
@@ -322,14 +244,14 @@ class Backend(ABC):
         trace: TracebackType | None,
     ) -> None:
         if error is None:
-            with self.naming_peers():
+            with convert_peer_errors(self):
                 self.close()
             return
         error = failure.cause_of(error)
-        known = self.peer_failure(error) if isinstance(error, Exception) else None
+        known = self._peer_error(error) if isinstance(error, Exception) else None
         shared = False
         if isinstance(error, HvdtrainError):
-            error.in_step, shared = True, error.everywhere
+            error.after_open, shared = True, error.on_all_ranks
         # Every rank leaves its block by a shared error: they can still wait for each other.
         self.close(failed=not shared)
         if self.world.size > 1 and is_mpi(self.world) and failure.exit_code(error) != 0:
@@ -337,81 +259,50 @@ class Backend(ABC):
         if known is not None:
             raise known from error
 
-    def _check_same_model(self, model: nn.Module) -> None:
-        """[all] Raise WorldMismatch if a name, shape or dtype differs from another rank's."""
-        mine = [
-            (name, tuple(t.shape), str(t.dtype))
-            for name, t in (*model.named_parameters(), *model.named_buffers())
-        ]
-        for rank, other in enumerate(self.all_gather_object(mine)):
-            if other != mine:
-                pair = next(
-                    p for p in zip([*mine, None], [*other, None], strict=False) if p[0] != p[1]
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A model and its optimizer, wrapped. Keeps the optimizer alive, so that its id is not reused.
+
+    `names`: those of the parameters. `sparse`: the parameters whose gradients are sparse.
+    """
+
+    optimizer: Optimizer
+    model: nn.Module
+    names: dict[Tensor, str]
+    sparse: list[Tensor]
+
+
+def check_same(backend: Backend, values: Mapping[str, object], advice: str = "") -> None:
+    """[all] Raise WorldMismatch, on every rank, for the first of `values` that differs between
+    ranks. The message has both values, then `advice` on what to do.
+    """
+    everyone = backend.all_gather_object(dict(values))
+    on = [f" on {host}" for host in backend.hosts] or [""] * len(everyone)
+    for rank, other in enumerate(everyone):
+        for key, value in everyone[0].items():
+            if other.get(key) != value:
+                error = WorldMismatch(
+                    f"rank 0{on[0]} has {key} = {value}, but rank {rank}{on[rank]} has "
+                    f"{other.get(key, 'nothing')}{advice}"
                 )
-                raise WorldMismatch(
-                    f"the model differs: rank {self.world.rank} has {pair[0]}, "
-                    f"rank {rank} has {pair[1]}"
-                )
-
-    def settle_unused(self, optimizer: Optimizer, names: dict[Tensor, str]) -> None:
-        """Refuse parameters without a gradient, or give them a gradient of zeros. Not collective.
-
-        `finish_backward` calls it; a loop that reduces gradients by itself calls it after that.
-        Raises InputError with their `names`.
-        """
-        unused = [
-            p
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is None and p.requires_grad
-        ]
-        if not unused:
-            return
-        if self.options.unused_parameters == "error":
-            listed = ", ".join(names.get(p, "(not in the model)") for p in unused)
-            raise InputError(
-                f"{len(unused)} parameters got no gradient: {listed}; freeze or remove them, or "
-                "allow them with --unused-parameters zero"
-            )
-        for p in unused:
-            p.grad = torch.zeros_like(p)
-
-    def sync_buffers(self, model: nn.Module) -> None:
-        """[all] Apply the policy for buffers, with one collective for all buffers of a dtype.
-
-        `finish_backward` calls it; a loop that reduces gradients by itself calls it after that.
-        """
-        if self.options.buffers == "local":
-            return
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in model.buffers():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        with torch.no_grad():
-            for dtype, buffers in by_dtype.items():
-                flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-                # Integer buffers, such as num_batches_tracked, have no exact mean.
-                if self.options.buffers == "average" and dtype.is_floating_point:
-                    flat = self.all_reduce(flat, "mean")
-                else:
-                    self.broadcast_(flat)
-                parts = torch.split(flat, [buffer.numel() for buffer in buffers])
-                for buffer, part in zip(buffers, parts, strict=True):
-                    buffer.copy_(part.view_as(buffer))
-
-    def _broadcast_any(self, t: Tensor) -> None:
-        """[all] Broadcast rank 0's `t`, in place, in any memory format, such as channels_last."""
-        if t.is_contiguous():
-            self.broadcast_(t.detach())
-        else:
-            t.copy_(self.broadcast_(t.detach().contiguous()))
+                error.on_all_ranks = True  # every rank gathered the same lists
+                raise error
 
 
-class _OneRankBatchNorm(_BatchNorm):
-    """torch.nn.SyncBatchNorm for a world of one rank, on any device."""
+@contextmanager
+def convert_peer_errors(backend: Backend) -> Iterator[None]:
+    """Raise the backend's WorldError in place of an exception that means a lost peer.
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+    Not collective.
+    """
+    try:
+        yield
+    except Exception as error:
+        known = backend._peer_error(error)
+        if known is None:
+            raise
+        raise known from error
 
 
 def check_op(t: Tensor, op: Op) -> None:
@@ -448,90 +339,3 @@ def pick_device(world: World, wanted: str) -> torch.device:
             f"{count} GPUs that torch {torch.__version__} can use"
         )
     return torch.device("cuda", world.local_rank)
-
-
-def _check_owned(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise InputError unless the optimizer has the model's trained parameters and no others.
-
-    A parameter outside the model would be stepped without being averaged.
-    """
-    trained = {uncompiled(name): p for name, p in model.named_parameters() if p.requires_grad}
-    if lazy := [name for name, p in trained.items() if is_lazy(p)]:
-        raise InputError(
-            f"{len(lazy)} parameters have no shape yet: {', '.join(lazy)}; run a batch through the "
-            "model before it is returned, or give its layers their sizes"
-        )
-    if not trained:
-        raise InputError(f"{type(model).__name__} has no parameter that requires a gradient")
-    stepped = {p for group in optimizer.param_groups for p in group["params"]}
-    left_out = [name for name, p in trained.items() if p not in stepped]
-    if left_out:
-        raise InputError(
-            f"the optimizer does not have {len(left_out)} parameters of the model: "
-            f"{', '.join(left_out)}; add them, or freeze them with requires_grad_(False)"
-        )
-    foreign = len(stepped - set(model.parameters()))
-    if foreign:
-        raise InputError(
-            f"the optimizer has {foreign} parameters that are not the model's; make them part of it"
-        )
-
-
-def with_sparse_gradients(model: nn.Module) -> list[Tensor]:
-    """Return the trained parameters whose gradients are sparse, by the same rule as DDP."""
-    tables = (nn.Embedding, nn.EmbeddingBag)
-    weights = [m.weight for m in model.modules() if isinstance(m, tables) and m.sparse]
-    return [p for p in dict.fromkeys(weights) if p.requires_grad]
-
-
-@dataclass(frozen=True)
-class _Hole:
-    """The place of a tensor in a structure that is sent without its tensors."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _take_out(value: Any, tensors: list[Tensor]) -> Any:
-    """Copy a nested structure with holes for its tensors, and append those to `tensors`."""
-    if isinstance(value, Tensor):
-        tensors.append(value.contiguous())
-        return _Hole(tuple(value.shape), value.dtype)
-    if isinstance(value, dict):
-        return {key: _take_out(item, tensors) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return _like(value, [_take_out(item, tensors) for item in value])
-    return value
-
-
-def _put_in(value: Any, tensors: list[Tensor]) -> Any:
-    """Fill the holes with uninitialised tensors, and append those to `tensors`, in equal order."""
-    if isinstance(value, _Hole):
-        tensors.append(torch.empty(value.shape, dtype=value.dtype))
-        return tensors[-1]
-    if isinstance(value, dict):
-        return {key: _put_in(item, tensors) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return _like(value, [_put_in(item, tensors) for item in value])
-    return value
-
-
-def uncompiled(name: str) -> str:
-    """Return a parameter's name without the `_orig_mod` that torch.compile inserts."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
-
-
-def to_cpu(value: Any) -> Any:
-    """Copy nested dicts, lists and tuples with every tensor moved to the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: to_cpu(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return _like(value, [to_cpu(item) for item in value])
-    return value
-
-
-def _like(value: Any, items: list[Any]) -> Any:
-    """Return a list, tuple or namedtuple of the type of `value`."""
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

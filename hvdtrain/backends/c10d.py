@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdtrain import transports
+from hvdtrain._torch.peer_errors import is_peer_error
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
-from hvdtrain.errors import HvdtrainError, WorldError, WorldMismatch
+from hvdtrain.errors import HvdtrainError, WorldError, WorldMismatch, first_line
 from hvdtrain.rendezvous import open_store
 from hvdtrain.transports.carrier import PeerLost
 from hvdtrain.transports.gloo import gloo_reachable
@@ -25,21 +26,6 @@ _REDUCE = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-
-# Texts of the plain RuntimeErrors that transports raise when a peer died or is late: these errors
-# have no type of their own.
-_PEER_PHRASES = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "Application timeout",
-    "Socket closed",
-    "ProcessGroupNCCL",
-    "monitoredBarrier",
-    "PeerLost",
-    "connectFullMesh failed",
-)
 
 
 class C10d(Backend):
@@ -58,7 +44,7 @@ class C10d(Backend):
         self._owns_group = False
 
     @classmethod
-    def unavailable(cls) -> str | None:
+    def host_problem(cls) -> str | None:
         """Return None if torch was built with torch.distributed."""
         if not dist.is_available():
             return f"torch {torch.__version__} was built without torch.distributed"
@@ -112,13 +98,12 @@ class C10d(Backend):
             about["nccl"] = ".".join(map(str, version))
         return {**super().describe(), **about}
 
-    def peer_failure(self, error: Exception) -> HvdtrainError | None:
+    def _peer_error(self, error: Exception) -> HvdtrainError | None:
         """Return a WorldError for an error of a transport or store about a lost or late peer."""
-        text = str(error)
-        typed = isinstance(error, (dist.DistNetworkError, dist.DistStoreError, PeerLost))
-        if typed or (isinstance(error, RuntimeError) and any(p in text for p in _PEER_PHRASES)):
-            said = text.strip().split("\n")[0]
-            return WorldError(f"lost contact with a peer, which has ended or hangs: {said}")
+        if isinstance(error, PeerLost) or is_peer_error(error):
+            return WorldError(
+                f"lost contact with a peer, which has ended or hangs: {first_line(error)}"
+            )
         return None
 
     # Small values

@@ -8,10 +8,10 @@ from types import ModuleType
 from typing import Any, ClassVar, cast
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from hvdtrain import transports
+from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.backends.base import Backend, BackendOptions
 from hvdtrain.backends.horovod import Horovod
 from hvdtrain.errors import BackendUnavailable, InputError
@@ -41,12 +41,12 @@ class Compat(Horovod):
         return hvd
 
     @classmethod
-    def unavailable(cls) -> str | None:
+    def host_problem(cls) -> str | None:
         """Return None: it comes with hvdtrain."""
         return None
 
     @classmethod
-    def refuses(cls, world: World) -> str | None:
+    def launcher_problem(cls, world: World) -> str | None:
         """Return None: it knows every launcher."""
         return None
 
@@ -80,9 +80,9 @@ class Compat(Horovod):
             reducer.agrees_first = True  # so that resuming changes no bits
         return net, wrapped
 
-    def sync_batch_norm(self) -> type[_BatchNorm]:
+    def _sync_batch_norm(self) -> type[BatchNormBase]:
         """`hvdtrain.hvd.SyncBatchNorm`, on every device."""
-        return cast("type[_BatchNorm]", self._hvd.SyncBatchNorm)
+        return cast("type[BatchNormBase]", self._hvd.SyncBatchNorm)
 
     def describe(self) -> dict[str, Any]:
         """Add the transport, and the variables in force."""

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from hvdtrain._torch.batch_norm import BatchNormBase
+from hvdtrain._torch.ddp_buckets import FORWARD_SYNC, reduce_in_rebuilt_buckets
 from hvdtrain.backends.base import BackendOptions
 from hvdtrain.backends.c10d import C10d
 from hvdtrain.errors import InputError
 from hvdtrain.world import World
-
-# The argument that turns off DDP's own buffer broadcast: torch 2.13 renamed it, and warns of the
-# old name.
-FORWARD_SYNC = next(
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in inspect.signature(DistributedDataParallel.__init__).parameters
-)
 
 
 class DDP(C10d):
@@ -33,16 +24,16 @@ class DDP(C10d):
 
     def __init__(self, world: World, options: BackendOptions) -> None:
         super().__init__(world, options)
-        self._ready: dict[Tensor, None] = {}
+        self._with_gradient: dict[Tensor, None] = {}
         """An ordered set: the parameters that got a gradient in the window's last micro-batch."""
-        self._unordered: dict[int, tuple[DistributedDataParallel, Optimizer]] = {}
-        """Wrapped models before their first step, keyed by id(optimizer): see `_reduce_first`."""
+        self._before_first_step: dict[int, tuple[DistributedDataParallel, Optimizer]] = {}
+        """Wrapped models that need `_reduce_first_step`, keyed by id(optimizer)."""
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         if self.options.unused_parameters == "error":
             for p in model.parameters():
                 if p.requires_grad:
-                    hook = self._ready.setdefault
+                    hook = self._with_gradient.setdefault
                     p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         net = DistributedDataParallel(
             model,
@@ -54,13 +45,13 @@ class DDP(C10d):
             # p.grad is a view of its bucket: no copy back after the all-reduce.
             gradient_as_bucket_view=True,
         )
-        # `_reduce_first` is not needed with two ranks, where a sum is the same in any order, nor
-        # with find_unused_parameters, where DDP never rebuilds its buckets.
+        # Not needed with two ranks, where a sum is the same in any order, nor with
+        # find_unused_parameters, where DDP never rebuilds its buckets.
         if self.world.size > 2 and self.options.unused_parameters == "error":
-            self._unordered[id(optimizer)] = net, optimizer
+            self._before_first_step[id(optimizer)] = net, optimizer
         return net, optimizer
 
-    def sync_batch_norm(self) -> type[_BatchNorm] | None:
+    def _sync_batch_norm(self) -> type[BatchNormBase] | None:
         """Return torch's own layer on CUDA, its only device."""
         return nn.SyncBatchNorm if self.device.type == "cuda" else None
 
@@ -71,8 +62,8 @@ class DDP(C10d):
         if not last:
             return net.no_sync()
         for p in net.module.parameters():
-            self._ready.pop(p, None)
-        if any(net is other for other, _ in self._unordered.values()):
+            self._with_gradient.pop(p, None)
+        if any(net is other for other, _ in self._before_first_step.values()):
             return net.no_sync()  # in the first step `_reduce_gradients` reduces instead
         return nullcontext()
 
@@ -85,17 +76,18 @@ class DDP(C10d):
         if self.options.unused_parameters != "error":
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(p.requires_grad and p not in self._ready for p in parameters):
-            names = self.names(optimizer)
-            late = [names[p] for p in parameters if p.requires_grad and p not in self._ready]
+        late = [p for p in parameters if p.requires_grad and p not in self._with_gradient]
+        if late:
+            names = self._prepared[id(optimizer)].names
             raise InputError(
                 f"{len(late)} parameters got no gradient in the last micro-batch of a step: "
-                f"{', '.join(late)}; DDP needs them there, or --unused-parameters zero"
+                f"{', '.join(names[p] for p in late)}; DDP needs them there, or "
+                "--unused-parameters zero"
             )
-        if id(optimizer) in self._unordered:
-            self._reduce_first(self._unordered.pop(id(optimizer))[0])
+        if id(optimizer) in self._before_first_step:
+            self._reduce_first_step(self._before_first_step.pop(id(optimizer))[0])
 
-    def _reduce_first(self, net: DistributedDataParallel) -> None:
+    def _reduce_first_step(self, net: DistributedDataParallel) -> None:
         """Average the gradients of the first step in the buckets that all later steps use.
 
         DDP starts with buckets in the order of registration, and rebuilds them after one backward
@@ -105,15 +97,8 @@ class DDP(C10d):
         Therefore the gradients pass through DDP twice: to rebuild the buckets, and to be averaged.
         """
         mine = set(net.module.parameters())
-        grads = {p: p.grad for p in self._ready if p in mine and p.grad is not None}
-        for rebuild in (True, False):
-            net.reducer.prepare_for_forward()
-            net.reducer.prepare_for_backward([])
-            for p, grad in grads.items():
-                p.grad = None
-                torch.autograd.backward([p], [grad.clone() if rebuild else grad])
-            if rebuild:
-                net.reducer._rebuild_buckets()
+        grads = {p: p.grad for p in self._with_gradient if p in mine and p.grad is not None}
+        reduce_in_rebuilt_buckets(net, grads)
 
     def describe(self) -> dict[str, Any]:
         """Add the bucket size, in MiB."""

@@ -15,12 +15,13 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from hvdtrain import failure
-from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op, with_sparse_gradients
-from hvdtrain.errors import HvdtrainError, InputError, WorldError, WorldMismatch
+from hvdtrain._torch.batch_norm import BatchNormBase
+from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
+from hvdtrain.backends.model_sync import with_sparse_gradients
+from hvdtrain.errors import HvdtrainError, InputError, WorldError, WorldMismatch, first_line
 from hvdtrain.world import World, is_mpi
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ class Horovod(Backend):
         return cast("ModuleType", hvd)
 
     @classmethod
-    def unavailable(cls) -> str | None:
+    def host_problem(cls) -> str | None:
         """Look for Horovod's native library and for the torch it was built for."""
         from hvdtrain.horovod_build import installed_horovod
 
@@ -75,7 +76,7 @@ class Horovod(Backend):
         return None
 
     @classmethod
-    def refuses(cls, world: World) -> str | None:
+    def launcher_problem(cls, world: World) -> str | None:
         """Refuse torchrun, which Horovod does not know; no launcher; and mpirun where Horovod was
         built without MPI.
         """
@@ -193,12 +194,13 @@ class Horovod(Backend):
             "settings": {name: os.environ[name] for name in settings if name in os.environ},
         }
 
-    def peer_failure(self, error: Exception) -> HvdtrainError | None:
+    def _peer_error(self, error: Exception) -> HvdtrainError | None:
         """Recognise HorovodInternalError: a collective that could not be finished."""
         if type(error).__name__ != "HorovodInternalError":
             return None
-        said = str(error).strip().split("\n")[0]
-        return WorldError(f"lost contact with a peer, which has ended or hangs: {said}")
+        return WorldError(
+            f"lost contact with a peer, which has ended or hangs: {first_line(error)}"
+        )
 
     # Training
 
@@ -223,10 +225,10 @@ class Horovod(Backend):
         self._optimizers[id(model)] = wrapped
         return model, cast("Optimizer", wrapped)
 
-    def sync_batch_norm(self) -> type[_BatchNorm] | None:
+    def _sync_batch_norm(self) -> type[BatchNormBase] | None:
         """Horovod's layer, which knows CUDA alone."""
         cuda = self.device.type == "cuda"
-        return cast("type[_BatchNorm]", self._hvd.SyncBatchNorm) if cuda else None
+        return cast("type[BatchNormBase]", self._hvd.SyncBatchNorm) if cuda else None
 
     def _coalesce(self, p: Tensor) -> None:
         """Add up this rank's rows before they are sent, as DDP does.

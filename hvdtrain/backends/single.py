@@ -19,7 +19,7 @@ class Single(Backend):
     one_process: ClassVar[bool] = True
 
     @classmethod
-    def refuses(cls, world: World) -> str | None:
+    def launcher_problem(cls, world: World) -> str | None:
         """Refuse any world but one process."""
         if world.size > 1:
             return (

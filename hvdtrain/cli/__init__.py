@@ -10,8 +10,9 @@ import click
 import hvdtrain
 from hvdtrain import failure
 from hvdtrain.errors import InputError, LaunchError, did_you_mean
+from hvdtrain.launcher_watch import end_with_launcher
 from hvdtrain.tasks import TASKS
-from hvdtrain.world import detect, presume
+from hvdtrain.world import detect, guess_world
 
 COMMANDS = {
     "train": "hvdtrain.cli.train",
@@ -76,8 +77,8 @@ def main() -> None:
     try:
         world = detect()
     except LaunchError as error:
-        failure.end_job(presume(), error)
-    failure.end_with_launcher(world)
+        failure.end_job(guess_world(), error)
+    end_with_launcher(world)
     with failure.guard(world):
         try:
             # Not cli.main: it takes an EOFError of the task for Ctrl-C, and is silent about a

@@ -12,10 +12,10 @@ from typing import Any
 import click
 
 from hvdtrain import files
-from hvdtrain.cli.options import train_option
+from hvdtrain.cli.train_options import train_option
 from hvdtrain.compare.options import CompareOptions, seconds, share
 from hvdtrain.errors import HvdtrainError, InputError
-from hvdtrain.failure import undisturbed
+from hvdtrain.signals import uninterrupted
 from hvdtrain.world import detect
 
 _DEFAULT = CompareOptions()
@@ -190,7 +190,7 @@ def run(options: CompareOptions) -> None:
             runner.run()
     finally:
         if runner.record["blocks"] or runner.record["parity"]:
-            with undisturbed():
+            with uninterrupted():
                 page = report.write(runner.record, folder)
                 table.show(summarise(runner.record))
                 screen.say(f"report   {page}")

@@ -54,8 +54,8 @@ def command(
               1   the build or the check failed
               2   something is missing on this machine, or an option is wrong
     """
+    from hvdtrain.horovod_build.build_plan import Choices
     from hvdtrain.horovod_build.install import Options, install_horovod
-    from hvdtrain.horovod_build.plan import Wishes
 
-    options = Options(Wishes(with_mpi, with_nccl, jobs), force, check, dry_run, log)
+    options = Options(Choices(with_mpi, with_nccl, jobs), force, check, dry_run, log)
     install_horovod(options, click.echo)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from hvdtrain.cli.options import FIELDS, kind_of, train_option
+from hvdtrain.cli.train_options import FIELDS, kind_of, train_option
 from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.training.config import TrainConfig
 
@@ -138,6 +138,6 @@ def run(config: TrainConfig, origins: dict[str, str]) -> None:
 
     options, agreed = config.backend_options(), config.agreed()
     with open_backend(config.backend, options=options, agree_on=agreed) as backend:
-        with backend.together():
+        with backend.share_errors():
             task = load_task(config.task, config.set)
         Trainer(task, backend, config, origins).fit()

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hvdtrain._torch.ddp_buckets import FORWARD_SYNC
 from hvdtrain.backends.base import Backend
-from hvdtrain.backends.ddp import FORWARD_SYNC
-from hvdtrain.training import environment
+from hvdtrain.backends.model_sync import fill_missing_gradients, sync_buffers
+from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data import make_loader, mix, on_device
+from hvdtrain.training.data_loading import make_loader, mix, on_device
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.task import Task
 from hvdtrain.training.trainer import StepTaken, check_same_plan, shard
@@ -39,9 +40,9 @@ class ByHand:
     def set_up(self, record: bool = False) -> None:
         """Create model, optimizer and data loader. Collective: DDP broadcasts the weights."""
         config, world = self.config, self.backend.world
-        environment.set_threads(config.threads, world, os.environ)
+        determinism.set_threads(config.threads, world, os.environ)
         keep_freed_memory()
-        environment.seed_all(mix(config.seed))
+        determinism.seed_all(mix(config.seed))
         data, _ = self.task.datasets()
         self.batches = shard(data, config, world)
         self.loader = make_loader(
@@ -54,7 +55,7 @@ class ByHand:
             config.seed,
         )
         check_same_plan(self.backend, self.loader, None, config)
-        environment.seed_all(mix(config.seed))
+        determinism.seed_all(mix(config.seed))
         self.model: nn.Module = self.precision.convert(self.task.model()).to(self.backend.device)
         self.optimizer = self.task.optimizer(self.model)
         if config.lr is not None:
@@ -84,7 +85,7 @@ class ByHand:
             data = on_device(self.loader, self.backend.device, self.precision.convert_batch)
             for done in range(0, len(self.batches), window):
                 # Dropout needs the same random numbers as in every other arm.
-                environment.seed_all(mix(self.config.seed, number, self.backend.world.rank))
+                determinism.seed_all(mix(self.config.seed, number, self.backend.world.rank))
                 number += 1
                 yield self._step(number, data, min(window, len(self.batches) - done))
 
@@ -105,9 +106,9 @@ class ByHand:
         # DDP skips parameters that no rank used. If the option makes that an error, DDP raises only
         # in the second step, with a long text; this call raises in the first.
         if number == 1 or self.config.unused_parameters == "zero":
-            self.backend.settle_unused(optimizer, self._names)
-        if self.backend.world.size > 1:
-            self.backend.sync_buffers(self.model)
+            policy = self.backend.options.unused_parameters
+            fill_missing_gradients(optimizer, self._names, policy)
+        sync_buffers(self.backend, self.model)
         precision.unscale_(optimizer)
         if not math.isinf(self.config.clip_norm):
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)

@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch.optim import Optimizer
 
 from hvdtrain.backends.c10d import C10d
+from hvdtrain.backends.model_sync import fill_missing_gradients
 
 
 class NoCommunication(C10d):
@@ -25,4 +26,5 @@ class NoCommunication(C10d):
 
         A parameter without a gradient is an error or gets zeros, as with every backend.
         """
-        self.settle_unused(optimizer, self.names(optimizer))
+        names = self._prepared[id(optimizer)].names
+        fill_missing_gradients(optimizer, names, self.options.unused_parameters)

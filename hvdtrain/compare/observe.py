@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from hvdtrain.backends.base import Backend
 from hvdtrain.compare.account import SAMPLED, Account, Array, Samples, StepAccount
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data import map_tensors
 from hvdtrain.training.metrics import fingerprint
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.trainer import StepTaken
+from hvdtrain.trees import map_tree
 
 # Elements processed at once: few, so that peak memory is that of training, not of the recorder.
 PIECE = 1 << 18
@@ -224,11 +224,7 @@ def hash_samples(batch: Any) -> list[str]:
     """
     tensors: list[Tensor] = []
 
-    def collect(t: Tensor) -> Tensor:
-        tensors.append(t.detach().cpu().contiguous())
-        return t
-
-    map_tensors(batch, collect)
+    map_tree(lambda t: tensors.append(t.detach().cpu().contiguous()), Tensor, batch)
     count = (tensors[0].shape[0] if tensors[0].dim() else 1) if tensors else 0
     if not count:
         return []

@@ -59,7 +59,8 @@ def write(record: Record, folder: Path) -> Path:
     """Write the record atomically, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
-    files.replace(path, json.dumps(record, separators=(",", ":")) + "\n", sync=False)
+    text = json.dumps(record, separators=(",", ":")) + "\n"
+    files.write_atomically(path, text, sync=False)
     return path
 
 

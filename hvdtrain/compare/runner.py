@@ -25,7 +25,7 @@ from hvdtrain.compare.job import Window
 from hvdtrain.compare.load import Load, Watch, load_average, too_busy, why_dropped
 from hvdtrain.compare.options import MIN_BLOCKS, CompareOptions
 from hvdtrain.compare.stage import SKIPPED_STEPS, TRIAL_STEPS, Screen, Stage, without_launcher
-from hvdtrain.failure import undisturbed
+from hvdtrain.signals import uninterrupted
 
 # The most starts of all processes, and the fewest blocks of each.
 MOST_STARTS, START_BLOCKS = 4, 8
@@ -87,7 +87,7 @@ class Runner:
             self._stopped("failed", f"{type(error).__name__}: {error}")
             raise
         finally:
-            with undisturbed():
+            with uninterrupted():
                 self.record["ended"] = provenance.now()
                 self.record["machine"]["load_after"] = load_average()
                 record.write(self.record, self.folder)

@@ -22,7 +22,7 @@ from hvdtrain.compare.job import Job, Window
 from hvdtrain.compare.options import CompareOptions
 from hvdtrain.compare.ranks import Ranks
 from hvdtrain.compare.record import Record
-from hvdtrain.failure import undisturbed
+from hvdtrain.signals import uninterrupted
 
 WORKER = ["-m", "hvdtrain.compare.worker"]
 TRIAL_STEPS = 10
@@ -68,7 +68,7 @@ class Stage:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # This takes seconds, and a second Ctrl-C meanwhile must not leave ranks behind.
-        with undisturbed():
+        with uninterrupted():
             try:
                 self.end_all(gently=kind is None)
             finally:
@@ -233,7 +233,7 @@ class Stage:
             yield window
             cast.end(gently=True)
         except BaseException:
-            with undisturbed():
+            with uninterrupted():
                 cast.end(gently=False)
             raise
 

@@ -29,7 +29,7 @@ from hvdtrain.compare.account import Account
 from hvdtrain.compare.by_hand import ByHand
 from hvdtrain.compare.job import Job, Window
 from hvdtrain.compare.observe import observe
-from hvdtrain.errors import HvdtrainError, InputError, TrainingDiverged
+from hvdtrain.errors import HvdtrainError, InputError, TrainingDiverged, one_line
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.metrics import fingerprint
 from hvdtrain.training.task import Task, load_task
@@ -78,7 +78,7 @@ class Rank:
         config = self.loop.config
         return {
             "describe": {**self.backend.describe(), "reason": self.backend.reason},
-            "samples_per_step": self.loop.batches.span * config.accumulate,
+            "samples_per_step": self.loop.batches.global_micro_batch * config.accumulate,
             "gradient_bytes": self._bytes,
             "parameters": sum(p.numel() for p in self.loop.model.parameters()),
             "threads": torch.get_num_threads(),
@@ -287,11 +287,10 @@ def main(address: str) -> None:
 
 
 def _in_a_line(error: Exception) -> str:
-    said = " ".join(str(error).split()) or "no message"
     if isinstance(error, InputError):
-        return said  # every rank raises the same: name none
+        return one_line(error)  # every rank raises the same: name none
     kind = "" if isinstance(error, HvdtrainError) else f"{type(error).__name__}: "
-    return f"rank {detect().rank}: {kind}{said}"
+    return f"rank {detect().rank}: {kind}{one_line(error)}"
 
 
 if __name__ == "__main__":

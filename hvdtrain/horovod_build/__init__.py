@@ -5,7 +5,7 @@ wheels, and its CMake asks for C++14, but today's torch headers need C++20. In t
 
     installed   the Horovod that is installed now, read from files alone
     facts       what this machine has: torch, compilers, cmake, MPI, CUDA, NCCL
-    plan        facts and wishes in, decisions and missing parts out; pure
+    plan        facts and choices in, decisions and missing parts out; pure
     recipe      the plan as CMake files, environment and pip commands; pure
     build       the wheel in a temporary folder, then its installation
     check       a real allreduce of two ranks for every controller that is built

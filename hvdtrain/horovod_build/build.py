@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from hvdtrain import signals
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.horovod_build import buildlog, recipe
+from hvdtrain.horovod_build.build_plan import BuildPlan, Facts
 from hvdtrain.horovod_build.buildlog import Step
-from hvdtrain.horovod_build.plan import Facts, Plan
-from hvdtrain.horovod_build.process import own_environment, signals_held, started
-from hvdtrain.horovod_build.progress import Say, Show, progress
+from hvdtrain.horovod_build.process import own_environment, started
+from hvdtrain.horovod_build.progress import Print, Show, progress
 
 
 class BuildFailed(HvdtrainError):
     """Horovod could not be built or installed."""
 
 
-def build_and_install(facts: Facts, plan: Plan, log: Path | None, say: Say) -> None:
+def build_and_install(facts: Facts, plan: BuildPlan, log: Path | None, echo: Print) -> None:
     """Build Horovod, and install it in place of any installed one.
 
     The log goes to `log`, else to a temporary file that is removed after a success. Raises
@@ -37,15 +39,15 @@ def build_and_install(facts: Facts, plan: Plan, log: Path | None, say: Say) -> N
         raise InputError(f"--log {log_path} cannot be written: {error.strerror}") from None
     replaced = False
     try:
-        with file, progress(say) as show, _folder() as folder:
+        with file, progress(echo) as show, _folder() as folder:
             wheel = _build_wheel(facts, plan, folder, file, show)
             # pip restores the old package after an error but not after Ctrl-C, so defer signals.
-            with signals_held():
+            with signals.deferred(*signals.STOP, signal.SIGHUP):
                 _install_wheel(wheel, file, show)
                 replaced = True
     except (KeyboardInterrupt, SystemExit):
         state = "is the new one, not checked yet" if replaced else "is as it was before"
-        say(f"stopped; Horovod here {state}; log: {log_path}")
+        echo(f"stopped; Horovod here {state}; log: {log_path}")
         raise
     except BuildFailed as error:
         raise BuildFailed(f"{error}\n{_explain(log_path)}\nfull log: {log_path}") from None
@@ -62,7 +64,7 @@ def _folder() -> Iterator[Path]:
         yield Path(name).resolve()
 
 
-def _build_wheel(facts: Facts, plan: Plan, folder: Path, log: IO[str], show: Show) -> Path:
+def _build_wheel(facts: Facts, plan: BuildPlan, folder: Path, log: IO[str], show: Show) -> Path:
     base = own_environment()
     files = recipe.cmake_files(plan, folder, base.get("CMAKE_TOOLCHAIN_FILE"))
     for path, text in files.items():

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.horovod_build.build_plan import Built
 from hvdtrain.horovod_build.installed import InstalledHorovod
-from hvdtrain.horovod_build.plan import Built
-from hvdtrain.horovod_build.process import Done, last_line, own_environment, run
+from hvdtrain.horovod_build.process import CommandResult, last_line, own_environment, run
 
 TIME_LIMIT_S = 60.0
 
@@ -151,7 +151,7 @@ def _environment() -> Mapping[str, str]:
     return env
 
 
-def _reason(done: Done) -> str:
+def _reason(done: CommandResult) -> str:
     """Return why a child failed, in one line."""
     if done.code is None:
         return f"no end after {TIME_LIMIT_S:.0f} s"

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.horovod_build.plan import CMAKE_FIX, Cuda, Facts, Nccl, Tool, Torch
+from hvdtrain.horovod_build.build_plan import CMAKE_FIX, Cuda, Facts, Nccl, Tool, Torch
 from hvdtrain.horovod_build.process import last_line, own_environment, run
 
 MODULES = {

@@ -4,62 +4,64 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdtrain import signals
 from hvdtrain.errors import BackendUnavailable, InputError
 from hvdtrain.horovod_build import recipe
 from hvdtrain.horovod_build.build import build_and_install
+from hvdtrain.horovod_build.build_plan import BuildPlan, Choices, Facts, Tool, decide, shortfall
 from hvdtrain.horovod_build.check import CheckFailed, Row, check, failures, probe
 from hvdtrain.horovod_build.facts import gather
 from hvdtrain.horovod_build.installed import INSTALL, installed_horovod
-from hvdtrain.horovod_build.plan import Facts, Plan, Tool, Wishes, decide, lacks
-from hvdtrain.horovod_build.process import own_environment, signals_raised
-from hvdtrain.horovod_build.progress import Say
+from hvdtrain.horovod_build.process import own_environment
+from hvdtrain.horovod_build.progress import Print
 
 
 @dataclass(frozen=True)
 class Options:
     """The options of the command."""
 
-    wishes: Wishes = field(default_factory=Wishes)
+    choices: Choices = field(default_factory=Choices)
     force: bool = False
     check: bool = False
     dry_run: bool = False
     log: Path | None = None
 
 
-def install_horovod(options: Options, say: Say = print) -> None:
+def install_horovod(options: Options, echo: Print = print) -> None:
     """Build, install and check Horovod, unless the installed one satisfies the options.
 
     Raises BackendUnavailable if the machine lacks a requirement, InputError for invalid options,
     BuildFailed if the build or installation fails, CheckFailed if the installed Horovod does.
     """
     _validate(options)
-    with signals_raised():
+    with signals.raised_as_exit(signal.SIGTERM, signal.SIGHUP):
         if options.check:
-            _check(say)
+            _check(echo)
             return
         facts = gather()
-        plan = decide(facts, options.wishes)
+        plan = decide(facts, options.choices)
         for line in describe(facts, plan):
-            say(line)
+            echo(line)
         if options.dry_run:
             _require(plan)
         reason, rows = _reason_to_build(facts, plan, options)
         if options.dry_run:
-            _dry_run(facts, plan, reason, say)
+            _dry_run(facts, plan, reason, echo)
         elif reason is None:
-            say("Horovod here does all that was asked: nothing to do (--force builds it anew)")
-            _conclude(rows, say)
+            echo("Horovod here does all that was asked: nothing to do (--force builds it anew)")
+            _conclude(rows, echo)
         else:
             _require(plan)
-            say(f"building Horovod {recipe.HOROVOD_VERSION}: {reason}; this takes some minutes")
-            build_and_install(facts, plan, options.log, say)
-            _check(say)
+            echo(f"building Horovod {recipe.HOROVOD_VERSION}: {reason}; this takes some minutes")
+            build_and_install(facts, plan, options.log, echo)
+            _check(echo)
 
 
-def describe(facts: Facts, plan: Plan) -> list[str]:
+def describe(facts: Facts, plan: BuildPlan) -> list[str]:
     """Return one line for each fact and decision."""
     torch = facts.torch
     abi = "" if torch is None or torch.cxx11_abi else ", old C++ ABI"
@@ -83,7 +85,7 @@ def _validate(options: Options) -> None:
         "--force": options.force,
         "--dry-run": options.dry_run,
         "--log": options.log is not None,
-        "--jobs": options.wishes.jobs is not None,
+        "--jobs": options.choices.jobs is not None,
     }
     given = [name for name, is_given in others.items() if is_given]
     if options.check and given:
@@ -92,12 +94,14 @@ def _validate(options: Options) -> None:
         raise InputError(f"--log {options.log}: the folder {options.log.parent} does not exist")
 
 
-def _require(plan: Plan) -> None:
+def _require(plan: BuildPlan) -> None:
     if plan.missing:
         raise BackendUnavailable("missing here: " + "\nmissing here: ".join(plan.missing))
 
 
-def _reason_to_build(facts: Facts, plan: Plan, options: Options) -> tuple[str | None, list[Row]]:
+def _reason_to_build(
+    facts: Facts, plan: BuildPlan, options: Options
+) -> tuple[str | None, list[Row]]:
     """Return why the installed Horovod must be replaced, or None; and its check, if it was run."""
     installed = installed_horovod()
     if options.force or installed is None or facts.torch is None:
@@ -108,7 +112,7 @@ def _reason_to_build(facts: Facts, plan: Plan, options: Options) -> tuple[str | 
     found = probe()
     if isinstance(found, str):
         return f"the installed one does not import ({found})", []
-    lack = lacks(found.built, plan, options.wishes)
+    lack = shortfall(found.built, plan, options.choices)
     if lack:
         return f"the installed one is built {lack}", []
     if options.dry_run:  # starts no ranks
@@ -118,38 +122,38 @@ def _reason_to_build(facts: Facts, plan: Plan, options: Options) -> tuple[str | 
     return (f"the installed one fails its check ({failed})" if failed else None), rows
 
 
-def _dry_run(facts: Facts, plan: Plan, reason: str | None, say: Say) -> None:
+def _dry_run(facts: Facts, plan: BuildPlan, reason: str | None, echo: Print) -> None:
     """Print what a build would write, set and run."""
-    say(f"would build: {reason}" if reason else "would do nothing: Horovod here will do; --force:")
+    echo(f"would build: {reason}" if reason else "would do nothing: Horovod here will do; --force:")
     folder = Path("BUILD")  # stands for a temporary folder
     base = own_environment()
     for path, text in recipe.cmake_files(plan, folder, base.get("CMAKE_TOOLCHAIN_FILE")).items():
-        say(f"\n# {path}\n{text.rstrip()}")
-    say("\n# environment")
+        echo(f"\n# {path}\n{text.rstrip()}")
+    echo("\n# environment")
     env = recipe.environment(plan, facts, folder, base)
     for name in sorted(name for name in env if env[name] != os.environ.get(name)):
-        say(f"{name}={shlex.quote(env[name])}")
+        echo(f"{name}={shlex.quote(env[name])}")
     for name in sorted(set(base) - set(env)):
-        say(f"unset {name}")
-    say("\n# commands")
-    say(shlex.join(recipe.wheel_command(folder / "wheel")))
-    say(shlex.join(recipe.install_command(folder / "wheel" / "horovod-*.whl")))
-    say(f"{INSTALL} --check")
+        echo(f"unset {name}")
+    echo("\n# commands")
+    echo(shlex.join(recipe.wheel_command(folder / "wheel")))
+    echo(shlex.join(recipe.install_command(folder / "wheel" / "horovod-*.whl")))
+    echo(f"{INSTALL} --check")
 
 
-def _check(say: Say) -> None:
+def _check(echo: Print) -> None:
     """Check the installed Horovod. Raises CheckFailed, or BackendUnavailable when there is none."""
     installed = installed_horovod()
     if installed is None:
         raise BackendUnavailable(f"Horovod is not installed; run: {INSTALL}")
-    say("check: imports Horovod and runs 2 ranks under each launcher")
-    _conclude(check(installed), say)
+    echo("check: imports Horovod and runs 2 ranks under each launcher")
+    _conclude(check(installed), echo)
 
 
-def _conclude(rows: list[Row], say: Say) -> None:
-    say("")
+def _conclude(rows: list[Row], echo: Print) -> None:
+    echo("")
     for row in rows:
-        say(str(row))
+        echo(str(row))
     failed = failures(rows)
     if failed:
         again = "" if INSTALL in failed else f"; {INSTALL} --force builds it anew"

@@ -12,27 +12,27 @@ from collections.abc import Callable, Iterator
 
 from hvdtrain.horovod_build.buildlog import Step
 
-Say = Callable[[str], None]
+Print = Callable[[str], None]
 Show = Callable[[Step], None]
 
 QUARTERS = (25, 50, 75)
 
 
 @contextlib.contextmanager
-def progress(say: Say) -> Iterator[Show]:
+def progress(echo: Print) -> Iterator[Show]:
     """Yield the function to call with every step of a build."""
     if sys.stdout.isatty():
         with _bar() as show:
             yield show
     else:
-        yield Lines(say)
+        yield PlainProgress(echo)
 
 
-class Lines:
+class PlainProgress:
     """Prints one line for each phase, and for each quarter of the compilation."""
 
-    def __init__(self, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
-        self._say = say
+    def __init__(self, echo: Print, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say = echo
         self._clock = clock
         self._start = clock()
         self._phase = ""

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdtrain.horovod_build.plan import Facts, Plan
+from hvdtrain.horovod_build.build_plan import BuildPlan, Facts
 
 HOROVOD_VERSION = "0.28.1"
 
@@ -39,7 +39,9 @@ list(FILTER Pytorch_LIBRARIES EXCLUDE REGEX "cuda|NOTFOUND")
 """
 
 
-def cmake_files(plan: Plan, folder: Path, users_toolchain: str | None = None) -> dict[Path, str]:
+def cmake_files(
+    plan: BuildPlan, folder: Path, users_toolchain: str | None = None
+) -> dict[Path, str]:
     """Return the CMake files of a build, by path below `folder`."""
     toolchain = [f'include("{users_toolchain}")'] if users_toolchain else []
     toolchain.append(f'set(CMAKE_USER_MAKE_RULES_OVERRIDE_CXX "{folder / "cxx.cmake"}")')
@@ -62,7 +64,7 @@ def cmake_files(plan: Plan, folder: Path, users_toolchain: str | None = None) ->
     return files
 
 
-def variables(plan: Plan, facts: Facts, folder: Path) -> dict[str, str]:
+def variables(plan: BuildPlan, facts: Facts, folder: Path) -> dict[str, str]:
     """Return the environment variables that a build sets."""
     mpi = {"HOROVOD_WITH_MPI": "1"} if plan.mpi else {"HOROVOD_WITHOUT_MPI": "1"}
     return {
@@ -87,7 +89,9 @@ def variables(plan: Plan, facts: Facts, folder: Path) -> dict[str, str]:
     }
 
 
-def environment(plan: Plan, facts: Facts, folder: Path, base: Mapping[str, str]) -> dict[str, str]:
+def environment(
+    plan: BuildPlan, facts: Facts, folder: Path, base: Mapping[str, str]
+) -> dict[str, str]:
     """Return the complete environment of a build: `base` and the variables of the plan.
 
     Of the user's HOROVOD_ variables only the tuning ones are kept (HOROVOD_BUILD_ARCH_FLAGS,
@@ -124,7 +128,7 @@ def install_command(wheel: Path) -> list[str]:
     ]
 
 
-def _gpu_variables(plan: Plan) -> dict[str, str]:
+def _gpu_variables(plan: BuildPlan) -> dict[str, str]:
     if not (plan.cuda and plan.nccl):
         return {}
     return {

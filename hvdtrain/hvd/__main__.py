@@ -18,9 +18,10 @@ from types import ModuleType, TracebackType
 from typing import NoReturn
 
 from hvdtrain.errors import InputError, LaunchError
-from hvdtrain.failure import end_job, end_with_launcher, exit_code
+from hvdtrain.failure import end_job, exit_code
 from hvdtrain.hvd.alias import install
-from hvdtrain.world import World, detect, is_mpi, presume
+from hvdtrain.launcher_watch import end_with_launcher
+from hvdtrain.world import World, detect, guess_world, is_mpi
 
 USAGE = """\
 usage: python -m hvdtrain.hvd SCRIPT [ARGUMENT ...]
@@ -144,7 +145,7 @@ def _world() -> World:
     try:
         return detect()
     except LaunchError:
-        return presume()
+        return guess_world()
 
 
 if __name__ == "__main__":

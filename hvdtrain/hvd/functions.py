@@ -20,7 +20,6 @@ import cloudpickle
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.mpi_ops import (
@@ -32,6 +31,7 @@ from hvdtrain.hvd.mpi_ops import (
     rank,
     synchronize,
 )
+from hvdtrain.trees import map_tree
 
 _UNPICKLABLE = -1  # sent in place of the size
 
@@ -261,7 +261,7 @@ def _plan(optimizer: Optimizer, tensors: _Tensors) -> _Plan:
             device = None if tensor.device == home else tensor.device
             return _Blank(index, tensor.shape, tensor.dtype, device)
 
-        return tree_map_only(Tensor, blank, values)
+        return map_tree(blank, Tensor, values, keep_dict_types=True)
 
     params = _parameters(optimizer)
     return _Plan(
@@ -303,7 +303,7 @@ def _prepared(optimizer: Optimizer, plan: _Plan, tensors: _Tensors) -> _Plan:
                 key: fill(value, present.get(key)) if isinstance(value, _Blank) else value
                 for key, value in values.items()
             }
-        return tree_map_only(_Blank, fill, values)
+        return map_tree(fill, _Blank, values, keep_dict_types=True)
 
     params = _parameters(optimizer)
     groups = optimizer.param_groups

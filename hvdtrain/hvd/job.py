@@ -24,6 +24,8 @@ from typing import Any
 
 import cloudpickle
 
+from hvdtrain import signals
+from hvdtrain.files import write_atomically
 from hvdtrain.hvd.alias import install, installed
 
 # Once a rank has failed, the time between SIGTERM and SIGKILL for the other ranks.
@@ -109,9 +111,9 @@ def _rank_main(alias: bool) -> None:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             raise
         text = "".join(traceback.format_exception(_without_first_frame(error)))
-        _write(folder / f"{rank}.error", json.dumps([time.time(), text]).encode())
+        write_atomically(folder / f"{rank}.error", json.dumps([time.time(), text]), sync=False)
         sys.exit(1)
-    _write(folder / f"{rank}.result", result)
+    write_atomically(folder / f"{rank}.result", result, sync=False)
 
 
 def _without_first_frame(error: BaseException) -> BaseException:
@@ -139,13 +141,6 @@ def _failure(folder: Path, codes: Mapping[int, int]) -> str:
         return f"rank {first} {how}"
     rank = min(errors, key=lambda rank: float(errors[rank][0]))
     return f"rank {rank} failed:\n{errors[rank][1]}"
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file atomically, since a rank may be killed at any time."""
-    part = path.with_name(f"{path.name}.part")  # not matched by *.error
-    part.write_bytes(data)
-    part.replace(path)
 
 
 def _logs(folder: Path, num_proc: int, output: str | None) -> Any:
@@ -203,17 +198,12 @@ def _own_signals() -> Iterator[None]:
     """Restore the signal handlers that torch's launcher replaces; resend the signal it caught."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
     caught = None
     try:
-        yield
+        with signals.restored(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            yield
     except SignalException as error:
         caught = error.sigval
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
     if caught is not None:
         os.kill(os.getpid(), caught)
         raise RuntimeError(f"the ranks were ended by {caught.name}")  # if our handler returns

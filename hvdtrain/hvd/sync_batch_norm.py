@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.mpi_ops import Sum, allgather_async, allreduce_async, size, synchronize
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNormBase):
     """Normalizes as if all ranks' batches were one. Collective whenever it uses batch statistics:
     in training, and in eval mode without running statistics.
 

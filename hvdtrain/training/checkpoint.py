@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, one_line
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -127,7 +127,7 @@ def newest(root: Path) -> tuple[Path | None, list[Skipped]]:
     One rank calls.
     """
     skipped: list[Skipped] = []
-    for path in reversed(steps(root)):
+    for path in reversed(list_checkpoints(root)):
         why = problem(path)
         if why is None:
             return path, skipped
@@ -135,7 +135,7 @@ def newest(root: Path) -> tuple[Path | None, list[Skipped]]:
     return None, skipped
 
 
-def steps(root: Path) -> list[Path]:
+def list_checkpoints(root: Path) -> list[Path]:
     """Return every checkpoint directory under `root`, valid or not, in order of steps."""
     return sorted((path for path in _entries(root) if _NAME.fullmatch(path.name)), key=_step)
 
@@ -147,12 +147,12 @@ def prune(root: Path, keep: int) -> None:
     after `save` has returned: then one valid checkpoint exists at any moment. Raises
     CheckpointError.
     """
-    found = steps(root)
+    found = list_checkpoints(root)
     whole = [path for path in found if _looks_whole(path)]
     if whole:
         for path in found[: found.index(whole[-keep:][0])]:
             _discard(path)
-    sweep(root)
+    remove_leftovers(root)
 
 
 def set_aside(root: Path, after: int) -> list[Path]:
@@ -162,7 +162,7 @@ def set_aside(root: Path, after: int) -> list[Path]:
     Nothing is deleted. Raises CheckpointError.
     """
     moved = []
-    for path in steps(root):
+    for path in list_checkpoints(root):
         if _step(path) > after:
             number, target = 1, path.with_name(f"aside-{path.name}")
             while os.path.lexists(target):
@@ -173,7 +173,7 @@ def set_aside(root: Path, after: int) -> list[Path]:
     return moved
 
 
-def sweep(root: Path) -> None:
+def remove_leftovers(root: Path) -> None:
     """Remove staging and trash directories. Call it only while no other run writes here.
 
     A complete staging directory, whose save was killed just before its rename, is renamed instead
@@ -208,7 +208,7 @@ def _put_in_place(staging: Path, final: Path) -> None:
     """Rename `staging` to `final`.
 
     An old checkpoint is kept as trash until the new one is in place. If the process is killed in
-    between, `sweep` finishes the rename.
+    between, `remove_leftovers` finishes the rename.
     """
     trash = final.with_name(f"{_TRASH}{final.name}-{os.getpid()}")
     replaces = os.path.lexists(final)
@@ -320,7 +320,7 @@ def _one_line(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.strerror:
             return f"{cause.strerror}: {cause.filename}" if cause.filename else cause.strerror
         cause = cause.__context__
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = one_line(error)
     # torch's own text is long, and advises to load the file with weights_only=False.
     refused = re.search(r"GLOBAL (\S+)", text)
     return f"it holds {refused[1]}, which may run code when loaded" if refused else text

@@ -14,7 +14,7 @@ from hvdtrain.world import World, shares_terminal
 class Console:
     """A console that prints nothing, for every rank but 0; the base class of the others."""
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line."""
 
     def start(self, total_steps: int, step: int) -> None:
@@ -30,22 +30,22 @@ class Console:
         """End the display. Safe to call twice."""
 
 
-class Lines(Console):
+class LineConsole(Console):
     """Plain lines, for files, pipes, and launchers that prefix each line with its rank."""
 
     _total = 0
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         print(text, flush=True)
 
     def start(self, total_steps: int, step: int) -> None:
         self._total = total_steps
 
     def log(self, record: dict[str, Any]) -> None:
-        self.say(f"step {record['step']}/{self._total}  {describe(record)}")
+        self.print_line(f"step {record['step']}/{self._total}  {describe(record)}")
 
 
-class Bar(Console):
+class BarConsole(Console):
     """A rich progress bar, with the latest loss beside it."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Bar(Console):
         )
         self._bar = self._progress.add_task("", start=False)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def start(self, total_steps: int, step: int) -> None:
@@ -84,7 +84,7 @@ class Bar(Console):
         if "loss" in record:
             self._progress.update(self._bar, description=f"loss {record['loss']:.4f}")
         else:
-            self.say(f"step {record['step']}  {describe(record)}")
+            self.print_line(f"step {record['step']}  {describe(record)}")
 
     def stop(self) -> None:
         self._progress.stop()
@@ -94,7 +94,7 @@ def make_console(world: World) -> Console:
     """Return the console of this rank. Not collective."""
     if world.rank > 0:
         return Console()
-    return Bar() if sys.stdout.isatty() and shares_terminal(world) else Lines()
+    return BarConsole() if sys.stdout.isatty() and shares_terminal(world) else LineConsole()
 
 
 def describe(record: dict[str, Any]) -> str:

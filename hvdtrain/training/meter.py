@@ -78,5 +78,5 @@ def _diverged(name: str, value: float, first: int, last: int) -> TrainingDiverge
         f"the {name} became {value} in steps {first} to {last}; lower the learning rate, clip with "
         f"--clip-norm, or look at the data; no checkpoint of these steps was kept"
     )
-    error.everywhere = True
+    error.on_all_ranks = True
     return error

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hvdtrain.backends.base import Backend, uncompiled
+from hvdtrain.backends.base import Backend
+from hvdtrain.backends.model_sync import uncompiled
 from hvdtrain.errors import InputError
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvdtrain._torch.step_mark import mark_as_stepped
+
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -55,6 +57,6 @@ class Precision:
         if self.scaler.is_enabled():
             # The schedule also advances at a skipped step. Without this flag, torch would warn that
             # it advances before the optimizer.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
+            mark_as_stepped(optimizer)
         self.scaler.step(optimizer)
         self.scaler.update()

@@ -84,7 +84,7 @@ class RunDirectory:
             if metrics.exists():
                 lines = metrics.read_text(errors="replace").splitlines()
                 kept = (f"{line}\n" for line in lines if _step(line) <= first_step)
-                files.replace(metrics, "".join(kept))
+                files.write_atomically(metrics, "".join(kept))
             self._metrics = metrics.open("a", buffering=1)
 
     def log(self, record: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ class RunDirectory:
     def write(self, sync: bool = True) -> None:
         """Replace run.json atomically. Without `sync` a power failure may lose the new content."""
         with _writing(self.path):
-            files.replace(self.path / "run.json", _dump(self.run, indent=1) + "\n", sync)
+            files.write_atomically(self.path / "run.json", _dump(self.run, indent=1) + "\n", sync)
 
     def close(self) -> None:
         """Close metrics.jsonl and release the lock. Safe to call twice."""

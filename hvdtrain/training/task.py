@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Dataset
 
-from hvdtrain.errors import InputError, did_you_mean
+from hvdtrain.errors import InputError, did_you_mean, one_line
 from hvdtrain.tasks import TASKS
 
 Batch = Any
@@ -74,10 +74,9 @@ class Task(ABC):
         try:
             return default_collate(samples)
         except (TypeError, RuntimeError) as error:
-            said = " ".join(str(error).split())
             raise InputError(
-                f"the samples of the dataset do not make a batch: {said}; give the task a method "
-                "collate(samples)"
+                f"the samples of the dataset do not make a batch: {one_line(error)}; give "
+                "the task a method collate(samples)"
             ) from None
 
 

@@ -22,13 +22,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from hvdtrain import provenance
-from hvdtrain.backends.base import Backend
+from hvdtrain.backends.base import Backend, check_same
+from hvdtrain.backends.model_sync import broadcast_state
 from hvdtrain.errors import HvdtrainError, InputError, WorldMismatch
 from hvdtrain.failure import cause_of
-from hvdtrain.training import checkpoint, environment, state
+from hvdtrain.training import checkpoint, determinism, run_state
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console, make_console
-from hvdtrain.training.data import (
+from hvdtrain.training.data_loading import (
     EvalBatches,
     ShardedBatches,
     make_loader,
@@ -92,7 +93,7 @@ class Trainer:
         self.world = backend.world
         self.console: Console = make_console(self.world)
         self.precision = Precision(config.precision, backend.device)
-        self.position = state.Position()
+        self.progress = run_state.Progress()
         self.on_batch: Callable[[Any], None] | None = None
         """Called with every micro-batch of this rank, before its forward pass."""
         self._records = True
@@ -126,10 +127,10 @@ class Trainer:
         and no output.
         """
         self._records = record
-        with self.backend.together():
+        with self.backend.share_errors():
             self._build()
         check_same_plan(self.backend, self._train_loader, self._eval_loader, self.config)
-        with self.backend.together():
+        with self.backend.share_errors():
             self._open_run_dir()  # only now, so that invalid input creates none
         self._start()
 
@@ -138,22 +139,22 @@ class Trainer:
 
         `hvdtrain compare` measures it. It evaluates, saves and logs nothing, and checks no loss.
         """
-        meter = Meter(self.backend, self.batches.span)
-        while self.position.step < self.ledger.total_steps:
+        meter = Meter(self.backend, self.batches.global_micro_batch)
+        while self.progress.step < self.ledger.total_steps:
             for _ in self._take_epoch(meter):
-                yield StepTaken(self.position.step, *meter.take())
+                yield StepTaken(self.progress.step, *meter.take())
 
     # Setting up
 
     def _build(self) -> None:
         """Create everything that needs no other rank: threads, seeds, loaders and model."""
         config, world = self.config, self.world
-        self._threads = environment.set_threads(config.threads, world, os.environ)
+        self._threads = determinism.set_threads(config.threads, world, os.environ)
         # On every backend, so that they are comparable: `shm` and `compat` do it by themselves.
         keep_freed_memory()
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
-        environment.seed_all(mix(config.seed))
+        determinism.seed_all(mix(config.seed))
         train, evaluation = self._checked.datasets()
         self.batches = shard(train, config, world)
         common = (self._checked.collate, world, self.backend.device, config.workers, config.seed)
@@ -165,7 +166,7 @@ class Trainer:
             self._eval_loader = make_loader(evaluation, shares, *common)
             self._eval_batches = shares
         # Seed again: the weights must not depend on how many random numbers the datasets drew.
-        environment.seed_all(mix(config.seed))
+        determinism.seed_all(mix(config.seed))
         self.model: nn.Module = self.precision.convert(self._checked.model()).to(
             self.backend.device
         )
@@ -174,11 +175,11 @@ class Trainer:
         """Check the path in --resume, then create and lock the run directory, on rank 0."""
         if self.world.rank > 0 or not self._records:
             return
-        state.check(self.config.resume)
+        run_state.check(self.config.resume)
         given = self.config.run_dir
         path = Path(given) if given else make_default(self.config.task, self.backend.name)
         self._run_dir = RunDirectory(path, resuming=self.config.resume != "none")
-        checkpoint.sweep(self._run_dir.checkpoints)
+        checkpoint.remove_leftovers(self._run_dir.checkpoints)
         self._run_dir.start(self._about())
 
     def _start(self) -> None:
@@ -192,16 +193,16 @@ class Trainer:
         self.scheduler = self._make_scheduler(loaded)
         if self._run_dir is not None:
             self._run_dir.update(ledger=self.ledger.as_dict(), resumed_from=self._resumed_from)
-            self._run_dir.open_metrics(self.position.step)
+            self._run_dir.open_metrics(self.progress.step)
         if self._records:
-            self._introduce()
+            self._print_header()
 
     def _make_ledger(self, lr_before: list[float], lr_after: list[float]) -> Ledger:
         config, batches = self.config, self.batches
         per_epoch = self._steps_left(0)
         # Not `epochs * per_epoch`: before a resume, steps may have had another batch size.
-        whole = max(0, config.epochs - self.position.epoch)
-        total = self.position.step + whole * per_epoch - self._epoch_steps_done() * (whole > 0)
+        whole = max(0, config.epochs - self.progress.epoch)
+        total = self.progress.step + whole * per_epoch - self._epoch_steps_done() * (whole > 0)
         if config.max_steps is not None:
             total = min(total, config.max_steps)
         return Ledger(
@@ -225,7 +226,7 @@ class Trainer:
 
     def _epoch_steps_done(self) -> int:
         """Return how many steps of the current epoch are done, at this run's batch size."""
-        return self._steps_left(0) - self._steps_left(self.position.sample)
+        return self._steps_left(0) - self._steps_left(self.progress.sample)
 
     def _make_scheduler(self, loaded: dict[str, Any]) -> LRScheduler:
         """Return the task's own scheduler, else that of the options, at the current step."""
@@ -234,8 +235,8 @@ class Trainer:
         own = self._checked.schedule(self.optimizer, self.ledger.steps_per_epoch, total)
         self._own_schedule = own is not None
         if own is None:
-            per_epoch, step = self.ledger.steps_per_epoch, self.position.step
-            behind = self.position.epoch * per_epoch + self._epoch_steps_done()
+            per_epoch, step = self.ledger.steps_per_epoch, self.progress.step
+            behind = self.progress.epoch * per_epoch + self._epoch_steps_done()
             return build_schedule(self.optimizer, self.config, step, total, per_epoch, behind)
         self.ledger = replace(self.ledger, schedule="the task's own", warmup_steps=0)
         if loaded.get("schedule") is not None:
@@ -262,7 +263,7 @@ class Trainer:
             kept = {k: v for k, v in before.items() if k != "params" and not k.endswith("lr")}
             group.update(kept, lr=lr)
 
-    def _introduce(self) -> None:
+    def _print_header(self) -> None:
         """Print the first lines of a run: task, backend, ledger, threads and run directory."""
         about, world = self.backend.describe(), self.world
         hosts = len(set(self.backend.hosts)) or 1
@@ -271,23 +272,23 @@ class Trainer:
         if why := about.get("transport_reason"):
             reasons.append(f"{over}: {why}")
         ranks, on, by = _count(world.size, "rank"), _count(hosts, "host"), world.started_by
-        self.console.say(f"task     {self.config.task}, {ranks} on {on}, started by {by}")
-        self.console.say(
+        self.console.print_line(f"task     {self.config.task}, {ranks} on {on}, started by {by}")
+        self.console.print_line(
             f"backend  {about['name']}{f' over {over}' if over else ''} on "
             f"{self.backend.device.type} ({'; '.join(filter(None, reasons))})"
         )
         for line in self.ledger.lines():
-            self.console.say(line)
-        self.console.say(f"threads  {self._threads}")
+            self.console.print_line(line)
+        self.console.print_line(f"threads  {self._threads}")
         if self._run_dir is not None:
-            self.console.say(f"run      {self._run_dir.path}")
+            self.console.print_line(f"run      {self._run_dir.path}")
 
     # The loop
 
     def _train(self) -> Result:
-        self.console.start(self.ledger.total_steps, self.position.step)
+        self.console.start(self.ledger.total_steps, self.progress.step)
         metrics: dict[str, float] | None = None
-        while self.position.step < self.ledger.total_steps:
+        while self.progress.step < self.ledger.total_steps:
             metrics = self._run_epoch()
         if metrics is None:  # resumed from the last step: there was none to take
             metrics = self._evaluate()
@@ -297,49 +298,49 @@ class Trainer:
         path = self._run_dir.path if self._run_dir is not None else Path()
         if self._run_dir is not None:
             self._run_dir.finish(
-                "finished", metrics=metrics, params_sha256=digest, last_step=self.position.step
+                "finished", metrics=metrics, params_sha256=digest, last_step=self.progress.step
             )
         path = self.backend.broadcast_object(path)  # rank 0 alone has a run directory
         scores = "".join(f"  eval_{name} {value:.4f}" for name, value in metrics.items())
-        self.console.say(
-            f"done     {self.position.step} steps{scores}  params_sha256 {digest[:12]}"
+        self.console.print_line(
+            f"done     {self.progress.step} steps{scores}  params_sha256 {digest[:12]}"
         )
-        return Result(self.position.step, metrics, digest, path)
+        return Result(self.progress.step, metrics, digest, path)
 
     def _run_epoch(self) -> dict[str, float] | None:
         """Take the remaining steps of the epoch or run, then evaluate and save if it is due.
 
         Returns the metrics of the evaluation, if there was one.
         """
-        position, config = self.position, self.config
-        for last in self._take_epoch(Meter(self.backend, self.batches.span)):
-            if not last and self._checkpoint_is_due(position.step):
+        progress, config = self.progress, self.config
+        for last in self._take_epoch(Meter(self.backend, self.batches.global_micro_batch)):
+            if not last and self._checkpoint_is_due(progress.step):
                 self._save()
-        done = position.step == self.ledger.total_steps
+        done = progress.step == self.ledger.total_steps
         metrics = None
-        if done or position.epoch % config.eval_every == 0:
+        if done or progress.epoch % config.eval_every == 0:
             metrics = self._evaluate()
-        if done or not config.checkpoint_every or self._checkpoint_is_due(position.step):
+        if done or not config.checkpoint_every or self._checkpoint_is_due(progress.step):
             self._save()
         return metrics
 
     def _take_epoch(self, meter: Meter) -> Iterator[bool]:
         """Take the remaining steps of the epoch or run; after each, yield if it was the last."""
-        position, config = self.position, self.config
-        self.batches.set_epoch(position.epoch, position.sample)
-        left = self.batches.batches_from(position.sample)
+        progress, config = self.progress, self.config
+        self.batches.set_epoch(progress.epoch, progress.sample)
+        left = self.batches.batches_from(progress.sample)
         # The loader processes are seeded from it.
-        loader_seed = mix(config.seed, self.world.rank, position.epoch)
+        loader_seed = mix(config.seed, self.world.rank, progress.epoch)
         self._train_loader.generator.manual_seed(loader_seed)
         data = on_device(self._train_loader, self.backend.device, self.precision.convert_batch)
         self.model.train()
-        while left and position.step < self.ledger.total_steps:
+        while left and progress.step < self.ledger.total_steps:
             window = min(config.accumulate, left)
             left -= window
-            last = left == 0 or position.step + 1 == self.ledger.total_steps
+            last = left == 0 or progress.step + 1 == self.ledger.total_steps
             self._take_step(data, window, meter, last)
             if left == 0:
-                position.epoch, position.sample = position.epoch + 1, 0
+                progress.epoch, progress.sample = progress.epoch + 1, 0
             yield last
 
     def _checkpoint_is_due(self, step: int) -> bool:
@@ -348,9 +349,9 @@ class Trainer:
 
     def _take_step(self, data: Iterator[Any], window: int, meter: Meter, last: bool) -> None:
         """Take one step over `window` micro-batches; `last`: it is the last of the epoch or run."""
-        position, optimizer = self.position, self.optimizer
+        progress, optimizer = self.progress, self.optimizer
         # Seed by the step's number, so that a resumed run draws the same random numbers.
-        environment.seed_all(mix(self.config.seed, position.step, self.world.rank))
+        determinism.seed_all(mix(self.config.seed, progress.step, self.world.rank))
         for micro in range(window):
             waited = time.perf_counter()
             batch = next(data)
@@ -365,7 +366,7 @@ class Trainer:
             meter.add_loss(loss)
         self.backend.finish_backward(optimizer)
         self.precision.unscale_(optimizer)
-        step = position.step + 1
+        step = progress.step + 1
         # Log before every checkpoint: `flush` checks the loss, so that no diverged state is saved.
         due = last or step % self.config.log_every == 0 or self._checkpoint_is_due(step)
         logs = self._records and due
@@ -374,12 +375,12 @@ class Trainer:
         self.precision.step(optimizer)
         self.scheduler.step()
         optimizer.zero_grad()
-        position.step = step
-        position.sample += window * self.batches.span
+        progress.step = step
+        progress.sample += window * self.batches.global_micro_batch
         meter.count(window)
         if logs:
             numbers = meter.flush(step, norm, self.precision.scaler.is_enabled())
-            self.log({"step": step, "epoch": position.epoch_number, "lr": lr, **numbers})
+            self.log({"step": step, "epoch": progress.epoch_number, "lr": lr, **numbers})
         self.console.advance(step)
 
     def _clip(self, wanted: bool) -> Tensor | None:
@@ -415,7 +416,7 @@ class Trainer:
                 mean.add(self._checked.metrics(self.model, batch), len(indices))
         self.model.train()
         metrics = mean.reduce(self.backend)
-        record = {"step": self.position.step, "epoch": self.position.epoch_number}
+        record = {"step": self.progress.step, "epoch": self.progress.epoch_number}
         self.log({**record, **{f"eval_{name}": value for name, value in metrics.items()}})
         return metrics
 
@@ -432,17 +433,17 @@ class Trainer:
 
         Collective: an error on rank 0 is raised on all ranks.
         """
-        if self._saved_step == self.position.step:
+        if self._saved_step == self.progress.step:
             return
-        with self.backend.together():
+        with self.backend.share_errors():
             if self._run_dir is not None:
                 self._write_checkpoint(self._run_dir)
-        self._saved_step = self.position.step
+        self._saved_step = self.progress.step
 
     def _write_checkpoint(self, run_dir: RunDirectory) -> None:
         schedule = self.scheduler if self._own_schedule else None
-        parts = state.collect(
-            self.model, self.optimizer, self.precision.scaler, schedule, self.position
+        parts = run_state.collect(
+            self.model, self.optimizer, self.precision.scaler, schedule, self.progress
         )
         about = {
             "task": self.config.task,
@@ -451,9 +452,9 @@ class Trainer:
             "global_batch": self.ledger.global_batch,
             "versions": provenance.versions(),
         }
-        checkpoint.save(run_dir.checkpoints, self.position.step, parts, about)
+        checkpoint.save(run_dir.checkpoints, self.progress.step, parts, about)
         checkpoint.prune(run_dir.checkpoints, self.config.keep)
-        run_dir.update(last_step=self.position.step)
+        run_dir.update(last_step=self.progress.step)
 
     def _resume(self, base_lrs: list[float]) -> dict[str, Any]:
         """Load a checkpoint on rank 0 and broadcast it. Collective.
@@ -463,35 +464,35 @@ class Trainer:
         loaded: dict[str, Any] = {}
         if self.config.resume == "none":
             return loaded
-        with self.backend.together():
+        with self.backend.share_errors():
             if self._run_dir is not None:
                 loaded = self._load(self._run_dir.checkpoints)
         loaded = self.backend.broadcast_object(loaded)
         if not loaded:
             return loaded
-        self.backend.sync_state(self.model, self.optimizer)
+        broadcast_state(self.backend, self.model, self.optimizer)
         # Learning rates are those of this run's options, not those of the checkpoint.
         for group, lr in zip(self.optimizer.param_groups, base_lrs, strict=True):
             group["lr"] = group["initial_lr"] = lr
         if loaded["scaler"]:  # empty unless the checkpoint is of an fp16 run
             self.precision.scaler.load_state_dict(loaded["scaler"])
-        self.position = state.Position(**loaded["position"])
-        if self.position.sample and not self.batches.batches_from(self.position.sample):
+        self.progress = run_state.Progress(**loaded["position"])
+        if self.progress.sample and not self.batches.batches_from(self.progress.sample):
             # The samples left of the epoch are too few for a step of this run: drop them, as at the
             # end of any epoch.
-            self.position = state.Position(self.position.step, self.position.epoch + 1)
-        self._saved_step = self.position.step
+            self.progress = run_state.Progress(self.progress.step, self.progress.epoch + 1)
+        self._saved_step = self.progress.step
         return loaded
 
     def _load(self, root: Path) -> dict[str, Any]:
         """Restore the chosen checkpoint, and set later ones aside; return the trainer's part."""
-        path = state.choose(root, self.config.resume, self.console.say)
-        loaded = {} if path is None else state.restore(path, self.model, self.optimizer)
+        path = run_state.choose(root, self.config.resume, self.console.print_line)
+        loaded = {} if path is None else run_state.restore(path, self.model, self.optimizer)
         step = loaded["position"]["step"] if loaded else -1
         for old in checkpoint.set_aside(root, step):
-            self.console.say(f"resume   set aside {old.name}")
+            self.console.print_line(f"resume   set aside {old.name}")
         if path is not None:
-            self.console.say(f"resume   from {path}, step {step}")
+            self.console.print_line(f"resume   from {path}, step {step}")
             self._resumed_from = str(path)
         return loaded
 
@@ -520,7 +521,7 @@ class Trainer:
             outcome = "terminated"
         text = f"{type(error).__name__}: {error}"
         with contextlib.suppress(HvdtrainError):  # a full disk must not hide the error itself
-            self._run_dir.finish(outcome, error=text, last_step=self.position.step)
+            self._run_dir.finish(outcome, error=text, last_step=self.progress.step)
 
     def _agreed_fingerprint(self) -> str:
         """Return the hash of rank 0's final state dict. Raises WorldMismatch if the parameters
@@ -545,11 +546,11 @@ def shard(train: Dataset[Any], config: TrainConfig, world: World) -> ShardedBatc
     batches = ShardedBatches(size, each, world, config.seed, config.uneven)
     if len(batches) == 0:
         raise InputError(
-            f"one micro-batch of all ranks, {each} x {world.size} = {batches.span} samples, is "
-            f"larger than the training data, {size} samples; make it smaller, or repeat samples "
+            f"one micro-batch of all ranks, {each} x {world.size} = {each * world.size} samples, "
+            f"is larger than the training data, {size} samples; make it smaller, or repeat samples "
             "with --uneven pad"
         )
-    if batches.span > _LARGEST_BATCH:
+    if batches.global_micro_batch > _LARGEST_BATCH:
         raise InputError(
             f"one micro-batch of all ranks, {each} x {world.size} samples, fits into no memory"
         )
@@ -568,7 +569,8 @@ def check_same_plan(
     steps, or use samples twice.
     """
     names = "seed epochs max_steps accumulate uneven eval_every checkpoint_every".split()
-    backend.check_same(
+    check_same(
+        backend,
         {
             "samples of training data": len(cast("Sized", train.dataset)),
             "samples of evaluation data": (

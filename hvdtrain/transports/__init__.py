@@ -1,8 +1,8 @@
 """Transports: the c10d backends that move the bytes of a process group, and the choice of one.
 
 Used by the backends `ddp` and `compat`, and by any script: importing this package registers two
-c10d backends, `torch.distributed.init_process_group("shm")` and, under mpirun, `("mpi4py")`. It
-also lets `init_process_group` find the other ranks under launchers that set no RANK, e.g. mpirun.
+c10d backends, `torch.distributed.init_process_group("shm")` and, under mpirun, `("mpi4py")`. Call
+`rendezvous_by_launcher` first under launchers that set no RANK, e.g. mpirun.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.errors import BackendUnavailable, InputError, did_you_mean
-from hvdtrain.transports import launched
+from hvdtrain.transports.env_rendezvous import rendezvous_by_launcher as rendezvous_by_launcher
 from hvdtrain.world import World, is_mpi
 
 # The c10d backend of each transport. torch's own backend "mpi" is missing from its wheels.
@@ -133,4 +133,3 @@ if dist.is_available():
     for _name, _open in OPEN.items():
         if not dist.is_backend_available(TRANSPORTS[_name]):
             dist.Backend.register_backend(TRANSPORTS[_name], _open, devices=["cpu"])
-    launched.register()

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hvdtrain.errors import first_line
+
 # c10d's reduce operations, and their names here. AVG is a sum with the group's size as divisor.
 SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR = "sum product min max band bor bxor".split()
 REDUCE_OPS = {
@@ -149,11 +151,6 @@ def ends_within(work: Any, seconds: float) -> bool:
             return False
         work.wait()  # it failed: raise its error; or it completed just after the timeout
     return True
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text: torch appends a C++ stack."""
-    return str(error).strip().split("\n")[0]
 
 
 def share(count: int, parts: int, part: int) -> tuple[int, int]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hvdtrain.errors import first_line
 from hvdtrain.transports import window
 
 MOVE_BYTES = 1 << 20  # smaller tensors are copied: a copy costs less than a system call
@@ -113,7 +114,7 @@ class Regions:
                 fd, _ = storage._share_fd_cpu_()  # also moves it; the storage owns this descriptor
                 mine = os.dup(fd)
             except (RuntimeError, OSError) as error:  # memory or descriptors ran out meanwhile
-                self._stay(str(error).split("\n")[0])
+                self._stay(first_line(error))
                 return
             self._add(storage, mine, num_bytes)
 

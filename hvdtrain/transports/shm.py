@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from hvdtrain.errors import first_line
 from hvdtrain.transports import window
 from hvdtrain.transports.carrier import (
     HALVES,
@@ -53,7 +54,6 @@ from hvdtrain.transports.carrier import (
     check_plans,
     differ,
     ends_within,
-    first_line,
     share,
 )
 from hvdtrain.transports.gloo import Connections, open_gloo

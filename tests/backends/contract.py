@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hvdtrain import Backend
+from hvdtrain.backends.model_sync import broadcast_state
 from hvdtrain.errors import InputError, WorldMismatch
 
 
@@ -80,13 +81,13 @@ def objects(backend: Backend, root: int) -> None:
     backend.barrier()
 
 
-def together(backend: Backend, failing: int) -> tuple[str, bool]:
+def share_errors(backend: Backend, failing: int) -> tuple[str, bool]:
     try:
-        with backend.together():
+        with backend.share_errors():
             if backend.world.rank == failing:
                 raise InputError("the file is not here")
     except InputError as error:
-        return str(error), error.everywhere
+        return str(error), error.on_all_ranks
     raise AssertionError("no error")
 
 
@@ -294,7 +295,7 @@ def channels_last(backend: Backend) -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 2))
     weight = model.get_parameter("0.weight")
     weight.data = torch.full_like(weight, backend.world.rank).to(memory_format=torch.channels_last)
-    backend.sync_state(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    broadcast_state(backend, model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert weight.eq(0).all()
     assert weight.is_contiguous(memory_format=torch.channels_last)
 
@@ -394,7 +395,7 @@ def sync_batch_norm(backend: Backend) -> str:
 
 
 def state_of_any_kind(backend: Backend) -> None:
-    """sync_state moves tensors of any shape and dtype, and what else a state holds."""
+    """broadcast_state moves tensors of any shape and dtype, and what else a state holds."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + backend.world.rank, momentum=0.5)
     state = optimizer.state[model.weight]
@@ -405,7 +406,7 @@ def state_of_any_kind(backend: Backend) -> None:
     # torch itself cannot load a namedtuple that is in the state of a parameter.
     group = optimizer.param_groups[0]
     group["pair"] = Moments(torch.full((2,), float(backend.world.rank)), backend.world.rank)
-    backend.sync_state(model, optimizer)
+    broadcast_state(backend, model, optimizer)
     state = optimizer.state[model.weight]
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert state["momentum_buffer"].eq(0).all()

@@ -51,9 +51,9 @@ def test_objects(ranks: Ranks) -> None:
         ranks.run(contract.objects, root)
 
 
-def test_together_shares_an_error(ranks: Ranks) -> None:
+def test_an_error_is_shared(ranks: Ranks) -> None:
     failing = ranks.n - 1
-    outcomes = set(ranks.run(contract.together, failing))
+    outcomes = set(ranks.run(contract.share_errors, failing))
     prefix = f"rank {failing}: " if ranks.n > 1 else ""
     assert outcomes == {(f"{prefix}the file is not here", True)}
 

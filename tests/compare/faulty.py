@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -165,8 +165,12 @@ class LosesMicroBatches(LastMicroBatch):
 class LocalBuffers(Correct):
     """Knows nothing of buffers, whatever the policy."""
 
-    def sync_buffers(self, model: nn.Module) -> None:
-        pass
+    policy: Literal["local", "average"] = "local"
+
+    def finish_backward(self, optimizer: Optimizer) -> None:
+        asked, self.options = self.options, replace(self.options, buffers=self.policy)
+        super().finish_backward(optimizer)
+        self.options = asked
 
 
 class ZeroStep(Correct):
@@ -239,13 +243,10 @@ class Shrinks(ShiftsBias):
         max(of, key=Tensor.numel).mul_(0.999)
 
 
-class AveragesBuffers(Correct):
-    """Whatever the policy."""
+class AveragesBuffers(LocalBuffers):
+    """Averages buffers, whatever the policy."""
 
-    def sync_buffers(self, model: nn.Module) -> None:
-        told, self.options = self.options, replace(self.options, buffers="average")
-        super().sync_buffers(model)
-        self.options = told
+    policy = "average"
 
 
 # Tasks

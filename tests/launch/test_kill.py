@@ -34,7 +34,7 @@ def test_kills(tmp_path: Path, kills_wanted: int) -> None:
         run_dir = tmp_path / f"job-{job}"
         if _kill_in_training(run_dir, chance.uniform(0, 1.5)):
             kills, attempts = kills + 1, attempts + 1
-            if checkpoint.steps(run_dir / "checkpoints"):
+            if checkpoint.list_checkpoints(run_dir / "checkpoints"):
                 newest, _ = checkpoint.newest(run_dir / "checkpoints")
                 assert newest is not None, "a killed run left no valid checkpoint"
         else:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer, World
-from hvdtrain.training.data import ShardedBatches, mix
+from hvdtrain.training.data_loading import ShardedBatches, mix
 
 State = dict[str, Tensor]
 

@@ -96,4 +96,4 @@ def train(
         digest = trainer.fit().params_sha256
     except Stop:
         digest = "stopped"
-    return {"digest": digest, "seen": task.seen, "rates": rates, "step": trainer.position.step}
+    return {"digest": digest, "seen": task.seen, "rates": rates, "step": trainer.progress.step}

@@ -70,7 +70,11 @@ def test_round_trip(root: Path) -> None:
 def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
     for step in (200_000_000, 5, 99_999_999):
         save(tmp_path, step)
-    assert [int(path.name[5:]) for path in checkpoint.steps(tmp_path)] == [5, 99999999, 200000000]
+    assert [int(path.name[5:]) for path in checkpoint.list_checkpoints(tmp_path)] == [
+        5,
+        99999999,
+        200000000,
+    ]
 
 
 def test_saving_the_same_step_replaces_it(root: Path) -> None:
@@ -254,7 +258,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path / "none") == (None, [])
     assert checkpoint.newest(tmp_path) == (None, [])
     checkpoint.prune(tmp_path / "none", keep=1)
-    checkpoint.sweep(tmp_path / "none")
+    checkpoint.remove_leftovers(tmp_path / "none")
 
 
 @contextmanager
@@ -397,7 +401,7 @@ SCENARIOS: dict[str, Callable[[Path], object]] = {
     "only one there": lambda root: save(root, 20),
     "prune": lambda root: checkpoint.prune(root, 1),
     "set aside": lambda root: checkpoint.set_aside(root, 5),
-    "sweep": checkpoint.sweep,
+    "leftovers": checkpoint.remove_leftovers,
 }
 
 
@@ -411,7 +415,7 @@ def test_killed_at_any_moment(
     if scenario != "only one there":
         save(template, 10)
         save(template, 5)
-    if scenario == "sweep":
+    if scenario == "leftovers":
         shutil.copytree(template / "step-00000005", template / ".trash-step-00000005-1")
         shutil.move(template / "step-00000020", template / ".staging-step-00000020-1")
     n, killed = 0, True
@@ -420,7 +424,7 @@ def test_killed_at_any_moment(
         root = tmp_path / str(n)
         shutil.copytree(template, root)
         killed = end_before_call(n, lambda root=root: SCENARIOS[scenario](root))  # type: ignore[misc]
-        checkpoint.sweep(root)  # as a resumed run does first
+        checkpoint.remove_leftovers(root)  # as a resumed run does first
         path, _ = checkpoint.newest(root)
         assert path is not None, f"nothing valid after a kill before call {n}"
         assert_loads(path, int(path.name[5:]))
@@ -431,7 +435,7 @@ def test_killed_at_any_moment(
         left = [name for name in names(root) if not name.startswith("aside-")]
         assert left == ["step-00000040"], f"after a kill before call {n}"
         shutil.rmtree(root)
-    expected = {"set aside": 2, "prune": 6, "sweep": 6}
+    expected = {"set aside": 2, "prune": 6, "leftovers": 6}
     assert n > expected.get(scenario, 30), "too few calls counted"
 
 
@@ -513,7 +517,7 @@ def test_prune_never_takes_the_only_valid_one(root: Path, name: str, damage: str
 
 
 def test_prune_of_damaged_ones_alone_removes_nothing(root: Path) -> None:
-    for path in checkpoint.steps(root):
+    for path in checkpoint.list_checkpoints(root):
         delete(path / "COMPLETE")
     checkpoint.prune(root, keep=1)
     assert names(root) == ["step-00000010", "step-00000020"]

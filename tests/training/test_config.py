@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hvdtrain.errors import InputError
 from hvdtrain.provenance import variables, versions
 from hvdtrain.training.config import TrainConfig, flag
-from hvdtrain.training.environment import set_threads
+from hvdtrain.training.determinism import set_threads
 from hvdtrain.training.ledger import Ledger
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.schedule import build_schedule, set_base_lr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.training.console import Console, Lines, describe, make_console
+from hvdtrain.training.console import Console, LineConsole, describe, make_console
 from hvdtrain.world import World
 from tests.launching import ROOT, clean_env, run
 
@@ -54,7 +54,7 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     console = make_console(World(rank=1, size=2, local_rank=1, local_size=2))
     assert type(console) is Console
     console.start(5, 0)
-    console.say("a line")
+    console.print_line("a line")
     console.log({"step": 1, "loss": 2.0})
     console.advance(1)
     console.stop()
@@ -63,7 +63,7 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_launcher_that_forwards_lines_gets_lines() -> None:
     """Open MPI gives its ranks a pseudo-terminal, which no user looks at."""
-    assert isinstance(make_console(World(launcher="openmpi")), Lines)
+    assert isinstance(make_console(World(launcher="openmpi")), LineConsole)
 
 
 def test_describe() -> None:

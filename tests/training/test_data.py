@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +18,10 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 
 from hvdtrain import Backend, TrainConfig, Trainer
 from hvdtrain.errors import InputError, WorldMismatch
-from hvdtrain.training.data import (
+from hvdtrain.training.data_loading import (
     EvalBatches,
     ShardedBatches,
     make_loader,
-    map_tensors,
     mix,
     on_device,
     size_of,
@@ -287,47 +286,6 @@ def test_loader_processes_draw_other_numbers_on_other_ranks() -> None:
     assert len(set(drawn)) == 16
 
 
-# Nested batches
-
-
-class Pair(NamedTuple):
-    x: Tensor
-    y: Any
-
-
-def test_map_tensors() -> None:
-    t = torch.ones(2)
-    nested = {"a": [t, (t, "text")], "b": Pair(t, {"c": t, "d": None}), 3: 4}
-    mapped = map_tensors(nested, lambda value: value + 1)
-    two = torch.full((2,), 2.0)
-    assert isinstance(mapped["b"], Pair)
-    assert isinstance(mapped["a"], list)
-    assert isinstance(mapped["a"][1], tuple)
-    for value in (mapped["a"][0], mapped["a"][1][0], mapped["b"].x, mapped["b"].y["c"]):
-        assert torch.equal(value, two)
-    assert (mapped["a"][1][1], mapped["b"].y["d"], mapped[3]) == ("text", None, 4)
-    assert torch.equal(t, torch.ones(2)), "the input changed"
-
-
-@pytest.mark.parametrize("value", [(), [], {}, "text", None, 3, b"bytes", {1}, range(3)])
-def test_map_tensors_leaves_the_rest(value: object) -> None:
-    assert map_tensors(value, lambda t: t + 1) == value
-
-
-def test_map_tensors_keeps_sizes_and_odd_dicts() -> None:
-    assert map_tensors(torch.Size([2, 3]), lambda t: t) == torch.Size([2, 3])
-    mapped = map_tensors(defaultdict(list, a=[torch.zeros(1)]), lambda t: t + 1)
-    assert mapped["a"][0] == 1
-
-
-def test_map_tensors_on_a_packed_sequence() -> None:
-    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
-    mapped = map_tensors(packed, lambda t: t.double() if t.is_floating_point() else t)
-    assert isinstance(mapped, torch.nn.utils.rnn.PackedSequence)
-    assert mapped.data.dtype == torch.float64
-    assert torch.equal(mapped.batch_sizes, packed.batch_sizes)
-
-
 class Uneven(Stateful):
     """The last rank has other data, to train on or to evaluate."""
 
@@ -348,7 +306,7 @@ def train_on_other_data(backend: Backend, of: str, run_dir: Path) -> tuple[str, 
     try:
         Trainer(Uneven(last, of), backend, config).fit()
     except WorldMismatch as error:
-        return str(error), error.everywhere
+        return str(error), error.on_all_ranks
     return "no error", False
 
 
@@ -361,7 +319,7 @@ def test_the_ranks_must_have_the_same_data(ranks: Ranks, tmp_path: Path) -> None
         "batch": "has samples of a micro-batch = 4, but rank {} on .* has 8; give",
     }
     for of, text in wanted.items():
-        for said, everywhere in ranks.run(train_on_other_data, of, tmp_path / of):
+        for said, on_all_ranks in ranks.run(train_on_other_data, of, tmp_path / of):
             assert re.search("rank 0 on .* " + text.format(ranks.n - 1), said), said
-            assert everywhere
+            assert on_all_ranks
         assert not (tmp_path / of).exists()

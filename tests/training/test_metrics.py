@@ -11,7 +11,7 @@ from torch import Tensor
 from hvdtrain import Backend, BackendOptions
 from hvdtrain.backends.single import Single
 from hvdtrain.errors import InputError
-from hvdtrain.training.data import EvalBatches
+from hvdtrain.training.data_loading import EvalBatches
 from hvdtrain.training.metrics import Mean, fingerprint
 from hvdtrain.world import World
 from tests.ranks import Ranks

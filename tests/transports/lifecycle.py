@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import hvdtrain.transports  # noqa: F401  registers the transports
+from hvdtrain.transports import rendezvous_by_launcher
 
 Answer = dict[str, Any]
 TIMEOUT_S = float(os.environ.get("TEST_TIMEOUT_S", "30"))
@@ -229,6 +229,7 @@ def table(folder: Path) -> Answer:
 def main() -> None:
     transport, scenario, folder, *arguments = sys.argv[1:]
     torch.set_num_threads(1)
+    rendezvous_by_launcher()
     dist.init_process_group(transport, timeout=timedelta(seconds=60))  # imports take their time
     dist.barrier()
     world: Any = dist.group.WORLD

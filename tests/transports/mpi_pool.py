@@ -49,9 +49,10 @@ def join(timeout_s: float = TIMEOUT_S) -> Any:
     import torch
     import torch.distributed as dist
 
-    import hvdtrain.transports  # noqa: F401  registers mpi4py, and finds mpirun's ranks
+    from hvdtrain.transports import rendezvous_by_launcher
 
     torch.set_num_threads(1)
+    rendezvous_by_launcher()
     dist.init_process_group("mpi4py", timeout=timedelta(seconds=timeout_s))
     return dist
 

@@ -54,13 +54,14 @@ class Peers(Pool[Any]):
 def main() -> None:
     import torch.distributed as dist
 
-    import hvdtrain.transports  # noqa: F401  registers the transports
+    from hvdtrain.transports import rendezvous_by_launcher
     from tests.rank import serve
 
     address, name, _ = sys.argv[1:]
 
     def opened() -> tuple[Any, int]:
         torch.set_num_threads(1)
+        rendezvous_by_launcher()
         dist.init_process_group(name, timeout=timedelta(seconds=TIMEOUT_S))
         return dist, dist.get_rank()
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain import transports
+from hvdtrain.errors import first_line
 from hvdtrain.hvd.engine.request import AVERAGE, MAX, MIN, PRODUCT, SUM
 from hvdtrain.hvd.exceptions import HorovodInternalError
-from hvdtrain.transports.carrier import ends_within, first_line
+from hvdtrain.transports.carrier import ends_within
 from hvdtrain.transports.gloo import open_gloo
 
 REDUCE_OPS = {

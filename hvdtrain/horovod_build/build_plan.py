@@ -1,6 +1,6 @@
-"""Decide what to build, from the machine's facts and the user's wishes. Pure: nothing is run here.
+"""Decide what to build, from the machine's facts and the user's choices. Pure: nothing is run here.
 
-`facts` fills `Facts`, `install` calls `decide`, and `recipe` turns the `Plan` into commands.
+`facts` fills `Facts`, `install` calls `decide`, and `recipe` turns the `BuildPlan` into commands.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Nccl:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that the decisions depend on, besides the user's wishes."""
+    """Everything that the decisions depend on, besides the user's choices."""
 
     torch: Torch | None
     cxx: Tool
@@ -81,7 +81,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Choices:
     """The user's choices; None lets the machine's facts decide."""
 
     mpi: bool | None = None
@@ -99,7 +99,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """What to build. If `missing` is not empty, no build is possible."""
 
     mpi: bool
@@ -111,22 +111,22 @@ class Plan:
     missing: tuple[str, ...] = ()
 
 
-def decide(facts: Facts, wishes: Wishes) -> Plan:
+def decide(facts: Facts, choices: Choices) -> BuildPlan:
     """Choose the controllers, the GPU operations and the jobs, and list what is missing."""
     missing = _missing(facts)
-    mpi, mpi_note = _decide_mpi(facts.mpicxx, wishes.mpi)
-    if wishes.mpi and not mpi:
+    mpi, mpi_note = _decide_mpi(facts.mpicxx, choices.mpi)
+    if choices.mpi and not mpi:
         missing.append(f"--with-mpi: {facts.mpicxx.problem}")
-    cuda, gpu_note = _decide_gpu(facts, wishes.nccl)
-    if wishes.nccl and not cuda:
+    cuda, gpu_note = _decide_gpu(facts, choices.nccl)
+    if choices.nccl and not cuda:
         missing.append(f"--with-nccl: {gpu_note}")
-    return Plan(
+    return BuildPlan(
         mpi=mpi,
         mpi_note=mpi_note,
         cuda=cuda,
         nccl=facts.nccl if cuda else None,
         gpu_note=gpu_note,
-        jobs=wishes.jobs or default_jobs(facts.cpus, facts.memory_gib),
+        jobs=choices.jobs or default_jobs(facts.cpus, facts.memory_gib),
         missing=tuple(missing),
     )
 
@@ -136,20 +136,20 @@ def default_jobs(cpus: int, memory_gib: float) -> int:
     return max(1, min(cpus, int(memory_gib / GIB_PER_JOB)))
 
 
-def lacks(built: Built, plan: Plan, wishes: Wishes) -> str | None:
-    """Return how a library falls short of the plan; None if it satisfies plan and wishes.
+def shortfall(built: Built, plan: BuildPlan, choices: Choices) -> str | None:
+    """Return how a library falls short of the plan; None if it satisfies plan and choices.
 
     Features beyond an automatic choice are no reason to build again.
     """
     if not built.gloo:  # every plan has Gloo
         return "without Gloo"
-    for name, has, planned, wish in (
-        ("MPI", built.mpi, plan.mpi, wishes.mpi),
-        ("NCCL", built.nccl, plan.nccl is not None, wishes.nccl),
+    for name, has, planned, choice in (
+        ("MPI", built.mpi, plan.mpi, choices.mpi),
+        ("NCCL", built.nccl, plan.nccl is not None, choices.nccl),
     ):
         if planned and not has:
             return f"without {name}"
-        if has and wish is False:
+        if has and choice is False:
             return f"with {name}"
     return None
 
@@ -177,18 +177,18 @@ def _missing(facts: Facts) -> list[str]:
     return lines
 
 
-def _decide_mpi(mpicxx: Tool, wish: bool | None) -> tuple[bool, str]:
-    if wish is False:
+def _decide_mpi(mpicxx: Tool, choice: bool | None) -> tuple[bool, str]:
+    if choice is False:
         return False, "no: --without-mpi"
     if mpicxx.works:
         return True, f"yes: {mpicxx.command}{mpicxx.about and f' ({mpicxx.about})'}"
     return False, f"no, Gloo only: {mpicxx.problem}"
 
 
-def _decide_gpu(facts: Facts, wish: bool | None) -> tuple[Cuda | None, str]:
+def _decide_gpu(facts: Facts, choice: bool | None) -> tuple[Cuda | None, str]:
     """Return the CUDA toolkit for NCCL operations, or None for a CPU build; and a note on why."""
     torch = facts.torch
-    if wish is False:
+    if choice is False:
         return None, "no: --without-nccl"
     if torch is None:
         return None, "no: torch is missing"

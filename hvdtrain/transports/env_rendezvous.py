@@ -1,34 +1,35 @@
 """`init_process_group()` without an address, under launchers that set no RANK: mpirun, horovodrun.
 
-Importing `hvdtrain.transports` registers it. torch's default, `env://`, requires RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT. If none of these is set and a known launcher has started this process,
-the ranks rendezvous through `hvdtrain.rendezvous` instead.
+torch's default, `env://`, requires RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. After a call of
+`rendezvous_by_launcher`, if none of these is set and a known launcher has started this process, the
+ranks rendezvous through `hvdtrain.rendezvous` instead.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
+from hvdtrain._torch.env_handler import Handler, replace_env_handler
 from hvdtrain.rendezvous import open_store
 from hvdtrain.world import detect
 
 _TORCHS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def register() -> None:
-    """Replace torch's `env://` handler by one that falls back on it. Twice is safe."""
-    # In torch.distributed a function `rendezvous` hides the module of that name.
-    handlers: dict[str, Any] = sys.modules[f"{dist.__name__}.rendezvous"]._rendezvous_handlers
-    torchs = handlers["env"]
-    if getattr(torchs, "is_hvdtrains", False):
-        return
+def rendezvous_by_launcher() -> None:
+    """Let `init_process_group` without an address find its ranks under every launcher.
 
+    Replaces torch's handler of `env://` in this process, by one that calls it under torchrun. Not
+    collective; a second call does nothing. Raises BackendUnavailable if this torch has no such
+    handler.
+    """
+    replace_env_handler(_replacement)
+
+
+def _replacement(torchs: Handler) -> Handler:
     def meet(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[Any]:
         world = None if any(name in os.environ for name in _TORCHS) or "?" in url else detect()
         if world is None or world.launcher == "none":
@@ -37,5 +38,4 @@ def register() -> None:
         yield open_store(world, timeout.total_seconds()), world.rank, world.size
         raise RuntimeError("env:// cannot meet a second time")  # torch's handler raises here, too
 
-    meet.is_hvdtrains = True  # type: ignore[attr-defined]
-    handlers["env"] = meet
+    return meet

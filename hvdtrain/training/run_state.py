@@ -12,13 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hvdtrain.backends.base import to_cpu, uncompiled
-from hvdtrain.errors import CheckpointError, HvdtrainError
+from hvdtrain.backends.model_sync import to_cpu, uncompiled
+from hvdtrain.errors import CheckpointError, HvdtrainError, one_line
 from hvdtrain.training import checkpoint
 
 
 @dataclass
-class Position:
+class Progress:
     """The progress of a run: optimizer steps done, epochs done, and samples that all ranks have
     used in this epoch.
     """
@@ -38,11 +38,11 @@ def collect(
     optimizer: Optimizer,
     scaler: torch.amp.GradScaler,
     schedule: LRScheduler | None,
-    position: Position,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Return the parts of a checkpoint, on the CPU. `schedule`: a task's own, which has state."""
     trainer = {
-        "position": asdict(position),
+        "position": asdict(progress),
         "scaler": scaler.state_dict(),
         "schedule": None if schedule is None else schedule.state_dict(),
     }
@@ -68,8 +68,9 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any
     except HvdtrainError:
         raise
     except (RuntimeError, ValueError, KeyError) as error:
-        text = " ".join(str(error).split())
-        raise CheckpointError(f"{path} is of another model or optimizer: {text}") from None
+        raise CheckpointError(
+            f"{path} is of another model or optimizer: {one_line(error)}"
+        ) from None
     return trainer
 
 
@@ -81,7 +82,7 @@ def check(resume: str) -> None:
             raise CheckpointError(f"cannot resume from {resume}: {why}")
 
 
-def choose(root: Path, resume: str, say: Callable[[str], None]) -> Path | None:
+def choose(root: Path, resume: str, print_line: Callable[[str], None]) -> Path | None:
     """Return the checkpoint to resume from: for "auto" and "must" the newest valid one under
     `root`, else the path `resume`.
 
@@ -92,16 +93,16 @@ def choose(root: Path, resume: str, say: Callable[[str], None]) -> Path | None:
         return Path(resume)
     path, skipped = checkpoint.newest(root)
     for item in skipped:
-        say(f"resume   skipped {item.path.name}: {item.reason}")
+        print_line(f"resume   skipped {item.path.name}: {item.reason}")
     if path is not None:
         return path
     if resume == "must":
         raise CheckpointError(f"--resume must found no valid checkpoint in {root}")
     if skipped:
-        say(
+        print_line(
             f"resume   WARNING: none of the {len(skipped)} checkpoints in {root} is valid; "
             "TRAINING STARTS AGAIN FROM STEP 0; --resume must ends with an error instead"
         )
     else:
-        say(f"resume   no checkpoint in {root}; starting afresh")
+        print_line(f"resume   no checkpoint in {root}; starting afresh")
     return None

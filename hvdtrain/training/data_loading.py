@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from hvdtrain.errors import InputError
+from hvdtrain.trees import map_tree
 from hvdtrain.world import World, is_mpi
 
 
@@ -33,7 +34,7 @@ class ShardedBatches(Sampler[list[int]]):
         self._start = 0
 
     @property
-    def span(self) -> int:
+    def global_micro_batch(self) -> int:
         """Samples in one micro-batch of all ranks."""
         return self.batch_size * self._world.size
 
@@ -47,11 +48,11 @@ class ShardedBatches(Sampler[list[int]]):
     def batches_from(self, start: int) -> int:
         """Return how many micro-batches each rank gets from position `start` on."""
         left = max(0, self.num_samples - start)
-        return -(-left // self.span) if self._pad else left // self.span
+        return -(-left // self.global_micro_batch) if self._pad else left // self.global_micro_batch
 
     def leftover(self) -> int:
         """Return the samples dropped (negative) or repeated (positive) in a whole epoch."""
-        return self.batches_from(0) * self.span - self.num_samples
+        return self.batches_from(0) * self.global_micro_batch - self.num_samples
 
     def __len__(self) -> int:
         return self.batches_from(self._start)
@@ -61,7 +62,7 @@ class ShardedBatches(Sampler[list[int]]):
         order = torch.randperm(self.num_samples, generator=generator)
         offset = self._start + self._world.rank * self.batch_size
         for batch in range(len(self)):
-            first = offset + batch * self.span
+            first = offset + batch * self.global_micro_batch
             places = torch.arange(first, first + self.batch_size)
             # The last batch is padded with the samples from the start of the order.
             yield order[places % self.num_samples].tolist()
@@ -137,13 +138,13 @@ def on_device(
     loader = _raising_plainly(loader)
     if device.type != "cuda":
         for batch in loader:
-            yield map_tensors(batch, convert)
+            yield map_tree(convert, Tensor, batch)
         return
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def start_copy(batch: Any) -> tuple[Any, torch.cuda.Event]:
         with torch.cuda.stream(copies):
-            copied = map_tensors(batch, lambda t: convert(t.to(device, non_blocking=True)))
+            copied = map_tree(lambda t: convert(t.to(device, non_blocking=True)), Tensor, batch)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(copies)
         return copied, done
@@ -152,7 +153,7 @@ def on_device(
         current = torch.cuda.current_stream(device)
         current.wait_event(done)
         # The allocator must not reuse this memory before the consuming stream has finished with it.
-        map_tensors(batch, lambda t: t.record_stream(current))  # type: ignore[arg-type, return-value]
+        map_tree(lambda t: t.record_stream(current), Tensor, batch)
         return batch
 
     pending: tuple[Any, torch.cuda.Event] | None = None
@@ -172,16 +173,3 @@ def _raising_plainly(batches: Iterable[Any]) -> Iterator[Any]:
     except InputError as error:
         last = str(error).rstrip().rpartition("\n")[2]
         raise InputError(last.removeprefix("hvdtrain.errors.InputError: ")) from None
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Copy nested tuples, lists and dicts with `function` applied to every tensor."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, function) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, function) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, function) for item in value)
-    return value

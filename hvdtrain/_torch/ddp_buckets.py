@@ -1,0 +1,41 @@
+"""DistributedDataParallel: one option under two names, and its buckets before the first step.
+
+Used by the backend `ddp` and by `compare`.
+
+Relies on `DistributedDataParallel.reducer`, a c10d Reducer with `prepare_for_forward`,
+`prepare_for_backward` and `_rebuild_buckets`. Without them `rebuild_buckets` raises AttributeError,
+in the first step with three ranks or more: wrong bits after a resume would be worse.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+FORWARD_SYNC = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel.__init__).parameters
+)
+"""The argument that turns off DDP's own buffer broadcast: torch 2.13 renamed it, and warns of the
+old name.
+"""
+
+
+def reduce_in_rebuilt_buckets(net: DistributedDataParallel, grads: Mapping[Tensor, Tensor]) -> None:
+    """[all] Average `grads` into `p.grad`, in the buckets that all later steps use.
+
+    The gradients pass through DDP twice: the first time it rebuilds its buckets in this order.
+    """
+    for rebuild in (True, False):
+        net.reducer.prepare_for_forward()
+        net.reducer.prepare_for_backward([])
+        for p, grad in grads.items():
+            p.grad = None
+            torch.autograd.backward([p], [grad.clone() if rebuild else grad])
+        if rebuild:
+            net.reducer._rebuild_buckets()

@@ -1,0 +1,212 @@
+"""What every backend does to a model, its gradients and its buffers, written once.
+
+`Backend.prepare` and `Backend.finish_backward` call these functions; `training` and `compare` call
+some of them too. Those marked [all] are collective: every rank calls, in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from hvdtrain._torch.batch_norm import BatchNormBase
+from hvdtrain.errors import InputError, WorldMismatch
+from hvdtrain.trees import map_tree
+
+if TYPE_CHECKING:
+    from hvdtrain.backends.base import Backend
+
+# Model and optimizer, before training
+
+
+def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise InputError unless the optimizer has the model's trained parameters and no others.
+
+    A parameter outside the model would be stepped without being averaged.
+    """
+    trained = {uncompiled(name): p for name, p in model.named_parameters() if p.requires_grad}
+    if lazy := [name for name, p in trained.items() if is_lazy(p)]:
+        raise InputError(
+            f"{len(lazy)} parameters have no shape yet: {', '.join(lazy)}; run a batch through the "
+            "model before it is returned, or give its layers their sizes"
+        )
+    if not trained:
+        raise InputError(f"{type(model).__name__} has no parameter that requires a gradient")
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    left_out = [name for name, p in trained.items() if p not in stepped]
+    if left_out:
+        raise InputError(
+            f"the optimizer does not have {len(left_out)} parameters of the model: "
+            f"{', '.join(left_out)}; add them, or freeze them with requires_grad_(False)"
+        )
+    foreign = len(stepped - set(model.parameters()))
+    if foreign:
+        raise InputError(
+            f"the optimizer has {foreign} parameters that are not the model's; make them part of it"
+        )
+
+
+def check_same_model(backend: Backend, model: nn.Module) -> None:
+    """[all] Raise WorldMismatch if a name, shape or dtype differs from another rank's."""
+    mine = [
+        (name, tuple(t.shape), str(t.dtype))
+        for name, t in (*model.named_parameters(), *model.named_buffers())
+    ]
+    for rank, other in enumerate(backend.all_gather_object(mine)):
+        if other != mine:
+            pair = next(p for p in zip([*mine, None], [*other, None], strict=False) if p[0] != p[1])
+            raise WorldMismatch(
+                f"the model differs: rank {backend.world.rank} has {pair[0]}, "
+                f"rank {rank} has {pair[1]}"
+            )
+
+
+def convert_sync_batch_norm(model: nn.Module, kind: type[nn.Module] | None, place: str) -> None:
+    """Replace the class of torch's SyncBatchNorm layers, in place, by `kind`. Not collective.
+
+    Raises InputError if there is none on `place`: torch's own layer would crash on a CPU, or
+    silently normalize each rank's batch alone.
+    """
+    # The exact type: a subclass may behave differently.
+    layers = {n: m for n, m in model.named_modules() if type(m) is nn.SyncBatchNorm}
+    if layers and kind is None:
+        raise InputError(
+            f"{len(layers)} layers are torch.nn.SyncBatchNorm ({', '.join(layers)}), which {place}"
+            "; use --backend compat, which can, or plain BatchNorm"
+        )
+    for layer in layers.values():
+        # Only the class changes: parameters, buffers and names stay the same.
+        layer.__class__ = kind  # type: ignore[assignment]
+
+
+class OneRankBatchNorm(BatchNormBase):
+    """torch.nn.SyncBatchNorm for a world of one rank, on any device."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+def broadcast_state(backend: Backend, model: nn.Module, optimizer: Optimizer) -> None:
+    """[all] Broadcast rank 0's weights, buffers and optimizer state, in place.
+
+    Optimizer state is only copied. It is never created by a step on zero gradients, which would
+    decay the weights.
+    """
+    if backend.world.size == 1:
+        return
+    with torch.no_grad():
+        for t in (*model.parameters(), *model.buffers()):
+            if t.is_contiguous():
+                backend.broadcast_(t.detach())
+            else:  # another memory format, such as channels_last
+                t.copy_(backend.broadcast_(t.detach().contiguous()))
+    skeleton, tensors = _extract_tensors(to_cpu(optimizer.state_dict()))
+    skeleton = backend.broadcast_object(skeleton)
+    if backend.world.rank > 0:
+        state, tensors = _insert_tensors(skeleton)
+    for tensor in tensors:  # one by one: a single pickled object may exceed 2 GiB
+        backend.broadcast_(tensor)
+    if backend.world.rank > 0:
+        optimizer.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class _TensorPlaceholder:
+    """The place of a tensor in a structure that is sent without its tensors."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _extract_tensors(tree: Any) -> tuple[Any, list[Tensor]]:
+    """Return a copy of a nested structure with placeholders for its tensors, and the tensors."""
+    tensors: list[Tensor] = []
+
+    def extract(t: Tensor) -> _TensorPlaceholder:
+        tensors.append(t.contiguous())
+        return _TensorPlaceholder(tuple(t.shape), t.dtype)
+
+    return map_tree(extract, Tensor, tree), tensors
+
+
+def _insert_tensors(tree: Any) -> tuple[Any, list[Tensor]]:
+    """Return a copy with new, uninitialised tensors at the placeholders, and these in order."""
+    tensors: list[Tensor] = []
+
+    def insert(place: _TensorPlaceholder) -> Tensor:
+        tensors.append(torch.empty(place.shape, dtype=place.dtype))
+        return tensors[-1]
+
+    return map_tree(insert, _TensorPlaceholder, tree), tensors
+
+
+def to_cpu(tree: Any) -> Any:
+    """Return a copy of a nested structure with every tensor on the CPU, without its graph."""
+    return map_tree(lambda t: t.detach().cpu(), Tensor, tree)
+
+
+def uncompiled(name: str) -> str:
+    """Return a parameter's name without the `_orig_mod` that torch.compile inserts."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+# Gradients and buffers, after each backward pass
+
+
+def with_sparse_gradients(model: nn.Module) -> list[Tensor]:
+    """Return the trained parameters whose gradients are sparse, by the same rule as DDP."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    weights = [m.weight for m in model.modules() if isinstance(m, tables) and m.sparse]
+    return [p for p in dict.fromkeys(weights) if p.requires_grad]
+
+
+def fill_missing_gradients(
+    optimizer: Optimizer, names: dict[Tensor, str], policy: Literal["error", "zero"]
+) -> None:
+    """Refuse parameters without a gradient, or give them a gradient of zeros. Not collective.
+
+    Raises InputError with their `names` if the policy is "error".
+    """
+    unused = [
+        p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is None and p.requires_grad
+    ]
+    if not unused:
+        return
+    if policy == "error":
+        listed = ", ".join(names.get(p, "(not in the model)") for p in unused)
+        raise InputError(
+            f"{len(unused)} parameters got no gradient: {listed}; freeze or remove them, or "
+            "allow them with --unused-parameters zero"
+        )
+    for p in unused:
+        p.grad = torch.zeros_like(p)
+
+
+def sync_buffers(backend: Backend, model: nn.Module) -> None:
+    """[all] Apply the policy for buffers, with one collective for all buffers of a dtype."""
+    policy = backend.options.buffers
+    if policy == "local" or backend.world.size == 1:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in model.buffers():
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    with torch.no_grad():
+        for dtype, buffers in by_dtype.items():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            # Integer buffers, such as num_batches_tracked, have no exact mean.
+            if policy == "average" and dtype.is_floating_point:
+                flat = backend.all_reduce(flat, "mean")
+            else:
+                backend.broadcast_(flat)
+            parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))

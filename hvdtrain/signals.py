@@ -1,0 +1,80 @@
+"""Signal handlers for the time of a block.
+
+Used by the commands, `failure`, `horovod_build`, `compare` and `hvd.run`. Python sets handlers, and
+runs them, in the main thread only: in another thread these blocks change nothing. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+Handler = Callable[[int, FrameType | None], object]
+
+STOP = (signal.SIGTERM, signal.SIGINT)
+"""The requests to end a command: those of a launcher, and Ctrl-C."""
+
+
+@contextmanager
+def restored(*numbers: signal.Signals) -> Iterator[None]:
+    """Restore the handlers of these signals after the block, whatever the block sets."""
+    if not _in_main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, signal.SIG_DFL if old is None else old)
+
+
+@contextmanager
+def handled(handler: Handler | signal.Handlers, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle these signals with `handler` inside the block."""
+    with restored(*numbers):
+        set_handler(handler, *numbers)
+        yield
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ignore Ctrl-C and SIGTERM inside the block: it cleans up, or must not stop half-way."""
+    with handled(signal.SIG_IGN, *STOP):
+        yield
+
+
+@contextmanager
+def raised_as_exit(*numbers: signal.Signals) -> Iterator[None]:
+    """Raise SystemExit(128 + number) inside the block: a signal unwinds it, as Ctrl-C does."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    with handled(leave, *numbers):
+        yield
+
+
+@contextmanager
+def deferred(*numbers: signal.Signals) -> Iterator[None]:
+    """Hold these signals back until the block ends, then raise the first that arrived."""
+    arrived: list[int] = []
+    with handled(lambda number, frame: arrived.append(number), *numbers):
+        yield
+    if arrived:
+        signal.raise_signal(arrived[0])
+
+
+def set_handler(handler: Handler | signal.Handlers, *numbers: signal.Signals) -> None:
+    """Set the handler of these signals for good; in another thread than the main one do nothing."""
+    if _in_main_thread():
+        for number in numbers:
+            signal.signal(number, handler)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

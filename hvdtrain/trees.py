@@ -1,0 +1,41 @@
+"""The walk over nested dicts, lists, tuples and namedtuples: batches, and the state of optimizers.
+
+Used by `backends`, `training`, `hvd` and `compare`. torch's own walk, torch.utils._pytree, is
+private. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def map_tree(
+    function: Callable[[T], Any], kind: type[T], tree: Any, *, keep_dict_types: bool = False
+) -> Any:
+    """Return a copy of `tree` with `function` applied to every value of the type `kind`.
+
+    All other values are taken over as they are. Subclasses of dict become plain dicts, which
+    checkpoints can hold, unless `keep_dict_types` is set.
+    """
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, kind):
+            return function(value)
+        if isinstance(value, dict):
+            items = {key: walk(item) for key, item in value.items()}
+            if keep_dict_types and type(value) is not dict:
+                copied = copy.copy(value)
+                copied.update(items)
+                return copied
+            return items
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(walk, value))
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(walk, value))
+        return value
+
+    return walk(tree)

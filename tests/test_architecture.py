@@ -1,0 +1,246 @@
+"""The shape of the package: who may import whom, what must stay light, and one name for one thing.
+
+All of it is read from the source with `ast`; nothing is imported. Run as a program, this file
+prints the sizes of the largest files and functions, which are a report and not a limit.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1] / "hvdtrain"
+
+# A module may import from its own layer and from those above. Names are modules or packages.
+LAYERS = (
+    "errors files signals trees processes provenance _torch",
+    "world",
+    "launcher_watch peer_sockets",
+    "failure",
+    "rendezvous",
+    "transports",
+    "hvd",
+    "horovod_build",
+    "backends",
+    "tasks training",
+    "compare",
+    "cli __main__",
+)
+
+# Commands that print help, and what they import, must start fast: importing torch takes seconds.
+WITHOUT_TORCH = """errors files signals trees processes provenance world launcher_watch failure
+    peer_sockets backends tasks horovod_build horovod_build.install training.config cli cli.train
+    cli.compare cli.report cli.install_horovod""".split()
+
+PUBLIC = """Backend BackendOptions HvdtrainError Task TrainConfig Trainer World detect open_backend
+    run""".split()
+
+CONTRACT = """accumulate all_gather_object all_reduce barrier broadcast_ broadcast_object close
+    describe finish_backward host_problem launcher_problem open prepare share_errors""".split()
+"""The public methods of `Backend`. More than 14 would be too many to implement."""
+
+SAME_FILE_NAME = {
+    "__init__": "every package has one",
+    "__main__": "`python -m hvdtrain` and `python -m hvdtrain.hvd`",
+    "base": "backends and hvd.reducers",
+    "common": "hvd.elastic, as Horovod names it, and hvd.ops",
+    "hosts": "hvd and transports",
+    "job": "compare and hvd",
+    "report": "the command, and what it shows",
+    "runner": "compare, and hvd as Horovod names it",
+    "scaling": "compare and hvd.engine",
+}
+SAME_CLASS_NAME = {
+    "Watch": "compare.load and transports.hosts",
+    "Window": "compare.job and transports.window",
+    "Work": "c10d's in transports, and hvd.engine's",
+}
+CYCLES = {
+    frozenset({"hvd.ops.allgather", "hvd.ops.allreduce"}): "the gradient of each is the other",
+    frozenset({"hvd.ops.common", "hvd.process_sets", "hvd.basics"}): "Horovod's own modules",
+}
+
+
+@dataclass
+class Module:
+    """One file: what it imports when it is imported, and what it imports in functions."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+    at_once: set[str] = field(default_factory=set)
+    later: set[str] = field(default_factory=set)
+
+
+@cache
+def modules() -> dict[str, Module]:
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        if "shim" in parts:  # another package, `horovod`
+            continue
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = Module(name, path, ast.parse(path.read_text()))
+    for module in found.values():
+        _read_imports(module, module.tree.body, found, False)
+    return found
+
+
+def _read_imports(
+    module: Module, body: list[ast.stmt], known: dict[str, Module], later: bool
+) -> None:
+    for node in body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            _read_imports(module, node.orelse, known, later)
+            continue
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else node.module for name in whole]
+        (module.later if later else module.at_once).update(names)
+        inside = later or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for _, value in ast.iter_fields(node):
+            if isinstance(value, list):
+                statements = [item for item in value if isinstance(item, ast.stmt)]
+                for handler in value:
+                    if isinstance(handler, ast.ExceptHandler):
+                        statements += handler.body
+                _read_imports(module, statements, known, inside)
+
+
+def layer_of(name: str) -> int:
+    part = (name.split(".") + [""])[1]
+    return next((k for k, layer in enumerate(LAYERS) if part in layer.split()), -1)
+
+
+def test_every_module_has_a_layer() -> None:
+    assert not [name for name in modules() if layer_of(name) < 0 and name != "hvdtrain"]
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [
+        f"{module.name} imports {other}"
+        for module in modules().values()
+        for other in module.at_once | module.later
+        if other.startswith("hvdtrain.") and layer_of(other) > layer_of(module.name) >= 0
+    ]
+    assert not wrong
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports in functions count: they hide a cycle, they do not remove it."""
+    graph = {
+        module.name: {o for o in module.at_once | module.later if o in modules()} - {module.name}
+        for module in modules().values()
+    }
+    for known in CYCLES:
+        names = {f"hvdtrain.{name}" for name in known}
+        for name in names:
+            graph[name] -= names
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_light_modules_import_no_torch(name: str) -> None:
+    heavy = {other for other in at_import(f"hvdtrain.{name}") if other.split(".")[0] == "torch"}
+    assert not heavy
+
+
+def at_import(name: str) -> set[str]:
+    """Return what importing a module imports, directly or not; its packages are imported too."""
+    found: set[str] = set()
+    left = [name]
+    while left:
+        part = left.pop()
+        if part in found:
+            continue
+        found.add(part)
+        if part in modules():
+            left += modules()[part].at_once
+        if "." in part:
+            left.append(part.rpartition(".")[0])
+    return found
+
+
+def test_public_names() -> None:
+    assert _assigned(modules()["hvdtrain"], "__all__") == PUBLIC
+
+
+def test_the_contract_of_a_backend() -> None:
+    classes = dict(classes_of(modules()["hvdtrain.backends.base"]))
+    functions = [n for n in classes["Backend"].body if isinstance(n, ast.FunctionDef)]
+    assert sorted(n.name for n in functions if n.name[0] != "_") == CONTRACT
+
+
+def test_one_name_for_one_file() -> None:
+    check_unique([(m.path.stem, m.name) for m in modules().values()], SAME_FILE_NAME)
+
+
+def test_one_name_for_one_class() -> None:
+    found = [(name, m.name) for m in modules().values() for name, _ in classes_of(m)]
+    check_unique(found, SAME_CLASS_NAME)
+
+
+def check_unique(found: list[tuple[str, str]], allowed: dict[str, str]) -> None:
+    places: dict[str, list[str]] = {}
+    for name, place in found:
+        places.setdefault(name, []).append(place)
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    assert not {name: where for name, where in twice.items() if name not in allowed}
+
+
+def classes_of(module: Module) -> Iterator[tuple[str, ast.ClassDef]]:
+    """Yield the classes of a module. Those inside functions are not seen outside."""
+    return ((n.name, n) for n in module.tree.body if isinstance(n, ast.ClassDef))
+
+
+def _assigned(module: Module, name: str) -> object:
+    for node in module.tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"{module.name} has no {name}")
+
+
+def report(files_over: int = 400, functions_over: int = 40) -> str:
+    """Return the sizes of packages, and the files and functions over a budget, largest first."""
+    lines: dict[str, int] = {}
+    files, functions = [], []
+    for module in modules().values():
+        count = len(module.path.read_text().splitlines())
+        package = module.name.split(".")[1] if module.path.parent != ROOT else "(modules)"
+        lines[package] = lines.get(package, 0) + count
+        files.append((count, module.name))
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                functions.append((length, f"{module.name}.{node.name}"))
+    parts = [f"{sum(lines.values())} lines: "]
+    parts += [", ".join(f"{name} {n}" for name, n in sorted(lines.items(), key=lambda x: -x[1]))]
+    for what, sizes, budget in (
+        ("files", files, files_over),
+        ("functions", functions, functions_over),
+    ):
+        over = sorted((size for size in sizes if size[0] > budget), reverse=True)
+        parts.append(f"\n{len(over)} of {len(sizes)} {what} over {budget} lines")
+        parts += [f"\n  {size:5} {name}" for size, name in over[:12]]
+    return "".join(parts)
+
+
+def test_sizes_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print("\n" + report())
+
+
+if __name__ == "__main__":
+    print(report())

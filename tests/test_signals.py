@@ -1,0 +1,63 @@
+"""Signal handlers for the time of a block."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from hvdtrain import signals
+
+
+def test_deferred_signals_act_after_the_block() -> None:
+    steps = []
+
+    def interrupted() -> None:
+        with signals.deferred(*signals.STOP):
+            signal.raise_signal(signal.SIGINT)
+            steps.append("the block goes on")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert steps == ["the block goes on"]
+
+
+def test_a_signal_can_raise_system_exit() -> None:
+    with pytest.raises(SystemExit, match="143"), signals.raised_as_exit(signal.SIGTERM):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_uninterrupted_ignores_requests_to_stop() -> None:
+    with signals.uninterrupted():
+        for number in signals.STOP:
+            signal.raise_signal(number)
+
+
+def test_handlers_are_restored_after_an_exception() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def fail() -> None:
+        with signals.handled(signal.SIG_IGN, signal.SIGTERM):
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            raise ValueError
+
+    with pytest.raises(ValueError, match="^$"):
+        fail()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_another_thread_runs_the_block_unchanged() -> None:
+    found = []
+
+    def run() -> None:
+        with signals.uninterrupted(), signals.deferred(signal.SIGTERM):
+            found.append(signal.getsignal(signal.SIGTERM))
+        signals.set_handler(signal.SIG_IGN, signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [before]
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,79 @@
+"""The private names of torch that hvdtrain uses: a torch that changes one fails here, by its name.
+
+What each is for, and what happens without it, is in the files of `hvdtrain/_torch`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from hvdtrain._torch.batch_norm import BatchNormBase
+from hvdtrain._torch.peer_errors import is_peer_error
+from hvdtrain._torch.step_mark import mark_as_stepped
+from tests.forkserver import warm
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("torch.nn.modules.batchnorm", "_BatchNorm"),
+        ("torch.distributed.rendezvous", "_rendezvous_handlers"),
+        ("torch.distributed:Reducer", "_rebuild_buckets"),
+        ("torch.distributed:Reducer", "prepare_for_forward"),
+        ("torch.distributed:Reducer", "prepare_for_backward"),
+    ],
+)
+def test_the_name_exists(owner: str, name: str) -> None:
+    module, _, attribute = owner.partition(":")
+    holder = getattr(import_module(module), attribute) if attribute else import_module(module)
+    assert hasattr(holder, name), f"torch {torch.__version__} has no {owner}.{name}"
+
+
+def test_batch_norm_layers_share_one_base() -> None:
+    assert issubclass(nn.SyncBatchNorm, BatchNormBase)
+    assert issubclass(nn.BatchNorm1d, BatchNormBase)
+    assert "_check_input_dim" in vars(BatchNormBase) or hasattr(nn.BatchNorm1d, "_check_input_dim")
+
+
+def test_schedulers_read_the_mark_of_a_step() -> None:
+    source = inspect.getsource(torch.optim.lr_scheduler.LRScheduler)
+    assert "_opt_called" in source, "training.precision sets a mark that torch no longer reads"
+    optimizer: Optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    mark_as_stepped(optimizer)
+    scheduler.step()  # it would warn, and warnings are errors here
+
+
+def test_texts_of_a_lost_peer() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    with pytest.raises(dist.DistStoreError) as raised:
+        store.wait(["absent"], torch.distributed.timedelta(milliseconds=1))  # type: ignore[attr-defined]
+    assert is_peer_error(raised.value)
+    assert is_peer_error(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
+    assert not is_peer_error(RuntimeError("shape '[2]' is invalid"))
+
+
+def test_importing_transports_leaves_env_rendezvous_alone() -> None:
+    code = (
+        "import sys, torch.distributed as dist\n"
+        "handlers = sys.modules['torch.distributed.rendezvous']._rendezvous_handlers\n"
+        "before = handlers['env']\n"
+        "import hvdtrain.transports, hvdtrain.hvd, hvdtrain.backends.ddp\n"
+        "assert handlers['env'] is before\n"
+        "hvdtrain.transports.rendezvous_by_launcher()\n"
+        "mine = handlers['env']\n"
+        "assert mine is not before\n"
+        "hvdtrain.transports.rendezvous_by_launcher()\n"
+        "assert handlers['env'] is mine\n"
+    )
+    done = subprocess.run(warm([sys.executable, "-c", code]), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
