@@ -1,6 +1,6 @@
 """TCP connections between ranks: listening, authentication, and detection of a lost host.
 
-Used by the control plane (`hvd.engine.control`) and by the heartbeat (`transports.hosts`).
+Used by the control plane (`hvd.engine.control`) and by the heartbeat (`transports.heartbeat`).
 
 Anybody who reaches the address can connect to the port. So no message is parsed before its sender
 has sent the secret, the greeting has a fixed size, and a stranger (a connection that has not

@@ -12,8 +12,8 @@ from torch import Tensor
 from hvdtrain import transports
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
 from hvdtrain.errors import HvdtrainError, WorldError, WorldMismatch
+from hvdtrain.peers import PeerLost
 from hvdtrain.rendezvous import open_store
-from hvdtrain.transports.carrier import PeerLost
 from hvdtrain.transports.gloo import gloo_reachable
 from hvdtrain.world import World
 

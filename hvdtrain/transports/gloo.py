@@ -10,7 +10,6 @@ it must end.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import struct
@@ -22,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from hvdtrain.peers import exchange
 from hvdtrain.rendezvous import reachable_address
 
 _FDS = "/proc/self/fd"
@@ -36,10 +36,10 @@ class Connections:
 
     def address(self) -> str:
         """Return the address at which peers reach this process; empty if there are no peers."""
-        ends = (_ends(fd) for fd in self._sockets)
-        return next((str(pair[0][0]) for pair in ends if pair is not None), "")
+        pairs = (_address_pair(fd) for fd in self._sockets)
+        return next((str(pair[0][0]) for pair in pairs if pair is not None), "")
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """Shut the connections down, so that operations that wait on them fail on both ends.
 
         Not collective. Does nothing if the system does not list the sockets (no /proc).
@@ -63,17 +63,15 @@ def open_gloo(store: Store, rank: int, size: int, timeout_s: float) -> tuple[Any
     member does not join in time.
     """
     before = _sockets()
-    timeout = timedelta(seconds=timeout_s)
-    group = dist.ProcessGroupGloo(store, rank, size, gloo_options(timeout))
+    options = gloo_options(timedelta(seconds=timeout_s))
+    group = dist.ProcessGroupGloo(store, rank, size, options)
     new = {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
-    ends = {fd: pair for fd in new if (pair := _ends(fd)) is not None}
-    store.set(f"ends/{rank}", json.dumps(list(ends.values())))
-    peers = [f"ends/{r}" for r in range(size) if r != rank]
-    store.wait(peers, timeout)
-    theirs = [pair for peer in peers for pair in json.loads(store.get(peer))]
+    pairs = {fd: pair for fd in new if (pair := _address_pair(fd)) is not None}
     # Other threads may have opened sockets meanwhile. A socket is the group's if a peer has
     # published the same pair of addresses in reverse.
-    return group, Connections({fd: new[fd] for fd, pair in ends.items() if pair[::-1] in theirs})
+    published = exchange(store, "sockets", rank, size, list(pairs.values()), timeout_s)
+    theirs = [pair for peer in published for pair in peer]
+    return group, Connections({fd: new[fd] for fd, pair in pairs.items() if pair[::-1] in theirs})
 
 
 def gloo_options(timeout: timedelta) -> Any:
@@ -151,7 +149,7 @@ def _sockets() -> dict[int, str]:
     return found
 
 
-def _ends(fd: int) -> list[list[Any]] | None:
+def _address_pair(fd: int) -> list[list[Any]] | None:
     """Return a connected TCP socket's local and remote address; None for any other descriptor."""
     with suppress(OSError):
         with socket.socket(fileno=os.dup(fd)) as s:

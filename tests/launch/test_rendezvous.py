@@ -29,7 +29,7 @@ from tests.launching import Started, clean_env, run, started
 Env = dict[str, str]
 Answer = dict[str, Any]
 ROUNDS = int(os.environ.get("TEST_CHAOS_ROUNDS", "1"))
-MEET = [sys.executable, "-m", "tests.meet"]
+MEET = [sys.executable, "-m", "tests.rendezvous_process"]
 
 
 def srun(rank: int, size: int, job: str, **more: str) -> Env:
@@ -297,7 +297,7 @@ def test_an_address_that_is_none(rank: int, host: str, port: object, said: str) 
     [
         ["mpirun", "-np", "2", *MEET],
         ["horovodrun", "-np", "2", "--gloo", *MEET],
-        ["torchrun", "--nproc-per-node", "2", "-m", "tests.meet"],
+        ["torchrun", "--nproc-per-node", "2", "-m", "tests.rendezvous_process"],
     ],
     ids=lambda command: command[0],
 )

@@ -19,8 +19,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from hvdtrain import transports
 from hvdtrain.hvd.engine.request import AVERAGE, MAX, MIN, PRODUCT, SUM
 from hvdtrain.hvd.exceptions import HorovodInternalError
-from hvdtrain.transports.carrier import ends_within, first_line
 from hvdtrain.transports.gloo import open_gloo
+from hvdtrain.transports.transport import ends_within, first_line
 
 REDUCE_OPS = {
     AVERAGE: dist.ReduceOp.SUM,  # the engine divides: see `collectives`
@@ -84,7 +84,7 @@ class Groups:
                     group = _open_nccl(store, rank, len(members), self._connect_s)
                 elif transport == "gloo":
                     group, connections = open_gloo(store, rank, len(members), self._connect_s)
-                    self._hang_up[name] = connections.hang_up
+                    self._hang_up[name] = connections.shut_down
                 else:
                     limit = timedelta(seconds=self._connect_s)
                     group = transports.OPEN[transport](store, rank, len(members), limit)

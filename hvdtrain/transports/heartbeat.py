@@ -29,9 +29,9 @@ from datetime import timedelta
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from hvdtrain import peer_sockets
-from hvdtrain.transports.carrier import PeerLost
+from hvdtrain.peers import PeerLost
 
-TELL_S = 0.2
+INTERVAL_S = 0.2
 _SILENT_S = 2.0  # a leader whose last heartbeat is older than this is not running
 _ROW = struct.Struct("<qqqq")  # barriers entered, state, life, time written: time.monotonic_ns
 HERE, GAVE_UP, LEFT = range(3)  # states: written by the rank itself
@@ -40,7 +40,7 @@ LOST = (ENDED, UNREACHABLE)
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankStatus:
     """The last known status of a rank: barriers it has entered, its own state, and its life."""
 
     entered: int
@@ -48,7 +48,7 @@ class Seen:
     life: int = ALIVE
 
 
-class Board:
+class HeartbeatTable:
     """The heartbeat table: a row for every rank of the group, in shared memory of the leader."""
 
     def __init__(self, memory: memoryview) -> None:
@@ -59,32 +59,32 @@ class Board:
         """Return the size of a table for `size` ranks."""
         return size * _ROW.size
 
-    def write(self, rank: int, seen: Seen) -> None:
+    def write(self, rank: int, seen: RankStatus) -> None:
         """Store the status of a rank, and the current time."""
         row = seen.entered, seen.state, seen.life, time.monotonic_ns()
         _ROW.pack_into(self._memory, rank * _ROW.size, *row)
 
-    def read(self, rank: int) -> tuple[Seen, float]:
+    def read(self, rank: int) -> tuple[RankStatus, float]:
         """Return the status of a rank, and its age in seconds."""
         entered, state, life, when = _ROW.unpack_from(self._memory, rank * _ROW.size)
-        return Seen(entered, state, life), (time.monotonic_ns() - when) / 1e9
+        return RankStatus(entered, state, life), (time.monotonic_ns() - when) / 1e9
 
 
-class Far:
+class RemotePeers:
     """The ranks of the other hosts, as this host's table has them."""
 
-    def __init__(self, board: Board, hosts: list[list[int]], here: list[int]) -> None:
+    def __init__(self, board: HeartbeatTable, hosts: list[list[int]], here: list[int]) -> None:
         self._board = board
         self._writer = here[0]
         self._hosts = [host for host in hosts if host != here]
 
-    def look(self) -> dict[int, Seen]:
+    def status(self) -> dict[int, RankStatus]:
         """Return the status of each remote rank.
 
         If this host's leader has not written for long, the table is stale: return only the ranks
         recorded as lost. A remote leader without a recent heartbeat is returned as STOPPED.
         """
-        found: dict[int, Seen] = {}
+        found: dict[int, RankStatus] = {}
         if self._board.read(self._writer)[1] > _SILENT_S:
             known = {rank: self._board.read(rank)[0] for host in self._hosts for rank in host}
             return {rank: seen for rank, seen in known.items() if seen.life in LOST}
@@ -93,15 +93,15 @@ class Far:
                 found[rank], age_s = self._board.read(rank)
             first = found[host[0]]
             if age_s > _SILENT_S and first.life == ALIVE and first.state != LEFT:
-                found[host[0]] = Seen(first.entered, first.state, STOPPED)
+                found[host[0]] = RankStatus(first.entered, first.state, STOPPED)
         return found
 
 
-class Watch:
+class HeartbeatThread:
     """The heartbeat thread of a host's leader, and its connections.
 
     Making one is collective over the leaders. `me` is the index of this host in `hosts`, `address`
-    is where other leaders reach this one, and `near` returns the status of this host's ranks.
+    is where other leaders reach this one. `local_status` returns the status of this host's ranks.
     """
 
     def __init__(
@@ -110,29 +110,31 @@ class Watch:
         hosts: list[list[int]],
         me: int,
         address: str,
-        board: Board,
-        near: Callable[[], list[Seen]],
+        board: HeartbeatTable,
+        local_status: Callable[[], list[RankStatus]],
         timeout_s: float,
     ) -> None:
         self._hosts = hosts
         self._me = me
         self._board = board
-        self._near = near
-        self._heard = dict.fromkeys(range(len(hosts)), b"")
+        self._local_status = local_status
+        self._received = dict.fromkeys(range(len(hosts)), b"")
         self._unsent = dict.fromkeys(range(len(hosts)), b"")
         self._errors: dict[int, OSError] = {}
         self._peers = _connect(store, len(hosts), me, address, timeout_s)
-        self._bell, self._ear = socket.socketpair()
+        self._stop_send, self._stop_recv = socket.socketpair()
         for host in hosts:
             for rank in host:
-                board.write(rank, Seen(0, HERE))
+                board.write(rank, RankStatus(0, HERE))
         self._thread = threading.Thread(target=self._run, name="shm-hosts", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Send a last heartbeat, and stop the thread. Twice is safe."""
         with suppress(OSError):
-            self._bell.shutdown(socket.SHUT_RDWR)  # makes `_ear` readable, which ends the loop
+            self._stop_send.shutdown(
+                socket.SHUT_RDWR
+            )  # makes `_stop_recv` readable, which ends the loop
         self._thread.join(1.0)
 
     def _run(self) -> None:
@@ -140,20 +142,20 @@ class Watch:
         try:
             while not last:
                 poller = select.poll()  # select.select fails for descriptors from 1024 on
-                for end in (self._ear, *self._peers.values()):
+                for end in (self._stop_recv, *self._peers.values()):
                     poller.register(end, select.POLLIN)
-                ready = {fd for fd, _ in poller.poll(1000 * TELL_S)}
-                last = self._ear.fileno() in ready
+                ready = {fd for fd, _ in poller.poll(1000 * INTERVAL_S)}
+                last = self._stop_recv.fileno() in ready
                 for host, peer in list(self._peers.items()):
                     if peer.fileno() in ready:
-                        self._hear(host, peer)
-                self._tell()
+                        self._receive(host, peer)
+                self._send()
         finally:  # also after an error, so that the other hosts notice the end of this one
-            for end in (self._bell, self._ear, *self._peers.values()):
+            for end in (self._stop_send, self._stop_recv, *self._peers.values()):
                 end.close()
 
-    def _tell(self) -> None:
-        seen = self._near()
+    def _send(self) -> None:
+        seen = self._local_status()
         self._board.write(self._hosts[self._me][0], seen[0])
         rows = b"".join(_ROW.pack(one.entered, one.state, one.life, 0) for one in seen)
         for host, peer in self._peers.items():
@@ -167,7 +169,7 @@ class Watch:
                 self._errors[host] = error  # kept: the system raises it once, then recv returns b""
             peer_sockets.spare_stopped_reader(peer)
 
-    def _hear(self, host: int, peer: socket.socket) -> None:
+    def _receive(self, host: int, peer: socket.socket) -> None:
         ranks = self._hosts[host]
         try:
             data = peer.recv(1 << 16)
@@ -183,17 +185,17 @@ class Watch:
                 seen, _ = self._board.read(rank)
                 if seen.life != ENDED:
                     life = UNREACHABLE if lost else ENDED
-                    self._board.write(rank, Seen(seen.entered, seen.state, life))
+                    self._board.write(rank, RankStatus(seen.entered, seen.state, life))
             self._peers.pop(host).close()
             return
-        heard = self._heard[host] + data
+        heard = self._received[host] + data
         whole = len(ranks) * _ROW.size
         at = len(heard) // whole * whole  # only the newest complete heartbeat counts
-        self._heard[host] = heard[at:]
+        self._received[host] = heard[at:]
         if at:
             rows = _ROW.iter_unpack(heard[at - whole : at])
             for rank, (entered, state, life, _) in zip(ranks, rows, strict=True):
-                self._board.write(rank, Seen(entered, state, life))
+                self._board.write(rank, RankStatus(entered, state, life))
 
 
 def _connect(
