@@ -9,10 +9,8 @@ it must end.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -21,11 +19,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from hvdtrain.addresses import find_interface, reachable_address
 from hvdtrain.peers import exchange
-from hvdtrain.rendezvous import reachable_address
 
 _FDS = "/proc/self/fd"
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 class Connections:
@@ -109,7 +106,7 @@ def gloo_reachable() -> Iterator[None]:
     It accepts only the name of an interface, and only from the environment.
     """
     name, address = "GLOO_SOCKET_IFNAME", reachable_address()
-    interface = None if address is None else _interface(address)
+    interface = None if address is None else find_interface(address)
     if interface is None or name in os.environ:
         yield
         return
@@ -118,23 +115,6 @@ def gloo_reachable() -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
-
-
-def _interface(address: str) -> str | None:
-    """Return the name of the network interface with this address, or None."""
-    if ":" in address:
-        wanted = socket.inet_pton(socket.AF_INET6, address).hex()
-        with suppress(OSError), open("/proc/net/if_inet6") as file:
-            return next((row[5] for row in map(str.split, file) if row[0] == wanted), None)
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no such address
-                request = struct.pack("256s", name.encode())
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]
-                if socket.inet_ntoa(found) == address:
-                    return name
-    return None
 
 
 def _sockets() -> dict[int, str]:

@@ -40,7 +40,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.peers import PeerLost, exchange
 from hvdtrain.transports.gloo import Connections, open_gloo
-from hvdtrain.transports.heartbeat import HeartbeatTable, HeartbeatThread, RemotePeers
+from hvdtrain.transports.heartbeat import Heartbeat, HeartbeatTable, RemotePeers
 from hvdtrain.transports.shm_buffers import SharedBuffers
 from hvdtrain.transports.shm_sync import (
     CHECK_S,
@@ -127,7 +127,7 @@ class Shm(Transport):
         self._combine = Combiner().combine
         self._staging_areas = [torch.split(memory.staging, STAGING_BYTES) for memory in memories]
         self._cross_host_group: Any = None
-        self._heartbeat: HeartbeatThread | None = None
+        self._heartbeat: Heartbeat | None = None
         if len(hosts) > 1:
             self._connect_hosts(store, timeout_s)
 
@@ -152,9 +152,7 @@ class Shm(Transport):
         self._connections.append(connections)
         if self.local_rank == 0:
             address, status = connections.address(), self._barrier.local_status
-            self._heartbeat = HeartbeatThread(
-                store, self.hosts, place, address, table, status, timeout_s
-            )
+            self._heartbeat = Heartbeat(store, self.hosts, place, address, table, status, timeout_s)
 
     def close(self, failed: bool) -> None:
         """Release everything. Not collective; twice is safe."""

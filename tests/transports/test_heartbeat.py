@@ -11,13 +11,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from hvdtrain.peers import PeerLost, exchange
+from hvdtrain.peers import PeerLost
 from hvdtrain.transports import heartbeat, shm_sync
 from hvdtrain.transports.gloo import open_gloo
 from hvdtrain.transports.heartbeat import (
@@ -25,8 +24,8 @@ from hvdtrain.transports.heartbeat import (
     ENDED,
     HERE,
     STOPPED,
+    Heartbeat,
     HeartbeatTable,
-    HeartbeatThread,
     RankStatus,
     RemotePeers,
 )
@@ -43,25 +42,6 @@ def test_who_has_ended_is_known_for_good(monkeypatch: pytest.MonkeyPatch) -> Non
     assert remote.status() == {2: RankStatus(5, HERE, STOPPED), 3: RankStatus(5, HERE, ENDED)}
     time.sleep(0.4)
     assert remote.status() == {3: RankStatus(5, HERE, ENDED)}
-
-
-class LastMoment(HashStore):
-    """Rank 1 says its part just after rank 0's wait for it has timed out."""
-
-    def wait(self, *args: Any) -> None:
-        try:
-            super().wait(*args)
-        finally:
-            self.set("name/1", "[1]")
-
-
-def test_a_rank_that_comes_at_the_last_moment_has_come() -> None:
-    assert exchange(LastMoment(), "name", 0, 2, [0], 0.1) == [[0], [1]]
-
-
-def test_a_rank_that_does_not_come_is_named() -> None:
-    with pytest.raises(PeerLost, match=r"timed out after 0.1 s waiting for rank 1, 2 \(2 of 3"):
-        exchange(HashStore(), "name", 0, 3, [0], 0.1)
 
 
 @contextmanager
@@ -124,11 +104,9 @@ def test_hosts_are_watched_with_many_files_open(monkeypatch: pytest.MonkeyPatch)
                 HeartbeatTable(memoryview(bytearray(HeartbeatTable.size_bytes(2)))) for _ in ranks
             ]
 
-            def watch(me: int) -> HeartbeatThread:
+            def watch(me: int) -> Heartbeat:
                 near = [RankStatus(7 + me, HERE)]
-                return HeartbeatThread(
-                    store, ranks, me, "127.0.0.1", tables[me], lambda: near, 10.0
-                )
+                return Heartbeat(store, ranks, me, "127.0.0.1", tables[me], lambda: near, 10.0)
 
             with ThreadPoolExecutor(2) as both:
                 watches = list(both.map(watch, range(2)))
