@@ -35,7 +35,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import live
 from hvdtrain import BackendOptions, detect, open_backend
-from hvdtrain.transports.memory import keep_freed_memory
+from hvdtrain.transports.malloc import keep_freed_memory
 
 RESULTS = Path(__file__).parent / "results" / "steps.json"
 # Arm: launcher, and what it needs in the environment. Horovod with its defaults, and as its users

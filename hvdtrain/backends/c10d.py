@@ -13,8 +13,8 @@ from hvdtrain import transports
 from hvdtrain._torch.peer_errors import is_peer_error
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
 from hvdtrain.errors import HvdtrainError, WorldError, WorldMismatch, first_line
+from hvdtrain.peers import PeerLost
 from hvdtrain.rendezvous import open_store
-from hvdtrain.transports.carrier import PeerLost
 from hvdtrain.transports.gloo import gloo_reachable
 from hvdtrain.world import World
 

@@ -26,7 +26,7 @@ from hvdtrain.training.data_loading import make_loader, mix, on_device
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.task import Task
 from hvdtrain.training.trainer import StepTaken, check_same_plan, shard
-from hvdtrain.transports.memory import keep_freed_memory
+from hvdtrain.transports.malloc import keep_freed_memory
 
 
 class ByHand:

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from hvdtrain import transports
+from hvdtrain.addresses import own_addresses
 from hvdtrain.errors import LaunchError, WorldError
 from hvdtrain.hvd.engine.engine import Engine
 from hvdtrain.hvd.engine.settings import EXACT, Settings, announce, apply_log_level
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.exceptions import NOT_INITIALIZED, HorovodInternalError
-from hvdtrain.rendezvous import load_mpi, open_store, own_addresses
+from hvdtrain.rendezvous import load_mpi, open_store
 from hvdtrain.world import World, detect, is_mpi
 
 if TYPE_CHECKING:

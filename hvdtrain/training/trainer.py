@@ -44,7 +44,7 @@ from hvdtrain.training.precision import Precision
 from hvdtrain.training.run_dir import RunDirectory, make_default
 from hvdtrain.training.schedule import build_schedule, lr_factor, set_base_lr
 from hvdtrain.training.task import CheckedTask, Task
-from hvdtrain.transports.memory import keep_freed_memory
+from hvdtrain.transports.malloc import keep_freed_memory
 from hvdtrain.world import World
 
 _LARGEST_BATCH = 1 << 40  # samples; with more, --uneven pad would fill the memory with repeats

@@ -107,20 +107,20 @@ def open_shm(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     Raises PeerLost, a RuntimeError, if a rank does not join in time.
     """
     from hvdtrain.transports.gloo import open_gloo
-    from hvdtrain.transports.group import Group
-    from hvdtrain.transports.memory import keep_freed_memory
+    from hvdtrain.transports.malloc import keep_freed_memory
+    from hvdtrain.transports.process_group import TransportGroup
     from hvdtrain.transports.shm import Shm
 
     keep_freed_memory()
     timeout_s = timeout.total_seconds()
     gloo, connections = open_gloo(PrefixStore("gloo", store), rank, size, timeout_s)
-    return Group(Shm(store, rank, size, timeout_s, gloo, connections), gloo)
+    return TransportGroup(Shm(store, rank, size, timeout_s, gloo, connections), gloo)
 
 
 def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Make a process group over MPI: see `hvdtrain.transports.mpi`. Collective."""
     from hvdtrain.transports import mpi
-    from hvdtrain.transports.memory import keep_freed_memory
+    from hvdtrain.transports.malloc import keep_freed_memory
 
     keep_freed_memory()
     return mpi.open_mpi(store, rank, size, timeout)

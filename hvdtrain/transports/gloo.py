@@ -9,11 +9,8 @@ it must end.
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import socket
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -22,10 +19,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from hvdtrain.rendezvous import reachable_address
+from hvdtrain.addresses import find_interface, reachable_address
+from hvdtrain.peers import exchange
 
 _FDS = "/proc/self/fd"
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 class Connections:
@@ -36,10 +33,10 @@ class Connections:
 
     def address(self) -> str:
         """Return the address at which peers reach this process; empty if there are no peers."""
-        ends = (_ends(fd) for fd in self._sockets)
-        return next((str(pair[0][0]) for pair in ends if pair is not None), "")
+        pairs = (_address_pair(fd) for fd in self._sockets)
+        return next((str(pair[0][0]) for pair in pairs if pair is not None), "")
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """Shut the connections down, so that operations that wait on them fail on both ends.
 
         Not collective. Does nothing if the system does not list the sockets (no /proc).
@@ -63,17 +60,15 @@ def open_gloo(store: Store, rank: int, size: int, timeout_s: float) -> tuple[Any
     member does not join in time.
     """
     before = _sockets()
-    timeout = timedelta(seconds=timeout_s)
-    group = dist.ProcessGroupGloo(store, rank, size, gloo_options(timeout))
+    options = gloo_options(timedelta(seconds=timeout_s))
+    group = dist.ProcessGroupGloo(store, rank, size, options)
     new = {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
-    ends = {fd: pair for fd in new if (pair := _ends(fd)) is not None}
-    store.set(f"ends/{rank}", json.dumps(list(ends.values())))
-    peers = [f"ends/{r}" for r in range(size) if r != rank]
-    store.wait(peers, timeout)
-    theirs = [pair for peer in peers for pair in json.loads(store.get(peer))]
+    pairs = {fd: pair for fd in new if (pair := _address_pair(fd)) is not None}
     # Other threads may have opened sockets meanwhile. A socket is the group's if a peer has
     # published the same pair of addresses in reverse.
-    return group, Connections({fd: new[fd] for fd, pair in ends.items() if pair[::-1] in theirs})
+    published = exchange(store, "sockets", rank, size, list(pairs.values()), timeout_s)
+    theirs = [pair for peer in published for pair in peer]
+    return group, Connections({fd: new[fd] for fd, pair in pairs.items() if pair[::-1] in theirs})
 
 
 def gloo_options(timeout: timedelta) -> Any:
@@ -111,7 +106,7 @@ def gloo_reachable() -> Iterator[None]:
     It accepts only the name of an interface, and only from the environment.
     """
     name, address = "GLOO_SOCKET_IFNAME", reachable_address()
-    interface = None if address is None else _interface(address)
+    interface = None if address is None else find_interface(address)
     if interface is None or name in os.environ:
         yield
         return
@@ -120,23 +115,6 @@ def gloo_reachable() -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
-
-
-def _interface(address: str) -> str | None:
-    """Return the name of the network interface with this address, or None."""
-    if ":" in address:
-        wanted = socket.inet_pton(socket.AF_INET6, address).hex()
-        with suppress(OSError), open("/proc/net/if_inet6") as file:
-            return next((row[5] for row in map(str.split, file) if row[0] == wanted), None)
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no such address
-                request = struct.pack("256s", name.encode())
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]
-                if socket.inet_ntoa(found) == address:
-                    return name
-    return None
 
 
 def _sockets() -> dict[int, str]:
@@ -151,7 +129,7 @@ def _sockets() -> dict[int, str]:
     return found
 
 
-def _ends(fd: int) -> list[list[Any]] | None:
+def _address_pair(fd: int) -> list[list[Any]] | None:
     """Return a connected TCP socket's local and remote address; None for any other descriptor."""
     with suppress(OSError):
         with socket.socket(fileno=os.dup(fd)) as s:

@@ -5,7 +5,7 @@ of headers between all pairs of ranks. So all ranks detect a mismatch before dat
 operations need no second message, and a rank whose header is missing is a missing rank:
 
     rank a                                              rank b
-      |<--- slot: digest of the call[, small data] ------>|   both ways at once, tag _MEETING
+      |<--- slot: digest of the call[, small data] ------>|   both ways at once, tag _HEADER
       |<--- slot: text of the call ---------------------->|   if digests differ: both raise Mismatch
       |<=== pieces of large data ========================>|   tag _DATA
       |<--- "alive" ------------------------------------->|   if a rank is late: the liveness check
@@ -14,7 +14,7 @@ operations need no second message, and a rank whose header is missing is a missi
 Large all-reduces go in pieces that stay in the cache: each rank receives its share of a piece from
 all others, adds them up in rank order, and sends the sum to all. MPI's own collectives are not used
 for that: blocking ones cannot be cancelled, and none add halves in float32. MPI cannot wake up a
-sleeping rank, so a waiting rank polls, at growing intervals.
+sleeping rank, so a pending rank polls, at growing intervals.
 
 The number of messages grows with the pairs of ranks, which suits tens of ranks, not thousands.
 
@@ -33,6 +33,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -43,18 +44,18 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.errors import BackendUnavailable
+from hvdtrain.peers import PeerLost, exchange
 from hvdtrain.rendezvous import load_mpi
-from hvdtrain.transports.carrier import (
-    Carrier,
+from hvdtrain.transports.gloo import gloo_options
+from hvdtrain.transports.transport import (
     Combiner,
-    PeerLost,
+    Transport,
     TransportError,
     as_bytes,
-    check_plans,
-    differ,
-    share,
+    check_splits,
+    mismatch,
+    share_bounds,
 )
-from hvdtrain.transports.gloo import gloo_options
 from hvdtrain.world import detect, is_mpi
 
 PIECE_BYTES = 4 << 20
@@ -62,15 +63,15 @@ _GATHERED_BYTES = 64 << 10  # up to this total, ranks send all data to all, whic
 _SLOT_BYTES = 2048  # sent eagerly by every MPI, and takes little longer than one byte
 _HEAD = struct.Struct("<8sQ")  # digest of the call, size in bytes
 _TEXT_BYTES = 768
-_MOST_VIEWS = 100  # cached views of the slots: making one takes as long as a message
-_MEETING, _DATA, _FAREWELL, _ALIVE = range(4)  # tags
+_MAX_VIEWS = 100  # cached views of the slots: making one takes as long as a message
+_HEADER, _DATA, _FAREWELL, _ALIVE = range(4)  # tags
 
-# How a waiting rank polls: without a pause, then yielding the core, then sleeping in between.
+# How a pending rank polls: without a pause, then yielding the core, then sleeping in between.
 _SPIN_S = 50e-6
 _YIELD_S = 1e-3
 _SHORTEST_S, _LONGEST_S = 20e-6, 200e-6
-_LOOK_S = 0.5  # interval of the checks for a farewell
-_ANSWER_S = 1.5  # duration of a liveness check: three such intervals
+_CHECK_S = 0.5  # interval of the checks for a farewell
+_LIVENESS_S = 1.5  # duration of a liveness check: three such intervals
 
 _created = itertools.count()
 _abandoned: list[Any] = []  # requests that may never complete, and buffers they still use
@@ -82,15 +83,15 @@ def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     Raises BackendUnavailable if no MPI launcher has started this process or mpi4py is missing,
     WorldMismatch if mpi4py uses another MPI, RuntimeError if a rank does not join in time.
     """
-    from hvdtrain.transports.group import Group
+    from hvdtrain.transports.process_group import TransportGroup
 
-    mpi = _join()
+    mpi = _init_mpi()
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, gloo_options(timeout))
     comm = _connect(mpi, store, rank, size, timeout)
-    return Group(Mpi(mpi, comm, timeout.total_seconds()), gloo)
+    return TransportGroup(Mpi(mpi, comm, timeout.total_seconds()), gloo)
 
 
-def _join() -> Any:
+def _init_mpi() -> Any:
     """Return `mpi4py.MPI`, initialised with thread support. Collective on the first call."""
     world = detect()
     if world.launcher != "srun" and not is_mpi(world):
@@ -115,10 +116,8 @@ def _join() -> Any:
 def _connect(mpi: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Make the communicator of the ranks that share `store`. Collective over these ranks only."""
     world = mpi.COMM_WORLD
-    keys = [f"member/{r}" for r in range(size)]
-    store.set(keys[rank], f"{world.Get_rank()} {next(_created)}")
-    store.wait(keys, timeout)
-    members = [[int(word) for word in store.get(key).split()] for key in keys]
+    mine = [world.Get_rank(), next(_created)]
+    members = exchange(store, "member", rank, size, mine, timeout.total_seconds())
     # Groups that are made at the same time need different tags: combine the world rank of the
     # group's rank 0 with the number of groups that this process has made.
     leader, count = members[0]
@@ -132,7 +131,7 @@ def _connect(mpi: Any, store: Store, rank: int, size: int, timeout: timedelta) -
         everybody.Free()
 
 
-class Mpi(Carrier):
+class Mpi(Transport):
     """One rank of a group over MPI, with a communicator of its own."""
 
     name = "mpi4py"
@@ -145,7 +144,7 @@ class Mpi(Carrier):
         self._comm = comm
         self._broken = False
         self._reason = ""  # why this rank gave up
-        self._hailed: set[int] = set()  # ranks that were sent an "alive" message
+        self._alive_sent: set[int] = set()  # ranks that were sent an "alive" message
         self._combine = Combiner().combine
         self._closing = threading.Lock()
         self._peers = [r for r in range(self.size) if r != self.rank]
@@ -157,9 +156,9 @@ class Mpi(Carrier):
         rows = [row.numpy() for row in self._slots]
         self._heads = [memoryview(row)[: _HEAD.size] for row in rows]
         # Receives, then sends, each in the order of `_peers`: `_Requests` pairs them with ranks.
-        self._meeting = [
-            *(comm.Recv_init([rows[r], mpi.BYTE], r, _MEETING) for r in self._peers),
-            *(comm.Send_init([rows[self.rank], mpi.BYTE], r, _MEETING) for r in self._peers),
+        self._header_requests = [
+            *(comm.Recv_init([rows[r], mpi.BYTE], r, _HEADER) for r in self._peers),
+            *(comm.Send_init([rows[self.rank], mpi.BYTE], r, _HEADER) for r in self._peers),
         ]
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -169,9 +168,9 @@ class Mpi(Carrier):
         with self._closing:
             comm, self._comm = self._comm, None
         if comm is None or failed or self._broken or self._mpi.Is_finalized():
-            _abandoned.append((comm, self._meeting, self._slots))
+            _abandoned.append((comm, self._header_requests, self._slots))
             return
-        for request in self._meeting:
+        for request in self._header_requests:
             request.Free()
         comm.Free()
 
@@ -179,20 +178,21 @@ class Mpi(Carrier):
 
     def barrier(self, what: str) -> None:
         """Wait for all ranks."""
-        self._meet(what, 0)
+        self._exchange_headers(what, 0)
 
     def all_reduce(self, what: str, t: Tensor, op: str, divisor: int = 1) -> None:
         """Combine over all ranks, in place."""
         num_bytes = t.numel() * t.element_size()
         if num_bytes <= self._payload_bytes:
-            said = self._said(num_bytes, t.dtype)
-            said[self.rank].copy_(t)
-            self._meet(what, num_bytes)
-            self._combine(said, op, divisor, [t])
+            views = self._payload_views(num_bytes, t.dtype)
+            views[self.rank].copy_(t)
+            self._exchange_headers(what, num_bytes)
+            self._combine(views, op, divisor, [t])
             return
-        self._meet(what, num_bytes)
+        self._exchange_headers(what, num_bytes)
         if num_bytes * len(self._peers) <= _GATHERED_BYTES:
-            everybody = self._room("gathered", self.size * t.numel(), t.dtype).view(self.size, -1)
+            gathered = self._scratch_for("gathered", self.size * t.numel(), t.dtype)
+            everybody = gathered.view(self.size, -1)
             everybody[self.rank].copy_(t)
             received = {r: everybody[r] for r in self._peers}
             self._exchange(what, received, dict.fromkeys(self._peers, t))
@@ -203,50 +203,50 @@ class Mpi(Carrier):
     def _reduce_pieces(self, what: str, t: Tensor, op: str, divisor: int) -> None:
         """Combine this rank's share of each piece and send it, while the next piece arrives."""
         pieces = [_shares(p, self.size) for p in _pieces(t, PIECE_BYTES // t.element_size())]
-        rooms = [self._others(f"share {k}", pieces[0][self.rank]) for k in (0, 1)]
-        waiting = self._collect(pieces[0], rooms[0])
+        buffers = [self._receive_buffers(f"share {k}", pieces[0][self.rank]) for k in (0, 1)]
+        pending = self._start_share(pieces[0], buffers[0])
         for k, shares in enumerate(pieces):
-            self._wait(what, waiting)
+            self._wait(what, pending)
             mine = shares[self.rank]
-            waiting = _Requests()
+            pending = _Requests()
             if k + 1 < len(pieces):
-                waiting = self._collect(pieces[k + 1], rooms[(k + 1) % 2])
-            self._combine(self._in_order(mine, rooms[k % 2]), op, divisor, [mine])
+                pending = self._start_share(pieces[k + 1], buffers[(k + 1) % 2])
+            self._combine(self._by_rank(mine, buffers[k % 2]), op, divisor, [mine])
             received = {r: shares[r] for r in self._peers}
-            waiting += self._start(received, dict.fromkeys(self._peers, mine))
-        self._wait(what, waiting)
+            pending += self._start(received, dict.fromkeys(self._peers, mine))
+        self._wait(what, pending)
 
     def reduce_scatter(self, what: str, out: Tensor, t: Tensor, op: str, divisor: int = 1) -> None:
         """Combine, and keep this rank's part."""
         num_bytes = t.numel() * t.element_size()
         parts = t.view(self.size, -1)
         if num_bytes <= self._payload_bytes:
-            self._meet(what, num_bytes, as_bytes(t))
-            said = self._said(num_bytes, t.dtype)
-            mine = [row.view(self.size, -1)[self.rank] for row in said]
+            self._exchange_headers(what, num_bytes, as_bytes(t))
+            views = self._payload_views(num_bytes, t.dtype)
+            mine = [view.view(self.size, -1)[self.rank] for view in views]
             self._combine(mine, op, divisor, [out])
             return
-        self._meet(what, num_bytes)
+        self._exchange_headers(what, num_bytes)
         columns = max(1, PIECE_BYTES // self.size // t.element_size())
         outs = _pieces(out, columns)
         pieces = [list(rows) for rows in zip(*(_pieces(p, columns) for p in parts), strict=True)]
-        rooms = [self._others(f"share {k}", pieces[0][self.rank]) for k in (0, 1)]
-        waiting = self._collect(pieces[0], rooms[0])
+        buffers = [self._receive_buffers(f"share {k}", pieces[0][self.rank]) for k in (0, 1)]
+        pending = self._start_share(pieces[0], buffers[0])
         for k, shares in enumerate(pieces):
-            self._wait(what, waiting)
+            self._wait(what, pending)
             if k + 1 < len(pieces):
-                waiting = self._collect(pieces[k + 1], rooms[(k + 1) % 2])
-            everybody = self._in_order(shares[self.rank], rooms[k % 2])
+                pending = self._start_share(pieces[k + 1], buffers[(k + 1) % 2])
+            everybody = self._by_rank(shares[self.rank], buffers[k % 2])
             self._combine(everybody, op, divisor, [outs[k]])
 
     def broadcast(self, what: str, data: Tensor, root: int) -> None:
         """Overwrite bytes with the root's."""
         if data.numel() <= self._payload_bytes:
-            self._meet(what, data.numel(), data if self.rank == root else None)
+            self._exchange_headers(what, data.numel(), data if self.rank == root else None)
             if self.rank != root:
-                data.copy_(self._said(data.numel(), torch.uint8)[root])
+                data.copy_(self._payload_views(data.numel(), torch.uint8)[root])
             return
-        self._meet(what, data.numel())
+        self._exchange_headers(what, data.numel())
         if not self._peers:
             return
         # The root sends each peer one share, and the peers exchange their shares.
@@ -264,10 +264,10 @@ class Mpi(Carrier):
         """Concatenate every rank's bytes."""
         rows = out.view(self.size, -1)
         if data.numel() <= self._payload_bytes:
-            self._meet(what, data.numel(), data)
+            self._exchange_headers(what, data.numel(), data)
             rows.copy_(self._payloads[:, : data.numel()])
             return
-        self._meet(what, data.numel())
+        self._exchange_headers(what, data.numel())
         rows[self.rank].copy_(data)
         for begin in range(0, data.numel(), PIECE_BYTES):
             end = begin + PIECE_BYTES
@@ -278,11 +278,9 @@ class Mpi(Carrier):
         self, what: str, out: Tensor, data: Tensor, received: list[int], sent: list[int]
     ) -> None:
         """Exchange bytes."""
-        self._meet(what, 0, as_bytes(torch.tensor([sent, received]).view(-1)))
-        plans = [
-            said.view(2, self.size).tolist() for said in self._said(16 * self.size, torch.int64)
-        ]
-        check_plans(what, plans)
+        self._exchange_headers(what, 0, as_bytes(torch.tensor([sent, received]).view(-1)))
+        views = self._payload_views(16 * self.size, torch.int64)
+        check_splits(what, [view.view(2, self.size).tolist() for view in views])
         outs, datas = torch.split(out, received), torch.split(data, sent)
         outs[self.rank].copy_(datas[self.rank])
         for begin in range(0, max(received + sent), PIECE_BYTES):
@@ -291,27 +289,27 @@ class Mpi(Carrier):
             going = {r: datas[r][begin:end] for r in self._peers if begin < sent[r]}
             self._exchange(what, coming, going)
 
-    def _room(self, use: str, count: int, dtype: torch.dtype) -> Tensor:
+    def _scratch_for(self, use: str, count: int, dtype: torch.dtype) -> Tensor:
         """Return scratch memory, kept for each use: new memory costs more than the work in it."""
-        room = self._scratch.get((use, dtype))
-        if room is None or room.numel() < count:
+        scratch = self._scratch.get((use, dtype))
+        if scratch is None or scratch.numel() < count:
             with torch.inference_mode(False):
-                room = self._scratch[use, dtype] = torch.empty(count, dtype=dtype)
-        return room[:count]
+                scratch = self._scratch[use, dtype] = torch.empty(count, dtype=dtype)
+        return scratch[:count]
 
-    def _others(self, use: str, share: Tensor) -> dict[int, Tensor]:
+    def _receive_buffers(self, use: str, share: Tensor) -> dict[int, Tensor]:
         """Return a receive buffer for every peer's version of this rank's share, by peer."""
-        room = self._room(use, self.size * share.numel(), share.dtype).view(self.size, -1)
-        return {r: room[r] for r in self._peers}
+        scratch = self._scratch_for(use, self.size * share.numel(), share.dtype).view(self.size, -1)
+        return {r: scratch[r] for r in self._peers}
 
-    def _in_order(self, mine: Tensor, theirs: dict[int, Tensor]) -> list[Tensor]:
+    def _by_rank(self, mine: Tensor, theirs: dict[int, Tensor]) -> list[Tensor]:
         """Return every rank's version of a share, in rank order."""
-        parts = {r: room[: mine.numel()] for r, room in theirs.items()}
+        parts = {r: scratch[: mine.numel()] for r, scratch in theirs.items()}
         return [mine if r == self.rank else parts[r] for r in range(self.size)]
 
     # The exchange of headers
 
-    def _meet(self, what: str, num_bytes: int, payload: Tensor | None = None) -> None:
+    def _exchange_headers(self, what: str, num_bytes: int, payload: Tensor | None = None) -> None:
         """Wait for all ranks, and exchange slots, with their payloads.
 
         Raises Mismatch on all ranks if their calls differ.
@@ -323,48 +321,48 @@ class Mpi(Carrier):
             self._payloads[self.rank][: payload.numel()].copy_(payload)
         if not self._peers:
             return
-        self._restart(what)
+        self._exchange_slots(what)
         if any(head != self._heads[self.rank] for head in self._heads):
-            self._disagree(what)
+            self._raise_mismatch(what)
 
-    def _restart(self, what: str) -> None:
-        self._mpi.Prequest.Startall(self._meeting)
-        self._wait(what, _Requests(self._meeting, self._peers * 2))
+    def _exchange_slots(self, what: str, liveness_check: bool = False) -> None:
+        self._mpi.Prequest.Startall(self._header_requests)
+        self._wait(what, _Requests(self._header_requests, self._peers * 2), liveness_check)
 
-    def _said(self, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
+    def _payload_views(self, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
         """Return views of the payloads in all ranks' slots, by rank."""
-        said = self._views.get((num_bytes, dtype))
-        if said is None:
-            if len(self._views) >= _MOST_VIEWS:
+        views = self._views.get((num_bytes, dtype))
+        if views is None:
+            if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             # A view made in inference mode could not be written outside that mode.
             with torch.inference_mode(False):
-                said = [row[:num_bytes].view(dtype) for row in self._payloads]
-            self._views[num_bytes, dtype] = said
-        return said
+                views = [row[:num_bytes].view(dtype) for row in self._payloads]
+            self._views[num_bytes, dtype] = views
+        return views
 
-    def _disagree(self, what: str) -> None:
+    def _raise_mismatch(self, what: str) -> None:
         """Raise Mismatch with every rank's call. All ranks run this, and exchange the texts."""
         text = torch.frombuffer(bytearray(what.encode()[:_TEXT_BYTES]), dtype=torch.uint8)
         self._payloads[self.rank][:_TEXT_BYTES].zero_()
         self._payloads[self.rank][: text.numel()].copy_(text)
-        self._restart(what)
-        said = [row[:_TEXT_BYTES].numpy().tobytes().rstrip(b"\0") for row in self._payloads]
+        self._exchange_slots(what)
+        texts = [row[:_TEXT_BYTES].numpy().tobytes().rstrip(b"\0") for row in self._payloads]
         sizes = [_HEAD.unpack(head)[1] for head in self._heads]
-        calls = {r: call.decode(errors="replace") for r, call in enumerate(said)}
-        if len(set(said)) == 1:
+        calls = {r: call.decode(errors="replace") for r, call in enumerate(texts)}
+        if len(set(texts)) == 1:
             calls = {r: f"{call} of {sizes[r]} bytes" for r, call in calls.items()}
-        raise differ(calls)
+        raise mismatch(calls)
 
     # Messages
 
     def _exchange(self, what: str, received: dict[int, Tensor], sent: dict[int, Tensor]) -> None:
         self._wait(what, self._start(received, sent))
 
-    def _collect(self, shares: list[Tensor], rooms: dict[int, Tensor]) -> _Requests:
+    def _start_share(self, shares: list[Tensor], buffers: dict[int, Tensor]) -> _Requests:
         """Start receiving every peer's version of this rank's share, and sending peers theirs."""
         mine = shares[self.rank].numel()
-        received = {r: rooms[r][:mine] for r in self._peers}
+        received = {r: buffers[r][:mine] for r in self._peers}
         return self._start(received, {r: shares[r] for r in self._peers})
 
     def _start(self, received: dict[int, Tensor], sent: dict[int, Tensor]) -> _Requests:
@@ -377,8 +375,8 @@ class Mpi(Carrier):
                     # resized, and FSDP resizes its storages.
                     num_bytes = t.numel() * t.element_size()
                     memory = self._mpi.buffer.fromaddress(t.data_ptr(), num_bytes)
-                    started.add(start([memory, self._mpi.BYTE], r, _DATA), r)
-                    started.tensors.append(t)
+                    request = start([memory, self._mpi.BYTE], r, _DATA)
+                    started += _Requests([request], [r], [t])
         return started
 
     def wait_for(self, what: str, work: Any) -> None:
@@ -386,22 +384,21 @@ class Mpi(Carrier):
         try:
             super().wait_for(what, work)
         except PeerLost as error:
-            self._mpi.Prequest.Startall(self._meeting)
-            self._wait(str(error), _Requests(self._meeting, self._peers * 2), answer=True)
+            self._exchange_slots(str(error), liveness_check=True)
             self._give_up(_Requests())
             raise
 
-    def _wait(self, what: str, started: _Requests, answer: bool = False) -> None:
+    def _wait(self, what: str, started: _Requests, liveness_check: bool = False) -> None:
         """Wait for messages, up to the timeout. Raises PeerLost naming the ranks that are missing.
 
-        `answer`: this is a liveness check, which lasts `_ANSWER_S`.
+        `liveness_check`: this is a liveness check, which lasts `_LIVENESS_S`.
         """
         test, requests = self._mpi.Request.Testall, started.requests
         try:
             if test(requests):
                 return
             begin = now = time.monotonic()
-            look = begin + min(_LOOK_S, self.timeout_s)
+            next_check = begin + min(_CHECK_S, self.timeout_s)
             pause_s = _SHORTEST_S
             while not test(requests):
                 now = time.monotonic()
@@ -410,10 +407,10 @@ class Mpi(Carrier):
                 if now - begin < _YIELD_S:
                     os.sched_yield()
                     continue
-                if now > look:
-                    late = now - begin > (_ANSWER_S if answer else self.timeout_s)
-                    self._look_around(what, started, late, answer)
-                    look = now + min(_LOOK_S, self.timeout_s)
+                if now > next_check:
+                    late = now - begin > (_LIVENESS_S if liveness_check else self.timeout_s)
+                    self._check_peers(what, started, late, liveness_check)
+                    next_check = now + min(_CHECK_S, self.timeout_s)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_S)
         except BaseException as error:  # Ctrl-C leaves requests pending, too
@@ -422,8 +419,8 @@ class Mpi(Carrier):
                 raise PeerLost(f"{what}, by MPI: {error}") from None
             raise
 
-    def _look_around(self, what: str, started: _Requests, late: bool, answer: bool) -> None:
-        """Raise PeerLost if a peer gave up, or if this wait is `late`; answer liveness checks."""
+    def _check_peers(self, what: str, started: _Requests, late: bool, liveness_check: bool) -> None:
+        """Raise PeerLost if a peer gave up, or if this wait is `late`; answer peers' checks."""
         status = self._mpi.Status()
         if self._comm.Iprobe(self._mpi.ANY_SOURCE, _FAREWELL, status):
             text = bytearray(status.Get_count(self._mpi.BYTE))
@@ -435,36 +432,39 @@ class Mpi(Carrier):
             )
         if late:
             # Testall frees requests only once all are done, so each still has its status.
-            missing = self._silent({r for q, r in started if not q.Get_status()})
+            pairs = zip(started.requests, started.ranks, strict=True)
+            missing = self._check_liveness({r for q, r in pairs if not q.Get_status()})
             who = ", ".join(f"rank {r}" for r in missing) or "a peer"
-            how = "does not answer" if answer else f"did not come within {self.timeout_s:g} s"
+            how = (
+                "does not answer" if liveness_check else f"did not come within {self.timeout_s:g} s"
+            )
             self._reason = f"{who} {how}"
             raise PeerLost(f"{what}: {self._reason}; rank {self.rank} waited")
 
         for r in self._peers:
             if self._comm.Iprobe(r, _ALIVE):
-                self._hail(r)
+                self._send_alive(r)
 
-    def _silent(self, missing: set[int]) -> list[int]:
+    def _check_liveness(self, missing: set[int]) -> list[int]:
         """Return the ranks that failed the liveness check; all of `missing` if none failed.
 
         A rank that is only waiting itself answers at its next poll. The group is given up in any
         case.
         """
         for r in self._peers:  # they may be running a liveness check on this rank
-            self._hail(r)
+            self._send_alive(r)
         silent = set(missing)
-        deadline = time.monotonic() + _ANSWER_S
+        deadline = time.monotonic() + _LIVENESS_S
         while silent and time.monotonic() < deadline:
             tags = (_ALIVE, _FAREWELL)
             silent -= {r for r in silent if any(self._comm.Iprobe(r, tag) for tag in tags)}
             time.sleep(_LONGEST_S)
         return sorted(silent or missing)
 
-    def _hail(self, rank: int) -> None:
+    def _send_alive(self, rank: int) -> None:
         """Send a rank an "alive" message, once."""
-        if rank not in self._hailed:
-            self._hailed.add(rank)
+        if rank not in self._alive_sent:
+            self._alive_sent.add(rank)
             _abandoned.append(self._comm.Isend([b"", self._mpi.BYTE], rank, _ALIVE))
 
     def _give_up(self, started: _Requests) -> None:
@@ -480,26 +480,19 @@ class Mpi(Carrier):
         atexit.register(_abort, self._mpi)
 
 
+@dataclass
 class _Requests:
     """MPI requests, each with its peer's rank, and the tensors that they use, kept alive."""
 
-    def __init__(self, requests: list[Any] | None = None, ranks: list[int] | None = None) -> None:
-        self.requests = requests or []
-        self._ranks = ranks or []
-        self.tensors: list[Tensor] = []
-
-    def add(self, request: Any, rank: int) -> None:
-        self.requests.append(request)
-        self._ranks.append(rank)
+    requests: list[Any] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
 
     def __iadd__(self, other: _Requests) -> _Requests:
         self.requests += other.requests
-        self._ranks += other._ranks
+        self.ranks += other.ranks
         self.tensors += other.tensors
         return self
-
-    def __iter__(self) -> Any:
-        return iter(zip(self.requests, self._ranks, strict=True))
 
 
 def _abort(mpi: Any) -> None:
@@ -516,7 +509,7 @@ def _digest(what: str) -> bytes:
 
 def _shares(t: Tensor, parts: int) -> list[Tensor]:
     """Divide a tensor into `parts` parts, some of which may be empty."""
-    return [t[slice(*share(t.numel(), parts, k))] for k in range(parts)]
+    return [t[slice(*share_bounds(t.numel(), parts, k))] for k in range(parts)]
 
 
 def _pieces(t: Tensor, count: int) -> list[Tensor]:

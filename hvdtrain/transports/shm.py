@@ -4,15 +4,15 @@
 the ranks of a host. Between two barriers each rank adds up its share over the buffers of all local
 ranks, in rank order, and writes the sum to all of them, a cache-sized block at a time. So it reads
 and writes as many bytes as its tensor has, which is the lower bound for tensors that are in shared
-memory already (see `regions`); others are copied through a staging buffer. With several hosts each
-share is also reduced across hosts, by Gloo, before it is written, so that every rank does its part
-of the traffic (reduce-scatter, all-reduce, all-gather, as in NCCL's and BlueConnect's trees).
+memory already (see `shm_buffers`); others are copied through a staging area. With several hosts
+each share is also reduced across hosts, by Gloo, before it is written, so that every rank does its
+part of the traffic (reduce-scatter, all-reduce, all-gather, as in NCCL's and BlueConnect's trees).
 
 Every operation begins with a comparison of call signatures:
 
-    each rank:      write the call, and the region of its tensor, to its slot;  local barrier
+    each rank:      write the call, and the buffer of its tensor, to its slot;  local barrier
     several hosts:  local rank 0 all-gathers the hosts' calls by Gloo;  local barrier
-    each rank:      read all calls; raise Mismatch if they differ
+    each rank:      read all calls; raise Mismatch if they mismatch
 
     operation                                  one host        several hosts
     all_reduce, reduce_scatter, barrier        shared memory   shared memory, Gloo between
@@ -31,7 +31,6 @@ import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -40,52 +39,61 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.errors import first_line
-from hvdtrain.transports import window
-from hvdtrain.transports.carrier import (
+from hvdtrain.peers import PeerLost, exchange
+from hvdtrain.transports.gloo import Connections, open_gloo
+from hvdtrain.transports.heartbeat import Heartbeat, HeartbeatTable, RemotePeers
+from hvdtrain.transports.shm_buffers import SharedBuffers
+from hvdtrain.transports.shm_sync import (
+    CHECK_S,
+    HEADER_BYTES,
+    SLOT_BYTES,
+    HostBarrier,
+    LivenessCheck,
+    RankMemory,
+    SharedMapping,
+    create_memfd,
+    map_peer,
+)
+from hvdtrain.transports.transport import (
     HALVES,
     MAX,
     MIN,
     PRODUCT,
     SUM,
-    Carrier,
     Combiner,
-    PeerLost,
+    Transport,
     as_bytes,
-    check_plans,
-    differ,
+    check_splits,
     ends_within,
-    share,
+    mismatch,
+    share_bounds,
 )
-from hvdtrain.transports.gloo import Connections, open_gloo
-from hvdtrain.transports.hosts import Board, Far, Watch
-from hvdtrain.transports.regions import Regions
-from hvdtrain.transports.window import HEADER_BYTES, LOOK_S, Host, Mapping, Wait, Window
 
-STAGE_BYTES = 4 << 20  # two of them in each window: one is filled while the other is read
+STAGING_BYTES = 4 << 20  # a rank has two such areas: one is filled while the other is read
 _SMALL_BYTES = 64 << 10  # up to here every rank adds up all elements, which saves a barrier
-# Operation number and 0, both not read; region, its descriptor and size, the tensor's offset in
-# it; lengths of the two fields that follow: text of the call, freed regions.
-_SLOT = struct.Struct("<QQqiQQHH")
-_RETIRED = 16  # freed regions that one operation can report
-_KNOWN_S = 4.0  # how long to wait for the news of a rank's exit
-_ACROSS_BYTES = 2048  # the calls of one host's ranks, in the exchange between hosts
-_TEXT_BYTES = window.SLOT_BYTES - _SLOT.size - 8 * _RETIRED
+# A call: number of the tensor's shared buffer (0: none), its descriptor and size, the tensor's
+# offset in it; lengths of the two fields that follow: freed buffers, text of the call.
+_SLOT = struct.Struct("<QiQQHH")
+_MAX_FREED = 16  # freed buffers that one operation can report
+_TEXT_BYTES = SLOT_BYTES - _SLOT.size - 8 * _MAX_FREED
+_CAUSE_S = 4.0  # how long after a failure of Gloo to look for the lost rank
+_HOST_CALLS_BYTES = 2048  # the calls of one host's ranks, in the all-gather across hosts
 # Dtypes that Gloo cannot add up, or not well, and the wider ones that are used instead.
 _WIDER = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32)}
 
 
 @dataclass
-class _Said:
-    """The content of a rank's slot: its call, and the region that contains its tensor."""
+class _Call:
+    """The content of a rank's slot: its call, and the shared buffer that contains its tensor."""
 
     what: bytes
-    region: int
+    buffer: int
     fd: int
-    region_bytes: int
+    buffer_bytes: int
     offset: int
 
 
-class Shm(Carrier):
+class Shm(Transport):
     """One rank of a group in shared memory. Making one is collective.
 
     `gloo` is a Gloo group over the same ranks, and `connections` are its sockets. Raises PeerLost
@@ -107,122 +115,117 @@ class Shm(Carrier):
         self.size = size
         self._gloo = gloo
         self._connections = [connections]
-        self._number = 0
-        self.regions = Regions()
-        hosts, windows = _meet(store, rank, size, timeout_s)
-        self.hosts = hosts
-        mine = next(host for host in hosts if rank in host)
-        self.me = mine.index(rank)
-        self._host = Host(windows, self.me, mine, timeout_s)
-        self._local = len(mine)
+        self._sequence = 0
+        self.buffers = SharedBuffers()
+        self.hosts, memories = _group_by_host(store, rank, size, timeout_s)
+        hosts, local_ranks = self.hosts, next(host for host in self.hosts if rank in host)
+        self.local_rank = local_ranks.index(rank)
+        self._barrier = HostBarrier(memories, self.local_rank, local_ranks, timeout_s)
         # Local ranks below this number own a share. Each needs a partner on every host, so there
         # are as many as the smallest host has ranks.
-        self._carriers = min(map(len, hosts)) if len(hosts) > 1 else self._local
+        self._num_owners = min(map(len, hosts)) if len(hosts) > 1 else len(local_ranks)
         self._combine = Combiner().combine
-        self._stages = [torch.split(w.stage, STAGE_BYTES) for w in windows]
-        self._across: Any = None
-        self._watch: Watch | None = None
+        self._staging_areas = [torch.split(memory.staging, STAGING_BYTES) for memory in memories]
+        self._cross_host_group: Any = None
+        self._heartbeat: Heartbeat | None = None
         if len(hosts) > 1:
-            self._open_across(store, timeout_s)
+            self._connect_hosts(store, timeout_s)
 
     @property
     def timeout_s(self) -> float:
         """How long an operation waits for a late rank, in seconds."""
-        return self._host.timeout_s
+        return self._barrier.timeout_s
 
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
-        self._host.timeout_s = seconds
+        self._barrier.timeout_s = seconds
 
-    def _open_across(self, store: Store, timeout_s: float) -> None:
+    def _connect_hosts(self, store: Store, timeout_s: float) -> None:
         """Connect the ranks with the same local rank on all hosts, and start the heartbeat."""
-        board = Board(self._host.windows[0].memory[HEADER_BYTES + 2 * STAGE_BYTES :])
-        self._host.far = Far(board, self.hosts, self._host.ranks)
-        if self.me >= self._carriers:
+        table = HeartbeatTable(self._barrier.memories[0].memory[HEADER_BYTES + 2 * STAGING_BYTES :])
+        self._barrier.remote = RemotePeers(table, self.hosts, self._barrier.ranks)
+        if self.local_rank >= self._num_owners:
             return
-        peers = [host[self.me] for host in self.hosts]
-        name, place = PrefixStore(f"across/{self.me}", store), peers.index(self.rank)
-        self._across, connections = open_gloo(name, place, len(peers), timeout_s)
+        peers = [host[self.local_rank] for host in self.hosts]
+        name, place = PrefixStore(f"across/{self.local_rank}", store), peers.index(self.rank)
+        self._cross_host_group, connections = open_gloo(name, place, len(peers), timeout_s)
         self._connections.append(connections)
-        if self.me == 0:
-            address, near = connections.address(), self._host.near
-            self._watch = Watch(store, self.hosts, place, address, board, near, timeout_s)
+        if self.local_rank == 0:
+            address, status = connections.address(), self._barrier.local_status
+            self._heartbeat = Heartbeat(store, self.hosts, place, address, table, status, timeout_s)
 
     def close(self, failed: bool) -> None:
         """Release everything. Not collective; twice is safe."""
-        self._host.leave(failed)
-        if self._watch is not None:
-            self._watch.close()
-        self._host.close()
-        self.regions.close()
-        self._across = None
+        self._barrier.leave(failed)
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        self._barrier.close()
+        self.buffers.close()
+        self._cross_host_group = None
 
     def allocate(self, num_bytes: int) -> Tensor | None:
         """Return bytes in shared memory; None if they cannot be allocated there."""
-        return self.regions.allocate(num_bytes)
+        return self.buffers.allocate(num_bytes)
 
-    def consider(self, t: Tensor) -> None:
+    def prepare(self, t: Tensor) -> None:
         """Move a tensor into shared memory if that pays. Not collective.
 
         Called in the caller's thread, while nothing else uses the tensor's storage.
         """
-        self.regions.consider(t)
+        self.buffers.prepare(t)
 
     # Operations
 
     def barrier(self, what: str) -> None:
-        """Wait for all ranks."""
-        self._agree(what)
+        """LivenessCheck for all ranks."""
+        self._compare_calls(what)
 
     def all_reduce(self, what: str, t: Tensor, op: str, divisor: int = 1) -> None:
         """Combine over all ranks, in place."""
         num_bytes = t.numel() * t.element_size()
         if len(self.hosts) == 1 and num_bytes <= _SMALL_BYTES:
-            self._stage(self._number + 1)[:num_bytes].copy_(as_bytes(t))
-            self._agree(what)
-            self._combine(self._staged(self._number, num_bytes, t.dtype), op, divisor, [t])
+            self._compare_calls(what, staged=as_bytes(t))
+            self._combine(self._all_staged(num_bytes, t.dtype), op, divisor, [t])
             return
-        said, shared = self._agree(what, t)
+        calls, shared = self._compare_calls(what, t)
         if shared:
-            self._reduce_shared(what, self._mapped(said, t), op, divisor)
-            self._host.meet(what)
+            self._reduce_shared(what, self._map_buffers(calls, t), op, divisor)
+            self._barrier.wait(what)
             return
-        for piece in torch.split(t, STAGE_BYTES // t.element_size()):
-            size = piece.numel() * piece.element_size()
-            self._number += 1
-            self._stage(self._number)[:size].copy_(as_bytes(piece))
-            self._host.meet(what)
-            self._reduce_shared(what, self._staged(self._number, size, t.dtype), op, divisor)
-            self._host.meet(what)
-            piece.copy_(self._stage(self._number)[:size].view(t.dtype))
+        for piece in torch.split(t, STAGING_BYTES // t.element_size()):
+            staged = self._next_staging()[: piece.numel() * t.element_size()]
+            staged.copy_(as_bytes(piece))
+            self._barrier.wait(what)
+            self._reduce_shared(what, self._all_staged(staged.numel(), t.dtype), op, divisor)
+            self._barrier.wait(what)
+            piece.copy_(staged.view(t.dtype))
 
     def _reduce_shared(self, what: str, buffers: list[Tensor], op: str, divisor: int) -> None:
         """Combine this rank's share of the local ranks' buffers, and write it to all of them."""
-        if self.me >= self._carriers:
+        if self.local_rank >= self._num_owners:
             return
-        begin, end = share(buffers[0].numel(), self._carriers, self.me)
-        if self._across is None:
-            mine = [b[begin:end] for b in buffers]
+        begin, end = share_bounds(buffers[0].numel(), self._num_owners, self.local_rank)
+        mine = [b[begin:end] for b in buffers]
+        if self._cross_host_group is None:
             self._combine(mine, op, divisor, mine)
             return
         if begin == end:
             return  # the share is empty on every host, so no partner waits
-        mine = [b[begin:end] for b in buffers]
         total = torch.empty(end - begin, dtype=_WIDER.get(mine[0].dtype, mine[0].dtype))
         self._combine(mine, op, 1, [total])
-        self._between(what, total, op)
+        self._reduce_across_hosts(what, total, op)
         if divisor > 1:
             total.div_(divisor)
         for b in mine:
             b.copy_(total)
 
-    def _between(self, what: str, t: Tensor, op: str) -> None:
+    def _reduce_across_hosts(self, what: str, t: Tensor, op: str) -> None:
         """Reduce a share in place over its owners on all hosts."""
         if t.dtype == torch.bool:  # Gloo would add bools as numbers
             op = {SUM: MAX, PRODUCT: MIN}.get(op, op)
         options: Any = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, op.upper())
-        self.wait_for(what, self._across.allreduce([t], options))
+        self.wait_for(what, self._cross_host_group.allreduce([t], options))
 
     def reduce_scatter(self, what: str, out: Tensor, t: Tensor, op: str, divisor: int = 1) -> None:
         """Combine, and keep this rank's part."""
@@ -231,119 +234,126 @@ class Shm(Carrier):
             self.all_reduce(what, everything, op, divisor)
             out.copy_(everything.view(self.size, -1)[self.rank])
             return
-        parts = t.view(self.size, -1)
-        said, shared = self._agree(what, t)
+        calls, shared = self._compare_calls(what, t)
         if shared:
-            theirs = [b.view(self.size, -1)[self.rank] for b in self._mapped(said, t)]
+            theirs = [b.view(self.size, -1)[self.rank] for b in self._map_buffers(calls, t)]
             self._combine(theirs, op, divisor, [out])
-            self._host.meet(what)
+            self._barrier.wait(what)
             return
-        columns = STAGE_BYTES // self.size // t.element_size()
+        columns = STAGING_BYTES // self.size // t.element_size()
         for begin in range(0, out.numel(), columns):
-            piece = parts[:, begin : begin + columns]
-            size = piece.numel() * t.element_size()
-            self._number += 1
-            self._stage(self._number)[:size].view(t.dtype).view(piece.shape).copy_(piece)
-            self._host.meet(what)
-            staged = self._staged(self._number, size, t.dtype)
+            piece = t.view(self.size, -1)[:, begin : begin + columns]
+            num_bytes = piece.numel() * t.element_size()
+            self._next_staging()[:num_bytes].view(t.dtype).view(piece.shape).copy_(piece)
+            self._barrier.wait(what)
+            staged = self._all_staged(num_bytes, t.dtype)
             theirs = [s.view(self.size, -1)[self.rank] for s in staged]
             self._combine(theirs, op, divisor, [out[begin : begin + columns]])
 
     def broadcast(self, what: str, data: Tensor, root: int) -> None:
         """Overwrite bytes with the root's."""
+        self._compare_calls(what)
         if len(self.hosts) > 1:
-            self._agree(what)
             options = dist.BroadcastOptions()
             options.rootRank = root
             self.wait_for(what, self._gloo.broadcast([data], options))
             return
-        self._agree(what)
-        for piece in torch.split(data, STAGE_BYTES):
-            self._number += 1
+        for piece in torch.split(data, STAGING_BYTES):
+            mine = self._next_staging()
             if self.rank == root:
-                self._stage(self._number)[: piece.numel()].copy_(piece)
-            self._host.meet(what)
+                mine[: piece.numel()].copy_(piece)
+            self._barrier.wait(what)
             if self.rank != root:
-                piece.copy_(self._staged(self._number, piece.numel(), torch.uint8)[root])
+                piece.copy_(self._all_staged(piece.numel(), torch.uint8)[root])
 
     def all_gather(self, what: str, out: Tensor, data: Tensor) -> None:
         """Concatenate every rank's bytes."""
         if len(self.hosts) > 1:
-            self._agree(what)
+            self._compare_calls(what)
             self.wait_for(what, self._gloo._allgather_base(out, data))
             return
         rows = out.view(self.size, -1)
         if data.numel() <= _SMALL_BYTES:
-            self._stage(self._number + 1)[: data.numel()].copy_(data)
-            self._agree(what)
-            for row, theirs in zip(
-                rows, self._staged(self._number, data.numel(), torch.uint8), strict=True
-            ):
+            self._compare_calls(what, staged=data)
+            for row, theirs in zip(rows, self._all_staged(data.numel(), torch.uint8), strict=True):
                 row.copy_(theirs)
             return
-        self._agree(what)
-        for begin in range(0, data.numel(), STAGE_BYTES):
-            piece = data[begin : begin + STAGE_BYTES]
-            self._number += 1
-            self._stage(self._number)[: piece.numel()].copy_(piece)
-            self._host.meet(what)
-            staged = self._staged(self._number, piece.numel(), torch.uint8)
+        self._compare_calls(what)
+        for begin in range(0, data.numel(), STAGING_BYTES):
+            piece = data[begin : begin + STAGING_BYTES]
+            self._next_staging()[: piece.numel()].copy_(piece)
+            self._barrier.wait(what)
+            staged = self._all_staged(piece.numel(), torch.uint8)
             for row, theirs in zip(rows, staged, strict=True):
-                row[begin : begin + STAGE_BYTES].copy_(theirs)
+                row[begin : begin + STAGING_BYTES].copy_(theirs)
 
     def all_to_all(
         self, what: str, out: Tensor, data: Tensor, received: list[int], sent: list[int]
     ) -> None:
         """Exchange bytes."""
+        splits = self._exchange_splits(what, received, sent)
         if len(self.hosts) > 1:
-            self._plan(what, received, sent)
             self.wait_for(what, self._gloo.alltoall_base(out, data, received, sent))
             return
-        plans = self._plan(what, received, sent)
-        cell = STAGE_BYTES // self.size
+        cell = STAGING_BYTES // self.size
         outs, datas = torch.split(out, received), torch.split(data, sent)
-        for begin in range(0, max(max(row) for row, _ in plans), cell):
-            self._number += 1
-            mine = self._stage(self._number)
+        for begin in range(0, max(max(row) for row, _ in splits), cell):
+            mine = self._next_staging()
             for r, piece in enumerate(datas):
                 part = piece[begin : begin + cell]
                 mine[r * cell : r * cell + part.numel()].copy_(part)
-            self._host.meet(what)
+            self._barrier.wait(what)
             at = self.rank * cell
-            staged = self._staged(self._number, STAGE_BYTES, torch.uint8)
-            for piece, theirs in zip(outs, staged, strict=True):
+            for piece, theirs in zip(
+                outs, self._all_staged(STAGING_BYTES, torch.uint8), strict=True
+            ):
                 part = piece[begin : begin + cell]
                 part.copy_(theirs[at : at + part.numel()])
 
-    def _plan(self, what: str, received: list[int], sent: list[int]) -> list[Any]:
+    def _exchange_splits(self, what: str, received: list[int], sent: list[int]) -> list[Any]:
         """Return what every rank sends and receives. Raises Mismatch on all ranks if it differs."""
         table = torch.empty(2 * self.size * self.size, dtype=torch.int64)
         self.all_gather(what, as_bytes(table), as_bytes(torch.tensor(sent + received)))
-        plans = table.view(self.size, 2, self.size).tolist()
-        check_plans(what, plans)
-        return plans
+        splits = table.view(self.size, 2, self.size).tolist()
+        check_splits(what, splits)
+        return splits
+
+    def _next_staging(self) -> Tensor:
+        """Return this rank's staging area for the next exchange. Two areas alternate."""
+        self._sequence += 1
+        area: Tensor = self._staging_areas[self.local_rank][self._sequence % 2]
+        return area
+
+    def _all_staged(self, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return what the local ranks have put into their current staging areas."""
+        return [areas[self._sequence % 2][:num_bytes].view(dtype) for areas in self._staging_areas]
 
     # The comparison of calls
 
-    def _agree(self, what: str, t: Tensor | None = None) -> tuple[list[_Said], bool]:
+    def _compare_calls(
+        self, what: str, t: Tensor | None = None, staged: Tensor | None = None
+    ) -> tuple[list[_Call], bool]:
         """Wait for all ranks and compare their calls.
 
-        Return the slots of this host's ranks, and whether `t` is in shared memory on all ranks of
-        all hosts. Raises Mismatch on all ranks if they called different collectives.
+        `staged` are bytes to put into the staging area before. Return the slots of this host's
+        ranks, and whether `t` is in shared memory on all ranks of all hosts. Raises Mismatch on all
+        ranks if they called different collectives.
         """
-        self._number += 1
-        self._say(what, t)
-        self._host.meet(what)
-        said = [self._hear(i) for i in range(self._local)]
-        shared = all(one.region for one in said)
-        calls = {rank: one.what for rank, one in zip(self._host.ranks, said, strict=True)}
+        area = self._next_staging()
+        if staged is not None:
+            area[: staged.numel()].copy_(staged)
+        self._write_slot(what, t)
+        self._barrier.wait(what)
+        slots = [self._read_slot(i) for i in range(len(self._barrier.ranks))]
+        shared = all(slot.buffer for slot in slots)
+        calls = {rank: slot.what for rank, slot in zip(self._barrier.ranks, slots, strict=True)}
         if len(self.hosts) > 1:
-            calls, shared = self._agree_across(what, calls, shared)
+            calls, shared = self._compare_across_hosts(what, calls, shared)
         if len(set(calls.values())) > 1:
-            raise differ({r: call.decode(errors="replace") for r, call in calls.items()})
-        return said, shared
+            raise mismatch({r: call.decode(errors="replace") for r, call in calls.items()})
+        return slots, shared
 
-    def _agree_across(
+    def _compare_across_hosts(
         self, what: str, calls: dict[int, bytes], shared: bool
     ) -> tuple[dict[int, bytes], bool]:
         """All-gather the calls, and `shared`, across hosts through each host's local rank 0.
@@ -351,140 +361,130 @@ class Shm(Carrier):
         Return the calls of all ranks, and whether `shared` is true on all hosts. A host whose ranks
         agree sends one call, in full; any other sends all of them, shortened.
         """
-        self._number += 1
-        hosts, mine = len(self.hosts), self._stages[0][self._number % 2]
-        if self.me == 0:
+        self._sequence += 1
+        leaders_area = self._staging_areas[0][self._sequence % 2]
+        num_bytes = len(self.hosts) * _HOST_CALLS_BYTES
+        if self.local_rank == 0:
             alike = len(set(calls.values())) == 1
-            limit = _TEXT_BYTES if alike else (_ACROSS_BYTES - 32) // len(calls) // 2 - 4
+            limit = _TEXT_BYTES if alike else (_HOST_CALLS_BYTES - 32) // len(calls) // 2 - 4
             texts = [call[:limit].hex() for call in calls.values()][: 1 if alike else None]
-            text = json.dumps([texts, shared]).encode().ljust(_ACROSS_BYTES)
-            theirs = torch.empty(hosts * _ACROSS_BYTES, dtype=torch.uint8)
-            ours = torch.frombuffer(bytearray(text[:_ACROSS_BYTES]), dtype=torch.uint8)
-            self.wait_for(what, self._across._allgather_base(theirs, ours))
-            mine[: theirs.numel()].copy_(theirs)
-        self._host.meet(what)
+            text = json.dumps([texts, shared]).encode().ljust(_HOST_CALLS_BYTES)
+            theirs = torch.empty(num_bytes, dtype=torch.uint8)
+            ours = torch.frombuffer(bytearray(text[:_HOST_CALLS_BYTES]), dtype=torch.uint8)
+            self.wait_for(what, self._cross_host_group._allgather_base(theirs, ours))
+            leaders_area[:num_bytes].copy_(theirs)
+        self._barrier.wait(what)
         calls = {}
-        for ranks, said in zip(
-            self.hosts, mine[: hosts * _ACROSS_BYTES].view(hosts, -1), strict=True
-        ):
-            texts, all_shared = json.loads(bytes(said.tolist()))
+        rows = leaders_area[:num_bytes].view(len(self.hosts), -1)
+        for ranks, row in zip(self.hosts, rows, strict=True):
+            texts, all_shared = json.loads(bytes(row.tolist()))
             shared = shared and all_shared
             calls |= zip(ranks, itertools.cycle(bytes.fromhex(text) for text in texts))
         return dict(sorted(calls.items())), shared
 
-    def _say(self, what: str, t: Tensor | None) -> None:
-        """Write this rank's call to its slot, with its tensor's region and the freed regions."""
-        slot = self._host.windows[self.me].slot(self._number)
-        region = self.regions.find(t) if t is not None else None
-        retired = self.regions.retired(_RETIRED)
-        text = what.encode()[:_TEXT_BYTES]
+    def _write_slot(self, what: str, t: Tensor | None) -> None:
+        """Write this rank's call to its slot, with its tensor's buffer and the freed buffers."""
+        slot = self._barrier.memories[self.local_rank].slot(self._sequence)
+        buffer = self.buffers.find(t) if t is not None else None
         number, fd, num_bytes, offset = 0, -1, 0, 0
-        if region is not None and t is not None:
-            number, fd, num_bytes = region.number, region.fd, region.num_bytes
+        if buffer is not None and t is not None:
+            number, fd, num_bytes = buffer.number, buffer.fd, buffer.num_bytes
             offset = int(t.storage_offset()) * t.element_size()
-        _SLOT.pack_into(
-            slot, 0, self._number, 0, number, fd, num_bytes, offset, len(text), len(retired)
-        )
-        at = _SLOT.size
-        for gone in retired:
-            struct.pack_into("<Q", slot, at, gone)
-            at += 8
+        freed = self.buffers.take_freed(_MAX_FREED)
+        text = what.encode()[:_TEXT_BYTES]
+        _SLOT.pack_into(slot, 0, number, fd, num_bytes, offset, len(freed), len(text))
+        struct.pack_into(f"<{len(freed)}Q", slot, _SLOT.size, *freed)
+        at = _SLOT.size + 8 * len(freed)
         slot[at : at + len(text)] = text
 
-    def _hear(self, i: int) -> _Said:
-        """Return the slot of local rank `i`, and unmap the regions that it reports as freed."""
-        slot = self._host.windows[i].slot(self._number)
-        _, _, number, fd, num_bytes, offset, length, gone = _SLOT.unpack_from(slot)
-        at = _SLOT.size
-        if gone:
-            self.regions.forget(i, struct.unpack_from(f"<{gone}Q", slot, at))
-        at += 8 * gone
-        return _Said(bytes(slot[at : at + length]), number, fd, num_bytes, offset)
+    def _read_slot(self, i: int) -> _Call:
+        """Return the slot of local rank `i`, and unmap the buffers that it reports as freed."""
+        slot = self._barrier.memories[i].slot(self._sequence)
+        number, fd, num_bytes, offset, num_freed, length = _SLOT.unpack_from(slot)
+        if num_freed:
+            self.buffers.unmap(i, struct.unpack_from(f"<{num_freed}Q", slot, _SLOT.size))
+        at = _SLOT.size + 8 * num_freed
+        return _Call(bytes(slot[at : at + length]), number, fd, num_bytes, offset)
 
-    def _mapped(self, said: list[_Said], t: Tensor) -> list[Tensor]:
+    def _map_buffers(self, calls: list[_Call], t: Tensor) -> list[Tensor]:
         """Return the same tensor of every rank of this host, as views of their shared memory."""
         size = t.numel() * t.element_size()
         buffers = []
-        for i, one in enumerate(said):
-            if i == self.me:
+        for i, call in enumerate(calls):
+            if i == self.local_rank:
                 buffers.append(t)
                 continue
-            pid = self._host.windows[i].pid
+            pid = self._barrier.memories[i].pid
             try:
-                whole = self.regions.map(i, pid, one.region, one.fd, one.region_bytes)
+                whole = self.buffers.map_peer(i, pid, call.buffer, call.fd, call.buffer_bytes)
             except OSError as error:  # most likely the peer has exited
-                what = one.what.decode(errors="replace")
-                self._await_news(Wait(self._host, what))
-                rank = self._host.ranks[i]
-                self._host.give_up(what, [rank], f"has memory that cannot be mapped: {error}")
-            buffers.append(whole[one.offset : one.offset + size].view(t.dtype))
+                what = call.what.decode(errors="replace")
+                self._await_cause(LivenessCheck(self._barrier, what))
+                rank = self._barrier.ranks[i]
+                self._barrier.give_up(what, [rank], f"has memory that cannot be mapped: {error}")
+            buffers.append(whole[call.offset : call.offset + size].view(t.dtype))
         return buffers
 
-    def _stage(self, number: int) -> Tensor:
-        stage: Tensor = self._stages[self.me][number % 2]
-        return stage
-
-    def _staged(self, number: int, size: int, dtype: torch.dtype) -> list[Tensor]:
-        return [stages[number % 2][:size].view(dtype) for stages in self._stages]
+    # Waiting for Gloo
 
     def wait_for(self, what: str, work: Any) -> None:
         """Wait for an operation of Gloo, with liveness checks. Raises PeerLost.
 
         Gloo alone reports a lost rank late, and without its number.
         """
-        wait = Wait(self._host, what)
+        liveness = LivenessCheck(self._barrier, what)
         try:
-            while not ends_within(work, LOOK_S):
-                wait.look()
+            while not ends_within(work, CHECK_S):
+                liveness.check()
         except PeerLost:
-            self._hang_up()
+            self._shut_down()
             raise
         except RuntimeError as error:
-            self._hang_up()
-            self._await_news(wait)
-            self._host.give_up(what, [], f"was lost, by Gloo: {first_line(error)}")
+            self._shut_down()
+            self._await_cause(liveness)
+            self._barrier.give_up(what, [], f"was lost, by Gloo: {first_line(error)}")
 
-    def _await_news(self, wait: Wait) -> None:
-        """Raise PeerLost as soon as the exit of a rank is known; return after `_KNOWN_S`.
+    def _await_cause(self, liveness: LivenessCheck) -> None:
+        """Raise PeerLost as soon as the exit of a rank is known; return after `_CAUSE_S`.
 
         An exit becomes known a moment after the rank's connections and memory have disappeared.
         """
-        deadline = time.monotonic() + _KNOWN_S
+        deadline = time.monotonic() + _CAUSE_S
         while time.monotonic() < deadline:
-            wait.look()
-            time.sleep(LOOK_S / 4)
+            liveness.check()
+            time.sleep(CHECK_S / 4)
 
-    def _hang_up(self) -> None:
+    def _shut_down(self) -> None:
         """Shut the Gloo connections down: pending operations fail here and on the peers."""
         for connections in self._connections:
-            connections.hang_up()
+            connections.shut_down()
 
 
 # Rendezvous: which ranks share memory
 
 
-def _meet(
+def _group_by_host(
     store: Store, rank: int, size: int, timeout_s: float
-) -> tuple[list[list[int]], list[Window]]:
-    """Return the ranks grouped by host, and the windows of this host's ranks. Collective."""
-    total = HEADER_BYTES + 2 * STAGE_BYTES + Board.size_bytes(size)
-    fd = window.create(total)
+) -> tuple[list[list[int]], list[RankMemory]]:
+    """Return the ranks grouped by host, and the memories of this host's ranks. Collective."""
+    total = HEADER_BYTES + 2 * STAGING_BYTES + HeartbeatTable.size_bytes(size)
+    fd = create_memfd(total)
     try:
-        mapping = Mapping(fd, total)
-        mine = Window(mapping, os.getpid())
+        mapping = SharedMapping(fd, total)
+        mine = RankMemory(mapping, os.getpid())
         mine.init()
         secret = secrets.token_bytes(16)
-        mine.stage[:16].copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
-        card = {"pid": os.getpid(), "fd": fd, "secret": secret.hex(), "host": _host()}
-        cards = _exchange(store, "card", rank, size, json.dumps(card), timeout_s)
-        windows = {rank: mine}
+        mine.staging[:16].copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
+        card = {"pid": os.getpid(), "fd": fd, "secret": secret.hex(), "host": _shared_namespace()}
+        cards = exchange(store, "card", rank, size, card, timeout_s)
+        memories = {rank: mine}
         for r, other in enumerate(cards):
             if r != rank and other["host"] == card["host"]:
                 with suppress(OSError, ValueError):
-                    peer = Window(window.reach(other["pid"], other["fd"], total), other["pid"])
-                    if bytes(peer.stage[:16].tolist()).hex() == other["secret"]:
-                        windows[r] = peer
-        reached = _exchange(store, "reached", rank, size, json.dumps(sorted(windows)), timeout_s)
+                    peer = RankMemory(map_peer(other["pid"], other["fd"], total), other["pid"])
+                    if bytes(peer.staging[:16].tolist()).hex() == other["secret"]:
+                        memories[r] = peer
+        reached = exchange(store, "reached", rank, size, sorted(memories), timeout_s)
     finally:
         os.close(fd)
     groups: list[list[int]] = []
@@ -493,13 +493,13 @@ def _meet(
             if ranks not in groups:
                 groups.append(ranks)
         else:
-            groups.append([r])  # a peer reached other windows: this rank counts as its own host
+            groups.append([r])  # a peer reached other memories: this rank counts as its own host
     groups.sort()
     here = next(group for group in groups if rank in group)
-    return groups, [windows[r] for r in here]
+    return groups, [memories[r] for r in here]
 
 
-def _host() -> str:
+def _shared_namespace() -> str:
     """Return a text that is equal only for processes that can share memory and a network.
 
     It combines the boot id with the network and PID namespaces.
@@ -512,20 +512,3 @@ def _host() -> str:
         with suppress(OSError):
             parts.append(os.readlink(f"/proc/self/ns/{kind}"))
     return " ".join(parts)
-
-
-def _exchange(
-    store: Store, name: str, rank: int, size: int, mine: str, timeout_s: float
-) -> list[Any]:
-    """Return every rank's JSON value, through the store. Collective. Raises PeerLost."""
-    keys = [f"{name}/{r}" for r in range(size)]
-    store.set(keys[rank], mine)
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except dist.DistError:
-        missing = [str(r) for r, key in enumerate(keys) if not store.check([key])]
-        if missing:  # else the last one arrived after the timeout
-            raise PeerLost(
-                f"rank {rank} waited {timeout_s:g} s for rank {', '.join(missing)} to open shm"
-            ) from None
-    return [json.loads(store.get(key)) for key in keys]

@@ -339,7 +339,7 @@ def with_a_failing_thread(folder: Path, victim: int, thread: str) -> Answer:
         os.close(2)
     if hvd.rank() == victim:
         if thread == "control":
-            basics.engine.control._tick = fail
+            basics.engine.control._on_tick = fail
         else:
             basics.engine.executor.put(fail)
 

@@ -1,4 +1,4 @@
-"""Where ranks meet: real processes, with what the launcher sets made by hand where it is absent."""
+"""The rendezvous in real processes; the variables of absent launchers are set by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain import rendezvous
+from hvdtrain import addresses, rendezvous
 from hvdtrain.errors import LaunchError
 from hvdtrain.world import World
 from tests.launching import Started, clean_env, run, started
@@ -29,7 +29,7 @@ from tests.launching import Started, clean_env, run, started
 Env = dict[str, str]
 Answer = dict[str, Any]
 ROUNDS = int(os.environ.get("TEST_CHAOS_ROUNDS", "1"))
-MEET = [sys.executable, "-m", "tests.meet"]
+PROCESS = [sys.executable, "-m", "tests.rendezvous_process"]
 
 
 def srun(rank: int, size: int, job: str, **more: str) -> Env:
@@ -67,7 +67,7 @@ def answers(output: str) -> list[Answer]:
     return sorted(found, key=lambda answer: answer["rank"])
 
 
-def meet(*envs: Env, timeout_s: float = 20, times: int = 1) -> list[Answer]:
+def rendezvous_of(*envs: Env, timeout_s: float = 20, times: int = 1) -> list[Answer]:
     """Start one process for each environment; return their answers in rank order."""
     with contextlib.ExitStack() as stack:
         gate = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-test-"))
@@ -75,7 +75,8 @@ def meet(*envs: Env, timeout_s: float = 20, times: int = 1) -> list[Answer]:
         running = [
             stack.enter_context(
                 started(
-                    [*MEET, str(timeout_s), f"{env_id(env)}-", str(times)], env={**env, **together}
+                    [*PROCESS, str(timeout_s), f"{env_id(env)}-", str(times)],
+                    env={**env, **together},
                 )
             )
             for env in envs
@@ -100,7 +101,7 @@ def first_port(job: str) -> int:
 
 @contextlib.contextmanager
 def listening(port: int = 0) -> Iterator[int]:
-    """Somebody else, who accepts connections and never says a word."""
+    """A server that accepts connections and never replies."""
     with socket.socket(socket.AF_INET6) as server:
         server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -115,20 +116,20 @@ def listening(port: int = 0) -> Iterator[int]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_srun(size: int) -> None:
     job = job_id()
-    got = meet(*(srun(rank, size, job) for rank in range(size)))
+    got = rendezvous_of(*(srun(rank, size, job) for rank in range(size)))
     assert [answer.get("read") for answer in got] == [[f"{job}-0"] * size] * size, got
 
 
 def test_srun_twice_in_one_process() -> None:
     job = job_id()
-    got = meet(*(srun(rank, 2, job) for rank in range(2)), times=5)
+    got = rendezvous_of(*(srun(rank, 2, job) for rank in range(2)), times=5)
     assert [answer.get("read") for answer in got] == [[f"{job}-4"] * 2] * 2, got
 
 
 def test_srun_when_a_stranger_has_the_first_port() -> None:
     job = job_id()
     with listening(first_port(job)):
-        got = meet(*(srun(rank, 2, job) for rank in range(2)))
+        got = rendezvous_of(*(srun(rank, 2, job) for rank in range(2)))
     assert [answer.get("read") for answer in got] == [[f"{job}-0"] * 2] * 2, got
 
 
@@ -136,7 +137,9 @@ def test_srun_when_another_job_has_the_first_port() -> None:
     mine, other = job_id(), job_id()
     start = f"{first_port(mine)}-{first_port(mine) + 5}"
     ports = {"SLURM_STEP_RESV_PORTS": start}  # the same ports for both, as if the hashes were alike
-    got = meet(*(srun(rank, 2, job, **ports) for rank in range(2) for job in (mine, other)))
+    got = rendezvous_of(
+        *(srun(rank, 2, job, **ports) for rank in range(2) for job in (mine, other))
+    )
     reads = [answer.get("read") for answer in got]
     for job in (mine, other):
         assert reads.count([f"{job}-0"] * 2) == 2, got
@@ -145,13 +148,13 @@ def test_srun_when_another_job_has_the_first_port() -> None:
 def test_srun_with_reserved_ports() -> None:
     with listening() as port:
         job, ports = job_id(), {"SLURM_STEP_RESV_PORTS": f"{port}-{port + 3},60000"}
-        got = meet(*(srun(rank, 2, job, **ports) for rank in range(2)))
+        got = rendezvous_of(*(srun(rank, 2, job, **ports) for rank in range(2)))
     assert [answer.get("read") for answer in got] == [[f"{job}-0"] * 2] * 2, got
 
 
 def test_srun_with_no_port_left() -> None:
     with listening() as port:
-        (got,) = meet(srun(0, 2, job_id(), SLURM_STEP_RESV_PORTS=str(port)))
+        (got,) = rendezvous_of(srun(0, 2, job_id(), SLURM_STEP_RESV_PORTS=str(port)))
     assert "--resv-ports" in got["error"]
 
 
@@ -159,7 +162,7 @@ def test_srun_with_no_port_left() -> None:
 def test_two_processes_of_one_rank(rank: int) -> None:
     job = job_id()
     ranks = [0, 1, rank]
-    got = meet(*(srun(rank, 3, job) for rank in ranks), timeout_s=12)
+    got = rendezvous_of(*(srun(rank, 3, job) for rank in ranks), timeout_s=12)
     said = [a for a in got if a.get("error", "").startswith("LaunchError: two processes")]
     assert len(said) == 1, got
     assert said[0]["rank"] == rank
@@ -168,7 +171,7 @@ def test_two_processes_of_one_rank(rank: int) -> None:
 
 @pytest.mark.parametrize("bad", ["x", "-", "1-x"])
 def test_reserved_ports_that_are_none(bad: str) -> None:
-    (got,) = meet(srun(0, 2, job_id(), SLURM_STEP_RESV_PORTS=bad))
+    (got,) = rendezvous_of(srun(0, 2, job_id(), SLURM_STEP_RESV_PORTS=bad))
     assert "LaunchError: SLURM_STEP_RESV_PORTS" in got["error"]
 
 
@@ -178,7 +181,7 @@ def test_reserved_ports_that_are_none(bad: str) -> None:
 @pytest.mark.parametrize("here", [(0, 2), (1, 2)])
 def test_a_missing_rank_is_named_in_time_under_srun(here: tuple[int, int]) -> None:
     job = job_id()
-    got = meet(*(srun(rank, 3, job) for rank in here), timeout_s=4)
+    got = rendezvous_of(*(srun(rank, 3, job) for rank in here), timeout_s=4)
     (missing,) = {0, 1, 2} - set(here)
     assert all("WorldError" in answer["error"] for answer in got), got
     assert all(answer["seconds"] < 12 for answer in got), got
@@ -192,7 +195,7 @@ def test_a_missing_rank_is_named_in_time_at_a_given_address() -> None:
     with listening() as port:
         pass  # free now
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    got = meet(*(torch_like(rank, 3, **address) for rank in (0, 2)), timeout_s=4)
+    got = rendezvous_of(*(torch_like(rank, 3, **address) for rank in (0, 2)), timeout_s=4)
     assert "waiting for rank 1 (1 of 3 ranks missing)" in got[0]["error"], got
     assert all("WorldError" in answer["error"] for answer in got), got
     assert all(answer["seconds"] < 8 for answer in got), got
@@ -251,20 +254,20 @@ def given(port: object, host: str = "localhost") -> list[Env]:
 def test_a_given_address_five_times_in_one_process() -> None:
     with listening() as port:
         pass
-    got = meet(*given(port), times=5)
+    got = rendezvous_of(*given(port), times=5)
     assert [answer.get("read") for answer in got] == [["x-4", "x-4"]] * 2, got
 
 
 def test_a_port_without_a_host_is_half_an_address() -> None:
-    (got,) = meet({**srun(0, 2, job_id()), "MASTER_ADDR": "localhost"})
+    (got,) = rendezvous_of({**srun(0, 2, job_id()), "MASTER_ADDR": "localhost"})
     assert "MASTER_ADDR=localhost is set without MASTER_PORT" in got["error"]
-    (got,) = meet({**srun(0, 2, job_id()), "MASTER_PORT": "1"})
+    (got,) = rendezvous_of({**srun(0, 2, job_id()), "MASTER_PORT": "1"})
     assert "MASTER_PORT=1 is set without MASTER_ADDR" in got["error"]
 
 
 def test_a_busy_port() -> None:
     with listening() as port:
-        zero, one = meet(*given(port), timeout_s=5)
+        zero, one = rendezvous_of(*given(port), timeout_s=5)
     assert f"LaunchError: rank 0 cannot serve at MASTER_PORT={port}" in zero["error"]
     assert zero["seconds"] < 2
     assert "does not answer as a store" in one["error"]
@@ -283,7 +286,7 @@ def test_a_busy_port() -> None:
     ],
 )
 def test_an_address_that_is_none(rank: int, host: str, port: object, said: str) -> None:
-    (got,) = meet(given(port, host)[rank], timeout_s=4)
+    (got,) = rendezvous_of(given(port, host)[rank], timeout_s=4)
     assert got["error"].startswith("LaunchError")
     assert said in got["error"]
     assert got["seconds"] < 8
@@ -295,9 +298,9 @@ def test_an_address_that_is_none(rank: int, host: str, port: object, said: str) 
 @pytest.mark.parametrize(
     "command",
     [
-        ["mpirun", "-np", "2", *MEET],
-        ["horovodrun", "-np", "2", "--gloo", *MEET],
-        ["torchrun", "--nproc-per-node", "2", "-m", "tests.meet"],
+        ["mpirun", "-np", "2", *PROCESS],
+        ["horovodrun", "-np", "2", "--gloo", *PROCESS],
+        ["torchrun", "--nproc-per-node", "2", "-m", "tests.rendezvous_process"],
     ],
     ids=lambda command: command[0],
 )
@@ -318,7 +321,7 @@ def test_mpirun_with_a_given_address() -> None:
     with listening() as port:
         pass
     env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    finished = run(["mpirun", "-np", "3", *MEET, "30", "v", "4"], env=env)
+    finished = run(["mpirun", "-np", "3", *PROCESS, "30", "v", "4"], env=env)
     assert [a.get("read") for a in answers(finished.output)] == [["v3"] * 3] * 3, finished.output
 
 
@@ -327,10 +330,10 @@ def test_mpirun_with_a_given_address() -> None:
 
 def test_several_hosts_never_get_a_loopback_address() -> None:
     world = World(0, 4, 0, 2, 0, 2, "openmpi")
-    addresses = rendezvous.own_addresses(world)
-    assert addresses
-    assert not any(a.startswith(("127.", "localhost", "::1", "fe80")) for a in addresses)
-    assert len(json.dumps([addresses, 65535, "0" * 32])) <= rendezvous._MESSAGE_BYTES
+    found = addresses.own_addresses(world)
+    assert found
+    assert not any(a.startswith(("127.", "localhost", "::1", "fe80")) for a in found)
+    assert len(json.dumps([found, 65535, "0" * 32])) <= rendezvous._MESSAGE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -350,7 +353,7 @@ def test_several_hosts_never_get_a_loopback_address() -> None:
     ],
 )
 def test_what_means_another_host_elsewhere(address: str, local: bool) -> None:
-    assert rendezvous._is_local(address) == local
+    assert addresses.is_local(address) == local
 
 
 def test_a_world_without_a_launcher_needs_an_address() -> None:
@@ -396,7 +399,7 @@ def test_two_hosts_under_srun(two_hosts: tuple[str, str]) -> None:
             env = srun(rank, 2, job, SLURM_STEP_NODELIST="10.77.0.1,10.77.0.2")
             env |= {"SLURM_LOCALID": "0", "SLURM_NODEID": str(rank), "SLURM_STEP_NUM_NODES": "2"}
             env |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-            command = ["ip", "netns", "exec", host, *MEET, "20", f"{job}-"]
+            command = ["ip", "netns", "exec", host, *PROCESS, "20", f"{job}-"]
             running.append(stack.enter_context(started(command, env=env)))
         for process, _ in running:
             process.wait(40)
@@ -406,7 +409,7 @@ def test_two_hosts_under_srun(two_hosts: tuple[str, str]) -> None:
 
 def test_the_address_that_another_host_reaches(two_hosts: tuple[str, str]) -> None:
     code = (
-        "from hvdtrain.rendezvous import own_addresses as a; from hvdtrain.world import World; "
+        "from hvdtrain.addresses import own_addresses as a; from hvdtrain.world import World; "
         "print(a(World(0, 2, 0, 1, 0, 2, 'openmpi')))"
     )
     command = ["ip", "netns", "exec", two_hosts[0], sys.executable, "-c", code]
@@ -452,14 +455,14 @@ def test_hosts_whose_own_name_is_a_loopback_address(
 
 def test_a_silent_server_costs_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it is tried; it ends when the server does."""
-    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(rendezvous, "_REPLY_S", 0.3)
     threads = threading.active_count()
     with listening() as port:
         for _ in range(3):
             with pytest.raises(TimeoutError, match="does not answer as a store"):
-                rendezvous._client("localhost", port)
+                rendezvous._connect_once("localhost", port)
         assert threading.active_count() == threads + 1
-    rendezvous._attempts.pop(("localhost", port)).join(20)
+    rendezvous._connecting.pop(("localhost", port)).join(20)
     assert threading.active_count() == threads
 
 

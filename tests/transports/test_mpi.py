@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from hvdtrain.errors import BackendUnavailable
-from hvdtrain.transports.carrier import Mismatch, PeerLost, TransportError
+from hvdtrain.peers import PeerLost
 from hvdtrain.transports.mpi import open_mpi
+from hvdtrain.transports.transport import Mismatch, TransportError
 from tests.launching import run
 from tests.transports.mpi_pool import MpiRanks
 

@@ -72,7 +72,7 @@ class Engine:
         self._closed = threading.Event()
         self._pid = os.getpid()
         self.control = Control(world, store, hello, settings.gloo_timeout_s, settings.peer_limit_s)
-        self.people = self.control.people
+        self.people = self.control.members
         self.groups = Groups(
             self.control.store,
             world.rank,
@@ -426,7 +426,7 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 def _in_child() -> None:
     for engine in list(_engines):
-        engine.control.forget()
+        engine.control.close_in_child()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -20,8 +20,8 @@ from hvdtrain import transports
 from hvdtrain.errors import first_line
 from hvdtrain.hvd.engine.request import AVERAGE, MAX, MIN, PRODUCT, SUM
 from hvdtrain.hvd.exceptions import HorovodInternalError
-from hvdtrain.transports.carrier import ends_within
 from hvdtrain.transports.gloo import open_gloo
+from hvdtrain.transports.transport import ends_within
 
 REDUCE_OPS = {
     AVERAGE: dist.ReduceOp.SUM,  # the engine divides: see `collectives`
@@ -85,7 +85,7 @@ class Groups:
                     group = _open_nccl(store, rank, len(members), self._connect_s)
                 elif transport == "gloo":
                     group, connections = open_gloo(store, rank, len(members), self._connect_s)
-                    self._hang_up[name] = connections.hang_up
+                    self._hang_up[name] = connections.shut_down
                 else:
                     limit = timedelta(seconds=self._connect_s)
                     group = transports.OPEN[transport](store, rank, len(members), limit)

@@ -163,8 +163,8 @@ class Lane:
     def buffer(self, layout: Layout, device: torch.device) -> Tensor:
         """Return zeros for a bucket, in the transport's own memory if it has any."""
         num_bytes = layout.numel * layout.dtype.itemsize
-        carrier = getattr(self._groups.get(layout.device), "carrier", None)
-        shared: Tensor | None = carrier.allocate(num_bytes) if carrier is not None else None
+        transport = getattr(self._groups.get(layout.device), "transport", None)
+        shared: Tensor | None = transport.allocate(num_bytes) if transport is not None else None
         if shared is not None:
             return shared.view(layout.dtype)
         return torch.zeros(layout.numel, dtype=layout.dtype, device=device)

@@ -37,7 +37,7 @@ from hvdtrain.hvd.reducers.base import TOO_MANY, Recipe, Reducer
 from hvdtrain.hvd.reducers.bucket import Bucket
 from hvdtrain.hvd.reducers.byname import ByName
 from hvdtrain.hvd.reducers.describe import describe, digest
-from hvdtrain.transports.memory import keep_freed_memory
+from hvdtrain.transports.malloc import keep_freed_memory
 
 
 class BucketReducer(Reducer):

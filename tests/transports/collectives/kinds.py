@@ -208,7 +208,7 @@ def many_shared_tensors_take_few_descriptors(dist: Dist) -> None:
                 assert t.eq(dist.get_world_size()).all()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    # Of all groups together, so the regions of the first part may still count.
+    # Of all groups together, so the buffers of the first part may still count.
     assert 0 < sum(t.untyped_storage().is_shared() for t in tensors) <= 200 // 8
     dist.destroy_process_group(group)
 

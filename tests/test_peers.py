@@ -1,4 +1,4 @@
-"""The control plane's port: strangers, ranks that come late or again, and what is no message."""
+"""Connections between ranks: strangers, late and restarted ranks, and invalid messages."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
+from hvdtrain.addresses import listen_addresses
 from hvdtrain.errors import WorldError
 from hvdtrain.hvd.engine.control import Control
-from hvdtrain.rendezvous import _await_all
+from hvdtrain.peers import ENDED, PeerLost, Peers, await_ranks, exchange
 from hvdtrain.world import World
 
 SIZES = struct.Struct("<II")
@@ -29,12 +30,12 @@ def world(rank: int, size: int = 3) -> World:
 
 
 def together(call: Callable[[int], Any], ranks: Sequence[int]) -> list[Any]:
-    """Make a call for every rank at once; return results, and WorldErrors, in order."""
+    """Make a call for every rank at once; return results, or errors of lost ranks, in order."""
 
     def caught(rank: int) -> Any:
         try:
             return call(rank)
-        except WorldError as error:
+        except (WorldError, PeerLost) as error:
             return error
 
     with ThreadPoolExecutor(len(ranks)) as pool:
@@ -43,7 +44,7 @@ def together(call: Callable[[int], Any], ranks: Sequence[int]) -> list[Any]:
 
 def port_of(store: Store) -> int:
     """The port that rank 0 has published."""
-    found = re.search(r", (\d{4,5})\b", store.get("control").decode())
+    found = re.search(r", (\d{4,5})\b", store.get("listening/0").decode())
     assert found is not None
     return int(found[1])
 
@@ -78,22 +79,22 @@ def attacked(port: int, messages: Sequence[bytes]) -> Iterator[list[socket.socke
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_strangers_keep_nobody_from_meeting(attack: str) -> None:
+def test_strangers_keep_no_rank_from_connecting(attack: str) -> None:
     store = HashStore()
 
     def meet(rank: int) -> Any:
         if rank:
             store.wait(["attacked"])
-        control = Control(world(rank), store, {"rank": rank}, 30)
+        peers = Peers(store, rank, 3, {"rank": rank}, ["127.0.0.1"], 30)
         try:
-            return [person["rank"] for person in control.people]
+            return [member["rank"] for member in peers.members]
         finally:
-            control.close()
+            peers.close()
 
     begin = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         met = pool.submit(together, meet, [0, 1, 2])
-        store.wait(["control"])
+        store.wait(["listening/0"])
         with attacked(port_of(store), ATTACKS[attack]):
             store.set("attacked", "1")
             assert met.result() == [[0, 1, 2]] * 3
@@ -103,8 +104,9 @@ def test_strangers_keep_nobody_from_meeting(attack: str) -> None:
 def test_the_port_of_one_host_is_on_its_loopback() -> None:
     store = HashStore()
     with ThreadPoolExecutor(1) as pool:
-        alone = pool.submit(together, lambda r: Control(world(r), store, {}, 1), [0])
-        store.wait(["control"])
+        addresses = listen_addresses(world(0))
+        alone = pool.submit(together, lambda r: Peers(store, r, 3, {}, addresses, 1), [0])
+        store.wait(["listening/0"])
         port = port_of(store)
         with open("/proc/net/tcp") as v4, open("/proc/net/tcp6") as v6:
             local = [line.split()[1] for line in (*v4, *v6) if line.split()[3] == "0A"]
@@ -121,7 +123,7 @@ def test_the_port_of_one_host_is_on_its_loopback() -> None:
         (frame(b"[" * 100_000), "too deeply nested"),
         (frame(b'{"a"'), "Expecting"),
         (SIZES.pack(1 << 31, 0), "2147483648 bytes"),
-        (b"", "has ended"),
+        (b"", ENDED),
     ],
 )
 def test_a_rank_that_sends_no_message_is_lost(message: bytes, why: str) -> None:
@@ -177,7 +179,7 @@ def controls(store: Store, ranks: Sequence[int], timeout_s: float) -> list[Any]:
     def meet(rank: int) -> str:
         control = Control(world(rank), store, {}, timeout_s)
         control.store.set(f"seen/{rank}", "1")
-        control.store.wait([f"seen/{r}" for r in range(3)])  # all are in one name space
+        control.store.wait([f"seen/{r}" for r in range(3)])  # all have the same prefix
         control.close()
         return "met"
 
@@ -186,9 +188,9 @@ def controls(store: Store, ranks: Sequence[int], timeout_s: float) -> list[Any]:
 
 def stores(store: Store, ranks: Sequence[int], timeout_s: float) -> list[Any]:
     def meet(rank: int) -> str:
-        space = _await_all(store, world(rank), timeout_s, time.monotonic() + timeout_s)
-        space.set(f"seen/{rank}", "1")
-        space.wait([f"seen/{r}" for r in range(3)])
+        prefixed = await_ranks(store, world(rank), timeout_s)
+        prefixed.set(f"seen/{rank}", "1")
+        prefixed.wait([f"seen/{r}" for r in range(3)])
         return "met"
 
     return together(meet, ranks)
@@ -203,3 +205,25 @@ def test_a_start_after_one_that_failed_on_some(meet: Any, late: int) -> None:
         for error in meet(store, others, 0.5):
             assert isinstance(error, WorldError), error
         assert meet(store, [0, 1, 2], 20) == ["met"] * 3
+
+
+# Values through the store
+
+
+class LastMoment(HashStore):
+    """Rank 1 says its part just after rank 0's wait for it has timed out."""
+
+    def wait(self, *args: Any) -> None:
+        try:
+            super().wait(*args)
+        finally:
+            self.set("name/1", "[1]")
+
+
+def test_a_rank_that_comes_at_the_last_moment_has_come() -> None:
+    assert exchange(LastMoment(), "name", 0, 2, [0], 0.1) == [[0], [1]]
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with pytest.raises(PeerLost, match=r"timed out after 0.1 s waiting for ranks 1, 2 \(2 of 3"):
+        exchange(HashStore(), "name", 0, 3, [0], 0.1)

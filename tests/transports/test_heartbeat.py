@@ -13,49 +13,38 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from hvdtrain.transports import hosts, window
-from hvdtrain.transports.carrier import PeerLost
+from hvdtrain import peers
+from hvdtrain.peers import PeerLost
+from hvdtrain.transports import heartbeat, shm_sync
 from hvdtrain.transports.gloo import open_gloo
-from hvdtrain.transports.hosts import ALIVE, ENDED, HERE, STOPPED, Board, Far, Seen, Watch
-from hvdtrain.transports.regions import MOVE_BYTES, Regions
-from hvdtrain.transports.shm import _exchange
+from hvdtrain.transports.heartbeat import (
+    ALIVE,
+    ENDED,
+    HERE,
+    STOPPED,
+    Heartbeat,
+    HeartbeatTable,
+    RankStatus,
+    RemotePeers,
+)
+from hvdtrain.transports.shm_buffers import MOVE_BYTES, SharedBuffers
 
 
 def test_who_has_ended_is_known_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the thread that heard of it has ended: a survivor may look only then."""
-    monkeypatch.setattr(hosts, "_SILENT_S", 0.3)
-    board = Board(memoryview(bytearray(Board.size_bytes(4))))
-    far = Far(board, [[0, 1], [2, 3]], here=[0, 1])
+    monkeypatch.setattr(heartbeat, "_SILENT_S", 0.3)
+    table = HeartbeatTable(memoryview(bytearray(HeartbeatTable.size_bytes(4))))
+    remote = RemotePeers(table, [[0, 1], [2, 3]], here=[0, 1])
     for rank, life in enumerate((ALIVE, ALIVE, STOPPED, ENDED)):
-        board.write(rank, Seen(5, HERE, life))
-    assert far.look() == {2: Seen(5, HERE, STOPPED), 3: Seen(5, HERE, ENDED)}
+        table.write(rank, RankStatus(5, HERE, life))
+    assert remote.status() == {2: RankStatus(5, HERE, STOPPED), 3: RankStatus(5, HERE, ENDED)}
     time.sleep(0.4)
-    assert far.look() == {3: Seen(5, HERE, ENDED)}
-
-
-class LastMoment(HashStore):
-    """Rank 1 says its part just after rank 0's wait for it has timed out."""
-
-    def wait(self, *args: Any) -> None:
-        try:
-            super().wait(*args)
-        finally:
-            self.set("name/1", "[1]")
-
-
-def test_a_rank_that_comes_at_the_last_moment_has_come() -> None:
-    assert _exchange(LastMoment(), "name", 0, 2, "[0]", 0.1) == [[0], [1]]
-
-
-def test_a_rank_that_does_not_come_is_named() -> None:
-    with pytest.raises(PeerLost, match=r"^rank 0 waited 0.1 s for rank 1, 2 to open shm$"):
-        _exchange(HashStore(), "name", 0, 3, "[0]", 0.1)
+    assert remote.status() == {3: RankStatus(5, HERE, ENDED)}
 
 
 @contextmanager
@@ -70,25 +59,25 @@ def descriptors(limit: int) -> Iterator[None]:
 
 
 def test_all_groups_together_take_a_quarter_of_the_descriptors() -> None:
-    groups = [Regions(), Regions()]
+    groups = [SharedBuffers(), SharedBuffers()]
     tensors = [torch.zeros(MOVE_BYTES, dtype=torch.uint8) for _ in range(24)]
     with descriptors(8 * 10):
         for t in tensors:
-            for regions in groups:
-                regions.consider(t)
-                regions.consider(t)
-        assert sum(regions.find(t) is not None for t in tensors for regions in groups) == 10
+            for buffers in groups:
+                buffers.prepare(t)
+                buffers.prepare(t)
+        assert sum(buffers.find(t) is not None for t in tensors for buffers in groups) == 10
         assert groups[0].allocate(100) is None
-    for regions in groups:
-        regions.close()
+    for buffers in groups:
+        buffers.close()
 
 
 @pytest.mark.parametrize("left", range(4))
 def test_a_rank_without_descriptors_copies(left: int) -> None:
     """It raised before it came to the barrier, where the others waited for it."""
-    regions = Regions()
+    buffers = SharedBuffers()
     t = torch.zeros(MOVE_BYTES, dtype=torch.uint8)
-    regions.consider(t)
+    buffers.prepare(t)
     used = [int(name) for name in os.listdir("/proc/self/fd")]
     taken = []
     with descriptors(max(used) + 64):
@@ -98,11 +87,11 @@ def test_a_rank_without_descriptors_copies(left: int) -> None:
                     taken.append(os.open("/dev/null", os.O_RDONLY))
             for _ in range(left):
                 os.close(taken.pop())
-            regions.consider(t)
+            buffers.prepare(t)
         finally:
             for fd in taken:
                 os.close(fd)
-    regions.close()
+    buffers.close()
 
 
 def test_hosts_are_watched_with_many_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,18 +103,20 @@ def test_hosts_are_watched_with_many_files_open(monkeypatch: pytest.MonkeyPatch)
         filler = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
         try:
             store, ranks = HashStore(), [[0], [1]]
-            boards = [Board(memoryview(bytearray(Board.size_bytes(2)))) for _ in ranks]
+            tables = [
+                HeartbeatTable(memoryview(bytearray(HeartbeatTable.size_bytes(2)))) for _ in ranks
+            ]
 
-            def watch(me: int) -> Watch:
-                near = [Seen(7 + me, HERE)]
-                return Watch(store, ranks, me, "127.0.0.1", boards[me], lambda: near, 10.0)
+            def watch(me: int) -> Heartbeat:
+                near = [RankStatus(7 + me, HERE)]
+                return Heartbeat(store, ranks, me, "127.0.0.1", tables[me], lambda: near, 10.0)
 
             with ThreadPoolExecutor(2) as both:
                 watches = list(both.map(watch, range(2)))
             deadline = time.monotonic() + 10
-            while boards[0].read(1)[0].entered != 8 and time.monotonic() < deadline:
+            while tables[0].read(1)[0].entered != 8 and time.monotonic() < deadline:
                 time.sleep(0.02)
-            assert boards[0].read(1)[0] == Seen(8, HERE)
+            assert tables[0].read(1)[0] == RankStatus(8, HERE)
             for one in watches:
                 one.close()
         finally:
@@ -139,14 +130,15 @@ def test_strangers_keep_no_hosts_from_meeting(messages: list[bytes]) -> None:
     store = HashStore()
     begin = time.monotonic()
     with ThreadPoolExecutor(2) as both, ExitStack() as stack:
-        first = both.submit(hosts._connect, store, 2, 0, "127.0.0.1", 20.0)
-        store.wait(["watch/0"])
-        _, port, _ = json.loads(store.get("watch/0"))
+        deadline = time.monotonic() + 20
+        first = both.submit(peers._connect, store, 0, [], {1}, ["127.0.0.1"], deadline)
+        store.wait(["listening/0"])
+        (((_, port),), _) = json.loads(store.get("listening/0"))
         for message in messages:
             stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))
             with suppress(OSError):  # closed meanwhile
                 stranger.sendall(message)
-        second = both.submit(hosts._connect, store, 2, 1, "127.0.0.1", 20.0)
+        second = both.submit(peers._connect, store, 1, [0], set(), [], deadline)
         for host, connected in enumerate((first, second)):
             (peer,) = connected.result().items()
             assert peer[0] == 1 - host
@@ -155,23 +147,25 @@ def test_strangers_keep_no_hosts_from_meeting(messages: list[bytes]) -> None:
 
 
 def test_a_clock_that_is_set_back_prolongs_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    windows = []
+    memories = []
     for _ in range(2):
-        fd = window.create(window.HEADER_BYTES)
-        windows.append(window.Window(window.Mapping(fd, window.HEADER_BYTES), os.getpid()))
-        windows[-1].init()
+        fd = shm_sync.create_memfd(shm_sync.HEADER_BYTES)
+        memories.append(
+            shm_sync.RankMemory(shm_sync.SharedMapping(fd, shm_sync.HEADER_BYTES), os.getpid())
+        )
+        memories[-1].init()
         os.close(fd)
-    host = window.Host(windows, 0, [0, 1], timeout_s=0.5)
+    host = shm_sync.HostBarrier(memories, 0, [0, 1], timeout_s=0.5)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 3600)  # it is set back an hour from here
     lost: list[str] = []
 
-    def meet() -> None:
+    def wait() -> None:
         with pytest.raises(PeerLost) as raised:
-            host.meet("barrier()")
+            host.wait("barrier()")
         lost.append(str(raised.value))
 
-    waiting = threading.Thread(target=meet, daemon=True)
+    waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     waiting.join(20)
     assert "did not come within 0.5 s" in lost[0]
@@ -186,4 +180,4 @@ def test_gloo_connects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         opened = list(both.map(lambda rank: open_gloo(store, rank, 2, 20.0), range(2)))
     assert all(connections.address() for _, connections in opened)
     for _, connections in opened:
-        connections.hang_up()
+        connections.shut_down()

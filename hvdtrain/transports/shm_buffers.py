@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hvdtrain.errors import first_line
-from hvdtrain.transports import window
+from hvdtrain.transports import shm_sync
 
 MOVE_BYTES = 1 << 20  # smaller tensors are copied: a copy costs less than a system call
 _SWEEP = 256  # entries in `_seen` from which on dead ones are removed
@@ -39,7 +39,7 @@ class _Alive:
 
 
 @dataclass
-class Region:
+class SharedBuffer:
     """One storage in shared memory. Its owner never reuses its `number`."""
 
     number: int
@@ -53,41 +53,41 @@ _lock = threading.RLock()
 
 
 def _has_descriptors() -> bool:
-    """Return whether this process may open descriptors for one more region.
+    """Return whether this process may open descriptors for one more buffer.
 
-    A region takes two. All groups together may use a quarter of the process's limit.
+    A buffer takes two. All groups together may use a quarter of the process's limit.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
     with _lock:
-        for regions in list(_all_regions):
-            regions._sweep()  # an idle group keeps the descriptors of tensors that are gone
-        return sum(len(regions._own) for regions in list(_all_regions)) < most
+        for buffers in list(_all_buffers):
+            buffers._sweep()  # an idle group keeps the descriptors of tensors that are gone
+        return sum(len(buffers._own) for buffers in list(_all_buffers)) < most
 
 
-class Regions:
-    """The regions of one rank, which its peers may read and write, and its mappings of theirs.
+class SharedBuffers:
+    """The buffers of one rank, which its peers may read and write, and its mappings of theirs.
 
-    Call `consider` and `allocate` in the caller's thread, `find` in any, and the rest in the thread
+    Call `prepare` and `allocate` in the caller's thread, `find` in any, and the rest in the thread
     that runs the collective.
     """
 
     def __init__(self, shm_dir: str = "/dev/shm") -> None:
-        self._own: dict[int, Region] = {}
+        self._own: dict[int, SharedBuffer] = {}
         self._seen: dict[int, _Alive] = {}
-        self._theirs: dict[tuple[int, int], Tensor] = {}
-        self._retired: list[int] = []
+        self._mappings: dict[tuple[int, int], Tensor] = {}
+        self._freed: list[int] = []
         self._next = 0
         self._dir = shm_dir
         self._may_move = True
-        _all_regions.add(self)
+        _all_buffers.add(self)
 
-    def find(self, t: Tensor) -> Region | None:
-        """Return the region that contains a tensor; None if it is not in shared memory."""
-        region = self._own.get(t.untyped_storage()._cdata)
-        return region if region is not None and region.alive else None
+    def find(self, t: Tensor) -> SharedBuffer | None:
+        """Return the buffer that contains a tensor; None if it is not in shared memory."""
+        buffer = self._own.get(t.untyped_storage()._cdata)
+        return buffer if buffer is not None and buffer.alive else None
 
-    def consider(self, t: Tensor) -> None:
-        """Move a tensor's storage into shared memory if it is large and was considered before.
+    def prepare(self, t: Tensor) -> None:
+        """Move a tensor's storage into shared memory if it is large and was passed before.
 
         Storages that other libraries may point into, e.g. NumPy, are not resizable and stay where
         they are. The caller makes sure that no operation is using the storage.
@@ -114,7 +114,7 @@ class Regions:
                 fd, _ = storage._share_fd_cpu_()  # also moves it; the storage owns this descriptor
                 mine = os.dup(fd)
             except (RuntimeError, OSError) as error:  # memory or descriptors ran out meanwhile
-                self._stay(first_line(error))
+                self._stop_moving(first_line(error))
                 return
             self._add(storage, mine, num_bytes)
 
@@ -126,10 +126,10 @@ class Regions:
         if not _has_descriptors():
             return None
         try:
-            fd = window.create(max(num_bytes, 1))
+            fd = shm_sync.create_memfd(max(num_bytes, 1))
         except OSError:
             return None
-        t = window.Mapping(fd, max(num_bytes, 1)).bytes
+        t = shm_sync.SharedMapping(fd, max(num_bytes, 1)).bytes
         with _lock:
             self._add(t.untyped_storage(), fd, max(num_bytes, 1))
         return t[:num_bytes]
@@ -137,14 +137,14 @@ class Regions:
     def _add(self, storage: torch.UntypedStorage, fd: int, num_bytes: int) -> None:
         self._sweep()
         self._next += 1
-        region = Region(self._next, fd, num_bytes, _Alive(storage))
-        self._own[storage._cdata] = region
+        buffer = SharedBuffer(self._next, fd, num_bytes, _Alive(storage))
+        self._own[storage._cdata] = buffer
 
     def _sweep(self) -> None:
-        for key in [k for k, region in self._own.items() if not region.alive]:
-            region = self._own.pop(key)
-            os.close(region.fd)
-            self._retired.append(region.number)
+        for key in [k for k, buffer in self._own.items() if not buffer.alive]:
+            buffer = self._own.pop(key)
+            os.close(buffer.fd)
+            self._freed.append(buffer.number)
 
     def _fits(self, num_bytes: int) -> bool:
         """Return whether /dev/shm, where torch shares storages, has room; warn once if not."""
@@ -156,10 +156,10 @@ class Regions:
         if free >= 2 * num_bytes:
             return True
         size = f"a tensor to reduce has {num_bytes >> 20} MiB"
-        self._stay(f"{self._dir} has {free >> 20} MiB free, and {size}")
+        self._stop_moving(f"{self._dir} has {free >> 20} MiB free, and {size}")
         return False
 
-    def _stay(self, why: str) -> None:
+    def _stop_moving(self, why: str) -> None:
         """Stop moving storages, and print why."""
         self._may_move = False
         what = "tensors are copied instead of shared, which is slower"
@@ -167,16 +167,16 @@ class Regions:
 
     # Called in the thread that runs the collective
 
-    def retired(self, most: int) -> list[int]:
-        """Return up to `most` numbers of freed regions to report to the peers; each number once."""
+    def take_freed(self, most: int) -> list[int]:
+        """Return up to `most` numbers of freed buffers to report to the peers; each number once."""
         with _lock:
             self._sweep()
-            told, self._retired = self._retired[:most], self._retired[most:]
-        return told
+            numbers, self._freed = self._freed[:most], self._freed[most:]
+        return numbers
 
-    def map(self, owner: int, pid: int, number: int, fd: int, num_bytes: int) -> Tensor:
-        """Return the bytes of a peer's region. Raises OSError."""
-        mapping = self._theirs.get((owner, number))
+    def map_peer(self, owner: int, pid: int, number: int, fd: int, num_bytes: int) -> Tensor:
+        """Return the bytes of a peer's buffer. Raises OSError."""
+        mapping = self._mappings.get((owner, number))
         if mapping is None:
             # Unlike Python's mmap this keeps no descriptor open, and their number is limited.
             try:
@@ -187,22 +187,22 @@ class Regions:
                     )
             except RuntimeError as error:
                 raise OSError(str(error)) from None
-            self._theirs[owner, number] = mapping
+            self._mappings[owner, number] = mapping
         return mapping
 
-    def forget(self, owner: int, numbers: Iterable[int]) -> None:
-        """Drop the mappings of regions that a peer has freed."""
+    def unmap(self, owner: int, numbers: Iterable[int]) -> None:
+        """Drop the mappings of buffers that a peer has freed."""
         for number in numbers:
-            self._theirs.pop((owner, number), None)
+            self._mappings.pop((owner, number), None)
 
     def close(self) -> None:
         """Close the descriptors. The memory is freed with the tensors."""
         with _lock:
             own, self._own = self._own, {}
-            self._theirs.clear()
-        for region in own.values():
-            os.close(region.fd)
+            self._mappings.clear()
+        for buffer in own.values():
+            os.close(buffer.fd)
 
 
 # Those of all groups of this process, which share its limit on descriptors.
-_all_regions: weakref.WeakSet[Regions] = weakref.WeakSet()
+_all_buffers: weakref.WeakSet[SharedBuffers] = weakref.WeakSet()

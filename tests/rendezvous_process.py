@@ -1,6 +1,7 @@
 """One process of a rendezvous: opens the store, writes a value and reads those of all ranks.
 
-`python -m tests.meet TIMEOUT_S VALUE [TIMES]` prints one line of JSON: the values, or the error.
+`python -m tests.rendezvous_process TIMEOUT_S VALUE [TIMES]` prints one line of JSON: the values, or
+the error.
 """
 
 from __future__ import annotations

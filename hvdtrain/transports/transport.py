@@ -1,6 +1,6 @@
 """The contract of hvdtrain's own transports: blocking collectives on flat CPU tensors.
 
-`shm` and `mpi` implement it; `group` turns it into a process group of torch.distributed.
+`shm` and `mpi` implement it; `process_group` turns it into a process group of torch.distributed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdtrain.errors import first_line
+from hvdtrain.peers import PeerLost
 
 # c10d's reduce operations, and their names here. AVG is a sum with the group's size as divisor.
 SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR = "sum product min max band bor bxor".split()
@@ -37,11 +38,7 @@ class Mismatch(TransportError):
     """The ranks called different collectives. Raised on all of them; the group stays usable."""
 
 
-class PeerLost(TransportError):
-    """A rank has exited, or did not arrive in time. The group cannot be used any more."""
-
-
-class Carrier(ABC):
+class Transport(ABC):
     """A transport: runs collectives on CPU tensors, one at a time, in one order on all ranks.
 
     Methods are collective and block unless they say otherwise; tensors are contiguous and
@@ -93,7 +90,7 @@ class Carrier(ABC):
         collective, except for `mpi4py` unless `failed`.
         """
 
-    def consider(self, t: Tensor) -> None:
+    def prepare(self, t: Tensor) -> None:
         """Prepare for a reduction of `t` that follows. Not collective.
 
         Called in the caller's thread, while nothing else uses the tensor's storage.
@@ -115,25 +112,25 @@ class Carrier(ABC):
         return None
 
 
-def differ(calls: Mapping[int, str]) -> Mismatch:
+def mismatch(calls: Mapping[int, str]) -> Mismatch:
     """Return the error that lists which rank called what."""
     ranks: dict[str, list[str]] = {}
     for rank, call in sorted(calls.items()):
         ranks.setdefault(call, []).append(str(rank))
-    told = "; ".join(f"rank {', '.join(who)}: {call}" for call, who in ranks.items())
-    return Mismatch(f"the ranks called different collectives: {told}")
+    text = "; ".join(f"rank {', '.join(who)}: {call}" for call, who in ranks.items())
+    return Mismatch(f"the ranks called different collectives: {text}")
 
 
-def check_plans(what: str, plans: Sequence[Sequence[Sequence[int]]]) -> None:
+def check_splits(what: str, splits: Sequence[Sequence[Sequence[int]]]) -> None:
     """Raise Mismatch if a rank sends a peer another number of bytes than the peer expects.
 
-    `plans[r]` is rank r's pair of lists: the bytes it sends to, and receives from, each rank.
+    `splits[r]` is rank r's pair of lists: the bytes it sends to, and receives from, each rank.
     """
     wrong = [
-        f"rank {a} sends {sent} bytes to rank {b}, which expects {plans[b][1][a]}"
-        for a, (row, _) in enumerate(plans)
+        f"rank {a} sends {sent} bytes to rank {b}, which expects {splits[b][1][a]}"
+        for a, (row, _) in enumerate(splits)
         for b, sent in enumerate(row)
-        if sent != plans[b][1][a]
+        if sent != splits[b][1][a]
     ]
     if wrong:
         raise Mismatch(f"{what}: {'; '.join(wrong)}")
@@ -153,7 +150,7 @@ def ends_within(work: Any, seconds: float) -> bool:
     return True
 
 
-def share(count: int, parts: int, part: int) -> tuple[int, int]:
+def share_bounds(count: int, parts: int, part: int) -> tuple[int, int]:
     """Return the bounds of part number `part` of `count` elements.
 
     They are multiples of 64 elements, so that no two parts share a cache line.

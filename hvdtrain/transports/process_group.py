@@ -1,0 +1,467 @@
+"""A c10d process group in Python on top of a transport (`Transport`).
+
+torch.distributed calls `TransportGroup`. It checks the arguments, flattens the tensors, and queues
+the collective (see `work_queue`). Operations that are rare or need no speed go through a Gloo group
+beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hvdtrain.transports.transport import (
+    REDUCE_OPS,
+    SUM,
+    Transport,
+    TransportError,
+    as_bytes,
+    supports,
+)
+from hvdtrain.transports.work_queue import (
+    CollectiveWork,
+    PointToPointWork,
+    StorageUse,
+    WorkQueue,
+    is_in_use,
+)
+
+_C10dGroup: Any = dist.ProcessGroup  # torch's stubs have overloads that no override could have
+
+
+class TransportGroup(_C10dGroup):  # type: ignore[misc]
+    """A process group on a transport, with a Gloo group beside it.
+
+    Gloo handles sparse tensors, gather, scatter and reduce to one rank, which need no speed, and
+    send and recv, which are not collective.
+    """
+
+    def __init__(self, transport: Transport, gloo: Any) -> None:
+        super().__init__(transport.rank, transport.size)
+        self.transport = transport
+        self._gloo = gloo
+        self._group_name = self._group_desc = ""
+        self._queue = WorkQueue(
+            f"{transport.name}-group", functools.partial(transport.close, failed=True)
+        )
+        self._close = weakref.finalize(self, _close, self._queue, transport, os.getpid())
+
+    def getBackendName(self) -> str:
+        """Return the transport's name."""
+        return self.transport.name
+
+    name = _get_backend_name = getBackendName
+
+    # The base class stores names in its C++ backends, and this group has none.
+    def getGroupName(self) -> str:  # noqa: D102
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:  # noqa: D102
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:  # noqa: D102
+        return self._group_desc
+
+    def setGroupDesc(self, name: str) -> None:  # noqa: D102
+        self._group_desc = name
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return the backend for a device: Gloo's for the CPU. The base class has none.
+
+        From torch 2.14 on `batch_isend_irecv` reads from it whether the group coalesces. Raises
+        RuntimeError for other devices, as torch does.
+        """
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"No backend type associated with device type {device}")
+        return self._gloo
+
+    def shutdown(self) -> None:
+        """Release what the group holds. Not collective."""
+        self._close()
+
+    abort = shutdown
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long a collective waits for a late rank."""
+        self.transport.timeout_s = timeout.total_seconds()
+        self._gloo._set_default_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    # Collectives of the transport
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> CollectiveWork:
+        """Combine a tensor over all ranks, in place. Collective."""
+        tensors, op = _as_list(tensors), _op(opts)
+        if tensors[0].is_sparse:
+            what = f"all_reduce(sparse {_signature(tensors)}, {_op_name(op)})"
+            opts = opts or dist.AllreduceOptions()
+            return self._by_gloo(what, tensors, [], self._gloo.allreduce, tensors, opts)
+        return self._reduce_all(tensors, op, opts)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> CollectiveWork:
+        """Combine several tensors over all ranks, in place. Collective."""
+        return self._reduce_all(list(tensors), _op(opts), opts)
+
+    def _reduce_all(self, tensors: list[Tensor], op: Any, opts: Any) -> CollectiveWork:
+        name, divisor = self._reduction(op, tensors)
+        what = f"all_reduce({_signature(tensors)}, {name}{'/n' * (divisor > 1)})"
+        self._prepare(tensors)
+
+        def run() -> None:
+            for t in tensors:
+                flat = _flat(t)
+                self.transport.all_reduce(what, flat, name, divisor)
+                _copy_back(t, flat)
+
+        return self._put(run, tensors, [], opts)
+
+    def reduce_scatter_single(
+        self, output: Tensor, input: Tensor, opts: Any = None
+    ) -> CollectiveWork:
+        """Combine over all ranks, and keep this rank's part of the first dimension. Collective."""
+        return self._scatter_all([output], [[input]], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> CollectiveWork:
+        """Combine several tensors, and keep this rank's part of each. Collective."""
+        return self._scatter_all(list(outputs), [[t] for t in inputs], opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> CollectiveWork:
+        """Combine lists of one tensor per rank, and keep this rank's. Collective."""
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        return self._scatter_all(list(outputs), inputs, opts)
+
+    def _scatter_all(self, outputs: list[Tensor], inputs: Any, opts: Any) -> CollectiveWork:
+        op = _op(opts)
+        name, divisor = self._reduction(op, outputs)
+        what = f"reduce_scatter({_signature(outputs)}, {name}{'/n' * (divisor > 1)})"
+        for out, parts in zip(outputs, inputs, strict=True):
+            each = self.size() // len(parts) * out.numel()
+            if self.size() % len(parts) or any(
+                t.numel() != each or t.dtype != out.dtype for t in parts
+            ):
+                raise ValueError(
+                    f"reduce_scatter to {_signature([out])} wants {self.size()} times as much, and "
+                    f"has {_signature(parts)}"
+                )
+
+        def run() -> None:
+            for out, parts in zip(outputs, inputs, strict=True):
+                flat = _flat(out)
+                self.transport.reduce_scatter(what, flat, _concatenate(parts), name, divisor)
+                _copy_back(out, flat)
+
+        return self._put(run, outputs, [t for parts in inputs for t in parts], opts)
+
+    def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> CollectiveWork:
+        """Overwrite tensors with the root's, in place. Collective."""
+        tensors = _as_list(tensors)
+        root = opts if isinstance(opts, int) else opts.rootRank
+        what = f"broadcast({_signature(tensors)}, from {root})"
+
+        def run() -> None:
+            for t in tensors:
+                flat = _flat(t)
+                self.transport.broadcast(what, as_bytes(flat), root)
+                _copy_back(t, flat)
+
+        return self._put(run, tensors, [], opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> CollectiveWork:
+        """Concatenate every rank's tensor, all of one size. Collective."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> CollectiveWork:
+        """Concatenate every rank's tensors, each of one size everywhere. Collective."""
+        outputs, inputs = list(outputs), list(inputs)
+        what = f"all_gather({_signature(inputs)})"
+        for out, t in zip(outputs, inputs, strict=True):
+            if out.numel() != t.numel() * self.size() or out.dtype != t.dtype:
+                raise ValueError(
+                    f"all_gather of {_signature([t])} from {self.size()} ranks does not fit into "
+                    f"{_signature([out])}"
+                )
+
+        def run() -> None:
+            for out, t in zip(outputs, inputs, strict=True):
+                flat = _flat(out)
+                self.transport.all_gather(what, as_bytes(flat), as_bytes(_flat(t)))
+                _copy_back(out, flat)
+
+        return self._put(run, outputs, inputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> CollectiveWork:
+        """Fill a list with every rank's tensor, all of one size. Collective."""
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        lists, inputs = [list(ts) for ts in outputs], list(inputs)
+        what = f"all_gather({_signature(inputs)})"
+        for parts, t in zip(lists, inputs, strict=True):
+            if len(parts) != self.size() or any(
+                p.numel() != t.numel() or p.dtype != t.dtype for p in parts
+            ):
+                raise ValueError(
+                    f"all_gather of {_signature([t])} from {self.size()} ranks does not fit into "
+                    f"{_signature(parts)}"
+                )
+
+        def run() -> None:
+            for parts, t in zip(lists, inputs, strict=True):
+                flat = torch.empty(t.numel() * self.size(), dtype=t.dtype)
+                self.transport.all_gather(what, as_bytes(flat), as_bytes(_flat(t)))
+                for part, piece in zip(parts, flat.chunk(self.size()), strict=False):
+                    part.copy_(piece.view(part.shape))
+
+        return self._put(run, [t for parts in lists for t in parts], inputs, opts)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> CollectiveWork:
+        """Fill one list per rank with that rank's tensors. Collective."""
+        by_tensor = [list(ts) for ts in zip(*outputs, strict=True)]
+        return self.allgather(by_tensor, list(inputs), opts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: list[int] | None = None,
+        input_splits: list[int] | None = None,
+        opts: Any = None,
+    ) -> CollectiveWork:
+        """Send each rank its rows; their numbers may differ. Collective."""
+        if output.dtype != input.dtype:
+            raise ValueError(f"all_to_all from {_signature([input])} to {_signature([output])}")
+        received = self._rows(output, output_splits)
+        sent = self._rows(input, input_splits)
+        what = f"all_to_all({str(input.dtype).removeprefix('torch.')})"
+
+        def run() -> None:
+            flat = _flat(output)
+            data = as_bytes(_flat(input))
+            self.transport.all_to_all(what, as_bytes(flat), data, received, sent)
+            _copy_back(output, flat)
+
+        return self._put(run, [output], [input], opts)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> CollectiveWork:
+        """Send each rank its tensor. Collective."""
+        outputs, inputs = list(outputs), list(inputs)
+        if not len(outputs) == len(inputs) == self.size():
+            raise ValueError(
+                f"all_to_all wants {self.size()} tensors each way, and has {len(inputs)} to send "
+                f"and {len(outputs)} to receive"
+            )
+        if any(t.dtype != inputs[0].dtype for t in (*inputs, *outputs)):
+            raise ValueError(f"all_to_all from {_signature(inputs)} to {_signature(outputs)}")
+        what = f"all_to_all({str(inputs[0].dtype).removeprefix('torch.')})"
+
+        def run() -> None:
+            sizes = [t.numel() * t.element_size() for t in outputs]
+            flat = torch.empty(sum(sizes), dtype=torch.uint8)
+            data = _concatenate([as_bytes(_flat(t)) for t in inputs])
+            sent = [t.numel() * t.element_size() for t in inputs]
+            self.transport.all_to_all(what, flat, data, sizes, sent)
+            for t, piece in zip(outputs, torch.split(flat, sizes), strict=True):
+                if t.numel():
+                    t.copy_(piece.clone().view(t.dtype).view(t.shape))
+
+        return self._put(run, outputs, inputs, opts)
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> CollectiveWork:
+        """Wait for all ranks. Collective."""
+        return self._put(lambda: self.transport.barrier("barrier()"), [], [], opts)
+
+    # Operations of the Gloo group
+
+    def reduce(self, tensors: Any, *options: Any) -> CollectiveWork:
+        """Combine over all ranks, on the root only. Collective."""
+        tensors = _as_list(tensors)
+        what = (
+            f"reduce({_signature(tensors)}, {_op_name(_op(options[0]))}, to {options[0].rootRank})"
+        )
+        return self._by_gloo(what, tensors, [], self._gloo.reduce, tensors, *options)
+
+    def gather(self, outputs: Any, inputs: Any, *options: Any) -> CollectiveWork:
+        """Collect every rank's tensor on the root. Collective."""
+        inputs = _as_list(inputs)
+        what = f"gather({_signature(inputs)}, to {options[0].rootRank})"
+        results = [t for parts in outputs for t in parts]
+        return self._by_gloo(what, results, inputs, self._gloo.gather, outputs, inputs, *options)
+
+    def scatter(self, outputs: Any, inputs: Any, *options: Any) -> CollectiveWork:
+        """Send every rank its tensor from the root. Collective."""
+        outputs = _as_list(outputs)
+        what = f"scatter({_signature(outputs)}, from {options[0].rootRank})"
+        read = [t for parts in inputs for t in parts]
+        return self._by_gloo(what, outputs, read, self._gloo.scatter, outputs, inputs, *options)
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> PointToPointWork:
+        """Send to one rank."""
+        tensors = _as_list(tensors)
+        return PointToPointWork(self._gloo.send(tensors, dst, tag), tensors)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> PointToPointWork:
+        """Receive from one rank."""
+        tensors = _as_list(tensors)
+        return PointToPointWork(self._gloo.recv(tensors, src, tag), tensors)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> PointToPointWork:
+        """Receive from any rank."""
+        tensors = _as_list(tensors)
+        return PointToPointWork(self._gloo.recv_anysource(tensors, tag), tensors)
+
+    def _by_gloo(
+        self,
+        what: str,
+        results: list[Tensor],
+        read: list[Tensor],
+        method: Callable[..., Any],
+        *args: Any,
+    ) -> CollectiveWork:
+        """Queue an operation of the Gloo group behind a barrier that compares the ranks' calls.
+
+        The queue gives both groups one common order. The barrier protects the process: Gloo aborts
+        it when a peer sends what this rank does not expect.
+        """
+
+        def run() -> None:
+            self.transport.barrier(what)
+            try:
+                work = method(*args)
+            except (RuntimeError, ValueError, TypeError) as error:
+                raise TransportError(f"{what}, by Gloo: {error}") from None
+            self.transport.wait_for(what, work)
+
+        return self._queue.put(
+            run, CollectiveWork(results, StorageUse(results + read), self._queue), wait=False
+        )
+
+    # Helpers
+
+    def _put(
+        self, run: Callable[[], None], results: list[Tensor], read: list[Tensor], opts: Any
+    ) -> CollectiveWork:
+        tensors = results + read
+        self._check(tensors)
+        work = CollectiveWork(results, StorageUse(tensors), self._queue)
+        return self._queue.put(run, work, wait=not getattr(opts, "asyncOp", True))
+
+    def _check(self, tensors: list[Tensor]) -> None:
+        for t in tensors:
+            if t.device.type != "cpu" or t.is_sparse:
+                raise ValueError(
+                    f"{self.transport.name} carries dense CPU tensors, not {t.layout} on {t.device}"
+                )
+
+    def _prepare(self, tensors: list[Tensor]) -> None:
+        self._check(tensors)
+        for t in tensors:
+            if t.is_contiguous() and not is_in_use(t):
+                self.transport.prepare(t)
+
+    def _reduction(self, op: Any, tensors: list[Tensor]) -> tuple[str, int]:
+        """Return the transport's name for a reduce operation, and the divisor."""
+        if op == dist.ReduceOp.AVG:
+            for t in tensors:
+                if not (t.is_floating_point() or t.is_complex()):
+                    raise ValueError(f"AVG of {t.dtype} would not be a mean; use SUM and divide")
+            name, divisor = SUM, self.size()
+        else:
+            divisor = 1
+            name = next((name for known, name in REDUCE_OPS.items() if op == known), "")
+        for t in tensors:
+            if not name or not supports(name, t.dtype):
+                raise ValueError(
+                    f"{self.transport.name} cannot combine {t.dtype} by {_op_name(op)}"
+                )
+        return name, divisor
+
+    def _rows(self, t: Tensor, splits: Sequence[int] | None) -> list[int]:
+        """Return the number of bytes of `t` that belong to each rank."""
+        rows = t.shape[0] if t.dim() else 0
+        if not splits:
+            if rows % self.size():
+                raise ValueError(f"{rows} rows cannot be divided among {self.size()} ranks")
+            splits = [rows // self.size()] * self.size()
+        if sum(splits) != rows or len(splits) != self.size():
+            raise ValueError(f"splits {list(splits)} of {rows} rows for {self.size()} ranks")
+        row_bytes = t.numel() // max(rows, 1) * t.element_size()
+        return [n * row_bytes for n in splits]
+
+
+def _close(queue: WorkQueue, transport: Transport, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child, e.g. a DataLoader worker: the group belongs to its parent
+    queue.close()
+    finished = queue.join(0.5)
+    transport.close(failed=not finished)
+    queue.join(1.0)  # an operation that waited for a peer fails once the transport is closed
+
+
+def _as_list(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _op(opts: Any) -> Any:
+    if opts is None:
+        return dist.ReduceOp.SUM
+    return getattr(opts, "reduceOp", opts)
+
+
+def _op_name(op: Any) -> str:
+    return str(getattr(op, "op", op)).rpartition(".")[2]
+
+
+def _signature(tensors: Sequence[Tensor]) -> str:
+    """Describe tensors for error messages and for the comparison between ranks."""
+    shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors[:3]]
+    rest = tensors[3:]
+    if rest:
+        whole = zlib.crc32(repr([(t.dtype, tuple(t.shape)) for t in rest]).encode())
+        count = sum(t.numel() for t in rest)
+        shown.append(f"and {len(rest)} more of {count} elements, #{whole:08x}")
+    return " ".join(shown)
+
+
+def _flat(t: Tensor) -> Tensor:
+    """Return the elements in one dimension: a view if `t` is contiguous, else a copy."""
+    return t.detach().contiguous().view(-1)
+
+
+def _copy_back(t: Tensor, flat: Tensor) -> None:
+    """Copy the result to `t` if `_flat` had to make a copy."""
+    if not t.is_contiguous():
+        with torch.no_grad():
+            t.copy_(flat.view(t.shape))
+
+
+def _concatenate(parts: Sequence[Tensor]) -> Tensor:
+    flats = [_flat(t) for t in parts]
+    return flats[0] if len(flats) == 1 else torch.cat(flats)

@@ -1,0 +1,249 @@
+"""The work queue of a process group: collectives that wait for their turn, and their results.
+
+`process_group` uses it. One worker thread per group runs collectives in the order of their calls.
+A caller that would only wait runs its collective itself if the queue is empty, which saves two
+thread switches.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hvdtrain.peers import PeerLost
+from hvdtrain.transports.transport import Mismatch, TransportError
+
+# The storages that pending operations read or write, one entry per operation. One list for the
+# process, because groups may share a storage. CPython's list.extend and .remove are atomic.
+_in_use: list[int] = []
+
+
+class StorageUse:
+    """Marks the storages of tensors as in use until `end`: they must not be moved meanwhile."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        # References keep the storages alive, so that no new storage gets the same `_cdata`.
+        self._storages = [t.untyped_storage() for t in tensors if not t.is_sparse]
+        _in_use.extend([storage._cdata for storage in self._storages])
+
+    def end(self) -> None:
+        """Remove the marks. Twice is safe."""
+        storages, self._storages = self._storages, []
+        for storage in storages:
+            _in_use.remove(storage._cdata)
+
+    __del__ = end
+
+
+def is_in_use(t: Tensor) -> bool:
+    """Return whether a pending operation reads or writes the tensor's storage."""
+    return t.untyped_storage()._cdata in _in_use
+
+
+_C10dWork: Any = dist.Work  # torch's stubs have overloads that no override in Python could have
+
+
+class CollectiveWork(_C10dWork):  # type: ignore[misc]
+    """One pending collective. `wait` raises the error that it failed with.
+
+    Callbacks of its future may run in the worker thread. If a callback waits for another
+    collective, as PowerSGD's do, the worker runs that collective from within the wait.
+    """
+
+    def __init__(self, results: list[Tensor], use: StorageUse, queue: WorkQueue) -> None:
+        super().__init__()
+        self._results = results
+        self.in_inference_mode = any(t.is_inference() for t in results)
+        """Whether a result is an inference tensor, which can be written in inference mode only."""
+        self._use = use
+        self._queue = queue
+        self._done = threading.Lock()
+        self._done.acquire()
+        self._future: Any = None
+        self._guard = threading.Lock()
+        self._completed = False
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None) -> None:
+        """Record the outcome and release all waiters. Called once."""
+        self._use.end()
+        with self._guard:
+            self._error = error
+            self._completed = True
+            future = self._future
+        self._done.release()
+        if future is not None:
+            future.set_result(self._results)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for completion. Raises RuntimeError if that takes longer than `timeout`.
+
+        Without one, the group's timeout limits the wait.
+        """
+        if not self._completed:
+            self._queue.drain_to(self)
+        seconds = timeout.total_seconds() if timeout is not None else 0
+        if not self._done.acquire(timeout=seconds if seconds > 0 else -1):
+            if not self._completed:
+                raise TransportError("Operation timed out")  # Gloo's words
+            self._done.acquire()
+        self._done.release()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    synchronize = block_current_stream = wait
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return, or raise, at once."""
+        return self._completed
+
+    def is_success(self) -> bool:
+        """Return whether it has completed without an error."""
+        return self._completed and self._error is None
+
+    def exception(self) -> Any:
+        """Return the error it failed with, or None."""
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors that hold the result."""
+        return self._results
+
+    def get_future(self) -> Any:
+        """Return a future of the result, which DDP uses instead of `wait`."""
+        if not self._completed:
+            self._queue.drain_to(self)
+        with self._guard:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._completed:
+                    self._future.set_result(self._results)
+            future = self._future
+        # C++ code sees an exception that a callback raises, but not one set on the future.
+        return future.then(self._checked)
+
+    def _checked(self, future: Any) -> Any:
+        if self._error is not None:
+            raise self._error
+        return future.value()
+
+
+class PointToPointWork(_C10dWork):  # type: ignore[misc]
+    """A pending send or receive of the Gloo group."""
+
+    def __init__(self, work: Any, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._work = work
+        self._use = StorageUse(tensors)
+
+    def wait(self, *timeout: timedelta) -> bool:
+        """Wait until the tensors are sent or received."""
+        try:
+            return bool(self._work.wait(*timeout))
+        finally:
+            self._use.end()
+
+    synchronize = block_current_stream = wait
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return, or raise, at once."""
+        return bool(self._work.is_completed())
+
+    def _source_rank(self) -> int:
+        return int(self._work._source_rank())
+
+
+class WorkQueue:
+    """The work queue of a group, and its worker thread, which runs collectives in order.
+
+    `fail` is called after an unexpected error, when this rank may be out of step with its peers.
+    """
+
+    def __init__(self, name: str, fail: Callable[[], object]) -> None:
+        self._tasks: SimpleQueue[tuple[Callable[[], None], CollectiveWork] | None] = SimpleQueue()
+        self._turn = threading.Lock()
+        self._count = threading.Lock()
+        self._pending = 0
+        self._broken: PeerLost | None = None
+        self._name = name
+        self._fail = fail
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def put(self, run: Callable[[], None], work: CollectiveWork, wait: bool) -> CollectiveWork:
+        """Queue `run`. `wait`: the caller only waits, so if the queue is empty, run it here."""
+        with self._count:
+            idle = self._pending == 0
+            closed = self._closed
+            self._pending += not closed
+            if not closed and not (idle and wait):
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._thread.start()
+                self._tasks.put((run, work))
+        if closed:
+            work.finish(PeerLost("the group was closed before this collective"))
+        elif idle and wait:
+            self._execute(run, work)
+        return work
+
+    def drain_to(self, work: CollectiveWork) -> None:
+        """Drain the queue up to and including `work` if called in the worker thread itself."""
+        if threading.current_thread() is not self._thread:
+            return
+        while not work.is_completed():
+            if (task := self._tasks.get()) is None:
+                self._tasks.put(None)  # the end marker is still needed, by `_run`
+                return
+            self._execute(*task)
+
+    def close(self) -> None:
+        """Stop the worker after the tasks queued so far. Does not wait: a task may hang."""
+        with self._count:
+            self._closed = True
+            self._tasks.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the worker to end; return whether it has."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return True
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            self._execute(*task)
+            del task  # release its tensors before waiting for the next task
+
+    def _execute(self, run: Callable[[], None], work: CollectiveWork) -> None:
+        error: BaseException | None = None
+        try:
+            # An inference tensor can be written in inference mode only. Others must be written
+            # outside it: Gloo replaces the indices and values of a sparse tensor, and a normal
+            # tensor cannot hold parts that were made in inference mode.
+            with self._turn, torch.inference_mode(work.in_inference_mode), torch.no_grad():
+                if self._broken is not None:
+                    raise PeerLost(str(self._broken))
+                run()
+        except PeerLost as lost:
+            self._broken = error = lost
+        except (Mismatch, TransportError) as problem:
+            error = problem
+        except BaseException as problem:
+            # An unexpected error or an interrupt: the peers may be at any point of this operation.
+            error = problem
+            self._broken = PeerLost(f"this rank gave up in a collective before: {problem!r}")
+            self._fail()
+        with self._count:
+            self._pending -= 1
+        work.finish(error)
+        if error is not None and not isinstance(error, Exception):
+            raise error
