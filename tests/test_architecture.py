@@ -49,22 +49,15 @@ CONTRACT = """accumulate all_gather_object all_reduce barrier broadcast_ broadca
 SAME_FILE_NAME = {
     "__init__": "every package has one",
     "__main__": "`python -m hvdtrain` and `python -m hvdtrain.hvd`",
-    "base": "backends and hvd.reducers",
-    "common": "hvd.elastic, as Horovod names it, and hvd.ops",
-    "hosts": "hvd and transports",
     "job": "compare and hvd",
     "report": "the command, and what it shows",
     "runner": "compare, and hvd as Horovod names it",
-    "scaling": "compare and hvd.engine",
 }
 SAME_CLASS_NAME = {
-    "Watch": "compare.load and transports.hosts",
-    "Window": "compare.job and transports.window",
-    "Work": "c10d's in transports, and hvd.engine's",
 }
 CYCLES = {
     frozenset({"hvd.ops.allgather", "hvd.ops.allreduce"}): "the gradient of each is the other",
-    frozenset({"hvd.ops.common", "hvd.process_sets", "hvd.basics"}): "Horovod's own modules",
+    frozenset({"hvd.ops.handles", "hvd.process_sets", "hvd.basics"}): "Horovod's own modules",
 }
 
 

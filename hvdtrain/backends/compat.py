@@ -72,12 +72,12 @@ class Compat(Horovod):
         basics.start(replace(settings, **changes))
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        from hvdtrain.hvd.reducers.buckets import BucketReducer
+        from hvdtrain.hvd.reducers.bucket_reducer import BucketReducer
 
         net, wrapped = super()._wrap(model, optimizer)
         reducer = getattr(wrapped, "_reducer", None)
         if isinstance(reducer, BucketReducer):
-            reducer.agrees_first = True  # so that resuming changes no bits
+            reducer.buckets_from_first_step = True  # so that resuming changes no bits
         return net, wrapped
 
     def _sync_batch_norm(self) -> type[BatchNormBase]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.hvd.engine.request import ADASUM
 from hvdtrain.hvd.ops.allreduce import grouped_allreduce
-from hvdtrain.hvd.ops.common import check_adasum
+from hvdtrain.hvd.ops.handles import check_adasum
 
 
 def make_adasum(

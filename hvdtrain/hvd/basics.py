@@ -79,14 +79,14 @@ class HorovodBasics:
             os.environ["GLOO_SOCKET_IFNAME"] = settings.gloo_iface  # until `shutdown`
             self._set_interface = True
         apply_log_level(settings)
-        world, store = self._meet(comm, settings)
+        world, store = self._rendezvous(comm, settings)
         announce(settings, world.rank)
         self._generation += 1
         hello = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             # Containers may share a host name; MPI's launchers do not number the hosts.
-            "place": socket.gethostname() + ("" if is_mpi(world) else f"#{world.cross_rank}"),
+            "host_id": socket.gethostname() + ("" if is_mpi(world) else f"#{world.cross_rank}"),
             "local_rank": world.local_rank,
             "local_size": world.local_size,
             "sets": _describe_sets(process_sets),
@@ -100,7 +100,7 @@ class HorovodBasics:
             self._at_exit = True
             atexit.register(self.shutdown)
         try:
-            if len({person["exact"] for person in self._engine.people}) > 1:
+            if len({info["exact"] for info in self._engine.rank_infos}) > 1:
                 raise ValueError(f"{EXACT} is set on some ranks only: set it on all, or on none")
             sets.begin(self, process_sets)
         except BaseException:
@@ -113,10 +113,10 @@ class HorovodBasics:
         Safe to call twice, without `init`, and at the interpreter's exit.
         """
         from hvdtrain.hvd import process_sets as sets
-        from hvdtrain.hvd.ops import common
+        from hvdtrain.hvd.ops import handles
 
         engine, self._engine = self._engine, None
-        common.reset()
+        handles.reset()
         sets.end()
         if engine is not None:
             engine.shutdown()
@@ -140,7 +140,7 @@ class HorovodBasics:
         """Whether results must equal Horovod's in every bit. Raises ValueError before `init`."""
         return self._engine_or_raise().settings.exact_horovod
 
-    def _meet(self, comm: Any, settings: Settings) -> tuple[World, Store]:
+    def _rendezvous(self, comm: Any, settings: Settings) -> tuple[World, Store]:
         """Return the world that `comm` selects, and its store. Collective over its ranks."""
         world = detect()
         if comm is None or comm == []:
@@ -148,9 +148,9 @@ class HorovodBasics:
         elif isinstance(comm, (list, tuple, range)) and all(isinstance(r, int) for r in comm):
             ranks = list(comm)
             if ranks != list(range(world.size)):
-                return self._meet_part(world, ranks, settings)
+                return self._rendezvous_part(world, ranks, settings)
         elif hasattr(comm, "Get_rank") and hasattr(comm, "bcast"):
-            return self._meet_over(comm, settings)
+            return self._rendezvous_over(comm, settings)
         else:
             raise ValueError(
                 "Invalid type of argument comm. Expected list of rank integers or mpi4py.MPI.Comm "
@@ -161,12 +161,16 @@ class HorovodBasics:
             self._stores[world] = open_store(world, settings.gloo_timeout_s)
         return world, self._stores[world]
 
-    def _meet_part(self, world: World, ranks: list[int], settings: Settings) -> tuple[World, Store]:
+    def _rendezvous_part(
+        self, world: World, ranks: list[int], settings: Settings
+    ) -> tuple[World, Store]:
         """Return the world and store of some of the launcher's ranks. Collective over them."""
-        part = _part(world, ranks)
+        part = _sub_world(world, ranks)
         if is_mpi(world):
             everybody = load_mpi(world).COMM_WORLD
-            return self._meet_over(everybody.Create_group(everybody.group.Incl(ranks)), settings)
+            return self._rendezvous_over(
+                everybody.Create_group(everybody.group.Incl(ranks)), settings
+            )
         if world.launcher != "torchrun":
             raise LaunchError(
                 f"comm={ranks} are not all {world.size} ranks, which needs torchrun or mpirun, not "
@@ -177,7 +181,7 @@ class HorovodBasics:
             self._stores[part] = open_store(part, settings.gloo_timeout_s, name)
         return part, self._stores[part]
 
-    def _meet_over(self, comm: Any, settings: Settings) -> tuple[World, Store]:
+    def _rendezvous_over(self, comm: Any, settings: Settings) -> tuple[World, Store]:
         """Return the world of an mpi4py communicator, and a TCP store that its rank 0 serves.
 
         Collective over the communicator.
@@ -197,7 +201,7 @@ class HorovodBasics:
             place = (own_addresses(world), store.port)
         addresses, port = comm.bcast(place, root=0)
         if store is None:
-            store = _reach(addresses, port)
+            store = _connect_store(addresses, port)
         self._stores[world] = store
         return world, store
 
@@ -222,7 +226,7 @@ class HorovodBasics:
     def cross_rank(self) -> int:
         """Return this host's index among the hosts that have a process of this local rank."""
         hosts = self._peers_by_host()
-        return hosts.index(self._engine_or_raise().people[self._world.rank]["place"])
+        return hosts.index(self._engine_or_raise().rank_infos[self._world.rank]["host_id"])
 
     def cross_size(self) -> int:
         """Return the number of hosts that have a process of this local rank."""
@@ -230,13 +234,13 @@ class HorovodBasics:
 
     def is_homogeneous(self) -> bool:
         """Return whether every host has the same number of processes."""
-        return len({person["local_size"] for person in self._engine_or_raise().people}) == 1
+        return len({info["local_size"] for info in self._engine_or_raise().rank_infos}) == 1
 
     def _peers_by_host(self) -> list[str]:
         """Return the hosts of the ranks with this local rank, in rank order."""
-        people = self._engine_or_raise().people
+        people = self._engine_or_raise().rank_infos
         mine = self._world.local_rank
-        return [person["place"] for person in people if person["local_rank"] == mine]
+        return [info["host_id"] for info in people if info["local_rank"] == mine]
 
     @property
     def _world(self) -> World:
@@ -336,13 +340,13 @@ class HorovodBasics:
         return members
 
 
-def _part(world: World, ranks: list[int]) -> World:
+def _sub_world(world: World, ranks: list[int]) -> World:
     """Return the world of some of the launcher's ranks, renumbered in the order given."""
     if len(set(ranks)) < len(ranks) or not all(0 <= r < world.size for r in ranks):
         raise ValueError(f"comm={ranks} is not a list of different ranks below {world.size}")
     if world.rank not in ranks:
         raise ValueError(f"comm={ranks} leaves out rank {world.rank}, which must not call hvd.init")
-    # Assumes ranks numbered host by host, as torchrun does; `_meet_over` serves MPI.
+    # Assumes ranks numbered host by host, as torchrun does; `_rendezvous_over` serves MPI.
     here = [r for r in ranks if world.one_host or r // world.local_size == world.cross_rank]
     return replace(
         world,
@@ -354,7 +358,7 @@ def _part(world: World, ranks: list[int]) -> World:
     )
 
 
-def _reach(addresses: list[str], port: int) -> Store:
+def _connect_store(addresses: list[str], port: int) -> Store:
     """Connect to the store at the first address that accepts a connection within 2 s."""
     for address in addresses:
         try:

@@ -85,6 +85,20 @@ class Compression:
     bf16 = BF16Compressor
 
 
+_WIRE_DTYPES = {NoneCompressor: "", FP16Compressor: "float16", BF16Compressor: "bfloat16"}
+
+
+def wire_dtype(compression: Any) -> str | None:
+    """Return the name of the dtype that gradients are sent in; "" for their own dtype.
+
+    None for the user's own compressor, whose results are not known in advance.
+    """
+    try:
+        return _WIRE_DTYPES.get(compression)
+    except TypeError:
+        return None  # an instance that cannot be hashed
+
+
 def _narrowed(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, torch.dtype]:
     return tensor.to(dtype) if tensor.dtype.is_floating_point else tensor, tensor.dtype
 

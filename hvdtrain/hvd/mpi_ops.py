@@ -24,8 +24,8 @@ from hvdtrain.hvd.ops.allreduce import (
 )
 from hvdtrain.hvd.ops.alltoall import alltoall, alltoall_async
 from hvdtrain.hvd.ops.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
-from hvdtrain.hvd.ops.common import HandleMap as _HandleMap
-from hvdtrain.hvd.ops.common import poll, synchronize
+from hvdtrain.hvd.ops.handles import HandleMap as _HandleMap
+from hvdtrain.hvd.ops.handles import poll, synchronize
 from hvdtrain.hvd.ops.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,

@@ -23,7 +23,7 @@ from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.compression import Compression
 from hvdtrain.hvd.engine.request import ADASUM, AVERAGE
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
-from hvdtrain.hvd.reducers.base import Recipe, Reducer
+from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer
 
 _SYNCHRONIZED_TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -158,10 +158,10 @@ class _DistributedOptimizer(Optimizer):
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        """Set up the averaging: the recipe, and with several ranks a reducer and its hooks."""
+        """Set up the averaging: the spec, and with several ranks a reducer and its hooks."""
         names = _names(self, named_parameters)
         exact = basics.is_exact
-        recipe = Recipe(
+        spec = AveragingSpec(
             names=[],
             params=[],
             label=type(self).__name__,
@@ -174,7 +174,7 @@ class _DistributedOptimizer(Optimizer):
             passes=passes,
         )
         self._parameter_names = names
-        self._recipe = recipe
+        self._spec = spec
         self._groups = groups
         self._predivide = predivide
         self._synchronized = False
@@ -183,25 +183,25 @@ class _DistributedOptimizer(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad or not exact:  # Horovod never averages one unfrozen later
-                    recipe.names.append(names[p])
-                    recipe.params.append(p)
+                    spec.names.append(names[p])
+                    spec.params.append(p)
         # An elastic job may begin with one rank and grow.
         many = basics.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
-        if recipe.process_set.included() and many:
-            self._reducer = reducers.make(recipe)
-            self._reducer.watch()
+        if spec.process_set.included() and many:
+            self._reducer = reducers.make(spec)
+            self._reducer.register_hooks()
 
     # Attributes of Horovod's optimizer that scripts read. Read-only: a new value has no effect.
 
     @property
     def backward_passes_per_step(self) -> int:
         """The number of backward passes whose gradients are summed before they are averaged."""
-        return self._recipe.passes
+        return self._spec.passes
 
     @property
     def op(self) -> int:
         """The reduction, hvd.Average by default."""
-        return self._recipe.op
+        return self._spec.op
 
     @property
     def gradient_predivide_factor(self) -> float:
@@ -211,32 +211,32 @@ class _DistributedOptimizer(Optimizer):
     @property
     def sparse_as_dense(self) -> bool:
         """Whether sparse gradients are sent as dense ones."""
-        return self._recipe.sparse_as_dense
+        return self._spec.sparse_as_dense
 
     @property
     def process_set(self) -> ProcessSet:
         """The process set whose ranks average their gradients."""
-        return self._recipe.process_set
+        return self._spec.process_set
 
     @property
     def _compression(self) -> Any:
-        return self._recipe.compression
+        return self._spec.compression
 
     @property
     def _requires_update(self) -> set[Tensor]:
-        return set(self._recipe.updated)
+        return set(self._spec.updated)
 
     @property
     def _allreduce_delay(self) -> Mapping[Tensor, int]:
         """The number of backward passes of each parameter until it is averaged."""
-        left = dict.fromkeys(self._parameter_names, self._recipe.passes)
+        left = dict.fromkeys(self._parameter_names, self._spec.passes)
         return MappingProxyType(left | (self._reducer.delays() if self._reducer else {}))
 
     @property
     def _handles(self) -> Mapping[Tensor, tuple[None, None]]:
         """The parameters whose gradients are not averaged yet. A bucket has no handle."""
         left = self._reducer.delays() if self._reducer is not None else {}
-        waiting = (p for p, passes in left.items() if passes != self._recipe.passes)
+        waiting = (p for p, passes in left.items() if passes != self._spec.passes)
         return MappingProxyType(dict.fromkeys(waiting, (None, None)))
 
     _register_hooks = _refuse  # called by subclasses that copy Horovod's constructor
@@ -248,9 +248,9 @@ class _DistributedOptimizer(Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes per step, from this step on."""
-        self._recipe.passes = passes
+        self._spec.passes = passes
         if self._reducer is not None:
-            self._reducer.expect(passes)
+            self._reducer.set_passes(passes)
 
     def synchronize(self) -> None:
         """Average the gradients, in place: `p.grad` stays the same tensor. Collective.
@@ -296,17 +296,17 @@ class _DistributedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, the same on all ranks. The next step averages them too."""
         _inner(self).add_param_group(param_group)
-        if "_recipe" not in vars(self) or basics.is_exact:
+        if "_spec" not in vars(self) or basics.is_exact:
             return  # inside the constructor; or exact, as Horovod never averages later parameters
-        known = set(self._recipe.params)
+        known = set(self._spec.params)
         for p in self.param_groups[-1]["params"]:
             if p not in known:
-                number = len(self._recipe.params)
+                number = len(self._spec.params)
                 name = self._parameter_names.setdefault(p, f"allreduce.noname.added.{number}")
                 if self._reducer is not None:
                     self._reducer.add(name, p)
         if self._reducer is not None:
-            self._reducer.watch()
+            self._reducer.register_hooks()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the inner optimizer's state, and discard this step's backward passes."""
@@ -317,20 +317,20 @@ class _DistributedOptimizer(Optimizer):
         _inner(self).load_state_dict(state_dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        recipe = self._recipe
-        groups = recipe.groups
+        spec = self._spec
+        groups = spec.groups
         if isinstance(groups, list):  # of names; DistributedOptimizer takes parameters
             by_name = {name: p for p, name in self._parameter_names.items()}
             groups = [[by_name[name] for name in group] for group in groups]  # type: ignore[misc]
         arguments = {
             "named_parameters": [(name, p) for p, name in self._parameter_names.items()],
-            "compression": recipe.compression,
-            "backward_passes_per_step": recipe.passes,
-            "op": recipe.op,
+            "compression": spec.compression,
+            "backward_passes_per_step": spec.passes,
+            "op": spec.op,
             "gradient_predivide_factor": self._predivide,
             "groups": groups or None,
-            "sparse_as_dense": recipe.sparse_as_dense,
-            "process_set": recipe.process_set,
+            "sparse_as_dense": spec.sparse_as_dense,
+            "process_set": spec.process_set,
         }
         return _restore, (type(self).__base__, Optimizer.__getstate__(self), arguments)
 

@@ -115,7 +115,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     process_set._invalidate()
     known = _registered.pop(set_id, None) is not None
-    engine.ask(_next_name(), "remove_set", set_id).wait()
+    engine.request(_next_name(), "remove_set", set_id).wait()
     return known
 
 
@@ -140,7 +140,7 @@ def begin(own: HorovodBasics, process_sets: Any) -> None:
     global_process_set.ranks = list(engine.sets[GLOBAL_SET])
     global_process_set.process_set_id = GLOBAL_SET
     # Every rank sent the sets that it was given when it connected.
-    told = [person["sets"] for person in engine.people]
+    told = [info["sets"] for info in engine.rank_infos]
     if any(sets != told[0] for sets in told):
         raise ValueError(
             "Horovod initialization failed. Please check log messages above for a more descriptive "
@@ -171,7 +171,7 @@ def _register(process_set: ProcessSet) -> None:
         raise ValueError(f"{process_set} is not made of different ranks below {engine.world.size}")
     if ranks in engine.sets.values():
         raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
-    process_set.process_set_id = engine.ask(_next_name(), "add_set", ranks).wait()
+    process_set.process_set_id = engine.request(_next_name(), "add_set", ranks).wait()
     assert process_set.process_set_id is not None
     _registered[process_set.process_set_id] = process_set
 

@@ -209,10 +209,10 @@ def optimizers_of_one_step(folder: Path) -> Answer:
         hvd.barrier()
     gc.collect()
     deadline = time.monotonic() + 10
-    while basics.engine.lanes and time.monotonic() < deadline:
+    while basics.engine.channels and time.monotonic() < deadline:
         time.sleep(0.1)
     hvd.barrier()
-    return {"lanes": list(basics.engine.lanes)}
+    return {"channels": list(basics.engine.channels)}
 
 
 def one_optimizer_over_two_lives(folder: Path) -> Answer:

@@ -24,10 +24,10 @@ def transports_without(hvd: Any, lacking: str) -> list[str]:
         delattr(os, lacking)
     try:
         hvd.init()
-        chosen = [basics.engine.groups.transport]
+        chosen = [basics.engine.process_groups.transport]
         hvd.shutdown()
         with open_backend("compat", detect(), BackendOptions(device="cpu")) as backend:
-            chosen += [basics.engine.groups.transport, backend.describe()["transport"]]
+            chosen += [basics.engine.process_groups.transport, backend.describe()["transport"]]
     finally:
         if lacking:
             setattr(os, lacking, function)
@@ -62,15 +62,15 @@ def test_a_second_backend_has_its_own_limits(hvd_ranks: HvdRanks) -> None:
     assert found == [([(21.0, 21.0), (23.0, 23.0)], True)] * 2
 
 
-def remove_sets_while_lanes_come(hvd: Any) -> int:
-    """Remove process sets, which looks through the lanes, while another thread adds lanes."""
+def remove_sets_while_channels_come(hvd: Any) -> int:
+    """Remove process sets, which reads the channels, while another thread adds some."""
     engine, stop = basics.engine, threading.Event()
     names: list[str] = []
 
     def add() -> None:
         while not stop.is_set():
             names.append(f"of the test {len(names)}")
-            engine.lane(names[-1], 0)
+            engine.channel(names[-1], 0)
 
     adding = threading.Thread(target=add)
     adding.start()
@@ -82,11 +82,11 @@ def remove_sets_while_lanes_come(hvd: Any) -> int:
         adding.join()
     for name in names:
         with engine._lock:
-            engine.lanes.pop(name)
+            engine.channels.pop(name)
     hvd.barrier()
     return len(names)
 
 
 @pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN[:1], indirect=True)
-def test_sets_go_while_lanes_come(hvd_ranks: HvdRanks) -> None:
-    assert min(hvd_ranks.run(remove_sets_while_lanes_come)) > 100
+def test_sets_are_removed_while_channels_are_added(hvd_ranks: HvdRanks) -> None:
+    assert min(hvd_ranks.run(remove_sets_while_channels_come)) > 100

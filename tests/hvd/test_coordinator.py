@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from hvdtrain.hvd.engine import inline
+from hvdtrain.hvd.engine import eager
 from hvdtrain.hvd.engine.coordinator import Coordinator
-from hvdtrain.hvd.engine.request import AVERAGE, GLOBAL_SET, MIN, Key, Meta
+from hvdtrain.hvd.engine.request import AVERAGE, GLOBAL_SET, MIN, Key, Request
 from hvdtrain.hvd.engine.timeline import Timeline
 
 X = Key(GLOBAL_SET, "x")
-PAIR = Meta("allreduce", dtypes=("float32",), shapes=((2,),), op=AVERAGE)
+PAIR = Request("allreduce", dtypes=("float32",), shapes=((2,),), op=AVERAGE)
 ONE = PAIR._replace(shapes=((1,),))
-LARGE = Meta("broadcast", dtypes=("float32",), shapes=((100_000,),), root=0)
-DATA = inline.pack([torch.ones(2)])
+LARGE = Request("broadcast", dtypes=("float32",), shapes=((100_000,),), root=0)
+DATA = eager.pack([torch.ones(2)])
 
 
 class Rank0(Coordinator):
@@ -38,10 +38,10 @@ class Rank0(Coordinator):
     ("after", "effect"),
     [
         (["join"], None),
-        (["op", Key(GLOBAL_SET, "set"), Meta("remove_set", data=1)], None),
-        (["bye", {}], "down"),
+        (["op", Key(GLOBAL_SET, "set"), Request("remove_set", data=1)], None),
+        (["leave", {}], "down"),
     ],
-    ids=["join", "remove_set", "bye"],
+    ids=["join", "remove_set", "leave"],
 )
 def test_nothing_overtakes_an_operation_asked_for_again(
     after: list[Any], effect: str | None
@@ -56,32 +56,32 @@ def test_nothing_overtakes_an_operation_asked_for_again(
 
     rank0.hear(0, "op", X, PAIR, data=DATA)
     rank0.hear(1, "hit", cache_id, data=DATA)
-    assert rank0.sent.pop()[1] == ["again", cache_id]
+    assert rank0.sent.pop()[1] == ["resend", cache_id]
     before = len(rank0.sent)
     rank0.hear(1, *after)
     assert len(rank0.sent) == before, "it has overtaken what rank 1 submitted before"
-    assert rank0.waiting.keys() == {X}
+    assert rank0.negotiations.keys() == {X}
     assert not rank0.joined
-    rank0.hear(1, "anew", cache_id, X, PAIR, data=DATA)
+    rank0.hear(1, "resent", cache_id, X, PAIR, data=DATA)
     assert rank0.sent[before][1][:3] == ["done", *X]
     assert rank0.sent[before][2] == DATA
     assert rank0.answers[before + 1 :] == ([effect] if effect else [])
     if after == ["join"]:
         assert list(rank0.joined) == [1]
     if after[0] == "op":
-        assert rank0.waiting[after[1]].asked.keys() == {1}
+        assert rank0.negotiations[after[1]].requests.keys() == {1}
 
 
 @pytest.mark.parametrize("joins_first", [False, True])
 def test_who_has_joined_gives_what_it_had_submitted(joins_first: bool) -> None:
     """And no zeros: of a minimum these would be seen. Nor is anything refused for its joining."""
-    rank0, meta = Rank0(2), PAIR._replace(op=MIN)
-    rank0.hear(1, "op", X, meta, data=inline.pack([torch.tensor([4.0, 5.0])]))
+    rank0, request = Rank0(2), PAIR._replace(op=MIN)
+    rank0.hear(1, "op", X, request, data=eager.pack([torch.tensor([4.0, 5.0])]))
     rank0.hear(1, "op", Key(GLOBAL_SET, "b"), LARGE)
     if joins_first:
         rank0.hear(1, "join")
-    rank0.hear(0, "op", X, meta, data=inline.pack([torch.tensor([7.0, 3.0])]))
-    assert rank0.sent[-1][2] == inline.pack([torch.tensor([4.0, 3.0])])
+    rank0.hear(0, "op", X, request, data=eager.pack([torch.tensor([7.0, 3.0])]))
+    assert rank0.sent[-1][2] == eager.pack([torch.tensor([4.0, 3.0])])
     rank0.hear(0, "op", Key(GLOBAL_SET, "b"), LARGE)
     assert rank0.answers == ["done", "run"]
 
@@ -89,14 +89,14 @@ def test_who_has_joined_gives_what_it_had_submitted(joins_first: bool) -> None:
 def test_a_process_set_is_removed_after_what_it_is_asked_for() -> None:
     rank0 = Rank0(2)
     for rank in (0, 1):
-        rank0.hear(rank, "op", Key(GLOBAL_SET, "add"), Meta("add_set", data=[0, 1]))
+        rank0.hear(rank, "op", Key(GLOBAL_SET, "add"), Request("add_set", data=[0, 1]))
     for name in ("runs", "waits for that"):
         for rank in (0, 1):
             rank0.hear(rank, "op", Key(1, name), LARGE)
     rank0.hear(0, "op", Key(1, "half"), LARGE)
     assert rank0.answers == ["done", "run"]
     for rank in (0, 1):
-        rank0.hear(rank, "op", Key(GLOBAL_SET, "remove"), Meta("remove_set", data=1))
+        rank0.hear(rank, "op", Key(GLOBAL_SET, "remove"), Request("remove_set", data=1))
     assert rank0.answers == ["done", "run", "run", "error", "done"]
     rank0.hear(0, "idle")
     rank0.hear(1, "op", Key(1, "half"), LARGE)
@@ -107,13 +107,13 @@ def test_a_process_set_is_removed_after_what_it_is_asked_for() -> None:
 def test_a_death_while_another_leaves_is_told() -> None:
     """Others may be in a step that both had begun."""
     rank0 = Rank0(3)
-    rank0.hear(2, "bye", {"lane": 7})
-    rank0.lose(1, "process 5 on host", "has ended")
+    rank0.hear(2, "leave", {"channel": 7})
+    rank0.report_lost(1, "process 5 on host", "has ended")
     (_, graceful, _), (_, death, _) = rank0.sent
-    assert graceful[2] == 2
-    assert death[2] == -1
+    assert graceful[2] == {"channel": 7}
+    assert death[2] is None
     assert "Rank 1 (process 5 on host) has ended" in death[1]
     for rank in (0, 2):
         rank0.hear(rank, "drained")
-    rank0.lose(2, "process 6 on host", "has ended")
+    rank0.report_lost(2, "process 6 on host", "has ended")
     assert rank0.answers == ["down", "down", "close"]

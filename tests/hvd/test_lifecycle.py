@@ -205,7 +205,7 @@ def test_a_hundred_lives(tmp_path: Path) -> None:
 def test_optimizers_of_one_step(transport: str, tmp_path: Path) -> None:
     for rank in play("optimizers_of_one_step", tmp_path, HVDTRAIN_TRANSPORT=transport):
         assert rank.answer, rank.output
-        assert rank.answer["lanes"] == [], "connections are kept for optimizers that are gone"
+        assert rank.answer["channels"] == [], "connections are kept for optimizers that are gone"
 
 
 def test_an_optimizer_of_two_lives(tmp_path: Path) -> None:

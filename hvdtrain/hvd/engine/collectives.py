@@ -7,6 +7,8 @@ Gloo cannot add up are added up in a wider one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -14,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdtrain.hvd.engine import adasum
-from hvdtrain.hvd.engine.groups import all_reduce
-from hvdtrain.hvd.engine.request import ADASUM, AVERAGE, Meta, dtype_of
-from hvdtrain.hvd.engine.scaling import from_uint64, scale_, to_uint64
-from hvdtrain.hvd.engine.work import Work
+from hvdtrain.hvd.engine.arithmetic import from_uint64, scale_, to_uint64
+from hvdtrain.hvd.engine.operation import Operation
+from hvdtrain.hvd.engine.process_groups import all_reduce
+from hvdtrain.hvd.engine.request import ADASUM, AVERAGE, Request, dtype_of
 
-Wait = Callable[[Any], None]
 _WIDER = {
     torch.bool: torch.int32,
     torch.float16: torch.float32,  # no slower than float16 in Gloo, despite twice the bytes
@@ -34,77 +35,65 @@ _WIDER = {
 }
 
 
+@dataclass
 class Batch:
-    """Operations of one kind that run together. On a rank that has joined, works are None."""
+    """Operations of one kind that run together. On a rank that has joined, operations are None."""
 
-    def __init__(
-        self,
-        group: Any,
-        members: list[int],
-        rank: int,
-        works: list[Work | None],
-        metas: list[Any],
-        extras: list[Any],
-        wait: Wait,
-    ) -> None:
-        self.group = group
-        self.members = members
-        self.rank = rank
-        self.works = works
-        self.metas = metas
-        self.extras = extras
-        self.wait = wait
+    group: Any
+    members: list[int]
+    rank: int
+    operations: list[Operation | None]
+    requests: list[Any]
+    extras: list[Any]
+    wait: Callable[[Any], None]
 
     @property
     def size(self) -> int:
         """The number of ranks that take part."""
         return len(self.members)
 
-    def alone(self) -> tuple[Work, Any]:
+    def alone(self) -> tuple[Operation, Any]:
         """Return the only operation of a batch that is never fused, and its `extra`."""
-        work = self.works[0]
-        assert work is not None  # `checks` refuses these kinds once a rank has joined
-        return work, self.extras[0]
+        operation = self.operations[0]
+        assert operation is not None  # `validation` refuses these kinds once a rank has joined
+        return operation, self.extras[0]
 
 
 def run_allreduce(batch: Batch) -> None:
     """Reduce all tensors of the batch, those of one dtype as one flat tensor."""
-    meta = batch.metas[0]
+    request = batch.requests[0]
     device = _device(batch)
     inputs: list[Tensor] = []
-    for work, m in zip(batch.works, batch.metas, strict=True):
-        if work is None:  # this rank has joined, and contributes zeros
-            inputs += [torch.zeros(s, dtype=dtype_of(d), device=device) for s, d in _tensors(m)]
+    for operation, m in zip(batch.operations, batch.requests, strict=True):
+        if operation is None:  # this rank has joined, and contributes zeros
+            tensors = zip(m.shapes, m.dtypes, strict=True)
+            inputs += [torch.zeros(s, dtype=dtype_of(d), device=device) for s, d in tensors]
         else:
-            inputs += work.inputs
-    reduced = _reduce(batch, inputs, meta)
+            inputs += operation.inputs
+    reduced = _reduce(batch, inputs, request)
     at = 0
-    for work in batch.works:
-        if work is None:
+    for operation in batch.operations:
+        if operation is None:
             continue
-        results = reduced[at : at + len(work.inputs)]
-        at += len(work.inputs)
-        work.finish(deliver(work, results))
+        results = reduced[at : at + len(operation.inputs)]
+        at += len(operation.inputs)
+        operation.finish(deliver(operation, results))
 
 
-def _tensors(meta: Any) -> list[tuple[tuple[int, ...], str]]:
-    return list(zip(meta.shapes, meta.dtypes, strict=True))
-
-
-def _reduce(batch: Batch, inputs: list[Tensor], meta: Meta) -> list[Tensor]:
+def _reduce(batch: Batch, inputs: list[Tensor], request: Request) -> list[Tensor]:
     """Return the reduced and scaled tensors in new memory, in the order of the inputs."""
-    op, factor = meta.op, meta.postscale / (batch.size if meta.op == AVERAGE else 1)
+    op, factor = request.op, request.postscale / (batch.size if request.op == AVERAGE else 1)
     results: list[Tensor] = [torch.empty(0)] * len(inputs)
     for dtype in dict.fromkeys(t.dtype for t in inputs):
         places = [i for i, t in enumerate(inputs) if t.dtype == dtype]
         flat = torch.cat([inputs[i].detach().reshape(-1) for i in places])
-        scale_(flat, meta.prescale)
+        scale_(flat, request.prescale)
         # A complex sum is the sum of its real and imaginary parts.
         wire = torch.view_as_real(flat).reshape(-1) if dtype.is_complex else flat
         if dtype == torch.uint64:
             wire = from_uint64(flat, op, factor)
         else:
-            wire = wire.to(_WIDER.get(dtype, dtype) if meta.device == "CPU" else dtype)
+            wire = wire.to(_WIDER.get(dtype, dtype) if request.device == "CPU" else dtype)
         if op == ADASUM:
             adasum.reduce_(wire, [inputs[i].numel() for i in places], batch)
         elif wire.numel():
@@ -112,8 +101,8 @@ def _reduce(batch: Batch, inputs: list[Tensor], meta: Meta) -> list[Tensor]:
         if dtype == torch.uint64:
             wire = to_uint64(wire, op, factor)
         else:
-            # `meta.data`: round float16 before scaling, as Horovod does.
-            wire = scale_(wire.half() if meta.data and dtype == torch.float16 else wire, factor)
+            # `request.data`: round float16 before scaling, as Horovod does.
+            wire = scale_(wire.half() if request.data and dtype == torch.float16 else wire, factor)
         if dtype.is_complex:
             wire = torch.view_as_complex(wire.reshape(-1, 2))
         pieces = torch.split(wire.to(dtype), [inputs[i].numel() for i in places])
@@ -122,15 +111,15 @@ def _reduce(batch: Batch, inputs: list[Tensor], meta: Meta) -> list[Tensor]:
     return results
 
 
-def deliver(work: Work, results: list[Tensor]) -> list[Tensor]:
+def deliver(operation: Operation, results: list[Tensor]) -> list[Tensor]:
     """Return the results, copied to the caller's outputs if there are any."""
-    if work.outputs is None:
+    if operation.outputs is None:
         # A view of a shared buffer would keep the whole buffer alive.
         return results if len(results) == 1 and _whole(results[0]) else [t.clone() for t in results]
     with torch.no_grad():
-        for out, t in zip(work.outputs, results, strict=True):
+        for out, t in zip(operation.outputs, results, strict=True):
             out.copy_(t.view(out.shape))
-    return work.outputs
+    return operation.outputs
 
 
 def _whole(t: Tensor) -> bool:
@@ -139,13 +128,14 @@ def _whole(t: Tensor) -> bool:
 
 def run_broadcast(batch: Batch) -> None:
     """Broadcast all tensors of the batch as one sequence of bytes."""
-    root = batch.metas[0].root
-    works = [work for work in batch.works if work is not None]
-    tensors = [t for work in works for t in work.inputs]
+    root = batch.requests[0].root
+    operations = [op for op in batch.operations if op is not None]
+    tensors = [t for op in operations for t in op.inputs]
+    outputs = operations[0].outputs if len(tensors) == 1 else None
     # A single contiguous output is broadcast in place; everything else goes through a flat copy.
-    if len(tensors) == 1 and works[0].outputs is not None and works[0].outputs[0].is_contiguous():
-        flat = as_bytes(works[0].outputs[0])
-        if batch.rank == root and works[0].outputs[0] is not tensors[0]:
+    if outputs is not None and outputs[0].is_contiguous():
+        flat = as_bytes(outputs[0])
+        if batch.rank == root and outputs[0] is not tensors[0]:
             flat.copy_(as_bytes(tensors[0]))
     else:
         flat = torch.cat([as_bytes(t) for t in tensors])
@@ -154,20 +144,21 @@ def run_broadcast(batch: Batch) -> None:
         options.rootRank = batch.members.index(root)
         batch.wait(batch.group.broadcast([flat], options))
     at = 0
-    for work in works:
+    for operation in operations:
         results = []
-        for t in work.inputs:
+        for t in operation.inputs:
             size = t.numel() * t.element_size()
             results.append(_from_bytes(flat[at : at + size], t.dtype, list(t.shape)))
             at += size
-        work.finish(deliver(work, results))
+        operation.finish(deliver(operation, results))
 
 
 def run_allgather(batch: Batch) -> None:
     """Concatenate along the first dimension, which may differ between ranks."""
-    work, extra = batch.alone()
-    work.extra = extra
-    work.finish([_gather(batch, t, rows) for t, rows in zip(work.inputs, extra, strict=True)])
+    operation, extra = batch.alone()
+    operation.extra = extra
+    pairs = zip(operation.inputs, extra, strict=True)
+    operation.finish([_gather(batch, t, rows) for t, rows in pairs])
 
 
 def _gather(batch: Batch, t: Tensor, rows: list[int]) -> Tensor:
@@ -187,15 +178,15 @@ def _gather(batch: Batch, t: Tensor, rows: list[int]) -> Tensor:
                 options = dist.BroadcastOptions()
                 options.rootRank = root
                 works.append(batch.group.broadcast([piece], options))
-        for item in works:
-            batch.wait(item)
+        for work in works:
+            batch.wait(work)
     return _from_bytes(out, t.dtype, [sum(rows), *t.shape[1:]])
 
 
 def run_alltoall(batch: Batch) -> None:
     """Send each member its rows. The result: the received rows, and their number per member."""
-    work, splits = batch.alone()
-    t = work.inputs[0]
+    operation, splits = batch.alone()
+    t = operation.inputs[0]
     me = batch.members.index(batch.rank)
     received = [row[me] for row in splits]
     row_bytes = _row_bytes(t)
@@ -207,19 +198,19 @@ def run_alltoall(batch: Batch) -> None:
         )
     )
     result = _from_bytes(out, t.dtype, [sum(received), *t.shape[1:]])
-    work.finish((result, torch.tensor(received, dtype=torch.int32)))
+    operation.finish((result, torch.tensor(received, dtype=torch.int32)))
 
 
 def run_reducescatter(batch: Batch) -> None:
     """Reduce, and keep this rank's rows. Gloo's own reduce-scatter moves no fewer bytes."""
-    work, _ = batch.alone()
-    reduced = _reduce(batch, work.inputs, work.meta)
+    operation, _ = batch.alone()
+    reduced = _reduce(batch, operation.inputs, operation.request)
     me = batch.members.index(batch.rank)
     results = []
     for t in reduced:
         begin, rows = share(t.shape[0], batch.size, me)
         results.append(t[begin : begin + rows].clone())
-    work.finish(deliver(work, results))
+    operation.finish(deliver(operation, results))
 
 
 def share(rows: int, size: int, rank: int) -> tuple[int, int]:
@@ -249,13 +240,10 @@ def _from_bytes(data: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
 
 
 def _row_bytes(t: Tensor) -> int:
-    size = t.element_size()
-    for n in t.shape[1:]:
-        size *= n
-    return size
+    return t.element_size() * prod(t.shape[1:])
 
 
 def _device(batch: Batch) -> torch.device:
-    if batch.metas[0].device == "CPU":
+    if batch.requests[0].device == "CPU":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

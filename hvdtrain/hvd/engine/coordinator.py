@@ -3,16 +3,16 @@
 The control thread of rank 0 uses it. It has no sockets, threads or clocks: messages go in, messages
 come out. All ranks receive the answers in one order, so they run the same batches in that order.
 
-To rank 0:  op (key, meta; data)   hit (cache id; data)   anew (cache id, key, meta; data)   join
-            step (lane, set, number)   drop (lane, set)   idle   bye (steps)   drained
-            broken (reason): a connection   failed (reason): a thread of the sender
-From it:    run (batches)   done (key, cache id, extra; result)   error (key, text)   again (id)
-            joined (last rank)   shadow (lane, number)   dropped (lane)
-            down (reason, by, steps)   close
+To rank 0:  op (key, request; data)   hit (cache id; data)   resent (cache id, key, request; data)
+            step (channel, set, number)   drop (channel, set)   join   idle   leave (steps)
+            broken (reason): a connection   failed (reason): a thread of the sender   drained
+From it:    run (batches)   done (key, cache id, extra; result)   error (key, text)   resend (id)
+            joined (last rank)   shadow (channel, number)   dropped (channel)
+            down (reason, steps or null)   close
 
 An operation:     op from every rank -> done with the result of small data, or run
-A repeated one:   hit -> done or run;  if rank 0's cache has dropped the id: again -> anew
-Shutdown:         bye, broken, failed or a lost rank -> down -> drained from every rank -> close
+A repeated one:   hit -> done or run;  if rank 0's cache has dropped the id: resend -> resent
+Shutdown:         leave, broken, failed or a lost rank -> down -> drained from every rank -> close
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.hvd.engine import inline
-from hvdtrain.hvd.engine.checks import mismatch
-from hvdtrain.hvd.engine.plan import merge_plans
-from hvdtrain.hvd.engine.request import GLOBAL_SET, Key, Meta
+from hvdtrain.hvd.engine import eager
+from hvdtrain.hvd.engine.bucket_plan import merge_plans
+from hvdtrain.hvd.engine.request import GLOBAL_SET, Key, Request
 from hvdtrain.hvd.engine.timeline import Timeline
+from hvdtrain.hvd.engine.validation import mismatch
 from hvdtrain.hvd.exceptions import SHUT_DOWN
 
 Send = Callable[[list[int], list[Any], bytes], None]
@@ -38,11 +38,11 @@ _SET_IS_GONE = "The process set of this operation has been removed."
 
 
 @dataclass
-class Waiting:
-    """An operation that some ranks have submitted."""
+class Negotiation:
+    """An operation that some ranks have submitted: their requests and small data, by rank."""
 
     since: float
-    asked: dict[int, Meta] = field(default_factory=dict)
+    requests: dict[int, Request] = field(default_factory=dict)
     data: dict[int, bytes] = field(default_factory=dict)
     warned: bool = False
 
@@ -53,7 +53,7 @@ class Ready:
 
     key: Key
     cache_id: int
-    meta: Meta
+    request: Request
     extra: Any
 
 
@@ -65,69 +65,67 @@ class Coordinator:
     ) -> None:
         self.size = size
         self.sets: dict[int, list[int]] = {GLOBAL_SET: list(range(size))}
-        self.waiting: dict[Key, Waiting] = {}
+        self.negotiations: dict[Key, Negotiation] = {}
         self.joined: dict[int, None] = {}  # in the order in which they joined
-        self.lanes: dict[str, LaneSteps] = {}
-        self.lane_tensors: dict[str, list[str]] = {}
-        self._dropped: dict[str, set[int]] = {}
+        self.channels: dict[str, ChannelState] = {}
         self._next_set = 1
-        self._cache: OrderedDict[int, tuple[Key, dict[int, Meta]]] = OrderedDict()
+        self._cache: OrderedDict[int, tuple[Key, dict[int, Request]]] = OrderedDict()
         self._cache_ids: dict[Key, int] = {}
         self._next_cache_id = 1
         self._cache_capacity = cache_capacity
-        self._asked_again: dict[int, set[int]] = {rank: set() for rank in range(size)}
-        self._held: dict[int, list[tuple[list[Any], bytes]]] = {rank: [] for rank in range(size)}
+        self._to_resend: dict[int, set[int]] = {rank: set() for rank in range(size)}
+        self._queued: dict[int, list[tuple[list[Any], bytes]]] = {rank: [] for rank in range(size)}
         self._fusion_bytes = fusion_bytes
         self._send = send
         self.timeline = timeline
         self._ready: list[Ready] = []
         self._busy = False
-        self._down = False
+        self._is_down = False
         self._broken: tuple[float, str] | None = None
         self._drained: set[int] = set()
 
     def receive(self, rank: int, header: list[Any], payload: bytes, now: float) -> None:
         """Process one message, and send what follows from it."""
         what, *rest = header
-        if self._down and what not in ("drained", "idle"):
+        if self._is_down and what not in ("drained", "idle"):
             return  # "down" has been sent to its sender
-        if self._is_early(rank, header):
-            self._held[rank].append((header, payload))
+        if self._must_queue(rank, header):
+            self._queued[rank].append((header, payload))
         elif what == "op":
-            self._arrive(rank, Key(*rest[0]), Meta.from_wire(rest[1]), payload, now)
+            self._add_request(rank, Key(*rest[0]), Request.from_wire(rest[1]), payload, now)
         elif what == "hit":
             if rest[0] in self._cache:
                 self._cache.move_to_end(rest[0])  # the least recently used entry is dropped first
-                key, metas = self._cache[rest[0]]
-                self._arrive(rank, key, metas[rank], payload, now)
+                key, requests = self._cache[rest[0]]
+                self._add_request(rank, key, requests[rank], payload, now)
             else:
-                self._asked_again[rank].add(rest[0])
-                self._send([rank], ["again", rest[0]], b"")
-        elif what == "anew":
-            self._asked_again[rank].discard(rest[0])
-            self._arrive(rank, Key(*rest[1]), Meta.from_wire(rest[2]), payload, now)
-            if not self._asked_again[rank]:  # the last resent operation: process what queued behind
-                held, self._held[rank] = self._held[rank], []
-                for early in held:
-                    self.receive(rank, *early, now)
+                self._to_resend[rank].add(rest[0])
+                self._send([rank], ["resend", rest[0]], b"")
+        elif what == "resent":
+            self._to_resend[rank].discard(rest[0])
+            self._add_request(rank, Key(*rest[1]), Request.from_wire(rest[2]), payload, now)
+            if not self._to_resend[rank]:  # the last resent operation: process what queued behind
+                queued, self._queued[rank] = self._queued[rank], []
+                for message in queued:
+                    self.receive(rank, *message, now)
         elif what == "step":
-            lane, set_id, number = rest
-            self._step(rank, lane, set_id, number, now)
+            name, set_id, step = rest
+            self._step(rank, name, set_id, step, now)
         elif what == "join":
             self._join(rank)
         elif what == "drop":
             self._drop(rank, *rest)
         elif what == "idle":
             self._busy = False
-            self._pump()
-        elif what == "bye":
-            self.go_down(SHUT_DOWN, rank, rest[0])
+            self._send_ready()
+        elif what == "leave":
+            self.shut_down(SHUT_DOWN, rest[0])
         elif what == "broken":
             self._broken = self._broken or (now, rest[0])
         elif what == "failed":
-            self.go_down(rest[0], -1, {})
+            self.shut_down(rest[0])
         elif what == "drained":
-            self._drain(rank)
+            self._record_drained(rank)
 
     def tick(self, now: float) -> None:
         """Shut down if a connection between ranks broke some time ago. Called twice a second.
@@ -136,114 +134,114 @@ class Coordinator:
         control plane usually reports it a moment later.
         """
         if self._broken is not None and now - self._broken[0] > _BETTER_REASON_S:
-            self.go_down(self._broken[1], -1, {})
+            self.shut_down(self._broken[1])
 
-    def lose(self, rank: int, person: str, why: str) -> None:
+    def report_lost(self, rank: int, process: str, why: str) -> None:
         """Shut down because the connection to a rank was lost. `why`: e.g. "has ended"."""
-        reason = f"{SHUT_DOWN} Rank {rank} ({person}) {why}."
-        if self._down and rank not in self._drained:
+        reason = f"{SHUT_DOWN} Rank {rank} ({process}) {why}."
+        if self._is_down and rank not in self._drained:
             # During a graceful shutdown peers still wait for the operations that it had begun.
-            self._send(self.sets[GLOBAL_SET], ["down", reason, -1, {}], b"")
-        self.go_down(reason, -1, {})
-        self._drain(rank)
+            self._send(self.sets[GLOBAL_SET], ["down", reason, None], b"")
+        self.shut_down(reason)
+        self._record_drained(rank)
 
-    def go_down(self, reason: str, by: int, steps: dict[str, int]) -> None:
+    def shut_down(self, reason: str, steps: dict[str, int] | None = None) -> None:
         """Shut down: no further operation begins.
 
-        `by`: the rank that left after these `steps`: running operations complete; -1 on a failure.
+        `steps`: the last that a leaving rank has sent, by channel: running operations then
+        complete. None on a failure.
         """
-        if self._down:
+        if self._is_down:
             return
-        self._down = True
-        self.waiting.clear()
+        self._is_down = True
+        self.negotiations.clear()
         self._ready.clear()
-        self._send(self.sets[GLOBAL_SET], ["down", reason, by, steps], b"")
+        self._send(self.sets[GLOBAL_SET], ["down", reason, steps], b"")
 
     # Operations
 
-    def _arrive(self, rank: int, key: Key, meta: Meta, payload: bytes, now: float) -> None:
+    def _add_request(
+        self, rank: int, key: Key, request: Request, payload: bytes, now: float
+    ) -> None:
         if key.set_id not in self.sets:
             self._send([rank], ["error", *key, _SET_IS_GONE], b"")
             return
-        waiting = self.waiting.get(key)
-        if waiting is None:
-            waiting = self.waiting[key] = Waiting(now)
-            self.timeline.negotiate_start(key.name, meta.kind)
-        waiting.asked[rank] = meta
+        negotiation = self.negotiations.get(key)
+        if negotiation is None:
+            negotiation = self.negotiations[key] = Negotiation(now)
+            self.timeline.negotiate_start(key.name, request.kind)
+        negotiation.requests[rank] = request
         if payload:
-            waiting.data[rank] = payload
+            negotiation.data[rank] = payload
         self.timeline.negotiate_rank_ready(key.name, rank)
-        self._finish_if_complete(key, waiting)
+        self._complete(key, negotiation)
 
-    def missing(self, key: Key, waiting: Waiting) -> list[int]:
+    def missing(self, key: Key, negotiation: Negotiation) -> list[int]:
         """Return the ranks that have not submitted an operation yet."""
         members = self.sets.get(key.set_id, [])
         absent = self.joined if key.set_id == GLOBAL_SET else {}
-        return [r for r in members if r not in waiting.asked and r not in absent]
+        return [r for r in members if r not in negotiation.requests and r not in absent]
 
-    def _finish_if_complete(self, key: Key, waiting: Waiting) -> None:
-        if self.missing(key, waiting):
+    def _complete(self, key: Key, negotiation: Negotiation) -> None:
+        if self.missing(key, negotiation):
             return
-        del self.waiting[key]
+        del self.negotiations[key]
         self.timeline.negotiate_end(key.name)
-        asked = waiting.asked
+        requests = negotiation.requests
         # A rank that joined after it had submitted this operation still contributes its data.
-        absent = [r for r in self.joined if r not in asked] if key.set_id == GLOBAL_SET else []
-        problem = mismatch(asked, bool(absent))
-        meta = asked[min(asked)]
+        absent = [r for r in self.joined if r not in requests] if key.set_id == GLOBAL_SET else []
+        problem = mismatch(requests, bool(absent))
+        request = requests[min(requests)]
         if problem is not None:
             self._forget(key)
-            self._send(sorted(asked), ["error", *key, problem], b"")
+            self._send(sorted(requests), ["error", *key, problem], b"")
             return
-        cache_id = self._remember(key, asked) if not absent else 0
+        cache_id = self._remember(key, requests) if not absent else 0
         members = self.sets[key.set_id]
-        if meta.kind == "plan":
-            plan, problem = merge_plans([waiting.data[r] for r in sorted(asked)])
+        if request.kind == "plan":
+            plan, problem = merge_plans([negotiation.data[r] for r in sorted(requests)])
             if plan is not None:
-                lane = key.name.split(".", 2)[2].rpartition("/")[0]
-                self.lane_tensors[lane] = plan[0]
+                name = key.name.split(".", 2)[2].rpartition("/")[0]
+                self._channel(name, key.set_id).tensors = plan[0]
             answer = ["done", *key, 0, plan] if problem is None else ["error", *key, problem]
             self._send(members, answer, b"")
-        elif meta.kind in _CONTROL_KINDS:
-            self._send(members, ["done", *key, 0, self._carry_out(meta)], b"")
-        elif inline.fits(meta, len(members)):
+        elif request.kind in _CONTROL_KINDS:
+            self._send(members, ["done", *key, 0, self._run_control_operation(request)], b"")
+        elif eager.fits(request, len(members)):
             self.timeline.cycle()
-            self.timeline.start(key.name, meta.kind)
-            data = [waiting.data.get(r, b"") for r in sorted(asked)]
-            result = inline.combine(meta, data + [b""] * len(absent), len(members))
-            extra = _extra(meta, asked)
+            self.timeline.start(key.name, request.kind)
+            data = [negotiation.data.get(r, b"") for r in sorted(requests)]
+            result = eager.combine(request, data + [b""] * len(absent), len(members))
             # Before the answer: a rank that has received it may start another timeline at once.
             self.timeline.end(key.name)
-            self._send(sorted(asked), ["done", *key, cache_id, extra], result)
+            self._send(sorted(requests), ["done", *key, cache_id, None], result)
         else:
-            self._ready.append(Ready(key, cache_id, meta, _extra(meta, asked)))
-            self._pump()
+            self._ready.append(Ready(key, cache_id, request, _row_counts(request, requests)))
+            self._send_ready()
 
-    def _carry_out(self, meta: Meta) -> Any:
+    def _run_control_operation(self, request: Request) -> Any:
         """Run an operation that needs messages only; return the id of a new process set."""
-        if meta.kind == "add_set":
+        if request.kind == "add_set":
             set_id, self._next_set = self._next_set, self._next_set + 1
-            self.sets[set_id] = list(meta.data)
+            self.sets[set_id] = list(request.data)
             return set_id
-        if meta.kind == "remove_set":
-            self._finish_set(meta.data)
-            self.sets.pop(meta.data, None)
-            for lane in [lane for lane, s in self.lanes.items() if s.set_id == meta.data]:
-                del self.lanes[lane]
-                self.lane_tensors.pop(lane, None)
-                self._dropped.pop(lane, None)
+        if request.kind == "remove_set":
+            self._end_set(request.data)
+            self.sets.pop(request.data, None)
+            for name in [n for n, state in self.channels.items() if state.set_id == request.data]:
+                del self.channels[name]
         return None
 
-    def _finish_set(self, set_id: int) -> None:
+    def _end_set(self, set_id: int) -> None:
         """Send what is ready, and fail operations of a set that some members have not submitted."""
         busy, self._busy = self._busy, False  # send now, although a batch may be running
-        self._pump()
+        self._send_ready()
         self._busy = self._busy or busy
-        for key in [key for key in self.waiting if key.set_id == set_id]:
-            asked = self.waiting.pop(key).asked
-            self._send(sorted(asked), ["error", *key, _SET_IS_GONE], b"")
+        for key in [key for key in self.negotiations if key.set_id == set_id]:
+            requests = self.negotiations.pop(key).requests
+            self._send(sorted(requests), ["error", *key, _SET_IS_GONE], b"")
 
-    def _pump(self) -> None:
+    def _send_ready(self) -> None:
         """Send what is ready, unless a batch is running: what arrives meanwhile is then fused."""
         if self._busy or not self._ready:
             return
@@ -252,40 +250,40 @@ class Coordinator:
         for members, batch in self._fuse(ready):
             head = batch[0]
             entries = [[r.key.name, r.cache_id, r.extra] for r in batch]
-            metas = [r.meta for r in batch] if self.joined else None
-            self._send(members, ["run", head.key.set_id, head.meta.kind, entries, metas], b"")
+            requests = [r.request for r in batch] if self.joined else None
+            self._send(members, ["run", head.key.set_id, head.request.kind, entries, requests], b"")
             # Rank 0's own executor sends "idle" when it has nothing to do.
             self._busy = self._busy or 0 in members
 
     def _fuse(self, ready: list[Ready]) -> list[tuple[list[int], list[Ready]]]:
         """Return batches of alike operations, up to the fusion threshold, with their members."""
-        batches: list[tuple[Any, list[Ready], int]] = []
-        open_batch: dict[Any, int] = {}
+        batches: list[list[Ready]] = []
+        open_batches: dict[Any, tuple[list[Ready], int]] = {}
         for item in ready:
-            meta, num_bytes = item.meta, item.meta.num_bytes
+            request = item.request
             # Requests are alike if only their shapes, dtypes and data differ.
-            alike = (item.key.set_id, *meta._replace(shapes=(), dtypes=(), data=None))
-            at = open_batch.get(alike) if meta.kind in ("allreduce", "broadcast") else None
-            if at is not None and batches[at][2] + num_bytes <= self._fusion_bytes:
-                _, items, total = batches[at]
-                items.append(item)
-                batches[at] = (alike, items, total + num_bytes)
-            else:
-                open_batch[alike] = len(batches)
-                batches.append((alike, [item], num_bytes))
-        return [(self.sets[items[0].key.set_id], items) for _, items, _ in batches]
+            alike = (item.key.set_id, *request._replace(shapes=(), dtypes=(), data=None))
+            batch, num_bytes = open_batches.get(alike, ([], 0))
+            num_bytes += request.num_bytes
+            fuses = request.kind in ("allreduce", "broadcast") and num_bytes <= self._fusion_bytes
+            if not (batch and fuses):
+                batch, num_bytes = [], request.num_bytes
+                batches.append(batch)
+            batch.append(item)
+            open_batches[alike] = batch, num_bytes
+        return [(self.sets[batch[0].key.set_id], batch) for batch in batches]
 
     # The cache: a repeated request is sent as one number
 
-    def _remember(self, key: Key, asked: dict[int, Meta]) -> int:
+    def _remember(self, key: Key, requests: dict[int, Request]) -> int:
         if ".noname." in key.name or self._cache_capacity <= 0:
             return 0  # an automatic name is never repeated
         known = self._cache_ids.get(key)
-        if known is not None and self._cache[known][1] == asked:
+        if known is not None and self._cache[known][1] == requests:
             return known
         self._forget(key)
         cache_id, self._next_cache_id = self._next_cache_id, self._next_cache_id + 1
-        self._cache[cache_id] = (key, asked)
+        self._cache[cache_id] = (key, requests)
         self._cache_ids[key] = cache_id
         if len(self._cache) > self._cache_capacity:
             _, (old, _) = self._cache.popitem(last=False)
@@ -297,18 +295,18 @@ class Coordinator:
         if cache_id is not None:
             del self._cache[cache_id]
 
-    def _is_early(self, rank: int, header: list[Any]) -> bool:
+    def _must_queue(self, rank: int, header: list[Any]) -> bool:
         """Return whether a message overtook an operation that its rank must resend.
 
         It must then queue behind that operation, which a cache miss delays. Data operations may
         overtake it. But a rank that joins, removes a process set or leaves has submitted it before.
         """
-        if self._down or not self._asked_again[rank] or header[0] == "anew":
+        if self._is_down or not self._to_resend[rank] or header[0] == "resent":
             return False
         moves_data = header[0] == "hit" or (
-            header[0] == "op" and Meta.from_wire(header[2]).kind not in _CONTROL_KINDS
+            header[0] == "op" and Request.from_wire(header[2]).kind not in _CONTROL_KINDS
         )
-        return not moves_data or bool(self._held[rank])
+        return not moves_data or bool(self._queued[rank])
 
     # Ranks that have joined, and the steps of optimizers
 
@@ -316,87 +314,87 @@ class Coordinator:
         self.joined[rank] = None
         is_last = len(self.joined) == self.size
         if not is_last:
-            for lane, steps in self.lanes.items():
-                self._shadow(rank, lane, steps)
-        for key, waiting in list(self.waiting.items()):
+            for name, state in self.channels.items():
+                self._shadow(rank, name, state)
+        for key, negotiation in list(self.negotiations.items()):
             if key.set_id == GLOBAL_SET:
-                self._finish_if_complete(key, waiting)
+                self._complete(key, negotiation)
         if is_last:
             # First the operations to which some ranks only contribute zeros: these have not
             # submitted them, and may reuse the same names as soon as they receive "joined".
             self._busy = False
-            self._pump()
+            self._send_ready()
             self.joined = {}
             self._send(self.sets[GLOBAL_SET], ["joined", rank], b"")
 
-    def _step(self, rank: int, lane: str, set_id: int, number: int, now: float) -> None:
-        steps = self.lanes.setdefault(lane, LaneSteps(set_id))
-        steps.by_rank[rank] = number
-        steps.changed, steps.warned = now, False
-        for joined in self.joined:
-            self._shadow(joined, lane, steps)
+    def _channel(self, name: str, set_id: int) -> ChannelState:
+        return self.channels.setdefault(name, ChannelState(set_id))
 
-    def _drop(self, rank: int, lane: str, set_id: int) -> None:
-        """Remove a lane once its optimizer is gone on all ranks."""
+    def _step(self, rank: int, name: str, set_id: int, step: int, now: float) -> None:
+        state = self._channel(name, set_id)
+        state.steps[rank] = step
+        state.changed, state.warned = now, False
+        for joined in self.joined:
+            self._shadow(joined, name, state)
+
+    def _drop(self, rank: int, name: str, set_id: int) -> None:
+        """Remove a channel once its optimizer is gone on all ranks."""
         members = self.sets.get(set_id)
         if members is None:
-            return  # the lane was removed with its process set
-        dropped = self._dropped.setdefault(lane, set())
-        dropped.add(rank)
-        if not dropped.issuperset(members):
+            return  # the channel was removed with its process set
+        dropped_by = self._channel(name, set_id).dropped_by
+        dropped_by.add(rank)
+        if not dropped_by.issuperset(members):
             return
-        del self._dropped[lane]
-        self.lanes.pop(lane, None)
-        self.lane_tensors.pop(lane, None)
-        for key in [k for k in self.waiting if k.name.startswith(f"plan.{set_id}.{lane}/")]:
-            del self.waiting[key]  # some ranks had asked for a plan that is not needed any more
-        self._send(members, ["dropped", lane], b"")
+        del self.channels[name]
+        for key in [k for k in self.negotiations if k.name.startswith(f"plan.{set_id}.{name}/")]:
+            del self.negotiations[key]  # some ranks requested a plan that is not needed any more
+        self._send(members, ["dropped", name], b"")
 
-    def late(self, steps: LaneSteps) -> list[int]:
-        """Return the ranks that have not begun the latest step of a lane."""
-        last = max(steps.by_rank.values())
-        absent = self.joined if steps.set_id == GLOBAL_SET else {}
-        return [
-            rank
-            for rank in self.sets.get(steps.set_id, [])
-            if steps.by_rank.get(rank, 0) < last and rank not in absent
-        ]
+    def stragglers(self, state: ChannelState) -> list[int]:
+        """Return the ranks that have not begun the latest step of a channel."""
+        last = max(state.steps.values(), default=0)
+        absent = self.joined if state.set_id == GLOBAL_SET else {}
+        members = self.sets.get(state.set_id, [])
+        return [r for r in members if state.steps.get(r, 0) < last and r not in absent]
 
-    def _shadow(self, rank: int, lane: str, steps: LaneSteps) -> None:
+    def _shadow(self, rank: int, name: str, state: ChannelState) -> None:
         """Make a joined rank take part, with zeros, in the steps that others have begun."""
-        if steps.set_id != GLOBAL_SET:
+        if state.set_id != GLOBAL_SET:
             return
-        begun = max(steps.by_rank.values())
-        for number in range(steps.by_rank.get(rank, 0) + 1, begun + 1):
-            self._send([rank], ["shadow", lane, number], b"")
-        steps.by_rank[rank] = begun
+        last = max(state.steps.values(), default=0)
+        for step in range(state.steps.get(rank, 0) + 1, last + 1):
+            self._send([rank], ["shadow", name, step], b"")
+        state.steps[rank] = last
 
     # Shutdown
 
-    def _drain(self, rank: int) -> None:
+    def _record_drained(self, rank: int) -> None:
         """Record that a rank's executor has drained; once all have, close the connections."""
         if rank in self._drained:
             return
         self._drained.add(rank)
-        if self._down and len(self._drained) == self.size:
+        if self._is_down and len(self._drained) == self.size:
             self._send(self.sets[GLOBAL_SET], ["close"], b"")
 
 
 @dataclass
-class LaneSteps:
-    """The latest step that each rank has begun in a lane."""
+class ChannelState:
+    """A bucket channel: the latest step that each rank has begun, and its tensors' names."""
 
     set_id: int
-    by_rank: dict[int, int] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    tensors: list[str] = field(default_factory=list)
+    dropped_by: set[int] = field(default_factory=set)
     changed: float = 0.0
     warned: bool = False
 
 
-def _extra(meta: Meta, asked: dict[int, Meta]) -> Any:
+def _row_counts(request: Request, requests: dict[int, Request]) -> Any:
     """Return what members need from each other's requests: rows to gather, or to exchange."""
-    ranks = sorted(asked)
-    if meta.kind == "allgather":
-        return [[asked[r].shapes[i][0] for r in ranks] for i in range(len(meta.shapes))]
-    if meta.kind == "alltoall":
-        return [list(asked[r].splits) for r in ranks]
+    ranks = sorted(requests)
+    if request.kind == "allgather":
+        return [[requests[r].shapes[i][0] for r in ranks] for i in range(len(request.shapes))]
+    if request.kind == "alltoall":
+        return [list(requests[r].splits) for r in ranks]
     return None

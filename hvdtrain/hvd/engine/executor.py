@@ -15,15 +15,13 @@ import torch
 
 from hvdtrain.failure import print_stderr
 from hvdtrain.hvd.engine import collectives
-from hvdtrain.hvd.engine.groups import Broken
+from hvdtrain.hvd.engine.operation import Operation
+from hvdtrain.hvd.engine.process_groups import ConnectionBroken
 from hvdtrain.hvd.engine.request import ADASUM
-from hvdtrain.hvd.engine.work import Work
 from hvdtrain.hvd.exceptions import HorovodInternalError
 
 if TYPE_CHECKING:
     from hvdtrain.hvd.engine.engine import Engine
-
-_NEWS_S = 3.0  # the longest wait for the control plane to name the rank of a broken connection
 
 
 class Executor:
@@ -52,42 +50,41 @@ class Executor:
         set_id: int,
         members: list[int],
         kind: str,
-        works: list[Work | None],
-        metas: list[Any],
+        operations: list[Operation | None],
+        requests: list[Any],
         extras: list[Any],
     ) -> None:
         """Run operations of one kind together, and finish or fail them. A task."""
         engine = self._engine
-        timeline, names = engine.timeline, [w.key.name for w in works if w is not None]
+        timeline, names = engine.timeline, [op.key.name for op in operations if op is not None]
         for name in names:
             timeline.start(name, kind)
         try:
-            device = metas[0].device
+            device = requests[0].device
             if device == "GPU":
-                self._use_device(works)
-            if metas[0].op == ADASUM:
+                self._use_device(operations)
+            if requests[0].op == ADASUM:
                 device = "CPU"  # Adasum's exchanges between two ranks use host memory
             cuda = device == "GPU"
-            group = engine.groups.get(f"set{set_id}", members, device)
+            group = engine.process_groups.get(f"set{set_id}", members, device)
 
             def wait(work: Any) -> None:
-                engine.groups.wait(work, cuda)
+                engine.process_groups.wait(work, cuda)
 
-            batch = collectives.Batch(group, members, engine.world.rank, works, metas, extras, wait)
+            rank = engine.world.rank
+            batch = collectives.Batch(group, members, rank, operations, requests, extras, wait)
             for name in names:
-                timeline.activity_start(name, engine.groups.activity(kind, device))
-            for work in works:
-                if work is not None and work.submitted is not None:
-                    torch.cuda.current_stream().wait_event(work.submitted)
+                timeline.activity_start(name, engine.process_groups.activity(kind, device))
+            for op in operations:
+                if op is not None and op.submitted is not None:
+                    torch.cuda.current_stream().wait_event(op.submitted)
             collectives.RUN[kind](batch)
-        except Broken as error:
-            engine.break_down(str(error))
-            reason = engine.news(_NEWS_S) or str(error)
-            _fail(works, HorovodInternalError(reason))
+        except ConnectionBroken as error:
+            engine.report_broken(str(error))
+            _fail(operations, HorovodInternalError(engine.wait_for_failure(str(error))))
         except Exception as error:
-            _fail(works, HorovodInternalError(str(error)))
+            _fail(operations, HorovodInternalError(str(error)))
         for name in names:
-            timeline.activity_end(name)
             timeline.end(name)
 
     def drain(self, graceful: bool) -> None:
@@ -96,16 +93,16 @@ class Executor:
         A task, the last one before shutdown.
         """
         if graceful:
-            for lane in self._engine.all_lanes():
-                lane.drain()
+            for channel in self._engine.all_channels():
+                channel.drain()
         else:
             # So that the operations of a peer that waits for this rank's data fail, too.
             self._engine.disconnect()
         self._engine.control.send(0, ["drained"])
 
-    def _use_device(self, works: list[Work | None]) -> None:
+    def _use_device(self, operations: list[Operation | None]) -> None:
         """Select the GPU of the tensors; on a rank that has joined, the one used last."""
-        devices = [w.inputs[0].device.index for w in works if w is not None and w.inputs]
+        devices = [op.inputs[0].device.index for op in operations if op and op.inputs]
         if devices:
             self._engine.zeros_on = devices[0]
         torch.cuda.set_device(self._engine.zeros_on)
@@ -121,14 +118,14 @@ class Executor:
 
     def _loop(self) -> None:
         engine = self._engine
-        engine.pin()
+        engine.bind_to_core()
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except Broken as error:  # e.g. from connecting a lane; batches handle their own
+            except ConnectionBroken as error:  # from connecting a channel
                 if engine.failure is None:
                     print_stderr(f"hvd: rank {engine.world.rank}: {error}")
-                    engine.break_down(str(error))
+                    engine.report_broken(str(error))
             except Exception:
                 if engine.failure is None:
                     raise
@@ -136,7 +133,7 @@ class Executor:
                 engine.control.send(0, ["idle"])
 
 
-def _fail(works: list[Work | None], error: Exception) -> None:
-    for work in works:
-        if work is not None:
-            work.fail(error)
+def _fail(operations: list[Operation | None], error: Exception) -> None:
+    for operation in operations:
+        if operation is not None:
+            operation.fail(error)

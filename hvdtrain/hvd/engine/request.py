@@ -1,6 +1,6 @@
 """Requests: what a rank submits under a name, in a form that ranks can compare.
 
-All of the engine uses them. A `Key` names an operation, a `Meta` describes one rank's part in it.
+All of the engine uses them. A `Key` names an operation, a `Request` is one rank's part in it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ OP_NAMES = ("average", "sum", "adasum", "min", "max", "product")
 GLOBAL_SET = 0
 # Data up to this size travels with its request, and rank 0 reduces it: two small messages take a
 # tenth of the time of a Gloo collective, which costs one to two milliseconds here.
-INLINE_BYTES = 16 * 1024
+EAGER_BYTES = 16 * 1024
 
 
-class Meta(NamedTuple):
+class Request(NamedTuple):
     """One rank's request without its name. Comparable, and plain data for JSON.
 
     A group of tensors is one request. `data` is for requests without tensors; in an allreduce it is
@@ -38,11 +38,11 @@ class Meta(NamedTuple):
     data: Any = None
 
     @classmethod
-    def from_wire(cls, fields: list[Any]) -> Meta:
+    def from_wire(cls, fields: list[Any]) -> Request:
         """Return the request with these fields, which JSON has turned from tuples into lists."""
-        meta = cls(*fields)
-        shapes = tuple(tuple(shape) for shape in meta.shapes)
-        return meta._replace(dtypes=tuple(meta.dtypes), shapes=shapes, splits=tuple(meta.splits))
+        r = cls(*fields)
+        shapes = tuple(tuple(shape) for shape in r.shapes)
+        return r._replace(dtypes=tuple(r.dtypes), shapes=shapes, splits=tuple(r.splits))
 
     @property
     def num_bytes(self) -> int:

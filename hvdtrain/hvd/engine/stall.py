@@ -8,29 +8,29 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hvdtrain.failure import print_stderr
-from hvdtrain.hvd.engine.coordinator import Coordinator, LaneSteps, Waiting
+from hvdtrain.hvd.engine.coordinator import ChannelState, Coordinator, Negotiation
 from hvdtrain.hvd.engine.settings import Settings
 from hvdtrain.hvd.exceptions import SHUT_DOWN
 
-Record = Waiting | LaneSteps
+Stalled = tuple[str, list[int], Negotiation | ChannelState]  # tensor, missing ranks, record
 _NAMES = 6  # tensors listed for each rank; " ..." stands for the others
 
 
-class Inspector:
+class StallInspector:
     """Checks the operations that wait for ranks. Called twice a second by the control thread.
 
-    `person` returns the process and the host of a rank, as text.
+    `describe_rank` returns the process and the host of a rank, as text.
     """
 
     def __init__(
-        self, coordinator: Coordinator, settings: Settings, person: Callable[[int], str]
+        self, coordinator: Coordinator, settings: Settings, describe_rank: Callable[[int], str]
     ) -> None:
         self._coordinator = coordinator
         self._settings = settings
-        self._person = person
+        self._describe_rank = describe_rank
         self._next = 0.0
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Warn once about each operation, and each optimizer step, that waits for too long.
 
         Shut down if one exceeds HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.
@@ -45,30 +45,30 @@ class Inspector:
         for _, _, record in fresh:
             record.warned = True
         if fresh:
-            self._warn([(name, missing) for name, missing, _ in fresh])
+            self._warn(fresh)
         limit = settings.stall_shutdown_time_s
-        if limit > 0 and (hopeless := self._stalled(now, limit)):
-            by_rank = _by_rank([(name, missing) for name, missing, _ in hopeless])
+        if limit > 0 and (overdue := self._stalled(now, limit)):
             who = "; ".join(
-                f"rank {r} ({self._person(r)}): {', '.join(names)}" for r, names in by_rank.items()
+                f"rank {rank} ({self._describe_rank(rank)}): {', '.join(names)}"
+                for rank, names in _by_rank(overdue).items()
             )
-            self._coordinator.go_down(
-                f"{SHUT_DOWN} Ranks were waited for longer than {limit:g} seconds: {who}", -1, {}
+            self._coordinator.shut_down(
+                f"{SHUT_DOWN} Ranks were waited for longer than {limit:g} seconds: {who}"
             )
 
-    def _stalled(self, now: float, limit_s: float) -> list[tuple[str, list[int], Record]]:
-        found: list[tuple[str, list[int], Record]] = []
-        for key, waiting in self._coordinator.waiting.items():
-            if now - waiting.since > limit_s:
-                found.append((key.name, self._coordinator.missing(key, waiting), waiting))
-        for lane, steps in self._coordinator.lanes.items():
-            late = self._coordinator.late(steps)
-            if late and now - steps.changed > limit_s:
-                names = self._coordinator.lane_tensors.get(lane, [])
-                found += [(f"allreduce.{name}@{lane}", late, steps) for name in names]
+    def _stalled(self, now: float, limit_s: float) -> list[Stalled]:
+        found: list[Stalled] = []
+        for key, negotiation in self._coordinator.negotiations.items():
+            if now - negotiation.since > limit_s:
+                missing = self._coordinator.missing(key, negotiation)
+                found.append((key.name, missing, negotiation))
+        for channel, state in self._coordinator.channels.items():
+            stragglers = self._coordinator.stragglers(state)
+            if stragglers and now - state.changed > limit_s:
+                found += [(f"allreduce.{n}@{channel}", stragglers, state) for n in state.tensors]
         return found
 
-    def _warn(self, stalled: list[tuple[str, list[int]]]) -> None:
+    def _warn(self, stalled: list[Stalled]) -> None:
         seconds = f"{self._settings.stall_check_time_s:g}"
         lines = [
             "One or more tensors were submitted to be reduced, gathered or broadcasted by subset "
@@ -83,9 +83,9 @@ class Inspector:
         print_stderr("\n".join(lines))
 
 
-def _by_rank(stalled: list[tuple[str, list[int]]]) -> dict[int, list[str]]:
+def _by_rank(stalled: list[Stalled]) -> dict[int, list[str]]:
     by_rank: dict[int, list[str]] = {}
-    for name, missing in stalled:
+    for name, missing, _ in stalled:
         for rank in missing:
             by_rank.setdefault(rank, []).append(name)
     return dict(sorted(by_rank.items()))

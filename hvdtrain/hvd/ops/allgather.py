@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine.request import AVERAGE
-from hvdtrain.hvd.ops import common
+from hvdtrain.hvd.ops import handles
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 
 
@@ -24,7 +24,7 @@ def allgather_async(
 
     The size of that dimension may differ between ranks, and may be zero.
     """
-    return _begin("allgather", [tensor], name, process_set, common.first)
+    return _begin("allgather", [tensor], name, process_set, handles.first)
 
 
 def allgather(
@@ -34,7 +34,7 @@ def allgather(
 
     Differentiable: a rank's gradient is its own rows of the mean of the ranks' gradients.
     """
-    result: Tensor = common.apply(_Allgather, False, name, process_set, tensor)[0]
+    result: Tensor = handles.apply(_Allgather, False, name, process_set, tensor)[0]
     return result
 
 
@@ -53,7 +53,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
     """All-gather several tensors, all or none of them. Differentiable."""
-    result: tuple[Tensor, ...] = common.apply(_Allgather, True, name, process_set, *tensors)
+    result: tuple[Tensor, ...] = handles.apply(_Allgather, True, name, process_set, *tensors)
     return result
 
 
@@ -64,8 +64,8 @@ def _begin(
     process_set: ProcessSet,
     pick: Callable[[Any], Any],
 ) -> int:
-    meta = common.describe("allgather", tensors)
-    return common.submit(prefix, name, meta, tensors, process_set, pick)
+    request = handles.describe("allgather", tensors)
+    return handles.submit(prefix, name, request, tensors, process_set, pick)
 
 
 class _Allgather(torch.autograd.Function):
@@ -75,13 +75,13 @@ class _Allgather(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         prefix = "grouped_allgather" if grouped else "allgather"
         handle = _begin(prefix, tensors, name, process_set, tuple)
-        work = common.work_of(handle)
-        ctx.how = f"{prefix}.{common.name_of(handle)}.backward", process_set
+        operation = handles.operation_of(handle)
+        ctx.how = f"{prefix}.{handles.name_of(handle)}.backward", process_set
         ctx.rows = [t.shape[0] if t.dim() else 0 for t in tensors]
-        result: tuple[Tensor, ...] = common.synchronize(handle)
-        me = basics.engine.sets[work.key.set_id].index(basics.rank())
+        result: tuple[Tensor, ...] = handles.synchronize(handle)
+        me = basics.engine.sets[operation.key.set_id].index(basics.rank())
         # The first row of this rank in each result: `extra` has the ranks' numbers of rows.
-        ctx.begins = [sum(rows[:me]) for rows in work.extra]
+        ctx.begins = [sum(rows[:me]) for rows in operation.extra]
         return result
 
     @staticmethod
@@ -91,6 +91,6 @@ class _Allgather(torch.autograd.Function):
 
         name, process_set = ctx.how
         handle = grouped_allreduce_async(grad_outputs, None, name, AVERAGE, process_set=process_set)
-        means = common.synchronize(handle)
+        means = handles.synchronize(handle)
         grads = [g.narrow(0, b, n) for g, b, n in zip(means, ctx.begins, ctx.rows, strict=True)]
         return (None, None, None, *grads)

@@ -15,7 +15,7 @@ from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.compression import Compression
 from hvdtrain.hvd.engine.request import ADASUM, AVERAGE
 from hvdtrain.hvd.ops import allgather as gathering
-from hvdtrain.hvd.ops import common
+from hvdtrain.hvd.ops import handles
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 
 
@@ -29,10 +29,10 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start to reduce a tensor over all ranks into a new one; return a handle."""
-    op = common.choose_op(op, average)
+    op = handles.choose_op(op, average)
     return _begin(
         "allreduce", [tensor], name, op, prescale_factor, postscale_factor, process_set,
-        pick=common.first,
+        pick=handles.first,
     )  # fmt: skip
 
 
@@ -46,10 +46,10 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start to reduce a tensor over all ranks in place; return a handle."""
-    op = common.choose_op(op, average)
+    op = handles.choose_op(op, average)
     return _begin(
         "allreduce", [tensor], name, op, prescale_factor, postscale_factor, process_set,
-        pick=common.first, in_place=True,
+        pick=handles.first, in_place=True,
     )  # fmt: skip
 
 
@@ -68,9 +68,9 @@ def allreduce(
     Differentiable: the gradient is reduced in the same way. Integers are averaged in double
     precision and truncated toward zero.
     """
-    op = common.choose_op(op, average)
+    op = handles.choose_op(op, average)
     compressed, ctx = compression.compress(tensor)
-    (reduced,) = common.apply(
+    (reduced,) = handles.apply(
         _Allreduce, "allreduce", name, op, prescale_factor, postscale_factor, process_set,
         compressed,
     )  # fmt: skip
@@ -88,11 +88,11 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Reduce a tensor over all ranks in place, and return it."""
-    op = common.choose_op(op, average)
+    op = handles.choose_op(op, average)
     handle = allreduce_async_(
         tensor, None, name, op, prescale_factor, postscale_factor, process_set
     )
-    result: Tensor = common.synchronize(handle)
+    result: Tensor = handles.synchronize(handle)
     return result
 
 
@@ -106,7 +106,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start to reduce several tensors, all or none of them, into new ones; return one handle."""
-    op = common.choose_op(op, average)
+    op = handles.choose_op(op, average)
     return _begin(
         "grouped_allreduce", tensors, name, op, prescale_factor, postscale_factor, process_set,
         pick=tuple,
@@ -123,7 +123,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start to reduce several tensors in place; return one handle."""
-    op = common.choose_op(op, average)
+    op = handles.choose_op(op, average)
     return _begin(
         "grouped_allreduce", tensors, name, op, prescale_factor, postscale_factor, process_set,
         pick=tuple, in_place=True,
@@ -141,9 +141,9 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Reduce several tensors, all or none of them, into new ones. Differentiable."""
-    op = common.choose_op(op, average)
+    op = handles.choose_op(op, average)
     compressed, ctxs = zip(*(compression.compress(t) for t in tensors), strict=True)
-    reduced = common.apply(
+    reduced = handles.apply(
         _Allreduce, "grouped_allreduce", name, op, prescale_factor, postscale_factor, process_set,
         *compressed,
     )  # fmt: skip
@@ -160,11 +160,11 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
     """Reduce several tensors in place, and return them."""
-    op = common.choose_op(op, average)
+    op = handles.choose_op(op, average)
     handle = grouped_allreduce_async_(
         tensors, None, name, op, prescale_factor, postscale_factor, process_set
     )
-    results: tuple[Tensor, ...] = common.synchronize(handle)
+    results: tuple[Tensor, ...] = handles.synchronize(handle)
     return results
 
 
@@ -183,8 +183,8 @@ def sparse_allreduce_async(
     size = len(basics.engine.sets[process_set.process_set_id or 0])
 
     def wait() -> Tensor:
-        gathered = common.synchronize(data)
-        places = common.synchronize(rows).transpose(0, 1)
+        gathered = handles.synchronize(data)
+        places = handles.synchronize(rows).transpose(0, 1)
         if op == AVERAGE:
             gathered = gathered / size
         return torch.sparse_coo_tensor(places, gathered, tensor.size(), check_invariants=False)
@@ -203,19 +203,19 @@ def _begin(
     pick: Callable[[Any], Any],
     in_place: bool = False,
 ) -> int:
-    common.check_reducible(tensors, op)
+    handles.check_reducible(tensors, op)
     if op == ADASUM:
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
-        common.check_adasum()
-    # In exact mode float16 is rounded before it is scaled: see `Meta.data`.
+        handles.check_adasum()
+    # In exact mode float16 is rounded before it is scaled: see `Request.data`.
     rounds = basics.engine.settings.exact_horovod or None
-    meta = common.describe(
+    request = handles.describe(
         "allreduce", tensors, op=op, prescale=float(prescale), postscale=float(postscale),
         data=rounds,
     )  # fmt: skip
     outputs = list(tensors) if in_place else None
-    return common.submit(prefix, name, meta, tensors, process_set, pick, outputs)
+    return handles.submit(prefix, name, request, tensors, process_set, pick, outputs)
 
 
 class _Allreduce(torch.autograd.Function):
@@ -235,12 +235,12 @@ class _Allreduce(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         handle = _begin(prefix, tensors, name, op, prescale, postscale, process_set, tuple)
-        backward = f"{common.name_of(handle)}.backward"
+        backward = f"{handles.name_of(handle)}.backward"
         ctx.how = (prefix, backward, op, prescale, postscale, process_set)
-        result: tuple[Tensor, ...] = common.synchronize(handle)
+        result: tuple[Tensor, ...] = handles.synchronize(handle)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        reduced = common.apply(_Allreduce, *ctx.how, *grad_outputs)
+        reduced = handles.apply(_Allreduce, *ctx.how, *grad_outputs)
         return (*[None] * len(ctx.how), *reduced)

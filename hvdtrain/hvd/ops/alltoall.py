@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.hvd.basics import basics
-from hvdtrain.hvd.ops import common
+from hvdtrain.hvd.ops import handles
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 
 Splits = Tensor | Sequence[int] | None
@@ -30,12 +30,12 @@ def alltoall_async(
     """
     counts = _counts(tensor, splits, process_set)
     device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
-    meta = common.describe("alltoall", [tensor], splits=tuple(counts))
+    request = handles.describe("alltoall", [tensor], splits=tuple(counts))
 
     def pick(result: Any) -> tuple[Tensor, Tensor]:
         return result[0], result[1].to(device)
 
-    return common.submit("alltoall", name, meta, [tensor], process_set, pick)
+    return handles.submit("alltoall", name, request, [tensor], process_set, pick)
 
 
 def alltoall(
@@ -49,7 +49,7 @@ def alltoall(
     With splits, also return the number of rows from each rank. Differentiable: gradients are sent
     back to the ranks that the rows came from.
     """
-    output, received = common.apply(_Alltoall, tensor, splits, name, process_set)
+    output, received = handles.apply(_Alltoall, tensor, splits, name, process_set)
     return output if splits is None else (output, received)
 
 
@@ -87,9 +87,9 @@ class _Alltoall(torch.autograd.Function):
         ctx: Any, tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet
     ) -> tuple[Tensor, Tensor]:
         handle = alltoall_async(tensor, splits, name, process_set)
-        ctx.how = f"{common.name_of(handle)}.backward", process_set
+        ctx.how = f"{handles.name_of(handle)}.backward", process_set
         ctx.rows = tensor.shape[0]
-        output, received = common.synchronize(handle)
+        output, received = handles.synchronize(handle)
         ctx.received = received
         ctx.mark_non_differentiable(received)
         return output, received
@@ -99,7 +99,7 @@ class _Alltoall(torch.autograd.Function):
         name, process_set = ctx.how
         # The reverse exchange: every rank gets back as many rows as it sent.
         handle = alltoall_async(grad_output, ctx.received.cpu(), name, process_set)
-        grad, _ = common.synchronize(handle)
+        grad, _ = handles.synchronize(handle)
         if len(grad) < ctx.rows:  # rows beyond the splits were not sent
             grad = torch.cat([grad, grad.new_zeros(ctx.rows - len(grad), *grad.shape[1:])])
         return grad, None, None, None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine.request import AVERAGE
-from hvdtrain.hvd.ops import common
+from hvdtrain.hvd.ops import handles
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 
 
@@ -50,7 +50,7 @@ def broadcast(
 
     Differentiable: the root gets the mean of the ranks' gradients, other ranks get zeros.
     """
-    result: Tensor = common.apply(_Broadcast, tensor, root_rank, name, process_set)
+    result: Tensor = handles.apply(_Broadcast, tensor, root_rank, name, process_set)
     return result
 
 
@@ -61,7 +61,7 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Overwrite a tensor with the root's, and return it."""
-    result: Tensor = common.synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    result: Tensor = handles.synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return result
 
 
@@ -77,8 +77,8 @@ def _begin(
         raise ValueError(
             f"broadcast received invalid root rank {root_rank} for provided process set"
         )
-    meta = common.describe("broadcast", [tensor], root=int(root_rank))
-    return common.submit("broadcast", name, meta, [tensor], process_set, common.first, outputs)
+    request = handles.describe("broadcast", [tensor], root=int(root_rank))
+    return handles.submit("broadcast", name, request, [tensor], process_set, handles.first, outputs)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -87,8 +87,8 @@ class _Broadcast(torch.autograd.Function):
         ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> Tensor:
         handle = broadcast_async(tensor, root_rank, name, process_set)
-        ctx.how = f"broadcast.{common.name_of(handle)}.backward", root_rank, process_set
-        result: Tensor = common.synchronize(handle)
+        ctx.how = f"broadcast.{handles.name_of(handle)}.backward", root_rank, process_set
+        result: Tensor = handles.synchronize(handle)
         return result
 
     @staticmethod
@@ -97,7 +97,7 @@ class _Broadcast(torch.autograd.Function):
 
         name, root_rank, process_set = ctx.how
         handle = allreduce_async(grad_output, None, name, AVERAGE, process_set=process_set)
-        mean = common.synchronize(handle)
+        mean = handles.synchronize(handle)
         if basics.rank() != root_rank:
             mean = torch.zeros_like(mean)
         return mean, None, None, None

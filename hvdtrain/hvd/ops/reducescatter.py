@@ -15,7 +15,7 @@ from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.compression import Compression
 from hvdtrain.hvd.engine.request import AVERAGE, SUM
 from hvdtrain.hvd.exceptions import HorovodInternalError
-from hvdtrain.hvd.ops import common
+from hvdtrain.hvd.ops import handles
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 
 
@@ -33,7 +33,7 @@ def reducescatter_async(
     """
     return _begin(
         "reducescatter", [tensor], name, op, process_set, prescale_factor, postscale_factor,
-        common.first,
+        handles.first,
     )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def reducescatter(
 ) -> Tensor:
     """Reduce a tensor over all ranks; return this rank's share of the rows. Differentiable."""
     compressed, ctx = compression.compress(tensor)
-    (reduced,) = common.apply(
+    (reduced,) = handles.apply(
         _Reducescatter,
         "reducescatter",
         name,
@@ -88,7 +88,7 @@ def grouped_reducescatter(
 ) -> list[Tensor]:
     """Reduce several tensors; return this rank's share of the rows of each. Differentiable."""
     compressed, ctxs = zip(*(compression.compress(t) for t in tensors), strict=True)
-    reduced = common.apply(
+    reduced = handles.apply(
         _Reducescatter, "grouped_reducescatter", name, op, process_set, prescale_factor,
         postscale_factor, *compressed,
     )  # fmt: skip
@@ -110,10 +110,10 @@ def _begin(
         raise HorovodInternalError("Reducescatter currently only supports AVERAGE and SUM.")
     if any(t.dim() == 0 for t in tensors):
         raise ValueError("Reducescatter does not support scalar inputs")
-    meta = common.describe(
+    request = handles.describe(
         "reducescatter", tensors, op=op, prescale=float(prescale), postscale=float(postscale)
     )
-    return common.submit(prefix, name, meta, tensors, process_set, pick)
+    return handles.submit(prefix, name, request, tensors, process_set, pick)
 
 
 class _Reducescatter(torch.autograd.Function):
@@ -131,8 +131,8 @@ class _Reducescatter(torch.autograd.Function):
         handle = _begin(prefix, tensors, name, op, process_set, prescale, postscale, tuple)
         size = len(basics.engine.sets[process_set.process_set_id or 0])
         ctx.factor = prescale * postscale * (size if op == SUM else 1)
-        ctx.how = f"{prefix}.{common.name_of(handle)}.backward", process_set
-        result: tuple[Tensor, ...] = common.synchronize(handle)
+        ctx.how = f"{prefix}.{handles.name_of(handle)}.backward", process_set
+        result: tuple[Tensor, ...] = handles.synchronize(handle)
         return result
 
     @staticmethod
@@ -141,5 +141,5 @@ class _Reducescatter(torch.autograd.Function):
 
         name, process_set = ctx.how
         scaled = [g * ctx.factor for g in grad_outputs]
-        grads = common.synchronize(grouped_allgather_async(scaled, name, process_set))
+        grads = handles.synchronize(grouped_allgather_async(scaled, name, process_set))
         return (None, None, None, None, None, None, *grads)

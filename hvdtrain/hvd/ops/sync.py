@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hvdtrain.hvd.basics import basics
-from hvdtrain.hvd.engine.request import Key, Meta
-from hvdtrain.hvd.engine.work import Work
-from hvdtrain.hvd.ops import common
+from hvdtrain.hvd.engine.operation import Operation
+from hvdtrain.hvd.engine.request import Key, Request
+from hvdtrain.hvd.ops import handles
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 
 
@@ -15,8 +15,8 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Does not wait for pending operations.
     """
     engine = basics.engine
-    set_id = common.set_id("barrier", process_set)
-    engine.submit(Work(Key(set_id, "barrier.noname"), Meta("barrier"))).wait()
+    set_id = handles.set_id("barrier", process_set)
+    engine.submit(Operation(Key(set_id, "barrier.noname"), Request("barrier"))).wait()
 
 
 def join(device: int = -1) -> int:
@@ -29,5 +29,5 @@ def join(device: int = -1) -> int:
     if device >= 0:
         engine.zeros_on = device
     last: int = engine.join().wait()
-    common.restart_unnamed()
+    handles.restart_unnamed()
     return last

@@ -1,21 +1,20 @@
 """Reducers: they average the gradients of `DistributedOptimizer` while backward still runs.
 
-    buckets   in buckets that all ranks send in an agreed order: the default
-    named     one named allreduce per gradient, for the user's own compressors
+    bucket_reducer   in buckets that all ranks send in an agreed order: the default
+    named            one named allreduce per gradient, for the user's own compressors
 
-Both derive from `base.Reducer`. `bucket` is one bucket's memory, `byname` the named allreduces,
-`describe` what the ranks agree on.
+Both derive from `reducer.Reducer`; `bucket` is one bucket's memory.
 """
 
 from __future__ import annotations
 
-from hvdtrain.hvd.reducers.base import Recipe, Reducer
-from hvdtrain.hvd.reducers.buckets import BucketReducer
-from hvdtrain.hvd.reducers.describe import wire_dtype
+from hvdtrain.hvd.compression import wire_dtype
+from hvdtrain.hvd.reducers.bucket_reducer import BucketReducer
 from hvdtrain.hvd.reducers.named import NamedReducer
+from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer
 
 
-def make(recipe: Recipe) -> Reducer:
-    """Return the reducer for a recipe: buckets, if the compressor is one of Horovod's or bf16."""
-    known = wire_dtype(recipe.compression) is not None
-    return BucketReducer(recipe) if known else NamedReducer(recipe)
+def make(spec: AveragingSpec) -> Reducer:
+    """Return the reducer for a spec: buckets, if the compressor is one of Horovod's or bf16."""
+    known = wire_dtype(spec.compression) is not None
+    return BucketReducer(spec) if known else NamedReducer(spec)

@@ -1,29 +1,105 @@
-"""NamedReducer: every gradient of every step by name, for the user's own compressors."""
+"""Allreduces of single gradients, matched by the parameter's name, without a plan.
+
+`NamedReducer` sends every gradient of every step so, for the user's own compressors;
+`BucketReducer` those of its first step, and sparse ones.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hvdtrain.hvd.reducers.base import TOO_MANY, Recipe, Reducer
-from hvdtrain.hvd.reducers.byname import ByName
+from hvdtrain.hvd.engine.request import AVERAGE, SUM
+from hvdtrain.hvd.ops.allreduce import allreduce_async_, sparse_allreduce_async
+from hvdtrain.hvd.ops.handles import synchronize
+from hvdtrain.hvd.reducers.reducer import TOO_MANY, AveragingSpec, Reducer
+
+
+class NamedAllreduces:
+    """The pending allreduces of gradients. `sent`: by parameter index, functions that wait.
+
+    `suffix` is part of every name. `divides_first`: an average is scaled by
+    `AveragingSpec.factors`, as in buckets, not after the sum.
+    """
+
+    def __init__(self, spec: AveragingSpec, suffix: str = "", divides_first: bool = False) -> None:
+        self._spec = spec
+        self._suffix = suffix
+        self._divides_first = divides_first
+        self.sent: dict[int, Callable[[], Tensor]] = {}
+
+    def send(self, i: int, sparse: bool = False) -> None:
+        """Start to average the gradient of parameter `i`, or zeros if it has none.
+
+        `sparse`: another rank's gradient is sparse, so this rank must send rows too.
+        """
+        spec, p = self._spec, self._spec.params[i]
+        name = spec.names[i] + self._suffix
+        grad = p.grad
+        if sparse or (grad is not None and grad.is_sparse and not spec.sparse_as_dense):
+            rows = _no_rows(p) if grad is None else grad if grad.is_sparse else grad.to_sparse(1)
+            self.sent[i] = sparse_allreduce_async(rows, name, spec.op, spec.process_set)
+            return
+        if grad is None:
+            grad = p.grad = torch.zeros_like(p)
+        assert not grad.requires_grad, "gradients of gradients (create_graph) cannot be averaged"
+        was_sparse = grad.is_sparse  # then reduced dense, and made sparse again
+        compressed, ctx = spec.compression.compress(grad.to_dense() if was_sparse else grad)
+        op = spec.op
+        # The product of both is 1: an average is divided by the number of ranks in addition.
+        before = 1.0 / spec.predivide if op == AVERAGE else 1.0
+        after = 1.0 / before
+        if op == AVERAGE and self._divides_first:
+            op, (before, after) = SUM, spec.factors(compressed.dtype)
+        handle = allreduce_async_(compressed, None, name, op, before, after, spec.process_set)
+
+        def wait() -> Tensor:
+            result: Tensor = spec.compression.decompress(synchronize(handle), ctx)
+            return result.to_sparse() if was_sparse else result
+
+        self.sent[i] = wait
+
+    def finish(self) -> None:
+        """Wait for all allreduces, and install the results as gradients."""
+        sent, self.sent = self.sent, {}
+        for i, wait in sent.items():
+            p, result = self._spec.params[i], wait()
+            with torch.no_grad():
+                if result.is_sparse or p.grad is None or p.grad.is_sparse:
+                    p.grad = result
+                elif p.grad is not result:
+                    p.grad.set_(result)  # type: ignore[call-overload]  # it stays the same tensor
+
+
+def _no_rows(p: Tensor) -> Tensor:
+    """Return a sparse gradient of `p` that has no rows."""
+    return torch.sparse_coo_tensor(
+        torch.zeros(1, 0, dtype=torch.int64),
+        torch.zeros(0, *p.shape[1:], dtype=p.dtype),
+        p.shape,
+        device=p.device,
+        check_invariants=False,
+    )
 
 
 class NamedReducer(Reducer):
-    """Sends each gradient as soon as it is ready. The compressor may return any tensor, so the
-    ranks cannot agree on buckets in advance.
+    """Sends each gradient by name as soon as it is ready.
+
+    The user's compressor may return any tensor, so the ranks cannot agree on buckets in advance.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        self._by_name = ByName(recipe)
+    def __init__(self, spec: AveragingSpec) -> None:
+        super().__init__(spec)
+        self._named = NamedAllreduces(spec)
 
     def reset(self) -> None:
         """Discard the backward passes since the last step, and the pending allreduces."""
         super().reset()
-        self._by_name.sent.clear()
+        self._named.sent.clear()
 
     def _hook(self, i: int) -> Any:
         delays = self._delays
@@ -37,15 +113,15 @@ class NamedReducer(Reducer):
                 raise AssertionError(TOO_MANY)
             delays[i] -= 1
             if delays[i] == 0:
-                self._by_name.send(i)
+                self._named.send(i)
 
         return hook
 
     def synchronize(self) -> None:
         """Average all gradients, zeros where there are none. Collective."""
-        self.watch()
-        for i, p in enumerate(self.recipe.params):
-            if i not in self._by_name.sent and p in self.recipe.updated:
-                self._by_name.send(i)
-        self._by_name.finish()
+        self.register_hooks()
+        for i, p in enumerate(self.spec.params):
+            if i not in self._named.sent and p in self.spec.updated:
+                self._named.send(i)
+        self._named.finish()
         self.reset()

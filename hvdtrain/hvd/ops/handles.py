@@ -20,9 +20,9 @@ from torch import Tensor
 
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine.engine import DUPLICATE_NAME
-from hvdtrain.hvd.engine.request import AVERAGE, GLOBAL_SET, MAX, MIN, PRODUCT, SUM, Key, Meta
+from hvdtrain.hvd.engine.operation import Operation
+from hvdtrain.hvd.engine.request import AVERAGE, GLOBAL_SET, MAX, MIN, PRODUCT, SUM, Key, Request
 from hvdtrain.hvd.engine.request import dtype_name as dtype_name
-from hvdtrain.hvd.engine.work import Work
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.hvd.process_sets import ProcessSet
 
@@ -78,7 +78,7 @@ def _held_up_s() -> float:
 class Handle:
     """An operation that a caller can wait for. `pick` selects the caller's part of the result."""
 
-    work: Work
+    operation: Operation
     pick: Pick
     own_name: str | None = None
     thread: int = field(default_factory=threading.get_ident)
@@ -92,7 +92,7 @@ class Handle:
         Otherwise the second of two calls in a row could raise on one rank but not on a busier one,
         which would then block forever.
         """
-        if not self.work.done():
+        if not self.operation.done():
             return False
         passed_s = time.monotonic() - self.submitted_s
         cycle_s = basics.engine.settings.cycle_time_ms / 1000
@@ -114,7 +114,7 @@ _unnamed: dict[tuple[int, str], int] = {}
 def submit(
     prefix: str,
     name: str | None,
-    meta: Meta,
+    request: Request,
     inputs: Sequence[Tensor],
     process_set: ProcessSet,
     pick: Pick,
@@ -127,7 +127,7 @@ def submit(
     """
     global _next_handle
     engine = basics.engine
-    number = set_id(meta.kind, process_set)
+    number = set_id(request.kind, process_set)
     for t in inputs:
         if t.is_sparse or t.layout != inputs[0].layout:
             raise ValueError(f"Tensor type {t.type()} is not supported.")
@@ -138,11 +138,11 @@ def submit(
         earlier = _named.get(key)
         if earlier is not None and not earlier.is_over():
             raise ValueError(DUPLICATE_NAME)
-        work = Work(key, meta, dense, outputs)
-        engine.submit(work)
+        operation = Operation(key, request, dense, outputs)
+        engine.submit(operation)
         handle, _next_handle = _next_handle, _next_handle + 1
         held_up_s = 0.0 if name is None else _held_up_s()
-        known = _handles[handle] = Handle(work, pick, own_name, held_up_s=held_up_s)
+        known = _handles[handle] = Handle(operation, pick, own_name, held_up_s=held_up_s)
         if name is None:
             _unnamed[number, prefix] = _unnamed.get((number, prefix), 0) + 1
         else:
@@ -158,9 +158,9 @@ class HandleMap(Mapping[int, tuple[Any, Any]]):
 
     def __getitem__(self, handle: int) -> tuple[Any, Any]:
         known = _handles[handle]
-        work = known.work
-        written = work.outputs or (work.result if work.done() else None)
-        read = work.inputs if known.pick is tuple else work.inputs[0]
+        operation = known.operation
+        written = operation.outputs or (operation.result if operation.done() else None)
+        read = operation.inputs if known.pick is tuple else operation.inputs[0]
         return read, None if written is None else known.pick(written)
 
     def __iter__(self) -> Iterator[int]:
@@ -170,11 +170,11 @@ class HandleMap(Mapping[int, tuple[Any, Any]]):
         return len(_handles)
 
 
-def describe(kind: str, tensors: Sequence[Tensor], **fields: Any) -> Meta:
+def describe(kind: str, tensors: Sequence[Tensor], **fields: Any) -> Request:
     """Return the request for some tensors. Raises HorovodInternalError if their devices differ."""
     if len({t.device.type for t in tensors}) > 1:
         raise HorovodInternalError("Tensors in list must be on same device.")
-    return Meta(
+    return Request(
         kind,
         tuple(dtype_name(t.dtype) for t in tensors),
         tuple(tuple(t.shape) for t in tensors),
@@ -188,9 +188,9 @@ def name_of(handle: int) -> str:
     return str(_handles[handle].own_name)
 
 
-def work_of(handle: int) -> Work:
+def operation_of(handle: int) -> Operation:
     """Return the operation of a handle."""
-    return _handles[handle].work
+    return _handles[handle].operation
 
 
 def poll(handle: int) -> bool:
@@ -201,7 +201,7 @@ def poll(handle: int) -> bool:
     if handle not in _handles:
         raise ValueError(f"Handle {handle} was not created or has been cleared.")
     known = _handles[handle]
-    done = known.work.done()
+    done = known.operation.done()
     if done:
         _free_name(known)
     return done
@@ -216,15 +216,15 @@ def synchronize(handle: int) -> Any:
     if known is None:
         return None
     try:
-        return known.pick(known.work.wait())
+        return known.pick(known.operation.wait())
     finally:
         _free_name(known)
 
 
 def _free_name(known: Handle) -> None:
     """Release the name of an operation, unless a later operation holds it by now."""
-    if _named.get(known.work.key) is known:
-        del _named[known.work.key]
+    if _named.get(known.operation.key) is known:
+        del _named[known.operation.key]
 
 
 def reset() -> None:

@@ -1,4 +1,4 @@
-"""One submitted operation, from the call to its result. The API waits for it."""
+"""Operation: one submitted collective, from the call to its result. The API waits for it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.hvd.engine.request import Key, Meta
+from hvdtrain.hvd.engine.request import Key, Request
 
 
-class Work:
+class Operation:
     """A pending or completed operation. `wait` and `done` may be called from any thread.
 
     `inputs` are the caller's tensors, contiguous; `outputs` are the tensors to write, or None if
@@ -21,12 +21,12 @@ class Work:
     def __init__(
         self,
         key: Key,
-        meta: Meta,
+        request: Request,
         inputs: list[Tensor] | None = None,
         outputs: list[Tensor] | None = None,
     ) -> None:
         self.key = key
-        self.meta = meta
+        self.request = request
         self.inputs = inputs or []
         self.outputs = outputs
         self.payload = b""
@@ -34,7 +34,7 @@ class Work:
         self.extra: Any = None  # from rank 0: the number of rows of every rank's tensors
         self.result: Any = None
         self.error: Exception | None = None
-        self.submitted = _event() if meta.device == "GPU" else None
+        self.submitted = _event() if request.device == "GPU" else None
         self._finished: Any = None
         self._event = threading.Event()
 

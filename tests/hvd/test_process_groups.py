@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from hvdtrain.hvd.engine.groups import Broken, Groups
+from hvdtrain.hvd.engine.process_groups import ConnectionBroken, ProcessGroups
 
 
 class Work:
@@ -29,8 +29,8 @@ class Work:
             raise RuntimeError(self.error)
 
 
-def groups(failure: str | None = None) -> Groups:
-    return Groups(HashStore(), 0, "gloo", 5.0, lambda: failure)
+def groups(failure: str | None = None) -> ProcessGroups:
+    return ProcessGroups(HashStore(), 0, "gloo", 5.0, lambda: failure)
 
 
 @pytest.mark.parametrize("slices", [0, 1, 3])
@@ -43,12 +43,12 @@ def test_an_operation_that_ends_as_a_slice_does(slices: int) -> None:
 @pytest.mark.parametrize("slices", [0, 1])
 @pytest.mark.parametrize("error", ["Operation timed out!", "Connection closed by peer"])
 def test_an_operation_that_fails(slices: int, error: str) -> None:
-    with pytest.raises(Broken, match=error):
+    with pytest.raises(ConnectionBroken, match=error):
         groups().wait(Work(slices, error))
 
 
 def test_nobody_waits_once_the_job_is_over() -> None:
-    with pytest.raises(Broken, match="rank 1 has gone"):
+    with pytest.raises(ConnectionBroken, match="rank 1 has gone"):
         groups("rank 1 has gone").wait(Work(2))
-    with pytest.raises(Broken, match="in vain"):
+    with pytest.raises(ConnectionBroken, match="in vain"):
         groups().wait(Work(2), give_up=lambda: "in vain")

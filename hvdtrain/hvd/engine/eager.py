@@ -12,18 +12,18 @@ from math import prod
 import torch
 from torch import Tensor
 
+from hvdtrain.hvd.engine.arithmetic import from_uint64, scale_, to_uint64
 from hvdtrain.hvd.engine.request import (
     ADASUM,
     AVERAGE,
-    INLINE_BYTES,
+    EAGER_BYTES,
     MAX,
     MIN,
     PRODUCT,
     SUM,
-    Meta,
+    Request,
     dtype_of,
 )
-from hvdtrain.hvd.engine.scaling import from_uint64, scale_, to_uint64
 
 _REDUCE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     AVERAGE: torch.add,  # `combine` divides at the end
@@ -36,12 +36,12 @@ _REDUCE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
 _UNSIGNED = (torch.uint16, torch.uint32)  # torch cannot add them
 
 
-def fits(meta: Meta, num_ranks: int) -> bool:
+def fits(request: Request, num_ranks: int) -> bool:
     """Return whether the data of this request travels with it. The same result on every rank."""
     # With more than 256 ranks, too much data would arrive at rank 0.
-    if meta.device != "CPU" or num_ranks * 1024 > 16 * INLINE_BYTES:
+    if request.device != "CPU" or num_ranks * 1024 > 16 * EAGER_BYTES:
         return False
-    return meta.kind == "allreduce" and meta.op != ADASUM and meta.num_bytes <= INLINE_BYTES
+    return request.kind == "allreduce" and request.op != ADASUM and request.num_bytes <= EAGER_BYTES
 
 
 def pack(tensors: list[Tensor]) -> bytes:
@@ -49,11 +49,11 @@ def pack(tensors: list[Tensor]) -> bytes:
     return b"".join(_bytes_of(t) for t in tensors)
 
 
-def unpack(payload: bytes, meta: Meta) -> list[Tensor]:
+def unpack(payload: bytes, request: Request) -> list[Tensor]:
     """Return tensors of the request's shapes and dtypes, as views of one new buffer."""
     buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else None
     tensors, at = [], 0
-    for name, shape in zip(meta.dtypes, meta.shapes, strict=True):
+    for name, shape in zip(request.dtypes, request.shapes, strict=True):
         dtype = dtype_of(name)
         size = prod(shape) * dtype.itemsize
         if size == 0 or buffer is None:
@@ -67,25 +67,25 @@ def unpack(payload: bytes, meta: Meta) -> list[Tensor]:
     return tensors
 
 
-def combine(meta: Meta, payloads: list[bytes], num_ranks: int) -> bytes:
+def combine(request: Request, payloads: list[bytes], num_ranks: int) -> bytes:
     """Reduce the ranks' payloads, and scale the result.
 
     Half precision is summed in single precision and rounded once.
     """
-    factor = meta.postscale / (num_ranks if meta.op == AVERAGE else 1)
-    reduce = _REDUCE[meta.op]
+    factor = request.postscale / (num_ranks if request.op == AVERAGE else 1)
+    reduce = _REDUCE[request.op]
     total: list[Tensor] = []
     for payload in payloads:
-        tensors = [_widen(t, meta.op, factor) for t in unpack(payload, meta)]
+        tensors = [_widen(t, request.op, factor) for t in unpack(payload, request)]
         total = (
             tensors if not total else [reduce(a, b) for a, b in zip(total, tensors, strict=True)]
         )
     scaled = []
-    for t, dtype in zip(total, map(dtype_of, meta.dtypes), strict=True):
+    for t, dtype in zip(total, map(dtype_of, request.dtypes), strict=True):
         if dtype == torch.uint64:
-            t = to_uint64(t, meta.op, factor)
+            t = to_uint64(t, request.op, factor)
         else:
-            t = scale_(t.half() if meta.data and dtype == torch.float16 else t, factor)
+            t = scale_(t.half() if request.data and dtype == torch.float16 else t, factor)
         scaled.append(t.to(dtype))
     return pack(scaled)
 

@@ -1,7 +1,7 @@
 """The engine's own process groups, and waits on them that end when a peer is lost.
 
-The executor and the lanes use them. A wait is split into slices of a second, and between two slices
-it checks whether the control plane has reported a lost rank.
+The executor and the bucket channels use them. A wait is split into slices of a second, and between
+two slices it checks whether the control plane has reported a lost rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CLOSE_S = 0.5  # the longest time to close a group without pending operations
 _HUNG_UP_S = 3.0  # the same once its connections have been shut down
 
 
-class Groups:
+class ProcessGroups:
     """The process groups of one engine, by name; made on first use, in the same order on all ranks.
 
     `transport` is for CPU tensors. `failure()` returns why the job is over, or None. An operation
@@ -69,7 +69,7 @@ class Groups:
     def get(self, label: str, members: list[int], device: str) -> Any:
         """Return the group of this name over these ranks. The first call is collective over them.
 
-        Raises Broken if the group cannot be made.
+        Raises ConnectionBroken if the group cannot be made.
         """
         transport = self._transport(device)
         name = f"{label}/{transport}"
@@ -77,7 +77,7 @@ class Groups:
             group = self._groups.get(name)
         if group is None:
             if (failure := self._failure()) is not None:
-                raise Broken(failure)  # some ranks would not join
+                raise ConnectionBroken(failure)  # some ranks would not join
             store = PrefixStore(name, self._store)
             rank = members.index(self._rank)
             try:
@@ -91,7 +91,7 @@ class Groups:
                     group = transports.OPEN[transport](store, rank, len(members), limit)
                     self._shut_down[name] = group.shutdown
             except RuntimeError as error:
-                raise Broken(f"could not connect {name}: {error}") from None
+                raise ConnectionBroken(f"could not connect {name}: {error}") from None
             group._set_default_timeout(self._limit)
             with self._lock:
                 self._groups[name] = group
@@ -106,7 +106,7 @@ class Groups:
         return f"{self._transport(device).upper()}_{what}"
 
     def drop(self, label: str) -> None:
-        """Close the groups of this name, whose lane has been removed."""
+        """Close the groups of this name, whose channel has been removed."""
         with self._lock:
             gone = [n for n in self._groups if n.rpartition("/")[0] == label]
             dropped = {n: self._groups.pop(n) for n in gone}
@@ -139,7 +139,7 @@ class Groups:
     def wait(
         self, work: Any, cuda: bool = False, give_up: Callable[[], str | None] | None = None
     ) -> None:
-        """Wait for an operation. Raises Broken if a peer is lost, or the job is over.
+        """Wait for an operation. Raises ConnectionBroken if a peer is lost, or the job is over.
 
         `give_up()` may return a further reason to stop waiting.
         """
@@ -150,16 +150,16 @@ class Groups:
             while not ends_within(work, _SLICE_S):
                 reason = self._failure() or (give_up() if give_up is not None else None)
                 if reason is not None:
-                    raise Broken(reason)
-        except Broken:
+                    raise ConnectionBroken(reason)
+        except ConnectionBroken:
             raise
         except RuntimeError as error:
             if any(phrase in str(error) for phrase in _REFUSALS):
                 raise
-            raise Broken(first_line(error)) from None
+            raise ConnectionBroken(first_line(error)) from None
 
 
-class Broken(HorovodInternalError):
+class ConnectionBroken(HorovodInternalError):
     """A connection has failed, so no operation can complete any more."""
 
 

@@ -14,12 +14,6 @@ from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine.request import AVERAGE
 from hvdtrain.hvd.process_sets import ProcessSet
 
-
-def _remove(hooks: dict[int, Any]) -> None:
-    for hook in hooks.values():
-        hook.remove()
-
-
 TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
     "Increase backward_passes_per_step to accumulate gradients locally."
@@ -27,7 +21,7 @@ TOO_MANY = (
 
 
 @dataclass
-class Recipe:
+class AveragingSpec:
     """How an optimizer's gradients are averaged. Ranks match parameters by `names`."""
 
     names: list[str]
@@ -70,55 +64,50 @@ class Recipe:
 class Reducer(ABC):
     """Counts gradients in hooks as they are accumulated, and averages them in `synchronize`."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self._delays = [recipe.passes] * len(recipe.params)
+    def __init__(self, spec: AveragingSpec) -> None:
+        self.spec = spec
+        self._delays = [spec.passes] * len(spec.params)
         self._hooks: dict[int, Any] = {}
         # The parameters may outlive the optimizer, and would keep its hooks.
-        weakref.finalize(self, _remove, self._hooks).atexit = False
-
-    @property
-    def size(self) -> int:
-        """The number of ranks that average."""
-        return len(basics.engine.sets[self.recipe.set_id])
+        weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
 
     @property
     def active(self) -> bool:
         """Whether backward has computed gradients since the last `synchronize`."""
-        return self._delays.count(self.recipe.passes) < len(self._delays)
+        return self._delays.count(self.spec.passes) < len(self._delays)
 
     def delays(self) -> dict[Tensor, int]:
         """Return the number of backward passes of each parameter until it is averaged."""
-        return dict(zip(self.recipe.params, self._delays, strict=True))
+        return dict(zip(self.spec.params, self._delays, strict=True))
 
     def reset(self) -> None:
         """Discard the count of backward passes since the last step."""
-        self._delays[:] = [self.recipe.passes] * len(self.recipe.params)
+        self.set_passes(self.spec.passes)
 
-    def expect(self, passes: int) -> None:
+    def set_passes(self, passes: int) -> None:
         """Restart every parameter's countdown at `passes` backward passes."""
-        self._delays[:] = [passes] * len(self.recipe.params)
+        self._delays[:] = [passes] * len(self._delays)
 
-    def watch(self) -> None:
+    def register_hooks(self) -> None:
         """Hook every parameter that requires a gradient and has no hook yet."""
-        if len(self._hooks) == len(self.recipe.params):
+        if len(self._hooks) == len(self.spec.params):
             return
-        for i, p in enumerate(self.recipe.params):
+        for i, p in enumerate(self.spec.params):
             if p.requires_grad and i not in self._hooks:
-                self.recipe.updated.add(p)
+                self.spec.updated.add(p)
                 hook = self._hook(i)
                 self._hooks[i] = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def add(self, name: str, param: Tensor) -> None:
         """Add a parameter that the optimizer received after construction."""
-        self.recipe.names.append(name)
-        self.recipe.params.append(param)
-        self._delays.append(self.recipe.passes)
+        self.spec.names.append(name)
+        self.spec.params.append(param)
+        self._delays.append(self.spec.passes)
 
     def fill_frozen(self) -> None:
         """Give zero gradients to parameters that were frozen later, as Horovod does."""
-        for p in self.recipe.params:
-            if p.grad is None and not p.requires_grad and p in self.recipe.updated:
+        for p in self.spec.params:
+            if p.grad is None and not p.requires_grad and p in self.spec.updated:
                 p.grad = torch.zeros_like(p)
 
     @abstractmethod
@@ -128,3 +117,8 @@ class Reducer(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Average all gradients. Collective."""
+
+
+def _remove_hooks(hooks: dict[int, Any]) -> None:
+    for hook in hooks.values():
+        hook.remove()

@@ -1,0 +1,191 @@
+"""BucketChannel: averages the gradients of one optimizer without negotiation.
+
+The reducers use one per optimizer. It consists of the buckets that all ranks have agreed on and of
+process groups of its own. In every step all ranks send all buckets in the same order, so no names
+need to be matched. Rank 0 receives one message per step and rank: for the stall inspector, and for
+ranks that have joined, which send zeros (`hvd.join`).
+
+    each rank                                           rank 0
+      |---- plan: this rank's parameters --------------->|  merges the plans of all ranks
+      |<--- done: the merged plan -----------------------|
+    all ranks: lay out the buckets, make the process groups; then in every step
+      |---- step (channel, set, number) ---------------->|  no answer; "shadow" to joined ranks
+    all ranks: all-reduce every bucket
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.hvd.engine.bucket_plan import BucketLayout, BucketPlan, lay_out
+from hvdtrain.hvd.engine.operation import Operation
+from hvdtrain.hvd.engine.process_groups import ConnectionBroken, all_reduce
+from hvdtrain.hvd.engine.request import Key, Request
+from hvdtrain.hvd.exceptions import HorovodInternalError
+
+if TYPE_CHECKING:
+    from hvdtrain.hvd.engine.engine import Engine
+
+
+class BucketChannel:
+    """One optimizer's buckets on one rank. Its steps are numbered from 1, alike on all ranks."""
+
+    def __init__(self, engine: Engine, name: str, set_id: int) -> None:
+        self.engine = engine
+        self.name = name
+        self.set_id = set_id
+        self.plan: BucketPlan | None = None
+        self.version = 0
+        self.layouts: list[BucketLayout] = []
+        self.step = 0
+        self.last_sent_step = 0  # the last one whose buckets this rank has all sent
+        self._members: list[int] = []
+        self._in_flight: deque[tuple[int, Any, Tensor]] = deque()
+        self._connected = threading.Event()
+        self._groups: dict[str, Any] = {}
+
+    def buffer(self, layout: BucketLayout, device: torch.device) -> Tensor:
+        """Return zeros for a bucket, in the transport's own memory if it has any."""
+        num_bytes = layout.numel * layout.dtype.itemsize
+        transport = getattr(self._groups.get(layout.device), "transport", None)
+        shared: Tensor | None = transport.allocate(num_bytes) if transport is not None else None
+        if shared is not None:
+            return shared.view(layout.dtype)
+        return torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+
+    def request_plan(self, proposal: BucketPlan) -> Operation:
+        """Start merging the ranks' proposals into a new plan. Collective; does not block.
+
+        Never raises, but returns a failed operation: a rank that needs no further step may have
+        left, and the current step does not need the new plan.
+        """
+        name = f"plan.{self.set_id}.{self.name}/{self.version + 1}"
+        try:
+            payload = proposal.to_wire()
+            return self.engine.request(name, "plan", payload=payload, set_id=self.set_id)
+        except HorovodInternalError as error:
+            operation = Operation(Key(self.set_id, name), Request("plan"))
+            operation.fail(error)
+            return operation
+
+    def is_ready(self, plan_request: Operation) -> bool:
+        """Return whether `await_plan` would return, or raise, at once."""
+        return plan_request.done() and self._connected.is_set()
+
+    def await_plan(self, plan_request: Operation) -> None:
+        """Wait for the plan and its connections. Raises HorovodInternalError if plans mismatch."""
+        plan_request.wait()
+        self.await_connection()
+
+    def await_connection(self) -> None:
+        """Wait for the plan's process groups. Raises HorovodInternalError once the job is over."""
+        while not self._connected.wait(1.0):
+            if self.engine.failure is not None:
+                raise HorovodInternalError(self.engine.failure)
+
+    def adopt(self, fields: list[Any]) -> None:
+        """Switch to a new plan. Runs in the control thread, also on ranks that have joined."""
+        self._connected.clear()
+        self.plan = BucketPlan.from_wire(fields)
+        self._members = self.engine.sets[self.set_id]
+        self.layouts = lay_out(self.plan)
+        self.version += 1
+
+    def connect(self) -> None:
+        """Make the process groups. Collective; runs in the executor."""
+        for device in dict.fromkeys(["CPU", *(layout.device for layout in self.layouts)]):
+            if device not in self._groups:
+                label = f"channel/{self.name}"
+                group = self.engine.process_groups.get(label, self._members, device)
+                self._groups[device] = group
+        self._connected.set()
+
+    def disconnect(self) -> None:
+        """Drop the process groups, so that no reference keeps their connections open."""
+        self._groups.clear()
+
+    def begin_step(self) -> None:
+        """Begin the next step, and report it to rank 0, which does not answer."""
+        self.step += 1
+        self.engine.control.send(0, ["step", self.name, self.set_id, self.step])
+
+    def send(self, layout: BucketLayout, flat: Tensor) -> Any:
+        """Start the in-place reduction of a bucket; return the work for `wait`.
+
+        Raises HorovodInternalError once the job is over, unless the rank that left had sent all of
+        this step: then the peers still wait for this rank's part.
+        """
+        failure = self.engine.failure
+        if failure is not None and (
+            self.engine.broken is not None or self.engine.peer_left_before(self.name, self.step)
+        ):
+            raise HorovodInternalError(failure)
+        tensor = torch.view_as_real(flat) if flat.dtype.is_complex else flat
+        try:
+            work = all_reduce(self._groups[layout.device], tensor, layout.op)
+        except (RuntimeError, KeyError) as error:
+            raise HorovodInternalError(self.engine.wait_for_failure(str(error))) from None
+        self._in_flight.append((self.step, work, flat))  # `drain` waits for it; keeps `flat` alive
+        timeline = self.engine.timeline
+        if timeline.is_open:
+            activity = self.engine.process_groups.activity("allreduce", layout.device)
+            for name in layout.names:
+                timeline.start(f"allreduce.{name}", "allreduce")
+                timeline.activity_start(f"allreduce.{name}", activity)
+        while self._in_flight and self._in_flight[0][1].is_completed():
+            self._in_flight.popleft()
+        return work
+
+    def wait(self, layout: BucketLayout, work: Any) -> None:
+        """Wait for a bucket of this rank's step.
+
+        Raises HorovodInternalError if a peer is lost, or left before it had sent all of this step.
+        """
+        try:
+            self.engine.process_groups.wait(work, layout.device == "GPU", self._reason_to_stop)
+        except ConnectionBroken as error:
+            self.engine.report_broken(str(error))
+            raise HorovodInternalError(self.engine.wait_for_failure(str(error))) from None
+        if self.engine.timeline.is_open:
+            for name in layout.names:
+                self.engine.timeline.end(f"allreduce.{name}")
+
+    def _reason_to_stop(self) -> str | None:
+        left = self.engine.peer_left_before(self.name, self.step)
+        return self.engine.failure if left else None
+
+    def drain(self) -> None:
+        """Wait for the buckets that all ranks have sent, before shutdown. Runs in the executor."""
+        for step, work, flat in list(self._in_flight):
+            if not self.engine.peer_left_before(self.name, step):
+                if flat.is_cuda:  # NCCL would take the limit of a timed wait as the operation's own
+                    while not work.is_completed() and self.engine.broken is None:
+                        time.sleep(0.01)
+                    continue
+                try:
+                    self.engine.process_groups.wait(work)
+                except ConnectionBroken:
+                    return
+
+    def shadow(self, step: int) -> Callable[[], None]:
+        """Return a task that sends zeros in a step of the other ranks, once this rank has joined.
+
+        The task does not wait: the others may be busy with other things between two buckets.
+        """
+        layouts = self.layouts  # now: a later plan may change them before the task runs
+        self.step = self.last_sent_step = step
+
+        def send_zeros() -> None:
+            for layout in layouts:
+                gpu = torch.device("cuda", self.engine.zeros_on)
+                device = torch.device("cpu") if layout.device == "CPU" else gpu
+                self.send(layout, torch.zeros(layout.numel, dtype=layout.dtype, device=device))
+
+        return send_zeros

@@ -1,0 +1,191 @@
+"""Bucket plans: which gradients of an optimizer are sent together, and in which order.
+
+`bucket_channel` and the reducers use them. Every rank proposes a plan that describes its parameters
+by name, and rank 0 merges the proposals (`merge_plans`). Each rank then divides the merged plan
+into the same buckets (`lay_out`), in the order in which rank 0's gradients became ready in its
+first backward pass.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import astuple, dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from hvdtrain.hvd.engine.request import AVERAGE, SUM, Request, dtype_of
+from hvdtrain.hvd.engine.validation import difference, mismatched
+
+DENSE, SPARSE, FROZEN = "dense", "sparse", "frozen"
+
+FIRST_BYTES = 1 << 20  # a small first bucket starts the communication early, as DDP's does
+BUCKET_BYTES = 25 << 20
+# Larger gradients are reduced in place: copying them would cost a fifth of reducing them.
+IN_PLACE_BYTES = 1 << 20
+# Smaller tensors are copied by one call for all of them.
+SMALL_NUMEL = 16 * 1024
+
+
+@dataclass
+class BucketPlan:
+    """The parameters of an optimizer by name, in the order in which they are sent."""
+
+    names: list[str]
+    shapes: dict[str, list[int]]
+    dtypes: dict[str, str]
+    kinds: dict[str, str]
+    """dense: in a bucket; sparse: by allgather; frozen: no rank has a gradient for it."""
+    strides: dict[str, list[int]] = field(default_factory=dict)
+    """Only for parameters in another dense memory format, e.g. channels_last, on all ranks."""
+    options: list[Any] = field(default_factory=list)
+    """What must be equal on all ranks: reduction, compression, bucket size, device, groups, ..."""
+
+    def to_wire(self) -> bytes:
+        """Return the plan as JSON."""
+        return json.dumps(astuple(self)).encode()
+
+    @classmethod
+    def from_wire(cls, fields: list[Any]) -> BucketPlan:
+        """Return the plan with these fields, which were parsed from JSON."""
+        return cls(*fields)
+
+
+def merge_plans(sent: list[bytes]) -> tuple[list[Any] | None, str | None]:
+    """Return the merged plan's fields, or None and the mismatch."""
+    plans = [BucketPlan.from_wire(json.loads(text)) for text in sent]
+    first = plans[0]
+    for plan in plans[1:]:
+        problem = _differ(first, plan)
+        if problem is not None:
+            return None, problem
+        for name, kind in plan.kinds.items():
+            # A sparse gradient on one rank needs all ranks' rows, a dense one a bucket on all.
+            if kind == SPARSE or first.kinds[name] == FROZEN:
+                first.kinds[name] = kind
+        # A memory format is used only if all ranks have the same.
+        kept = {n: s for n, s in first.strides.items() if plan.strides.get(n) == s}
+        first.strides = kept
+    return json.loads(first.to_wire()), None
+
+
+def _differ(one: BucketPlan, other: BucketPlan) -> str | None:
+    if one.options != other.options:
+        return mismatched("optimizers", "has", one.options, other.options)
+    for here, there in ((one, other), (other, one)):
+        missing = [name for name in here.names if name not in there.shapes]
+        if missing:
+            return (
+                f"Mismatched parameters: One rank has {', '.join(missing[:6])}, but another rank "
+                f"does not."
+            )
+    for name in one.names:
+        requests = (
+            Request("allreduce", (plan.dtypes[name],), (tuple(plan.shapes[name]),))
+            for plan in (one, other)
+        )
+        if (problem := difference(*requests)) is not None:
+            return f"{problem} ({name})"
+    return None
+
+
+@dataclass
+class BucketLayout:
+    """One bucket: its parameters by name, small ones first, and its size in elements.
+
+    `in_place`: it has one parameter, whose gradient is the buffer. `flag`: its last element reports
+    that a rank's set of parameters has changed.
+    """
+
+    names: list[str]
+    dtype: torch.dtype
+    numel: int
+    in_place: bool = False
+    flag: bool = False
+    op: int = SUM
+    device: str = "CPU"
+
+
+def lay_out(plan: BucketPlan) -> list[BucketLayout]:
+    """Divide a plan's dense parameters into buckets.
+
+    A pure function of the plan, so all ranks get the same buckets in the same order.
+    """
+    op, wire, bucket_bytes, device, groups, in_place = plan.options
+    group_of = {name: at for at, group in enumerate(_groups(plan, groups)) for name in group}
+    layouts: list[tuple[int, BucketLayout]] = []
+    open_buckets: dict[Any, list[str]] = {}
+    seen: set[str] = set()
+
+    def numel(name: str) -> int:
+        return prod(plan.shapes[name])
+
+    def num_bytes(name: str) -> int:
+        return numel(name) * _wire(plan, name, wire).itemsize
+
+    def close(at: int, names: list[str]) -> None:
+        # `at`: the bucket's place in the order of sending, that of its last parameter.
+        names = sorted(names, key=lambda name: numel(name) >= SMALL_NUMEL)
+        dtype = _wire(plan, names[0], wire)
+        layouts.append(
+            (at, BucketLayout(names, dtype, sum(map(numel, names)), op=op, device=device))
+        )
+
+    dense = [name for name in plan.names if plan.kinds[name] == DENSE]
+    for at, name in enumerate(dense):
+        if name in seen:
+            continue
+        dtype = _wire(plan, name, wire)
+        if name in group_of:  # one bucket per dtype, in the place of the group's last parameter
+            members = [n for n in dense if group_of.get(n) == group_of[name]]
+            seen.update(members)
+            for d in dict.fromkeys(_wire(plan, n, wire) for n in members):
+                last = max(dense.index(n) for n in members)
+                close(last, [n for n in members if _wire(plan, n, wire) == d])
+        elif (
+            in_place
+            and num_bytes(name) >= min(IN_PLACE_BYTES, bucket_bytes)
+            and dtype == dtype_of(plan.dtypes[name])
+        ):
+            layout = BucketLayout([name], dtype, numel(name), in_place=True, op=op, device=device)
+            layouts.append((at, layout))
+        else:
+            # An open bucket per dtype, closed by the parameter that makes it large enough.
+            names = open_buckets.setdefault(dtype, [])
+            names.append(name)
+            limit = bucket_bytes if layouts else min(FIRST_BYTES, bucket_bytes)
+            if sum(map(num_bytes, names)) >= limit:
+                close(at, open_buckets.pop(dtype))
+    for names in open_buckets.values():
+        close(len(dense), names)
+    ordered = [layout for _, layout in sorted(layouts, key=lambda item: item[0])]
+    return _with_flag(ordered, op, device)
+
+
+def _groups(plan: BucketPlan, groups: int | list[list[str]]) -> list[list[str]]:
+    """Return lists of names that are sent together; a number means that many near-equal lists."""
+    if not isinstance(groups, int):
+        return groups
+    dense = [name for name in plan.names if plan.kinds[name] == DENSE]
+    ends = [len(dense) * i // groups for i in range(groups + 1)] if groups else []
+    return [dense[a:b] for a, b in zip(ends, ends[1:], strict=False) if b > a]
+
+
+def _with_flag(layouts: list[BucketLayout], op: int, device: str) -> list[BucketLayout]:
+    """Add the flag to a bucket that is copied anyway, which costs nothing, else as its own bucket.
+
+    It must be summed; on CUDA, reading it would need a copy from the device.
+    """
+    for layout in layouts:
+        floating = layout.dtype.is_floating_point and not layout.in_place
+        if device == "CPU" and op in (AVERAGE, SUM) and floating:
+            layout.flag = True
+            layout.numel += 1
+            return layouts
+    return [BucketLayout([], torch.float32, 1, flag=True), *layouts]
+
+
+def _wire(plan: BucketPlan, name: str, wire: str | None) -> torch.dtype:
+    dtype = dtype_of(plan.dtypes[name])
+    return dtype_of(wire) if wire is not None and dtype.is_floating_point else dtype
