@@ -21,8 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from hvdtrain import provenance
-from hvdtrain.compare import machine, record
-from hvdtrain.compare.summary import summarise
+from hvdtrain.compare import record
+from hvdtrain.compare.analysis.summary import summarise
+from hvdtrain.compare.run import machine
 
 BUSY = """
 import random, time

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import provenance
-from hvdtrain.compare import machine as host
-from hvdtrain.compare import stats
-from hvdtrain.compare.ranks import Ranks
+from hvdtrain.compare.analysis import stats
+from hvdtrain.compare.run import machine as host
+from hvdtrain.compare.run.arm_process import Ranks
 
 START_S = 180.0
 LAUNCHERS = {

@@ -53,8 +53,7 @@ SAME_FILE_NAME = {
     "report": "the command, and what it shows",
     "runner": "compare, and hvd as Horovod names it",
 }
-SAME_CLASS_NAME = {
-}
+SAME_CLASS_NAME: dict[str, str] = {}
 CYCLES = {
     frozenset({"hvd.ops.allgather", "hvd.ops.allreduce"}): "the gradient of each is the other",
     frozenset({"hvd.ops.handles", "hvd.process_sets", "hvd.basics"}): "Horovod's own modules",

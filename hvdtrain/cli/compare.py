@@ -13,7 +13,7 @@ import click
 
 from hvdtrain import files
 from hvdtrain.cli.train_options import train_option
-from hvdtrain.compare.options import CompareOptions, seconds, share
+from hvdtrain.compare.compare_options import CompareOptions, seconds, share
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.signals import uninterrupted
 from hvdtrain.world import detect
@@ -167,10 +167,12 @@ def run(options: CompareOptions) -> None:
     Raises HvdtrainError where nothing could be compared, or an arm did other work.
     """
     try:
-        from hvdtrain.compare import machine, report, table
-        from hvdtrain.compare.arms import choose_all, choose_device
-        from hvdtrain.compare.runner import Runner
-        from hvdtrain.compare.summary import summarise
+        from hvdtrain.compare.analysis.summary import summarise
+        from hvdtrain.compare.report import html_report as report
+        from hvdtrain.compare.report import terminal as table
+        from hvdtrain.compare.run import machine
+        from hvdtrain.compare.run.arms import choose_all, choose_device
+        from hvdtrain.compare.run.comparison import Runner
     except ModuleNotFoundError as error:
         raise InputError(
             f"hvdtrain compare needs {error.name}; pip install jinja2 matplotlib scipy"

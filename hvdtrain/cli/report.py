@@ -28,8 +28,9 @@ def command(folder: Path, as_json: bool) -> None:
     found = read(folder)
     folder = folder if folder.is_dir() else folder.parent
     try:
-        from hvdtrain.compare import report, table
-        from hvdtrain.compare.summary import summarise
+        from hvdtrain.compare.analysis.summary import summarise
+        from hvdtrain.compare.report import html_report as report
+        from hvdtrain.compare.report import terminal as table
     except ModuleNotFoundError as error:
         raise BackendUnavailable(
             f"a report needs {error.name}; pip install jinja2 matplotlib scipy"

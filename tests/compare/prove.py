@@ -7,9 +7,9 @@ from typing import Any
 
 from hvdtrain import Backend, TrainConfig, Trainer
 from hvdtrain.backends import load
-from hvdtrain.compare.account import Account
-from hvdtrain.compare.by_hand import ByHand
-from hvdtrain.compare.observe import observe
+from hvdtrain.compare.proof.trace_recorder import observe
+from hvdtrain.compare.proof.work_trace import Account
+from hvdtrain.compare.run.by_hand import ByHand
 from hvdtrain.tasks.digits import Digits
 from hvdtrain.training.task import Task
 from tests.compare import faulty

@@ -130,7 +130,7 @@ def _arm(name: str, size: int, several: bool, scaling: str | None) -> Record:
         "backend": backend,
         "transport": transport or None,
         "launcher": launcher,
-        "command": f"{command} -m hvdtrain.compare.worker",
+        "command": f"{command} -m hvdtrain.compare.run.worker",
         "level": "defaults",
         "settings": {},
         "status": "measured",

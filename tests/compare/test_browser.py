@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.compare import record, report
+from hvdtrain.compare import record
+from hvdtrain.compare.report import html_report as report
 from tests.compare.records import make_record
 from tests.compare.test_report import NASTY, renamed
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.compare.account import SAMPLED, Account, Array, Samples, StepAccount
-from hvdtrain.compare.gradients import round_to
-from hvdtrain.compare.observe import _sample, _stride, hash_samples
-from hvdtrain.compare.parity import compare
-from hvdtrain.compare.wording import tell_apart
+from hvdtrain.compare.formatting import tell_apart
+from hvdtrain.compare.proof.gradient_diagnosis import round_to
+from hvdtrain.compare.proof.parity import compare
+from hvdtrain.compare.proof.trace_recorder import _sample, _stride, hash_samples
+from hvdtrain.compare.proof.work_trace import SAMPLED, Account, Array, Samples, StepAccount
 
 Arm = list[Account]
 LAYOUT = [("first.weight", 300), ("first.bias", 20), ("last.weight", 80)]
@@ -545,7 +545,7 @@ def test_an_arm_without_an_account_is_not_compared() -> None:
 
 
 def test_the_driver_needs_no_torch() -> None:
-    code = "import sys, hvdtrain.compare.parity; sys.exit('torch' in sys.modules)"
+    code = "import sys, hvdtrain.compare.proof.parity; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

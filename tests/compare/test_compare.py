@@ -15,8 +15,8 @@ import pytest
 
 from hvdtrain.cli.compare import _make_folder
 from hvdtrain.compare import record
-from hvdtrain.compare.options import CompareOptions, share
-from hvdtrain.compare.summary import summarise
+from hvdtrain.compare.analysis.summary import summarise
+from hvdtrain.compare.compare_options import CompareOptions, share
 from hvdtrain.errors import InputError
 from tests.forkserver import warm
 from tests.launching import Finished, members, run, started

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.compare import load
-from hvdtrain.compare.load import Load, Watch
+from hvdtrain.compare.run import cpu_load as load
+from hvdtrain.compare.run.cpu_load import Load, Watch
 
 TICKS = 100  # in a second, where the made-up counters come from
 
@@ -23,8 +23,8 @@ class Machine:
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self.now = path, 100.0
         self.counters = [900, 10, 300, 50_000, 70, 5, 6, 40, 0, 0]
-        monkeypatch.setattr("hvdtrain.compare.load.time.monotonic", lambda: self.now)
-        monkeypatch.setattr("hvdtrain.compare.load.os.sysconf", lambda name: TICKS)
+        monkeypatch.setattr("hvdtrain.compare.run.cpu_load.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("hvdtrain.compare.run.cpu_load.os.sysconf", lambda name: TICKS)
         self.tick()
 
     def tick(self, seconds: float = 0.0, **ticks: int) -> None:

@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.compare.account import Account
-from hvdtrain.compare.parity import compare
+from hvdtrain.compare.proof.parity import compare
+from hvdtrain.compare.proof.work_trace import Account
 from tests.compare.prove import STEPS, hooks_left, prove, prove_by_hand
 from tests.ranks import Ranks
 
 FAULTY = "tests.compare.faulty:"
 # The names of the three arms that are always there.
-ALWAYS = {"ddp/gloo": "ddp", "again": "ddp", "nothing": "hvdtrain.compare.ceiling:NoCommunication"}
+ALWAYS = {
+    "ddp/gloo": "ddp",
+    "again": "ddp",
+    "nothing": "hvdtrain.compare.run.no_communication:NoCommunication",
+}
 
 
 class Proofs:

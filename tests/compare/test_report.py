@@ -19,9 +19,15 @@ import numpy as np
 import pytest
 
 from hvdtrain.cli.report import command
-from hvdtrain.compare import answers, look, plots, record, report, table, wording
-from hvdtrain.compare.load import why_dropped
-from hvdtrain.compare.summary import summarise
+from hvdtrain.compare import formatting as wording
+from hvdtrain.compare import record
+from hvdtrain.compare.analysis.summary import summarise
+from hvdtrain.compare.report import figure_style as look
+from hvdtrain.compare.report import figures as plots
+from hvdtrain.compare.report import html_report as report
+from hvdtrain.compare.report import methodology as answers
+from hvdtrain.compare.report import terminal as table
+from hvdtrain.compare.run.cpu_load import why_dropped
 from hvdtrain.errors import InputError
 from tests.compare.records import FAILED, make_record
 from tests.launching import run
@@ -473,8 +479,7 @@ def test_the_command_line_ends_with_2_and_one_line(tmp_path: Path) -> None:
 
 
 def test_reports_need_no_torch() -> None:
-    code = (
-        "import sys, hvdtrain.compare.report, hvdtrain.compare.table; print('torch' in sys.modules)"
-    )
+    modules = "hvdtrain.compare.report.html_report, hvdtrain.compare.report.terminal"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     finished = run([sys.executable, "-c", code], timeout=60)
     assert finished.output.strip() == "False"

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.compare import scaling
-from hvdtrain.compare.scaling import Link, fit
-from hvdtrain.compare.speed import Measured
+from hvdtrain.compare.analysis import efficiency as scaling
+from hvdtrain.compare.analysis.efficiency import Link, fit
+from hvdtrain.compare.analysis.speed import Measured
 from tests.compare.records import GRADIENT_BYTES, TRUE_LINK, Record, make_record
 
 SIZES = (1_000, 30_000, 1_000_000, 25_000_000)

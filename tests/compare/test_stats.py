@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.compare import stats
-from hvdtrain.compare.stats import Interval, interval, paired, reach, sentence, verdict
+from hvdtrain.compare.analysis import stats
+from hvdtrain.compare.analysis.stats import Interval, interval, paired, reach, sentence, verdict
 
 Floats = stats.Floats
 BLOCKS = 40

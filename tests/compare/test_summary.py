@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.compare import stats
-from hvdtrain.compare.summary import summarise
+from hvdtrain.compare.analysis import stats
+from hvdtrain.compare.analysis.summary import summarise
 from tests.compare.records import FAILED, Record, make_record
 
 
@@ -44,7 +44,7 @@ def test_a_summary_is_json_and_leaves_the_record_alone() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, hvdtrain.compare.summary; print('torch' in sys.modules)"
+    code = "import sys, hvdtrain.compare.analysis.summary; print('torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "False"
 

@@ -23,16 +23,16 @@ from torch import Tensor, nn
 from hvdtrain import Backend, BackendOptions, TrainConfig, detect, open_backend
 from hvdtrain.backends import load
 from hvdtrain.cli.compare import command
-from hvdtrain.compare import causes
-from hvdtrain.compare.account import Account
-from hvdtrain.compare.arms import LAUNCHERS, choose_device
-from hvdtrain.compare.ceiling import NoCommunication
-from hvdtrain.compare.job import Job
-from hvdtrain.compare.observe import PIECE, _sample, _Watcher, observe, pieces
-from hvdtrain.compare.options import CompareOptions
-from hvdtrain.compare.ranks import ArmFailed, Ranks
-from hvdtrain.compare.stage import WORKER, without_launcher
-from hvdtrain.compare.worker import LOOPS, said_of_data
+from hvdtrain.compare.compare_options import CompareOptions
+from hvdtrain.compare.proof import diagnosis as causes
+from hvdtrain.compare.proof.trace_recorder import PIECE, _sample, _Watcher, observe, pieces
+from hvdtrain.compare.proof.work_trace import Account
+from hvdtrain.compare.run.arm_manager import WORKER, without_launcher
+from hvdtrain.compare.run.arm_process import ArmFailed, Ranks
+from hvdtrain.compare.run.arms import LAUNCHERS, choose_device
+from hvdtrain.compare.run.messages import Job
+from hvdtrain.compare.run.no_communication import NoCommunication
+from hvdtrain.compare.run.worker import LOOPS, said_of_data
 from hvdtrain.errors import InputError
 from hvdtrain.tasks.digits import Digits
 from hvdtrain.tasks.mlp import MLP

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from hvdtrain.compare.options import CompareOptions
+from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.errors import InputError
 
 Role = Literal["arm", "baseline", "again", "by hand", "ceiling"]
@@ -45,8 +45,8 @@ LAUNCHERS = {
 DEFAULT_CPU = ("ddp/gloo", "ddp/shm", "ddp/mpi", "compat/shm", "horovod/mpi", "horovod/gloo")
 DEFAULT_CUDA = ("ddp/nccl", "compat/nccl", "horovod/mpi", "horovod/gloo")
 
-BY_HAND = "hvdtrain.compare.by_hand"
-CEILING = "hvdtrain.compare.ceiling:NoCommunication"
+BY_HAND = "hvdtrain.compare.run.by_hand"
+CEILING = "hvdtrain.compare.run.no_communication:NoCommunication"
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.compare import load, speed, stats, where
-from hvdtrain.compare.environment import environment_rows
-from hvdtrain.compare.options import CompareOptions
+from hvdtrain.compare.analysis import breakdown as where
+from hvdtrain.compare.analysis import speed, stats
+from hvdtrain.compare.analysis.conditions import environment_rows
+from hvdtrain.compare.analysis.efficiency import efficiency_rows, prediction
+from hvdtrain.compare.analysis.speed import Measured, number
+from hvdtrain.compare.compare_options import CompareOptions
+from hvdtrain.compare.formatting import count
 from hvdtrain.compare.record import base_of
-from hvdtrain.compare.scaling import efficiency_rows, prediction
-from hvdtrain.compare.speed import Measured, number
-from hvdtrain.compare.wording import count
+from hvdtrain.compare.run import cpu_load as load
 
 Json = dict[str, Any]
 

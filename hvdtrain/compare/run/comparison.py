@@ -19,12 +19,21 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import provenance
-from hvdtrain.compare import machine, parity, record, stats, tuning
-from hvdtrain.compare.arms import Arm
-from hvdtrain.compare.job import Window
-from hvdtrain.compare.load import Load, Watch, load_average, too_busy, why_dropped
-from hvdtrain.compare.options import MIN_BLOCKS, CompareOptions
-from hvdtrain.compare.stage import SKIPPED_STEPS, TRIAL_STEPS, Screen, Stage, without_launcher
+from hvdtrain.compare import record
+from hvdtrain.compare.analysis import stats
+from hvdtrain.compare.compare_options import MIN_BLOCKS, CompareOptions
+from hvdtrain.compare.proof import parity
+from hvdtrain.compare.run import machine, tuning
+from hvdtrain.compare.run.arm_manager import (
+    SKIPPED_STEPS,
+    TRIAL_STEPS,
+    Screen,
+    Stage,
+    without_launcher,
+)
+from hvdtrain.compare.run.arms import Arm
+from hvdtrain.compare.run.cpu_load import Load, Watch, load_average, too_busy, why_dropped
+from hvdtrain.compare.run.messages import Window
 from hvdtrain.signals import uninterrupted
 
 # The most starts of all processes, and the fewest blocks of each.

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdtrain.compare.account import Array
-from hvdtrain.compare.causes import Cause, distance, near
+from hvdtrain.compare.proof.diagnosis import Cause, distance, near
+from hvdtrain.compare.proof.work_trace import Array
 
 
 @dataclass

@@ -16,7 +16,8 @@ from rich.live import Live as RichLive
 from rich.table import Table
 from rich.text import Text
 
-from hvdtrain.compare import stats, wording
+from hvdtrain.compare import formatting as wording
+from hvdtrain.compare.analysis import stats
 from hvdtrain.compare.record import base_of
 
 Json = dict[str, Any]

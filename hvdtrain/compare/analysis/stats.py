@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from scipy import special
 from scipy.stats import bootstrap
 
-from hvdtrain.compare.options import MIN_BLOCKS
+from hvdtrain.compare.compare_options import MIN_BLOCKS
 
 RESAMPLES = 9_999
 Floats = NDArray[np.float64]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.compare.wording import tell_apart
+from hvdtrain.compare.formatting import tell_apart
 
 PROC_STAT = Path("/proc/stat")
 _BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq; guests are within user

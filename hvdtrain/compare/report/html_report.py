@@ -15,10 +15,12 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from hvdtrain.compare import look, plots, wording
-from hvdtrain.compare.answers import answers
-from hvdtrain.compare.stats import block_ms
-from hvdtrain.compare.summary import summarise
+from hvdtrain.compare import formatting as wording
+from hvdtrain.compare.analysis.stats import block_ms
+from hvdtrain.compare.analysis.summary import summarise
+from hvdtrain.compare.report import figure_style as look
+from hvdtrain.compare.report import figures as plots
+from hvdtrain.compare.report.methodology import answers
 from hvdtrain.errors import InputError
 
 Json = dict[str, Any]
@@ -53,7 +55,7 @@ def write(record: Json, folder: Path) -> Path:
 def page(record: Json, summary: Json, pictures: list[look.Picture]) -> str:
     """Return the page as one self-contained HTML file."""
     environment = Environment(
-        loader=PackageLoader("hvdtrain.compare", "."),
+        loader=PackageLoader("hvdtrain.compare.report", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

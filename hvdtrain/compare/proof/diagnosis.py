@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdtrain.compare.account import Account, Array
-from hvdtrain.compare.wording import tell_apart
+from hvdtrain.compare.formatting import tell_apart
+from hvdtrain.compare.proof.work_trace import Account, Array
 
 
 class Cause(NamedTuple):

@@ -1,4 +1,4 @@
-"""One rank of one arm: `python -m hvdtrain.compare.worker SOCKET`, under the arm's own launcher.
+"""One rank of one arm: `python -m hvdtrain.compare.run.worker SOCKET`, under the arm's launcher.
 
 It connects to the comparison and serves its calls until that closes the connection; `ranks` shows
 the sequence. A call is "open" or the name of a method of `Rank`, with arguments. Every call is
@@ -25,10 +25,10 @@ import torch
 
 from hvdtrain import provenance
 from hvdtrain.backends import open_backend
-from hvdtrain.compare.account import Account
-from hvdtrain.compare.by_hand import ByHand
-from hvdtrain.compare.job import Job, Window
-from hvdtrain.compare.observe import observe
+from hvdtrain.compare.proof.trace_recorder import observe
+from hvdtrain.compare.proof.work_trace import Account
+from hvdtrain.compare.run.by_hand import ByHand
+from hvdtrain.compare.run.messages import Job, Window
 from hvdtrain.errors import HvdtrainError, InputError, TrainingDiverged, one_line
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.metrics import fingerprint

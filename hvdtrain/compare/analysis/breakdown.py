@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.compare import stats
-from hvdtrain.compare.speed import Measured, number
+from hvdtrain.compare.analysis import stats
+from hvdtrain.compare.analysis.speed import Measured, number
 
 Json = dict[str, Any]
 Ranks = Sequence[Sequence[float]]  # [rank][step], ms

@@ -15,12 +15,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.compare import causes, gradients
-from hvdtrain.compare.account import Array, Ranks, StepAccount, steps_of
-from hvdtrain.compare.causes import Cause, distance
-from hvdtrain.compare.counted import Refusal
-from hvdtrain.compare.gradients import Gradients
-from hvdtrain.compare.wording import tell_apart
+from hvdtrain.compare.formatting import tell_apart
+from hvdtrain.compare.proof import diagnosis as causes
+from hvdtrain.compare.proof import gradient_diagnosis as gradients
+from hvdtrain.compare.proof.diagnosis import Cause, distance
+from hvdtrain.compare.proof.exact_checks import Refusal
+from hvdtrain.compare.proof.gradient_diagnosis import Gradients
+from hvdtrain.compare.proof.work_trace import Array, Ranks, StepAccount, steps_of
 
 Mask = NDArray[np.bool_]
 

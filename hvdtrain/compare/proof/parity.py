@@ -15,9 +15,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from hvdtrain.compare.account import Account, Ranks
-from hvdtrain.compare.causes import Cause
-from hvdtrain.compare.computed import (
+from hvdtrain.compare.proof.diagnosis import Cause
+from hvdtrain.compare.proof.exact_checks import counted
+from hvdtrain.compare.proof.numeric_checks import (
     Limits,
     bitwise,
     computed,
@@ -26,7 +26,7 @@ from hvdtrain.compare.computed import (
     spread,
     where_they_part,
 )
-from hvdtrain.compare.counted import counted
+from hvdtrain.compare.proof.work_trace import Account, Ranks
 
 # For the gradients of one step, relative to their norm. fp32: a hundred times its resolution, for
 # sums of many terms in any order. Autocast: the resolution of the narrow type, because a parameter

@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from hvdtrain.compare.arms import Arm, Role, search_path
-from hvdtrain.compare.cast import Cast
-from hvdtrain.compare.job import Job, Window
-from hvdtrain.compare.options import CompareOptions
-from hvdtrain.compare.ranks import Ranks
+from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.record import Record
+from hvdtrain.compare.run.arm_pool import Cast
+from hvdtrain.compare.run.arm_process import Ranks
+from hvdtrain.compare.run.arms import Arm, Role, search_path
+from hvdtrain.compare.run.messages import Job, Window
 from hvdtrain.signals import uninterrupted
 
-WORKER = ["-m", "hvdtrain.compare.worker"]
+WORKER = ["-m", "hvdtrain.compare.run.worker"]
 TRIAL_STEPS = 10
 SKIPPED_STEPS = 2  # untimed, in each window: caches and CPU frequency recover from other arms
 # Prefixes of the variables that launchers set for their ranks.

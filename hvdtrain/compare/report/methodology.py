@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.compare import wording
-from hvdtrain.compare.environment import stop_rule
-from hvdtrain.compare.wording import count
+from hvdtrain.compare import formatting as wording
+from hvdtrain.compare.analysis.conditions import stop_rule
+from hvdtrain.compare.formatting import count
 
 Json = dict[str, Any]
 UNKNOWN = "The record does not say."

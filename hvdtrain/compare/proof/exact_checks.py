@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hvdtrain.compare import causes
-from hvdtrain.compare.account import Ranks, steps_of
-from hvdtrain.compare.causes import Cause, distance
-from hvdtrain.compare.wording import tell_apart
+from hvdtrain.compare.formatting import tell_apart
+from hvdtrain.compare.proof import diagnosis as causes
+from hvdtrain.compare.proof.diagnosis import Cause, distance
+from hvdtrain.compare.proof.work_trace import Ranks, steps_of
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.compare import stats
-from hvdtrain.compare.options import MIN_BLOCKS
+from hvdtrain.compare.analysis import stats
+from hvdtrain.compare.analysis.stats import Interval
+from hvdtrain.compare.compare_options import MIN_BLOCKS
 from hvdtrain.compare.record import base_of
-from hvdtrain.compare.stats import Interval
 
 Json = dict[str, Any]
 Times = Mapping[int, float]  # block index -> ms

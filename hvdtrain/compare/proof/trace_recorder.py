@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.compare.account import SAMPLED, Account, Array, Samples, StepAccount
+from hvdtrain.compare.proof.work_trace import SAMPLED, Account, Array, Samples, StepAccount
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.metrics import fingerprint
 from hvdtrain.training.precision import Precision

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from hvdtrain.compare import wording
-from hvdtrain.compare.look import COLOURS, Look, Picture, figure
+from hvdtrain.compare import formatting as wording
+from hvdtrain.compare.report.figure_style import COLOURS, Look, Picture, figure
 
 Row = dict[str, Any]
 

@@ -17,8 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from hvdtrain.compare import curves, wording
-from hvdtrain.compare.look import COLOURS, Look, Picture, figure
+from hvdtrain.compare import formatting as wording
+from hvdtrain.compare.report import scaling_plot as curves
+from hvdtrain.compare.report.figure_style import COLOURS, Look, Picture, figure
 
 Row = dict[str, Any]
 Floats = npt.NDArray[np.float64]

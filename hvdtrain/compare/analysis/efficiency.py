@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from hvdtrain.compare import stats
-from hvdtrain.compare.speed import Measured, number
+from hvdtrain.compare.analysis import stats
+from hvdtrain.compare.analysis.speed import Measured, number
 
 Json = dict[str, Any]
 WORLDS = (1, 2, 4, 8, 16, 32, 64)

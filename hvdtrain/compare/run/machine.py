@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.compare.load import load_average
+from hvdtrain.compare.run.cpu_load import load_average
 
 
 def facts() -> dict[str, Any]:

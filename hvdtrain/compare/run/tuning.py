@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdtrain.compare import stats
-from hvdtrain.compare.arms import Arm
+from hvdtrain.compare.analysis import stats
+from hvdtrain.compare.run.arms import Arm
 
 if TYPE_CHECKING:
-    from hvdtrain.compare.runner import Runner
+    from hvdtrain.compare.run.comparison import Runner
 
 Settings = Mapping[str, str | float]
 BLOCKS = 5

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from operator import methodcaller
 from typing import Any, TypeVar
 
-from hvdtrain.compare.job import Job
-from hvdtrain.compare.ranks import ArmFailed, Ranks
+from hvdtrain.compare.run.arm_process import ArmFailed, Ranks
+from hvdtrain.compare.run.messages import Job
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""Compute every displayed number of a comparison from its record."""

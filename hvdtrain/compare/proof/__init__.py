@@ -1,0 +1,1 @@
+"""Check that every arm did the same work, and diagnose why not."""

@@ -1,0 +1,1 @@
+"""Start, pin and time the arms of a comparison."""
