@@ -4,6 +4,7 @@
 horovodrun and hvdtrain, which are Python scripts. The client sends its arguments, environment,
 working folder and stdio to the fork server; the server forks, and the child runs the program as
 Python would. What the program starts by `sys.executable`, as torchrun starts ranks, is forked too.
+So are torchrun, horovodrun and hvdtrain, which it finds on PATH.
 
     test ---- subprocess ----> client ---- Unix socket ----> fork server ---- fork ----> program
                                passes on signals                                      its exit code
@@ -62,11 +63,14 @@ import array, json, os, signal, socket, sys
 path = "PYTHONPATH"  # which the server can add
 at_import = {{k: v for k, v in os.environ.items() if k.startswith({prefixes!r}) and k != path}}
 arguments = sys.argv[1:]
+if (name := os.path.basename(sys.argv[0])) != "python":
+    arguments.insert(0, f"{folder}/{{name}}")
+given = list(arguments)
 while arguments[:1] == ["-u"]:
     del arguments[0]
 option = arguments[0] if arguments else ""
 if at_import != {values!r} or (option != "-m" and not os.path.isfile(option)):
-    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+    os.execv({python!r}, [{python!r}, *given])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
@@ -115,9 +119,17 @@ def _client() -> str:
         values = {name: value for name, value in env.items() if name.startswith(AT_IMPORT)}
         values.pop("PYTHONPATH", None)
         client.write_text(
-            CLIENT.format(python=sys.executable, prefixes=AT_IMPORT, values=values, address=address)
+            CLIENT.format(
+                python=sys.executable,
+                folder=BIN,
+                prefixes=AT_IMPORT,
+                values=values,
+                address=address,
+            )
         )
         client.chmod(0o700)
+        for name in SCRIPTS:
+            client.with_name(name).symlink_to(client)
         line = [sys.executable, "-m", "tests.forkserver", address, str(client)]
         server = subprocess.Popen(
             line,
@@ -257,6 +269,9 @@ def _become(environment: dict[str, str], folder: str, stdio: list[int], executab
     sys.path[1:1] = filter(None, theirs.split(os.pathsep))
     os.environ.clear()
     os.environ.update(environment)
+    warm_first = f"{Path(executable).parent}{os.pathsep}"
+    path = environment.get("PATH", "")
+    os.environ["PATH"] = warm_first + path.removeprefix(warm_first)
     sys.executable = executable
     random.seed()
     np.random.seed()
