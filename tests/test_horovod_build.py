@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.horovod_build import InstalledHorovod, installed_horovod
+from hvdtrain.horovod_build.build import BuildProgress
 from hvdtrain.horovod_build.build_plan import (
     Built,
     Choices,
@@ -37,7 +38,6 @@ from hvdtrain.horovod_build.build_plan import (
 from hvdtrain.horovod_build.buildlog import Step, first_errors, hint, step_of
 from hvdtrain.horovod_build.facts import find_nccl, gather
 from hvdtrain.horovod_build.process import own_environment, run
-from hvdtrain.horovod_build.progress import PlainProgress
 from hvdtrain.horovod_build.recipe import cmake_files, environment, wheel_command
 
 MPICXX = Tool("/opt/mpi/bin/mpicxx", "Open MPI 4.1.8")
@@ -269,7 +269,7 @@ def test_steps_are_read_from_the_log(line: str, step: Step | None) -> None:
 def test_plain_progress_is_one_line_per_phase_and_quarter() -> None:
     said: list[str] = []
     ticks = iter(range(1000))
-    show = PlainProgress(said.append, clock=lambda: float(next(ticks)))
+    show = BuildProgress(said.append, clock=lambda: float(next(ticks)))
     show(Step("download"))
     show(Step("configure"))
     for percent in [1, 5, 26, 24, 27, 51, 49, 52, 80, 74, 100]:
