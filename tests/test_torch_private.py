@@ -6,9 +6,11 @@ What each is for, and what happens without it, is in the files of `hvdtrain/_tor
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from torch.optim import Optimizer
 
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain._torch.peer_errors import is_peer_error
-from hvdtrain._torch.step_mark import mark_as_stepped
+from hvdtrain._torch.step_mark import mark_as_stepped, without_step_hooks
+from hvdtrain._torch.storage import StorageReference, move_to_shared_memory, storage_key
 from tests.forkserver import warm
 
 
@@ -26,6 +29,10 @@ from tests.forkserver import warm
     ("owner", "name"),
     [
         ("torch.nn.modules.batchnorm", "_BatchNorm"),
+        ("torch", "_foreach_copy_"),
+        ("torch:UntypedStorage", "_cdata"),
+        ("torch:UntypedStorage", "_share_fd_cpu_"),
+        ("torch.multiprocessing.reductions", "StorageWeakRef"),
         ("torch.distributed.rendezvous", "_rendezvous_handlers"),
         ("torch.distributed:Reducer", "_rebuild_buckets"),
         ("torch.distributed:Reducer", "prepare_for_forward"),
@@ -51,6 +58,34 @@ def test_schedulers_read_the_mark_of_a_step() -> None:
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     mark_as_stepped(optimizer)
     scheduler.step()  # it would warn, and warnings are errors here
+
+
+def test_a_marked_step_runs_no_hooks() -> None:
+    ran: list[object] = []
+
+    class Marked(torch.optim.SGD):
+        @without_step_hooks
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            """Do nothing."""
+
+    for cls, hooks in ((Marked, 0), (torch.optim.SGD, 1)):
+        ran.clear()
+        optimizer = cls([torch.zeros(1, requires_grad=True)], lr=0.1)
+        optimizer.register_step_pre_hook(lambda *args: ran.append(args))
+        optimizer.step()
+        assert len(ran) == hooks
+
+
+def test_a_storage_moves_under_its_views() -> None:
+    t = torch.ones(1 << 18)
+    view, key = t[:3], storage_key(t.untyped_storage())
+    reference = StorageReference(t.untyped_storage())
+    assert os.fstat(move_to_shared_memory(t.untyped_storage())).st_size >= t.nbytes
+    assert view.untyped_storage().is_shared()
+    assert storage_key(view.untyped_storage()) == key
+    assert reference
+    del t, view
+    assert not reference
 
 
 def test_texts_of_a_lost_peer() -> None:
