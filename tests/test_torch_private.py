@@ -9,6 +9,7 @@ import inspect
 import os
 import subprocess
 import sys
+from functools import reduce
 from importlib import import_module
 from typing import Any
 
@@ -37,11 +38,24 @@ from tests.forkserver import warm
         ("torch.distributed:Reducer", "_rebuild_buckets"),
         ("torch.distributed:Reducer", "prepare_for_forward"),
         ("torch.distributed:Reducer", "prepare_for_backward"),
+        # What one file alone uses, and no fallback could replace: transports/gloo.py,
+        ("torch.distributed:ProcessGroupGloo", "_Options"),
+        ("torch.distributed:ProcessGroupGloo._Options", "_devices"),
+        ("torch.distributed:ProcessGroupGloo._Options", "_threads"),
+        ("torch.distributed:ProcessGroupGloo._Options", "_timeout"),
+        # the process group of the transports, which torch calls by these names,
+        ("torch.distributed:ProcessGroup", "_allgather_base"),
+        ("torch.distributed:ProcessGroup", "_reduce_scatter_base"),
+        ("torch.distributed:ProcessGroupGloo", "_set_default_timeout"),
+        ("torch.distributed.distributed_c10d:Work", "_source_rank"),
+        # and hvd/job.py: where torch's launcher sends the output of ranks.
+        ("torch.distributed.elastic.multiprocessing.api:DefaultLogsSpecs", "reify"),
+        ("torch.distributed.elastic.multiprocessing.api", "SignalException"),
     ],
 )
 def test_the_name_exists(owner: str, name: str) -> None:
-    module, _, attribute = owner.partition(":")
-    holder = getattr(import_module(module), attribute) if attribute else import_module(module)
+    module, _, attributes = owner.partition(":")
+    holder = reduce(getattr, filter(None, attributes.split(".")), import_module(module))
     assert hasattr(holder, name), f"torch {torch.__version__} has no {owner}.{name}"
 
 
