@@ -113,7 +113,7 @@ def test_gpu_operations_need_cuda_torch_nvcc_and_nccl(
     assert plan.gpu_note.startswith(note)
 
 
-def test_gpu_wishes_are_heard() -> None:
+def test_gpu_choices_of_the_user_count() -> None:
     assert decide(GPU, Choices(nccl=False)).nccl is None
     assert decide(CPU, Choices(nccl=True)).missing == ("--with-nccl: no: torch is a CPU build",)
 
@@ -177,7 +177,7 @@ def test_jobs_are_bounded_by_cores_and_memory(cpus: int, memory_gib: float, jobs
         ),
     ],
 )
-def test_an_installed_horovod_is_held_against_the_plan(
+def test_an_installed_horovod_is_compared_with_the_plan(
     built: Built, facts: Facts, choices: Choices, lack: str | None
 ) -> None:
     assert shortfall(built, decide(facts, choices), choices) == lack
@@ -201,7 +201,7 @@ def test_a_cpu_build_keeps_cuda_out() -> None:
     assert 'set(CMAKE_USER_MAKE_RULES_OVERRIDE_CXX "/build/cxx.cmake")' in toolchain
 
 
-def test_an_nccl_build_names_one_toolkit_and_one_nccl() -> None:
+def test_an_nccl_build_uses_one_toolkit_and_one_nccl() -> None:
     plan = decide(GPU, Choices())
     base = {"PATH": "/bin", "HOROVOD_GPU_ALLREDUCE": "MPI", "HOROVOD_BUILD_CUDA_CC_LIST": "90"}
     env = environment(plan, GPU, Path("/build"), base)
@@ -547,7 +547,7 @@ def test_a_dry_run_prints_decisions_and_commands_and_does_nothing(tmp_path: Path
         (["--jobs", "0"], "0 is not in the range"),
     ],
 )
-def test_options_that_cannot_be(options: list[str], message: str) -> None:
+def test_options_that_exclude_each_other(options: list[str], message: str) -> None:
     done = command(*options)
     assert done.returncode == 2
     assert message in done.stderr
