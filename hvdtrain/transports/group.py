@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hvdtrain._torch.storage import storage_key
 from hvdtrain.transports.carrier import (
     REDUCE_OPS,
     SUM,
@@ -42,15 +41,15 @@ class Use:
     """Marks the storages of tensors as in use until `end`: they must not be moved meanwhile."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        # References keep the storages alive, so that no new storage gets the same key.
+        # References keep the storages alive, so that no new storage gets the same `_cdata`.
         self._storages = [t.untyped_storage() for t in tensors if not t.is_sparse]
-        _in_use.extend([storage_key(storage) for storage in self._storages])
+        _in_use.extend([storage._cdata for storage in self._storages])
 
     def end(self) -> None:
         """Remove the marks. Twice is safe."""
         storages, self._storages = self._storages, []
         for storage in storages:
-            _in_use.remove(storage_key(storage))
+            _in_use.remove(storage._cdata)
 
     __del__ = end
 
@@ -598,7 +597,7 @@ class Group(_C10dGroup):  # type: ignore[misc]
     def _consider(self, tensors: list[Tensor]) -> None:
         self._check(tensors)
         for t in tensors:
-            if t.is_contiguous() and storage_key(t.untyped_storage()) not in _in_use:
+            if t.is_contiguous() and t.untyped_storage()._cdata not in _in_use:
                 self.carrier.consider(t)
 
     def _reduction(self, op: Any, tensors: list[Tensor]) -> tuple[str, int]:
