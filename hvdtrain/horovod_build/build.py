@@ -47,7 +47,9 @@ def build_and_install(facts: Facts, plan: BuildPlan, log: Path | None, echo: Pri
             wheel = _build_wheel(facts, plan, folder, file, show)
             # pip restores the old package after an error but not after Ctrl-C, so defer signals.
             with signals.deferred(*signals.STOP, signal.SIGHUP):
-                _install_wheel(wheel, file, show)
+                show(Step("install", 100))
+                command, failure = recipe.install_command(wheel), "Horovod's wheel does not install"
+                _logged(command, own_environment(), file, show, failure)
                 replaced = True
     except (KeyboardInterrupt, SystemExit):
         state = "is the new one, not checked yet" if replaced else "is as it was before"
@@ -97,12 +99,6 @@ def _build_wheel(facts: Facts, plan: BuildPlan, folder: Path, log: IO[str], show
     env = recipe.environment(plan, facts, folder, base)
     _logged(recipe.wheel_command(folder / "wheel"), env, log, show, "Horovod does not build")
     return next((folder / "wheel").glob("horovod-*.whl"))
-
-
-def _install_wheel(wheel: Path, log: IO[str], show: Show) -> None:
-    show(Step("install", 100))
-    command = recipe.install_command(wheel)
-    _logged(command, own_environment(), log, show, "the wheel of Horovod does not install")
 
 
 def _logged(
