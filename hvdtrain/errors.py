@@ -33,6 +33,10 @@ class HvdtrainError(RuntimeError):
     time.
     """
 
+    def __init__(self, *args: object, on_all_ranks: bool = False) -> None:
+        super().__init__(*args)
+        self.on_all_ranks = on_all_ranks
+
 
 class InputError(HvdtrainError):
     """An option, a file, a task or a dataset that cannot be used."""
