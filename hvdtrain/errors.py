@@ -1,4 +1,4 @@
-"""Every error that hvdtrain raises on purpose, and the exit code a command ends with.
+"""Every error that hvdtrain raises on purpose, and the exit code that a command ends with.
 
     HvdtrainError(RuntimeError)   1   the root; never raised itself
       InputError                  2   an option, file, task or dataset that cannot be used
@@ -13,7 +13,7 @@
 Any other exception is a bug, in hvdtrain or in the task. The command prints its traceback (for an
 exception from a task's code, without the frames of libraries) and ends with exit code 1.
 Ctrl-C ends with 130, SIGTERM with 143; a rank whose launcher has ended sends itself SIGTERM. Each
-message is one line: what happened, with the values, and what to do.
+message is one line: what happened, the values, and what to do. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ class HvdtrainError(RuntimeError):
     """True if all ranks had opened the backend before: several ranks then raise at about the same
     time.
     """
+
+    def __init__(self, *args: object, on_all_ranks: bool = False) -> None:
+        super().__init__(*args)
+        self.on_all_ranks = on_all_ranks
 
 
 class InputError(HvdtrainError):
@@ -75,7 +79,7 @@ class WorldError(HvdtrainError):
 
     exit_code = 4
     launcher_ended = False
-    """True where it is the launcher that has gone, so that none would end the other ranks."""
+    """True if the lost peer is the launcher: then no one would end the other ranks."""
 
 
 def first_line(error: BaseException) -> str:

@@ -48,7 +48,7 @@ def end_with_launcher(world: World) -> None:
             shell = launcher.parent()
             if shell is not None and _is_horovodrun(shell):
                 watched[f"horovodrun --mpi (process {shell.pid})"] = shell
-    except (psutil.Error, OSError):  # it has ended, or /proc is not mounted
+    except (psutil.Error, OSError):  # all ancestors have the variable, or /proc is not mounted
         return
     thread = threading.Thread(target=_watch, args=(world, watched), daemon=True, name="launcher")
     _threads.append(thread)
@@ -80,7 +80,7 @@ def _watch(world: World, watched: dict[str, psutil.Process]) -> None:
 def _first_ancestor_without(variable: str) -> psutil.Process:
     name, _, value = variable.partition("=")
     process = psutil.Process(os.getppid())
-    with contextlib.suppress(psutil.Error):  # another user's process, such as slurmstepd
+    with contextlib.suppress(psutil.AccessDenied):  # another user's, such as slurmstepd
         while process.environ().get(name) == value:
             process = psutil.Process(process.ppid())
     return process

@@ -82,67 +82,54 @@ class Launcher:
         return (self.rank, self.size, self.local_rank, self.local_size)
 
 
+def _names(prefix: str) -> tuple[str, str, str, str]:
+    """Return the variables of rank, size, local rank and local size that start with `prefix`."""
+    return f"{prefix}RANK", f"{prefix}SIZE", f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE"
+
+
 # Innermost first: a launcher that can run inside another comes before it. torchrun is started by
 # mpirun or srun (one agent per host), horovodrun and mpirun by srun. MVAPICH may be started by
 # Hydra, which also sets MPICH's variables.
 LAUNCHERS = (
     Launcher(
         "torchrun",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
+        rank="RANK",
+        size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_size="LOCAL_WORLD_SIZE",
+        cross_rank="GROUP_RANK",
+        cross_size="GROUP_WORLD_SIZE",
         required=("MASTER_ADDR", "MASTER_PORT"),
         proof="TORCHELASTIC_RUN_ID",
         shares_terminal=True,
     ),
     Launcher(
         "horovodrun",
-        "HOROVOD_RANK",
-        "HOROVOD_SIZE",
-        "HOROVOD_LOCAL_RANK",
-        "HOROVOD_LOCAL_SIZE",
-        "HOROVOD_CROSS_RANK",
-        "HOROVOD_CROSS_SIZE",
+        *_names("HOROVOD_"),
+        cross_rank="HOROVOD_CROSS_RANK",
+        cross_size="HOROVOD_CROSS_SIZE",
         required=("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"),
     ),
-    Launcher(  # also horovodrun --mpi, which sets no variable of its own
-        "openmpi",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        agents=True,
-        is_mpi=True,
-    ),
-    Launcher(
-        "mvapich",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-        agents=True,
-        is_mpi=True,
-    ),
+    # Also horovodrun --mpi, which sets no variable of its own
+    Launcher("openmpi", *_names("OMPI_COMM_WORLD_"), agents=True, is_mpi=True),
+    Launcher("mvapich", *_names("MV2_COMM_WORLD_"), agents=True, is_mpi=True),
     Launcher(  # Hydra: MPICH and Intel MPI
         "mpich",
-        "PMI_RANK",
-        "PMI_SIZE",
-        "MPI_LOCALRANKID",
-        "MPI_LOCALNRANKS",
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
         agents=True,
         is_mpi=True,
     ),
     Launcher(
         "srun",
-        "SLURM_PROCID",
-        "SLURM_NTASKS",
-        "SLURM_LOCALID",
-        "SLURM_TASKS_PER_NODE",
-        "SLURM_NODEID",
-        "SLURM_NNODES",
+        rank="SLURM_PROCID",
+        size="SLURM_NTASKS",
+        local_rank="SLURM_LOCALID",
+        local_size="SLURM_TASKS_PER_NODE",
+        cross_rank="SLURM_NODEID",
+        cross_size="SLURM_NNODES",
         required=("SLURM_NODEID",),
         agents=True,
     ),
@@ -150,7 +137,7 @@ LAUNCHERS = (
 
 _SRUN = LAUNCHERS[-1]
 
-_MOST_DIGITS = 9  # in a rank or a size; more are certainly a mistake
+_MAX_DIGITS = 9  # in a rank or a size; more are certainly a mistake
 
 # Slurm's step ids from here on are not those of a user's `srun`: they are the pending, interactive,
 # batch and extern steps.
@@ -261,16 +248,16 @@ def guess_world(env: Mapping[str, str] | None = None) -> World:
 def _number(env: Mapping[str, str], name: str) -> int:
     text = env[name]
     try:
-        if len(text) <= _MOST_DIGITS:
+        if len(text) <= _MAX_DIGITS:
             return int(text)
     except ValueError:
         pass
-    raise LaunchError(f"{name}={text!r} is not a whole number of at most {_MOST_DIGITS} digits")
+    raise LaunchError(f"{name}={text!r} is not a whole number of at most {_MAX_DIGITS} digits")
 
 
 def _number_or_zero(env: Mapping[str, str], name: str) -> int:
     text = env.get(name, "")
-    return int(text) if len(text) <= _MOST_DIGITS and text.isascii() and text.isdigit() else 0
+    return int(text) if len(text) <= _MAX_DIGITS and text.isascii() and text.isdigit() else 0
 
 
 def _consistent(inner: World, outer: World) -> bool:

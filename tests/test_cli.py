@@ -184,10 +184,10 @@ def test_underscores_and_local_rank(line: Lines) -> None:
         (["my.py:Task"], "to train that task: hvdtrain --task my.py:Task"),
         (["digits"], "to train that task: hvdtrain --task digits"),
         (["train", "my.py:Task"], "a task is given with: --task my.py:Task"),
-        (["-np", "2"], "-n is a launcher's option"),
+        (["-np", "2"], "-n is an option of launchers"),
         (["train", "-np", "2"], "torchrun --nproc-per-node 2 -m hvdtrain"),
-        (["--nproc_per_node=2", "--task", "mlp"], "--nproc-per-node is a launcher's option"),
-        (["--hostfile", "h"], "--hostfile is a launcher's option"),
+        (["--nproc_per_node=2", "--task", "mlp"], "--nproc-per-node is an option of launchers"),
+        (["--hostfile", "h"], "--hostfile is an option of launchers"),
         (["report", "/dev/zero"], "/dev/zero is not a file"),
         (["stray"], "no command 'stray'"),
         (["train", "stray"], "stray"),
@@ -400,7 +400,7 @@ def test_a_bug_of_the_task_keeps_its_traceback(
         ),
     ],
 )
-def test_a_task_that_gives_the_wrong_thing(line: Lines, methods: str, said: str) -> None:
+def test_a_task_method_that_returns_the_wrong_type(line: Lines, methods: str, said: str) -> None:
     method = methods.replace("SGD([o.x])", "torch.optim.SGD(nn.Linear(1, 1).parameters())")
     line.write("own.py", f"{TASK}\nclass Wrong(Evaluated):\n    {method}\n")
     finished = line("--task", "own.py:Wrong", "--max-steps", 2)
@@ -410,7 +410,7 @@ def test_a_task_that_gives_the_wrong_thing(line: Lines, methods: str, said: str)
     assert said in only
 
 
-def test_what_a_loader_process_raises_is_short(line: Lines) -> None:
+def test_an_error_in_a_loader_process_is_short(line: Lines) -> None:
     line.write(
         "own.py", f"{TASK}\nclass Bad(Mine):\n    def datasets(self): return [None] * 64, None"
     )
@@ -449,7 +449,7 @@ def test_names_do_not_show_that_a_model_is_compiled(line: Lines) -> None:
         assert record["params_sha256"] == wanted
 
 
-def test_one_rank_of_a_distributed_backend_is_said(line: Lines) -> None:
+def test_one_rank_of_a_distributed_backend_gets_a_hint(line: Lines) -> None:
     finished = line(*QUICK, "--backend", "ddp")
     (backend,) = finished.lines("backend ")
     assert "one rank, so nothing is distributed: more with torchrun --nproc-per-node 2" in backend

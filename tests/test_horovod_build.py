@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.horovod_build import InstalledHorovod, installed_horovod
+from hvdtrain.horovod_build.build import BuildProgress
 from hvdtrain.horovod_build.build_plan import (
     Built,
     Choices,
@@ -37,7 +38,6 @@ from hvdtrain.horovod_build.build_plan import (
 from hvdtrain.horovod_build.buildlog import Step, first_errors, hint, step_of
 from hvdtrain.horovod_build.facts import find_nccl, gather
 from hvdtrain.horovod_build.process import own_environment, run
-from hvdtrain.horovod_build.progress import PlainProgress
 from hvdtrain.horovod_build.recipe import cmake_files, environment, wheel_command
 
 MPICXX = Tool("/opt/mpi/bin/mpicxx", "Open MPI 4.1.8")
@@ -113,7 +113,7 @@ def test_gpu_operations_need_cuda_torch_nvcc_and_nccl(
     assert plan.gpu_note.startswith(note)
 
 
-def test_gpu_wishes_are_heard() -> None:
+def test_gpu_choices_of_the_user_count() -> None:
     assert decide(GPU, Choices(nccl=False)).nccl is None
     assert decide(CPU, Choices(nccl=True)).missing == ("--with-nccl: no: torch is a CPU build",)
 
@@ -177,7 +177,7 @@ def test_jobs_are_bounded_by_cores_and_memory(cpus: int, memory_gib: float, jobs
         ),
     ],
 )
-def test_an_installed_horovod_is_held_against_the_plan(
+def test_an_installed_horovod_is_compared_with_the_plan(
     built: Built, facts: Facts, choices: Choices, lack: str | None
 ) -> None:
     assert shortfall(built, decide(facts, choices), choices) == lack
@@ -201,7 +201,7 @@ def test_a_cpu_build_keeps_cuda_out() -> None:
     assert 'set(CMAKE_USER_MAKE_RULES_OVERRIDE_CXX "/build/cxx.cmake")' in toolchain
 
 
-def test_an_nccl_build_names_one_toolkit_and_one_nccl() -> None:
+def test_an_nccl_build_uses_one_toolkit_and_one_nccl() -> None:
     plan = decide(GPU, Choices())
     base = {"PATH": "/bin", "HOROVOD_GPU_ALLREDUCE": "MPI", "HOROVOD_BUILD_CUDA_CC_LIST": "90"}
     env = environment(plan, GPU, Path("/build"), base)
@@ -269,7 +269,7 @@ def test_steps_are_read_from_the_log(line: str, step: Step | None) -> None:
 def test_plain_progress_is_one_line_per_phase_and_quarter() -> None:
     said: list[str] = []
     ticks = iter(range(1000))
-    show = PlainProgress(said.append, clock=lambda: float(next(ticks)))
+    show = BuildProgress(said.append, clock=lambda: float(next(ticks)))
     show(Step("download"))
     show(Step("configure"))
     for percent in [1, 5, 26, 24, 27, 51, 49, 52, 80, 74, 100]:
@@ -547,7 +547,7 @@ def test_a_dry_run_prints_decisions_and_commands_and_does_nothing(tmp_path: Path
         (["--jobs", "0"], "0 is not in the range"),
     ],
 )
-def test_options_that_cannot_be(options: list[str], message: str) -> None:
+def test_options_that_exclude_each_other(options: list[str], message: str) -> None:
     done = command(*options)
     assert done.returncode == 2
     assert message in done.stderr

@@ -147,7 +147,7 @@ def test_the_digits_are_those_of_scikit_learn() -> None:
         *(task.about_data for task in (ImageNet, MNIST)),
     ],
 )
-def test_a_report_can_say_in_a_line_whether_the_data_are_real(about: str) -> None:
+def test_about_data_is_one_line(about: str) -> None:
     kind, colon, where = about.partition(": ")
     assert kind in ("real", "synthetic")
     assert where

@@ -6,9 +6,12 @@ What each is for, and what happens without it, is in the files of `hvdtrain/_tor
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
+from functools import reduce
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +21,8 @@ from torch.optim import Optimizer
 
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain._torch.peer_errors import is_peer_error
-from hvdtrain._torch.step_mark import mark_as_stepped
+from hvdtrain._torch.step_mark import mark_as_stepped, without_step_hooks
+from hvdtrain._torch.storage import StorageReference, move_to_shared_memory, storage_key
 from tests.forkserver import warm
 
 
@@ -26,15 +30,32 @@ from tests.forkserver import warm
     ("owner", "name"),
     [
         ("torch.nn.modules.batchnorm", "_BatchNorm"),
+        ("torch", "_foreach_copy_"),
+        ("torch:UntypedStorage", "_cdata"),
+        ("torch:UntypedStorage", "_share_fd_cpu_"),
+        ("torch.multiprocessing.reductions", "StorageWeakRef"),
         ("torch.distributed.rendezvous", "_rendezvous_handlers"),
         ("torch.distributed:Reducer", "_rebuild_buckets"),
         ("torch.distributed:Reducer", "prepare_for_forward"),
         ("torch.distributed:Reducer", "prepare_for_backward"),
+        # What one file alone uses, and no fallback could replace: transports/gloo.py,
+        ("torch.distributed:ProcessGroupGloo", "_Options"),
+        ("torch.distributed:ProcessGroupGloo._Options", "_devices"),
+        ("torch.distributed:ProcessGroupGloo._Options", "_threads"),
+        ("torch.distributed:ProcessGroupGloo._Options", "_timeout"),
+        # the process group of the transports, which torch calls by these names,
+        ("torch.distributed:ProcessGroup", "_allgather_base"),
+        ("torch.distributed:ProcessGroup", "_reduce_scatter_base"),
+        ("torch.distributed:ProcessGroupGloo", "_set_default_timeout"),
+        ("torch.distributed.distributed_c10d:Work", "_source_rank"),
+        # and hvd/job.py: where torch's launcher sends the output of ranks.
+        ("torch.distributed.elastic.multiprocessing.api:DefaultLogsSpecs", "reify"),
+        ("torch.distributed.elastic.multiprocessing.api", "SignalException"),
     ],
 )
 def test_the_name_exists(owner: str, name: str) -> None:
-    module, _, attribute = owner.partition(":")
-    holder = getattr(import_module(module), attribute) if attribute else import_module(module)
+    module, _, attributes = owner.partition(":")
+    holder = reduce(getattr, filter(None, attributes.split(".")), import_module(module))
     assert hasattr(holder, name), f"torch {torch.__version__} has no {owner}.{name}"
 
 
@@ -51,6 +72,34 @@ def test_schedulers_read_the_mark_of_a_step() -> None:
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     mark_as_stepped(optimizer)
     scheduler.step()  # it would warn, and warnings are errors here
+
+
+def test_a_marked_step_runs_no_hooks() -> None:
+    ran: list[object] = []
+
+    class Marked(torch.optim.SGD):
+        @without_step_hooks
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            """Do nothing."""
+
+    for cls, hooks in ((Marked, 0), (torch.optim.SGD, 1)):
+        ran.clear()
+        optimizer = cls([torch.zeros(1, requires_grad=True)], lr=0.1)
+        optimizer.register_step_pre_hook(lambda *args: ran.append(args))
+        optimizer.step()
+        assert len(ran) == hooks
+
+
+def test_a_storage_moves_under_its_views() -> None:
+    t = torch.ones(1 << 18)
+    view, key = t[:3], storage_key(t.untyped_storage())
+    reference = StorageReference(t.untyped_storage())
+    assert os.fstat(move_to_shared_memory(t.untyped_storage())).st_size >= t.nbytes
+    assert view.untyped_storage().is_shared()
+    assert storage_key(view.untyped_storage()) == key
+    assert reference
+    del t, view
+    assert not reference
 
 
 def test_texts_of_a_lost_peer() -> None:

@@ -149,7 +149,7 @@ def test_not_a_number_is_named(bad: str) -> None:
         {"GROUP_WORLD_SIZE": "9"},
     ],
 )
-def test_the_impossible_is_refused(change: Env) -> None:
+def test_impossible_numbers_are_refused(change: Env) -> None:
     (name, value) = next(iter(change.items()))
     with pytest.raises(LaunchError, match=f"impossible torchrun.*{name}={value}"):
         detect({**TORCHRUN, **change})
@@ -344,7 +344,7 @@ class Recorded(Mapping[str, str]):
         return len(self._values)
 
 
-def test_detect_reads_its_argument_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detect_reads_only_its_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**OPENMPI, "SLURM_STEP_ID": "0", "RANK": "7"}.items():
         monkeypatch.setenv(name, value)
     before = dict(os.environ)

@@ -1,14 +1,28 @@
-"""The mark that an optimizer has stepped. Used by `training.precision`.
+"""Two marks on optimizers that torch reads. Used by `training.precision` and `hvd`.
 
 Relies on `Optimizer._opt_called`, which torch.optim.lr_scheduler reads. Without it nothing changes
 but that torch warns, if an fp16 run skips its first step, of a scheduler before its optimizer.
+
+Relies on the attribute `hooked` of a `step` method: torch does not wrap such a method. Without it
+the step hooks of an optimizer that wraps another one run twice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from torch.optim import Optimizer
+
+StepT = TypeVar("StepT", bound=Callable[..., Any])
 
 
 def mark_as_stepped(optimizer: Optimizer) -> None:
     """Let a scheduler advance without a warning, although the step may be skipped."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def without_step_hooks(step: StepT) -> StepT:
+    """Decorate the `step` of an optimizer whose inner `step` runs the step hooks already."""
+    step.hooked = True  # type: ignore[attr-defined]
+    return step

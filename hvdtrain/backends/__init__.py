@@ -159,12 +159,11 @@ def _shake_hands(backend: Backend, agree_on: Mapping[str, object]) -> None:
     everyone = backend.all_gather_object((world.rank, socket.gethostname()))
     ranks = [rank for rank, _ in everyone]
     if ranks != list(range(world.size)):
-        error = WorldMismatch(
+        raise WorldMismatch(
             f"the launcher counts ranks 0 to {world.size - 1}, but backend {backend.name} has, in "
-            f"its own order, {ranks}"
+            f"its own order, {ranks}",
+            on_all_ranks=True,  # every rank gathered the same list
         )
-        error.on_all_ranks = True  # every rank gathered the same list
-        raise error
     backend.hosts = [host for _, host in everyone]
     check_same(
         backend,

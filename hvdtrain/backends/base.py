@@ -282,12 +282,11 @@ def check_same(backend: Backend, values: Mapping[str, object], advice: str = "")
     for rank, other in enumerate(everyone):
         for key, value in everyone[0].items():
             if other.get(key) != value:
-                error = WorldMismatch(
+                raise WorldMismatch(
                     f"rank 0{on[0]} has {key} = {value}, but rank {rank}{on[rank]} has "
-                    f"{other.get(key, 'nothing')}{advice}"
+                    f"{other.get(key, 'nothing')}{advice}",
+                    on_all_ranks=True,  # every rank gathered the same lists
                 )
-                error.on_all_ranks = True  # every rank gathered the same lists
-                raise error
 
 
 @contextmanager

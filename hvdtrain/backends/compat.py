@@ -1,4 +1,4 @@
-"""Horovod's API on torch.distributed, `hvdtrain.hvd`: the backend `horovod`, without Horovod."""
+"""The backend `compat`: the backend `horovod` on `hvdtrain.hvd`, Horovod's API without Horovod."""
 
 from __future__ import annotations
 
@@ -30,29 +30,30 @@ class Compat(Horovod):
         )
         if self.device.type == "cuda" and self.transport != "nccl":
             raise BackendUnavailable(
-                f"compat carries CUDA tensors by nccl, not {self.transport}; leave --transport out"
+                f"compat sends CUDA tensors over nccl, not {self.transport}; leave --transport out"
             )
 
     @classmethod
     def module(cls) -> ModuleType:
-        """Import `hvdtrain.hvd`."""
+        """Import and return `hvdtrain.hvd`."""
         from hvdtrain import hvd
 
         return hvd
 
     @classmethod
     def host_problem(cls) -> str | None:
-        """Return None: it comes with hvdtrain."""
+        """Return None: it is part of hvdtrain."""
         return None
 
     @classmethod
     def launcher_problem(cls, world: World) -> str | None:
-        """Return None: it knows every launcher."""
+        """Return None: it works under every launcher."""
         return None
 
     def _init(self) -> None:
-        """`hvd.init()`, which waits for the others as long as every other backend. Horovod's own
-        variables count before the options.
+        """[all] Initialise `hvd` with the timeout and transport of the options.
+
+        Horovod's own variables come before the options, as with the backend `horovod`.
         """
         from hvdtrain.hvd.basics import basics
         from hvdtrain.hvd.engine.settings import Settings
@@ -81,11 +82,11 @@ class Compat(Horovod):
         return net, wrapped
 
     def _sync_batch_norm(self) -> type[BatchNormBase]:
-        """`hvdtrain.hvd.SyncBatchNorm`, on every device."""
+        """Return `hvdtrain.hvd.SyncBatchNorm`, which works on every device."""
         return cast("type[BatchNormBase]", self._hvd.SyncBatchNorm)
 
     def describe(self) -> dict[str, Any]:
-        """Add the transport, and the variables in force."""
+        """Add the transport, and Horovod's settings from the environment."""
         settings = ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CACHE_CAPACITY")
         return {
             **Backend.describe(self),

@@ -1,6 +1,6 @@
-"""Real Horovod: hooks on the gradients, and a background thread that negotiates and averages.
+"""The backend `horovod`: real Horovod, whose hooks on the gradients feed a background thread.
 
-`compat` is the same class on another module of the same API: what differs is at its end.
+`compat` is a subclass on another module of the same API, `hvdtrain.hvd`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hvdtrain.world import World, is_mpi
 
 T = TypeVar("T")
 
-# Dtypes that Horovod does not know, and one of the same width to move their bits in.
-_BITS = {torch.bool: torch.uint8, torch.bfloat16: torch.int16, torch.complex64: torch.int64}
+# Dtypes that Horovod does not know: their bits travel as a dtype of the same width.
+_AS_BITS = {torch.bool: torch.uint8, torch.bfloat16: torch.int16, torch.complex64: torch.int64}
 
 _STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 _STALL_CHECK = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 _STALL_CHECK_S = 60.0  # Horovod's own default
-_POLL_S = 1.0
+_POLL_S = 1.0  # how often the timeout is checked
 
 
 class Horovod(Backend):
@@ -45,21 +45,21 @@ class Horovod(Backend):
         self._hvd: Any = None
         self._skips: dict[int, ExitStack] = {}
         self._optimizers: dict[int, Any] = {}
-        self._last = True
-        """Whether this is the last micro-batch of a window."""
+        self._is_last = True
+        """Whether this is the last micro-batch of a step."""
         self._wait: tuple[float, str] | None = None
-        """Since when the main thread waits for the other ranks, and in what."""
+        """When the main thread began to wait for the other ranks, and in which operation."""
 
     @classmethod
     def module(cls) -> ModuleType:
-        """Import the API that this backend trains on."""
+        """Import and return the module with the Horovod API."""
         import horovod.torch as hvd
 
         return cast("ModuleType", hvd)
 
     @classmethod
     def host_problem(cls) -> str | None:
-        """Look for Horovod's native library and for the torch it was built for."""
+        """Return None if Horovod is installed, built for this torch, and its library loads."""
         from hvdtrain.horovod_build import installed_horovod
 
         found = installed_horovod()
@@ -68,7 +68,7 @@ class Horovod(Backend):
         problem = found.problem(torch.__version__)
         if problem is not None:
             return problem
-        if not hasattr(cls.module(), "init"):  # it prints its ImportError and goes on without
+        if not hasattr(cls.module(), "init"):  # it prints its ImportError and continues
             return (
                 "Horovod's native library does not load; rebuild it with: "
                 "hvdtrain install-horovod --force"
@@ -77,16 +77,16 @@ class Horovod(Backend):
 
     @classmethod
     def launcher_problem(cls, world: World) -> str | None:
-        """Refuse torchrun, which Horovod does not know; no launcher; and mpirun where Horovod was
-        built without MPI.
+        """Return the problem with torchrun, with no launcher, and with mpirun if Horovod was built
+        without MPI.
         """
         if world.launcher == "torchrun" and world.size > 1:
             return (
                 f"Horovod does not know torchrun's ranks and would train {world.size} models; "
                 "start it with horovodrun or mpirun, or use --backend ddp"
             )
-        # Horovod joins MPI at once, which a process without mpirun can do in some installations
-        # only. Where it cannot, Open MPI ends the process with pages of text.
+        # Horovod initialises MPI at once. Without mpirun that works in some installations only; in
+        # the others Open MPI ends the process with pages of text.
         if world.launcher in ("none", "torchrun"):
             return (
                 "Horovod's own launcher has not started this process; start it with: "
@@ -114,22 +114,26 @@ class Horovod(Backend):
             )
 
     def _init(self) -> None:
-        """[all] Initialise Horovod, which reads its variables meanwhile and not later."""
-        # Horovod only warns of a stalled rank, for ever, unless told when to give up; and does not
-        # give up where it would warn later than that. Its variables are whole seconds; 0: never.
+        """[all] Initialise Horovod with the timeout of the options, through its own variables.
+
+        It reads them during `init` only, so they are removed afterwards.
+        """
+        # By default Horovod only warns of a stalled rank, for ever. It shuts down after the
+        # shutdown time, but only if it warns earlier. Both are whole seconds; 0 means never.
         limit_s = self.options.timeout_s
         ours = {
             _STALL_SHUTDOWN: max(1, round(limit_s)),
             _STALL_CHECK: max(1, round(min(_STALL_CHECK_S, limit_s / 2))),
         }
         if os.environ.get(_STALL_SHUTDOWN, "").isdigit():
-            limit_s = float(os.environ[_STALL_SHUTDOWN])  # what its user wants counts
+            limit_s = float(os.environ[_STALL_SHUTDOWN])  # the user's own value comes first
         ours = {name: seconds for name, seconds in ours.items() if name not in os.environ}
         os.environ.update({name: str(seconds) for name, seconds in ours.items()})
         if limit_s:
-            watch = threading.Thread(target=self._watch, args=(limit_s,), name="horovod-timeout")
-            watch.daemon = True
-            watch.start()
+            thread = threading.Thread(
+                target=self._enforce_timeout, args=(limit_s,), name="horovod-timeout", daemon=True
+            )
+            thread.start()
         try:
             with self._waiting("hvd.init"):
                 self._hvd.init()
@@ -139,19 +143,19 @@ class Horovod(Backend):
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
-        """Note that the block waits for the other ranks: see `_watch`. Not collective."""
+        """Record that the block waits for the other ranks: see `_enforce_timeout`."""
         self._wait = (time.monotonic(), what)
         try:
             yield
         finally:
             self._wait = None
 
-    def _watch(self, limit_s: float) -> None:
-        """End this rank, and with it the job, once it has waited for `limit_s`. In a thread.
+    def _enforce_timeout(self, limit_s: float) -> None:
+        """End this rank, and with it the job, once it has waited for `limit_s`. Runs in a thread.
 
-        Horovod's stall inspector finds a rank that runs and does not come. With a stopped process
-        its background thread itself blocks, in the gather of requests, and so does the main
-        thread: in C++, where no exception can reach it.
+        Horovod's stall inspector detects a rank that runs and does not submit a tensor. If a
+        process is stopped, Horovod's background thread itself blocks, in the gather of requests,
+        and the main thread blocks in C++, where no exception can be raised.
         """
         poll_s = min(_POLL_S, limit_s / 4)
         before = resumed = time.monotonic()
@@ -159,16 +163,18 @@ class Horovod(Backend):
             time.sleep(poll_s)
             now = time.monotonic()
             if now - before > 4 * _POLL_S:
-                resumed = now  # this process was stopped itself: the others get the whole time
+                resumed = now  # this process was stopped: the others get the whole time
             before = now
             wait = self._wait
             if wait is not None and now - max(wait[0], resumed) > limit_s:
-                said = f"timed out after {limit_s:g} s in {wait[1]}"
-                error = WorldError(f"{said}: another rank is stopped, late or has gone")
+                error = WorldError(
+                    f"timed out after {limit_s:g} s in {wait[1]}: another rank is stopped, late or "
+                    "has ended"
+                )
                 failure.end_job(self.world, error)
 
     def close(self, failed: bool = False) -> None:
-        """[all] `hvd.shutdown()`; not after a failure: it could wait for a rank that is gone."""
+        """[all] Call `hvd.shutdown()`; not after a failure, as it could wait for a dead rank."""
         hvd = self._hvd
         for skip in self._skips.values():
             skip.close()
@@ -178,10 +184,10 @@ class Horovod(Backend):
                     hvd.barrier()
                     hvd.shutdown()
         finally:
-            self._hvd = None  # which ends the thread that watches, too
+            self._hvd = None  # this also ends the thread of `_enforce_timeout`
 
     def describe(self) -> dict[str, Any]:
-        """Add Horovod's version, its controller, and the settings of its own in force."""
+        """Add Horovod's version, its controller, and its settings from the environment."""
         import horovod
 
         hvd = self._hvd
@@ -195,7 +201,7 @@ class Horovod(Backend):
         }
 
     def _peer_error(self, error: Exception) -> HvdtrainError | None:
-        """Recognise HorovodInternalError: a collective that could not be finished."""
+        """Return a WorldError for HorovodInternalError: a collective that could not finish."""
         if type(error).__name__ != "HorovodInternalError":
             return None
         return WorldError(
@@ -208,7 +214,7 @@ class Horovod(Backend):
         state = optimizer.state_dict()
         for p in with_sparse_gradients(model):
             p.register_post_accumulate_grad_hook(self._coalesce)  # type: ignore[no-untyped-call]
-        # Names are how the ranks of Horovod find each other: two models must not share any.
+        # Horovod matches tensors of all ranks by name: two models must not share any.
         prefix = f"{len(self._optimizers)}." if self._optimizers else ""
         named = [(prefix + name, p) for name, p in model.named_parameters()]
         try:
@@ -221,39 +227,38 @@ class Horovod(Backend):
                 f"it does not allow ({error}); give its arguments defaults, or use --backend ddp"
             ) from None
         if optimizer.state:
-            wrapped.load_state_dict(state)  # it is a new optimizer, made from param_groups alone
+            wrapped.load_state_dict(state)  # Horovod made a new optimizer from the param_groups
         self._optimizers[id(model)] = wrapped
         return model, cast("Optimizer", wrapped)
 
     def _sync_batch_norm(self) -> type[BatchNormBase] | None:
-        """Horovod's layer, which knows CUDA alone."""
+        """Return Horovod's layer on CUDA, its only device."""
         cuda = self.device.type == "cuda"
         return cast("type[BatchNormBase]", self._hvd.SyncBatchNorm) if cuda else None
 
     def _coalesce(self, p: Tensor) -> None:
-        """Add up this rank's rows before they are sent, as DDP does.
+        """Add up this rank's sparse rows before they are sent, as DDP does.
 
-        Horovod would add up the rows of all ranks one by one, and so round differently.
+        Horovod would add the rows of all ranks one by one, with another rounding.
         """
-        if self._last and p.grad is not None and p.grad.is_sparse:
+        if self._is_last and p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.coalesce()
 
     def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Let Horovod's hooks send gradients in the last micro-batch of a window only."""
         if id(net) not in self._optimizers:
             raise ValueError("accumulate wants the net that prepare returned")
-        # The hooks count backward passes down from here. Setting the count for each pass, to one
-        # for the last and to more for the others, makes a short window at the end of an epoch no
-        # special case.
+        # The hooks count backward passes down from this number and send at zero. It is set anew for
+        # each pass, so that a step with fewer micro-batches at an epoch's end is no special case.
         self._optimizers[id(net)].set_backward_passes_per_step(1 if last else 2)
-        self._last = last
+        self._is_last = last
         return nullcontext()
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:
         with self._waiting("the averaging of gradients"):
             optimizer.synchronize()  # type: ignore[attr-defined]
-        # The step that follows must not reduce again. Entered anew each time, because Horovod's
-        # load_state_dict silently ends it.
+        # The step that follows must not reduce again. `load_state_dict` of Horovod silently ends
+        # this context, so it is entered anew each time.
         skip = self._skips.setdefault(id(optimizer), ExitStack())
         skip.close()
         skip.enter_context(optimizer.skip_synchronize())  # type: ignore[attr-defined]
@@ -274,12 +279,12 @@ class Horovod(Backend):
     def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
         """[all] Overwrite `t` with the root's, in place."""
         with self._waiting("a broadcast"):
-            self._hvd.broadcast_(t.view(_BITS.get(t.dtype, t.dtype)), root_rank=root)
+            self._hvd.broadcast_(t.view(_AS_BITS.get(t.dtype, t.dtype)), root_rank=root)
         return t
 
     def broadcast_object(self, obj: T, root: int = 0) -> T:
         """[all] Return the root's `obj`."""
-        # Without a name Horovod takes the type's, and ranks with different types wait for ever.
+        # Without a name Horovod uses that of the type: ranks with different types would hang.
         with self._waiting("the broadcast of an object"):
             got = self._hvd.broadcast_object(obj, root_rank=root, name="hvdtrain.object")
         return cast("T", got)

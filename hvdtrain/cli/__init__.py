@@ -1,4 +1,4 @@
-"""The command line. One file per command; `train` is what runs when no command is named."""
+"""The command line: one file per command. Without the name of a command, `train` runs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ COMMANDS = {
 
 
 class Commands(click.Group):
-    """The table above, loaded one by one; options without a command belong to `train`."""
+    """The commands of the table above, each imported on use. Options alone belong to `train`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Name every command, in the order of the table."""
+        """Return the names of the commands, in the order of the table."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the module of one command and return its `command`."""
+        """Import the module of a command and return its `command`; InputError if there is none."""
         if cmd_name not in COMMANDS:
             hint = did_you_mean(cmd_name, COMMANDS).rstrip() or f"one of: {', '.join(COMMANDS)}"
             if _is_task(cmd_name):
@@ -40,7 +40,7 @@ class Commands(click.Group):
         return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Put `train` in front of a line that starts with an option, or that is empty."""
+        """Insert `train` before arguments that start with an option, or if there are none."""
         own = {"--help", "-h", "--version"}
         if not args or (args[0].startswith("-") and args[0] not in own):
             args = ["train", *args]
@@ -51,8 +51,8 @@ class Commands(click.Group):
     cls=Commands,
     context_settings={
         "help_option_names": ["-h", "--help"],
-        # `--batch_size` is `--batch-size`, as torchrun has it; torch.distributed.launch also
-        # passes `--local-rank` or `--local_rank` by version.
+        # Accept `--batch_size` for `--batch-size`, as torchrun does. torch.distributed.launch
+        # passes `--local-rank` or `--local_rank`, depending on its version.
         "token_normalize_func": lambda token: token.replace("_", "-"),
     },
     epilog="`hvdtrain [OPTIONS]` without a command is `hvdtrain train [OPTIONS]`.",
@@ -72,7 +72,7 @@ def cli() -> None:
 def main() -> None:
     """Run the command line: the console script and `python -m hvdtrain`.
 
-    Ends with the exit codes of `hvdtrain.errors`, and ends the whole job where one rank fails.
+    Ends with the exit codes of `hvdtrain.errors`, and ends the whole job if one rank fails.
     """
     try:
         world = detect()
@@ -81,7 +81,7 @@ def main() -> None:
     end_with_launcher(world)
     with failure.guard(world):
         try:
-            # Not cli.main: it takes an EOFError of the task for Ctrl-C, and is silent about a
+            # Not cli.main: it reports an EOFError of the task as Ctrl-C, and hides a
             # BrokenPipeError.
             with cli.make_context("hvdtrain", sys.argv[1:]) as context:
                 cli.invoke(context)
@@ -92,28 +92,28 @@ def main() -> None:
 
 
 def _as_input_error(error: click.ClickException) -> InputError:
-    """What click says of a wrong line, in one line, for the rank that speaks for its host."""
+    """Return click's error about the command line as an InputError of one line."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     path = context.command_path if context else "hvdtrain"
-    said = error.format_message()
+    message = error.format_message()
     if isinstance(error, click.NoSuchOption) and path == "hvdtrain train":
         name = error.option_name
-        if name in ("-n", "-N", "-H") or name.startswith(_OF_LAUNCHERS):
+        if name in ("-n", "-N", "-H") or name.startswith(_LAUNCHER_OPTIONS):
             return InputError(
-                f"{name} is a launcher's option, and hvdtrain is none; start ranks with: torchrun "
+                f"{name} is an option of launchers, not of hvdtrain; start ranks with: torchrun "
                 "--nproc-per-node 2 -m hvdtrain, mpirun -np 2 hvdtrain, or horovodrun -np 2 "
                 "hvdtrain"
             )
-    extra = [word for word in sys.argv[2:] if _is_task(word) and f"({word})" in said]
+    extra = [word for word in sys.argv[2:] if _is_task(word) and f"({word})" in message]
     if extra:
-        said += f"; a task is given with: --task {extra[0]}"
-    return InputError(f"{said} (see: {path} --help)")
+        message += f"; a task is given with: --task {extra[0]}"
+    return InputError(f"{message} (see: {path} --help)")
 
 
-# What launchers call the number of ranks, and their hosts; `-np` reaches click as `-n`.
-_OF_LAUNCHERS = ("--np", "--num-proc", "--nnodes", "--host", "--world-size")
+# Options of launchers for the number of ranks and the hosts; `-np` reaches click as `-n`.
+_LAUNCHER_OPTIONS = ("--np", "--num-proc", "--nnodes", "--host", "--world-size")
 
 
 def _is_task(word: str) -> bool:
-    """Whether a word that is no command names a task, as `--task` does."""
+    """Return whether a word could be the value of `--task`."""
     return word in TASKS or ".py" in word or (":" in word and not word.startswith("-"))

@@ -22,7 +22,7 @@ _DEFAULT = CompareOptions()
 
 
 def _read(function: Callable[[str], Any]) -> Callable[..., Any]:
-    """A click callback that reads text with `function`, and names the option where it cannot."""
+    """Return a click callback that parses text with `function`; its errors name the option."""
 
     def read(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
         try:

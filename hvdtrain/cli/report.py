@@ -1,4 +1,4 @@
-"""`hvdtrain report`: tables and pictures of a comparison again, from its compare.json alone."""
+"""`hvdtrain report`: write the report of a comparison anew from its compare.json."""
 
 from __future__ import annotations
 

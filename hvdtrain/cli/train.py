@@ -1,4 +1,4 @@
-"""`hvdtrain train`, which is also what `hvdtrain` alone runs."""
+"""`hvdtrain train`, which `hvdtrain` without a command runs too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ else:
     import tomli as tomllib
 
 PREFIX = "HVDTRAIN"
-_LARGEST_FILE = 1 << 20  # bytes; /dev/zero never ends
+_MAX_FILE_BYTES = 1 << 20  # /dev/zero never ends
 _SOURCES = {
     click.core.ParameterSource.COMMANDLINE: "flag",
     click.core.ParameterSource.ENVIRONMENT: "environment",
@@ -28,16 +28,16 @@ _SOURCES = {
 
 
 def _read_file(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Make the keys of the TOML file the defaults of the other options."""
+    """Set the keys of the TOML file as the defaults of the other options: a click callback."""
     if value is None:
         return
     if not value:
         raise InputError("--config is empty; give a file, or leave it out")
     try:
         with open(value, "rb") as file:
-            text = file.read(_LARGEST_FILE + 1)
-        if len(text) > _LARGEST_FILE:
-            raise InputError(f"--config {value} has more than {_LARGEST_FILE} bytes")
+            text = file.read(_MAX_FILE_BYTES + 1)
+        if len(text) > _MAX_FILE_BYTES:
+            raise InputError(f"--config {value} has more than {_MAX_FILE_BYTES} bytes")
         table = tomllib.loads(text.decode())
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read --config {value}: {error}") from None
@@ -56,7 +56,7 @@ def _read_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
 
 
 def _check_type(key: str, item: object, where: str) -> None:
-    """Raise InputError where click would convert silently, such as 2.5 epochs to 2."""
+    """Raise InputError for a value that click would convert silently, such as 2.5 epochs to 2."""
     kind = kind_of(key)
     if typing.get_origin(kind) is tuple:
         if not (isinstance(item, list) and all(isinstance(part, str) for part in item)):
@@ -109,7 +109,7 @@ def _check_known(name: str, known: typing.Mapping[str, object], problem: str) ->
             metavar="FILE.toml",
             help="A file of these options, such as `epochs = 3`.",
         ),
-        # torch.distributed.launch passes it to every rank; the environment says the same.
+        # torch.distributed.launch passes it to every rank; LOCAL_RANK has the same value.
         click.Option(
             ["--local-rank"], type=int, hidden=True, expose_value=False, allow_from_autoenv=False
         ),

@@ -1,4 +1,7 @@
-"""Command-line options, read off the fields of TrainConfig: name, type, default and help text."""
+"""Command-line options made from the fields of TrainConfig: name, type, default and help text.
+
+Used by the commands `train` and `compare`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ _HINTS = typing.get_type_hints(TrainConfig)
 
 
 def train_option(name: str, to: str | None = None, **other: Any) -> click.Option:
-    """The option for a field. `to`: the parameter it goes to; `other` replaces what click gets."""
+    """Return the click option of a field. `to`: another parameter name; `other`: click arguments
+    that replace those of the field.
+    """
     item, kind = FIELDS[name], kind_of(name)
     made: dict[str, Any] = {"default": item.default, "help": item.metadata["help"]}
     if kind is bool:
@@ -28,13 +33,11 @@ def train_option(name: str, to: str | None = None, **other: Any) -> click.Option
         made["type"] = click.Choice(choices) if choices else kind
     made.update(other)
     made.setdefault("show_default", made["default"] not in (None, ()))
-    # `--local_rank` of torch.distributed.launch is `--local-rank` by way of the group's
-    # normalisation.
     return click.Option([flag(name), to or name], **made)
 
 
 def kind_of(name: str) -> Any:
-    """The type of a field; `int | None` gives int."""
+    """Return the type of a field; `int | None` gives int."""
     hint = _HINTS[name]
     if isinstance(hint, types.UnionType):
         return next(part for part in typing.get_args(hint) if part is not type(None))

@@ -9,7 +9,8 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -19,7 +20,9 @@ from hvdtrain.horovod_build import buildlog, recipe
 from hvdtrain.horovod_build.build_plan import BuildPlan, Facts
 from hvdtrain.horovod_build.buildlog import Step
 from hvdtrain.horovod_build.process import own_environment, started
-from hvdtrain.horovod_build.progress import Print, Show, progress
+
+Print = Callable[[str], None]
+Show = Callable[[Step], None]
 
 
 class BuildFailed(HvdtrainError):
@@ -39,11 +42,14 @@ def build_and_install(facts: Facts, plan: BuildPlan, log: Path | None, echo: Pri
         raise InputError(f"--log {log_path} cannot be written: {error.strerror}") from None
     replaced = False
     try:
-        with file, progress(echo) as show, _folder() as folder:
+        show = BuildProgress(echo)
+        with file, _folder() as folder:
             wheel = _build_wheel(facts, plan, folder, file, show)
             # pip restores the old package after an error but not after Ctrl-C, so defer signals.
             with signals.deferred(*signals.STOP, signal.SIGHUP):
-                _install_wheel(wheel, file, show)
+                show(Step("install", 100))
+                command, failure = recipe.install_command(wheel), "Horovod's wheel does not install"
+                _logged(command, own_environment(), file, show, failure)
                 replaced = True
     except (KeyboardInterrupt, SystemExit):
         state = "is the new one, not checked yet" if replaced else "is as it was before"
@@ -53,6 +59,26 @@ def build_and_install(facts: Facts, plan: BuildPlan, log: Path | None, echo: Pri
         raise BuildFailed(f"{error}\n{_explain(log_path)}\nfull log: {log_path}") from None
     if log is None:
         log_path.unlink()
+
+
+class BuildProgress:
+    """Prints one line for each phase of a build, and for each quarter of the compilation."""
+
+    def __init__(self, echo: Print, clock: Callable[[], float] = time.monotonic) -> None:
+        self._echo = echo
+        self._clock = clock
+        self._start = clock()
+        self._phase = ""
+        self._quarter = 0
+
+    def __call__(self, step: Step) -> None:
+        """Print a step if it is new: parallel make may report percentages out of order."""
+        quarter = max((q for q in (25, 50, 75) if q <= step.percent), default=0)
+        if step.phase == self._phase and quarter <= self._quarter:
+            return
+        new_phase, self._phase, self._quarter = step.phase != self._phase, step.phase, quarter
+        percent = f" {step.percent}%" if quarter and not new_phase else ""
+        self._echo(f"{self._clock() - self._start:5.0f} s  {step.phase}{percent}")
 
 
 @contextlib.contextmanager
@@ -73,12 +99,6 @@ def _build_wheel(facts: Facts, plan: BuildPlan, folder: Path, log: IO[str], show
     env = recipe.environment(plan, facts, folder, base)
     _logged(recipe.wheel_command(folder / "wheel"), env, log, show, "Horovod does not build")
     return next((folder / "wheel").glob("horovod-*.whl"))
-
-
-def _install_wheel(wheel: Path, log: IO[str], show: Show) -> None:
-    show(Step("install", 100))
-    command = recipe.install_command(wheel)
-    _logged(command, own_environment(), log, show, "the wheel of Horovod does not install")
 
 
 def _logged(

@@ -91,11 +91,13 @@ class Choices:
 
 @dataclass(frozen=True)
 class Built:
-    """The features that a Horovod library was built with."""
+    """What the installed Horovod reports after its import: its features, torch, and GPUs."""
 
     mpi: bool
     gloo: bool
     nccl: bool
+    torch: str = ""
+    gpus: int = 0
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.horovod_build import InstalledHorovod
 from hvdtrain.horovod_build.build_plan import Built
-from hvdtrain.horovod_build.installed import InstalledHorovod
 from hvdtrain.horovod_build.process import CommandResult, last_line, own_environment, run
 
 TIME_LIMIT_S = 60.0
@@ -55,15 +55,6 @@ class CheckFailed(HvdtrainError):
 
 
 @dataclass(frozen=True)
-class Probe:
-    """What the installed Horovod reports after its import."""
-
-    torch: str
-    built: Built
-    gpus: int = 0
-
-
-@dataclass(frozen=True)
 class Row:
     """One line of the table: what was checked, whether it passed (None: information), details."""
 
@@ -76,36 +67,33 @@ class Row:
         return f"{self.name:<12} {verdict}{self.detail}".rstrip()
 
 
-def probe() -> Probe | str:
+def probe() -> Built | str:
     """Import Horovod in a child process; return what it reports, or why it does not import."""
     done = run([sys.executable, "-c", PROBE], env=_environment(), timeout_s=TIME_LIMIT_S)
     match = re.search(r"^probe(\{.*\})$", done.stdout, re.MULTILINE)
     if done.code != 0 or match is None:
         return _reason(done)
-    says = json.loads(match[1])
-    built = Built(mpi=says["mpi"], gloo=says["gloo"], nccl=says["nccl"])
-    return Probe(says["torch"], built, says["gpus"])
+    return Built(**json.loads(match[1]))
 
 
 def check(installed: InstalledHorovod) -> list[Row]:
     """Run every check, one after the other, and return the table."""
-    found = probe()
+    built = probe()
     about = f"{installed.version}, built for torch {installed.torch}"
-    if isinstance(found, str):
-        return [Row("horovod", None, about), Row("import", False, found)]
-    problem = installed.problem(found.torch)
-    built = found.built
+    if isinstance(built, str):
+        return [Row("horovod", None, about), Row("import", False, built)]
+    problem = installed.problem(built.torch)
     names = [name for name, has in (("Gloo", built.gloo), ("MPI", built.mpi)) if has]
     rows = [
-        Row("torch", None, found.torch),
+        Row("torch", None, built.torch),
         Row("horovod", False if problem else None, problem or about),
         Row("controllers", None if names else False, ", ".join(names) or "none is built"),
-        Row("gpu", None, _gpu(found)),
+        Row("gpu", None, _gpu(built)),
         Row("import", True, "horovod.torch"),
     ]
     rows += [allreduce(name) for name in LAUNCHERS if getattr(built, name)]
     # NCCL is tested once, under Gloo's launcher.
-    if built.nccl and built.gloo and found.gpus >= 2:
+    if built.nccl and built.gloo and built.gpus >= 2:
         rows.append(allreduce("gloo", "cuda"))
     return rows
 
@@ -132,10 +120,10 @@ def failures(rows: list[Row]) -> str:
     return "; ".join(f"{row.name}: {row.detail}" for row in rows if row.ok is False)
 
 
-def _gpu(found: Probe) -> str:
-    if not found.built.nccl:
+def _gpu(built: Built) -> str:
+    if not built.nccl:
         return "none, CPU operations only"
-    return "NCCL" if found.gpus >= 2 else f"NCCL, not tried: it takes 2 GPUs, here are {found.gpus}"
+    return "NCCL" if built.gpus >= 2 else f"NCCL, not tried: it takes 2 GPUs, here are {built.gpus}"
 
 
 def _environment() -> Mapping[str, str]:

@@ -5,6 +5,7 @@ Used by `install`. A missing tool does not raise: its `Tool` has the problem and
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -16,6 +17,8 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 from hvdtrain.horovod_build.build_plan import CMAKE_FIX, Cuda, Facts, Nccl, Tool, Torch
 from hvdtrain.horovod_build.process import last_line, own_environment, run
@@ -240,12 +243,8 @@ def _is_managed(env: Mapping[str, str]) -> bool:
 
 
 def _memory_gib() -> float:
-    """Return the available memory in GiB: the kernel's MemAvailable, or a lower cgroup limit."""
-    limits = [8.0]
-    try:
-        found = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text("ascii"))
-        limits = [int(found[1]) / 2**20] if found else limits
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text("ascii")) / 2**30)
-    except (OSError, ValueError):
-        pass
-    return min(limits)
+    """Return the available memory in GiB, or a lower limit of the cgroup."""
+    limits = [psutil.virtual_memory().available]
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text("ascii")))
+    return float(min(limits)) / 2**30

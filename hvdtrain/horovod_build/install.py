@@ -10,14 +10,12 @@ from pathlib import Path
 
 from hvdtrain import signals
 from hvdtrain.errors import BackendUnavailable, InputError
-from hvdtrain.horovod_build import recipe
-from hvdtrain.horovod_build.build import build_and_install
+from hvdtrain.horovod_build import INSTALL, installed_horovod, recipe
+from hvdtrain.horovod_build.build import Print, build_and_install
 from hvdtrain.horovod_build.build_plan import BuildPlan, Choices, Facts, Tool, decide, shortfall
 from hvdtrain.horovod_build.check import CheckFailed, Row, check, failures, probe
 from hvdtrain.horovod_build.facts import gather
-from hvdtrain.horovod_build.installed import INSTALL, installed_horovod
 from hvdtrain.horovod_build.process import own_environment
-from hvdtrain.horovod_build.progress import Print
 
 
 @dataclass(frozen=True)
@@ -109,10 +107,10 @@ def _reason_to_build(
     problem = installed.problem(facts.torch.version)
     if problem:
         return problem.partition("; run:")[0], []  # without the advice to run this command
-    found = probe()
-    if isinstance(found, str):
-        return f"the installed one does not import ({found})", []
-    lack = shortfall(found.built, plan, options.choices)
+    built = probe()
+    if isinstance(built, str):
+        return f"the installed one does not import ({built})", []
+    lack = shortfall(built, plan, options.choices)
     if lack:
         return f"the installed one is built {lack}", []
     if options.dry_run:  # starts no ranks

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hvdtrain._torch.step_mark import without_step_hooks
 from hvdtrain.hvd.engine.request import ADASUM
 from hvdtrain.hvd.ops.allreduce import grouped_allreduce
 from hvdtrain.hvd.ops.handles import check_adasum
@@ -64,6 +65,7 @@ class _AdasumOptimizer(Optimizer):
         )
         yield  # unreachable, but makes this a generator, as contextmanager requires
 
+    @without_step_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank's own gradients, then combine all ranks' updates. Collective."""
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
@@ -82,9 +84,6 @@ class _AdasumOptimizer(Optimizer):
             for i, delta in zip(order, combined, strict=True):
                 params[i].copy_(begin[i] + delta)
         return loss
-
-    # torch wraps each class's `step` to run step hooks; the inner `step` runs them already.
-    step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients."""

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hvdtrain._torch.step_mark import without_step_hooks
 from hvdtrain.hvd import reducers
 from hvdtrain.hvd.adasum_optimizer import make_adasum
 from hvdtrain.hvd.basics import basics
@@ -271,6 +272,7 @@ class _DistributedOptimizer(Optimizer):
         finally:
             self._should_synchronize = True
 
+    @without_step_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients, unless inside `skip_synchronize`, and step. Collective.
 
@@ -283,9 +285,6 @@ class _DistributedOptimizer(Optimizer):
             self.synchronize()
         self._synchronized = False
         return inner(closure) if closure is not None else inner()
-
-    # torch wraps each class's `step` to run step hooks; the inner `step` runs them already.
-    step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients. Raises AssertionError while some are computed but not averaged."""

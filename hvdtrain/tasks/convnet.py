@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hvdtrain.errors import InputError
-from hvdtrain.tasks import _shared
-from hvdtrain.training.task import Task
+from hvdtrain.tasks.synthetic import SyntheticTask, generator
 
 
-class ConvNet(Task):
+class ConvNet(SyntheticTask):
     """A small ResNet with BatchNorm.
 
     It has `stages` of `blocks` residual blocks. The first stage has `width` channels; each later
@@ -36,9 +35,8 @@ class ConvNet(Task):
         lr: float = 0.05,
         optimizer: str = "sgd",
     ) -> None:
-        _shared.check_counts(width=width, stages=stages, blocks=blocks, image_size=image_size)
-        _shared.check_counts(classes=classes, samples=samples)
-        _shared.check_optimizer(optimizer, lr)
+        counts = {"width": width, "stages": stages, "blocks": blocks, "classes": classes}
+        super().__init__(samples, lr, optimizer, image_size=image_size, **counts)
         if image_size < 2**stages:
             raise InputError(
                 f"image_size={image_size} is too small for stages={stages}, which want {2**stages}"
@@ -48,9 +46,6 @@ class ConvNet(Task):
         self.blocks = blocks
         self.image_size = image_size
         self.classes = classes
-        self.samples = samples
-        self.lr = lr
-        self.optimizer_name = optimizer
 
     def model(self) -> nn.Module:
         """Return a convolution, the stages, the mean over the image, and one linear layer."""
@@ -64,30 +59,18 @@ class ConvNet(Task):
         head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, self.classes)]
         return nn.Sequential(*layers, *head)
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return SGD with momentum, or AdamW."""
-        return _shared.make_optimizer(self.optimizer_name, model, self.lr)
-
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return images of a coarse pattern for each class, with noise.
 
         There are `samples` to train on, and an eighth of that to evaluate.
         """
-        generator = _shared.generator()
-        num, size = _shared.with_evaluation(self.samples), self.image_size
-        coarse = torch.randn(self.classes, 3, 4, 4, generator=generator)
+        rng = generator()
+        num, size = self.num_samples, self.image_size
+        coarse = torch.randn(self.classes, 3, 4, 4, generator=rng)
         patterns = F.interpolate(coarse, size=(size, size))
-        labels = torch.randint(self.classes, (num,), generator=generator)
-        images = torch.randn(num, 3, size, size, generator=generator).add_(patterns[labels])
-        return _shared.split(images, labels, self.samples)
-
-    def loss(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the cross entropy."""
-        return _shared.loss(net, batch)
-
-    def metrics(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return accuracy and loss."""
-        return _shared.metrics(net, batch)
+        labels = torch.randint(self.classes, (num,), generator=rng)
+        images = torch.randn(num, 3, size, size, generator=rng).add_(patterns[labels])
+        return self.split(images, labels)
 
 
 class _Block(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain.errors import InputError
-from hvdtrain.tasks._shared import check_counts
+from hvdtrain.tasks.synthetic import check_counts
 from hvdtrain.training.task import Task
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
-from hvdtrain.tasks import _shared
-from hvdtrain.training.task import Task
+from hvdtrain.tasks.synthetic import SyntheticTask, generator
 
 
-class MLP(Task):
+class MLP(SyntheticTask):
     """`depth` hidden layers of `width`, with P parameters:
 
     P = (features + 1) * width + (depth - 1) * (width + 1) * width + (width + 1) * classes
@@ -34,17 +33,12 @@ class MLP(Task):
         lr: float = 0.05,
         optimizer: str = "sgd",
     ) -> None:
-        _shared.check_counts(
-            width=width, depth=depth, features=features, classes=classes, samples=samples
-        )
-        _shared.check_optimizer(optimizer, lr)
+        counts = {"width": width, "depth": depth, "features": features, "classes": classes}
+        super().__init__(samples, lr, optimizer, **counts)
         self.width = width
         self.depth = depth
         self.features = features
         self.classes = classes
-        self.samples = samples
-        self.lr = lr
-        self.optimizer_name = optimizer
 
     def model(self) -> nn.Module:
         """Return linear layers with ReLU between them."""
@@ -54,23 +48,11 @@ class MLP(Task):
             layers += [nn.Linear(before, after), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(self.width, self.classes))
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return SGD with momentum, or AdamW."""
-        return _shared.make_optimizer(self.optimizer_name, model, self.lr)
-
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return a cloud of points for each class: `samples` to train on, an eighth to evaluate."""
-        generator = _shared.generator()
-        num = _shared.with_evaluation(self.samples)
-        centers = torch.randn(self.classes, self.features, generator=generator)
-        labels = torch.randint(self.classes, (num,), generator=generator)
-        points = centers[labels] + torch.randn(num, self.features, generator=generator)
-        return _shared.split(points, labels, self.samples)
-
-    def loss(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the cross entropy."""
-        return _shared.loss(net, batch)
-
-    def metrics(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return accuracy and loss."""
-        return _shared.metrics(net, batch)
+        rng = generator()
+        num = self.num_samples
+        centers = torch.randn(self.classes, self.features, generator=rng)
+        labels = torch.randint(self.classes, (num,), generator=rng)
+        points = centers[labels] + torch.randn(num, self.features, generator=rng)
+        return self.split(points, labels)

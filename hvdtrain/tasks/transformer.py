@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hvdtrain.errors import InputError
-from hvdtrain.tasks import _shared
-from hvdtrain.training.task import Task
+from hvdtrain.tasks.synthetic import SyntheticTask, generator
 
 
-class Transformer(Task):
+class Transformer(SyntheticTask):
     """`layers` of causal self-attention and a feed-forward part, `width` wide, with P parameters:
 
     P = layers * (12 * width + 13) * width + (2 * vocabulary + context + 2) * width
@@ -35,9 +34,8 @@ class Transformer(Task):
         lr: float = 0.002,
         optimizer: str = "adamw",
     ) -> None:
-        _shared.check_counts(width=width, layers=layers, heads=heads, context=context)
-        _shared.check_counts(vocabulary=vocabulary, samples=samples)
-        _shared.check_optimizer(optimizer, lr)
+        counts = {"width": width, "layers": layers, "heads": heads, "context": context}
+        super().__init__(samples, lr, optimizer, vocabulary=vocabulary, **counts)
         if width % heads:
             raise InputError(f"width={width} is not a multiple of heads={heads}")
         self.width = width
@@ -45,36 +43,21 @@ class Transformer(Task):
         self.heads = heads
         self.context = context
         self.vocabulary = vocabulary
-        self.samples = samples
-        self.lr = lr
-        self.optimizer_name = optimizer
 
     def model(self) -> nn.Module:
         """Return embeddings, the layers, a LayerNorm, and the scores of the next token."""
         return _GPT(self.width, self.layers, self.heads, self.context, self.vocabulary)
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return AdamW, or SGD with momentum."""
-        return _shared.make_optimizer(self.optimizer_name, model, self.lr)
-
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return sequences in which one permutation of the vocabulary maps a token to the next."""
-        generator = _shared.generator()
-        num = _shared.with_evaluation(self.samples)
-        following = torch.randperm(self.vocabulary, generator=generator)
-        tokens = [torch.randint(self.vocabulary, (num,), generator=generator)]
+        rng = generator()
+        num = self.num_samples
+        following = torch.randperm(self.vocabulary, generator=rng)
+        tokens = [torch.randint(self.vocabulary, (num,), generator=rng)]
         for _ in range(self.context):
             tokens.append(following[tokens[-1]])
         sequences = torch.stack(tokens, 1)
-        return _shared.split(sequences[:, :-1], sequences[:, 1:], self.samples)
-
-    def loss(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the cross entropy of the next token, over all positions."""
-        return _shared.loss(net, batch)
-
-    def metrics(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return accuracy and loss of the next token."""
-        return _shared.metrics(net, batch)
+        return self.split(sequences[:, :-1], sequences[:, 1:])
 
 
 class _GPT(nn.Module):

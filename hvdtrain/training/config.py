@@ -22,7 +22,7 @@ def _option(default: Any, text: str, *choices: str, **more: Any) -> Any:
 
 
 # Upper limits. Beyond them torch or the system crashes, or raises an error that names no option.
-_MOST = {
+_MAX = {
     "threads": 4096,
     "workers": 4096,
     "timeout": 1e9,  # torch counts milliseconds, Horovod has 32 bits
@@ -30,7 +30,7 @@ _MOST = {
     "lr": 1e30,  # float32
     "step_factor": 1e6,
 }
-_MOST_OF_ALL = 10**30
+_MAX_OF_ALL = 10**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,11 @@ class TrainConfig:
 
     # Where and how
     backend: str = _option(
-        "auto", "single, dp, ddp, horovod, compat, module:Class, or auto: as the launcher has it."
+        "auto",
+        "single, dp, ddp, horovod, compat, module:Class, or auto: the launcher's usual.",
     )
-    transport: str = _option(
-        "auto", "Moves the bytes of ddp and compat: auto, shm, mpi, gloo, nccl."
-    )
-    device: str = _option("auto", "auto is CUDA where every rank has a GPU.", "auto", "cpu", "cuda")
+    transport: str = _option("auto", "Transport of ddp and compat: auto, shm, mpi, gloo, nccl.")
+    device: str = _option("auto", "auto is CUDA if every rank has a GPU.", "auto", "cpu", "cuda")
     threads: int | None = _option(
         None, "CPU threads of each rank. [default: OMP_NUM_THREADS, else this host's cores / ranks]"
     )
@@ -111,7 +110,9 @@ class TrainConfig:
         "cosine",
         "step",
     )
-    warmup_steps: int = _option(0, "Steps of linear warm-up from zero.")
+    warmup_steps: int = _option(
+        0, "Steps of linear warm-up: step k of n is taken with k / (n + 1) of the rate."
+    )
     step_epochs: str = _option(
         "30,60,80", "For --schedule step: the epochs after which the rate drops."
     )
@@ -144,11 +145,11 @@ class TrainConfig:
             if value == math.inf and name != "clip_norm":
                 raise InputError(f"{flag(name)} {value} must be finite")
         for item in dataclasses.fields(self):
-            value, most = getattr(self, item.name), _MOST.get(item.name, _MOST_OF_ALL)
-            if isinstance(value, (int, float)) and math.inf > value > most:
+            value, maximum = getattr(self, item.name), _MAX.get(item.name, _MAX_OF_ALL)
+            if isinstance(value, (int, float)) and math.inf > value > maximum:
                 # Neither format() nor str() takes every int.
-                said = f"{value:g}" if value < 1e300 else "over 1e300"
-                raise InputError(f"{flag(item.name)} {said} must be at most {most:g}")
+                shown = f"{value:g}" if value < 1e300 else "over 1e300"
+                raise InputError(f"{flag(item.name)} {shown} must be at most {maximum:g}")
         for name in ("workers", "warmup_steps", "checkpoint_every", "seed"):
             if getattr(self, name) < 0:
                 raise InputError(f"{flag(name)} {getattr(self, name)} must not be negative")

@@ -1,4 +1,7 @@
-"""Data loading: the shards of each rank, their order, and the copy of batches to the device."""
+"""Data loading: the shards of each rank, their order, and the copy of batches to the device.
+
+Used by the Trainer, and by the hand-written loop of `hvdtrain compare`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from hvdtrain.backends.base import Backend, check_same
 from hvdtrain.errors import InputError
+from hvdtrain.training.config import TrainConfig
 from hvdtrain.trees import map_tree
 from hvdtrain.world import World, is_mpi
+
+_MAX_BATCH = 1 << 40  # samples; with more, --uneven pad would fill the memory with repeats
 
 
 class ShardedBatches(Sampler[list[int]]):
@@ -103,6 +110,52 @@ def size_of(dataset: Dataset[Any], name: str) -> int:
     if size == 0:
         raise InputError(f"the {name} dataset ({type(dataset).__name__}) is empty")
     return size
+
+
+def shard(train: Dataset[Any], config: TrainConfig, world: World) -> ShardedBatches:
+    """Return the sampler of this rank's micro-batches. Not collective.
+
+    Raises InputError if it has none: the loop over epochs would never end.
+    """
+    size, each = size_of(train, "training"), config.micro_batch(world.size)
+    batches = ShardedBatches(size, each, world, config.seed, config.uneven)
+    if len(batches) == 0:
+        raise InputError(
+            f"one micro-batch of all ranks, {each} x {world.size} = {each * world.size} samples, "
+            f"is larger than the training data, {size} samples; make it smaller, or repeat samples "
+            "with --uneven pad"
+        )
+    if batches.global_micro_batch > _MAX_BATCH:
+        raise InputError(
+            f"one micro-batch of all ranks, {each} x {world.size} samples, fits into no memory"
+        )
+    return batches
+
+
+def check_same_plan(
+    backend: Backend,
+    train: DataLoader[Any],
+    evaluation: DataLoader[Any] | None,
+    config: TrainConfig,
+) -> None:
+    """Compare the options and sizes that determine the steps between all ranks. Collective.
+
+    Raises WorldMismatch, on every rank, if one differs: the ranks would take different numbers of
+    steps, or use samples twice.
+    """
+    names = "seed epochs max_steps accumulate uneven eval_every checkpoint_every".split()
+    check_same(
+        backend,
+        {
+            "samples of training data": len(cast("Sized", train.dataset)),
+            "samples of evaluation data": (
+                None if evaluation is None else len(cast("Sized", evaluation.dataset))
+            ),
+            "samples of a micro-batch": config.micro_batch(backend.world.size),
+            **{name: getattr(config, name) for name in names},
+        },
+        "; give every rank the same: the ranks share the samples among themselves",
+    )
 
 
 def make_loader(

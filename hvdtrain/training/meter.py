@@ -63,7 +63,12 @@ class Meter:
             numbers["grad_norm"] = float(norm)
         for name, value in numbers.items():
             if not math.isfinite(value) and not (name == "grad_norm" and norm_may_overflow):
-                raise _diverged(name, value, step - steps + 1, step)
+                raise TrainingDiverged(
+                    f"the {name} became {value} in steps {step - steps + 1} to {step}; lower the "
+                    "learning rate, clip with --clip-norm, or look at the data; no checkpoint of "
+                    "these steps was kept",
+                    on_all_ranks=True,
+                )
         timing = {
             "step_ms": 1000 * elapsed / steps,
             "data_ms": 1000 * self.data_s / steps,
@@ -71,12 +76,3 @@ class Meter:
         }
         self._reset()
         return {**numbers, **timing}
-
-
-def _diverged(name: str, value: float, first: int, last: int) -> TrainingDiverged:
-    error = TrainingDiverged(
-        f"the {name} became {value} in steps {first} to {last}; lower the learning rate, clip with "
-        f"--clip-norm, or look at the data; no checkpoint of these steps was kept"
-    )
-    error.on_all_ranks = True
-    return error

@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.backends.model_sync import uncompiled
-from hvdtrain.errors import InputError
+from hvdtrain.errors import InputError, WorldMismatch
 
 
 class Mean:
@@ -71,3 +71,18 @@ def fingerprint(state: Mapping[str, object]) -> str:
         digest.update(f"{name} {data.dtype} {tuple(data.shape)}\n".encode())
         digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def agreed_fingerprint(backend: Backend, model: nn.Module) -> str:
+    """Return the hash of rank 0's state dict. Collective.
+
+    Raises WorldMismatch if the parameters differ between ranks.
+    """
+    mine = fingerprint(dict(model.named_parameters()))
+    for rank, other in enumerate(backend.all_gather_object(mine)):
+        if other != mine:
+            raise WorldMismatch(
+                f"the parameters differ at the end: rank {backend.world.rank} has {mine[:12]}, "
+                f"rank {rank} has {other[:12]}; something trained on one rank alone"
+            )
+    return backend.broadcast_object(fingerprint(model.state_dict()))

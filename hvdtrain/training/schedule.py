@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -62,3 +63,22 @@ def build_schedule(
 
     # The constructor of LambdaLR takes one step, to `start_step`.
     return LambdaLR(optimizer, factor, last_epoch=start_step - 1)
+
+
+def continue_schedule(
+    own: LRScheduler, saved: dict[str, Any], loaded_groups: list[dict[str, Any]]
+) -> None:
+    """Restore the state of a task's own scheduler, scaled to this run's learning rates.
+
+    `loaded_groups`: the parameter groups of the checkpoint. The scheduler's constructor has changed
+    the optimizer's own: `lr`, and for some schedulers momentum or betas.
+    """
+    base_now = list(own.base_lrs)
+    own.load_state_dict(saved)
+    rates = zip(own.base_lrs, own.get_last_lr(), base_now, strict=True)
+    scaled = [last * (now / base if base else 1.0) for base, last, now in rates]
+    own.base_lrs = base_now
+    for group, before, lr in zip(own.optimizer.param_groups, loaded_groups, scaled, strict=True):
+        # Everything but the rates (initial_lr, max_lr, ...): those are this run's.
+        kept = {k: v for k, v in before.items() if k != "params" and not k.endswith("lr")}
+        group.update(kept, lr=lr)

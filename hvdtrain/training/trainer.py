@@ -11,43 +11,41 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from hvdtrain import provenance
-from hvdtrain.backends.base import Backend, check_same
+from hvdtrain.backends.base import Backend
 from hvdtrain.backends.model_sync import broadcast_state
-from hvdtrain.errors import HvdtrainError, InputError, WorldMismatch
+from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.failure import cause_of
 from hvdtrain.training import checkpoint, determinism, run_state
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console, make_console
 from hvdtrain.training.data_loading import (
     EvalBatches,
-    ShardedBatches,
+    check_same_plan,
     make_loader,
     mix,
     on_device,
+    shard,
     size_of,
 )
 from hvdtrain.training.ledger import Ledger
 from hvdtrain.training.meter import Meter
-from hvdtrain.training.metrics import Mean, fingerprint
+from hvdtrain.training.metrics import Mean, agreed_fingerprint
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.run_dir import RunDirectory, make_default
-from hvdtrain.training.schedule import build_schedule, lr_factor, set_base_lr
+from hvdtrain.training.schedule import build_schedule, continue_schedule, lr_factor, set_base_lr
 from hvdtrain.training.task import CheckedTask, Task
 from hvdtrain.transports.malloc import keep_freed_memory
-from hvdtrain.world import World
-
-_LARGEST_BATCH = 1 << 40  # samples; with more, --uneven pad would fill the memory with repeats
 
 
 @dataclass(frozen=True)
@@ -240,28 +238,8 @@ class Trainer:
             return build_schedule(self.optimizer, self.config, step, total, per_epoch, behind)
         self.ledger = replace(self.ledger, schedule="the task's own", warmup_steps=0)
         if loaded.get("schedule") is not None:
-            self._continue_schedule(own, loaded["schedule"], loaded_groups)
+            continue_schedule(own, loaded["schedule"], loaded_groups)
         return own
-
-    def _continue_schedule(
-        self, own: LRScheduler, saved: dict[str, Any], loaded_groups: list[dict[str, Any]]
-    ) -> None:
-        """Restore the state of a task's own scheduler, scaled to this run's learning rates.
-
-        Its constructor has changed the loaded parameter groups: `lr`, and for some schedulers
-        momentum or betas.
-        """
-        base_now = list(own.base_lrs)
-        own.load_state_dict(saved)
-        rates = zip(own.base_lrs, own.get_last_lr(), base_now, strict=True)
-        scaled = [last * (now / base if base else 1.0) for base, last, now in rates]
-        own.base_lrs = base_now
-        for group, before, lr in zip(
-            self.optimizer.param_groups, loaded_groups, scaled, strict=True
-        ):
-            # Everything but the rates (initial_lr, max_lr, ...): those are this run's.
-            kept = {k: v for k, v in before.items() if k != "params" and not k.endswith("lr")}
-            group.update(kept, lr=lr)
 
     def _print_header(self) -> None:
         """Print the first lines of a run: task, backend, ledger, threads and run directory."""
@@ -293,7 +271,7 @@ class Trainer:
         if metrics is None:  # resumed from the last step: there was none to take
             metrics = self._evaluate()
         self._save()
-        digest = self._agreed_fingerprint()
+        digest = agreed_fingerprint(self.backend, self.model)
         self.console.stop()
         path = self._run_dir.path if self._run_dir is not None else Path()
         if self._run_dir is not None:
@@ -522,65 +500,6 @@ class Trainer:
         text = f"{type(error).__name__}: {error}"
         with contextlib.suppress(HvdtrainError):  # a full disk must not hide the error itself
             self._run_dir.finish(outcome, error=text, last_step=self.progress.step)
-
-    def _agreed_fingerprint(self) -> str:
-        """Return the hash of rank 0's final state dict. Raises WorldMismatch if the parameters
-        differ between ranks.
-        """
-        mine = fingerprint(dict(self.model.named_parameters()))
-        for rank, other in enumerate(self.backend.all_gather_object(mine)):
-            if other != mine:
-                raise WorldMismatch(
-                    f"the parameters differ at the end: rank {self.world.rank} has {mine[:12]}, "
-                    f"rank {rank} has {other[:12]}; something trained on one rank alone"
-                )
-        return self.backend.broadcast_object(fingerprint(self.model.state_dict()))
-
-
-def shard(train: Dataset[Any], config: TrainConfig, world: World) -> ShardedBatches:
-    """Return the sampler of this rank's micro-batches. Not collective.
-
-    Raises InputError if it has none: the loop over epochs would never end.
-    """
-    size, each = size_of(train, "training"), config.micro_batch(world.size)
-    batches = ShardedBatches(size, each, world, config.seed, config.uneven)
-    if len(batches) == 0:
-        raise InputError(
-            f"one micro-batch of all ranks, {each} x {world.size} = {each * world.size} samples, "
-            f"is larger than the training data, {size} samples; make it smaller, or repeat samples "
-            "with --uneven pad"
-        )
-    if batches.global_micro_batch > _LARGEST_BATCH:
-        raise InputError(
-            f"one micro-batch of all ranks, {each} x {world.size} samples, fits into no memory"
-        )
-    return batches
-
-
-def check_same_plan(
-    backend: Backend,
-    train: DataLoader[Any],
-    evaluation: DataLoader[Any] | None,
-    config: TrainConfig,
-) -> None:
-    """Compare the options and sizes that determine the steps between all ranks. Collective.
-
-    Raises WorldMismatch, on every rank, if one differs: the ranks would take different numbers of
-    steps, or use samples twice.
-    """
-    names = "seed epochs max_steps accumulate uneven eval_every checkpoint_every".split()
-    check_same(
-        backend,
-        {
-            "samples of training data": len(cast("Sized", train.dataset)),
-            "samples of evaluation data": (
-                None if evaluation is None else len(cast("Sized", evaluation.dataset))
-            ),
-            "samples of a micro-batch": config.micro_batch(backend.world.size),
-            **{name: getattr(config, name) for name in names},
-        },
-        "; give every rank the same: the ranks share the samples among themselves",
-    )
 
 
 def _count(number: int, noun: str) -> str:

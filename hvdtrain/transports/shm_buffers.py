@@ -15,27 +15,16 @@ import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from hvdtrain._torch.storage import StorageReference, move_to_shared_memory, storage_key
 from hvdtrain.errors import first_line
 from hvdtrain.transports import shm_sync
 
 MOVE_BYTES = 1 << 20  # smaller tensors are copied: a copy costs less than a system call
 _SWEEP = 256  # entries in `_seen` from which on dead ones are removed
-
-
-class _Alive:
-    """A weak reference to a storage; true as long as the storage exists."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._ref: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-    def __bool__(self) -> bool:
-        return not self._ref.expired()
 
 
 @dataclass
@@ -45,7 +34,7 @@ class SharedBuffer:
     number: int
     fd: int
     num_bytes: int
-    alive: _Alive
+    alive: StorageReference
 
 
 # Of all groups, since each counts, and closes, the others' descriptors. Nothing under it waits.
@@ -73,7 +62,7 @@ class SharedBuffers:
 
     def __init__(self, shm_dir: str = "/dev/shm") -> None:
         self._own: dict[int, SharedBuffer] = {}
-        self._seen: dict[int, _Alive] = {}
+        self._seen: dict[int, StorageReference] = {}
         self._mappings: dict[tuple[int, int], Tensor] = {}
         self._freed: list[int] = []
         self._next = 0
@@ -83,7 +72,7 @@ class SharedBuffers:
 
     def find(self, t: Tensor) -> SharedBuffer | None:
         """Return the buffer that contains a tensor; None if it is not in shared memory."""
-        buffer = self._own.get(t.untyped_storage()._cdata)
+        buffer = self._own.get(storage_key(t.untyped_storage()))
         return buffer if buffer is not None and buffer.alive else None
 
     def prepare(self, t: Tensor) -> None:
@@ -96,7 +85,7 @@ class SharedBuffers:
         num_bytes = storage.nbytes()
         if num_bytes < MOVE_BYTES or not self._may_move or not storage.resizable():
             return
-        key = storage._cdata
+        key = storage_key(storage)
         with _lock:
             if key in self._own and self._own[key].alive:
                 return
@@ -104,14 +93,14 @@ class SharedBuffers:
             if not before:
                 if len(self._seen) > _SWEEP:
                     self._seen = {k: w for k, w in self._seen.items() if w}
-                self._seen[key] = _Alive(storage)
+                self._seen[key] = StorageReference(storage)
                 return
             del self._seen[key]
             self._sweep()
             if not _has_descriptors() or not self._fits(num_bytes):
                 return
             try:
-                fd, _ = storage._share_fd_cpu_()  # also moves it; the storage owns this descriptor
+                fd = move_to_shared_memory(storage)  # the storage owns this descriptor
                 mine = os.dup(fd)
             except (RuntimeError, OSError) as error:  # memory or descriptors ran out meanwhile
                 self._stop_moving(first_line(error))
@@ -137,8 +126,8 @@ class SharedBuffers:
     def _add(self, storage: torch.UntypedStorage, fd: int, num_bytes: int) -> None:
         self._sweep()
         self._next += 1
-        buffer = SharedBuffer(self._next, fd, num_bytes, _Alive(storage))
-        self._own[storage._cdata] = buffer
+        buffer = SharedBuffer(self._next, fd, num_bytes, StorageReference(storage))
+        self._own[storage_key(storage)] = buffer
 
     def _sweep(self) -> None:
         for key in [k for k, buffer in self._own.items() if not buffer.alive]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hvdtrain._torch.storage import storage_key
 from hvdtrain.peers import PeerLost
 from hvdtrain.transports.transport import Mismatch, TransportError
 
@@ -29,22 +30,22 @@ class StorageUse:
     """Marks the storages of tensors as in use until `end`: they must not be moved meanwhile."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        # References keep the storages alive, so that no new storage gets the same `_cdata`.
+        # References keep the storages alive, so that no new storage gets the same key.
         self._storages = [t.untyped_storage() for t in tensors if not t.is_sparse]
-        _in_use.extend([storage._cdata for storage in self._storages])
+        _in_use.extend([storage_key(storage) for storage in self._storages])
 
     def end(self) -> None:
         """Remove the marks. Twice is safe."""
         storages, self._storages = self._storages, []
         for storage in storages:
-            _in_use.remove(storage._cdata)
+            _in_use.remove(storage_key(storage))
 
     __del__ = end
 
 
 def is_in_use(t: Tensor) -> bool:
     """Return whether a pending operation reads or writes the tensor's storage."""
-    return t.untyped_storage()._cdata in _in_use
+    return storage_key(t.untyped_storage()) in _in_use
 
 
 _C10dWork: Any = dist.Work  # torch's stubs have overloads that no override in Python could have

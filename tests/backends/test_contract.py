@@ -51,7 +51,7 @@ def test_objects(ranks: Ranks) -> None:
         ranks.run(contract.objects, root)
 
 
-def test_an_error_is_shared(ranks: Ranks) -> None:
+def test_errors_are_shared(ranks: Ranks) -> None:
     failing = ranks.n - 1
     outcomes = set(ranks.run(contract.share_errors, failing))
     prefix = f"rank {failing}: " if ranks.n > 1 else ""

@@ -331,7 +331,7 @@ def test_a_malicious_pickle_does_not_run(root: Path, how: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_the_manifest_does_not_vouch_for_is_not_loaded(root: Path) -> None:
+def test_a_file_that_is_not_in_the_manifest_is_not_loaded(root: Path) -> None:
     path = root / "step-00000020"
     torch.save({"weight": torch.ones(1)}, path / "extra.pt")
     with pytest.raises(CheckpointError, match="has no part 'extra'"):
@@ -343,7 +343,7 @@ def test_a_file_that_the_manifest_does_not_vouch_for_is_not_loaded(root: Path) -
     [(np.float64(1), "numpy"), (lambda: None, "[Pp]ickle"), (Path("x"), "pathlib")],
     ids=["numpy", "lambda", "path"],
 )
-def test_what_could_not_be_loaded_is_not_saved(root: Path, value: object, text: str) -> None:
+def test_a_part_that_could_not_be_loaded_is_not_saved(root: Path, value: object, text: str) -> None:
     """It must be said at the first checkpoint, not on the day of the crash."""
     with pytest.raises(CheckpointError, match=f"cannot write the checkpoint.*{text}") as caught:
         checkpoint.save(root, 30, {**parts(30), "trainer": {"best": value}}, {})
@@ -463,7 +463,7 @@ def test_a_full_disk_at_any_size(root: Path) -> None:
     assert_loads(save(root, 30), 30)
 
 
-def test_what_is_in_the_way_of_the_directory(tmp_path: Path) -> None:
+def test_a_file_at_the_path_of_the_directory(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(CheckpointError, match="cannot write the checkpoint .*File exists"):
         save(tmp_path / "checkpoints", 10)
@@ -474,7 +474,7 @@ def test_a_file_in_place_of_a_step_is_replaced(tmp_path: Path) -> None:
     assert_loads(save(tmp_path, 10), 10)
 
 
-def test_a_failed_replacement_brings_the_old_one_back(
+def test_a_failed_replacement_restores_the_old_checkpoint(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.rename

@@ -132,7 +132,7 @@ def test_every_option_has_help() -> None:
         assert text.endswith((".", "]")), item.name
 
 
-def test_ranks_agree_on_all_that_makes_them_call_together() -> None:
+def test_ranks_compare_every_option_that_changes_their_collectives() -> None:
     agreed = make(lr=0.5).agreed()
     assert {flag(item.name) for item in FIELDS} - set(agreed) == {"--run-dir"}
     assert agreed["--lr"] == 0.5
@@ -151,7 +151,7 @@ def test_the_options_import_no_torch() -> None:
 # The ledger
 
 
-def test_the_ledger_says_what_a_step_is() -> None:
+def test_the_ledger_of_an_accumulated_run() -> None:
     ledger = Ledger(8, 2, 4, 1000, -40, 15, 150, [0.1], [0.8], "linear", "cosine", 5)
     assert ledger.global_batch == 64
     assert ledger.as_dict()["global_batch"] == 64
@@ -197,7 +197,7 @@ def test_threads(requested: int | None, launcher: str, given: str, expected: str
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("given", ["1", "", "0", "many", "²"])
-def test_the_one_thread_of_torchrun_is_no_choice_of_the_user(given: str) -> None:
+def test_the_one_thread_that_torchrun_sets_is_ignored(given: str) -> None:
     world = World(0, 1000, 0, 1000, launcher="torchrun")
     assert set_threads(None, world, {"OMP_NUM_THREADS": given}).startswith("1 a rank (")
     alone = set_threads(None, World(), {"OMP_NUM_THREADS": "" if given == "1" else given})

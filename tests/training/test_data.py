@@ -152,7 +152,7 @@ def test_resuming_at_another_world_size(
         assert 0 <= len(seen) + len(rest) - num_samples < span
 
 
-def test_resuming_goes_on_in_the_same_order() -> None:
+def test_resuming_continues_in_the_same_order() -> None:
     whole = by_step(on_all_ranks(50, 3, 2, "pad", epoch=2))
     for step in range(len(whole)):
         assert by_step(on_all_ranks(50, 3, 2, "pad", epoch=2, start=6 * step)) == whole[step:]

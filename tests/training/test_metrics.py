@@ -68,7 +68,7 @@ def test_low_precision_adds_up_in_double() -> None:
 
 
 @pytest.mark.parametrize("values", [[math.inf, -math.inf], [math.nan, 1.0]])
-def test_what_is_not_finite_is_nan_and_no_crash(values: list[float]) -> None:
+def test_values_that_are_not_finite_give_nan(values: list[float]) -> None:
     mean = Mean()
     for value in values:
         mean.add({"a": torch.tensor(value)}, 1)
@@ -86,7 +86,7 @@ def test_opposite_infinities_of_two_ranks() -> None:
     assert math.isnan(Mean().reduce(TwoShares(World(), BackendOptions()))["a"])
 
 
-def test_a_value_for_each_sample_is_refused() -> None:
+def test_a_metric_per_sample_is_refused() -> None:
     """Summed up, it would be a mean times the batch size."""
     with pytest.raises(InputError, match=r"'accuracy' has shape \(4,\).*mean over the batch"):
         Mean().add({"accuracy": torch.ones(4)}, 4)

@@ -98,7 +98,7 @@ def test_run_json_is_whole_at_every_moment(tmp_path: Path) -> None:
     assert set(reads) <= {10, 100_000, 200_000}
 
 
-def test_the_umask_counts(tmp_path: Path) -> None:
+def test_files_follow_the_umask(tmp_path: Path) -> None:
     was = os.umask(0o077)
     try:
         with opened(tmp_path) as run_dir:
@@ -171,7 +171,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_closed_one_is_free_at_once(tmp_path: Path) -> None:
+def test_a_closed_directory_is_unlocked_at_once(tmp_path: Path) -> None:
     with opened(tmp_path) as run_dir:
         run_dir.close()
         run_dir.close()
@@ -269,7 +269,7 @@ TORN = [
 
 
 @pytest.mark.parametrize("torn", TORN)
-def test_lines_after_the_resumed_step_and_torn_ones_go(tmp_path: Path, torn: str) -> None:
+def test_later_and_incomplete_lines_are_deleted(tmp_path: Path, torn: str) -> None:
     lines = [json.dumps({"step": step}) for step in (5, 10, 10, 11, 15)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, torn]), encoding="latin-1")
     with opened(tmp_path, resuming=True) as run_dir:
@@ -304,7 +304,7 @@ def test_default_names_never_collide(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("package.module:MyTask", "mytask-ddp"),
     ],
 )
-def test_default_names_tell_the_task(
+def test_default_names_contain_the_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -312,7 +312,7 @@ def test_default_names_tell_the_task(
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling symlink"])
-def test_no_place_for_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_runs_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """A link to a disk that is not there must not make it look for a free name for ever."""
     monkeypatch.chdir(tmp_path)
     if kind == "file":

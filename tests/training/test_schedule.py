@@ -84,7 +84,7 @@ def test_a_warm_up_longer_than_the_run() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_resuming_at_any_step_goes_on_alike(name: str) -> None:
+def test_resuming_at_any_step_continues_the_schedule(name: str) -> None:
     config = CONFIGS[name]
     whole = rates(config, prepared(0.3, 0.02))
     for start in range(TOTAL):

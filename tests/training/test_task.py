@@ -75,7 +75,7 @@ def test_a_file(folder: Path, form: str) -> None:
     assert task.model().in_features == 3
 
 
-def test_a_task_need_not_say_what_its_data_are(folder: Path) -> None:
+def test_about_data_is_optional(folder: Path) -> None:
     assert load_task("mine_task.py:Mine").about_data == ""
 
 
@@ -137,7 +137,7 @@ def test_no_such_file_or_module(folder: Path) -> None:
         load_task("no_such_module:Mine")
 
 
-def test_a_missing_import_of_the_task_is_not_blamed_on_its_name(folder: Path) -> None:
+def test_a_missing_import_in_the_task_keeps_its_traceback(folder: Path) -> None:
     (folder / "needy_task.py").write_text("import not_installed_at_all\n")
     with pytest.raises(ModuleNotFoundError, match="not_installed_at_all"):
         load_task("needy_task.py:Mine")

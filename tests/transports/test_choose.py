@@ -85,5 +85,5 @@ def test_a_choice_that_a_backend_does_not_have_is_said() -> None:
 
 def test_compat_carries_cuda_by_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvdtrain.backends.base.pick_device", lambda *_: CUDA)
-    with pytest.raises(BackendUnavailable, match="compat carries CUDA tensors by nccl, not gloo"):
+    with pytest.raises(BackendUnavailable, match="compat sends CUDA tensors over nccl, not gloo"):
         load("compat")(world(), BackendOptions(transport="gloo"))

@@ -22,10 +22,10 @@ from hvdtrain.backends.base import Backend
 from hvdtrain.backends.model_sync import fill_missing_gradients, sync_buffers
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import make_loader, mix, on_device
+from hvdtrain.training.data_loading import check_same_plan, make_loader, mix, on_device, shard
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.task import Task
-from hvdtrain.training.trainer import StepTaken, check_same_plan, shard
+from hvdtrain.training.trainer import StepTaken
 from hvdtrain.transports.malloc import keep_freed_memory
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdtrain._torch.copies import copy_all_
 from hvdtrain.hvd.engine.bucket_channel import BucketChannel
 from hvdtrain.hvd.engine.bucket_plan import SMALL_NUMEL, BucketLayout
 
@@ -107,9 +108,9 @@ class Bucket:
                 (v, g) for v, g in zip(self.views[:n], grads[:n], strict=True) if g is not None
             ]
             if pairs:
-                torch._foreach_copy_([v for v, _ in pairs], [g for _, g in pairs])
+                copy_all_([v for v, _ in pairs], [g for _, g in pairs])
         elif n:
-            torch._foreach_copy_(self.views[:n], grads[:n])  # type: ignore[arg-type]
+            copy_all_(self.views[:n], grads[:n])  # type: ignore[arg-type]
         if n and factor != 1.0:
             self.small.mul_(factor)
         for view, grad, copied in zip(self.views[n:], grads[n:], self._copied[n:], strict=True):

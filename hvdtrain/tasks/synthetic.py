@@ -1,0 +1,79 @@
+"""The base class of the tasks on synthetic data: argument checks, optimizer, data split, loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from hvdtrain.errors import InputError
+from hvdtrain.training.task import Task
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, weight_decay=0.01),
+}
+
+_MAX = 10**9
+
+
+def check_counts(**counts: object) -> None:
+    """Raise InputError for an argument that is not a whole number from 1 to 10**9."""
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise InputError(f"{name}={value!r} must be a whole number greater than zero")
+        if value > _MAX:
+            raise InputError(f"{name}={value} must be at most {_MAX}")
+
+
+class SyntheticTask(Task):
+    """A classifier of made-up data. The constructor checks the arguments that subclasses share.
+
+    `samples` are to train on; an eighth as many more are to evaluate. `counts`: the sizes of the
+    model and of the data, which must be whole numbers above zero.
+    """
+
+    def __init__(self, samples: int, lr: float, optimizer: str, **counts: int) -> None:
+        check_counts(samples=samples, **counts)
+        if optimizer not in list(OPTIMIZERS):  # a list: `optimizer` may be unhashable
+            raise InputError(f"optimizer={optimizer!r} is not one of: {', '.join(OPTIMIZERS)}")
+        if not isinstance(lr, (int, float)) or not lr > 0:
+            raise InputError(f"lr={lr!r} must be a number greater than zero")
+        self.samples = samples
+        self.num_samples = samples + max(1, samples // 8)
+        self.lr = lr
+        self.optimizer_name = optimizer
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return SGD with momentum, or AdamW."""
+        return OPTIMIZERS[self.optimizer_name](model.parameters(), lr=self.lr)
+
+    def split(self, inputs: Tensor, targets: Tensor) -> tuple[TensorDataset, TensorDataset]:
+        """Return the first `samples` to train on, and the others to evaluate."""
+        n = self.samples
+        return TensorDataset(inputs[:n], targets[:n]), TensorDataset(inputs[n:], targets[n:])
+
+    def loss(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the cross entropy of scores whose last dimension is the class."""
+        inputs, targets = batch
+        return _cross_entropy(net(inputs), targets)
+
+    def metrics(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Return accuracy and loss."""
+        inputs, targets = batch
+        scores = net(inputs)
+        right = (scores.argmax(-1) == targets).float().mean()
+        return {"accuracy": right, "loss": _cross_entropy(scores, targets)}
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    """Return a generator for the data alone: equal on every rank, independent of the run's seed."""
+    return torch.Generator().manual_seed(seed)
+
+
+def _cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, -2), targets.flatten())
