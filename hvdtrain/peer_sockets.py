@@ -197,7 +197,6 @@ class Connection:
         sock.setblocking(False)
         self.rank = rank
         self.sock = sock
-        self.events = selectors.EVENT_READ  # those that the owner's selector waits for
         self.unsent = bytearray()
         self.last_received = time.monotonic()
         self._received = bytearray()

@@ -113,8 +113,8 @@ def load_mpi(world: World) -> Any:
     if problem:
         raise WorldMismatch(
             f"{world.launcher} started rank {world.rank} of {world.size}, but mpi4py, on "
-            f"{library}, {problem}; use the mpirun that belongs to that library, or set MASTER_ADDR "
-            f"and MASTER_PORT"
+            f"{library}, {problem}; use the mpirun that belongs to that library, or set "
+            f"MASTER_ADDR and MASTER_PORT"
         )
     return mpi
 

@@ -18,24 +18,25 @@ import torch.distributed as dist
 from hvdtrain.rendezvous import open_store
 from hvdtrain.world import detect
 
-_TORCHS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def register() -> None:
     """Replace torch's `env://` handler by one that falls back on it. Twice is safe."""
     # In torch.distributed a function `rendezvous` hides the module of that name.
     handlers: dict[str, Any] = sys.modules[f"{dist.__name__}.rendezvous"]._rendezvous_handlers
-    torchs = handlers["env"]
-    if getattr(torchs, "is_hvdtrains", False):
+    torch_handler = handlers["env"]
+    if getattr(torch_handler, "is_hvdtrain", False):
         return
 
-    def meet(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[Any]:
-        world = None if any(name in os.environ for name in _TORCHS) or "?" in url else detect()
+    def handler(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[Any]:
+        has_variables = any(name in os.environ for name in _TORCH_VARIABLES)
+        world = None if has_variables or "?" in url else detect()
         if world is None or world.launcher == "none":
-            yield from torchs(url, timeout=timeout, **more)
+            yield from torch_handler(url, timeout=timeout, **more)
             return
         yield open_store(world, timeout.total_seconds()), world.rank, world.size
-        raise RuntimeError("env:// cannot meet a second time")  # torch's handler raises here, too
+        raise RuntimeError("env:// has no second rendezvous")  # torch's handler raises here, too
 
-    meet.is_hvdtrains = True  # type: ignore[attr-defined]
-    handlers["env"] = meet
+    handler.is_hvdtrain = True  # type: ignore[attr-defined]
+    handlers["env"] = handler
