@@ -2,9 +2,9 @@
 
 `peers` uses it.
 
-Anybody who reaches the address can connect to the port. So no message is parsed before its sender
-has sent the secret, the greeting has a fixed size, and a stranger (a connection that has not
-authenticated) takes one descriptor for a few seconds at most:
+Any program that reaches the address can connect to the port. So no message is parsed before its
+sender has sent the secret, the greeting has a fixed size, and a connection that does not
+authenticate takes one descriptor for a few seconds at most:
 
     client                                          server
       |---- first half of the secret, rank ---------->|   20 bytes
@@ -34,10 +34,10 @@ LOST_S = 10
 _HALF = SECRET_BYTES // 2
 _SIOCOUTQ, _SIOCOUTQNSD = 0x5411, 0x894B  # linux/sockios.h: bytes unacknowledged, bytes unsent
 _TCPI_PROBES = 3  # linux/tcp.h: the byte of tcp_info that counts unanswered probes
-_NUMBER = struct.Struct("<I")
-_HELLO_BYTES = _HALF + _NUMBER.size
-_HELLO_S = 10.0
-_MOST_STRANGERS = 128
+_RANK = struct.Struct("<I")
+_GREETING_BYTES = _HALF + _RANK.size
+_HANDSHAKE_S = 10.0
+_MAX_PENDING = 128
 Header = list[Any]
 _SIZES = struct.Struct("<II")  # of a frame: bytes of its JSON list, and of its payload
 _READ_BYTES = 1 << 18
@@ -69,71 +69,94 @@ def listen(addresses: Sequence[str]) -> list[socket.socket]:
 def accept_peers(
     listeners: Sequence[socket.socket], secret: bytes, expected: set[int], deadline: float
 ) -> dict[int, socket.socket]:
-    """Return the authenticated, blocking connections of the expected peers, by number.
+    """Return the authenticated connections of the expected peers, by rank.
 
-    Returns early with all of them, else at the deadline with those that arrived. A peer that
-    connects again has retried: the new connection replaces the first. Every error closes one
-    connection only.
+    Returns early with all of them, else at the deadline with those that arrived. If a peer connects
+    twice, it has retried: the later connection counts. Every error closes one connection only.
     """
-    found: dict[int, socket.socket] = {}
-    strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
+    accepted: dict[int, socket.socket] = {}
+    pending: dict[socket.socket, float] = {}  # deadlines of their greetings, the oldest first
     with selectors.DefaultSelector() as selector:
-
-        def drop(sock: socket.socket) -> None:
-            selector.unregister(sock)
-            del strangers[sock]
-            sock.close()
-
         for listener in listeners:
             listener.setblocking(False)
             selector.register(listener, selectors.EVENT_READ)
         try:
-            while expected - found.keys() and (now := time.monotonic()) < deadline:
-                ends = [deadline, *(stranger.deadline for stranger in strangers.values())]
-                for key, _ in selector.select(max(0.0, min(ends) - now)):
+            while expected - accepted.keys() and (now := time.monotonic()) < deadline:
+                for key, _ in selector.select(min(0.5, deadline - now)):
                     sock = key.fileobj
                     assert isinstance(sock, socket.socket)
                     if sock in listeners:
-                        if (new := _accept(sock)) is not None:
-                            strangers[new] = _Stranger(time.monotonic() + _HELLO_S)
-                            selector.register(new, selectors.EVENT_READ)
-                        elif strangers:
-                            drop(next(iter(strangers)))  # perhaps the descriptors are used up
-                        else:
-                            time.sleep(0.05)
-                    elif sock in strangers and strangers[sock].has_ended(sock):
-                        hello = bytes(strangers[sock].hello)
-                        number = _authenticate(sock, hello, secret, expected)
-                        if number is None:
-                            drop(sock)
-                            continue
+                        _accept(sock, selector, pending)
+                    elif sock in pending:
                         selector.unregister(sock)
-                        del strangers[sock]
-                        if number in found:
-                            found[number].close()
-                        found[number] = sock
-                now = time.monotonic()
-                late = [sock for sock, stranger in strangers.items() if stranger.deadline <= now]
-                # Close late strangers, and the oldest ones above the limit.
-                surplus = len(strangers) - _MOST_STRANGERS - len(expected)
-                for sock in dict.fromkeys([*late, *list(strangers)[: max(0, surplus)]]):
-                    drop(sock)
+                        del pending[sock]
+                        rank = _authenticate(sock, secret, expected)
+                        if (old := sock if rank is None else accepted.get(rank)) is not None:
+                            old.close()
+                        if rank is not None:
+                            accepted[rank] = sock
+                _drop_pending(selector, pending, _MAX_PENDING + len(expected))
         except BaseException:
-            for sock in found.values():
+            for sock in accepted.values():
                 sock.close()
             raise
         finally:
-            for sock in strangers:
+            for sock in pending:
                 sock.close()
-    return found
+    return accepted
 
 
-def connect(place: tuple[str, int], secret: bytes, number: int, timeout_s: float) -> socket.socket:
-    """Connect as peer `number`. Raises OSError unless the server sends its half in time."""
+def _accept(
+    listener: socket.socket, selector: selectors.BaseSelector, pending: dict[socket.socket, float]
+) -> None:
+    """Add a new connection to `pending`; it becomes readable when its greeting is complete."""
+    try:
+        sock, _ = listener.accept()
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _GREETING_BYTES)
+    except OSError:
+        _drop_pending(selector, pending, len(pending) - 1)  # the descriptors may be used up
+        time.sleep(0.01)
+        return
+    pending[sock] = time.monotonic() + _HANDSHAKE_S
+    selector.register(sock, selectors.EVENT_READ)
+
+
+def _drop_pending(
+    selector: selectors.BaseSelector, pending: dict[socket.socket, float], most: int
+) -> None:
+    """Close connections whose greeting is late, and the oldest ones if there are over `most`."""
+    now = time.monotonic()
+    late = [sock for sock, deadline in pending.items() if deadline <= now]
+    for sock in dict.fromkeys([*late, *list(pending)[: max(0, len(pending) - most)]]):
+        selector.unregister(sock)
+        del pending[sock]
+        sock.close()
+
+
+def _authenticate(sock: socket.socket, secret: bytes, expected: set[int]) -> int | None:
+    """Answer a correct greeting and return the peer's rank; return None for any other."""
+    try:
+        greeting = sock.recv(_GREETING_BYTES)
+        if len(greeting) < _GREETING_BYTES:
+            return None
+        (rank,) = _RANK.unpack(greeting[_HALF:])
+        if not hmac.compare_digest(greeting[:_HALF], secret[:_HALF]) or rank not in expected:
+            return None
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        sock.send(secret[_HALF:])
+        configure(sock)
+    except OSError:
+        return None
+    return int(rank)
+
+
+def connect(place: tuple[str, int], secret: bytes, rank: int, timeout_s: float) -> socket.socket:
+    """Connect as peer `rank`. Raises OSError unless the server sends its half in time."""
     deadline = time.monotonic() + timeout_s
     sock = socket.create_connection(place, timeout_s)
     try:
-        sock.sendall(secret[:_HALF] + _NUMBER.pack(number))
+        sock.sendall(secret[:_HALF] + _RANK.pack(rank))
         answer = b""
         while len(answer) < _HALF:
             sock.settimeout(max(0.01, deadline - time.monotonic()))
@@ -197,7 +220,6 @@ class Connection:
         sock.setblocking(False)
         self.rank = rank
         self.sock = sock
-        self.events = selectors.EVENT_READ  # those that the owner's selector waits for
         self.unsent = bytearray()
         self.last_received = time.monotonic()
         self._received = bytearray()
@@ -270,48 +292,3 @@ def _decode(text: bytearray) -> Header:
     if not isinstance(header, list) or not header:
         raise ValueError(f"a JSON {type(header).__name__}")
     return header
-
-
-class _Stranger:
-    """A connection that has not yet authenticated."""
-
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
-        self.hello = bytearray()
-
-    def has_ended(self, sock: socket.socket) -> bool:
-        """Read what has arrived; return whether the greeting is complete or the peer has closed."""
-        try:
-            data = sock.recv(_HELLO_BYTES - len(self.hello))
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        self.hello += data
-        return not data or len(self.hello) == _HELLO_BYTES
-
-
-def _accept(listener: socket.socket) -> socket.socket | None:
-    try:
-        sock, _ = listener.accept()
-    except OSError:
-        return None
-    sock.setblocking(False)
-    return sock
-
-
-def _authenticate(
-    sock: socket.socket, hello: bytes, secret: bytes, expected: set[int]
-) -> int | None:
-    """Answer a complete greeting and return the peer's number; None for a stranger."""
-    if len(hello) < _HELLO_BYTES or not hmac.compare_digest(hello[:_HALF], secret[:_HALF]):
-        return None
-    (number,) = _NUMBER.unpack(hello[_HALF:])
-    if number not in expected:
-        return None
-    try:
-        sock.send(secret[_HALF:])
-        configure(sock)
-    except OSError:
-        return None
-    return int(number)

@@ -219,10 +219,10 @@ class Peers:
         self._own: deque[tuple[Header, bytes]] = deque()  # messages to this rank itself
         self._stopping = False
         self._selector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = os.pipe()
-        os.set_blocking(self._wake_in, False)
-        os.set_blocking(self._wake_out, False)
-        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._wake_recv, self._wake_send = socket.socketpair()
+        for end in (self._wake_recv, self._wake_send):
+            end.setblocking(False)
+        self._selector.register(self._wake_recv, selectors.EVENT_READ)
         deadline = time.monotonic() + timeout_s
         try:
             lower = range(rank if is_mesh else min(rank, 1))
@@ -283,8 +283,8 @@ class Peers:
     def wake(self) -> None:
         """Make the thread check its queues."""
         if not self.is_current_thread():
-            with suppress(OSError):  # the pipe is full, so it will wake up; or it has ended
-                os.write(self._wake_out, b"\0")
+            with suppress(OSError):  # the buffer is full, so it will wake up; or it has ended
+                self._wake_send.send(b"\0")
 
     def is_current_thread(self) -> bool:
         """Return whether the caller is the thread of these connections."""
@@ -301,10 +301,9 @@ class Peers:
 
     def close_in_child(self) -> None:
         """Close this process's copies of the connections, in a forked child."""
-        for peer in self._peers.values():
-            peer.sock.close()
-        for fd in (self._wake_in, self._wake_out):
-            os.close(fd)
+        connected = [peer.sock for peer in self._peers.values()]
+        for sock in (*connected, self._wake_recv, self._wake_send):
+            sock.close()
 
     # The thread
 
@@ -326,13 +325,13 @@ class Peers:
         while not self._stopping:
             for peer in self._peers.values():
                 wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
-                if peer.events != wanted:
+                if self._selector.get_key(peer.sock).events != wanted:
                     self._selector.modify(peer.sock, wanted, peer)
-                    peer.events = wanted
             left_s = self._last_check + self._tick_s - time.monotonic()
             for key, events in self._selector.select(0 if self._own else max(0.0, left_s)):
                 if key.data is None:
-                    _drain(self._wake_in)
+                    with suppress(BlockingIOError):
+                        self._wake_recv.recv(4096)
                 else:
                     self._serve(key.data, events)
             while self._own and not self._stopping:
@@ -386,15 +385,9 @@ class Peers:
             self._on_lost(peer.rank, why)
 
     def _release(self) -> None:
-        for peer in self._peers.values():
-            peer.sock.close()
+        self.close_in_child()
         self._peers.clear()
         self._selector.close()
-        for name in ("_wake_in", "_wake_out"):
-            fd = getattr(self, name)
-            if fd >= 0:
-                setattr(self, name, -1)
-                os.close(fd)
 
 
 def _connect(
@@ -448,9 +441,3 @@ def _reach(store: Store, rank: int, peer: int, deadline: float) -> socket.socket
                 why = str(error)
     tried = ", ".join(f"{host}:{port}" for host, port in places)
     raise PeerLost(f"rank {rank} could not reach rank {peer} at {tried}: {why}")
-
-
-def _drain(fd: int) -> None:
-    with suppress(BlockingIOError):
-        while os.read(fd, 4096):
-            pass

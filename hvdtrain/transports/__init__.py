@@ -1,4 +1,4 @@
-"""Transports: the c10d backends that move the bytes of a process group, and the choice of one.
+"""Transports: c10d backends for CPU tensors, and the choice of one.
 
 Used by the backends `ddp` and `compat`, and by any script: importing this package registers two
 c10d backends, `torch.distributed.init_process_group("shm")` and, under mpirun, `("mpi4py")`. Call
@@ -44,10 +44,12 @@ def choose(requested: str, device: torch.device, world: World) -> tuple[str, str
         return _best(device, world)
     if not dist.is_backend_available(TRANSPORTS[requested]):
         raise BackendUnavailable(f"torch {torch.__version__} has no {requested}")
-    carries = {"nccl": ("cuda",), "gloo": ("cpu", "cuda")}.get(requested, ("cpu",))
-    if device.type not in carries:
-        kinds = " and ".join(kind.upper() for kind in carries)
-        raise BackendUnavailable(f"{requested} carries {kinds} tensors, and the device is {device}")
+    devices = {"nccl": ("cuda",), "gloo": ("cpu", "cuda")}.get(requested, ("cpu",))
+    if device.type not in devices:
+        kinds = " and ".join(kind.upper() for kind in devices)
+        raise BackendUnavailable(
+            f"{requested} supports {kinds} tensors, and the device is {device}"
+        )
     if requested == "shm" and (missing := shm_unavailable()):
         raise BackendUnavailable(f"no shared memory here: {missing}")
     if requested == "mpi" and (missing := mpi_unavailable(world)):

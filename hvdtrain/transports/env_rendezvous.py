@@ -16,7 +16,7 @@ from hvdtrain._torch.env_handler import Handler, replace_env_handler
 from hvdtrain.rendezvous import open_store
 from hvdtrain.world import detect
 
-_TORCHS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def rendezvous_by_launcher() -> None:
@@ -29,13 +29,15 @@ def rendezvous_by_launcher() -> None:
     replace_env_handler(_replacement)
 
 
-def _replacement(torchs: Handler) -> Handler:
-    def meet(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[Any]:
-        world = None if any(name in os.environ for name in _TORCHS) or "?" in url else detect()
+def _replacement(torch_handler: Handler) -> Handler:
+    def handler(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[Any]:
+        world = (
+            None if any(name in os.environ for name in _TORCH_VARIABLES) or "?" in url else detect()
+        )
         if world is None or world.launcher == "none":
-            yield from torchs(url, timeout=timeout, **more)
+            yield from torch_handler(url, timeout=timeout, **more)
             return
         yield open_store(world, timeout.total_seconds()), world.rank, world.size
-        raise RuntimeError("env:// cannot meet a second time")  # torch's handler raises here, too
+        raise RuntimeError("env:// has no second rendezvous")  # torch's handler raises here, too
 
-    return meet
+    return handler

@@ -97,7 +97,7 @@ def _init_mpi() -> Any:
     if world.launcher != "srun" and not is_mpi(world):
         starter = "no launcher" if world.launcher == "none" else world.launcher
         raise BackendUnavailable(
-            f"mpi4py carries ranks that MPI's own launcher has started, and {starter} has started "
+            f"mpi4py needs ranks that MPI's own launcher has started, and {starter} has started "
             f"this process; use mpirun, or another transport"
         )
     mpi = load_mpi(world)
@@ -122,13 +122,13 @@ def _connect(mpi: Any, store: Store, rank: int, size: int, timeout: timedelta) -
     # group's rank 0 with the number of groups that this process has made.
     leader, count = members[0]
     tag = (count * world.Get_size() + leader) % (world.Get_attr(mpi.TAG_UB) + 1)
-    everybody = world.Get_group()
-    group = everybody.Incl([member for member, _ in members])
+    all_ranks = world.Get_group()
+    group = all_ranks.Incl([member for member, _ in members])
     try:
         return world.Create_group(group, tag)
     finally:
         group.Free()
-        everybody.Free()
+        all_ranks.Free()
 
 
 class Mpi(Transport):
@@ -192,28 +192,41 @@ class Mpi(Transport):
         self._exchange_headers(what, num_bytes)
         if num_bytes * len(self._peers) <= _GATHERED_BYTES:
             gathered = self._scratch_for("gathered", self.size * t.numel(), t.dtype)
-            everybody = gathered.view(self.size, -1)
-            everybody[self.rank].copy_(t)
-            received = {r: everybody[r] for r in self._peers}
+            every_rank = gathered.view(self.size, -1)
+            every_rank[self.rank].copy_(t)
+            received = {r: every_rank[r] for r in self._peers}
             self._exchange(what, received, dict.fromkeys(self._peers, t))
-            self._combine(list(everybody), op, divisor, [t])
+            self._combine(list(every_rank), op, divisor, [t])
             return
-        self._reduce_pieces(what, t, op, divisor)
-
-    def _reduce_pieces(self, what: str, t: Tensor, op: str, divisor: int) -> None:
-        """Combine this rank's share of each piece and send it, while the next piece arrives."""
         pieces = [_shares(p, self.size) for p in _pieces(t, PIECE_BYTES // t.element_size())]
+        sums = [shares[self.rank] for shares in pieces]
+        self._reduce_pieces(what, pieces, sums, op, divisor, gather=True)
+
+    def _reduce_pieces(
+        self,
+        what: str,
+        pieces: list[list[Tensor]],
+        sums: list[Tensor],
+        op: str,
+        divisor: int,
+        gather: bool,
+    ) -> None:
+        """Combine this rank's share of each piece into `sums`, while the next piece arrives.
+
+        `pieces[k][r]` is rank r's share of piece k. `gather`: send the sums to all ranks, too.
+        """
         buffers = [self._receive_buffers(f"share {k}", pieces[0][self.rank]) for k in (0, 1)]
         pending = self._start_share(pieces[0], buffers[0])
         for k, shares in enumerate(pieces):
             self._wait(what, pending)
-            mine = shares[self.rank]
             pending = _Requests()
             if k + 1 < len(pieces):
                 pending = self._start_share(pieces[k + 1], buffers[(k + 1) % 2])
-            self._combine(self._by_rank(mine, buffers[k % 2]), op, divisor, [mine])
-            received = {r: shares[r] for r in self._peers}
-            pending += self._start(received, dict.fromkeys(self._peers, mine))
+            every_rank = self._by_rank(shares[self.rank], buffers[k % 2])
+            self._combine(every_rank, op, divisor, [sums[k]])
+            if gather:
+                received = {r: shares[r] for r in self._peers}
+                pending += self._start(received, dict.fromkeys(self._peers, sums[k]))
         self._wait(what, pending)
 
     def reduce_scatter(self, what: str, out: Tensor, t: Tensor, op: str, divisor: int = 1) -> None:
@@ -230,14 +243,7 @@ class Mpi(Transport):
         columns = max(1, PIECE_BYTES // self.size // t.element_size())
         outs = _pieces(out, columns)
         pieces = [list(rows) for rows in zip(*(_pieces(p, columns) for p in parts), strict=True)]
-        buffers = [self._receive_buffers(f"share {k}", pieces[0][self.rank]) for k in (0, 1)]
-        pending = self._start_share(pieces[0], buffers[0])
-        for k, shares in enumerate(pieces):
-            self._wait(what, pending)
-            if k + 1 < len(pieces):
-                pending = self._start_share(pieces[k + 1], buffers[(k + 1) % 2])
-            everybody = self._by_rank(shares[self.rank], buffers[k % 2])
-            self._combine(everybody, op, divisor, [outs[k]])
+        self._reduce_pieces(what, pieces, outs, op, divisor, gather=False)
 
     def broadcast(self, what: str, data: Tensor, root: int) -> None:
         """Overwrite bytes with the root's."""

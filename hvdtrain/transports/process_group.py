@@ -28,9 +28,9 @@ from hvdtrain.transports.transport import (
     supports,
 )
 from hvdtrain.transports.work_queue import (
-    CollectiveWork,
-    PointToPointWork,
+    QueuedWork,
     StorageUse,
+    TransferWork,
     WorkQueue,
     is_in_use,
 )
@@ -99,7 +99,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
     # Collectives of the transport
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> CollectiveWork:
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> QueuedWork:
         """Combine a tensor over all ranks, in place. Collective."""
         tensors, op = _as_list(tensors), _op(opts)
         if tensors[0].is_sparse:
@@ -108,11 +108,11 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
             return self._by_gloo(what, tensors, [], self._gloo.allreduce, tensors, opts)
         return self._reduce_all(tensors, op, opts)
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> CollectiveWork:
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> QueuedWork:
         """Combine several tensors over all ranks, in place. Collective."""
         return self._reduce_all(list(tensors), _op(opts), opts)
 
-    def _reduce_all(self, tensors: list[Tensor], op: Any, opts: Any) -> CollectiveWork:
+    def _reduce_all(self, tensors: list[Tensor], op: Any, opts: Any) -> QueuedWork:
         name, divisor = self._reduction(op, tensors)
         what = f"all_reduce({_signature(tensors)}, {name}{'/n' * (divisor > 1)})"
         self._prepare(tensors)
@@ -125,9 +125,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
         return self._put(run, tensors, [], opts)
 
-    def reduce_scatter_single(
-        self, output: Tensor, input: Tensor, opts: Any = None
-    ) -> CollectiveWork:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> QueuedWork:
         """Combine over all ranks, and keep this rank's part of the first dimension. Collective."""
         return self._scatter_all([output], [[input]], opts)
 
@@ -135,7 +133,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
-    ) -> CollectiveWork:
+    ) -> QueuedWork:
         """Combine several tensors, and keep this rank's part of each. Collective."""
         return self._scatter_all(list(outputs), [[t] for t in inputs], opts)
 
@@ -143,13 +141,13 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> CollectiveWork:
+    ) -> QueuedWork:
         """Combine lists of one tensor per rank, and keep this rank's. Collective."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         return self._scatter_all(list(outputs), inputs, opts)
 
-    def _scatter_all(self, outputs: list[Tensor], inputs: Any, opts: Any) -> CollectiveWork:
+    def _scatter_all(self, outputs: list[Tensor], inputs: Any, opts: Any) -> QueuedWork:
         op = _op(opts)
         name, divisor = self._reduction(op, outputs)
         what = f"reduce_scatter({_signature(outputs)}, {name}{'/n' * (divisor > 1)})"
@@ -171,7 +169,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
         return self._put(run, outputs, [t for parts in inputs for t in parts], opts)
 
-    def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> CollectiveWork:
+    def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> QueuedWork:
         """Overwrite tensors with the root's, in place. Collective."""
         tensors = _as_list(tensors)
         root = opts if isinstance(opts, int) else opts.rootRank
@@ -185,7 +183,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
         return self._put(run, tensors, [], opts)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> CollectiveWork:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> QueuedWork:
         """Concatenate every rank's tensor, all of one size. Collective."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
@@ -193,7 +191,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
     def all_gather_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
-    ) -> CollectiveWork:
+    ) -> QueuedWork:
         """Concatenate every rank's tensors, each of one size everywhere. Collective."""
         outputs, inputs = list(outputs), list(inputs)
         what = f"all_gather({_signature(inputs)})"
@@ -216,7 +214,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> CollectiveWork:
+    ) -> QueuedWork:
         """Fill a list with every rank's tensor, all of one size. Collective."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
@@ -240,7 +238,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
         return self._put(run, [t for parts in lists for t in parts], inputs, opts)
 
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> CollectiveWork:
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         """Fill one list per rank with that rank's tensors. Collective."""
         by_tensor = [list(ts) for ts in zip(*outputs, strict=True)]
         return self.allgather(by_tensor, list(inputs), opts)
@@ -252,7 +250,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         output_splits: list[int] | None = None,
         input_splits: list[int] | None = None,
         opts: Any = None,
-    ) -> CollectiveWork:
+    ) -> QueuedWork:
         """Send each rank its rows; their numbers may differ. Collective."""
         if output.dtype != input.dtype:
             raise ValueError(f"all_to_all from {_signature([input])} to {_signature([output])}")
@@ -270,7 +268,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
     alltoall_base = all_to_all_single
 
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> CollectiveWork:
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         """Send each rank its tensor. Collective."""
         outputs, inputs = list(outputs), list(inputs)
         if not len(outputs) == len(inputs) == self.size():
@@ -294,13 +292,13 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
         return self._put(run, outputs, inputs, opts)
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> CollectiveWork:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> QueuedWork:
         """Wait for all ranks. Collective."""
         return self._put(lambda: self.transport.barrier("barrier()"), [], [], opts)
 
     # Operations of the Gloo group
 
-    def reduce(self, tensors: Any, *options: Any) -> CollectiveWork:
+    def reduce(self, tensors: Any, *options: Any) -> QueuedWork:
         """Combine over all ranks, on the root only. Collective."""
         tensors = _as_list(tensors)
         what = (
@@ -308,34 +306,34 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         )
         return self._by_gloo(what, tensors, [], self._gloo.reduce, tensors, *options)
 
-    def gather(self, outputs: Any, inputs: Any, *options: Any) -> CollectiveWork:
+    def gather(self, outputs: Any, inputs: Any, *options: Any) -> QueuedWork:
         """Collect every rank's tensor on the root. Collective."""
         inputs = _as_list(inputs)
         what = f"gather({_signature(inputs)}, to {options[0].rootRank})"
         results = [t for parts in outputs for t in parts]
         return self._by_gloo(what, results, inputs, self._gloo.gather, outputs, inputs, *options)
 
-    def scatter(self, outputs: Any, inputs: Any, *options: Any) -> CollectiveWork:
+    def scatter(self, outputs: Any, inputs: Any, *options: Any) -> QueuedWork:
         """Send every rank its tensor from the root. Collective."""
         outputs = _as_list(outputs)
         what = f"scatter({_signature(outputs)}, from {options[0].rootRank})"
         read = [t for parts in inputs for t in parts]
         return self._by_gloo(what, outputs, read, self._gloo.scatter, outputs, inputs, *options)
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> PointToPointWork:
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> TransferWork:
         """Send to one rank."""
         tensors = _as_list(tensors)
-        return PointToPointWork(self._gloo.send(tensors, dst, tag), tensors)
+        return TransferWork(self._gloo.send(tensors, dst, tag), tensors)
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> PointToPointWork:
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> TransferWork:
         """Receive from one rank."""
         tensors = _as_list(tensors)
-        return PointToPointWork(self._gloo.recv(tensors, src, tag), tensors)
+        return TransferWork(self._gloo.recv(tensors, src, tag), tensors)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> PointToPointWork:
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TransferWork:
         """Receive from any rank."""
         tensors = _as_list(tensors)
-        return PointToPointWork(self._gloo.recv_anysource(tensors, tag), tensors)
+        return TransferWork(self._gloo.recv_anysource(tensors, tag), tensors)
 
     def _by_gloo(
         self,
@@ -344,7 +342,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         read: list[Tensor],
         method: Callable[..., Any],
         *args: Any,
-    ) -> CollectiveWork:
+    ) -> QueuedWork:
         """Queue an operation of the Gloo group behind a barrier that compares the ranks' calls.
 
         The queue gives both groups one common order. The barrier protects the process: Gloo aborts
@@ -360,24 +358,25 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
             self.transport.wait_for(what, work)
 
         return self._queue.put(
-            run, CollectiveWork(results, StorageUse(results + read), self._queue), wait=False
+            run, QueuedWork(results, StorageUse(results + read), self._queue), wait=False
         )
 
     # Helpers
 
     def _put(
         self, run: Callable[[], None], results: list[Tensor], read: list[Tensor], opts: Any
-    ) -> CollectiveWork:
+    ) -> QueuedWork:
         tensors = results + read
         self._check(tensors)
-        work = CollectiveWork(results, StorageUse(tensors), self._queue)
+        work = QueuedWork(results, StorageUse(tensors), self._queue)
         return self._queue.put(run, work, wait=not getattr(opts, "asyncOp", True))
 
     def _check(self, tensors: list[Tensor]) -> None:
         for t in tensors:
             if t.device.type != "cpu" or t.is_sparse:
                 raise ValueError(
-                    f"{self.transport.name} carries dense CPU tensors, not {t.layout} on {t.device}"
+                    f"{self.transport.name} supports dense CPU tensors, not {t.layout} on "
+                    f"{t.device}"
                 )
 
     def _prepare(self, tensors: list[Tensor]) -> None:

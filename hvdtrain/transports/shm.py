@@ -393,7 +393,8 @@ class Shm(Transport):
         freed = self.buffers.take_freed(_MAX_FREED)
         text = what.encode()[:_TEXT_BYTES]
         _SLOT.pack_into(slot, 0, number, fd, num_bytes, offset, len(freed), len(text))
-        struct.pack_into(f"<{len(freed)}Q", slot, _SLOT.size, *freed)
+        if freed:
+            struct.pack_into(f"<{len(freed)}Q", slot, _SLOT.size, *freed)
         at = _SLOT.size + 8 * len(freed)
         slot[at : at + len(text)] = text
 

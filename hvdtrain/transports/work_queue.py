@@ -51,7 +51,7 @@ def is_in_use(t: Tensor) -> bool:
 _C10dWork: Any = dist.Work  # torch's stubs have overloads that no override in Python could have
 
 
-class CollectiveWork(_C10dWork):  # type: ignore[misc]
+class QueuedWork(_C10dWork):  # type: ignore[misc]
     """One pending collective. `wait` raises the error that it failed with.
 
     Callbacks of its future may run in the worker thread. If a callback waits for another
@@ -137,7 +137,7 @@ class CollectiveWork(_C10dWork):  # type: ignore[misc]
         return future.value()
 
 
-class PointToPointWork(_C10dWork):  # type: ignore[misc]
+class TransferWork(_C10dWork):  # type: ignore[misc]
     """A pending send or receive of the Gloo group."""
 
     def __init__(self, work: Any, tensors: list[Tensor]) -> None:
@@ -169,7 +169,7 @@ class WorkQueue:
     """
 
     def __init__(self, name: str, fail: Callable[[], object]) -> None:
-        self._tasks: SimpleQueue[tuple[Callable[[], None], CollectiveWork] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[Callable[[], None], QueuedWork] | None] = SimpleQueue()
         self._turn = threading.Lock()
         self._count = threading.Lock()
         self._pending = 0
@@ -179,7 +179,7 @@ class WorkQueue:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def put(self, run: Callable[[], None], work: CollectiveWork, wait: bool) -> CollectiveWork:
+    def put(self, run: Callable[[], None], work: QueuedWork, wait: bool) -> QueuedWork:
         """Queue `run`. `wait`: the caller only waits, so if the queue is empty, run it here."""
         with self._count:
             idle = self._pending == 0
@@ -196,7 +196,7 @@ class WorkQueue:
             self._execute(run, work)
         return work
 
-    def drain_to(self, work: CollectiveWork) -> None:
+    def drain_to(self, work: QueuedWork) -> None:
         """Drain the queue up to and including `work` if called in the worker thread itself."""
         if threading.current_thread() is not self._thread:
             return
@@ -224,7 +224,7 @@ class WorkQueue:
             self._execute(*task)
             del task  # release its tensors before waiting for the next task
 
-    def _execute(self, run: Callable[[], None], work: CollectiveWork) -> None:
+    def _execute(self, run: Callable[[], None], work: QueuedWork) -> None:
         error: BaseException | None = None
         try:
             # An inference tensor can be written in inference mode only. Others must be written

@@ -1,4 +1,4 @@
-"""Jobs whose end is the test: ranks that run a scenario of lifecycle.py, and what they answer."""
+"""Jobs whose end is under test: ranks run a scenario of lifecycle.py and write an answer file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCENARIOS = (
 RANK = [sys.executable, "-m", "tests.transports.lifecycle"]
 
 
-def play(
+def run_scenario(
     scenario: str,
     folder: Path,
     *arguments: object,
@@ -43,8 +43,8 @@ def play(
 ) -> tuple[list[Answer], str]:
     """Run a scenario on ranks of shm without a launcher, which would end them all.
 
-    Returns the answers of all but the victim, and what they printed. `inside`: what to start each
-    rank by. Nothing may stay behind.
+    Return the answers of all but the victim, and what they printed. `inside`: a command prefix for
+    each rank. No shared memory may be left.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -75,7 +75,7 @@ def play(
     return answers(folder, n), output
 
 
-def play_under_mpirun(
+def run_under_mpirun(
     scenario: str, folder: Path, *arguments: object, n: int, **env: str
 ) -> tuple[list[Answer], Finished]:
     """Run a scenario on ranks of mpi4py, to the end of the job. Nothing may stay behind."""
@@ -86,14 +86,14 @@ def play_under_mpirun(
 
 
 def answers(folder: Path, n: int) -> list[Answer]:
-    """What the ranks have answered; nothing for those that have not."""
+    """Return the ranks' answers; {} for a rank without one."""
     files = [folder / f"answer-{rank}.json" for rank in range(n)]
     return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
 
 @contextlib.contextmanager
 def no_shared_memory_left() -> Iterator[None]:
-    """Fail where files in /dev/shm are new and nobody's; other jobs have theirs."""
+    """Fail if the block leaves files in /dev/shm that no process uses."""
     shared = Path("/dev/shm")
     before = {*shared.iterdir()}
     yield
@@ -117,12 +117,12 @@ def _in_use(path: Path) -> bool:
 
 
 def died_at(folder: Path) -> float:
-    """When the victim was hit, by time.time()."""
+    """Return when the victim was killed or stopped, by time.time()."""
     return float((folder / "died").read_text())
 
 
 def check_survivors(answers: list[Answer], victim: int, folder: Path, limit_s: float) -> None:
-    """All others have named the victim in time, and have given up for good."""
+    """Check that all others named the victim in time, and that their group stayed unusable."""
     died = died_at(folder)
     for rank, answer in enumerate(answers):
         if rank == victim:
@@ -140,7 +140,7 @@ def check_survivors(answers: list[Answer], victim: int, folder: Path, limit_s: f
 
 @dataclass(frozen=True)
 class Round:
-    """One round of chaos: a folder of its own, how many ranks, and who is hit how."""
+    """One round of chaos: its folder, the number of ranks, the victim and what happens to it."""
 
     folder: Path
     n: int
@@ -149,8 +149,8 @@ class Round:
     seed: int
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Say in what fails which round it was."""
+    def labelled(self) -> Iterator[None]:
+        """Add the round to the message of an assertion that fails."""
         try:
             yield
         except AssertionError as error:

@@ -53,7 +53,7 @@ def test_what_is_asked_for(requested: str, launcher: str) -> None:
     [
         ("pigeon", CPU, world(), InputError, "one of: auto, nccl, gloo, shm, mpi"),
         ("mpi", CPU, world(), BackendUnavailable, "torchrun has started the ranks, not mpirun"),
-        ("shm", CUDA, world(), BackendUnavailable, "shm carries CPU tensors"),
+        ("shm", CUDA, world(), BackendUnavailable, "shm supports CPU tensors"),
     ],
 )
 def test_what_cannot_be(

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.transports.jobs import ROUNDS, SCENARIOS, Answer, check_survivors, play, rounds
+from tests.transports.jobs import ROUNDS, SCENARIOS, Answer, check_survivors, rounds, run_scenario
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_killed(scenario: str, victim: int, tmp_path: Path) -> None:
-    answers, _ = play(scenario, tmp_path, victim, "kill", n=3, victim=victim)
+    answers, _ = run_scenario(scenario, tmp_path, victim, "kill", n=3, victim=victim)
     check_survivors(answers, victim, tmp_path, 5)
 
 
@@ -25,7 +25,7 @@ def test_killed(scenario: str, victim: int, tmp_path: Path) -> None:
     "scenario", [*SCENARIOS[:2], pytest.param(SCENARIOS[2], marks=pytest.mark.exhaustive)]
 )
 def test_stopped(scenario: str, n: int, tmp_path: Path) -> None:
-    answers, _ = play(scenario, tmp_path, 1, "stop", n=n, victim=1, TEST_TIMEOUT_S="3")
+    answers, _ = run_scenario(scenario, tmp_path, 1, "stop", n=n, victim=1, TEST_TIMEOUT_S="3")
     check_survivors(answers, 1, tmp_path, 6)
     assert "all_reduce(float32[" in answers[0]["text"]
     assert "3 s" in answers[0]["text"]
@@ -34,7 +34,7 @@ def test_stopped(scenario: str, n: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_left(leaver: int, tmp_path: Path) -> None:
     """And not who is merely late."""
-    answers, _ = play("one_leaves", tmp_path, leaver, n=3)
+    answers, _ = run_scenario("one_leaves", tmp_path, leaver, n=3)
     for rank in {0, 1, 2} - {leaver}:
         assert f"rank {leaver} (process " in answers[rank]["text"], answers[rank]
         assert "has left" in answers[rank]["text"], answers[rank]
@@ -46,8 +46,8 @@ def test_chaos(tmp_path: Path) -> None:
     """Hit at random moments. TEST_CHAOS_ROUNDS says how often."""
     for hit in rounds(tmp_path, [2, 3]):
         about: Any = {"n": hit.n, "victim": hit.victim, "TEST_TIMEOUT_S": "4"}
-        with hit.told():
-            answers, _ = play("chaos", hit.folder, hit.victim, hit.how, hit.seed, **about)
+        with hit.labelled():
+            answers, _ = run_scenario("chaos", hit.folder, hit.victim, hit.how, hit.seed, **about)
             check_survivors(answers, hit.victim, hit.folder, 5 if hit.how == "kill" else 9)
 
 
@@ -63,12 +63,12 @@ def check_bounded(answers: list[Answer], mib: int) -> None:
     "count", [1_000, pytest.param(10_000, marks=[pytest.mark.exhaustive, pytest.mark.slow])]
 )
 def test_temporaries_take_no_memory(count: int, tmp_path: Path) -> None:
-    answers, _ = play("many_temporaries", tmp_path, count, timeout=110)
+    answers, _ = run_scenario("many_temporaries", tmp_path, count, timeout=110)
     check_bounded(answers, 64)
 
 
 def test_groups_leave_nothing(tmp_path: Path) -> None:
-    answers, _ = play("many_groups", tmp_path, timeout=100)
+    answers, _ = run_scenario("many_groups", tmp_path, timeout=100)
     check_bounded(answers, 32)
 
 
@@ -81,6 +81,6 @@ def test_too_small_shared_memory(tmp_path: Path) -> None:
     made = subprocess.run([*inside[0], "true"], capture_output=True, text=True)
     if made.returncode:
         pytest.skip(f"no /dev/shm of its own here: {made.stderr.strip()}")
-    answers, output = play("small_memory", tmp_path, inside=inside)
+    answers, output = run_scenario("small_memory", tmp_path, inside=inside)
     assert not any(answer["moved"] for answer in answers)
     assert output.count("tensors are copied instead of shared") == 2, output

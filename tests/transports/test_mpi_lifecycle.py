@@ -18,20 +18,20 @@ from tests.transports.jobs import (
     SCENARIOS,
     check_survivors,
     died_at,
-    play_under_mpirun,
     rounds,
+    run_under_mpirun,
 )
 
 
 def check_killed(folder: Path, scenario: str, n: int, victim: int, *more: object) -> None:
-    _, finished = play_under_mpirun(scenario, folder, victim, "kill", *more, n=n)
+    _, finished = run_under_mpirun(scenario, folder, victim, "kill", *more, n=n)
     assert finished.code != 0, finished.output
     assert time.time() - died_at(folder) < 10, finished.output
 
 
 def check_stopped(folder: Path, scenario: str, n: int, victim: int, *more: object) -> None:
     about = {"TEST_TIMEOUT_S": "3"}
-    answers, finished = play_under_mpirun(scenario, folder, victim, "stop", *more, n=n, **about)
+    answers, finished = run_under_mpirun(scenario, folder, victim, "stop", *more, n=n, **about)
     assert finished.code != 0, finished.output
     check_survivors(answers, victim, folder, 8)
     assert time.time() - died_at(folder) < 20, finished.output
@@ -61,5 +61,5 @@ def test_chaos(tmp_path: Path) -> None:
     """Hit at random moments. TEST_CHAOS_ROUNDS says how often."""
     for hit in rounds(tmp_path, [2, 3]):
         check = check_killed if hit.how == "kill" else check_stopped
-        with hit.told():
+        with hit.labelled():
             check(hit.folder, "chaos", hit.n, hit.victim, hit.seed)

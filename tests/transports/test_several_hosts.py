@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tests.launch.test_rendezvous import two_hosts  # noqa: F401  a fixture
-from tests.transports.jobs import ROUNDS, SCENARIOS, Answer, check_survivors, play, rounds
+from tests.transports.jobs import ROUNDS, SCENARIOS, Answer, check_survivors, rounds, run_scenario
 
 Names = tuple[str, str]
 HOSTS = [[0, 1], [2, 3]]
 
 
-def play_on(names: Names, hosts: list[list[int]], *what: object, **how: Any) -> list[Answer]:
+def run_on(names: Names, hosts: list[list[int]], *what: object, **how: Any) -> list[Answer]:
     inside = [
         ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME=hv{os.getpid()}{end}"]
         for ranks, name, end in zip(hosts, names, "ab", strict=True)
@@ -26,14 +26,14 @@ def play_on(names: Names, hosts: list[list[int]], *what: object, **how: Any) -> 
     scenario, folder, *arguments = what
     assert isinstance(folder, Path)
     how |= {"n": len(inside), "inside": inside, **address}
-    return play(str(scenario), folder, *arguments, **how)[0]
+    return run_scenario(str(scenario), folder, *arguments, **how)[0]
 
 
 @pytest.mark.timeout(240)
 def test_every_collective(two_hosts: Names, tmp_path: Path) -> None:  # noqa: F811
     """Two ranks on one, one on the other."""
     hosts = [[0, 1], [2]]
-    for answer in play_on(two_hosts, hosts, "table", tmp_path, timeout=200):
+    for answer in run_on(two_hosts, hosts, "table", tmp_path, timeout=200):
         assert answer["hosts"] == hosts
         assert not answer["failed"], "\n".join(answer["failed"].values())
 
@@ -49,7 +49,7 @@ def pairs(*kept: tuple[str, int]) -> list[Any]:
     ("scenario", "victim"), pairs(("in_a_big_collective", 3), ("in_a_collective_by_gloo", 2))
 )
 def test_killed(two_hosts: Names, scenario: str, victim: int, tmp_path: Path) -> None:  # noqa: F811
-    answers = play_on(two_hosts, HOSTS, scenario, tmp_path, victim, "kill", victim=victim)
+    answers = run_on(two_hosts, HOSTS, scenario, tmp_path, victim, "kill", victim=victim)
     check_survivors(answers, victim, tmp_path, 5)
     for answer in answers[:victim] + answers[victim + 1 :]:
         assert "has ended" in answer["text"]
@@ -58,7 +58,7 @@ def test_killed(two_hosts: Names, scenario: str, victim: int, tmp_path: Path) ->
 @pytest.mark.parametrize(("scenario", "victim"), pairs(("with_many_in_flight", 3)))
 def test_stopped(two_hosts: Names, scenario: str, victim: int, tmp_path: Path) -> None:  # noqa: F811
     what = (two_hosts, HOSTS, scenario, tmp_path, victim, "stop")
-    answers = play_on(*what, victim=victim, TEST_TIMEOUT_S="3")
+    answers = run_on(*what, victim=victim, TEST_TIMEOUT_S="3")
     check_survivors(answers, victim, tmp_path, 6)
     for answer in answers[:victim] + answers[victim + 1 :]:
         assert answer["text"].startswith("reduce(" if "gloo" in scenario else "all_reduce(")
@@ -72,6 +72,6 @@ def test_chaos(two_hosts: Names, tmp_path: Path) -> None:  # noqa: F811
     """Hit at random moments. TEST_CHAOS_ROUNDS says how often."""
     for hit in rounds(tmp_path, [4]):
         what = (two_hosts, HOSTS, "chaos", hit.folder, hit.victim, hit.how, hit.seed)
-        with hit.told():
-            answers = play_on(*what, victim=hit.victim, TEST_TIMEOUT_S="4")
+        with hit.labelled():
+            answers = run_on(*what, victim=hit.victim, TEST_TIMEOUT_S="4")
             check_survivors(answers, hit.victim, hit.folder, 5 if hit.how == "kill" else 9)
