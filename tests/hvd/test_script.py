@@ -309,6 +309,7 @@ def test_it_ends_as_under_python(tmp_path: Path, text: str) -> None:
         (["nowhere.py", "--epochs", "5"], "error: no such file: nowhere.py"),
         (["-m", "nowhere.at_all"], "error: no module named nowhere.at_all, or it cannot be run"),
         (["-m", "tests.hvd"], "error: no module named tests.hvd, or it cannot be run"),
+        (["-m", "__main__"], "error: no module named __main__, or it cannot be run"),
         (["-m"], "error: -m needs the name of a module"),
         (["-x"], "error: no such option: -x; see python -m hvdtrain.hvd --help"),
     ],
