@@ -69,7 +69,7 @@ given = list(arguments)
 while arguments[:1] == ["-u"]:
     del arguments[0]
 option = arguments[0] if arguments else ""
-if at_import != {values!r} or (option != "-m" and not os.path.isfile(option)):
+if at_import != {values!r} or (option not in ("-m", "-c") and not os.path.isfile(option)):
     os.execv({python!r}, [{python!r}, *given])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
@@ -280,7 +280,7 @@ def _become(environment: dict[str, str], folder: str, stdio: list[int], executab
 
 
 def _run(arguments: list[str]) -> Any:
-    """Run `-m MODULE ARGUMENTS` or `SCRIPT ARGUMENTS` as __main__."""
+    """Run `-m MODULE ARGUMENTS`, `-c CODE ARGUMENTS` or `SCRIPT ARGUMENTS` as __main__."""
     import runpy
 
     main = types.ModuleType("__main__")
@@ -290,6 +290,10 @@ def _run(arguments: list[str]) -> Any:
         sys.path[0] = os.getcwd()
         sys.argv = ["-m", *arguments[2:]]
         runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+    elif arguments[0] == "-c":
+        sys.path[0] = ""
+        sys.argv = ["-c", *arguments[2:]]
+        exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
     else:
         path = arguments[0]
         sys.path[0] = str(Path(path).resolve().parent)
@@ -320,6 +324,9 @@ def _run_to_its_end(arguments: list[str]) -> NoReturn:
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()  # which the teardown would do
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -82,7 +82,8 @@ def _target(arguments: list[str]) -> Callable[[], object]:
 
 def _check_module(name: str) -> None:
     try:
-        spec = importlib.util.find_spec(name)
+        # `__main__` would be this file.
+        spec = importlib.util.find_spec(name) if name != "__main__" else None
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:

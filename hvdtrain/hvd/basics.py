@@ -89,7 +89,7 @@ class HorovodBasics:
             "host_id": socket.gethostname() + ("" if is_mpi(world) else f"#{world.cross_rank}"),
             "local_rank": world.local_rank,
             "local_size": world.local_size,
-            "sets": _describe_sets(process_sets),
+            "sets": sets.ranks_of(process_sets),
             "transport": settings.transport,
             "no_shm": transports.shm_unavailable(),
             "no_mpi": transports.mpi_unavailable(world),
@@ -150,7 +150,7 @@ class HorovodBasics:
             if ranks != list(range(world.size)):
                 return self._rendezvous_part(world, ranks, settings)
         elif hasattr(comm, "Get_rank") and hasattr(comm, "bcast"):
-            return self._rendezvous_over(comm, settings)
+            return self._rendezvous_over(comm)
         else:
             raise ValueError(
                 "Invalid type of argument comm. Expected list of rank integers or mpi4py.MPI.Comm "
@@ -165,23 +165,21 @@ class HorovodBasics:
         self, world: World, ranks: list[int], settings: Settings
     ) -> tuple[World, Store]:
         """Return the world and store of some of the launcher's ranks. Collective over them."""
-        part = _sub_world(world, ranks)
+        sub_world = _sub_world(world, ranks)
         if is_mpi(world):
-            everybody = load_mpi(world).COMM_WORLD
-            return self._rendezvous_over(
-                everybody.Create_group(everybody.group.Incl(ranks)), settings
-            )
+            everyone = load_mpi(world).COMM_WORLD
+            return self._rendezvous_over(everyone.Create_group(everyone.group.Incl(ranks)))
         if world.launcher != "torchrun":
             raise LaunchError(
                 f"comm={ranks} are not all {world.size} ranks, which needs torchrun or mpirun, not "
                 f"{world.launcher}; hvd.add_process_set makes sets of ranks under every launcher"
             )
-        if part not in self._stores:
+        if sub_world not in self._stores:
             name = "-".join(map(str, ranks))
-            self._stores[part] = open_store(part, settings.gloo_timeout_s, name)
-        return part, self._stores[part]
+            self._stores[sub_world] = open_store(sub_world, settings.gloo_timeout_s, name)
+        return sub_world, self._stores[sub_world]
 
-    def _rendezvous_over(self, comm: Any, settings: Settings) -> tuple[World, Store]:
+    def _rendezvous_over(self, comm: Any) -> tuple[World, Store]:
         """Return the world of an mpi4py communicator, and a TCP store that its rank 0 serves.
 
         Collective over the communicator.
@@ -195,13 +193,11 @@ class HorovodBasics:
             "mpi4py", "the communicator given to hvd.init",
         )  # fmt: skip
         store: Any = None
-        place = None
         if rank == 0:
             store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            place = (own_addresses(world), store.port)
-        addresses, port = comm.bcast(place, root=0)
-        if store is None:
-            store = _connect_store(addresses, port)
+            comm.bcast((own_addresses(world), store.port), root=0)
+        else:
+            store = _connect_store(*comm.bcast(None, root=0))
         self._stores[world] = store
         return world, store
 
@@ -238,9 +234,8 @@ class HorovodBasics:
 
     def _peers_by_host(self) -> list[str]:
         """Return the hosts of the ranks with this local rank, in rank order."""
-        people = self._engine_or_raise().rank_infos
-        mine = self._world.local_rank
-        return [info["host_id"] for info in people if info["local_rank"] == mine]
+        infos, mine = self._engine_or_raise().rank_infos, self._world.local_rank
+        return [info["host_id"] for info in infos if info["local_rank"] == mine]
 
     @property
     def _world(self) -> World:
@@ -367,12 +362,6 @@ def _connect_store(addresses: list[str], port: int) -> Store:
         except OSError:
             continue
     raise WorldError(f"no way to the communicator's rank 0 at {addresses}, port {port}")
-
-
-def _describe_sets(process_sets: Any) -> list[list[int]] | None:
-    if process_sets is None or isinstance(process_sets, str):
-        return None
-    return [list(s.ranks) for s in process_sets]
 
 
 basics = HorovodBasics()

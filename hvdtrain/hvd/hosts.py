@@ -1,6 +1,6 @@
 """Horovod's `horovod.runner.common.util.hosts`: hosts, their slots, and the ranks in them.
 
-For scripts that import it; nothing in hvdtrain uses it.
+For scripts that import it, and for `hvd.runner`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 class HostInfo:
@@ -46,10 +47,16 @@ INVALID_SLOT_INFO = SlotInfo("", -1, -1, -1, -1, -1, -1)
 
 
 def parse_host_files(filename: str) -> str:
-    """Return the lines "host slots=n" of a file as "host:n,host:n"."""
-    with open(filename) as file:
-        lines = [line.rstrip() for line in file]
-    return ",".join(f"{line.split()[0]}:{line.split('=')[1]}" for line in lines)
+    """Return the lines "host slots=n" of a file as "host:n,host:n".
+
+    Unlike Horovod's, it accepts comments, empty lines and hosts without slots, which have one.
+    """
+    hosts = []
+    for line in Path(filename).read_text().splitlines():
+        name, _, slots = line.partition("#")[0].strip().partition(" ")
+        if name:
+            hosts.append(f"{name}:{slots.strip().removeprefix('slots=') or 1}")
+    return ",".join(hosts)
 
 
 def parse_hosts_and_slots(hosts: str) -> tuple[list[str], dict[str, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import sys
@@ -18,7 +19,7 @@ import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,6 @@ from hvdtrain.hvd.alias import install, installed
 
 # Once a rank has failed, the time between SIGTERM and SIGKILL for the other ranks.
 _SHUTDOWN_S = 5
-# How often a rank checks that the process which started the job is alive.
-_PARENT_CHECK_S = 1.0
 
 
 def run_job(
@@ -124,8 +123,10 @@ def _without_first_frame(error: BaseException) -> BaseException:
 
 def _end_with(parent: int) -> None:
     """Kill this rank once the process that started the job has died. Runs in a daemon thread."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_CHECK_S)
+    with suppress(ProcessLookupError):  # it has died already
+        waiting = select.poll()
+        waiting.register(os.pidfd_open(parent), select.POLLIN)
+        waiting.poll()
     os.kill(os.getpid(), signal.SIGKILL)
 
 

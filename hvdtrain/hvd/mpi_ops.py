@@ -1,44 +1,42 @@
 """Every operation and query, under the names of `horovod.torch.mpi_ops`. For scripts."""
 
-from __future__ import annotations
-
 from hvdtrain.hvd.basics import basics as _basics
 from hvdtrain.hvd.compression import Compression as Compression
-from hvdtrain.hvd.exceptions import HorovodInternalError
-from hvdtrain.hvd.ops.allgather import (
-    allgather,
-    allgather_async,
-    grouped_allgather,
-    grouped_allgather_async,
-)
-from hvdtrain.hvd.ops.allreduce import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-)
-from hvdtrain.hvd.ops.alltoall import alltoall, alltoall_async
-from hvdtrain.hvd.ops.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+from hvdtrain.hvd.exceptions import HorovodInternalError as HorovodInternalError
+from hvdtrain.hvd.ops.allgather import allgather as allgather
+from hvdtrain.hvd.ops.allgather import allgather_async as allgather_async
+from hvdtrain.hvd.ops.allgather import grouped_allgather as grouped_allgather
+from hvdtrain.hvd.ops.allgather import grouped_allgather_async as grouped_allgather_async
+from hvdtrain.hvd.ops.allreduce import allreduce as allreduce
+from hvdtrain.hvd.ops.allreduce import allreduce_ as allreduce_
+from hvdtrain.hvd.ops.allreduce import allreduce_async as allreduce_async
+from hvdtrain.hvd.ops.allreduce import allreduce_async_ as allreduce_async_
+from hvdtrain.hvd.ops.allreduce import grouped_allreduce as grouped_allreduce
+from hvdtrain.hvd.ops.allreduce import grouped_allreduce_ as grouped_allreduce_
+from hvdtrain.hvd.ops.allreduce import grouped_allreduce_async as grouped_allreduce_async
+from hvdtrain.hvd.ops.allreduce import grouped_allreduce_async_ as grouped_allreduce_async_
+from hvdtrain.hvd.ops.allreduce import sparse_allreduce_async as sparse_allreduce_async
+from hvdtrain.hvd.ops.alltoall import alltoall as alltoall
+from hvdtrain.hvd.ops.alltoall import alltoall_async as alltoall_async
+from hvdtrain.hvd.ops.broadcast import broadcast as broadcast
+from hvdtrain.hvd.ops.broadcast import broadcast_ as broadcast_
+from hvdtrain.hvd.ops.broadcast import broadcast_async as broadcast_async
+from hvdtrain.hvd.ops.broadcast import broadcast_async_ as broadcast_async_
 from hvdtrain.hvd.ops.handles import HandleMap as _HandleMap
-from hvdtrain.hvd.ops.handles import poll, synchronize
+from hvdtrain.hvd.ops.handles import poll as poll
+from hvdtrain.hvd.ops.handles import synchronize as synchronize
+from hvdtrain.hvd.ops.reducescatter import grouped_reducescatter as grouped_reducescatter
 from hvdtrain.hvd.ops.reducescatter import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
+    grouped_reducescatter_async as grouped_reducescatter_async,
 )
-from hvdtrain.hvd.ops.sync import barrier, join
-from hvdtrain.hvd.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
+from hvdtrain.hvd.ops.reducescatter import reducescatter as reducescatter
+from hvdtrain.hvd.ops.reducescatter import reducescatter_async as reducescatter_async
+from hvdtrain.hvd.ops.sync import barrier as barrier
+from hvdtrain.hvd.ops.sync import join as join
+from hvdtrain.hvd.process_sets import ProcessSet as ProcessSet
+from hvdtrain.hvd.process_sets import add_process_set as add_process_set
+from hvdtrain.hvd.process_sets import global_process_set as global_process_set
+from hvdtrain.hvd.process_sets import remove_process_set as remove_process_set
 from hvdtrain.hvd.util import check_installed_version as check_installed_version
 from hvdtrain.hvd.util import (
     get_average_backwards_compatibility_fun as get_average_backwards_compatibility_fun,
@@ -77,66 +75,3 @@ ddl_built = _basics.ddl_built
 ccl_built = _basics.ccl_built
 cuda_built = _basics.cuda_built
 rocm_built = _basics.rocm_built
-
-__all__ = [
-    "Adasum",
-    "Average",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-]

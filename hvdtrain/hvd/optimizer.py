@@ -6,7 +6,6 @@ does, so that schedulers accept it; a reducer of `hvd.reducers` averages the gra
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -187,7 +186,7 @@ class _DistributedOptimizer(Optimizer):
                     spec.names.append(names[p])
                     spec.params.append(p)
         # An elastic job may begin with one rank and grow.
-        many = basics.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
+        many = basics.size() > 1 or basics.engine.settings.elastic
         if spec.process_set.included() and many:
             self._reducer = reducers.make(spec)
             self._reducer.register_hooks()

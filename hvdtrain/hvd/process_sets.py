@@ -134,17 +134,24 @@ def check(process_sets: Any) -> None:
         seen.append(process_set.ranks)
 
 
+def ranks_of(process_sets: Any) -> list[list[int]] | None:
+    """Return the ranks of the sets given to `init`, or None if it was given no list."""
+    if process_sets is None or isinstance(process_sets, str):
+        return None
+    return [list(process_set.ranks) for process_set in process_sets]
+
+
 def begin(own: HorovodBasics, process_sets: Any) -> None:
     """Set up the global set and register those given to `init`. Collective."""
     engine = own.engine
     global_process_set.ranks = list(engine.sets[GLOBAL_SET])
     global_process_set.process_set_id = GLOBAL_SET
     # Every rank sent the sets that it was given when it connected.
-    told = [info["sets"] for info in engine.rank_infos]
-    if any(sets != told[0] for sets in told):
+    given = [info["sets"] for info in engine.rank_infos]
+    if any(sets != given[0] for sets in given):
         raise ValueError(
             "Horovod initialization failed. Please check log messages above for a more descriptive "
-            f"error. The ranks gave different process sets: {told}"
+            f"error. The ranks gave different process sets: {given}"
         )
     if process_sets is None or isinstance(process_sets, str):
         return

@@ -8,10 +8,10 @@ from __future__ import annotations
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from hvdtrain.hvd.hosts import parse_host_files, parse_hosts, parse_hosts_and_slots
 from hvdtrain.hvd.job import run_job
 
 T = TypeVar("T")
@@ -123,30 +123,16 @@ def _check_slots(num_proc: int, hosts: str | None, hostfile: str | None) -> None
     """Raise ValueError unless the named hosts, if any, are this one and have enough slots."""
     if hosts is None and hostfile is None:
         return
-    named = hosts.split(",") if hosts is not None else _read_hosts(Path(str(hostfile)))
+    named = hosts if hosts is not None else parse_host_files(str(hostfile))
     this = {*_LOCAL_NAMES, socket.gethostname(), socket.getfqdn()}
-    available = 0
-    for entry in named:
-        name, _, count = entry.strip().rpartition(":")
-        if not name or not count.isdigit():
-            raise ValueError(
-                "Invalid host input, please make sure it has format as : worker-0:2,worker-1:2."
-            )
+    for name in parse_hosts_and_slots(named)[0]:
         if name not in this:
             raise ValueError(
                 f"hvdtrain.run starts processes on this host ({socket.gethostname()}) only, not on "
                 f"{name}; start the script on several hosts by torchrun, mpirun or horovodrun"
             )
-        available += int(count)
+    available = sum(host.slots for host in parse_hosts(named))
     if num_proc > available:
         raise ValueError(
             f"Requested more processes ({num_proc}) than there are available slots ({available})"
         )
-
-
-def _read_hosts(hostfile: Path) -> Iterator[str]:
-    """Yield "host:2" for every line "host slots=2"; a host without slots has one."""
-    for line in hostfile.read_text().splitlines():
-        name, _, slots = line.partition("#")[0].strip().partition(" ")
-        if name:
-            yield f"{name}:{slots.strip().removeprefix('slots=') or 1}"

@@ -22,7 +22,9 @@ import torch
 from torch import nn
 
 import hvdtrain.hvd as hvd
+from hvdtrain.failure import print_stderr
 from hvdtrain.hvd.basics import basics
+from hvdtrain.hvd.engine import stall
 
 Answer = dict[str, Any]
 MIB = 1 << 18  # floats
@@ -281,11 +283,26 @@ def with_children(folder: Path) -> Answer:
     return {"value": parameter.tolist(), "expected": [-total] * 4}
 
 
+def touch_when_warned(folder: Path, of: str) -> None:
+    """Create the file "warned" once this rank's stall inspector has printed `of`."""
+
+    def print_and_touch(text: str) -> None:
+        print_stderr(text)
+        if of in text:
+            (folder / "warned").touch()
+
+    stall.print_stderr = print_and_touch  # type: ignore[attr-defined]
+
+
 def with_a_late_rank(folder: Path) -> Answer:
-    """The last rank comes three seconds late, to several operations."""
+    """The last rank comes to several operations once rank 0 has warned that it is missing."""
     hvd.barrier()
+    touch_when_warned(folder, " ...]")  # of most of the tensors
     if hvd.rank() == hvd.size() - 1:
-        time.sleep(3)
+        if basics.engine.settings.stall_check_disable:
+            time.sleep(10 * basics.engine.settings.stall_check_time_s)
+        else:
+            wait_for(folder / "warned")
     handles = [hvd.allreduce_async(torch.ones(2), name=f"alpha.{i}") for i in range(14)]
     handles.append(hvd.allgather_async(torch.ones(2), name="beta"))
     sums = [hvd.synchronize(handle).sum().item() for handle in handles]
@@ -293,7 +310,7 @@ def with_a_late_rank(folder: Path) -> Answer:
 
 
 def with_a_late_rank_in_a_step(folder: Path) -> Answer:
-    """The last rank comes to a step three seconds after the others."""
+    """The last rank comes to a step once rank 0 has warned that it is missing there."""
     parameter = nn.Parameter(torch.zeros(4))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([parameter], lr=1.0), [("gamma", parameter)]
@@ -303,10 +320,11 @@ def with_a_late_rank_in_a_step(folder: Path) -> Answer:
         if last and hvd.rank() == hvd.size() - 1:
             for rank in range(hvd.rank()):
                 wait_for(folder / f"waits-{rank}")
-            time.sleep(3)
+            wait_for(folder / "warned")
         optimizer.zero_grad()
         parameter.sum().backward()  # type: ignore[no-untyped-call]
         if last:
+            touch_when_warned(folder, "gamma")  # now: an earlier step may be slow
             (folder / f"waits-{hvd.rank()}").touch()
         optimizer.step()
     return {"value": parameter.tolist()}
@@ -321,7 +339,8 @@ def with_a_rank_that_never_comes(folder: Path) -> Answer:
     if hvd.rank() == hvd.size() - 1:
         (folder / "died.partial").write_text(str(time.time()))
         (folder / "died.partial").rename(folder / "died")
-        time.sleep(6)
+        while basics.engine.failure is None:
+            time.sleep(0.01)
         return end_of(folder, lambda: hvd.allreduce(torch.ones(1), name="beta"))
     wait_for(folder / "died")
     return end_of(folder, lambda: hvd.allreduce(torch.ones(1), name="alpha"))

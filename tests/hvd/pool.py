@@ -1,6 +1,6 @@
 """Pools of live ranks with a Horovod API initialised: the real `horovod.torch`, or ours.
 
-Tests say `@pytest.mark.parametrize("hvd_ranks", ALL_HVD_ARMS, indirect=True)`, and
+Tests say `@pytest.mark.parametrize("hvd_ranks", OUR_ARMS, indirect=True)`, and
 `hvd_ranks.run(function, *args)` calls `function(hvd, *args)` on every rank, `hvd` being the
 module. This file is also what a rank runs: `python -m tests.hvd.pool SOCKET MODULE TRANSPORT`.
 """
@@ -35,7 +35,6 @@ HVD = {
 }
 REAL_ARMS = [(arm.name, n) for arm in HVD.values() for n in (2, 3) if arm.backend == REAL]
 OUR_ARMS = [(arm.name, n) for arm in HVD.values() for n in (2, 3) if arm.backend == OURS]
-OUR_TORCHRUN = [("hvd-torchrun", 2), ("hvd-torchrun", 3)]
 
 
 class HvdRanks(Pool[Any]):

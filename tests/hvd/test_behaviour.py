@@ -21,8 +21,7 @@ from tests.hvd import (
     behaviour_sets,
 )
 from tests.hvd.behaviour import TABLE, Case, perform
-from tests.hvd.conftest import ALL_HVD_ARMS
-from tests.hvd.pool import HvdRanks
+from tests.hvd.pool import OUR_ARMS, REAL_ARMS, HvdRanks
 
 GROUPS = (
     behaviour_lifecycle,
@@ -43,7 +42,7 @@ GROUPS = (
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-@pytest.mark.parametrize("hvd_ranks", ALL_HVD_ARMS, indirect=True)
+@pytest.mark.parametrize("hvd_ranks", [*REAL_ARMS, *OUR_ARMS], indirect=True)
 def test_behaves(hvd_ranks: HvdRanks, row: Case) -> None:
     hvd_ranks.run(perform, row.function, row.uneven, row.ends)
     if row.ends:

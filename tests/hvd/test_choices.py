@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain import BackendOptions, detect, open_backend
 from hvdtrain.hvd.basics import basics
-from tests.hvd.pool import OUR_TORCHRUN, HvdRanks
+from tests.hvd.pool import HvdRanks
 
 
 def transports_without(hvd: Any, lacking: str) -> list[str]:
@@ -35,7 +35,7 @@ def transports_without(hvd: Any, lacking: str) -> list[str]:
     return chosen
 
 
-@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
+@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", n) for n in (2, 3)], indirect=True)
 @pytest.mark.parametrize(("lacking", "expected"), [("", "shm"), ("memfd_create", "gloo")])
 def test_the_same_transport(hvd_ranks: HvdRanks, lacking: str, expected: str) -> None:
     found = hvd_ranks.run(transports_without, lacking)
@@ -56,7 +56,7 @@ def limits_of_two_backends(hvd: Any) -> tuple[list[tuple[float, float]], bool]:
     return limits, unchanged
 
 
-@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN[:1], indirect=True)
+@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
 def test_a_second_backend_has_its_own_limits(hvd_ranks: HvdRanks) -> None:
     found = hvd_ranks.run(limits_of_two_backends)
     assert found == [([(21.0, 21.0), (23.0, 23.0)], True)] * 2
@@ -87,6 +87,6 @@ def remove_sets_while_channels_come(hvd: Any) -> int:
     return len(names)
 
 
-@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN[:1], indirect=True)
+@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
 def test_sets_are_removed_while_channels_are_added(hvd_ranks: HvdRanks) -> None:
     assert min(hvd_ranks.run(remove_sets_while_channels_come)) > 100

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.hvd.pool import OUR_TORCHRUN, HvdRanks
+from tests.hvd.conftest import OUR_TORCHRUN
+from tests.hvd.pool import HvdRanks
 
 OURS = pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
 BOTH = pytest.mark.parametrize(

@@ -164,7 +164,9 @@ def test_a_core_that_does_not_exist(tmp_path: Path) -> None:
         assert "thread hvd-executor is not bound" in rank.output
 
 
-@pytest.mark.parametrize("scenario", ["in_join", "in_barrier"])
+@pytest.mark.parametrize(
+    "scenario", ["in_join", pytest.param("in_barrier", marks=pytest.mark.exhaustive)]
+)
 def test_killed_while_others_wait(scenario: str, tmp_path: Path) -> None:
     check_survivors(play(scenario, tmp_path, 1, "kill"), 1, LIMIT_S)
 
@@ -229,12 +231,12 @@ def test_forked_children_do_not_matter(tmp_path: Path) -> None:
 
 STALLED = (
     "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks "
-    "and are waiting for remainder of ranks for more than 1 seconds."
+    "and are waiting for remainder of ranks for more than 0.1 seconds."
 )
 
 
 def test_a_stall_is_told(tmp_path: Path) -> None:
-    ranks = play("with_a_late_rank", tmp_path, HOROVOD_STALL_CHECK_TIME_SECONDS="1")
+    ranks = play("with_a_late_rank", tmp_path, HOROVOD_STALL_CHECK_TIME_SECONDS="0.1")
     for rank in ranks:
         assert rank.answer["sums"] == rank.answer["expected"]
     assert STALLED in ranks[0].output
@@ -247,7 +249,7 @@ def test_a_stall_is_told(tmp_path: Path) -> None:
 
 
 def test_a_stalled_step_is_told(tmp_path: Path) -> None:
-    ranks = play("with_a_late_rank_in_a_step", tmp_path, HOROVOD_STALL_CHECK_TIME_SECONDS="1")
+    ranks = play("with_a_late_rank_in_a_step", tmp_path, HOROVOD_STALL_CHECK_TIME_SECONDS="0.1")
     for rank in ranks:
         assert rank.answer["value"] == [-4.0] * 4
     assert STALLED in ranks[0].output
@@ -260,7 +262,7 @@ def test_stalls_may_be_kept_quiet(tmp_path: Path) -> None:
         "with_a_late_rank",
         tmp_path,
         n=2,
-        HOROVOD_STALL_CHECK_TIME_SECONDS="1",
+        HOROVOD_STALL_CHECK_TIME_SECONDS="0.1",
         HOROVOD_STALL_CHECK_DISABLE="1",
     )
     assert not any(STALLED in rank.output for rank in ranks)
@@ -270,10 +272,10 @@ def test_a_stall_may_end_the_job(tmp_path: Path) -> None:
     ranks = play(
         "with_a_rank_that_never_comes",
         tmp_path,
-        HOROVOD_STALL_CHECK_TIME_SECONDS="1",
-        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="2",
+        HOROVOD_STALL_CHECK_TIME_SECONDS="0.1",
+        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="1",
     )
     assert STALLED in ranks[0].output
     check_survivors(ranks, -1, 10)
     for rank in ranks[:2]:
-        assert 1.5 < rank.answer["seconds"] < 5, rank.answer
+        assert 0.5 < rank.answer["seconds"] < 4, rank.answer

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.hvd.behaviour import fails
-from tests.hvd.pool import OUR_TORCHRUN, HvdRanks
+from tests.hvd.conftest import OUR_TORCHRUN
+from tests.hvd.pool import HvdRanks
 
 DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),

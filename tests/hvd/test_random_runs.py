@@ -47,7 +47,13 @@ def pool(request: pytest.FixtureRequest) -> Iterator[HvdRanks]:
     ranks.close()
 
 
-@pytest.mark.parametrize("first", SEEDS[::PER_CALL])
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=() if first < 2 * PER_CALL else pytest.mark.exhaustive)
+        for first in SEEDS[::PER_CALL]
+    ],
+)
 def test_trains_as_one_process(pool: HvdRanks, first: int) -> None:
     """Half of the seeds with many buckets, half with few; with the other number of ranks too."""
     seeds = SEEDS[first : first + PER_CALL]

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 import warnings
+from functools import wraps
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,24 @@ import pytest
 import torch
 
 import hvdtrain.hvd as hvd
-from hvdtrain.hvd.runner import run
+from hvdtrain.hvd import runner
 from tests import launching
+from tests.forkserver import warm
 from tests.launching import started
 
 PYTHON = sys.executable
 
 
+@wraps(runner.run)
+def run(*args: Any, **kwargs: Any) -> Any:
+    """Run with ranks that start fast."""
+    return runner.run(*args, **{"executable": warm([PYTHON])[0], **kwargs})
+
+
 @pytest.fixture(autouse=True)
 def _nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """No file stays behind, and no signal is taken from us."""
+    warm([PYTHON])  # before, as its files stay
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -210,7 +219,7 @@ def test_the_signature_is_horovods() -> None:
         "import json, inspect, horovod; print('FOUND', json.dumps([[p.name, p.kind.name, "
         "str(p.default)] for p in inspect.signature(horovod.run).parameters.values()]))"
     )
-    (line,) = launching.run([PYTHON, "-c", script]).lines("FOUND")
+    (line,) = launching.run(warm([PYTHON, "-c", script])).lines("FOUND")
     ours = [[p.name, p.kind.name, str(p.default)] for p in signature(run).parameters.values()]
     assert ours == json.loads(line.removeprefix("FOUND "))
 
@@ -242,7 +251,7 @@ def test_it_works_from(by: str, tmp_path: Path) -> None:
         "command": [PYTHON, "-c", SCRIPT],
         "alias": [PYTHON, "-m", "hvdtrain.hvd", tmp_path / "aliased.py"],
     }
-    done = launching.run(commands[by], cwd=tmp_path)
+    done = launching.run(warm(commands[by]), cwd=tmp_path)
     assert (done.code, done.output) == (0, "[5, 6]\n")
 
 
@@ -257,7 +266,7 @@ def test_the_ranks_end_with_us(number: signal.Signals, tmp_path: Path) -> None:
         "def work():\n"
         "    pathlib.Path(os.environ['RANK']).touch()\n"
         "    time.sleep(60)\n"
-        "run(work, num_proc=2)\n"
+        f"run(work, num_proc=2, executable={warm([PYTHON])[0]!r})\n"
     )
     temporary = tmp_path / "of_the_command"
     temporary.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from functools import cache
@@ -89,6 +90,7 @@ def test_the_examples_options_do_as_under_horovod(options: str, no_horovod: dict
     assert trained(command, no_horovod) == by_horovod(options)
 
 
+@pytest.mark.exhaustive  # test_children_find_us_too has the same of smaller children
 def test_loader_processes_of_the_example_find_us(no_horovod: dict[str, str]) -> None:
     command: list[str | Path] = [*UNCHANGED["torchrun"], EXAMPLE, "--workers", "1"]
     assert trained(command, no_horovod) == by_horovod("plain")
@@ -200,7 +202,7 @@ def name(_):
     return horovod.torch.__name__
 
 if __name__ == "__main__":
-    for method in ("fork", "spawn", "forkserver"):
+    for method in sys.argv[1:]:
         with multiprocessing.get_context(method).Pool(1) as pool:
             print(method, pool.map(name, [0]))
         loader = DataLoader(Names(), num_workers=1, multiprocessing_context=method)
@@ -208,14 +210,14 @@ if __name__ == "__main__":
 """
 
 
-def test_children_find_us_too(tmp_path: Path, no_horovod: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.exhaustive)]
+)
+def test_children_find_us_too(method: str, tmp_path: Path, no_horovod: dict[str, str]) -> None:
     (tmp_path / "script.py").write_text(CHILDREN)
-    found = succeed(run(warm([*OURS, tmp_path / "script.py"]), env=no_horovod)).splitlines()
-    expected = []
-    for method in ("fork", "spawn", "forkserver"):
-        expected.append(f"{method} ['hvdtrain.hvd']")
-        expected.append(f"{method} {['hvdtrain.hvd True'] * 2}")
-    assert found == expected
+    found = succeed(run(warm([*OURS, tmp_path / "script.py", method]), env=no_horovod))
+    expected = [f"{method} ['hvdtrain.hvd']", f"{method} {['hvdtrain.hvd True'] * 2}"]
+    assert found.splitlines() == expected
 
 
 def test_the_shim_finds_the_rest(tmp_path: Path) -> None:
@@ -309,6 +311,7 @@ def test_it_ends_as_under_python(tmp_path: Path, text: str) -> None:
         (["nowhere.py", "--epochs", "5"], "error: no such file: nowhere.py"),
         (["-m", "nowhere.at_all"], "error: no module named nowhere.at_all, or it cannot be run"),
         (["-m", "tests.hvd"], "error: no module named tests.hvd, or it cannot be run"),
+        (["-m", "__main__"], "error: no module named __main__, or it cannot be run"),
         (["-m"], "error: -m needs the name of a module"),
         (["-x"], "error: no such option: -x; see python -m hvdtrain.hvd --help"),
     ],
@@ -326,8 +329,17 @@ def test_usage() -> None:
         assert done.output.startswith("usage: python -m hvdtrain.hvd SCRIPT")
 
 
-@pytest.mark.parametrize("launcher", UNCHANGED)
-@pytest.mark.parametrize("what", ["raise ValueError('mine')", "sys.exit(9)"])
+_ERROR, _EXIT = "raise ValueError('mine')", "sys.exit(9)"
+_IN_EVERY_RUN = {("torchrun", _ERROR), ("mpirun", _ERROR), ("horovodrun", _EXIT)}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "what"),
+    [
+        pytest.param(*pair, marks=() if pair in _IN_EVERY_RUN else pytest.mark.exhaustive)
+        for pair in itertools.product(UNCHANGED, (_ERROR, _EXIT))
+    ],
+)
 def test_one_failing_rank_ends_the_job(tmp_path: Path, launcher: str, what: str) -> None:
     script = tmp_path / "failing.py"
     script.write_text(

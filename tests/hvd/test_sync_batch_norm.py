@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.hvd.pool import OUR_TORCHRUN, HvdRanks
+from tests.hvd.conftest import OUR_TORCHRUN
+from tests.hvd.pool import HvdRanks
 
 SHAPES = {1: (), 2: (5,), 3: (4, 3), 4: (2, 3, 2)}
 PLAIN = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}
@@ -159,7 +160,7 @@ def narrow(hvd: Any, dtype: torch.dtype, parameters: torch.dtype) -> None:
     close(x.grad.double(), all_x.grad[begin:][: len(x)], tolerance)
 
 
-@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN[:1], indirect=True)
+@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mixed", [False, True])
 def test_narrow_dtypes(hvd_ranks: HvdRanks, dtype: torch.dtype, mixed: bool) -> None:
@@ -233,7 +234,7 @@ def refused(hvd: Any) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN[:1], indirect=True)
+@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
 def test_wrong_shapes_are_refused(hvd_ranks: HvdRanks) -> None:
     for texts in hvd_ranks.run(refused):
         assert texts[0] == "expected at least 2D input (got 1D input)"
@@ -265,6 +266,6 @@ def on_a_gpu(hvd: Any) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU for each rank")
-@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN[:1], indirect=True)
+@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
 def test_on_gpus(hvd_ranks: HvdRanks) -> None:
     hvd_ranks.run(on_a_gpu)

@@ -1,7 +1,7 @@
 """The operations on tensors, on one process group. Collective: all members call, in one order.
 
 The executor runs them. Data that is only moved is moved as bytes, so every dtype works; dtypes that
-Gloo cannot add up are added up in a wider one.
+Gloo cannot add up are added up in a wider one (`arithmetic`).
 """
 
 from __future__ import annotations
@@ -16,23 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdtrain.hvd.engine import adasum
-from hvdtrain.hvd.engine.arithmetic import from_uint64, scale_, to_uint64
+from hvdtrain.hvd.engine.arithmetic import narrow, scale_, widen
 from hvdtrain.hvd.engine.operation import Operation
 from hvdtrain.hvd.engine.process_groups import all_reduce
 from hvdtrain.hvd.engine.request import ADASUM, AVERAGE, Request, dtype_of
-
-_WIDER = {
-    torch.bool: torch.int32,
-    torch.float16: torch.float32,  # no slower than float16 in Gloo, despite twice the bytes
-    torch.int8: torch.int32,  # the sum for a mean of large numbers must not overflow
-    torch.uint8: torch.int32,
-    torch.int16: torch.int32,
-    torch.uint16: torch.int64,
-    torch.uint32: torch.int64,
-    torch.complex64: torch.float32,
-    torch.complex128: torch.float64,
-    **{dtype_of(name): torch.float32 for name in dir(torch) if name.startswith("float8_")},
-}
 
 
 @dataclass
@@ -90,22 +77,18 @@ def _reduce(batch: Batch, inputs: list[Tensor], request: Request) -> list[Tensor
         scale_(flat, request.prescale)
         # A complex sum is the sum of its real and imaginary parts.
         wire = torch.view_as_real(flat).reshape(-1) if dtype.is_complex else flat
-        if dtype == torch.uint64:
-            wire = from_uint64(flat, op, factor)
-        else:
-            wire = wire.to(_WIDER.get(dtype, dtype) if request.device == "CPU" else dtype)
+        plain = wire.dtype
+        if request.device == "CPU" or dtype == torch.uint64:
+            wire = widen(wire, op, factor)
+        sizes = [inputs[i].numel() for i in places]
         if op == ADASUM:
-            adasum.reduce_(wire, [inputs[i].numel() for i in places], batch)
+            adasum.reduce_(wire, sizes, batch)
         elif wire.numel():
             batch.wait(all_reduce(batch.group, wire, op))
-        if dtype == torch.uint64:
-            wire = to_uint64(wire, op, factor)
-        else:
-            # `request.data`: round float16 before scaling, as Horovod does.
-            wire = scale_(wire.half() if request.data and dtype == torch.float16 else wire, factor)
+        wire = narrow(wire, plain, op, factor, bool(request.data))
         if dtype.is_complex:
             wire = torch.view_as_complex(wire.reshape(-1, 2))
-        pieces = torch.split(wire.to(dtype), [inputs[i].numel() for i in places])
+        pieces = torch.split(wire, sizes)
         for i, piece in zip(places, pieces, strict=True):
             results[i] = piece.view(inputs[i].shape)
     return results
@@ -198,6 +181,7 @@ def run_alltoall(batch: Batch) -> None:
         )
     )
     result = _from_bytes(out, t.dtype, [sum(received), *t.shape[1:]])
+    operation.extra = received
     operation.finish((result, torch.tensor(received, dtype=torch.int32)))
 
 

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hvdtrain.hvd.engine.arithmetic import from_uint64, scale_, to_uint64
+from hvdtrain.hvd.engine.arithmetic import narrow, widen
 from hvdtrain.hvd.engine.request import (
     ADASUM,
     AVERAGE,
@@ -32,8 +32,6 @@ _REDUCE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     MAX: torch.maximum,
     PRODUCT: torch.mul,
 }
-
-_UNSIGNED = (torch.uint16, torch.uint32)  # torch cannot add them
 
 
 def fits(request: Request, num_ranks: int) -> bool:
@@ -76,28 +74,17 @@ def combine(request: Request, payloads: list[bytes], num_ranks: int) -> bytes:
     reduce = _REDUCE[request.op]
     total: list[Tensor] = []
     for payload in payloads:
-        tensors = [_widen(t, request.op, factor) for t in unpack(payload, request)]
+        tensors = [widen(t, request.op, factor) for t in unpack(payload, request)]
         total = (
             tensors if not total else [reduce(a, b) for a, b in zip(total, tensors, strict=True)]
         )
-    scaled = []
-    for t, dtype in zip(total, map(dtype_of, request.dtypes), strict=True):
-        if dtype == torch.uint64:
-            t = to_uint64(t, request.op, factor)
-        else:
-            t = scale_(t.half() if request.data and dtype == torch.float16 else t, factor)
-        scaled.append(t.to(dtype))
-    return pack(scaled)
-
-
-def _widen(t: Tensor, op: int, factor: float) -> Tensor:
-    if t.dtype == torch.uint64:
-        return from_uint64(t, op, factor)
-    if t.dtype.is_floating_point and t.dtype.itemsize < 4:
-        return t.float()
-    if t.dtype.itemsize < 4 and t.dtype != torch.bool:
-        return t.int()
-    return t.long() if t.dtype in _UNSIGNED else t
+    dtypes = map(dtype_of, request.dtypes)
+    return pack(
+        [
+            narrow(t, dtype, request.op, factor, bool(request.data))
+            for t, dtype in zip(total, dtypes, strict=True)
+        ]
+    )
 
 
 def _bytes_of(t: Tensor) -> bytes:

@@ -6,6 +6,7 @@ thread handles the answers: `_HANDLERS`.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -100,6 +101,7 @@ class Engine:
         self.control.start(
             self._deliver, self._lost, self._tick, self.bind_to_core, self.thread_failed
         )
+        _register_at_fork()
         _engines.add(self)
 
     def _choose_transport(self) -> str:
@@ -430,14 +432,18 @@ _HANDLERS: dict[str, Callable[[Engine, list[Any], bytes], None]] = {
 }
 
 
-# A forked child, e.g. a DataLoader worker, closes its copies of the connections. It cannot use
-# them, and would hold them open after its parent has died.
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-def _in_child() -> None:
-    for engine in list(_engines):
-        engine.control.close_in_child()
+@functools.cache
+def _register_at_fork() -> None:
+    """Make a forked child, e.g. a DataLoader worker, close its copies of the connections.
 
+    It cannot use them, and would hold them open after its parent has died.
+    """
 
-os.register_at_fork(after_in_child=_in_child)
+    def close_copies() -> None:
+        for engine in list(_engines):
+            engine.control.close_in_child()
+
+    os.register_at_fork(after_in_child=close_copies)

@@ -31,7 +31,7 @@ class Operation:
         self.outputs = outputs
         self.payload = b""
         self.cache_id = 0  # the number sent in place of the full request; 0: the request was sent
-        self.extra: Any = None  # from rank 0: the number of rows of every rank's tensors
+        self.extra: Any = None  # the numbers of rows that an allgather or alltoall has received
         self.result: Any = None
         self.error: Exception | None = None
         self.submitted = _event() if request.device == "GPU" else None

@@ -62,8 +62,7 @@ class ProcessGroups:
         self._rank = rank
         self._failure = failure
         self._groups: dict[str, Any] = {}
-        self._hang_up: dict[str, Callable[[], None]] = {}
-        self._shut_down: dict[str, Callable[[], None]] = {}
+        self._hang_up: dict[str, Callable[[], None]] = {}  # of groups over Gloo
         self._lock = threading.Lock()
 
     def get(self, label: str, members: list[int], device: str) -> Any:
@@ -89,7 +88,6 @@ class ProcessGroups:
                 else:
                     limit = timedelta(seconds=self._connect_s)
                     group = transports.OPEN[transport](store, rank, len(members), limit)
-                    self._shut_down[name] = group.shutdown
             except RuntimeError as error:
                 raise ConnectionBroken(f"could not connect {name}: {error}") from None
             group._set_default_timeout(self._limit)
@@ -108,8 +106,8 @@ class ProcessGroups:
     def drop(self, label: str) -> None:
         """Close the groups of this name, whose channel has been removed."""
         with self._lock:
-            gone = [n for n in self._groups if n.rpartition("/")[0] == label]
-            dropped = {n: self._groups.pop(n) for n in gone}
+            names = [n for n in self._groups if n.rpartition("/")[0] == label]
+            dropped = {n: self._groups.pop(n) for n in names}
         self._close(dropped)
 
     def close(self) -> None:
@@ -122,9 +120,9 @@ class ProcessGroups:
         names = list(dropped)
 
         def end() -> None:
-            for name in names:
-                if (shut_down := self._shut_down.pop(name, None)) is not None:
-                    shut_down()
+            for name, group in dropped.items():
+                if name.rpartition("/")[2] in transports.OPEN:  # c10d's own end with their memory
+                    group.shutdown()
             dropped.clear()
 
         closer = threading.Thread(target=end, name="hvd-close", daemon=True)

@@ -1,6 +1,6 @@
-"""The HOROVOD_* variables: the meaning of each here, and those that have no effect.
+"""The HOROVOD_* variables: which setting each one is, and those that have no effect.
 
-`hvd.init` reads them. A test compares the tables with the list in hvd/README.md.
+`hvd.init` reads them. hvd/README.md says what each means; a test compares its list with the tables.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar, overload
+from typing import Any, TypeVar
 
 _LOG = logging.getLogger("hvdtrain")
 
@@ -24,30 +24,115 @@ LOG_LEVELS = {
     "error": logging.ERROR,
     "fatal": logging.CRITICAL,
 }
-
-HONOURED = {
-    "HOROVOD_FUSION_THRESHOLD": "bytes fused into one collective",
-    "HOROVOD_CYCLE_TIME": "milliseconds for which an operation keeps its name, done or not",
-    "HOROVOD_CACHE_CAPACITY": "operations remembered, so as not to be negotiated again; 0: none",
-    "HOROVOD_TIMELINE": "file that rank 0 writes its trace to, or DYNAMIC for start_timeline()",
-    "HOROVOD_TIMELINE_MARK_CYCLES": "whether the trace marks the rounds of negotiation",
-    "HOROVOD_STALL_CHECK_DISABLE": "whether waiting for missing ranks goes without warning",
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": "seconds until that warning",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "seconds until such operations fail; 0: never",
-    "HOROVOD_DYNAMIC_PROCESS_SETS": "whether process sets may be added and removed after init()",
-    "HOROVOD_ELASTIC": "whether the world may change",
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": "seconds that the ranks wait for each other at init()",
-    "HOROVOD_GLOO_IFACE": "network interface, as GLOO_SOCKET_IFNAME",
-    "HOROVOD_LOG_LEVEL": "level of the logger `hvdtrain`",
-    "HOROVOD_THREAD_AFFINITY": "core of the engine's threads, one for each local rank",
-}
-
-EXACT = "HVDTRAIN_EXACT_HOROVOD"
-OWN = {
-    "HVDTRAIN_TRANSPORT": "what carries CPU tensors: shm, gloo, mpi; auto as for --transport",
-    EXACT: "whether to deviate from Horovod in no bit, its surprises included",
-}
 TRANSPORTS = ("auto", "shm", "gloo", "mpi")
+EXACT = "HVDTRAIN_EXACT_HOROVOD"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The engine's settings, from the environment."""
+
+    fusion_threshold: int | None = None
+    """Bytes; None means the engine's default."""
+    cycle_time_ms: float = 1.0
+    """How long a name stays in use if its operation is neither synchronized nor polled as done."""
+    cache_capacity: int = 1024
+    timeline: str | None = None
+    """A path, or DYNAMIC."""
+    timeline_mark_cycles: bool = False
+    stall_check_disable: bool = False
+    stall_check_time_s: float = 60.0
+    stall_shutdown_time_s: float = 0.0
+    dynamic_process_sets: bool = False
+    elastic: bool = False
+    gloo_timeout_s: float = 30.0
+    gloo_iface: str | None = None
+    log_level: str | None = None
+    thread_affinity: tuple[int, ...] = ()
+    transport: str = "auto"
+    peer_limit_s: float = 0.0
+    """Seconds without a message after which a rank counts as lost; 0 waits for ever, as Horovod
+    does. Not a variable: the backend `compat` sets it."""
+    exact_horovod: bool = False
+    ignored: tuple[str, ...] = ()
+    """Variables that are set to a value without effect here."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Settings:
+        """Read the variables. Raises ValueError naming the one that cannot be parsed.
+
+        An empty variable counts as unset. A boolean is true if it begins with a positive number, as
+        in Horovod: "true" is false.
+        """
+        found = {name: text.strip() for name, text in env.items() if text.strip()}
+        values = {
+            field: parse(name, found[name])
+            for name, (field, parse) in {**HONOURED, **OWN}.items()
+            if name in found
+        }
+        ignored = (n for n in IGNORED if n in found and found[n].lower() != _AGREEABLE.get(n))
+        return cls(**values, ignored=tuple(ignored))
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _number(kind: type[_Number], name: str, text: str) -> _Number:
+    try:
+        number = kind(text)
+    except ValueError:
+        number = kind(-1)  # takes the branch of the error below
+    if not 0 <= number < math.inf:
+        what = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{name}={text} must be {what} >= 0")
+    return number
+
+
+_whole = functools.partial(_number, int)
+_decimal = functools.partial(_number, float)
+
+
+def _wholes(name: str, text: str) -> tuple[int, ...]:
+    return tuple(_whole(name, item) for item in text.split(","))
+
+
+def _boolean(name: str, text: str) -> bool:
+    number = re.match(r"[+-]?\d+", text)
+    return number is not None and int(number.group()) > 0
+
+
+def _text(name: str, text: str) -> str:
+    return text
+
+
+def _one_of(choices: tuple[str, ...], name: str, text: str) -> str:
+    if text.lower() not in choices:
+        raise ValueError(f"{name}={text} must be one of {', '.join(choices)}")
+    return text.lower()
+
+
+# The field of `Settings` that each variable sets, and the function that parses it.
+_Table = dict[str, tuple[str, Callable[[str, str], Any]]]
+HONOURED: _Table = {
+    "HOROVOD_FUSION_THRESHOLD": ("fusion_threshold", _whole),
+    "HOROVOD_CYCLE_TIME": ("cycle_time_ms", _decimal),
+    "HOROVOD_CACHE_CAPACITY": ("cache_capacity", _whole),
+    "HOROVOD_TIMELINE": ("timeline", _text),
+    "HOROVOD_TIMELINE_MARK_CYCLES": ("timeline_mark_cycles", _boolean),
+    "HOROVOD_STALL_CHECK_DISABLE": ("stall_check_disable", _boolean),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_check_time_s", _decimal),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("stall_shutdown_time_s", _decimal),
+    "HOROVOD_DYNAMIC_PROCESS_SETS": ("dynamic_process_sets", _boolean),
+    "HOROVOD_ELASTIC": ("elastic", _boolean),
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": ("gloo_timeout_s", _decimal),
+    "HOROVOD_GLOO_IFACE": ("gloo_iface", _text),
+    "HOROVOD_LOG_LEVEL": ("log_level", functools.partial(_one_of, tuple(LOG_LEVELS))),
+    "HOROVOD_THREAD_AFFINITY": ("thread_affinity", _wholes),
+}
+OWN: _Table = {
+    "HVDTRAIN_TRANSPORT": ("transport", functools.partial(_one_of, TRANSPORTS)),
+    EXACT: ("exact_horovod", _boolean),
+}
 
 _NO_TUNING = "there is nothing to tune"
 _TORCH = "the collectives are torch.distributed's"
@@ -91,73 +176,6 @@ _AGREEABLE = {
 }
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The engine's settings, from the environment."""
-
-    fusion_threshold: int | None = None
-    """Bytes; None means the engine's default."""
-    cycle_time_ms: float = 1.0
-    """How long a name stays in use if its operation is neither synchronized nor polled as done."""
-    cache_capacity: int = 1024
-    timeline: str | None = None
-    """A path, or DYNAMIC."""
-    timeline_mark_cycles: bool = False
-    stall_check_disable: bool = False
-    stall_check_time_s: float = 60.0
-    stall_shutdown_time_s: float = 0.0
-    dynamic_process_sets: bool = False
-    elastic: bool = False
-    gloo_timeout_s: float = 30.0
-    gloo_iface: str | None = None
-    log_level: str | None = None
-    thread_affinity: tuple[int, ...] = ()
-    transport: str = "auto"
-    peer_limit_s: float = 0.0
-    """Seconds without a message after which a rank counts as lost; 0 waits for ever, as Horovod
-    does. Not a variable: the backend `compat` sets it."""
-    exact_horovod: bool = False
-    ignored: tuple[str, ...] = ()
-    """Variables that are set to a value without effect here."""
-
-    @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> Settings:
-        """Read the variables. Raises ValueError naming the one that cannot be parsed.
-
-        An empty variable counts as unset. A boolean is true if it begins with a positive number, as
-        in Horovod: "true" is false.
-        """
-        read = _Reader(env)
-        default = cls()
-        return cls(
-            fusion_threshold=read.integer("HOROVOD_FUSION_THRESHOLD", None),
-            cycle_time_ms=read.number("HOROVOD_CYCLE_TIME", default.cycle_time_ms),
-            cache_capacity=read.integer("HOROVOD_CACHE_CAPACITY", default.cache_capacity),
-            timeline=read.text("HOROVOD_TIMELINE"),
-            timeline_mark_cycles=read.boolean("HOROVOD_TIMELINE_MARK_CYCLES"),
-            stall_check_disable=read.boolean("HOROVOD_STALL_CHECK_DISABLE"),
-            stall_check_time_s=read.number(
-                "HOROVOD_STALL_CHECK_TIME_SECONDS", default.stall_check_time_s
-            ),
-            stall_shutdown_time_s=read.number(
-                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown_time_s
-            ),
-            dynamic_process_sets=read.boolean("HOROVOD_DYNAMIC_PROCESS_SETS"),
-            elastic=read.boolean("HOROVOD_ELASTIC"),
-            gloo_timeout_s=read.number("HOROVOD_GLOO_TIMEOUT_SECONDS", default.gloo_timeout_s),
-            gloo_iface=read.text("HOROVOD_GLOO_IFACE"),
-            log_level=read.one_of("HOROVOD_LOG_LEVEL", tuple(LOG_LEVELS), None),
-            thread_affinity=read.integers("HOROVOD_THREAD_AFFINITY"),
-            transport=read.one_of("HVDTRAIN_TRANSPORT", TRANSPORTS, default.transport),
-            exact_horovod=read.boolean(EXACT),
-            ignored=tuple(
-                name
-                for name in IGNORED
-                if (value := read.text(name)) is not None and value.lower() != _AGREEABLE.get(name)
-            ),
-        )
-
-
 def apply_log_level(settings: Settings) -> None:
     """Set the level of the logger `hvdtrain` if the environment has one."""
     if settings.log_level is not None:
@@ -179,57 +197,3 @@ def announce(settings: Settings, rank: int) -> None:
 @functools.cache  # each text once per process, however often `hvd.init` is called
 def _warn(text: str) -> None:
     _LOG.warning(text)
-
-
-class _Reader:
-    """Reads typed values of an environment."""
-
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self._env = env
-
-    def text(self, name: str) -> str | None:
-        return self._env.get(name, "").strip() or None
-
-    def boolean(self, name: str) -> bool:
-        number = re.match(r"[+-]?\d+", self.text(name) or "")
-        return number is not None and int(number.group()) > 0
-
-    @overload
-    def integer(self, name: str, default: int) -> int: ...
-    @overload
-    def integer(self, name: str, default: None) -> int | None: ...
-    def integer(self, name: str, default: int | None) -> int | None:
-        value = self.text(name)
-        return default if value is None else _number(name, value, int)
-
-    def integers(self, name: str) -> tuple[int, ...]:
-        values = self.text(name)
-        return tuple(_number(name, v, int) for v in values.split(",")) if values else ()
-
-    def number(self, name: str, default: float) -> float:
-        value = self.text(name)
-        return default if value is None else _number(name, value, float)
-
-    @overload
-    def one_of(self, name: str, choices: tuple[str, ...], default: str) -> str: ...
-    @overload
-    def one_of(self, name: str, choices: tuple[str, ...], default: None) -> str | None: ...
-    def one_of(self, name: str, choices: tuple[str, ...], default: str | None) -> str | None:
-        value = self.text(name)
-        if value is not None and value.lower() not in choices:
-            raise ValueError(f"{name}={value} must be one of {', '.join(choices)}")
-        return value.lower() if value is not None else default
-
-
-_Number = TypeVar("_Number", int, float)
-
-
-def _number(name: str, value: str, kind: type[_Number]) -> _Number:
-    try:
-        number = kind(value)
-    except ValueError:
-        number = kind(-1)  # takes the branch of the error below
-    if not 0 <= number < math.inf:
-        what = "a whole number" if kind is int else "a number"
-        raise ValueError(f"{name}={value} must be {what} >= 0")
-    return number

@@ -5,10 +5,9 @@ Collective over the process set; ranks match calls by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hvdtrain.hvd.basics import basics
@@ -24,7 +23,7 @@ def allgather_async(
 
     The size of that dimension may differ between ranks, and may be zero.
     """
-    return _begin("allgather", [tensor], name, process_set, handles.first)
+    return handles.submit("allgather", [tensor], name, process_set)
 
 
 def allgather(
@@ -34,8 +33,7 @@ def allgather(
 
     Differentiable: a rank's gradient is its own rows of the mean of the ranks' gradients.
     """
-    result: Tensor = handles.apply(_Allgather, False, name, process_set, tensor)[0]
-    return result
+    return _run([tensor], name, process_set, grouped=False)[0]
 
 
 def grouped_allgather_async(
@@ -44,7 +42,7 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start to all-gather several tensors, all or none of them; return one handle."""
-    return _begin("grouped_allgather", tensors, name, process_set, tuple)
+    return handles.submit("allgather", tensors, name, process_set, grouped=True)
 
 
 def grouped_allgather(
@@ -53,44 +51,29 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
     """All-gather several tensors, all or none of them. Differentiable."""
-    result: tuple[Tensor, ...] = handles.apply(_Allgather, True, name, process_set, *tensors)
-    return result
+    return _run(tensors, name, process_set, grouped=True)
 
 
-def _begin(
-    prefix: str,
-    tensors: Sequence[Tensor],
-    name: str | None,
-    process_set: ProcessSet,
-    pick: Callable[[Any], Any],
-) -> int:
-    request = handles.describe("allgather", tensors)
-    return handles.submit(prefix, name, request, tensors, process_set, pick)
+def _run(
+    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, grouped: bool
+) -> tuple[Tensor, ...]:
+    num_rows = [t.shape[0] if t.dim() else 0 for t in tensors]
 
+    def begin(tensors: Sequence[Tensor]) -> int:
+        return handles.submit("allgather", tensors, name, process_set, grouped)
 
-class _Allgather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, grouped: bool, name: str | None, process_set: ProcessSet, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        prefix = "grouped_allgather" if grouped else "allgather"
-        handle = _begin(prefix, tensors, name, process_set, tuple)
-        operation = handles.operation_of(handle)
-        ctx.how = f"{prefix}.{handles.name_of(handle)}.backward", process_set
-        ctx.rows = [t.shape[0] if t.dim() else 0 for t in tensors]
-        result: tuple[Tensor, ...] = handles.synchronize(handle)
-        me = basics.engine.sets[operation.key.set_id].index(basics.rank())
-        # The first row of this rank in each result: `extra` has the ranks' numbers of rows.
-        ctx.begins = [sum(rows[:me]) for rows in operation.extra]
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+    def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         # A late import, since allreduce imports this module.
         from hvdtrain.hvd.ops.allreduce import grouped_allreduce_async
 
-        name, process_set = ctx.how
-        handle = grouped_allreduce_async(grad_outputs, None, name, AVERAGE, process_set=process_set)
+        prefix = "grouped_allgather" if grouped else "allgather"
+        handle = grouped_allreduce_async(
+            grads, None, f"{prefix}.{name}.backward", AVERAGE, process_set=process_set
+        )
         means = handles.synchronize(handle)
-        grads = [g.narrow(0, b, n) for g, b, n in zip(means, ctx.begins, ctx.rows, strict=True)]
-        return (None, None, None, *grads)
+        me = basics.engine.sets[process_set.process_set_id or 0].index(basics.rank())
+        # The first row of this rank in each result: `extra` has the ranks' numbers of rows.
+        firsts = [sum(rows[:me]) for rows in extra]
+        return [g.narrow(0, at, n) for g, at, n in zip(means, firsts, num_rows, strict=True)]
+
+    return handles.differentiable(begin, gradients, tensors)

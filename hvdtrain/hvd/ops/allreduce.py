@@ -6,7 +6,7 @@ Collective over the process set; ranks match calls by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from torch import Tensor
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.compression import Compression
 from hvdtrain.hvd.engine.request import ADASUM, AVERAGE
-from hvdtrain.hvd.ops import allgather as gathering
 from hvdtrain.hvd.ops import handles
+from hvdtrain.hvd.ops.allgather import allgather_async
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 
 
@@ -30,10 +30,7 @@ def allreduce_async(
 ) -> int:
     """Start to reduce a tensor over all ranks into a new one; return a handle."""
     op = handles.choose_op(op, average)
-    return _begin(
-        "allreduce", [tensor], name, op, prescale_factor, postscale_factor, process_set,
-        pick=handles.first,
-    )  # fmt: skip
+    return _Call(name, op, prescale_factor, postscale_factor, process_set).begin([tensor])
 
 
 def allreduce_async_(
@@ -47,10 +44,8 @@ def allreduce_async_(
 ) -> int:
     """Start to reduce a tensor over all ranks in place; return a handle."""
     op = handles.choose_op(op, average)
-    return _begin(
-        "allreduce", [tensor], name, op, prescale_factor, postscale_factor, process_set,
-        pick=handles.first, in_place=True,
-    )  # fmt: skip
+    call = _Call(name, op, prescale_factor, postscale_factor, process_set)
+    return call.begin([tensor], in_place=True)
 
 
 def allreduce(
@@ -69,13 +64,8 @@ def allreduce(
     precision and truncated toward zero.
     """
     op = handles.choose_op(op, average)
-    compressed, ctx = compression.compress(tensor)
-    (reduced,) = handles.apply(
-        _Allreduce, "allreduce", name, op, prescale_factor, postscale_factor, process_set,
-        compressed,
-    )  # fmt: skip
-    decompressed: Tensor = compression.decompress(reduced, ctx)
-    return decompressed
+    call = _Call(name, op, prescale_factor, postscale_factor, process_set)
+    return handles.compressed([tensor], compression, call.run)[0]
 
 
 def allreduce_(
@@ -89,10 +79,8 @@ def allreduce_(
 ) -> Tensor:
     """Reduce a tensor over all ranks in place, and return it."""
     op = handles.choose_op(op, average)
-    handle = allreduce_async_(
-        tensor, None, name, op, prescale_factor, postscale_factor, process_set
-    )
-    result: Tensor = handles.synchronize(handle)
+    call = _Call(name, op, prescale_factor, postscale_factor, process_set)
+    result: Tensor = handles.synchronize(call.begin([tensor], in_place=True))
     return result
 
 
@@ -107,10 +95,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Start to reduce several tensors, all or none of them, into new ones; return one handle."""
     op = handles.choose_op(op, average)
-    return _begin(
-        "grouped_allreduce", tensors, name, op, prescale_factor, postscale_factor, process_set,
-        pick=tuple,
-    )  # fmt: skip
+    return _Call(name, op, prescale_factor, postscale_factor, process_set, True).begin(tensors)
 
 
 def grouped_allreduce_async_(
@@ -124,10 +109,8 @@ def grouped_allreduce_async_(
 ) -> int:
     """Start to reduce several tensors in place; return one handle."""
     op = handles.choose_op(op, average)
-    return _begin(
-        "grouped_allreduce", tensors, name, op, prescale_factor, postscale_factor, process_set,
-        pick=tuple, in_place=True,
-    )  # fmt: skip
+    call = _Call(name, op, prescale_factor, postscale_factor, process_set, True)
+    return call.begin(tensors, in_place=True)
 
 
 def grouped_allreduce(
@@ -142,12 +125,8 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """Reduce several tensors, all or none of them, into new ones. Differentiable."""
     op = handles.choose_op(op, average)
-    compressed, ctxs = zip(*(compression.compress(t) for t in tensors), strict=True)
-    reduced = handles.apply(
-        _Allreduce, "grouped_allreduce", name, op, prescale_factor, postscale_factor, process_set,
-        *compressed,
-    )  # fmt: skip
-    return [compression.decompress(t, ctx) for t, ctx in zip(reduced, ctxs, strict=True)]
+    call = _Call(name, op, prescale_factor, postscale_factor, process_set, True)
+    return handles.compressed(tensors, compression, call.run)
 
 
 def grouped_allreduce_(
@@ -161,10 +140,8 @@ def grouped_allreduce_(
 ) -> tuple[Tensor, ...]:
     """Reduce several tensors in place, and return them."""
     op = handles.choose_op(op, average)
-    handle = grouped_allreduce_async_(
-        tensors, None, name, op, prescale_factor, postscale_factor, process_set
-    )
-    results: tuple[Tensor, ...] = handles.synchronize(handle)
+    call = _Call(name, op, prescale_factor, postscale_factor, process_set, True)
+    results: tuple[Tensor, ...] = handles.synchronize(call.begin(tensors, in_place=True))
     return results
 
 
@@ -178,9 +155,9 @@ def sparse_allreduce_async(
     indices, values = tensor._indices(), tensor._values()
     # An all-gather concatenates rows, and a sparse tensor's indices have one column per entry.
     by_row = indices.transpose(0, 1).contiguous()
-    rows = gathering.allgather_async(by_row, f"{name}.indices", process_set)
-    data = gathering.allgather_async(values, f"{name}.values", process_set)
-    size = len(basics.engine.sets[process_set.process_set_id or 0])
+    rows = allgather_async(by_row, f"{name}.indices", process_set)
+    data = allgather_async(values, f"{name}.values", process_set)
+    size = handles.set_size(process_set)
 
     def wait() -> Tensor:
         gathered = handles.synchronize(data)
@@ -192,55 +169,35 @@ def sparse_allreduce_async(
     return wait
 
 
-def _begin(
-    prefix: str,
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: int,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    pick: Callable[[Any], Any],
-    in_place: bool = False,
-) -> int:
-    handles.check_reducible(tensors, op)
-    if op == ADASUM:
-        if process_set is not global_process_set:
-            raise NotImplementedError("Adasum does not support non-global process sets yet.")
-        handles.check_adasum()
-    # In exact mode float16 is rounded before it is scaled: see `Request.data`.
-    rounds = basics.engine.settings.exact_horovod or None
-    request = handles.describe(
-        "allreduce", tensors, op=op, prescale=float(prescale), postscale=float(postscale),
-        data=rounds,
-    )  # fmt: skip
-    outputs = list(tensors) if in_place else None
-    return handles.submit(prefix, name, request, tensors, process_set, pick, outputs)
+class _Call(NamedTuple):
+    """The arguments of an allreduce."""
 
+    name: str | None
+    op: int
+    prescale: float
+    postscale: float
+    process_set: ProcessSet
+    grouped: bool = False
 
-class _Allreduce(torch.autograd.Function):
-    """A differentiable allreduce. The name of the backward's allreduce derives from the forward's,
-    so ranks may run their backwards in different orders.
-    """
+    def begin(self, tensors: Sequence[Tensor], in_place: bool = False) -> int:
+        """Start it, and return its handle."""
+        handles.check_reducible(tensors, self.op)
+        if self.op == ADASUM:
+            if self.process_set is not global_process_set:
+                raise NotImplementedError("Adasum does not support non-global process sets yet.")
+            handles.check_adasum()
+        return handles.submit(
+            "allreduce", tensors, self.name, self.process_set, self.grouped,
+            outputs=list(tensors) if in_place else None,
+            op=self.op, prescale=float(self.prescale), postscale=float(self.postscale),
+            # In exact mode float16 is rounded before it is scaled: see `Request.data`.
+            data=basics.engine.settings.exact_horovod or None,
+        )  # fmt: skip
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        prefix: str,
-        name: str | None,
-        op: int,
-        prescale: float,
-        postscale: float,
-        process_set: ProcessSet,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        handle = _begin(prefix, tensors, name, op, prescale, postscale, process_set, tuple)
-        backward = f"{handles.name_of(handle)}.backward"
-        ctx.how = (prefix, backward, op, prescale, postscale, process_set)
-        result: tuple[Tensor, ...] = handles.synchronize(handle)
-        return result
+    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run it as part of the autograd graph."""
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        reduced = handles.apply(_Allreduce, *ctx.how, *grad_outputs)
-        return (*[None] * len(ctx.how), *reduced)
+        def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+            return self._replace(name=f"{name}.backward").run(grads)
+
+        return handles.differentiable(self.begin, gradients, tensors)

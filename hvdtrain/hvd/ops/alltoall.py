@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.ops import handles
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 
@@ -30,12 +29,13 @@ def alltoall_async(
     """
     counts = _counts(tensor, splits, process_set)
     device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
-    request = handles.describe("alltoall", [tensor], splits=tuple(counts))
 
-    def pick(result: Any) -> tuple[Tensor, Tensor]:
+    def select(result: Any) -> tuple[Tensor, Tensor]:
         return result[0], result[1].to(device)
 
-    return handles.submit("alltoall", name, request, [tensor], process_set, pick)
+    return handles.submit(
+        "alltoall", [tensor], name, process_set, select=select, splits=tuple(counts)
+    )
 
 
 def alltoall(
@@ -49,14 +49,27 @@ def alltoall(
     With splits, also return the number of rows from each rank. Differentiable: gradients are sent
     back to the ranks that the rows came from.
     """
-    output, received = handles.apply(_Alltoall, tensor, splits, name, process_set)
+    num_rows = tensor.shape[0] if tensor.dim() else 0
+
+    def begin(tensors: Sequence[Tensor]) -> int:
+        return alltoall_async(tensors[0], splits, name, process_set)
+
+    def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> list[Tensor]:
+        # The reverse exchange: every rank gets back as many rows as it sent. `extra`: received.
+        handle = alltoall_async(grads[0], extra, f"{name}.backward", process_set)
+        grad, _ = handles.synchronize(handle)
+        if len(grad) < num_rows:  # rows beyond the splits were not sent
+            grad = torch.cat([grad, grad.new_zeros(num_rows - len(grad), *grad.shape[1:])])
+        return [grad]
+
+    output, received = handles.differentiable(begin, gradients, [tensor])
     return output if splits is None else (output, received)
 
 
 def _counts(tensor: Tensor, splits: Splits, process_set: ProcessSet) -> list[int]:
     """Return the number of rows for each rank. Raises ValueError for splits that do not fit."""
     # `submit` raises for a set that is not registered, so its size does not matter here.
-    size = len(basics.engine.sets.get(process_set.process_set_id or 0, [0]))
+    size = handles.set_size(process_set) or 1
     rows = tensor.shape[0] if tensor.dim() else 0
     if splits is None:
         if rows % size:
@@ -79,27 +92,3 @@ def _counts(tensor: Tensor, splits: Splits, process_set: ProcessSet) -> list[int
     if sum(counts) > rows:
         raise ValueError("Sum of splits entries is greater than the first dimension of tensor.")
     return counts
-
-
-class _Alltoall(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet
-    ) -> tuple[Tensor, Tensor]:
-        handle = alltoall_async(tensor, splits, name, process_set)
-        ctx.how = f"{handles.name_of(handle)}.backward", process_set
-        ctx.rows = tensor.shape[0]
-        output, received = handles.synchronize(handle)
-        ctx.received = received
-        ctx.mark_non_differentiable(received)
-        return output, received
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, *unused: Any) -> Any:
-        name, process_set = ctx.how
-        # The reverse exchange: every rank gets back as many rows as it sent.
-        handle = alltoall_async(grad_output, ctx.received.cpu(), name, process_set)
-        grad, _ = handles.synchronize(handle)
-        if len(grad) < ctx.rows:  # rows beyond the splits were not sent
-            grad = torch.cat([grad, grad.new_zeros(ctx.rows - len(grad), *grad.shape[1:])])
-        return grad, None, None, None

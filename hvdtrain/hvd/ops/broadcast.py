@@ -6,6 +6,7 @@ world, even with a process set.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine.request import AVERAGE
 from hvdtrain.hvd.ops import handles
+from hvdtrain.hvd.ops.allreduce import allreduce_async
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 
 
@@ -50,8 +52,17 @@ def broadcast(
 
     Differentiable: the root gets the mean of the ranks' gradients, other ranks get zeros.
     """
-    result: Tensor = handles.apply(_Broadcast, tensor, root_rank, name, process_set)
-    return result
+
+    def begin(tensors: Sequence[Tensor]) -> int:
+        return broadcast_async(tensors[0], root_rank, name, process_set)
+
+    def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> list[Tensor]:
+        backward = f"broadcast.{name}.backward"
+        handle = allreduce_async(grads[0], None, backward, AVERAGE, process_set=process_set)
+        mean = handles.synchronize(handle)
+        return [mean if basics.rank() == root_rank else torch.zeros_like(mean)]
+
+    return handles.differentiable(begin, gradients, [tensor])[0]
 
 
 def broadcast_(
@@ -77,27 +88,6 @@ def _begin(
         raise ValueError(
             f"broadcast received invalid root rank {root_rank} for provided process set"
         )
-    request = handles.describe("broadcast", [tensor], root=int(root_rank))
-    return handles.submit("broadcast", name, request, [tensor], process_set, handles.first, outputs)
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
-    ) -> Tensor:
-        handle = broadcast_async(tensor, root_rank, name, process_set)
-        ctx.how = f"broadcast.{handles.name_of(handle)}.backward", root_rank, process_set
-        result: Tensor = handles.synchronize(handle)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        from hvdtrain.hvd.ops.allreduce import allreduce_async
-
-        name, root_rank, process_set = ctx.how
-        handle = allreduce_async(grad_output, None, name, AVERAGE, process_set=process_set)
-        mean = handles.synchronize(handle)
-        if basics.rank() != root_rank:
-            mean = torch.zeros_like(mean)
-        return mean, None, None, None
+    return handles.submit(
+        "broadcast", [tensor], name, process_set, outputs=outputs, root=int(root_rank)
+    )

@@ -21,12 +21,21 @@ from torch import Tensor
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine.engine import DUPLICATE_NAME
 from hvdtrain.hvd.engine.operation import Operation
-from hvdtrain.hvd.engine.request import AVERAGE, GLOBAL_SET, MAX, MIN, PRODUCT, SUM, Key, Request
-from hvdtrain.hvd.engine.request import dtype_name as dtype_name
+from hvdtrain.hvd.engine.request import (
+    AVERAGE,
+    GLOBAL_SET,
+    MAX,
+    MIN,
+    PRODUCT,
+    SUM,
+    Key,
+    Request,
+    dtype_name,
+)
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.hvd.process_sets import ProcessSet
 
-Pick = Callable[[Any], Any]
+Select = Callable[[Any], Any]
 
 
 class _SchedStat:
@@ -76,10 +85,10 @@ def _held_up_s() -> float:
 
 @dataclass
 class Handle:
-    """An operation that a caller can wait for. `pick` selects the caller's part of the result."""
+    """An operation that a caller can wait for. `select` returns the caller's part of the result."""
 
     operation: Operation
-    pick: Pick
+    select: Select
     own_name: str | None = None
     thread: int = field(default_factory=threading.get_ident)
     held_up_s: float = 0.0
@@ -112,26 +121,39 @@ _unnamed: dict[tuple[int, str], int] = {}
 
 
 def submit(
-    prefix: str,
+    kind: str,
+    tensors: Sequence[Tensor],
     name: str | None,
-    request: Request,
-    inputs: Sequence[Tensor],
     process_set: ProcessSet,
-    pick: Pick,
+    grouped: bool = False,
     outputs: list[Tensor] | None = None,
+    select: Select | None = None,
+    **fields: Any,
 ) -> int:
     """Submit an operation to the engine and return its handle. Does not block.
 
-    Raises HorovodInternalError before `init` and after the job has ended, ValueError for errors of
-    this rank alone, such as a name that is in use.
+    `fields`: the request's other fields. `select`: see `Handle`; by default the only result, or the
+    tuple of all if `grouped`. Raises HorovodInternalError before `init`, after the job has ended
+    and for tensors on different devices, ValueError for errors of this rank alone, such as a name
+    that is in use.
     """
     global _next_handle
+    if len({t.device.type for t in tensors}) > 1:
+        raise HorovodInternalError("Tensors in list must be on same device.")
     engine = basics.engine
-    number = set_id(request.kind, process_set)
-    for t in inputs:
-        if t.is_sparse or t.layout != inputs[0].layout:
+    number = set_id(kind, process_set)
+    for t in tensors:
+        if t.is_sparse or t.layout != tensors[0].layout:
             raise ValueError(f"Tensor type {t.type()} is not supported.")
-    dense = [t.detach().contiguous() for t in inputs]
+    request = Request(
+        kind,
+        tuple(dtype_name(t.dtype) for t in tensors),
+        tuple(tuple(t.shape) for t in tensors),
+        "GPU" if tensors and tensors[0].is_cuda else "CPU",
+        **fields,
+    )
+    dense = [t.detach().contiguous() for t in tensors]
+    prefix = f"grouped_{kind}" if grouped else kind
     with _lock:
         own_name = _unnamed_name(prefix, number) if name is None else name
         key = Key(number, f"{prefix}.{own_name}")
@@ -142,12 +164,18 @@ def submit(
         engine.submit(operation)
         handle, _next_handle = _next_handle, _next_handle + 1
         held_up_s = 0.0 if name is None else _held_up_s()
-        known = _handles[handle] = Handle(operation, pick, own_name, held_up_s=held_up_s)
+        select = select or (tuple if grouped else _only)
+        entry = _handles[handle] = Handle(operation, select, own_name, held_up_s=held_up_s)
         if name is None:
             _unnamed[number, prefix] = _unnamed.get((number, prefix), 0) + 1
         else:
-            _named[key] = known
+            _named[key] = entry
     return handle
+
+
+def _only(results: Any) -> Any:
+    """Return the only tensor of a result."""
+    return results[0]
 
 
 class HandleMap(Mapping[int, tuple[Any, Any]]):
@@ -157,40 +185,17 @@ class HandleMap(Mapping[int, tuple[Any, Any]]):
     """
 
     def __getitem__(self, handle: int) -> tuple[Any, Any]:
-        known = _handles[handle]
-        operation = known.operation
+        entry = _handles[handle]
+        operation = entry.operation
         written = operation.outputs or (operation.result if operation.done() else None)
-        read = operation.inputs if known.pick is tuple else operation.inputs[0]
-        return read, None if written is None else known.pick(written)
+        read = operation.inputs if entry.select is tuple else operation.inputs[0]
+        return read, None if written is None else entry.select(written)
 
     def __iter__(self) -> Iterator[int]:
         return iter(list(_handles))
 
     def __len__(self) -> int:
         return len(_handles)
-
-
-def describe(kind: str, tensors: Sequence[Tensor], **fields: Any) -> Request:
-    """Return the request for some tensors. Raises HorovodInternalError if their devices differ."""
-    if len({t.device.type for t in tensors}) > 1:
-        raise HorovodInternalError("Tensors in list must be on same device.")
-    return Request(
-        kind,
-        tuple(dtype_name(t.dtype) for t in tensors),
-        tuple(tuple(t.shape) for t in tensors),
-        "GPU" if tensors and tensors[0].is_cuda else "CPU",
-        **fields,
-    )
-
-
-def name_of(handle: int) -> str:
-    """Return the name under which an operation was submitted, without its prefix."""
-    return str(_handles[handle].own_name)
-
-
-def operation_of(handle: int) -> Operation:
-    """Return the operation of a handle."""
-    return _handles[handle].operation
 
 
 def poll(handle: int) -> bool:
@@ -200,10 +205,10 @@ def poll(handle: int) -> bool:
     """
     if handle not in _handles:
         raise ValueError(f"Handle {handle} was not created or has been cleared.")
-    known = _handles[handle]
-    done = known.operation.done()
+    entry = _handles[handle]
+    done = entry.operation.done()
     if done:
-        _free_name(known)
+        _free_name(entry)
     return done
 
 
@@ -212,19 +217,19 @@ def synchronize(handle: int) -> Any:
 
     Raises HorovodInternalError if the ranks' requests mismatch, or a peer is lost.
     """
-    known = _handles.pop(handle, None)
-    if known is None:
+    entry = _handles.pop(handle, None)
+    if entry is None:
         return None
     try:
-        return known.pick(known.operation.wait())
+        return entry.select(entry.operation.wait())
     finally:
-        _free_name(known)
+        _free_name(entry)
 
 
-def _free_name(known: Handle) -> None:
+def _free_name(entry: Handle) -> None:
     """Release the name of an operation, unless a later operation holds it by now."""
-    if _named.get(known.operation.key) is known:
-        del _named[known.operation.key]
+    if _named.get(entry.operation.key) is entry:
+        del _named[entry.operation.key]
 
 
 def reset() -> None:
@@ -271,14 +276,49 @@ def check_adasum() -> None:
         raise NotImplementedError("Running Adasum with non-power of 2 ranks is not supported yet.")
 
 
-def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Call a differentiable function, whose `apply` torch leaves untyped."""
-    return function.apply(*args)  # type: ignore[no-untyped-call]
+def compressed(
+    tensors: Sequence[Tensor],
+    compression: Any,
+    run: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+) -> list[Tensor]:
+    """Compress tensors, run a collective on them, and return its decompressed results."""
+    narrowed, ctxs = zip(*(compression.compress(t) for t in tensors), strict=True)
+    results = run(narrowed)
+    return [compression.decompress(t, ctx) for t, ctx in zip(results, ctxs, strict=True)]
 
 
-def first(results: Any) -> Any:
-    """Return the only tensor of a result."""
-    return results[0]
+def differentiable(
+    begin: Callable[[Sequence[Tensor]], int],
+    gradients: Callable[[str, Any, Sequence[Tensor]], Sequence[Tensor]],
+    tensors: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """Run a collective as part of the autograd graph; return its results.
+
+    `begin` starts it on the tensors and returns the handle. `gradients(name, extra, grads)` returns
+    the tensors' gradients from those of the results. Its own collective derives its name from the
+    forward's, so that ranks may run their backwards in different orders.
+    """
+    results: tuple[Tensor, ...] = _Differentiable.apply(begin, gradients, *tensors)  # type: ignore[no-untyped-call]
+    return results
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, begin: Any, gradients: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        handle = begin(tensors)
+        entry = _handles[handle]
+        results = synchronize(handle)
+        ctx.gradients, ctx.name, ctx.extra = gradients, entry.own_name, entry.operation.extra
+        return results if isinstance(results, tuple) else (results,)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, *ctx.gradients(ctx.name, ctx.extra, grads)
+
+
+def set_size(process_set: ProcessSet) -> int:
+    """Return the number of ranks of a process set; 0 if it is not registered."""
+    return len(basics.engine.sets.get(process_set.process_set_id or GLOBAL_SET, ()))
 
 
 def set_id(kind: str, process_set: ProcessSet) -> int:

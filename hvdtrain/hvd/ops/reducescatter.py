@@ -5,10 +5,9 @@ Collective over the process set; ranks match calls by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from hvdtrain.hvd.basics import basics
@@ -16,6 +15,7 @@ from hvdtrain.hvd.compression import Compression
 from hvdtrain.hvd.engine.request import AVERAGE, SUM
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.hvd.ops import handles
+from hvdtrain.hvd.ops.allgather import grouped_allgather_async
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 
 
@@ -31,10 +31,7 @@ def reducescatter_async(
 
     If the rows do not divide evenly, the first ranks get one more each.
     """
-    return _begin(
-        "reducescatter", [tensor], name, op, process_set, prescale_factor, postscale_factor,
-        handles.first,
-    )  # fmt: skip
+    return _Call(name, op, prescale_factor, postscale_factor, process_set).begin([tensor])
 
 
 def reducescatter(
@@ -47,19 +44,8 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Tensor:
     """Reduce a tensor over all ranks; return this rank's share of the rows. Differentiable."""
-    compressed, ctx = compression.compress(tensor)
-    (reduced,) = handles.apply(
-        _Reducescatter,
-        "reducescatter",
-        name,
-        op,
-        process_set,
-        prescale_factor,
-        postscale_factor,
-        compressed,
-    )
-    decompressed: Tensor = compression.decompress(reduced, ctx)
-    return decompressed
+    call = _Call(name, op, prescale_factor, postscale_factor, process_set)
+    return handles.compressed([tensor], compression, call.run)[0]
 
 
 def grouped_reducescatter_async(
@@ -71,10 +57,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start a reducescatter of several tensors, all or none of them; return one handle."""
-    return _begin(
-        "grouped_reducescatter", tensors, name, op, process_set, prescale_factor,
-        postscale_factor, tuple,
-    )  # fmt: skip
+    return _Call(name, op, prescale_factor, postscale_factor, process_set, True).begin(tensors)
 
 
 def grouped_reducescatter(
@@ -87,59 +70,41 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Reduce several tensors; return this rank's share of the rows of each. Differentiable."""
-    compressed, ctxs = zip(*(compression.compress(t) for t in tensors), strict=True)
-    reduced = handles.apply(
-        _Reducescatter, "grouped_reducescatter", name, op, process_set, prescale_factor,
-        postscale_factor, *compressed,
-    )  # fmt: skip
-    return [compression.decompress(t, ctx) for t, ctx in zip(reduced, ctxs, strict=True)]
+    call = _Call(name, op, prescale_factor, postscale_factor, process_set, True)
+    return handles.compressed(tensors, compression, call.run)
 
 
-def _begin(
-    prefix: str,
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: int,
-    process_set: ProcessSet,
-    prescale: float,
-    postscale: float,
-    pick: Callable[[Any], Any],
-) -> int:
-    if op not in (AVERAGE, SUM):
-        basics.engine  # noqa: B018  raises first if hvd is not initialised
-        raise HorovodInternalError("Reducescatter currently only supports AVERAGE and SUM.")
-    if any(t.dim() == 0 for t in tensors):
-        raise ValueError("Reducescatter does not support scalar inputs")
-    request = handles.describe(
-        "reducescatter", tensors, op=op, prescale=float(prescale), postscale=float(postscale)
-    )
-    return handles.submit(prefix, name, request, tensors, process_set, pick)
+class _Call(NamedTuple):
+    """The arguments of a reducescatter."""
 
+    name: str | None
+    op: int
+    prescale: float
+    postscale: float
+    process_set: ProcessSet
+    grouped: bool = False
 
-class _Reducescatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        prefix: str,
-        name: str | None,
-        op: int,
-        process_set: ProcessSet,
-        prescale: float,
-        postscale: float,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        handle = _begin(prefix, tensors, name, op, process_set, prescale, postscale, tuple)
-        size = len(basics.engine.sets[process_set.process_set_id or 0])
-        ctx.factor = prescale * postscale * (size if op == SUM else 1)
-        ctx.how = f"{prefix}.{handles.name_of(handle)}.backward", process_set
-        result: tuple[Tensor, ...] = handles.synchronize(handle)
-        return result
+    def begin(self, tensors: Sequence[Tensor]) -> int:
+        """Start it, and return its handle."""
+        if self.op not in (AVERAGE, SUM):
+            basics.engine  # noqa: B018  raises first if hvd is not initialised
+            raise HorovodInternalError("Reducescatter currently only supports AVERAGE and SUM.")
+        if any(t.dim() == 0 for t in tensors):
+            raise ValueError("Reducescatter does not support scalar inputs")
+        return handles.submit(
+            "reducescatter", tensors, self.name, self.process_set, self.grouped,
+            op=self.op, prescale=float(self.prescale), postscale=float(self.postscale),
+        )  # fmt: skip
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        from hvdtrain.hvd.ops.allgather import grouped_allgather_async
+    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run it as part of the autograd graph."""
 
-        name, process_set = ctx.how
-        scaled = [g * ctx.factor for g in grad_outputs]
-        grads = handles.synchronize(grouped_allgather_async(scaled, name, process_set))
-        return (None, None, None, None, None, None, *grads)
+        def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+            size = handles.set_size(self.process_set) if self.op == SUM else 1
+            scaled = [g * (self.prescale * self.postscale * size) for g in grads]
+            prefix = "grouped_reducescatter" if self.grouped else "reducescatter"
+            handle = grouped_allgather_async(scaled, f"{prefix}.{name}.backward", self.process_set)
+            gathered: Sequence[Tensor] = handles.synchronize(handle)
+            return gathered
+
+        return handles.differentiable(self.begin, gradients, tensors)
