@@ -1,6 +1,6 @@
 """The options of a comparison, resolved and validated.
 
-The command line makes them; `runner` and `stage` read them. Imports no torch.
+The command line makes them; `comparison` and `arm_pool` read them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class CompareOptions:
     steps: int | None = None
     """Steps per arm and block; by default those that take the slowest arm a quarter of a second."""
     proof_steps: int = 10
-    tune: bool = False
     max_foreign: float = 0.5
     """Drop blocks in which other processes took more than this share of all cores."""
     batch_size: int = 32
