@@ -19,6 +19,11 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 # With 5 blocks even their whole range contains the median with a probability of only 1 - 2/2**5 =
 # 93.75 %, less than the 95 % that an interval needs.
 MIN_BLOCKS = 6
+# Options that mean the same to `hvdtrain train`.
+_SHARED_WITH_TRAIN = (
+    "task set accumulate precision device lr clip_norm buffers unused_parameters uneven workers "
+    "seed".split()
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,20 +106,9 @@ class CompareOptions:
     def training(self, ranks: int) -> dict[str, Any]:
         """Return the options of `hvdtrain train` that all arms of a world size share."""
         return {
-            "task": self.task,
-            "set": self.set,
+            **{name: getattr(self, name) for name in _SHARED_WITH_TRAIN},
             "batch_size": self.batch_of(ranks),
-            "accumulate": self.accumulate,
-            "precision": self.precision,
-            "device": self.device,
-            "lr": self.lr,
-            "clip_norm": self.clip_norm,
-            "buffers": self.buffers,
-            "unused_parameters": self.unused_parameters,
-            "uneven": self.uneven,
-            "workers": self.workers,
             "threads": self.threads_of(ranks),
-            "seed": self.seed,
             "timeout": self.timeout_s,
             "epochs": 1_000_000_000,  # the comparison ends the training
         }

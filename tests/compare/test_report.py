@@ -28,6 +28,7 @@ from tests.compare.records import FAILED, make_record, summary_of
 from tests.launching import run
 
 Record = dict[str, Any]
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 NASTY = 'a<script>alert("1")</script>&amp;$x^2$'
 
 
@@ -443,6 +444,13 @@ def test_json_is_the_summary(written: Path, capsys: pytest.CaptureFixture[str]) 
     assert json.loads(capsys.readouterr().out) == json_of(written)
 
 
+def test_a_file_of_an_older_version_is_read() -> None:
+    """It has settings of arms, all-reduces and row numbers, which are left out."""
+    found = summarise(record.read(RESULTS / "compare"))
+    assert found.verdict.text.startswith("all 8 arms did the same work")
+    assert {row.verdict for row in found.speed} >= {"baseline", "faster", "slower", "ceiling"}
+
+
 @pytest.fixture
 def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     if request.param is not None:
@@ -461,7 +469,11 @@ def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         ("[1, 2]", "has schema None"),
         ('{"schema": 2}', "has schema 2; this hvdtrain reads 1"),
         ('{"schema": 1}', "is damaged, or no comparison: the record has no arms, blocks"),
-        ('{"schema": 1, "arms": {"a": 3}, "blocks": [1]}', "is damaged"),
+        ('{"schema": 1, "arms": {"a": 3}, "blocks": [1]}', "a is 3, not ArmRecord"),
+        (
+            '{"schema": 1, "arms": {}, "blocks": [{"index": "x", "arms": {}}]}',
+            'index is "x", not int',
+        ),
     ],
     indirect=["damaged"],
 )

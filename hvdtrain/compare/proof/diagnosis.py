@@ -9,30 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from hvdtrain.compare.formatting import tell_apart
-from hvdtrain.compare.proof.work_trace import Array, RankTrace
+from hvdtrain.compare.proof.distances import distance
+from hvdtrain.compare.proof.work_trace import RankTrace
 
 
 def near(value: float, expected: float) -> bool:
     """Return whether two factors are equal up to rounding and the error of sampling elements."""
     return math.isclose(value, expected, rel_tol=1e-3)
-
-
-def distance(a: Array, b: Array, scale: Array | None = None) -> float:
-    """Return the norm of a - b relative to the norm of `scale`, or of b.
-
-    Zero if they are equal, NaNs included; infinite if shapes differ or the ratio is not finite.
-    """
-    if a.shape != b.shape:
-        return math.inf
-    if np.array_equal(a, b, equal_nan=True):
-        return 0.0
-    norm = np.linalg.norm(b if scale is None else scale)
-    with np.errstate(invalid="ignore", over="ignore"):
-        result = float(np.linalg.norm(a - b) / norm) if norm else math.inf
-    return result if math.isfinite(result) else math.inf
 
 
 def explain_rate(ratio: float, num_ranks: int, accumulate: int) -> str:

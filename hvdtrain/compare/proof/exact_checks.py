@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hvdtrain.compare.formatting import tell_apart
 from hvdtrain.compare.proof import diagnosis
-from hvdtrain.compare.proof.diagnosis import distance
+from hvdtrain.compare.proof.distances import distance
 from hvdtrain.compare.proof.work_trace import ArmTraces, paired_steps
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdtrain.compare.proof.diagnosis import distance, near
+from hvdtrain.compare.proof.diagnosis import near
+from hvdtrain.compare.proof.distances import distance
 from hvdtrain.compare.proof.work_trace import Array
 
 

@@ -10,20 +10,13 @@ pure rounding noise depend on that order, and are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
-from hvdtrain.compare.proof.exact_checks import exact_differences
-from hvdtrain.compare.proof.numeric_checks import (
-    Limits,
-    final_distance,
-    first_difference,
-    gradient_distance,
-    is_bitwise_equal,
-    largest_distance,
-    numeric_differences,
-)
+from hvdtrain.compare.proof.distances import ArmPair, Limits
+from hvdtrain.compare.proof.exact_checks import Difference, exact_differences
+from hvdtrain.compare.proof.numeric_checks import first_difference, numeric_differences
 from hvdtrain.compare.proof.work_trace import ArmTraces, RankTrace
 from hvdtrain.compare.record import ParityRow
 
@@ -53,6 +46,7 @@ def compare(
     if problem:
         return [ParityRow(name, "not compared", problem) for name in others]
     limits = _limits(base, others.get(again))
+    usable = _usable_local_traces(local, base)
     rows = []
     for name, ranks in others.items():
         if name == ceiling:
@@ -60,39 +54,33 @@ def compare(
             rows.append(ParityRow(name, "not compared", text))
         elif not ranks:
             rows.append(ParityRow(name, "not compared", "it left no trace of its work"))
+        elif len(ranks) != len(base):
+            text = f"{len(ranks)} ranks, and {baseline} has {len(base)}"
+            cause = "other numbers of ranks are not the same work"
+            rows.append(ParityRow(name, "unequal", text, cause=cause))
         else:
-            rows.append(
-                _judge(name, ranks, base, _usable_local_traces(local, base), limits, baseline)
-            )
+            exact = exact_differences(ranks, base, baseline)
+            rows.append(_judge(name, ArmPair(ranks, base, limits), exact, usable))
     return rows
 
 
 def _judge(
-    name: str,
-    arm: ArmTraces,
-    base: ArmTraces,
-    local: ArmTraces | None,
-    limits: Limits,
-    baseline: str,
+    name: str, pair: ArmPair, exact: Iterator[Difference], local: ArmTraces | None
 ) -> ParityRow:
-    if len(arm) != len(base):
-        text = f"{len(arm)} ranks, and {baseline} has {len(base)}"
-        cause = "other numbers of ranks are not the same work"
-        return ParityRow(name, "unequal", text, cause=cause)
+    """Return the verdict on one arm. `exact`: its exact differences."""
+    limits = pair.limits
     # Lazily: the first difference explains the others, and later checks rely on earlier ones.
-    differences = chain(
-        exact_differences(arm, base, baseline), numeric_differences(arm, base, local, limits)
-    )
+    differences = chain(exact, numeric_differences(pair, local))
     if found := next(differences, None):
-        first = first_difference(arm, base, limits) or "losses and gradients are always the same"
+        first = first_difference(pair) or "losses and gradients are always the same"
         cause = found.cause or f"no known cause fits; {first}"
         tolerance = 0.0 if limits.bitwise and found.tolerance else found.tolerance
         apart = _finite(found.distance)
         return ParityRow(name, "unequal", found.text, apart, tolerance, cause)
-    steps = f"{len(base[0].steps)} steps"
-    if is_bitwise_equal(arm, base):
+    steps = f"{len(pair.base[0].steps)} steps"
+    if pair.is_bitwise_equal:
         return ParityRow(name, "bitwise", f"parameters bitwise equal after {steps}", 0.0, 0.0)
-    apart, left_out = final_distance(arm, base, limits)
+    apart, left_out = pair.final_distance()
     text = (
         f"parameters equal within {apart:.1e} after {steps}, relative to how far training moved "
         f"them ({limits.final:.1e} is allowed: {limits.reason})"
@@ -122,9 +110,8 @@ def baseline_problem(name: str, base: ArmTraces, again: ArmTraces | None) -> str
             return f"the baseline {name} starts from other weights when it is run again{own}"
         if any(_content(a) != _content(b) for a, b in zip(again, base, strict=True)):
             return f"the baseline {name} sees other samples when it is run again{own}"
-        apart = max(
-            largest_distance(again, base, _default_limits(base)), gradient_distance(again, base)
-        )
+        pair = ArmPair(again, base, _default_limits(base))
+        apart = max(pair.largest_distance(), pair.distance("gradient"))
         if _AGAIN_FACTOR * apart > _MAX_RANDOM:
             return f"the baseline {name} is {apart:.2g} apart from itself when it is run again{own}"
     return ""
@@ -133,7 +120,8 @@ def baseline_problem(name: str, base: ArmTraces, again: ArmTraces | None) -> str
 def _limits(base: ArmTraces, again: ArmTraces | None) -> Limits:
     """Return the limits, tighter or wider than `_default_limits` by what the A/A pair shows."""
     n, limits = len(base), _default_limits(base)
-    repeats = bool(again) and is_bitwise_equal(again or (), base)
+    pair = ArmPair(again, base, limits) if again else None
+    repeats = pair is not None and pair.is_bitwise_equal
     if repeats and _narrowest_type(base) != "fp64":
         # If the A/A pair is bitwise equal, every arm has the same local gradients, whatever
         # autocast does; they are averaged in the dtype of the weights.
@@ -141,12 +129,12 @@ def _limits(base: ArmTraces, again: ArmTraces | None) -> Limits:
     if repeats and n <= 2:
         why = f"the baseline repeats itself bit by bit, and {n} ranks sum exactly"
         return replace(limits, reason=why, bitwise=True)
-    if not repeats and again:
+    if pair is not None and not repeats:
         # No arm has to reproduce what the baseline itself does not.
         return replace(
             limits,
-            gradient=max(limits.gradient, _AGAIN_FACTOR * gradient_distance(again, base)),
-            final=max(limits.final, _AGAIN_FACTOR * largest_distance(again, base, limits)),
+            gradient=max(limits.gradient, _AGAIN_FACTOR * pair.distance("gradient")),
+            final=max(limits.final, _AGAIN_FACTOR * pair.largest_distance()),
             reason="the model itself is not deterministic",
         )
     return limits

@@ -1,7 +1,7 @@
 """Recorder of work traces: hooks around the first steps of an arm, inside its ranks.
 
-`worker` runs it for the call `prove`. It removes all hooks at the end, so that the timed steps run
-without them. The trace itself is in `trace`.
+`worker` runs it for the call `trace`. It removes all hooks at the end, so that the timed steps run
+without them. The trace itself is a RankTrace of `work_trace`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.compare.proof.work_trace import (
-    MAX_SAMPLED,
-    Array,
-    ElementSample,
-    RankTrace,
-    StepTrace,
-)
+from hvdtrain.compare.proof import work_trace
+from hvdtrain.compare.proof.work_trace import Array, ElementSample, RankTrace, StepTrace
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data import map_tensors
 from hvdtrain.training.metrics import fingerprint
@@ -33,14 +28,7 @@ from hvdtrain.training.trainer import StepTaken
 # Elements processed at once: few, so that peak memory is that of training, not of the recorder.
 PIECE = 1 << 18
 # Options that change how a step is computed, not what it computes; arms may differ in them.
-_HOW_OPTIONS = {
-    "params",
-    "param_names",
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-}
+_HOW_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
 class Loop(Protocol):
@@ -63,11 +51,11 @@ def record_trace(loop: Loop, steps: Iterator[StepTaken], num_steps: int) -> Rank
     with recorder.recording():
         for _ in range(num_steps):
             recorder.trace.steps.append(StepTrace())
-            taken = next(steps, None)
-            if taken is None:
+            step = next(steps, None)
+            if step is None:
                 recorder.trace.steps.pop()
                 break
-            recorder.trace.steps[-1].loss = float(taken.loss)
+            recorder.trace.steps[-1].loss = float(step.loss)
     recorder.finish()
     return recorder.trace
 
@@ -187,11 +175,11 @@ class TraceRecorder:
     def _norm(self, tensors: Sequence[Tensor | None]) -> float:
         """Return the norm of all tensors together, in float64."""
         device = self._loop.backend.device
-        room = torch.empty(PIECE, dtype=torch.float64, device=device)
+        buffer = torch.empty(PIECE, dtype=torch.float64, device=device)
         total = torch.zeros((), dtype=torch.float64, device=device)
         for t in tensors:
             for piece in () if t is None else pieces(t.detach()):
-                total += room[: piece.numel()].view(piece.shape).copy_(piece).square_().sum()
+                total += buffer[: piece.numel()].view(piece.shape).copy_(piece).square_().sum()
         return float(total.sqrt())
 
     def _sample_gradient(self) -> Array:
@@ -216,17 +204,17 @@ def pieces(t: Tensor) -> Iterator[Tensor]:
 
 def _stride(tensors: list[Tensor]) -> int:
     """Return the sampling stride. It restarts in each tensor, so that each has a sample."""
-    room = max(1, MAX_SAMPLED - len(tensors))
+    room = max(1, work_trace.MAX_SAMPLED - len(tensors))
     return max(1, -(-sum(t.numel() for t in tensors) // room))
 
 
 def _sample(tensors: list[Tensor], stride: int) -> Array:
-    def taken(t: Tensor) -> Array:
+    def sampled(t: Tensor) -> Array:
         # Not `reshape(-1)[::stride]`, which copies the whole tensor if it is not contiguous.
         chosen = t.detach().take(torch.arange(0, t.numel(), stride, device=t.device))
         return chosen.double().cpu().numpy()
 
-    return np.concatenate([taken(t) for t in tensors]) if tensors else np.empty(0)
+    return np.concatenate([sampled(t) for t in tensors]) if tensors else np.empty(0)
 
 
 def hash_samples(batch: Any) -> list[str]:

@@ -219,10 +219,7 @@ def add_references(arms: list[Arm], base: Arm) -> list[Arm]:
     own = [replace(arm, role="baseline") if arm.name == base.name else arm for arm in arms]
     again = replace(base, name=f"{base.name} again", role="again")
     hand = Arm(f"by hand ({transport})", "ddp", transport, "torchrun", base.ranks, "by hand")
-    control_transport = (
-        NCCL if base.transport == NCCL else "gloo"
-    )  # only for barriers and small values
-    alone = Arm(
-        "no communication", NO_COMMUNICATION, control_transport, "torchrun", base.ranks, "ceiling"
-    )
+    control = NCCL if base.transport == NCCL else "gloo"  # for barriers and small values only
+    name = "no communication"
+    alone = Arm(name, NO_COMMUNICATION, control, "torchrun", base.ranks, "ceiling")
     return [*own, again, hand, alone]
