@@ -232,7 +232,7 @@ def _make_folder(options: CompareOptions) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         if not any(folder.iterdir()):
             with contextlib.suppress(FileExistsError):
-                (folder / "logs").mkdir()  # of two that are told the same folder one has it
+                (folder / "logs").mkdir()  # succeeds for one of two comparisons
                 return folder
     except OSError as error:
         raise InputError(f"--output {folder} cannot be used: {error.strerror}") from None

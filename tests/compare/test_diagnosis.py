@@ -194,7 +194,7 @@ def test_values_that_are_not_finite_are_equal_to_themselves_alone() -> None:
     gradient[0] = np.nan
     both = arm(2, everywhere(2, gradient))
     assert verdict(arm(2, everywhere(2, gradient)), base=both).verdict == "bitwise"
-    refused(arm(2, everywhere(2, gradient)), "more than can be said")
+    refused(arm(2, everywhere(2, gradient)), "a non-finite amount")
 
 
 # What is counted
@@ -521,12 +521,12 @@ def test_nothing_is_compared_with_a_baseline_that_proves_nothing() -> None:
     other_data = arm(2)
     other_data[0].steps[0].samples[0] = "other"
     for base, again, words in (
-        ([], arm(2), "left no trace"),
+        ([], arm(2), "recorded no work trace"),
         (apart, arm(2), "end with different parameters"),
         (arm(2), other_data, "sees other samples when it is run again; seed"),
         (arm(2), arm(2, initial_sha256="other"), "starts from other weights"),
-        (arm(2), arm(2, noise=5.0), "apart from itself"),
-        (arm(2), first_gradient_times(1.5), "apart from itself"),
+        (arm(2), arm(2, noise=5.0), "when it is run again"),
+        (arm(2), first_gradient_times(1.5), "when it is run again"),
     ):
         rows = compare({"base": base, "again": again, "arm": arm(2)}, "base", "again")
         assert {row.verdict for row in rows} == {"not compared"}

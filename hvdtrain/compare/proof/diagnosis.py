@@ -53,8 +53,8 @@ def explain_weights(arm: RankTrace, base: RankTrace) -> str:
             "broadcast only the state that exists"
         )
     return (
-        "the initial weights are drawn otherwise: another seed, or random numbers taken before the "
-        "model is made"
+        "the initial weights are drawn differently: another seed, or random numbers drawn before "
+        "the model is made"
     )
 
 
@@ -132,7 +132,7 @@ def explain_use(mine: float, its: float) -> str:
     norms = tell_apart(mine, its, 4)
     return (
         f"the gradients (norm {norms[0]}, not {norms[1]}) are changed between finish_backward and "
-        "the optimizer: clipped otherwise, or reduced again within step()"
+        "the optimizer: clipped differently, or reduced again within step()"
     )
 
 

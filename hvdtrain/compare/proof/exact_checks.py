@@ -45,6 +45,7 @@ def exact_differences(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterato
 
 
 def _models(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
+    """Yield differences in the parameters' types, shapes and initial values."""
     for a, b in zip(arm, base, strict=True):
         if set(a.parameters) != set(b.parameters):
             kinds = ", ".join(a.parameters), ", ".join(b.parameters)
@@ -66,7 +67,7 @@ def _models(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Differen
             )
             yield Difference(text, cause)
     if len({a.initial_sha256 for a in arm}) > 1:
-        text = "rank 0's weights are not given to the others before training"
+        text = "rank 0's weights are not broadcast to the other ranks before training"
         yield Difference("the ranks start from different parameters", text)
     if arm[0].initial_sha256 != base[0].initial_sha256:
         apart = distance(arm[0].elements.initial, base[0].elements.initial)
@@ -75,6 +76,7 @@ def _models(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Differen
 
 
 def _options(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
+    """Yield differences in training options, hyper-parameters and the optimizer's state."""
     for a, b in zip(arm, base, strict=True):
         for name in ("precision", "accumulate", "clip_norm", "buffers_policy", "optimizer"):
             mine, its = getattr(a, name), getattr(b, name)
@@ -114,6 +116,7 @@ def _differing_settings(mine: list[dict[str, str]], its: list[dict[str, str]]) -
 
 
 def _rates(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
+    """Yield differences in learning rates and numbers of optimizer steps."""
     for number, rank, a, b in paired_steps(arm, base):
         if a.lr and b.lr and a.lr != b.lr:
             group = next(
@@ -139,12 +142,13 @@ def _rates(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Differenc
 
 
 def _data(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
+    """Yield differences in micro-batches and samples."""
     for number, rank, a, b in paired_steps(arm, base):
         if a.micro_batches != b.micro_batches:
             yield Difference(
                 f"{a.micro_batches} micro-batches in step {number} on rank {rank}, {baseline} has "
                 f"{b.micro_batches}",
-                "windows of accumulation begin or end elsewhere",
+                "accumulation windows begin or end at other micro-batches",
             )
         if a.samples == b.samples:
             continue
@@ -163,6 +167,7 @@ def _data(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference
 
 
 def _gradient_types(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
+    """Yield differences in the types and sizes of the gradients at `optimizer.step`."""
     for number, rank, a, b in paired_steps(arm, base):
         if a.gradient_dtypes != b.gradient_dtypes:
             kinds = ", ".join(a.gradient_dtypes), ", ".join(b.gradient_dtypes)

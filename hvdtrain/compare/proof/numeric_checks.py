@@ -225,7 +225,7 @@ def _diagnose_rounding(pair: ArmPair) -> str | None:
 
 def _percent(apart: float) -> str:
     if not np.isfinite(apart):
-        return "more than can be said"
+        return "a non-finite amount"
     return f"{apart:.0%}" if apart >= 0.01 else f"{apart:.1e}"
 
 

@@ -53,7 +53,7 @@ def compare(
             text = "does not communicate: its ranks train apart, and show how fast a step can be"
             rows.append(ParityRow(name, "not compared", text))
         elif not ranks:
-            rows.append(ParityRow(name, "not compared", "it left no trace of its work"))
+            rows.append(ParityRow(name, "not compared", "it recorded no work trace"))
         elif len(ranks) != len(base):
             text = f"{len(ranks)} ranks, and {baseline} has {len(base)}"
             cause = "other numbers of ranks are not the same work"
@@ -99,7 +99,7 @@ def _judge(
 def baseline_problem(name: str, base: ArmTraces, again: ArmTraces | None) -> str:
     """Return why the baseline is unfit for comparison, else "". `again`: its duplicate (A/A)."""
     if not base:
-        return f"the baseline {name} left no trace of its work"
+        return f"the baseline {name} recorded no work trace"
     if len({a.initial_sha256 for a in base}) > 1:
         return f"the ranks of the baseline {name} start from different parameters"
     if len({a.final_sha256 for a in base}) > 1:
@@ -113,7 +113,7 @@ def baseline_problem(name: str, base: ArmTraces, again: ArmTraces | None) -> str
         pair = ArmPair(again, base, _default_limits(base))
         apart = max(pair.largest_distance(), pair.distance("gradient"))
         if _AGAIN_FACTOR * apart > _MAX_RANDOM:
-            return f"the baseline {name} is {apart:.2g} apart from itself when it is run again{own}"
+            return f"the baseline {name} differs by {apart:.2g} when it is run again{own}"
     return ""
 
 

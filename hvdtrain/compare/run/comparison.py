@@ -100,7 +100,7 @@ class Comparison:
             base = self._pool.key_of("baseline", size)
             if base not in self._pool.live:
                 status = self.record.arms[base].status
-                why = f"nothing to hold it against: its baseline {base} {status}"
+                why = f"cannot be compared: its baseline {base} {status}"
                 for key in [k for k in self._pool.live if self._pool.arms[k].ranks == size]:
                     self._pool.lose(key, "failed", why)
 
@@ -148,7 +148,7 @@ class Comparison:
             # No arm has to reproduce what the baseline itself does not.
             repeats = base in ends and ends[base] == ends.get(again)
             if repeats and ends[key][0] == ends[base][0] and ends[key] != ends[base]:
-                why = f"after {ends[key][0]} steps its parameters were no longer those of {base}"
+                why = f"after {ends[key][0]} steps its parameters differed from {base}'s"
                 self._pool.lose(key, "refused", why)
 
     # Timing
