@@ -19,10 +19,11 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,7 +66,10 @@ class ArmProcess:
         self._connections: list[Connection] = []
         self._call_name = "start"
         self._released = False
-        self._listener = Listener(str(address), "AF_UNIX", backlog=size)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(address))
+        self._listener.listen(size)
+        self._listener.settimeout(0.2)
         with open(self.log, "ab") as output:
             self._log_begin = output.tell()  # the log may have output of earlier starts
             try:
@@ -85,12 +89,10 @@ class ArmProcess:
     def meet(self, timeout_s: float) -> None:
         """Wait until every rank has connected; they keep running. Raise ArmFailed."""
         by_rank: dict[int, tuple[int, Connection]] = {}
-        socket = self._listener._listener._socket  # type: ignore[attr-defined]
-        socket.settimeout(0.2)
         deadline = time.monotonic() + timeout_s
         while len(by_rank) < self.size:
             try:
-                connection = self._listener.accept()
+                connection = Connection(self._listener.accept()[0].detach())
             except TimeoutError:
                 if self.process.poll() is not None:
                     raise ArmFailed(f"did not start: {self._error_line()}") from None
