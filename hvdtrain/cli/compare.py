@@ -180,22 +180,22 @@ def run(options: CompareOptions) -> None:
     options = dataclasses.replace(options, device=device)
     arms, left_out = choose_all_arms(options)
     folder = _make_folder(options)
-    display = terminal.Live()
+    display = terminal.ProgressTable()
     comparison = Comparison(options, arms, display, folder)
     record = comparison.record
     record.config.device_reason = why
     try:
         with display:
-            display.say(f"device   {device} ({why})")
+            display.print_line(f"device   {device} ({why})")
             for name, why in left_out:
-                display.say(f"not compared: {name}: {why}")
+                display.print_line(f"not compared: {name}: {why}")
             comparison.run()
     finally:
         if record.blocks or record.parity:
             with undisturbed():
                 page = html_report.write(record, folder)
                 terminal.show(summarise(record))
-                display.say(f"report   {page}")
+                display.print_line(f"report   {page}")
     if error_text := _error_text(record):
         raise HvdtrainError(f"{error_text} (see {folder})")
 

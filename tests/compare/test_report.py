@@ -391,7 +391,7 @@ def test_without_a_terminal_the_live_table_is_plain_lines() -> None:
     found = make_record(blocks=10)
     out = io.StringIO()
     so_far = parse(found | {"blocks": []})
-    with terminal.Live(out) as live:
+    with terminal.ProgressTable(out) as live:
         for block in parse(found).blocks:
             so_far.blocks.append(block)
             live.update(so_far, f"block {block.index + 1}")
@@ -410,7 +410,7 @@ def test_without_a_terminal_the_live_table_is_plain_lines() -> None:
 def test_the_live_table_says_what_each_arm_does() -> None:
     found = make_record(blocks=6)
     found["arms"]["ddp/mpi"]["status"] = "waiting"
-    live = terminal.Live(io.StringIO())
+    live = terminal.ProgressTable(io.StringIO())
     live.update(parse(found), "block 7")
     out = io.StringIO()
     from rich.console import Console

@@ -81,22 +81,23 @@ def caution(record: Record) -> str | None:
         return None
     dropped = [block for block in record.blocks if not block.kept]
     starts = len({block.generation for block in kept})
-    said, limit = [], record.config.max_foreign
+    notes, limit = [], record.config.max_foreign
     if len(kept) < FEW_BLOCKS or starts == 1 or dropped:
         text = f"From {count(len(kept), 'block')} of {count(starts, 'start')}"
         if starts == 1:
             text += ": one start of a program can be faster than the next by some percent, as long "
             text += "as it lives, and no interval shows that; a longer --budget has several"
-        said.append(text)
+        notes.append(text)
     if dropped:
         more = f"{count(len(dropped), 'more block was', 'more blocks were')} dropped"
-        said.append(f"{more}, {why_dropped(dropped, limit)}")
-    taken = shares(kept)
-    if taken and (np.median(taken) >= LOADED or max(taken) > CompareOptions.max_foreign):
+        notes.append(f"{more}, {why_dropped(dropped, limit)}")
+    others = shares(kept)
+    if others and (np.median(others) >= LOADED or max(others) > CompareOptions.max_foreign):
         text = "Measured under load: in the blocks that count others took "
-        text += f"{100 * np.median(taken):.0f} % of the cores (median; at most "
-        said.append(f"{text}{100 * max(taken):.0f} %), and a difference between arms may be theirs")
-    return ". ".join(said) + "." if said else None
+        text += f"{100 * np.median(others):.0f} % of the cores (median; at most "
+        text += f"{100 * max(others):.0f} %), and a difference between arms may be theirs"
+        notes.append(text)
+    return ". ".join(notes) + "." if notes else None
 
 
 def shares(blocks: Iterable[Block]) -> list[float]:
@@ -106,12 +107,12 @@ def shares(blocks: Iterable[Block]) -> list[float]:
 
 def why_dropped(blocks: Sequence[Block], limit: float | None) -> str:
     """Return one text for all dropped blocks: why they do not count, and what to do."""
-    taken = [100 * share for share in shares(blocks)]
+    others = [100 * share for share in shares(blocks)]
     text = "for the load of others"
-    if taken:
-        low, high = f"{min(taken):.0f}", f"{max(taken):.0f}"
+    if others:
+        low, high = f"{min(others):.0f}", f"{max(others):.0f}"
         if limit is not None:
-            low, _ = tell_apart(min(taken), 100 * limit, 0, "f")
+            low, _ = tell_apart(min(others), 100 * limit, 0, "f")
         text = f"since others took {low if low == high else f'{low} to {high}'} % of the cores"
     if limit is not None:
         text += f", and --max-foreign allows {100 * limit:g}%"

@@ -1,7 +1,7 @@
 """Terminal output of a comparison: a live table while it runs, and the tables at its end.
 
-`hvdtrain compare` uses `Live` and `show`, and `hvdtrain report` uses `show`. It is readable at 80
-columns. Without a terminal it is plain lines.
+`hvdtrain compare` uses `ProgressTable` and `show`, and `hvdtrain report` uses `show`. It is
+readable at 80 columns. Without a terminal it is plain lines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import numpy as np
 from rich import box
 from rich.console import Console, Group
-from rich.live import Live as RichLive
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -132,7 +132,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-class Live:
+class ProgressTable:
     """The table that is updated while a comparison runs. A context manager.
 
     Call `update` after each change of the record; it reads only the blocks added since the last.
@@ -140,14 +140,14 @@ class Live:
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._console = Console(file=file, highlight=False, markup=False, emoji=False)
-        self._live: RichLive | None = None
+        self._live: Live | None = None
         self._times: dict[str, dict[int, float]] = {}
-        self._read = self._dropped = 0
-        self._said = ""
+        self._num_read = self._num_dropped = 0
+        self._last_activity = ""
 
-    def __enter__(self) -> Live:
+    def __enter__(self) -> ProgressTable:
         if self._console.is_terminal:
-            self._live = RichLive(
+            self._live = Live(
                 console=self._console, auto_refresh=False, transient=True, redirect_stdout=False
             )
             self._live.start()
@@ -157,22 +157,22 @@ class Live:
         if self._live is not None:
             self._live.stop()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line that stays."""
         self._console.print(Text(text), soft_wrap=True)
         self._flush()
 
-    def update(self, record: Record, doing: str) -> None:
+    def update(self, record: Record, activity: str) -> None:
         """Show the results so far, and the current activity."""
         fresh = self._add(record)
         if self._live is not None:
-            self._live.update(Group(self.rows(record), Text(doing, "bold")), refresh=True)
+            self._live.update(Group(self.rows(record), Text(activity, "bold")), refresh=True)
             return
-        if doing != self._said:
-            self.say(doing)
-            self._said = doing
-        if fresh and self._read % 5 == 0:  # a log needs no line per block
-            self.say(self._line(record))
+        if activity != self._last_activity:
+            self.print_line(activity)
+            self._last_activity = activity
+        if fresh and self._num_read % 5 == 0:  # a log needs no line per block
+            self.print_line(self._line(record))
 
     def rows(self, record: Record) -> Table:
         """Return the table: each arm, its state, blocks, median step and ratio to the baseline."""
@@ -191,12 +191,12 @@ class Live:
 
     def _add(self, record: Record) -> bool:
         """Read the new blocks of the record. Return whether there were any."""
-        fresh = record.blocks[self._read :]
+        fresh = record.blocks[self._num_read :]
         for block in fresh:
-            self._dropped += not block.kept
+            self._num_dropped += not block.kept
             for key, times in block.arms.items() if block.kept else ():
                 self._times.setdefault(key, {})[block.index] = stats.block_ms(times.step_ms)
-        self._read = len(record.blocks)
+        self._num_read = len(record.blocks)
         return bool(fresh)
 
     def _ratio(self, record: Record, key: str) -> str:
@@ -215,9 +215,9 @@ class Live:
                 ratio = self._ratio(record, key)
                 ratio = f" ({ratio}x)" if ratio and ratio != "baseline" else ""
                 parts.append(f"{key} {formatting.figures(float(np.median(times)))} ms{ratio}")
-        text = f"after {formatting.count(self._read, 'block')}"
-        if self._dropped:
-            text += f", {self._dropped} of them dropped for the load of others"
+        text = f"after {formatting.count(self._num_read, 'block')}"
+        if self._num_dropped:
+            text += f", {self._num_dropped} of them dropped for the load of others"
         return f"{text}: {', '.join(parts)}" if parts else text
 
     def _flush(self) -> None:

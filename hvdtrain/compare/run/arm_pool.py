@@ -35,12 +35,12 @@ _LAUNCHER_VARIABLES = tuple(
 
 
 class ProgressDisplay(Protocol):
-    """The display of progress: `terminal.Live`."""
+    """The display of progress: `terminal.ProgressTable`."""
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line that stays."""
 
-    def update(self, record: Record, doing: str) -> None:
+    def update(self, record: Record, activity: str) -> None:
         """Show the results so far, and the current activity."""
 
 
@@ -77,9 +77,9 @@ class ArmPool:
             finally:
                 self._sockets.cleanup()
 
-    def say(self, doing: str) -> None:
+    def show_activity(self, activity: str) -> None:
         """Show the current activity."""
-        self._display.update(self.record, doing)
+        self._display.update(self.record, activity)
 
     def key_of(self, role: Role, ranks: int) -> str:
         """Return the key of the only arm of a role at a world size."""
@@ -89,7 +89,7 @@ class ArmPool:
     def start(self, keys: list[str]) -> None:
         """Start arms in parallel, and open model and loop in each."""
         began = time.monotonic()
-        self.say(f"starting {len(keys)} arms")
+        self.show_activity(f"starting {len(keys)} arms")
         for key in keys:
             try:
                 self.live[key] = self._launch(key)
@@ -121,7 +121,7 @@ class ArmPool:
             # It stays in `live` until it has ended, in case of Ctrl-C.
             self.live[key].end(gently=status == "refused")
             self.live.pop(key, None)
-        self.say(f"{key} {status}: {reason}")
+        self.show_activity(f"{key} {status}: {reason}")
 
     def end_all(self, gently: bool) -> None:
         """End all arms. `gently`: by a normal exit, else by SIGKILL."""

@@ -46,9 +46,9 @@ class BlockTimer:
         began = time.monotonic()
         medians: dict[str, float] = {}
         settled: set[str] = set()
-        steps, taken = WARM_STEPS[0], 0
+        steps, steps_taken = WARM_STEPS[0], 0
         for _ in range(WARM_ROUNDS):
-            self._pool.say(f"warming up, {taken + steps} steps")
+            self._pool.show_activity(f"warming up, {steps_taken + steps} steps")
             for key in list(self._pool.live):
                 times = self._pool.call(key, "time_steps", steps, 0)
                 if times is None:
@@ -57,13 +57,13 @@ class BlockTimer:
                 if abs(median / medians.get(key, math.inf) - 1) < WARM_ALIKE:
                     settled.add(key)
                 medians[key] = median
-            taken += steps
+            steps_taken += steps
             if settled.issuperset(self._pool.live):
                 break
             steps = _steps_in(BLOCK_S, medians, WARM_STEPS)
         for key in list(self._pool.live):
             row = self._record.arms[key]
-            row.warm_up_steps, row.even = taken, key in settled
+            row.warm_up_steps, row.even = steps_taken, key in settled
             # Read now: later copies would raise the peak.
             row.peak_mib = _rounded(self._pool.call(key, "peak_mib") or [])
         if not self.steps and medians:
@@ -101,7 +101,7 @@ class BlockTimer:
 
     def time_pass(self, index: int) -> None:
         """Time the parts of steps, with a barrier before each; and a memcpy of all gradients."""
-        self._pool.say("where the time goes")
+        self._pool.show_activity("where the time goes")
         arms: dict[str, PhaseTimes] = {}
         meter = _OwnLoadMeter()
         for key in self._shuffled():

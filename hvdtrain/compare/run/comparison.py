@@ -90,7 +90,7 @@ class Comparison:
         self._drop_without_baseline()
         for key in self._pool.live:
             self.record.arms[key].status = "measured"
-        self._pool.say("done")
+        self._pool.show_activity("done")
 
     # Equal work
 
@@ -109,7 +109,7 @@ class Comparison:
         steps = self.options.proof_steps
         traces: dict[str, Sequence[RankTrace]] = {}
         for key in list(self._pool.live):
-            self._pool.say(f"proving equal work: {key}, {steps} steps")
+            self._pool.show_activity(f"proving equal work: {key}, {steps} steps")
             traces[key] = self._pool.call(key, "trace", steps) or ()
             self.record.accounts[key] = [trace.to_dict() for trace in traces[key]]
         for size in self.options.ranks:
@@ -163,7 +163,7 @@ class Comparison:
                 self._restart(index)
                 if len(self._pool.live) < 2:
                     continue  # `_why_to_stop` ends the loop
-            self._pool.say(f"block {index + 1}, {self._timer.steps} steps of each arm")
+            self._pool.show_activity(f"block {index + 1}, {self._timer.steps} steps of each arm")
             self._timer.time_block(index, self._schedule.generation)
             if pass_is_due(self.record):
                 self._timer.time_pass(index)
@@ -190,7 +190,7 @@ class Comparison:
         self._check_final_parameters()
         self._drop_without_baseline()
         keys = list(self._pool.live)
-        self._pool.say(f"starting anew, after {len(self.record.blocks)} blocks")
+        self._pool.show_activity(f"starting anew, after {len(self.record.blocks)} blocks")
         self._pool.end_all(gently=True)
         self._pool.start(keys)
         self._drop_without_baseline()

@@ -99,9 +99,9 @@ def load_average() -> list[float] | None:
 
 def too_busy(load: Load, limit: float) -> str | None:
     """Return why a block with this load is dropped, or None. `limit`: a share of all cores."""
-    taken = (load.foreign or 0.0) + (load.steal or 0.0)
-    if taken <= limit or limit >= 1:
+    share = (load.foreign or 0.0) + (load.steal or 0.0)
+    if share <= limit or limit >= 1:
         return None
     stolen = f", {100 * load.steal:.0f} % of it the host" if load.steal else ""
-    shares = tell_apart(100 * taken, 100 * limit, 0, "f")
+    shares = tell_apart(100 * share, 100 * limit, 0, "f")
     return f"others took {shares[0]} % of the cores{stolen} (limit {shares[1]} %)"

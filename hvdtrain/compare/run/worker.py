@@ -70,9 +70,9 @@ class ArmRank:
 
     def _numbered(self, steps: Iterator[StepTaken]) -> Iterator[StepTaken]:
         """Yield the same steps, and remember the number of the last."""
-        for taken in steps:
-            self._last_step = taken.number
-            yield taken
+        for step in steps:
+            self._last_step = step.number
+            yield step
 
     def facts(self) -> RankFacts:
         """Return the settings in force on this rank."""
@@ -115,20 +115,20 @@ class ArmRank:
             next(self._steps)
         # CUDA steps are asynchronous: events in the stream time them without a synchronisation.
         clock = _Clock(self._is_cuda)
-        found, taken = StepTimes(), None
+        found, step = StepTimes(), None
         cpu = time.process_time()
         clock.mark()
         for _ in range(steps):
-            taken = next(self._steps)
+            step = next(self._steps)
             clock.mark()
-            found.input_ms.append(1000 * taken.data_s)
+            found.input_ms.append(1000 * step.data_s)
         found.step_ms = clock.between_ms()
         found.cpu_s = time.process_time() - cpu
         found.whole_cpu_s = time.process_time() - begin
-        assert taken is not None
-        if not torch.isfinite(taken.loss):
+        assert step is not None
+        if not torch.isfinite(step.loss):
             raise TrainingDiverged(
-                f"the loss became {float(taken.loss)} by step {taken.number}, and steps on such "
+                f"the loss became {float(step.loss)} by step {step.number}, and steps on such "
                 "numbers are not what training costs; lower the learning rate with --lr"
             )
         return found
@@ -151,13 +151,13 @@ class ArmRank:
             for _ in range(steps):
                 self.backend.barrier()
                 begin = time.perf_counter()
-                taken = next(self._steps)
+                step = next(self._steps)
                 self._synchronise()
                 whole = time.perf_counter() - begin
                 found.step_ms.append(1000 * whole)
-                found.input_ms.append(1000 * taken.data_s)
+                found.input_ms.append(1000 * step.data_s)
                 found.optimizer_ms.append(1000 * self._optimizer_s)
-                found.rest_ms.append(1000 * (whole - taken.data_s - self._optimizer_s))
+                found.rest_ms.append(1000 * (whole - step.data_s - self._optimizer_s))
         finally:
             del precision.step
         found.whole_cpu_s = time.process_time() - cpu
