@@ -22,7 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from hvdtrain import provenance
 from hvdtrain.compare import record
-from hvdtrain.compare.analysis.summary import summarise
+from hvdtrain.compare.analysis.summary import Summary, summarise
+from hvdtrain.compare.record import Record
 from hvdtrain.compare.run import machine
 
 BUSY = """
@@ -55,7 +56,7 @@ ARMS = {
 }
 
 
-def compare(budget: str, more: list[str]) -> dict[str, Any]:
+def compare(budget: str, more: list[str]) -> Record:
     """One comparison as a user runs it; its record."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
@@ -69,11 +70,12 @@ def compare(budget: str, more: list[str]) -> dict[str, Any]:
         return record.read(out)
 
 
-def verdicts(found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    rows = {row["arm"]: row for row in summarise(found)["speed"]}
+def verdicts(summary: Summary) -> dict[str, list[dict[str, Any]]]:
+    rows = {row.arm: row for row in summary.speed}
     wanted = ("verdict", "ratio", "low", "high", "blocks")
     return {
-        name: [{k: rows[arm][k] for k in wanted} for arm in pair] for name, pair in ARMS.items()
+        name: [{k: getattr(rows[arm], k) for k in wanted} for arm in pair]
+        for name, pair in ARMS.items()
     }
 
 
@@ -98,19 +100,19 @@ def measure(options: argparse.Namespace, more: list[str]) -> None:
     for number in range(len(runs), options.runs):
         found = compare(options.budget, [*more, "--seed", str(number)])
         summary = summarise(found)
-        load, starts = summary["load"], found["config"].get("starts")
-        rows = verdicts(found)
+        rows = verdicts(summary)
         about = {
             "budget": options.budget,
-            "starts": starts,
-            "commit": found["commit"],
-            "time": found["ended"],
+            "starts": found.config.starts,
+            "commit": found.commit,
+            "time": found.ended,
         }
-        runs.append({"rows": rows, "aa": summary["aa"], "load": load, **about})
+        load = summary.load
+        runs.append({"rows": rows, "aa": summary.aa, "load": load, **about})
         said = [
             f"{n}: {r['verdict']} {r['ratio'] or 0:.3f}" for n, pair in rows.items() for r in pair
         ]
-        print(f"{number + 1}/{options.runs}  {'  '.join(said)}  ({load['blocks_kept']} blocks)")
+        print(f"{number + 1}/{options.runs}  {'  '.join(said)}  ({load.blocks_kept} blocks)")
         write(runs, options)
 
 
@@ -130,7 +132,7 @@ def write(runs: list[dict[str, Any]], options: argparse.Namespace) -> None:
         "time": provenance.now(),
     }
     options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    options.output.write_text(json.dumps(result, default=vars, indent=1) + "\n")
     print(f"    {counts}", flush=True)
 
 

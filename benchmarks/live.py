@@ -19,7 +19,7 @@ from typing import Any
 from hvdtrain import provenance
 from hvdtrain.compare.analysis import stats
 from hvdtrain.compare.run import machine as host
-from hvdtrain.compare.run.arm_process import Ranks
+from hvdtrain.compare.run.arm_process import ArmProcess
 
 START_S = 180.0
 LAUNCHERS = {
@@ -33,19 +33,19 @@ LAUNCHERS = {
 @contextlib.contextmanager
 def arms(
     script: str, names: dict[str, tuple[str, dict[str, str]]], ranks: int
-) -> Iterator[dict[str, Ranks]]:
+) -> Iterator[dict[str, ArmProcess]]:
     """Start `script NAME SOCKET` for each name, under its launcher and with its own variables; end
     them all at the end.
     """
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
-    live: dict[str, Ranks] = {}
+    live: dict[str, ArmProcess] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name, (launcher, own) in names.items():
                 line = LAUNCHERS[launcher].format(n=ranks, python=sys.executable).split()
                 socket, log = Path(folder) / f"{len(live)}", Path(folder) / f"{len(live)}.log"
-                live[name] = Ranks([*line, script, name], ranks, {**env, **own}, socket, log)
+                live[name] = ArmProcess([*line, script, name], ranks, {**env, **own}, socket, log)
                 live[name].meet(START_S)
                 live[name].pause()
             yield live
@@ -66,7 +66,7 @@ def serve(address: str, rank: int, calls: dict[str, Callable[..., Any]]) -> None
 def machine() -> dict[str, Any]:
     """Where, when and with what: what every result is stored with."""
     return {
-        **host.facts(),
+        **vars(host.facts()),
         **provenance.versions(),
         "commit": provenance.commit(),
         "time": provenance.now(),

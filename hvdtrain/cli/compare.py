@@ -14,6 +14,7 @@ import click
 from hvdtrain import files
 from hvdtrain.cli.train_options import train_option
 from hvdtrain.compare.compare_options import CompareOptions, seconds, share
+from hvdtrain.compare.record import Record
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.signals import uninterrupted
 from hvdtrain.world import detect
@@ -104,7 +105,6 @@ _OPTIONS = [
         show_default=True,
         help="Steps that must be equal.",
     ),
-    click.Option(["--tune"], is_flag=True, help="Also time each arm with the best settings found."),
     train_option(
         "batch_size",
         default=_DEFAULT.batch_size,
@@ -168,56 +168,56 @@ def run(options: CompareOptions) -> None:
     """
     try:
         from hvdtrain.compare.analysis.summary import summarise
-        from hvdtrain.compare.report import html_report as report
-        from hvdtrain.compare.report import terminal as table
+        from hvdtrain.compare.report import html_report, terminal
         from hvdtrain.compare.run import machine
-        from hvdtrain.compare.run.arms import choose_all, choose_device
-        from hvdtrain.compare.run.comparison import Runner
+        from hvdtrain.compare.run.arms import choose_all_arms, choose_device
+        from hvdtrain.compare.run.comparison import Comparison
     except ModuleNotFoundError as error:
         raise InputError(
             f"hvdtrain compare needs {error.name}; pip install jinja2 matplotlib scipy"
         ) from None
     device, why = choose_device(options.device, machine.usable_gpus(), max(options.ranks))
     options = dataclasses.replace(options, device=device)
-    arms, left_out = choose_all(options)
+    arms, left_out = choose_all_arms(options)
     folder = _make_folder(options)
-    screen = table.Live()
-    runner = Runner(options, arms, screen, folder)
-    runner.record["config"]["device_reason"] = why
+    display = terminal.ProgressTable()
+    comparison = Comparison(options, arms, display, folder)
+    record = comparison.record
+    record.config.device_reason = why
     try:
-        with screen:
-            screen.say(f"device   {device} ({why})")
+        with display:
+            display.print_line(f"device   {device} ({why})")
             for name, why in left_out:
-                screen.say(f"not compared: {name}: {why}")
-            runner.run()
+                display.print_line(f"not compared: {name}: {why}")
+            comparison.run()
     finally:
-        if runner.record["blocks"] or runner.record["parity"]:
+        if record.blocks or record.parity:
             with uninterrupted():
-                page = report.write(runner.record, folder)
-                table.show(summarise(runner.record))
-                screen.say(f"report   {page}")
-    if not _compared(runner.record):
-        first: dict[str, str] = {}  # that said so: a wrong task is the same for all arms
-        for key, row in runner.record["arms"].items():
-            if row["reason"]:
-                first.setdefault(row["reason"], key)
+                page = html_report.write(record, folder)
+                terminal.show(summarise(record))
+                display.print_line(f"report   {page}")
+    if error_text := _error_text(record):
+        raise HvdtrainError(f"{error_text} (see {folder})")
+
+
+def _error_text(record: Record) -> str:
+    """Return why the comparison ends with an error, or ""."""
+    timed = {key for block in record.kept_blocks for key in block.arms}
+    # An arm that was timed to the end beside its baseline, in blocks that count.
+    compared = ("arm", "again", "by hand")
+    if not any(
+        key in timed and arm.status == "measured" and arm.role in compared
+        for key, arm in record.arms.items()
+    ):
+        first: dict[str, str] = {}  # arm by reason: a wrong task is the same for all arms
+        for key, arm in record.arms.items():
+            if arm.reason:
+                first.setdefault(arm.reason, key)
         reasons = [f"{key}: {reason}" for reason, key in first.items()]
-        said = (
-            "; ".join(reasons[:3]) or "no block counts: end what else runs, or --max-foreign 100%"
-        )
-        raise HvdtrainError(f"nothing could be compared; {said} (see {folder})")
-    rows = runner.record["arms"].items()
-    if refused := [key for key, row in rows if row["status"] == "refused"]:
-        raise HvdtrainError(f"not the same work: {', '.join(refused)} (see {folder})")
-
-
-def _compared(record: dict[str, Any]) -> bool:
-    """Whether any arm was timed to the end beside its baseline, in blocks that count."""
-    timed = {key for block in record["blocks"] if block["kept"] for key in block["arms"]}
-    return any(
-        key in timed and row["status"] == "measured" and row["role"] in ("arm", "again", "by hand")
-        for key, row in record["arms"].items()
-    )
+        advice = "no block counts: end what else runs, or --max-foreign 100%"
+        return f"nothing could be compared; {'; '.join(reasons[:3]) or advice}"
+    refused = [key for key, arm in record.arms.items() if arm.status == "refused"]
+    return f"not the same work: {', '.join(refused)}" if refused else ""
 
 
 def _make_folder(options: CompareOptions) -> Path:
@@ -232,7 +232,7 @@ def _make_folder(options: CompareOptions) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         if not any(folder.iterdir()):
             with contextlib.suppress(FileExistsError):
-                (folder / "logs").mkdir()  # of two that are told the same folder one has it
+                (folder / "logs").mkdir()  # succeeds for one of two comparisons
                 return folder
     except OSError as error:
         raise InputError(f"--output {folder} cannot be used: {error.strerror}") from None

@@ -29,20 +29,19 @@ def command(folder: Path, as_json: bool) -> None:
     folder = folder if folder.is_dir() else folder.parent
     try:
         from hvdtrain.compare.analysis.summary import summarise
-        from hvdtrain.compare.report import html_report as report
-        from hvdtrain.compare.report import terminal as table
+        from hvdtrain.compare.report import html_report, terminal
     except ModuleNotFoundError as error:
         raise BackendUnavailable(
             f"a report needs {error.name}; pip install jinja2 matplotlib scipy"
         ) from None
     try:
         summary = summarise(found)
-        page = report.write(found, folder)
+        page = html_report.write(found, folder)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise InputError(f"{folder / 'compare.json'} is damaged: {said}") from error
+        text = f"{type(error).__name__}: {error}"
+        raise InputError(f"{folder / 'compare.json'} is damaged: {text}") from error
     if as_json:
-        click.echo(json.dumps(summary, indent=1))
+        click.echo(json.dumps(summary, default=vars, indent=1))
     else:
-        table.show(summary)
+        terminal.show(summary)
         click.echo(f"report   {page}")

@@ -1,6 +1,6 @@
 """The options of a comparison, resolved and validated.
 
-The command line makes them; `runner` and `stage` read them. Imports no torch.
+The command line makes them; `comparison` and `arm_pool` read them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 # With 5 blocks even their whole range contains the median with a probability of only 1 - 2/2**5 =
 # 93.75 %, less than the 95 % that an interval needs.
 MIN_BLOCKS = 6
+# Options that mean the same to `hvdtrain train`.
+_SHARED_WITH_TRAIN = (
+    "task set accumulate precision device lr clip_norm buffers unused_parameters uneven workers "
+    "seed".split()
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +45,6 @@ class CompareOptions:
     steps: int | None = None
     """Steps per arm and block; by default those that take the slowest arm a quarter of a second."""
     proof_steps: int = 10
-    tune: bool = False
     max_foreign: float = 0.5
     """Drop blocks in which other processes took more than this share of all cores."""
     batch_size: int = 32
@@ -102,20 +106,9 @@ class CompareOptions:
     def training(self, ranks: int) -> dict[str, Any]:
         """Return the options of `hvdtrain train` that all arms of a world size share."""
         return {
-            "task": self.task,
-            "set": self.set,
+            **{name: getattr(self, name) for name in _SHARED_WITH_TRAIN},
             "batch_size": self.batch_of(ranks),
-            "accumulate": self.accumulate,
-            "precision": self.precision,
-            "device": self.device,
-            "lr": self.lr,
-            "clip_norm": self.clip_norm,
-            "buffers": self.buffers,
-            "unused_parameters": self.unused_parameters,
-            "uneven": self.uneven,
-            "workers": self.workers,
             "threads": self.threads_of(ranks),
-            "seed": self.seed,
             "timeout": self.timeout_s,
             "epochs": 1_000_000_000,  # the comparison ends the training
         }

@@ -1,12 +1,13 @@
 """Formatting of a comparison's numbers and names.
 
-`report`, `plots` and `table` use it, so that page, pictures and terminal show the same text.
+Page, pictures and terminal use it, so that they show the same text; the proof and the analysis
+format numbers in their texts with it.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
 
 NOTHING = "–"
 """Placeholder for a value that does not apply; a failed arm shows its reason instead."""
@@ -19,7 +20,7 @@ ROLES = {
     "ceiling": "the ceiling",
 }
 
-SAID = {
+VERDICTS = {
     "faster": "faster",
     "slower": "slower",
     "same": "no significant difference",
@@ -29,14 +30,13 @@ SAID = {
     "no A/A": "no verdict without an A/A duplicate",
 }
 
-
-SHORT = {
-    **SAID,
+SHORT_VERDICTS = {
+    **VERDICTS,
     "same": "not significant",
     "unknown": "not enough blocks",
     "no A/A": "no verdict without A/A",
 }
-"""`SAID` for narrow places."""
+"""`VERDICTS` for narrow places."""
 
 
 def figures(value: float | None, digits: int = 3) -> str:
@@ -68,7 +68,7 @@ def ratio(value: float | None) -> str:
     return f"{value:.2f}" if value >= 0.1 else figures(value, 2)
 
 
-def interval(low: float | None, high: float | None, write: Any = ratio) -> str:
+def interval(low: float | None, high: float | None, write: Callable[[float], str] = ratio) -> str:
     """Format a 95 % interval; empty if there is none."""
     if low is None or high is None:
         return ""
@@ -87,36 +87,14 @@ def share(value: float | None) -> str:
     return percent(100 * value, 1 if abs(value) < 0.1 else 0)
 
 
-def settings(values: dict[str, Any] | None) -> str:
-    """Format the settings of an arm in one line."""
-    return ", ".join(f"{name}={value}" for name, value in (values or {}).items()) or "defaults"
-
-
-def about(row: dict[str, Any]) -> str:
-    """Return an arm's role and tuning level, to be shown beside its name."""
-    role = ROLES.get(row.get("role", "arm"), str(row.get("role")))
-    level = row.get("level")
-    return ", ".join(part for part in (role, "" if level == "defaults" else level) if part)
+def settings(values: Mapping[str, str]) -> str:
+    """Format the options of a task in one line."""
+    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 def count(number: int, one: str, many: str | None = None) -> str:
     """Format a number of things: "1 block", "7 blocks"."""
     return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def ended_early(row: dict[str, Any]) -> bool:
-    """Return whether an arm failed or was refused: its reason is shown, not its few blocks."""
-    return row["status"] in ("failed", "refused")
-
-
-def missing(row: dict[str, Any]) -> str:
-    """Return why an arm has no numbers, from its row of the speed table."""
-    status = str(row.get("status") or "not measured")
-    if row.get("blocks") and status in ("failed", "refused"):
-        status += f" after {count(row['blocks'], 'block')}"
-    if status == "measured" and not row.get("blocks"):
-        status += ", but no block counts"
-    return f"{status}: {row['reason']}" if row.get("reason") else status
 
 
 def moment(when: str | None) -> str:

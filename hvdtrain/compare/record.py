@@ -1,12 +1,20 @@
 """compare.json: all raw measurements of a comparison; every displayed number is computed from it.
 
-`runner` writes it, `summary` and `plots` read it. `new` documents the fields. Imports no torch.
+`run` fills in a `Record`, and `analysis` and `report` read it. Every field but `arms` and `blocks`
+has a default, because a comparison can be interrupted before it is known; None and empty mean "not
+recorded". Fields that this version does not know, of older files, are left out. Imports no torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import types
+import typing
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,52 +23,234 @@ from hvdtrain.errors import InputError
 
 SCHEMA = 1
 NAME = "compare.json"
-Record = dict[str, Any]
+RankTimes = list[list[float]]
+"""Milliseconds by [rank][step]."""
 
 
-def new(**known: Any) -> Record:
-    """Return an empty record, with the facts known beforehand and the fields to be measured."""
-    return {
-        "schema": SCHEMA,
-        "outcome": "running",  # finished, interrupted, failed
-        "note": None,  # why it is not finished, or has no results
-        "arms": {},  # by key: definition, command, settings in force, status
-        "accounts": {},  # by key: each rank's work trace of the first steps
-        "parity": [],  # one verdict per arm
-        "ends": [],  # per start, by key: [steps, hash of the parameters], equal on all ranks
-        "blocks": [],  # step times and CPU seconds of every rank of every arm; foreign load
-        "phases": [],  # passes with a barrier before each step: input, compute, optimizer; kept
-        "anchors": {},  # by world size: one memcpy of the gradients by all ranks at once
-        "collectives": {},  # by key: all-reduces of several sizes
-        "tuning": {},  # by name: candidates, and the one chosen
-        **known,
-    }
+@dataclass
+class RankSettings:
+    """The settings in force on one rank, as found there."""
+
+    threads: int | None = None
+    interop_threads: int | None = None
+    affinity: list[int] = field(default_factory=list)
+    """The cores of the rank."""
+    variables: dict[str, str] = field(default_factory=dict)
 
 
-def base_of(arms: Mapping[str, Any], key: str) -> str | None:
-    """Return the key of the arm that an arm is compared with: the baseline of its world size.
+@dataclass
+class ArmRecord:
+    """One arm: its definition, the settings in force, and how it ended."""
 
-    A tuned arm is compared with the tuned baseline, if tuning found one better than its defaults.
-    None if there is no baseline.
-    """
-    arm = arms[key]
-    alike = {k: a for k, a in arms.items() if a.get("ranks") == arm.get("ranks")}
-    found = [k for k, a in alike.items() if a.get("role") == "baseline"]
-    if not found:
-        return None
-    name = alike[found[0]].get("name")
-    if arm.get("level") == "best found" and arm.get("name") != name:
-        tuned = [k for k, a in alike.items() if a.get("level") == "best found"]
-        found = [k for k in tuned if alike[k].get("name") == name] + found
-    return found[0]
+    name: str
+    ranks: int
+    key: str = ""
+    """The name, with the world size where several are compared."""
+    role: str = "arm"
+    backend: str = ""
+    transport: str | None = None
+    launcher: str | None = None
+    command: str = ""
+    status: str | None = None
+    """waiting, running, measured, failed or refused."""
+    reason: str | None = None
+    """Why it failed or was refused."""
+    log: str | None = None
+    in_force: list[RankSettings] = field(default_factory=list)
+    describe: dict[str, Any] = field(default_factory=dict)
+    """What `Backend.describe` returns on rank 0."""
+    samples_per_step: int | None = None
+    gradient_bytes: int | None = None
+    parameters: int | None = None
+    warm_up_steps: int | None = None
+    even: bool | None = None
+    """Whether step times had settled by the end of the warm-up."""
+    peak_mib: list[float] = field(default_factory=list)
+
+    @property
+    def has_ended_early(self) -> bool:
+        """Whether the arm failed or was refused."""
+        return self.status in ("failed", "refused")
+
+
+@dataclass
+class ArmTimes:
+    """The steps of one arm in one block."""
+
+    step_ms: RankTimes = field(default_factory=list)
+    input_ms: RankTimes = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    """CPU seconds of each rank."""
+    foreign: float | None = None
+    """Share of all cores that other processes took meanwhile."""
+    steal: float | None = None
+    """Share of all cores that the host of a virtual machine took meanwhile."""
+
+
+@dataclass
+class Block:
+    """One block: some steps of every arm, in random order."""
+
+    index: int
+    arms: dict[str, ArmTimes]
+    generation: int | None = None
+    """The number of times that all processes had been started anew before it."""
+    kept: bool = True
+    """Whether the block counts."""
+    dropped: str | None = None
+    """Why it does not count."""
+    foreign: float | None = None
+    steal: float | None = None
+
+
+@dataclass
+class PhaseTimes:
+    """The parts of one arm's steps."""
+
+    input_ms: RankTimes = field(default_factory=list)
+    compute_ms: RankTimes = field(default_factory=list)
+    optimizer_ms: RankTimes = field(default_factory=list)
+
+
+@dataclass
+class PhasePass:
+    """One pass over all arms with a barrier before each step, timed part by part."""
+
+    block: int
+    arms: dict[str, PhaseTimes] = field(default_factory=dict)
+    kept: bool = True
+
+
+@dataclass
+class CopyTimes:
+    """Copies of as many bytes as all gradients, by all ranks at once."""
+
+    bytes: int | None = None
+    memcpy_ms: list[float] = field(default_factory=list)
+
+
+@dataclass
+class ParityRow:
+    """The verdict on the work of one arm."""
+
+    arm: str
+    verdict: str
+    """bitwise, within tolerance, unequal or not compared."""
+    text: str = ""
+    difference: float | None = None
+    tolerance: float | None = None
+    cause: str | None = None
+    """The likely cause of unequal work."""
+
+
+@dataclass
+class Machine:
+    """Facts about the machine, without its host name."""
+
+    cpu: str | None = None
+    cores: int | None = None
+    memory_mib: int | None = None
+    kernel: str | None = None
+    gpus: list[str] | None = None
+    load_before: list[float] | None = None
+    load_after: list[float] | None = None
+
+
+@dataclass
+class Config:
+    """The options of the comparison, by their names in CompareOptions, and what followed."""
+
+    task: str | None = None
+    set: dict[str, str] = field(default_factory=dict)
+    ranks: list[int] = field(default_factory=list)
+    scaling: str | None = None
+    """None with a single world size."""
+    arms: list[str] = field(default_factory=list)
+    baseline: str | None = None
+    budget_s: float | None = None
+    target_ci: float | None = None
+    blocks: int | None = None
+    min_blocks: int | None = None
+    """Blocks before narrow intervals may end the comparison."""
+    least_blocks: int | None = None
+    """Blocks before the end of the time may."""
+    steps: int | None = None
+    proof_steps: int | None = None
+    max_foreign: float | None = None
+    batch_size: int | None = None
+    accumulate: int | None = None
+    precision: str | None = None
+    device: str | None = None
+    device_reason: str | None = None
+    lr: float | list[float] | None = None
+    """As found in the optimizers, one per parameter group."""
+    clip_norm: float | str | None = None
+    """None: gradients are not clipped; older files have "inf"."""
+    buffers: str | None = None
+    unused_parameters: str | None = None
+    uneven: str | None = None
+    workers: int | None = None
+    threads: int | None = None
+    pinned: bool | None = None
+    seed: int | None = None
+    timeout_s: float | None = None
+    output: str | None = None
+    data: str | None = None
+    """What the task says about its data."""
+    steps_per_block: int | None = None
+    starts: int | None = None
+    stopped_by: str | None = None
+
+
+@dataclass
+class Record:
+    """A comparison."""
+
+    arms: dict[str, ArmRecord]
+    blocks: list[Block]
+    schema: int = SCHEMA
+    outcome: str = "running"
+    """running, finished, interrupted or failed."""
+    note: str | None = None
+    """Why it is not finished, or has no results."""
+    command: list[str] = field(default_factory=list)
+    started: str | None = None
+    ended: str | None = None
+    commit: str | None = None
+    baseline: str | None = None
+    """The name of the baseline, which every world size has."""
+    config: Config = field(default_factory=Config)
+    machine: Machine = field(default_factory=Machine)
+    versions: dict[str, str | None] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    accounts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """By arm: the work trace of each rank's first steps, as evidence for a reader."""
+    parity: list[ParityRow] = field(default_factory=list)
+    ends: list[dict[str, tuple[int, str]]] = field(default_factory=list)
+    """Per start, by arm: steps taken, and the hash of the parameters, equal on all ranks."""
+    phases: list[PhasePass] = field(default_factory=list)
+    anchors: dict[str, CopyTimes] = field(default_factory=dict)
+    """By world size."""
+
+    @property
+    def kept_blocks(self) -> list[Block]:
+        """The blocks that count."""
+        return [block for block in self.blocks if block.kept]
+
+
+def base_of(arms: Mapping[str, ArmRecord], key: str) -> str | None:
+    """Return the key of the baseline of an arm's world size; None if there is none."""
+    ranks = arms[key].ranks
+    found = (k for k, arm in arms.items() if arm.role == "baseline" and arm.ranks == ranks)
+    return next(found, None)
 
 
 def write(record: Record, folder: Path) -> Path:
     """Write the record atomically, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
-    text = json.dumps(record, separators=(",", ":")) + "\n"
-    files.write_atomically(path, text, sync=False)
+    text = json.dumps(record, default=vars, separators=(",", ":"))
+    files.write_atomically(path, text + "\n", sync=False)
     return path
 
 
@@ -69,22 +259,63 @@ def read(folder: Path) -> Record:
     path = folder / NAME if folder.is_dir() else folder
     if path.exists() and not path.is_file():  # reading /dev/zero never ends
         raise InputError(f"no comparison in {folder}: {path} is not a file")
+    advice = "give the folder that `hvdtrain compare` printed"
     try:
         found = json.loads(path.read_bytes())
+        schema = found.get("schema") if isinstance(found, dict) else None
+        if schema == SCHEMA:
+            return parse(found)
     except OSError as error:
         raise InputError(
-            f"no comparison in {folder}: {error.strerror} ({path}); give the folder that "
-            "`hvdtrain compare` printed"
+            f"no comparison in {folder}: {error.strerror} ({path}); {advice}"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"{path} is damaged, or no comparison: {error}; give the folder that "
-            "`hvdtrain compare` printed"
-        ) from None
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-        schema = found.get("schema") if isinstance(found, dict) else None
-        raise InputError(
-            f"{path} has schema {schema!r}; this hvdtrain reads {SCHEMA}; use the "
-            "hvdtrain that wrote it"
-        )
-    return found
+        raise InputError(f"{path} is damaged, or no comparison: {error}; {advice}") from None
+    raise InputError(
+        f"{path} has schema {schema!r}; this hvdtrain reads {SCHEMA}; use the hvdtrain that "
+        "wrote it"
+    )
+
+
+def parse(found: dict[str, Any]) -> Record:
+    """Return the record that a JSON object holds. Raise ValueError for values of a wrong type."""
+    record: Record = _parse(Record, found, "the record")
+    return record
+
+
+def _parse(kind: Any, value: Any, name: str) -> Any:
+    """Return a JSON value as `kind`: a dataclass, a container, or a plain type."""
+    if isinstance(kind, types.UnionType):
+        for member in typing.get_args(kind):
+            with contextlib.suppress(ValueError):
+                return _parse(member, value, name)
+    inner = typing.get_args(kind)
+    container = typing.get_origin(kind) or kind
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        hints, required = _fields(kind)
+        if lacking := required - set(value):
+            raise ValueError(f"{name} has no {', '.join(sorted(lacking))}")
+        known = {key: _parse(hint, value[key], key) for key, hint in hints.items() if key in value}
+        return kind(**known)
+    if container is list and isinstance(value, list):
+        return [_parse(inner[0], item, name) for item in value]
+    if container is dict and isinstance(value, dict):
+        return {key: _parse(inner[1], item, key) for key, item in value.items()}
+    if container is tuple and isinstance(value, list) and len(value) == len(inner):
+        return tuple(_parse(k, item, name) for k, item in zip(inner, value, strict=True))
+    if kind is Any or isinstance(value, (int, float) if kind is float else container):
+        return value
+    raise ValueError(f"{name} is {json.dumps(value)[:40]}, not {getattr(kind, '__name__', kind)}")
+
+
+@cache
+def _fields(kind: Any) -> tuple[dict[str, Any], set[str]]:
+    """Return the types of a dataclass's fields, and the names of those without a default."""
+    hints = typing.get_type_hints(kind)
+    missing = dataclasses.MISSING
+    required = {
+        f.name
+        for f in dataclasses.fields(kind)
+        if f.default is missing and f.default_factory is missing
+    }
+    return hints, required

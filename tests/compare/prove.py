@@ -1,4 +1,4 @@
-"""What live ranks are asked for: an account of an arm's first steps."""
+"""What live ranks are asked for: an trace of an arm's first steps."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from hvdtrain import Backend, TrainConfig, Trainer
 from hvdtrain.backends import load
-from hvdtrain.compare.proof.trace_recorder import observe
-from hvdtrain.compare.proof.work_trace import Account
+from hvdtrain.compare.proof.trace_recorder import record_trace
+from hvdtrain.compare.proof.work_trace import RankTrace
 from hvdtrain.compare.run.by_hand import ByHand
 from hvdtrain.tasks.digits import Digits
 from hvdtrain.training.task import Task
@@ -45,17 +45,17 @@ def trainer(opened: Backend, name: str, task: str, changes: dict[str, Any]) -> T
     return made
 
 
-def prove(opened: Backend, /, name: str, task: str, **changes: Any) -> Account:
-    """The account of this rank. Runs on live ranks."""
+def prove(opened: Backend, /, name: str, task: str, **changes: Any) -> RankTrace:
+    """The trace of this rank. Runs on live ranks."""
     made = trainer(opened, name, task, changes)
-    return observe(made, made.steps(), STEPS)
+    return record_trace(made, made.steps(), STEPS)
 
 
-def prove_by_hand(opened: Backend, /, task: str, **changes: Any) -> Account:
+def prove_by_hand(opened: Backend, /, task: str, **changes: Any) -> RankTrace:
     """The same of the hand-written loop, on the opened backend's process group."""
     made = ByHand(tasks()[task], opened, replace(CONFIG, **changes))
     made.set_up()
-    return observe(made, made.steps(), STEPS)
+    return record_trace(made, made.steps(), STEPS)
 
 
 def hooks_left(opened: Backend, /, name: str) -> dict[str, object]:
@@ -63,10 +63,10 @@ def hooks_left(opened: Backend, /, name: str) -> dict[str, object]:
     made = trainer(opened, name, "digits", {})
     steps = made.steps()
     before = _hooks(made)
-    account = observe(made, steps, 2)
+    trace = record_trace(made, steps, 2)
     after = _hooks(made)
     next(steps)
-    return {"before": before, "after": after, "grew": len(account.steps) - 2}
+    return {"before": before, "after": after, "grew": len(trace.steps) - 2}
 
 
 def _hooks(made: Trainer) -> dict[str, object]:

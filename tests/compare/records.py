@@ -6,9 +6,13 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import numpy as np
+
+from hvdtrain.compare.analysis.summary import summarise
+from hvdtrain.compare.record import parse
 
 Record = dict[str, Any]
 BASELINE = "ddp/gloo"
@@ -33,8 +37,11 @@ ROLES = {
     "no communication": "ceiling",
 }
 FAILED = "horovod/gloo"
-# Of an all-reduce at 2 ranks: microseconds per message, GB/s.
-TRUE_LINK = {"gloo": (300.0, 1.1), "shm": (12.0, 4.5), "mpi": (20.0, 2.4)}
+
+
+def summary_of(found: Record) -> dict[str, Any]:
+    """The summary of a record, both as JSON: what `hvdtrain report --json` prints."""
+    return dict(json.loads(json.dumps(summarise(parse(found)), default=vars, allow_nan=False)))
 
 
 def make_record(
@@ -43,7 +50,6 @@ def make_record(
     blocks: int = 30,
     ranks: tuple[int, ...] = (2,),
     scaling: str | None = None,
-    tuned: bool = False,
     failed: str | None = FAILED,
     outcome: str = "finished",
 ) -> Record:
@@ -57,12 +63,6 @@ def make_record(
     if 1 in ranks:
         arm = _arm("single", 1, True, scaling) | {"launcher": None}
         arms[arm["key"]] = arm
-    if tuned:
-        for name in ("ddp/gloo", "compat/shm"):
-            tuned_arm = _arm(name, ranks[-1], len(ranks) > 1, scaling)
-            tuned_arm |= {"key": tuned_arm["key"] + " tuned", "level": "best found", "role": "arm"}
-            tuned_arm["settings"] = {"bucket_mb": 4}
-            arms[tuned_arm["key"]] = tuned_arm
     if failed is not None:
         for arm in arms.values():
             if arm["name"] == failed:
@@ -80,12 +80,6 @@ def make_record(
         }
         for size in ranks
     }
-    record["collectives"] = {
-        key: _collectives(rng, arm)
-        for key, arm in arms.items()
-        if arm["ranks"] > 1 and arm["transport"] in TRUE_LINK and arm["role"] in ("arm", "baseline")
-    }
-    record["tuning"] = _tuning(rng) if tuned else {}
     return record
 
 
@@ -97,8 +91,6 @@ def true_step_ms(arm: Record) -> float:
     compute *= arm["samples_per_step"] / size / 32
     if name == "single" or size == 1:
         return float(compute * 0.95)
-    if arm["level"] == "best found":
-        communication *= 0.8
     return float(compute + communication * (2 * (size - 1) / size))
 
 
@@ -131,8 +123,6 @@ def _arm(name: str, size: int, several: bool, scaling: str | None) -> Record:
         "transport": transport or None,
         "launcher": launcher,
         "command": f"{command} -m hvdtrain.compare.run.worker",
-        "level": "defaults",
-        "settings": {},
         "status": "measured",
         "reason": None,
         "log": None,
@@ -176,7 +166,6 @@ def _head(ranks: tuple[int, ...], scaling: str | None, outcome: str, blocks: int
             "max_foreign": 0.5,
             "min_blocks": min(blocks, 15),
             "least_blocks": 6,
-            "tune": False,
         },
         "machine": {
             "cpu": "Intel(R) Xeon(R) Processor @ 2.70GHz",
@@ -201,7 +190,6 @@ def _parity(arm: Record) -> Record:
         "difference": 0.0,
         "tolerance": 1e-5,
         "cause": None,
-        "row": None,
     }
 
 
@@ -250,40 +238,3 @@ def _phases(rng: np.random.Generator, index: int, arms: dict[str, Record]) -> Re
             "optimizer_ms": _steps(rng, 2.0 * drift, size, 6),
         }
     return {"block": index, "arms": rows}
-
-
-def _collectives(rng: np.random.Generator, arm: Record) -> list[Record]:
-    alpha_us, gb_s = TRUE_LINK[arm["transport"]]
-    n, rows = arm["ranks"], []
-    for size in (1_000, 32_000, 1_000_000, 8_000_000, GRADIENT_BYTES):
-        ms = 2 * (n - 1) * alpha_us / 1e3 + 2 * (n - 1) / n * size / gb_s / 1e6
-        rows.append({"bytes": size, "ms": [_r(ms * _noise(rng)) for _ in range(9)]})
-    return rows
-
-
-def _tuning(rng: np.random.Generator) -> Record:
-    found = {}
-    for name in ("ddp/gloo", "compat/shm"):
-        candidates: list[Record] = [
-            {
-                "settings": {"bucket_mb": size},
-                "step_ms": [_r(TRUE_STEP_MS[name] * factor * _noise(rng)) for _ in range(3)],
-                "status": "measured",
-                "reason": None,
-            }
-            for size, factor in ((1, 1.1), (4, 0.9), (25, 1.0))
-        ]
-        candidates.append(
-            {
-                "settings": {"bucket_mb": 100},
-                "step_ms": [],
-                "status": "failed",
-                "reason": "out of memory",
-            }
-        )
-        found[name] = {
-            "budget": "4 candidates x 3 blocks",
-            "candidates": candidates,
-            "chosen": {"bucket_mb": 4},
-        }
-    return found

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from hvdtrain.compare.proof.parity import compare
-from hvdtrain.compare.proof.work_trace import Account
+from hvdtrain.compare.proof.work_trace import RankTrace
+from hvdtrain.compare.record import ParityRow
 from tests.compare.prove import STEPS, hooks_left, prove, prove_by_hand
 from tests.ranks import Ranks
 
@@ -28,30 +28,29 @@ class Proofs:
     def __init__(self, n: int) -> None:
         self.n = n
         self.pool = Ranks("ddp-gloo", n)
-        self._known: dict[str, list[Account]] = {}
+        self._known: dict[str, list[RankTrace]] = {}
 
-    def take(self, arm: str, backend: str, task: str, **changes: Any) -> list[Account]:
+    def take(self, arm: str, backend: str, task: str, **changes: Any) -> list[RankTrace]:
         key = f"{arm} {task} {sorted(changes.items())}"
         if key not in self._known:
             self._known[key] = self.pool.run(prove, backend, task, **changes)
         return self._known[key]
 
-    def accounts(self, task: str, **changes: Any) -> dict[str, list[Account]]:
+    def traces(self, task: str, **changes: Any) -> dict[str, list[RankTrace]]:
         return {arm: self.take(arm, name, task, **changes) for arm, name in ALWAYS.items()}
 
-    def verdict(self, fault: str, task: str, **changes: Any) -> dict[str, Any]:
+    def verdict(self, fault: str, task: str, **changes: Any) -> ParityRow:
         """On an arm of faulty.py."""
         arm = self.take(fault, FAULTY + fault, task, **changes)
-        return judge(self.accounts(task, **changes), arm)
+        return judge(self.traces(task, **changes), arm)
 
 
-def judge(accounts: dict[str, list[Account]], arm: list[Account]) -> dict[str, Any]:
+def judge(traces: dict[str, list[RankTrace]], arm: list[RankTrace]) -> ParityRow:
     """The verdict on one more arm; the duplicate must always be found equal."""
-    rows = compare({**accounts, "arm": arm}, "ddp/gloo", "again", "nothing")
-    by_arm = {row["arm"]: row for row in rows}
-    assert by_arm["again"]["verdict"] == "bitwise"
-    assert by_arm["nothing"]["verdict"] == "not compared"
-    assert json.loads(json.dumps(rows)) == rows
+    rows = compare({**traces, "arm": arm}, "ddp/gloo", "again", "nothing")
+    by_arm = {row.arm: row for row in rows}
+    assert by_arm["again"].verdict == "bitwise"
+    assert by_arm["nothing"].verdict == "not compared"
     return by_arm["arm"]
 
 
@@ -65,14 +64,16 @@ def proofs(request: pytest.FixtureRequest) -> Iterator[Proofs]:
 NOISY = ("biased", "attention")
 
 
-def accept(row: dict[str, Any], n: int) -> None:
-    assert row["cause"] is None
+def accept(row: ParityRow, n: int) -> None:
+    assert row.cause is None
     if n <= 2:
-        assert row["verdict"] == "bitwise", row
+        assert row.verdict == "bitwise", row
     else:
-        assert row["verdict"] == "within tolerance", row
+        assert row.verdict == "within tolerance", row
         # Rounding, not a fault that slipped through.
-        assert 0 < row["difference"] < 2e-6 < row["tolerance"]
+        assert row.difference is not None
+        assert row.tolerance is not None
+        assert 0 < row.difference < 2e-6 < row.tolerance
 
 
 @pytest.mark.parametrize("task", ["digits", "images", "biased", "attention"])
@@ -80,14 +81,14 @@ def test_equal_work_is_accepted(proofs: Proofs, task: str) -> None:
     row = proofs.verdict("Correct", task)
     accept(row, proofs.n)
     noisy = proofs.n > 2 and task in NOISY
-    assert ("whose gradients were nothing but rounding" in row["text"]) == noisy, row
+    assert ("whose gradients were nothing but rounding" in row.text) == noisy, row
 
 
 @pytest.mark.parametrize("task", ["digits", "images"])  # images: with BatchNorm
 def test_the_loop_by_hand_does_equal_work(proofs: Proofs, task: str) -> None:
     changes: dict[str, Any] = {"accumulate": 2, "clip_norm": 0.3}
     arm = proofs.pool.run(prove_by_hand, task, **changes)
-    row = judge(proofs.accounts(task, **changes), arm)
+    row = judge(proofs.traces(task, **changes), arm)
     # DDP alone averages its first step in other buckets than all later ones. The backend does not,
     # so that resuming changes no bits; with three ranks the order of a sum depends on the bucket.
     accept(row, proofs.n)
@@ -116,10 +117,10 @@ def test_backends_do_equal_work(proofs: Proofs, arm: str) -> None:
     finally:
         pool.close()
     for task, taken in plain.items():
-        accept(judge(proofs.accounts(task), taken), proofs.n)
-    accept(judge(proofs.accounts("digits", **changes), clipped), proofs.n)
-    for account in (*plain["images"], *clipped):
-        assert account.optimizer_steps == STEPS  # not twice, by Horovod's two classes
+        accept(judge(proofs.traces(task), taken), proofs.n)
+    accept(judge(proofs.traces("digits", **changes), clipped), proofs.n)
+    for trace in (*plain["images"], *clipped):
+        assert trace.optimizer_steps == STEPS  # not twice, by Horovod's two classes
     assert all(rank["after"] == rank["before"] for rank in left)
 
 
@@ -131,39 +132,39 @@ def test_nothing_watches_the_steps_that_follow(proofs: Proofs) -> None:
 
 
 FAULTS = [
-    ("ScalesLr", "digits", {}, 11, "multiplies the learning rate by the number of ranks"),
-    ("ScalesLr", "images", {}, 11, "multiplies the learning rate by the number of ranks"),
-    ("ScalesLr", "digits", {"accumulate": 3}, 11, "by the number of ranks"),
-    ("RootLr", "digits", {}, 11, "multiplies the learning rate by the root of the number"),
-    ("NoDivision", "digits", {}, 6, "the division is missing"),
-    ("NoDivision", "images", {}, 6, "the division is missing"),
-    ("DividedTwice", "digits", {}, 6, "ranks twice"),
-    ("ClipsFirst", "digits", {"clip_norm": 0.1}, 7, "clipped before they are synchronised"),
-    ("ClipsFirst", "images", {}, 7, "each rank's own to a norm of 0.1"),
-    ("HalfPrecision", "digits", {}, 6, "rounded to fp16"),
-    ("HalfPrecision", "images", {}, 6, "rounded to fp16"),
-    ("Bfloat", "digits", {}, 6, "rounded to bf16"),
-    ("DoublePrecision", "digits", {}, None, "converts float32 to float64"),
-    ("NotSynchronised", "digits", {}, 4, "every rank steps on its own"),
-    ("OneLeftOut", "digits", {}, 4, "for 0.weight alone: gradients are not synchronised"),
-    ("SilentRank", "images", {}, 13, "zeros count in place of rank"),
-    ("LastMicroBatch", "digits", {"accumulate": 3}, 4, "only some micro-batches"),
-    ("LosesMicroBatches", "digits", {"accumulate": 3}, 4, "only the last of the 3"),
-    ("LocalBuffers", "images", {}, 3, "stay each rank's own"),
-    ("LocalBuffers", "images", {"buffers": "average"}, 3, "'average'"),
-    ("ZeroStep", "digits", {}, 2, "decayed the weights by a factor of 0.99998"),
-    ("ZeroStep", "images", {}, 2, "decayed the weights by a factor of 0.9995"),
-    ("ZeroStep", "plain", {}, 2, "an optimizer step before the first"),
-    ("OwnWeights", "digits", {}, 1, "not given to the others"),
-    ("OtherWeights", "digits", {}, 21, "drawn otherwise"),
-    ("ThirdStep", "images", {}, None, "no known cause fits; what differs first is the norm of"),
-    ("ThirdStep", "biased", {}, None, "no known cause fits; what differs first is the norm of"),
-    ("HalfPrecision", "biased", {}, 6, "rounded to fp16"),
-    ("ShiftsBias", "biased", {}, 10, "another step of the same gradients"),
-    ("ShiftsBias", "biased sgd", {}, 10, "another step of the same gradients"),
-    ("Shrinks", "biased", {}, 10, "moves the weights between steps"),
-    ("Shrinks", "attention", {}, 10, "moves the weights between steps"),
-    ("AveragesBuffers", "biased", {}, 3, "combined by another policy"),
+    ("ScalesLr", "digits", {}, "multiplies the learning rate by the number of ranks"),
+    ("ScalesLr", "images", {}, "multiplies the learning rate by the number of ranks"),
+    ("ScalesLr", "digits", {"accumulate": 3}, "by the number of ranks"),
+    ("RootLr", "digits", {}, "multiplies the learning rate by the root of the number"),
+    ("NoDivision", "digits", {}, "the division is missing"),
+    ("NoDivision", "images", {}, "the division is missing"),
+    ("DividedTwice", "digits", {}, "ranks twice"),
+    ("ClipsFirst", "digits", {"clip_norm": 0.1}, "clipped before they are synchronised"),
+    ("ClipsFirst", "images", {}, "each rank's own to a norm of 0.1"),
+    ("HalfPrecision", "digits", {}, "rounded to fp16"),
+    ("HalfPrecision", "images", {}, "rounded to fp16"),
+    ("Bfloat", "digits", {}, "rounded to bf16"),
+    ("DoublePrecision", "digits", {}, "converts float32 to float64"),
+    ("NotSynchronised", "digits", {}, "every rank steps on its own"),
+    ("OneLeftOut", "digits", {}, "for 0.weight alone: gradients are not synchronised"),
+    ("SilentRank", "images", {}, "zeros count in place of rank"),
+    ("LastMicroBatch", "digits", {"accumulate": 3}, "only some micro-batches"),
+    ("LosesMicroBatches", "digits", {"accumulate": 3}, "only the last of the 3"),
+    ("LocalBuffers", "images", {}, "stay each rank's own"),
+    ("LocalBuffers", "images", {"buffers": "average"}, "'average'"),
+    ("ZeroStep", "digits", {}, "decayed the weights by a factor of 0.99998"),
+    ("ZeroStep", "images", {}, "decayed the weights by a factor of 0.9995"),
+    ("ZeroStep", "plain", {}, "an optimizer step before the first"),
+    ("OwnWeights", "digits", {}, "not broadcast to the other ranks"),
+    ("OtherWeights", "digits", {}, "drawn differently"),
+    ("ThirdStep", "images", {}, "no known cause fits; what differs first is the norm of"),
+    ("ThirdStep", "biased", {}, "no known cause fits; what differs first is the norm of"),
+    ("HalfPrecision", "biased", {}, "rounded to fp16"),
+    ("ShiftsBias", "biased", {}, "another step of the same gradients"),
+    ("ShiftsBias", "biased sgd", {}, "another step of the same gradients"),
+    ("Shrinks", "biased", {}, "moves the weights between steps"),
+    ("Shrinks", "attention", {}, "moves the weights between steps"),
+    ("AveragesBuffers", "biased", {}, "combined by another policy"),
 ]
 FEW_AT_THREE = (
     *("ScalesLr", "NoDivision", "ClipsFirst", "HalfPrecision", "SilentRank", "ThirdStep"),
@@ -171,23 +172,22 @@ FEW_AT_THREE = (
 )
 
 
-@pytest.mark.parametrize(("fault", "task", "changes", "row", "cause"), FAULTS)
+@pytest.mark.parametrize(("fault", "task", "changes", "cause"), FAULTS)
 def test_a_fault_is_refused(
-    proofs: Proofs, fault: str, task: str, changes: dict[str, Any], row: int | None, cause: str
+    proofs: Proofs, fault: str, task: str, changes: dict[str, Any], cause: str
 ) -> None:
     if proofs.n == 3 and fault not in FEW_AT_THREE:
         pytest.skip("as at two ranks")
     found = proofs.verdict(fault, task, **changes)
-    assert found["verdict"] == "unequal", found
-    assert cause in found["cause"], found
-    assert found["row"] == row
+    assert found.verdict == "unequal", found
+    assert cause in (found.cause or ""), found
 
 
 def test_adam_hides_a_missing_division(proofs: Proofs) -> None:
     """The parameters end up close: it is the gradients that tell, and the text says so."""
     found = proofs.verdict("NoDivision", "digits")
-    assert "Adam" in found["text"]
-    assert "Adam" not in proofs.verdict("NoDivision", "images")["text"]
+    assert "Adam" in found.text
+    assert "Adam" not in proofs.verdict("NoDivision", "images").text
 
 
 @pytest.mark.parametrize(
@@ -199,11 +199,11 @@ def test_what_changes_nothing_is_no_fault(proofs: Proofs, harmless: str, task: s
 
 
 def test_without_the_duplicate_nothing_shows_that_the_model_repeats(proofs: Proofs) -> None:
-    accounts = proofs.accounts("digits")
+    traces = proofs.traces("digits")
     arm = proofs.take("HalfPrecision", FAULTY + "HalfPrecision", "digits")
-    found = compare({"ddp/gloo": accounts["ddp/gloo"], "arm": arm}, "ddp/gloo")[0]
-    assert found["tolerance"] == 1e-5
-    assert "rounded to fp16" in found["cause"]  # told without the local gradients as well
+    found = compare({"ddp/gloo": traces["ddp/gloo"], "arm": arm}, "ddp/gloo")[0]
+    assert found.tolerance == 1e-5
+    assert "rounded to fp16" in (found.cause or "")  # told without the local gradients as well
 
 
 def test_data_by_a_launchers_variables() -> None:
@@ -215,9 +215,8 @@ def test_data_by_a_launchers_variables() -> None:
             sides.append({task: pool.run(prove, "", task) for task in ("drops", "shards")})
         finally:
             pool.close()
-    for task, row, cause in (("drops", 13, "rank 1 gets fewer"), ("shards", 21, "sharded twice")):
-        accounts = {"ddp/gloo": sides[0][task], "ddp/shm": sides[1][task]}
-        found = compare(accounts, "ddp/gloo")[0]
-        assert found["verdict"] == "unequal"
-        assert found["row"] == row
-        assert cause in found["cause"]
+    for task, cause in (("drops", "rank 1 gets fewer"), ("shards", "sharded twice")):
+        traces = {"ddp/gloo": sides[0][task], "ddp/shm": sides[1][task]}
+        found = compare(traces, "ddp/gloo")[0]
+        assert found.verdict == "unequal"
+        assert cause in (found.cause or "")

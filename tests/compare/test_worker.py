@@ -24,15 +24,21 @@ from hvdtrain import Backend, BackendOptions, TrainConfig, detect, open_backend
 from hvdtrain.backends import load
 from hvdtrain.cli.compare import command
 from hvdtrain.compare.compare_options import CompareOptions
-from hvdtrain.compare.proof import diagnosis as causes
-from hvdtrain.compare.proof.trace_recorder import PIECE, _sample, _Watcher, observe, pieces
-from hvdtrain.compare.proof.work_trace import Account
-from hvdtrain.compare.run.arm_manager import WORKER, without_launcher
-from hvdtrain.compare.run.arm_process import ArmFailed, Ranks
+from hvdtrain.compare.proof.diagnosis import explain_rate
+from hvdtrain.compare.proof.trace_recorder import (
+    PIECE,
+    TraceRecorder,
+    _sample,
+    pieces,
+    record_trace,
+)
+from hvdtrain.compare.proof.work_trace import RankTrace
+from hvdtrain.compare.run.arm_pool import WORKER, without_launcher
+from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
 from hvdtrain.compare.run.arms import LAUNCHERS, choose_device
-from hvdtrain.compare.run.messages import Job
+from hvdtrain.compare.run.messages import OpenRequest
 from hvdtrain.compare.run.no_communication import NoCommunication
-from hvdtrain.compare.run.worker import LOOPS, said_of_data
+from hvdtrain.compare.run.worker import LOOPS, describe_data
 from hvdtrain.errors import InputError
 from hvdtrain.tasks.digits import Digits
 from hvdtrain.tasks.mlp import MLP
@@ -55,17 +61,19 @@ def advised(text: str) -> set[str]:
 
 
 @contextmanager
-def worker(task: str, *settings: str) -> Iterator[Ranks]:
+def worker(task: str, *settings: str) -> Iterator[ArmProcess]:
     """A live rank alone, with the task open."""
     command = [sys.executable, *WORKER]
     config = {"task": task, "set": settings, "batch_size": 8, "device": "cpu", "threads": 1}
     cores = tuple(sorted(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory(prefix="hvdtrain-test-") as folder:
         at, log = Path(folder) / "socket", Path(folder) / "log"
-        made = Ranks(command, 1, without_launcher(os.environ), at, log, launched=False)
+        made = ArmProcess(command, 1, without_launcher(os.environ), at, log, has_launcher=False)
         try:
             made.meet(60)
-            made.call("open", Job("single", "trainer", {**config, "epochs": 1000}, (cores,)))
+            made.call(
+                "open", OpenRequest("single", "trainer", {**config, "epochs": 1000}, (cores,))
+            )
             yield made
         finally:
             made.end()
@@ -74,7 +82,7 @@ def worker(task: str, *settings: str) -> Iterator[Ranks]:
 def test_every_step_counts_whatever_it_was_for() -> None:
     with worker("digits", "width=4") as rank:
         found = [rank.call("fingerprint")[0]]
-        for what in (("prove", 3), ("window", 2, 1), ("phases", 2)):
+        for what in (("trace", 3), ("time_steps", 2, 1), ("time_phases", 2)):
             rank.call(*what)
             found.append(rank.call("fingerprint")[0])
     assert [steps for steps, _ in found] == [0, 3, 6, 8]
@@ -130,7 +138,7 @@ time.sleep(3)  # a launcher takes a while, too
 def test_a_rank_that_is_gone_is_why_the_others_fail(tmp_path: Path, how: str) -> None:
     """Also where both are heard at once, as on a busy machine, or the others first."""
     command = [sys.executable, "-c", JOIN + TWO_RANKS, how]
-    made = Ranks(command, 2, os.environ, tmp_path / "socket", tmp_path / "log")
+    made = ArmProcess(command, 2, os.environ, tmp_path / "socket", tmp_path / "log")
     try:
         made.meet(20)
         made.begin("window")
@@ -169,7 +177,7 @@ def test_who_ended_first_is_what_the_launcher_says(
     script.write_text(JOIN + ENDS)
     python = [] if launcher == "torchrun" else [sys.executable]
     line = [part.format(ranks=2) for part in LAUNCHERS[launcher]]
-    made = Ranks(
+    made = ArmProcess(
         [*line, *python, str(script), how], 2, clean_env(), tmp_path / "at", tmp_path / "log"
     )
     try:
@@ -197,7 +205,7 @@ os._exit(0)
 def test_what_removes_a_launchers_semaphores_is_let(tmp_path: Path) -> None:
     """horovodrun makes some; its resource tracker removes them, at times only after its end."""
     at, log = tmp_path / "socket", tmp_path / "log"
-    made = Ranks([sys.executable, "-c", SLOW_TRACKER], 1, os.environ, at, log)
+    made = ArmProcess([sys.executable, "-c", SLOW_TRACKER], 1, os.environ, at, log)
     made.process.wait(20)
     tracker, *names = log.read_text().split()
     semaphores = [Path("/dev/shm", f"sem.{name.removeprefix('/')}") for name in names]
@@ -227,26 +235,26 @@ def test_peak_memory_is_not_that_of_the_start(tmp_path: Path) -> None:
     task = tmp_path / "large_start.py"
     task.write_text(LARGE_START)
     with worker(f"{task}:LargeStart", "width=2048", "depth=3") as rank:
-        rank.call("prove", 2)
-        (proof,) = rank.call("peak_mib")
-        rank.call("window", 2, 0)
+        rank.call("trace", 2)
+        (traced,) = rank.call("peak_mib")
+        rank.call("time_steps", 2, 0)
         (steps,) = rank.call("peak_mib")
-    assert 100 < steps < proof - 200
+    assert 100 < steps < traced - 200
 
 
 def test_what_is_said_of_the_data() -> None:
     digits = "real: 8x8 images of handwritten digits, from scikit-learn; 1437 samples"
-    assert said_of_data(Digits(), 1437) == digits
+    assert describe_data(Digits(), 1437) == digits
     names: dict[str, Any] = {}
     exec(SOURCE.format(name="Mine", answer=1), names)
     silent = cast("Task", names["Mine"]())
-    assert said_of_data(silent, 2) == "the task does not say (Task.about_data); 2 samples"
+    assert describe_data(silent, 2) == "the task does not say (Task.about_data); 2 samples"
 
 
 # The memory of the proof
 
 
-def watcher(model: nn.Module) -> _Watcher:
+def recorder(model: nn.Module) -> TraceRecorder:
     config = TrainConfig(device="cpu")
     loop = SimpleNamespace(
         backend=open_backend("single", detect({}), BackendOptions(device="cpu")),
@@ -256,7 +264,7 @@ def watcher(model: nn.Module) -> _Watcher:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         on_batch=None,
     )
-    return _Watcher(cast("Any", loop))
+    return TraceRecorder(cast("Any", loop))
 
 
 def peak_mib() -> float:
@@ -285,15 +293,15 @@ def test_the_proof_takes_little_memory(kind: str) -> None:
     model = nn.Module()
     model.weight = nn.Parameter(stored(kind, 4096))
     model.unused = nn.Parameter(torch.zeros(4096, 4096))
-    watching = watcher(model)
+    recording = recorder(model)
     model.weight.grad = model.weight.detach()
-    watching._norm(watching._gradients())  # whatever is made once
-    watching._sample_gradient()
+    recording._norm(recording._gradients())  # whatever is made once
+    recording._sample_gradient()
     CLEAR_REFS.write_text("5")
     before = peak_mib()
-    watching._norm(watching._gradients())
+    recording._norm(recording._gradients())
     assert peak_mib() - before < 8
-    watching._sample_gradient()
+    recording._sample_gradient()
     assert peak_mib() - before < 16  # of which the sample itself is 2
 
 
@@ -305,10 +313,10 @@ def test_the_norm_is_that_of_all_elements(kind: str, dtype: torch.dtype) -> None
     model.weight = nn.Parameter(torch.zeros_like(grad))
     model.unused = nn.Parameter(torch.zeros(3))
     model.weight.grad = grad.clone()
-    watching = watcher(model)
-    norm = watching._norm(watching._gradients())
+    recording = recorder(model)
+    norm = recording._norm(recording._gradients())
     assert norm == pytest.approx(float(grad.double().square().sum().sqrt()), rel=1e-13)
-    assert watching._norm(watching._gradients()) == norm
+    assert recording._norm(recording._gradients()) == norm
     assert torch.equal(model.weight.grad, grad)
 
 
@@ -351,7 +359,7 @@ class HasSpare(nn.Module):
         return cast("Tensor", self.used(x))
 
 
-def prove(opened: Backend, /, loop: str, backend: str, **changes: Any) -> Account:
+def prove(opened: Backend, /, loop: str, backend: str, **changes: Any) -> RankTrace:
     """Runs on live ranks, on the opened backend's process group."""
     config = TrainConfig(seed=3, threads=1, epochs=2, **{"batch_size": 8, **changes})
     options = replace(opened.options, unused_parameters=config.backend_options().unused_parameters)
@@ -359,7 +367,7 @@ def prove(opened: Backend, /, loop: str, backend: str, **changes: Any) -> Accoun
     made_backend.open()
     made = LOOPS[loop](Spare(), made_backend, config)
     made.set_up(record=False)
-    return observe(made, made.steps(), 6)
+    return record_trace(made, made.steps(), 6)
 
 
 ARMS = [
@@ -420,5 +428,5 @@ def test_options_reach_the_training_of_all_arms() -> None:
 
 
 def test_a_scaled_rate_is_not_answered_with_an_option_that_is_not_there() -> None:
-    text = causes.of_rate(2.0, 2, 1).text
+    text = explain_rate(2.0, 2, 1)
     assert advised(text) == {"--lr"} <= OPTIONS

@@ -9,61 +9,72 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-Json = dict[str, Any]
+from hvdtrain.compare.formatting import settings
+from hvdtrain.compare.record import ArmRecord, Config, Record
+
 UNKNOWN = "not recorded"
 
 
-def environment_rows(record: Json) -> list[list[str]]:
-    """Return [name, value] rows, the most relevant first. A missing value reads UNKNOWN."""
-    config = record.get("config") or {}
-    machine = record.get("machine") or {}
-    arms: dict[str, Json] = record.get("arms") or {}
-    rows = [
-        ("task", _task(config)),
-        ("data", config.get("data")),
-        ("batch per rank", _by_arm(arms, _batch_per_rank)),
-        ("batch of all ranks", _by_arm(arms, lambda arm: arm.get("samples_per_step"))),
-        ("device", _device(config)),
-        ("precision", config.get("precision")),
-        ("learning rate", config.get("lr")),
-        ("seed", config.get("seed")),
-        ("buffers", config.get("buffers")),
-        ("parameters", _by_arm(arms, lambda arm: arm.get("parameters"))),
-        ("gradients", _by_arm(arms, _gradients)),
-        ("steps per block", config.get("steps_per_block")),
-        ("warm-up", _warm_up(arms)),
-        ("stop rule", _stop_rule(config)),
-        ("threads per rank", _by_arm(arms, lambda arm: _in_force(arm, "threads"))),
-        ("interop threads", _by_arm(arms, lambda arm: _in_force(arm, "interop_threads"))),
-        ("affinity", _by_arm(arms, _affinity)),
-        ("cpu", _cpu(machine)),
-        ("memory", _of(machine.get("memory_mib"), "{:,} MiB")),
-        ("gpus", _gpus(machine)),
-        ("kernel", machine.get("kernel")),
-        ("load average before", _list(machine.get("load_before"))),
-        ("load average after", _list(machine.get("load_after"))),
-        *sorted((record.get("versions") or {}).items()),
-        *((f"launch {key}", arm.get("command")) for key, arm in arms.items()),
-        *((f"variable {name}", value) for name, value in _variables(record, arms)),
+def condition_rows(record: Record) -> list[tuple[str, str]]:
+    """Return (name, value), the most relevant first. A missing value reads UNKNOWN."""
+    config, machine = record.config, record.machine
+
+    def per_arm(value_of: Callable[[ArmRecord], Any]) -> str | None:
+        return _per_arm(record.arms, value_of)
+
+    def in_force(name: str) -> str | None:
+        return per_arm(lambda arm: _in_force(arm, name))
+
+    why = f" ({config.device_reason})" if config.device_reason else ""
+    warm_up, affinity = per_arm(lambda arm: arm.warm_up_steps), in_force("affinity")
+    ended = f"; ended by {config.stopped_by}" if config.stopped_by else ""
+    rows: list[tuple[str, Any]] = [
+        ("task", f"{config.task} ({settings(config.set)})" if config.set else config.task),
+        ("data", config.data),
+        ("batch per rank", per_arm(_batch_per_rank)),
+        ("batch of all ranks", per_arm(lambda arm: arm.samples_per_step)),
+        ("device", config.device and config.device + why),
+        ("precision", config.precision),
+        ("learning rate", config.lr),
+        ("seed", config.seed),
+        ("buffers", config.buffers),
+        ("parameters", per_arm(lambda arm: arm.parameters)),
+        ("gradients", per_arm(lambda arm: arm.gradient_bytes and f"{arm.gradient_bytes:,} bytes")),
+        ("steps per block", config.steps_per_block),
+        ("warm-up", warm_up and f"outside of the blocks; steps: {warm_up}"),
+        ("stop rule", config.target_ci and f"fixed beforehand: {stop_rule(config)}{ended}"),
+        ("threads per rank", in_force("threads")),
+        ("interop threads", in_force("interop_threads")),
+        ("affinity", affinity),
+        ("cpu", machine.cpu and f"{machine.cpu}, {machine.cores} cores"),
+        ("memory", machine.memory_mib and f"{machine.memory_mib:,} MiB"),
+        ("gpus", None if machine.gpus is None else ", ".join(machine.gpus) or "none"),
+        ("kernel", machine.kernel),
+        ("load average before", _load(machine.load_before)),
+        ("load average after", _load(machine.load_after)),
+        *sorted(record.versions.items()),
+        *((f"launch {key}", arm.command) for key, arm in record.arms.items()),
+        *((f"variable {name}", value) for name, value in _variables(record)),
     ]
-    return [[name, UNKNOWN if value in (None, "") else str(value)] for name, value in rows]
+    return [(name, UNKNOWN if value in (None, "") else str(value)) for name, value in rows]
 
 
-def _task(config: Json) -> str | None:
-    chosen = ", ".join(f"{name}={value}" for name, value in (config.get("set") or {}).items())
-    return f"{config.get('task')} ({chosen})" if chosen else config.get("task")
+def stop_rule(config: Config) -> str:
+    """Describe in words when a comparison ends."""
+    if config.blocks:
+        return f"after {config.blocks} blocks"
+    return (
+        f"once every interval is within {100 * (config.target_ci or 0):g} % on either side, after "
+        f"at least {config.min_blocks} blocks and all planned starts; or after "
+        f"{config.budget_s or 0:g} s, with at least {config.least_blocks or 0} blocks"
+    )
 
 
-def _device(config: Json) -> str | None:
-    why = config.get("device_reason")
-    return f"{config.get('device')} ({why})" if why else config.get("device")
-
-
-def _by_arm(arms: dict[str, Json], of: Callable[[Json], Any]) -> str | None:
+def _per_arm(arms: dict[str, ArmRecord], value_of: Callable[[ArmRecord], Any]) -> str | None:
     """Return the value that all arms share, else each value with its arms. None is left out."""
     found: dict[str, list[str]] = defaultdict(list)
     for key, arm in arms.items():
-        value = of(arm)
+        value = value_of(arm)
         if value is not None:
             found[str(value)].append(key)
     if len(found) == 1:
@@ -71,89 +82,34 @@ def _by_arm(arms: dict[str, Json], of: Callable[[Json], Any]) -> str | None:
     return "; ".join(f"{value} ({', '.join(keys)})" for value, keys in found.items()) or None
 
 
-def _batch_per_rank(arm: Json) -> str | None:
-    samples = arm.get("samples_per_step")
-    return f"{samples / arm['ranks']:g}" if samples else None
+def _batch_per_rank(arm: ArmRecord) -> str | None:
+    return f"{arm.samples_per_step / arm.ranks:g}" if arm.samples_per_step else None
 
 
-def _gradients(arm: Json) -> str | None:
-    return _of(arm.get("gradient_bytes"), "{:,} bytes")
-
-
-def _in_force(arm: Json, what: str) -> str | None:
+def _in_force(arm: ArmRecord, name: str) -> str | None:
     """Return the setting found in the ranks of an arm; one value per rank if they differ."""
-    values = [
-        str(rank.get(what)) for rank in arm.get("in_force") or [] if rank.get(what) is not None
-    ]
-    return values[0] if len(set(values)) == 1 else ", ".join(values) or None
+    prefix = "cores " if name == "affinity" else ""
+    values = [str(v) for rank in arm.in_force if (v := getattr(rank, name)) not in (None, [])]
+    found = values[:1] if len(set(values)) == 1 else values
+    return prefix + ", ".join(found) if found else None
 
 
-def _affinity(arm: Json) -> str | None:
-    cores = _in_force(arm, "affinity")
-    return f"cores {cores}" if cores else None
-
-
-def _warm_up(arms: dict[str, Json]) -> str | None:
-    steps = _by_arm(arms, lambda arm: arm.get("warm_up_steps"))
-    return f"outside of the blocks; steps: {steps}" if steps else None
-
-
-def _stop_rule(config: Json) -> str | None:
-    if config.get("target_ci") is None:
-        return None
-    ended = f"; ended by {config['stopped_by']}" if config.get("stopped_by") else ""
-    return f"fixed beforehand: {stop_rule(config)}{ended}"
-
-
-def stop_rule(config: Json) -> str:
-    """Describe in words when a comparison ends."""
-    if config.get("blocks"):
-        return f"after {config['blocks']} blocks"
-    return (
-        f"once every interval is within {100 * config['target_ci']:g} % on either side, after at "
-        f"least {config.get('min_blocks')} blocks and all planned starts; or after "
-        f"{config.get('budget_s') or 0:g} s, with at least {config.get('least_blocks') or 0} blocks"
-    )
-
-
-def _cpu(machine: Json) -> str | None:
-    return f"{machine['cpu']}, {machine.get('cores')} cores" if machine.get("cpu") else None
-
-
-def _gpus(machine: Json) -> str | None:
-    found = machine.get("gpus")
-    return None if found is None else ", ".join(map(str, found)) or "none"
-
-
-def _list(values: list[float] | None) -> str | None:
+def _load(values: list[float] | None) -> str | None:
     return ", ".join(f"{value:.2f}" for value in values) if values else None
 
 
-def _of(value: int | None, form: str) -> str | None:
-    return None if value is None else form.format(value)
-
-
-def _variables(record: Json, arms: dict[str, Json]) -> list[tuple[str, str]]:
+def _variables(record: Record) -> list[tuple[str, str]]:
     """Return the variables of the comparison's own process, and those that differ in the ranks."""
-    given = dict(record.get("environment") or {})
-    names = {
-        name
-        for arm in arms.values()
-        for rank in arm.get("in_force") or []
-        for name in rank.get("variables") or {}
-    }
-    for name in names:
-        inside = _by_arm(arms, lambda arm, name=name: _variable(arm, name))  # type: ignore[misc]
-        if inside is not None and inside != str(given.get(name)):
+    given = dict(record.environment)
+    ranks = [rank for arm in record.arms.values() for rank in arm.in_force]
+    for name in sorted({name for rank in ranks for name in rank.variables}):
+
+        def in_ranks(arm: ArmRecord, name: str = name) -> str | None:
+            values = {r.variables[name] for r in arm.in_force if name in r.variables}
+            return ", ".join(sorted(values)) or None
+
+        inside = _per_arm(record.arms, in_ranks)
+        if inside is not None and inside != given.get(name):
             outside = f"{given[name]}, in the ranks " if name in given else "in the ranks "
             given[name] = outside + inside
-    return sorted((name, str(value)) for name, value in given.items())
-
-
-def _variable(arm: Json, name: str) -> str | None:
-    values = {
-        str((rank.get("variables") or {})[name])
-        for rank in arm.get("in_force") or []
-        if name in (rank.get("variables") or {})
-    }
-    return ", ".join(sorted(values)) or None
+    return sorted(given.items())

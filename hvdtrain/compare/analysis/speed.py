@@ -1,218 +1,277 @@
 """The speed table: step times, ratios to the baseline and percent of ideal, one row per arm.
 
-`summary` builds it from the record; `scaling` and `where` use `Measured` too.
+`summary` builds it from the record; `efficiency` and `breakdown` use `Measurements` too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
+from hvdtrain.compare import record
 from hvdtrain.compare.analysis import stats
 from hvdtrain.compare.analysis.stats import Interval
 from hvdtrain.compare.compare_options import MIN_BLOCKS
-from hvdtrain.compare.record import base_of
-
-Json = dict[str, Any]
-Times = Mapping[int, float]  # block index -> ms
+from hvdtrain.compare.formatting import count
+from hvdtrain.compare.record import ArmRecord, ArmTimes, Record
 
 
-class Measured:
-    """The measurements of each arm in the kept blocks of a record. Missing data is empty or NaN."""
+@dataclass(frozen=True)
+class AgainRow:
+    """The A/A pair of one world size: the baseline against its duplicate."""
 
-    def __init__(self, record: Json) -> None:
-        self.arms: dict[str, Json] = record.get("arms") or {}
-        self.baseline: str | None = record.get("baseline")
-        self.anchors: dict[str, Json] = record.get("anchors") or {}
-        # By arm, then by index of the block. A block without "kept" counts.
-        self.windows: dict[str, dict[int, Json]] = {key: {} for key in self.arms}
-        for block in record.get("blocks") or []:
-            if block.get("kept", True):
-                for key, window in (block.get("arms") or {}).items():
-                    self.windows.setdefault(key, {})[block["index"]] = window
-        kept = [block.get("kept", True) for block in record.get("blocks") or []]
-        self.all_dropped = bool(kept) and not any(kept)
+    arm: str
+    ranks: int
+    ratio: float | None
+    low: float | None
+    high: float | None
+    spread: float | None
+    """How far from 1 the interval reaches; None with too few blocks."""
+    blocks: int
+
+
+@dataclass(frozen=True)
+class IdealRow:
+    """The ideal step of one world size: no communication, and one copy of the gradients."""
+
+    ranks: int
+    no_communication_ms: float | None
+    memcpy_ms: float | None
+    ideal_ms: float | None
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    """The speed of one arm; None where it was not measured."""
+
+    arm: str
+    name: str
+    ranks: int
+    role: str
+    launcher: str | None
+    status: str | None
+    reason: str | None
+    log: str | None
+    step_ms: float | None
+    """Median over blocks, with its 95 % interval."""
+    step_low: float | None
+    step_high: float | None
+    mean_ms: float | None
+    """Mean and 95th percentile over all steps."""
+    p95_ms: float | None
+    samples_per_s: float | None
+    ratio: float | None
+    """How many times as fast as the baseline, with its 95 % interval."""
+    low: float | None
+    high: float | None
+    against: str | None
+    """The key of the baseline; None for a baseline."""
+    verdict: str
+    """That of `stats.verdict`; else "baseline" or "ceiling"."""
+    percent_of_ideal: float | None
+    ideal_note: str | None
+    cpu_s_per_step: float | None
+    peak_mib: float | None
+    blocks: int
+
+    @property
+    def has_ended_early(self) -> bool:
+        """Whether the arm failed or was refused: its reason is shown, not its few blocks."""
+        return self.status in ("failed", "refused")
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the arm has figures to show."""
+        return self.step_ms is not None and not self.has_ended_early
+
+    @property
+    def missing_reason(self) -> str:
+        """Why the arm has no figures, beginning with its status."""
+        text = self.status or "not measured"
+        if self.blocks and self.has_ended_early:
+            text += f" after {count(self.blocks, 'block')}"
+        if text == "measured" and not self.blocks:
+            text += ", but no block counts"
+        return f"{text}: {self.reason}" if self.reason else text
+
+
+class Measurements:
+    """The measurements of each arm in the kept blocks of a record."""
+
+    def __init__(self, found: Record) -> None:
+        self.arms = found.arms
+        self._anchors = found.anchors
+        self.all_dropped = bool(found.blocks) and not found.kept_blocks
         """Whether no block counts: reported once, not for every arm."""
-        self._against: dict[tuple[str, str], Interval] = {}
-        self.times = {key: _block_times(found) for key, found in self.windows.items()}
+        self.blocks: dict[str, dict[int, ArmTimes]] = {key: {} for key in self.arms}
+        """By arm and index of the block."""
+        for block in found.kept_blocks:
+            for key, times in block.arms.items():
+                self.blocks.setdefault(key, {})[block.index] = times
+        self.times = {
+            key: {
+                i: ms for i, b in blocks.items() if 0 < (ms := stats.block_ms(b.step_ms)) < math.inf
+            }
+            for key, blocks in self.blocks.items()
+        }
+        """The arm's ms in each of its blocks."""
+        self._ratios: dict[tuple[str, str], Interval] = {}
 
-    def base_of(self, key: str) -> str | None:
-        """Return the key of the arm that an arm is compared with; see `record.base_of`."""
-        return base_of(self.arms, key)
+    @property
+    def world_sizes(self) -> list[int]:
+        """The world sizes of the arms, ascending."""
+        return sorted({arm.ranks for arm in self.arms.values()})
 
-    def role(self, role: str, ranks: int) -> str | None:
+    def key_of(self, role: str, ranks: int) -> str | None:
         """Return the key of the arm with this role at this world size, or None."""
-        for key, arm in self.arms.items():
-            if arm.get("role") == role and arm.get("ranks") == ranks:
-                return key
-        return None
+        arms = self.arms.items()
+        return next((k for k, arm in arms if arm.role == role and arm.ranks == ranks), None)
 
-    def against(self, base: str | None, arm: str | None) -> Interval:
+    def ratio(self, base: str | None, arm: str | None) -> Interval:
         """Return how many times as fast as `base` the arm is. NaN without common blocks."""
         if base is None or arm is None:
             return stats.NOTHING
-        if (base, arm) not in self._against:  # resampling takes tens of milliseconds
+        if (base, arm) not in self._ratios:  # resampling takes tens of milliseconds
             ratios = stats.paired(self.times.get(base, {}), self.times.get(arm, {}))
-            self._against[base, arm] = stats.interval(ratios)
-        return self._against[base, arm]
+            self._ratios[base, arm] = stats.interval(ratios)
+        return self._ratios[base, arm]
 
     def noise(self, ranks: int) -> float | None:
         """Return the A/A spread at this world size, or None."""
-        return stats.spread(self.against(self.role("baseline", ranks), self.role("again", ranks)))
+        return stats.spread(self.ratio(self.key_of("baseline", ranks), self.key_of("again", ranks)))
+
+    def median_ms(self, key: str | None) -> float:
+        """Return the median over blocks of an arm's time. NaN if it was not measured."""
+        times = list(self.times.get(key, {}).values()) if key else []
+        return float(np.median(times)) if times else math.nan
 
     def memcpy_ms(self, ranks: int) -> float:
         """Return the ms of one copy of the gradients by all ranks at once. NaN if not measured."""
-        found = (self.anchors.get(str(ranks)) or {}).get("memcpy_ms") or []
-        return float(np.median(found)) if found else math.nan
+        if ranks == 1:
+            return 0.0  # one rank alone has nothing to exchange
+        copies = self._anchors.get(str(ranks))
+        return float(np.median(copies.memcpy_ms)) if copies and copies.memcpy_ms else math.nan
 
 
-def _block_times(windows: Mapping[int, Json]) -> dict[int, float]:
-    times = {
-        index: stats.block_ms(window.get("step_ms") or []) for index, window in windows.items()
-    }
+def _block_times(blocks: Mapping[int, ArmTimes]) -> dict[int, float]:
+    times = {index: stats.block_ms(block.step_ms) for index, block in blocks.items()}
     return {index: ms for index, ms in times.items() if 0 < ms < math.inf}
 
 
-def world_sizes(measured: Measured) -> list[int]:
-    """Return the world sizes of the arms, ascending."""
-    return sorted({arm["ranks"] for arm in measured.arms.values() if arm.get("ranks")})
-
-
-def again_rows(measured: Measured) -> list[Json]:
+def again_rows(measured: Measurements) -> list[AgainRow]:
     """Return one row per world size on its A/A pair."""
     rows = []
-    for ranks in world_sizes(measured):
-        key = measured.role("again", ranks)
-        ratio = measured.against(measured.role("baseline", ranks), key)
+    for ranks in measured.world_sizes:
+        key = measured.key_of("again", ranks)
+        ratio = measured.ratio(measured.key_of("baseline", ranks), key)
         if key is not None and ratio.blocks:
-            rows.append(
-                {
-                    "arm": key,
-                    "ranks": ranks,
-                    **_ratio(ratio),
-                    "spread": number(stats.spread(ratio)),
-                    "blocks": ratio.blocks,
-                }
-            )
+            spread = number(stats.spread(ratio))
+            limits = _limits(ratio)
+            rows.append(AgainRow(key, ranks, number(ratio.median), *limits, spread, ratio.blocks))
     return rows
 
 
-def ideal_rows(measured: Measured) -> list[Json]:
-    """Return the ideal step of each world size: no communication, and one copy of the gradients."""
+def ideal_rows(measured: Measurements) -> list[IdealRow]:
+    """Return the ideal step of each world size."""
     rows = []
-    for ranks in world_sizes(measured):
-        key = measured.role("ceiling", ranks)
-        times = list(measured.times.get(key, {}).values()) if key else []
-        alone = float(np.median(times)) if times else math.nan
-        copy = measured.memcpy_ms(ranks) if ranks > 1 else 0.0
-        rows.append(
-            {
-                "ranks": ranks,
-                "no_communication_ms": number(alone),
-                "memcpy_ms": number(copy),
-                "ideal_ms": number(alone + copy),
-            }
-        )
+    for ranks in measured.world_sizes:
+        alone = measured.median_ms(measured.key_of("ceiling", ranks))
+        copy = measured.memcpy_ms(ranks)
+        rows.append(IdealRow(ranks, number(alone), number(copy), number(alone + copy)))
     return rows
 
 
-def speed_rows(measured: Measured) -> list[Json]:
+def speed_rows(measured: Measurements) -> list[SpeedRow]:
     """Return one row per arm, failed arms included."""
-    noise = {ranks: measured.noise(ranks) for ranks in world_sizes(measured)}
-    return [_speed_row(measured, key, arm, noise) for key, arm in measured.arms.items()]
+    noise = {ranks: measured.noise(ranks) for ranks in measured.world_sizes}
+    return [_speed_row(measured, key, noise[arm.ranks]) for key, arm in measured.arms.items()]
 
 
-def _speed_row(measured: Measured, key: str, arm: Json, noise: Mapping[int, float | None]) -> Json:
-    ranks = arm["ranks"]
+def _speed_row(measured: Measurements, key: str, noise: float | None) -> SpeedRow:
+    arm = measured.arms[key]
     step = stats.interval(measured.times[key].values())
-    base = measured.base_of(key)
-    ratio = measured.against(base, key) if key != base else stats.NOTHING
-    # The ceiling does less work by design: it gets no verdict on speed.
-    own = {base: "baseline", measured.role("ceiling", ranks): "ceiling"}
-    said = own.get(key) or stats.verdict(ratio, noise[ranks])
-    return {
-        "arm": key,
-        **{name: arm.get(name) for name in _COPIED},
-        "step_ms": number(step.median),
-        "step_low": _limits(step)[0],
-        "step_high": _limits(step)[1],
-        **_all_steps(measured.windows[key].values()),
-        "samples_per_s": _per_second(arm.get("samples_per_step"), step.median),
-        **(_ratio(ratio) if key != base else {"ratio": 1.0, "low": None, "high": None}),
-        "against": base if key != base else None,
-        "verdict": said,
-        **_of_ideal(measured, key, ranks),
-        "cpu_s_per_step": _cpu_per_step(measured.windows[key].values()),
-        "peak_mib": max(arm.get("peak_mib") or [], default=None),
-        "blocks": step.blocks,
-    }
+    base = record.base_of(measured.arms, key)
+    ratio = measured.ratio(base, key) if key != base else Interval(1.0, 1.0, 1.0, 0)
+    # The arm without communication does less work by design: it gets no verdict on speed.
+    special = "baseline" if key == base else "ceiling" if arm.role == "ceiling" else None
+    percent, note = _percent_of_ideal(measured, key)
+    step_limits, ratio_limits = _limits(step), _limits(ratio)
+    samples = arm.samples_per_step
+    blocks = measured.blocks[key].values()
+    slowest = [stats.slowest(block.step_ms) for block in blocks]
+    steps = np.concatenate(slowest) if slowest else np.empty(0)
+    return SpeedRow(
+        arm=key,
+        name=arm.name,
+        ranks=arm.ranks,
+        role=arm.role,
+        launcher=arm.launcher,
+        status=arm.status,
+        reason=arm.reason,
+        log=arm.log,
+        step_ms=number(step.median),
+        step_low=step_limits[0],
+        step_high=step_limits[1],
+        mean_ms=number(steps.mean()) if steps.size else None,
+        p95_ms=number(np.percentile(steps, 95)) if steps.size else None,
+        samples_per_s=number(1000 * samples / step.median) if samples else None,
+        ratio=number(ratio.median),
+        low=ratio_limits[0],
+        high=ratio_limits[1],
+        against=base if key != base else None,
+        verdict=special or stats.verdict(ratio, noise),
+        percent_of_ideal=percent,
+        ideal_note=note,
+        cpu_s_per_step=_cpu_per_step(blocks),
+        peak_mib=max(arm.peak_mib, default=None),
+        blocks=step.blocks,
+    )
 
 
-_COPIED = ("name", "ranks", "role", "level", "settings", "launcher", "status", "reason", "log")
-
-
-def sentences(measured: Measured) -> list[str]:
+def sentences(measured: Measurements) -> list[str]:
     """Return one sentence per arm: its speed against its baseline, or why it failed."""
-    said = []
-    noise = {ranks: measured.noise(ranks) for ranks in world_sizes(measured)}
-    for key, arm in measured.arms.items():
-        base = measured.base_of(key)
-        lost = arm.get("status") in ("failed", "refused")
-        if not lost and (base is None or arm.get("role") in ("baseline", "ceiling")):
-            continue
-        if lost:
-            said.append(f"{key} {arm['status']}: {arm.get('reason') or 'no reason is known'}")
-        elif base is not None and not measured.all_dropped:
-            ratio = measured.against(base, key)
-            if arm.get("role") == "again" and stats.excludes_1(ratio):
-                said.append(stats.warning(key, base, ratio))
-            else:
-                said.append(stats.sentence(key, base, ratio, noise[arm["ranks"]]))
-    return said
+    return [text for key, arm in measured.arms.items() if (text := _sentence(measured, key, arm))]
 
 
-def _all_steps(windows: Iterable[Json]) -> Json:
-    steps = [stats.slowest(window.get("step_ms") or []) for window in windows]
-    every = np.concatenate(steps) if steps else np.empty(0)
-    if not every.size:
-        return {"mean_ms": None, "p95_ms": None}
-    return {"mean_ms": number(every.mean()), "p95_ms": number(np.percentile(every, 95))}
+def _sentence(measured: Measurements, key: str, arm: ArmRecord) -> str:
+    if arm.has_ended_early:
+        return f"{key} {arm.status}: {arm.reason or 'no reason is known'}"
+    base = record.base_of(measured.arms, key)
+    if base is None or arm.role in ("baseline", "ceiling") or measured.all_dropped:
+        return ""
+    ratio = measured.ratio(base, key)
+    if arm.role == "again" and stats.excludes_1(ratio):
+        return stats.warning(key, base, ratio)
+    return stats.sentence(key, base, ratio, measured.noise(arm.ranks))
 
 
-def _cpu_per_step(windows: Iterable[Json]) -> float | None:
+def _cpu_per_step(blocks: Iterable[ArmTimes]) -> float | None:
     """Return the CPU seconds of all ranks per step, over all kept blocks."""
-    seconds = steps = 0.0
-    for window in windows:
-        if window.get("cpu_s"):
-            seconds += sum(window["cpu_s"])
-            steps += len(stats.slowest(window.get("step_ms") or []))
-    return number(seconds / steps) if steps else None
+    timed = [block for block in blocks if block.cpu_s]
+    steps = sum(len(stats.slowest(block.step_ms)) for block in timed)
+    return number(sum(sum(block.cpu_s) for block in timed) / steps) if steps else None
 
 
-def _of_ideal(measured: Measured, key: str, ranks: int) -> Json:
-    """Return the ideal step in percent of the arm's, paired by block. Over 100: noted, not cut."""
-    ceiling = measured.role("ceiling", ranks)
-    copy = measured.memcpy_ms(ranks) if ranks > 1 else 0.0
+def _percent_of_ideal(measured: Measurements, key: str) -> tuple[float | None, str | None]:
+    """Return the ideal step in percent of the arm's, paired by block, and a note if it is over
+    100, which is not cut.
+    """
+    ranks = measured.arms[key].ranks
+    ceiling = measured.key_of("ceiling", ranks)
     if ceiling is None or key == ceiling:
-        return {"percent_of_ideal": None, "ideal_note": None}
+        return None, None
     # Per block, as for ratios: the ceiling and the arm share the machine's state in a block.
+    copy = measured.memcpy_ms(ranks)
     ideal = {block: ms + copy for block, ms in measured.times.get(ceiling, {}).items()}
     shares = stats.paired(ideal, measured.times[key])
     if not shares.size:
-        return {"percent_of_ideal": None, "ideal_note": None}
+        return None, None
     percent = 100 * float(np.median(shares))
-    note = None
-    if percent > 100:
-        note = "over 100: noise, or the anchors were measured under other conditions than the arm"
-    return {"percent_of_ideal": number(percent), "ideal_note": note}
-
-
-def _ratio(ratio: Interval) -> Json:
-    low, high = _limits(ratio)
-    return {"ratio": number(ratio.median), "low": low, "high": high}
+    note = "over 100: noise, or the anchors were measured under other conditions than the arm"
+    return number(percent), note if percent > 100 else None
 
 
 def _limits(found: Interval) -> tuple[float | None, float | None]:
@@ -220,10 +279,6 @@ def _limits(found: Interval) -> tuple[float | None, float | None]:
     if found.blocks < MIN_BLOCKS:
         return None, None
     return number(found.low), number(found.high)
-
-
-def _per_second(samples: int | None, step_ms: float) -> float | None:
-    return number(1000 * samples / step_ms) if samples and step_ms else None
 
 
 def number(value: float | None) -> float | None:

@@ -1,8 +1,9 @@
 """Statistics: paired ratios of block times, their confidence intervals, and verdicts.
 
-`speed` reports them, and `runner` stops by them. The estimate is the median over blocks of baseline
-time / arm time, both measured in the same block, so that a slow phase of the machine affects both.
-Blocks are resampled, never steps: the steps of one block are not independent measurements.
+`speed` reports them, and `schedule` stops by them. The estimate is the median over blocks of
+baseline time / arm time, both measured in the same block, so that a slow phase of the machine
+affects both. Blocks are resampled, never steps: the steps of one block are not independent
+measurements.
 
 The interval is the percentile bootstrap of the median, at a level raised for few blocks to keep its
 coverage ("expanded percentile", Hesterberg 2015, What Teachers Should Know About the Bootstrap). At

@@ -1,26 +1,17 @@
 """Likely causes of a difference in work: those of counts, weights, buffers and updates.
 
-`counted` and `computed` attach one to each refusal; `gradients` has the causes of wrong gradients.
-A cause has a row number: that of the known difference between DDP and Horovod that it stands for.
+`exact_checks` and `numeric_checks` attach one to each difference; `gradient_diagnosis` has the
+causes of wrong gradients. A cause is one sentence, with its fix where there is one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import numpy as np
 
 from hvdtrain.compare.formatting import tell_apart
-from hvdtrain.compare.proof.work_trace import Account, Array
-
-
-class Cause(NamedTuple):
-    """A likely cause with its fix, and the row of the known DDP/Horovod difference behind it."""
-
-    text: str
-    row: int | None = None
+from hvdtrain.compare.proof.distances import distance
+from hvdtrain.compare.proof.work_trace import RankTrace
 
 
 def near(value: float, expected: float) -> bool:
@@ -28,22 +19,7 @@ def near(value: float, expected: float) -> bool:
     return math.isclose(value, expected, rel_tol=1e-3)
 
 
-def distance(a: Array, b: Array, scale: Array | None = None) -> float:
-    """Return the norm of a - b relative to the norm of `scale`, or of b.
-
-    Zero if they are equal, NaNs included; infinite if shapes differ or the ratio is not finite.
-    """
-    if a.shape != b.shape:
-        return math.inf
-    if np.array_equal(a, b, equal_nan=True):
-        return 0.0
-    norm = np.linalg.norm(b if scale is None else scale)
-    with np.errstate(invalid="ignore", over="ignore"):
-        result = float(np.linalg.norm(a - b) / norm) if norm else math.inf
-    return result if math.isfinite(result) else math.inf
-
-
-def of_rate(ratio: float, num_ranks: int, accumulate: int) -> Cause:
+def explain_rate(ratio: float, num_ranks: int, accumulate: int) -> str:
     """Return why learning rates differ. `ratio`: the arm's over the baseline's."""
     window = num_ranks * accumulate
     names = [
@@ -55,40 +31,36 @@ def of_rate(ratio: float, num_ranks: int, accumulate: int) -> Cause:
     for value, name in names:
         for how, factor in (("multiplies", value), ("divides", 1 / value)):
             if value != 1 and near(ratio, factor):
-                return Cause(
+                return (
                     f"this arm {how} the learning rate by {name}; take that out and set "
-                    "--lr, which is the same for all arms",
-                    11,
+                    "--lr, which is the same for all arms"
                 )
     times = tell_apart(ratio, 1, 4)[0]
-    return Cause(
+    return (
         f"something on this arm alone sets the learning rate, to {times} times the baseline's: "
-        "its backend, or a schedule made before the rate was scaled",
-        11,
+        "its backend, or a schedule made before the rate was scaled"
     )
 
 
-def of_weights(arm: Account, base: Account) -> Cause:
+def explain_weights(arm: RankTrace, base: RankTrace) -> str:
     """Return why the arm's initial state, the same on all its ranks, is not the baseline's."""
     decayed = _decayed(arm, base)
     if arm.state_step > base.state_step or decayed:
         moved = f", which {decayed}" if decayed else ""
-        return Cause(
+        return (
             "an optimizer step before the first, on gradients of zeros, such as "
             f"broadcast_optimizer_state of Horovod takes to make the optimizer's state{moved}; "
-            "broadcast only the state that exists",
-            2,
+            "broadcast only the state that exists"
         )
-    return Cause(
-        "the initial weights are drawn otherwise: another seed, or random numbers taken before the "
-        "model is made",
-        21,
+    return (
+        "the initial weights are drawn differently: another seed, or random numbers drawn before "
+        "the model is made"
     )
 
 
-def _decayed(arm: Account, base: Account) -> str:
+def _decayed(arm: RankTrace, base: RankTrace) -> str:
     """Describe what a step on zero gradients did to the weights; empty if it is not the cause."""
-    before, after = base.samples.initial, arm.samples.initial
+    before, after = base.elements.initial, arm.elements.initial
     if before.shape != after.shape or not (moved := float(before @ before)):
         return ""
     # Zero gradients leave weight decay alone, which multiplies all weights by one factor.
@@ -98,23 +70,21 @@ def _decayed(arm: Account, base: Account) -> str:
     return ""
 
 
-def of_counts(arm: Sequence[int], base: Sequence[int]) -> Cause:
+def explain_counts(arm: Sequence[int], base: Sequence[int]) -> str:
     """Return why batch sizes differ. `arm`, `base`: samples per rank in the first such step."""
     if len(set(arm)) == 1 and len(set(base)) == 1:
-        return Cause(
-            "the batch size is taken for the whole world on one arm and for each rank on the other",
-            12,
+        return (
+            "the batch size is taken for the whole world on one arm and for each rank on the other"
         )
     ranks = [rank for rank, (a, b) in enumerate(zip(arm, base, strict=True)) if a != b]
     which = f"rank {ranks[0]} gets" if len(ranks) == 1 else "some ranks get"
-    return Cause(
+    return (
         f"{which} fewer samples on one arm than on the other: look for what drops or shards "
-        "samples by the launcher's variables, or ends an epoch otherwise",
-        13,
+        "samples by the launcher's variables, or ends an epoch otherwise"
     )
 
 
-def of_samples(arm: Sequence[Sequence[str]], base: Sequence[Sequence[str]]) -> Cause:
+def explain_samples(arm: Sequence[Sequence[str]], base: Sequence[Sequence[str]]) -> str:
     """Return why samples differ, although each rank has the same number of them.
 
     `arm`, `base`: hashes of each rank's samples in the first step that differs.
@@ -122,69 +92,61 @@ def of_samples(arm: Sequence[Sequence[str]], base: Sequence[Sequence[str]]) -> C
     # Tested from the mildest: another order in a rank, another split, the same in all, others.
     every_arm, every_base = (sorted(s for rank in ranks for s in rank) for ranks in (arm, base))
     if all(sorted(a) == sorted(b) for a, b in zip(arm, base, strict=True)):
-        return Cause("the samples are the same, but in another order within the batch", 12)
+        return "the samples are the same, but in another order within the batch"
     if every_arm == every_base:
-        return Cause("only the split differs: the same samples, but between the ranks", 12)
+        return "only the split differs: the same samples, but between the ranks"
     if len(arm) > 1 and all(sorted(a) == sorted(arm[0]) for a in arm):
-        return Cause(
+        return (
             "every rank of this arm reads the same samples: it is not sharded, or by a launcher's "
-            "variable that is not there",
-            12,
+            "variable that is not there"
         )
-    return Cause(
+    return (
         "other samples: sharded twice, shuffled with another seed, or augmented by random numbers "
-        "that are not seeded by step",
-        21,
+        "that are not seeded by step"
     )
 
 
-def of_buffers(policy: str, ranks_agree: bool) -> Cause:
+def explain_buffers(policy: str, ranks_agree: bool) -> str:
     """Return why buffers differ although parameters agree. `policy`: the one that should apply."""
     if not ranks_agree:
-        return Cause(
+        return (
             "buffers such as BatchNorm's statistics stay each rank's own on this arm, so that "
-            f"evaluation depends on the rank; the policy is {policy!r} (--buffers)",
-            3,
+            f"evaluation depends on the rank; the policy is {policy!r} (--buffers)"
         )
-    return Cause(
+    return (
         "buffers such as BatchNorm's statistics are combined by another policy than "
-        f"{policy!r} (--buffers): rank 0's, the mean over ranks, or every rank's own",
-        3,
+        f"{policy!r} (--buffers): rank 0's, the mean over ranks, or every rank's own"
     )
 
 
-def of_dtype(arm: str, base: str) -> Cause:
+def explain_dtype(arm: str, base: str) -> str:
     """Return why dtypes differ. `arm`, `base`: the dtypes of parameters or gradients."""
-    return Cause(
-        f"something on this arm alone converts {base} to {arm}: leave the dtype to --precision"
-    )
+    return f"something on this arm alone converts {base} to {arm}: leave the dtype to --precision"
 
 
-def of_use(mine: float, its: float) -> Cause:
+def explain_use(mine: float, its: float) -> str:
     """Return why gradients agree after `finish_backward` and differ at `optimizer.step`.
 
     `mine`, `its`: their norms at `optimizer.step`.
     """
     norms = tell_apart(mine, its, 4)
-    return Cause(
+    return (
         f"the gradients (norm {norms[0]}, not {norms[1]}) are changed between finish_backward and "
-        "the optimizer: clipped otherwise, or reduced again within step()",
-        7,
+        "the optimizer: clipped differently, or reduced again within step()"
     )
 
 
-def of_update() -> Cause:
+def explain_update() -> str:
     """Return why parameters differ although the optimizer used the same gradients."""
-    return Cause(
+    return (
         "the optimizer makes another step of the same gradients, or something moves the weights "
-        "between steps: see the optimizer's state, and what runs beside it",
-        10,
+        "between steps: see the optimizer's state, and what runs beside it"
     )
 
 
-def of_rounding() -> Cause:
+def explain_rounding() -> str:
     """Return the cause if a loss or gradient differs first, by no more than rounding."""
-    return Cause(
+    return (
         "no more than rounding: this arm computes or averages the gradients in another order than "
         "the baseline, such as by dividing before the sum, with other kernels, or with another "
         "number of threads"

@@ -1,7 +1,7 @@
 """The exact part of the parity check: everything that is counted, not computed.
 
 `parity` runs it first: model, options, learning rates, samples, dtypes and sizes must be equal
-before `computed` compares numbers.
+before `numeric_checks` compares numbers.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hvdtrain.compare.formatting import tell_apart
-from hvdtrain.compare.proof import diagnosis as causes
-from hvdtrain.compare.proof.diagnosis import Cause, distance
-from hvdtrain.compare.proof.work_trace import Ranks, steps_of
+from hvdtrain.compare.proof import diagnosis
+from hvdtrain.compare.proof.distances import distance
+from hvdtrain.compare.proof.work_trace import ArmTraces, paired_steps
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Difference:
     """A difference between an arm's work and the baseline's, with its likely cause."""
 
     text: str
-    cause: Cause | None = None
-    difference: float | None = None
+    cause: str | None = None
+    distance: float | None = None
+    """How far apart the numbers are, in the measure of the check."""
     tolerance: float | None = None
 
 
-def counted(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
+def exact_differences(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
     """Yield the differences, ordered so that an earlier one explains the later ones.
 
     Both arms have the same number of ranks.
@@ -34,7 +35,7 @@ def counted(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
     for a, b in zip(arm, base, strict=True):
         if a.world_size != b.world_size:
             text = "the backend does not know this launcher: models train side by side"
-            yield Refusal(f"a world of {a.world_size}, {baseline}'s of {b.world_size}", Cause(text))
+            yield Difference(f"a world of {a.world_size}, {baseline}'s of {b.world_size}", text)
     # Cause before effect: another model or option can also change rates, samples and gradients.
     yield from _models(arm, base, baseline)
     yield from _options(arm, base, baseline)
@@ -43,16 +44,18 @@ def counted(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
     yield from _gradient_types(arm, base, baseline)
 
 
-def _models(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
+def _models(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
+    """Yield differences in the parameters' types, shapes and initial values."""
     for a, b in zip(arm, base, strict=True):
         if set(a.parameters) != set(b.parameters):
             kinds = ", ".join(a.parameters), ", ".join(b.parameters)
-            yield Refusal(
-                f"parameters are {kinds[0]}, {baseline}'s are {kinds[1]}", causes.of_dtype(*kinds)
+            yield Difference(
+                f"parameters are {kinds[0]}, {baseline}'s are {kinds[1]}",
+                diagnosis.explain_dtype(*kinds),
             )
-        if a.samples.layout != b.samples.layout or a.parameters != b.parameters:
+        if a.elements.layout != b.elements.layout or a.parameters != b.parameters:
             sizes = sum(a.parameters.values()), sum(b.parameters.values())
-            layouts = a.samples.layout, b.samples.layout
+            layouts = a.elements.layout, b.elements.layout
             text = f"another model: {sizes[0]} parameters in {len(layouts[0])} tensors, "
             text += f"{baseline} has {sizes[1]} in {len(layouts[1])}"
             for mine, its in zip(*layouts, strict=False):
@@ -62,48 +65,43 @@ def _models(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
             cause = (
                 "the task makes another model on this arm: look for what depends on the launcher"
             )
-            yield Refusal(text, Cause(cause))
+            yield Difference(text, cause)
     if len({a.initial_sha256 for a in arm}) > 1:
-        text = "rank 0's weights are not given to the others before training"
-        yield Refusal("the ranks start from different parameters", Cause(text, 1))
+        text = "rank 0's weights are not broadcast to the other ranks before training"
+        yield Difference("the ranks start from different parameters", text)
     if arm[0].initial_sha256 != base[0].initial_sha256:
-        apart = distance(arm[0].samples.initial, base[0].samples.initial)
+        apart = distance(arm[0].elements.initial, base[0].elements.initial)
         text = f"starts from other parameters than {baseline}"
-        yield Refusal(text, causes.of_weights(arm[0], base[0]), apart, 0.0)
+        yield Difference(text, diagnosis.explain_weights(arm[0], base[0]), apart, 0.0)
 
 
-def _options(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
-    # Field of the trace: row of the known DDP/Horovod difference (see `Cause.row`).
-    ledger = {
-        "precision": None,
-        "accumulate": 4,
-        "clip_norm": 7,
-        "buffers_policy": 3,
-        "optimizer": 10,
-        "settings": 10,
-    }
+def _options(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
+    """Yield differences in training options, hyper-parameters and the optimizer's state."""
     for a, b in zip(arm, base, strict=True):
-        for name, row in ledger.items():
+        for name in ("precision", "accumulate", "clip_norm", "buffers_policy", "optimizer"):
             mine, its = getattr(a, name), getattr(b, name)
             if mine != its:
                 words = name.replace("_", " ")
-                cause = Cause(f"this arm sets another {words}: give all arms the same", row)
-                if name == "settings":
-                    mine, its = _unlike(mine, its)
-                    text = "an optimizer that was made anew may have its class's own defaults"
-                    cause = Cause(f"{text}: see what this arm makes of the parameter groups", row)
-                yield Refusal(f"{words} {mine}, {baseline} has {its}", cause)
+                cause = f"this arm sets another {words}: give all arms the same"
+                yield Difference(f"{words} {mine}, {baseline} has {its}", cause)
+        if a.settings != b.settings:
+            mine, its = _differing_settings(a.settings, b.settings)
+            yield Difference(
+                f"settings {mine}, {baseline} has {its}",
+                "an optimizer that was made anew may have its class's own defaults: see what this "
+                "arm makes of the parameter groups",
+            )
         if a.state_step != b.state_step:
-            yield Refusal(
+            yield Difference(
                 f"its optimizer counts {a.state_step} steps before the first, {baseline}'s "
                 f"{b.state_step}",
-                causes.of_weights(a, b)
+                diagnosis.explain_weights(a, b)
                 if a.state_step > b.state_step
-                else Cause("this arm loses the optimizer's state when it wraps it", 10),
+                else "this arm loses the optimizer's state when it wraps it",
             )
 
 
-def _unlike(mine: list[dict[str, str]], its: list[dict[str, str]]) -> tuple[str, str]:
+def _differing_settings(mine: list[dict[str, str]], its: list[dict[str, str]]) -> tuple[str, str]:
     """Return the hyper-parameters that differ, of both arms, as text."""
     if len(mine) != len(its):
         return f"of {len(mine)} groups", f"{len(its)}"
@@ -117,69 +115,69 @@ def _unlike(mine: list[dict[str, str]], its: list[dict[str, str]]) -> tuple[str,
     return text(mine), text(its)
 
 
-def _rates(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
-    for number, rank, a, b in steps_of(arm, base):
+def _rates(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
+    """Yield differences in learning rates and numbers of optimizer steps."""
+    for number, rank, a, b in paired_steps(arm, base):
         if a.lr and b.lr and a.lr != b.lr:
             group = next(
                 i for i, pair in enumerate(zip(a.lr, b.lr, strict=False)) if len({*pair}) > 1
             )
             ratio = a.lr[group] / b.lr[group] if b.lr[group] else math.inf
             rates = tell_apart(a.lr[group], b.lr[group], 6)
-            yield Refusal(
+            yield Difference(
                 f"learning rate {rates[0]} in step {number} on rank {rank}, {baseline} has "
                 f"{rates[1]}",
-                causes.of_rate(ratio, len(arm), arm[0].accumulate),
+                diagnosis.explain_rate(ratio, len(arm), arm[0].accumulate),
                 abs(ratio - 1) if math.isfinite(ratio) else None,
                 0.0,
             )
     for one, other in zip(arm, base, strict=True):
         taken, its = ((len(x.steps), x.optimizer_steps) for x in (one, other))
         if taken != its:
-            yield Refusal(
+            yield Difference(
                 f"{taken[1]} optimizer steps in {taken[0]} steps on rank {one.rank}, "
                 f"{baseline} took {its[1]} in {its[0]}",
-                Cause("steps are skipped, as a gradient scaler does, or taken twice", 8),
+                "steps are skipped, as a gradient scaler does, or taken twice",
             )
 
 
-def _data(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
-    for number, rank, a, b in steps_of(arm, base):
+def _data(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
+    """Yield differences in micro-batches and samples."""
+    for number, rank, a, b in paired_steps(arm, base):
         if a.micro_batches != b.micro_batches:
-            yield Refusal(
+            yield Difference(
                 f"{a.micro_batches} micro-batches in step {number} on rank {rank}, {baseline} has "
                 f"{b.micro_batches}",
-                Cause("windows of accumulation begin or end elsewhere", 4),
+                "accumulation windows begin or end at other micro-batches",
             )
         if a.samples == b.samples:
             continue
         # The samples of all ranks show whether only the split differs.
         mine, its = ([r.steps[number - 1].samples for r in ranks] for ranks in (arm, base))
         if len(a.samples) != len(b.samples):
-            yield Refusal(
+            yield Difference(
                 f"{len(a.samples)} samples in step {number} on rank {rank}, {baseline} has "
                 f"{len(b.samples)}",
-                causes.of_counts([len(x) for x in mine], [len(x) for x in its]),
+                diagnosis.explain_counts([len(x) for x in mine], [len(x) for x in its]),
             )
-        yield Refusal(
+        yield Difference(
             f"other samples in step {number} on rank {rank} than {baseline}",
-            causes.of_samples(mine, its),
+            diagnosis.explain_samples(mine, its),
         )
 
 
-def _gradient_types(arm: Ranks, base: Ranks, baseline: str) -> Iterator[Refusal]:
-    for number, rank, a, b in steps_of(arm, base):
+def _gradient_types(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
+    """Yield differences in the types and sizes of the gradients at `optimizer.step`."""
+    for number, rank, a, b in paired_steps(arm, base):
         if a.gradient_dtypes != b.gradient_dtypes:
             kinds = ", ".join(a.gradient_dtypes), ", ".join(b.gradient_dtypes)
-            yield Refusal(
+            yield Difference(
                 f"gradients are {kinds[0]} in step {number}, {baseline}'s are {kinds[1]}",
-                causes.of_dtype(*kinds),
+                diagnosis.explain_dtype(*kinds),
             )
         if a.gradient_bytes != b.gradient_bytes:
-            yield Refusal(
+            yield Difference(
                 f"{a.gradient_bytes} bytes of gradients in step {number} on rank {rank}, "
                 f"{baseline} has {b.gradient_bytes}",
-                Cause(
-                    "parameters without a gradient are skipped on one arm, and zeros on the other",
-                    5,
-                ),
+                "parameters without a gradient are skipped on one arm, and zeros on the other",
             )

@@ -1,8 +1,8 @@
 """Likely causes of wrong gradients: hypotheses, tested on the gradients of the first step.
 
-`computed` calls `explain`. The arm without communication has the local gradient of every rank for
-the same samples and weights. The weight of each local gradient in another arm's result is found by
-least squares, not guessed.
+`numeric_checks` calls `explain_gradients`. The arm without communication has the local gradient of
+every rank for the same samples and weights. The weight of each local gradient in another arm's
+result is found by least squares, not guessed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdtrain.compare.proof.diagnosis import Cause, distance, near
+from hvdtrain.compare.proof.diagnosis import near
+from hvdtrain.compare.proof.distances import distance
 from hvdtrain.compare.proof.work_trace import Array
 
 
 @dataclass
-class Gradients:
+class FirstGradients:
     """Gradients of the first step: of each rank of the arm, the baseline's mean, the local ones."""
 
     arm: list[Array]
@@ -60,15 +61,15 @@ class Gradients:
         return [float(weight) for weight in found] if fits else None
 
 
-def explain(g: Gradients) -> Cause | None:
+def explain_gradients(g: FirstGradients) -> str | None:
     """Return the first hypothesis that explains the arm's gradients, or None."""
     cause = next((cause for test in _HYPOTHESES if (cause := test(g)) is not None), None)
     if cause is None or not g.only:
         return cause
-    return cause._replace(text=f"for {g.only} alone: {cause.text}")
+    return f"for {g.only} alone: {cause}"
 
 
-def _scaled(g: Gradients) -> Cause | None:
+def _scaled(g: FirstGradients) -> str | None:
     """Test for the mean times a constant: a missing or repeated division."""
     # The projection of the arm's gradient on the mean.
     square = float(g.mean @ g.mean)
@@ -79,68 +80,61 @@ def _scaled(g: Gradients) -> Cause | None:
         return None
     if near(factor, g.n):
         also = " (or over its micro-batches, of which there are as many)"
-        return Cause(
+        return (
             f"the division is missing: gradients are the sum over the {g.n} ranks, not the mean"
-            f"{also if g.accumulate == g.n else ''}; divide by {g.n}",
-            6,
+            f"{also if g.accumulate == g.n else ''}; divide by {g.n}"
         )
     if near(factor, 1 / g.n):
-        return Cause(f"the gradients are divided by the {g.n} ranks twice", 6)
+        return f"the gradients are divided by the {g.n} ranks twice"
     if near(factor, g.accumulate) or near(factor, 1 / g.accumulate):
         wrong = "not divided" if factor > 1 else "divided twice"
-        return Cause(f"the gradients are {wrong} by the {g.accumulate} micro-batches of a step", 4)
-    return Cause(
+        return f"the gradients are {wrong} by the {g.accumulate} micro-batches of a step"
+    return (
         f"the gradients are {factor:.4g} times the mean over the ranks: a divisor or a "
-        f"gradient_predivide_factor that is not undone",
-        6,
+        f"gradient_predivide_factor that is not undone"
     )
 
 
-def _local(g: Gradients) -> Cause | None:
+def _local(g: FirstGradients) -> str | None:
     """Test for no synchronisation: each rank has its local gradient."""
     if g.local is None or not all(map(g.equal, g.arm, g.local)):
         return None
-    return Cause(
+    return (
         "gradients are not synchronised: every rank steps on its own; its hooks are not there, or "
-        "no_sync (or backward_passes_per_step) covers the last micro-batch as well",
-        4,
+        "no_sync (or backward_passes_per_step) covers the last micro-batch as well"
     )
 
 
-def _partly_synchronised(g: Gradients) -> Cause | None:
+def _partly_synchronised(g: FirstGradients) -> str | None:
     """Test for ranks that differ although their mean is right."""
     if g.agree() or not g.equal(np.mean(g.arm, axis=0), g.mean):
         return None
     if g.accumulate == 1:
-        return Cause(
-            "gradients are not synchronised: the ranks' differ, although their mean is right", 4
-        )
-    return Cause(
+        return "gradients are not synchronised: the ranks' differ, although their mean is right"
+    return (
         "only some micro-batches of a step are synchronised: the ranks' gradients differ, although "
-        "their mean is right; accumulate locally, and synchronise the whole sum",
-        4,
+        "their mean is right; accumulate locally, and synchronise the whole sum"
     )
 
 
-def _last_micro_batch(g: Gradients) -> Cause | None:
+def _last_micro_batch(g: FirstGradients) -> str | None:
     """Test for the gradient of the last micro-batch alone."""
     if g.local is None or g.before_last is None:
         return None
-    # Gradients accumulate in p.grad, so a difference is that of the last micro-batch.
+    # FirstGradients accumulate in p.grad, so a difference is that of the last micro-batch.
     last = [whole - before for whole, before in zip(g.local, g.before_last, strict=True)]
     expected = np.mean(last, axis=0)
     square = float(expected @ expected)
     factor = float(g.arm[0] @ expected) / square if square else 0.0
     if not (factor and g.agree() and g.equal(g.arm[0], factor * expected)):
         return None
-    return Cause(
+    return (
         f"only the last of the {g.accumulate} micro-batches of a step counts: the gradients of the "
-        "others are lost",
-        4,
+        "others are lost"
     )
 
 
-def _clipped_first(g: Gradients) -> Cause | None:
+def _clipped_first(g: FirstGradients) -> str | None:
     """Test for local gradients that are clipped to one norm before they are averaged."""
     weights = None if g.local is None else g.weights(g.local)
     if weights is None or min(weights) <= 0:
@@ -152,15 +146,14 @@ def _clipped_first(g: Gradients) -> Cause | None:
     expected = [min(1.0, limit / norm) if norm else 1.0 for norm in g.norms]
     if not all(map(near, clipped, expected)) or all(near(c, 1) for c in clipped):
         return None
-    return Cause(
+    return (
         f"gradients are clipped before they are synchronised: each rank's own to a norm of "
         f"{limit:.4g}, and then averaged; synchronise first, then clip the mean (Horovod: "
-        "synchronize(), clip, and step() inside skip_synchronize())",
-        7,
+        "synchronize(), clip, and step() inside skip_synchronize())"
     )
 
 
-def _left_out(g: Gradients) -> Cause | None:
+def _left_out(g: FirstGradients) -> str | None:
     """Test for ranks whose local gradient has no weight."""
     weights = None if g.local is None else g.weights(g.local)
     if weights is None:
@@ -176,23 +169,22 @@ def _left_out(g: Gradients) -> Cause | None:
         how = f"zeros count in place of rank {who}'s gradient"
     else:
         how = f"rank {who}'s gradient is left out, and the others count {others[0]:.4g} each"
-    return Cause(f"{how}; as where a rank has joined, or ran out of data", 13)
+    return f"{how}; as where a rank has joined, or ran out of data"
 
 
-def _weighted(g: Gradients) -> Cause | None:
+def _weighted(g: FirstGradients) -> str | None:
     """Test for any other weights than 1/n."""
     weights = None if g.local is None else g.weights(g.local)
     if weights is None or all(near(w * g.n, 1) for w in weights):
         return None
     listed = ", ".join(f"{w:.4g}" for w in weights)
-    return Cause(
+    return (
         f"the ranks' gradients count {listed} instead of {1 / g.n:.4g} each: weighted by samples, "
-        "or combined by another operation than the mean, such as Adasum",
-        6,
+        "or combined by another operation than the mean, such as Adasum"
     )
 
 
-def _rounded(g: Gradients) -> Cause | None:
+def _rounded(g: FirstGradients) -> str | None:
     """Test for gradients that are rounded to a 16-bit type."""
     for name, digits in (("bf16", 8), ("fp16", 11)):  # bf16 first: it mostly fits fp16 too
 
@@ -208,10 +200,9 @@ def _rounded(g: Gradients) -> Cause | None:
         away = distance(g.arm[0], g.mean)
         explained = expected is not None and distance(g.arm[0], expected) < 0.05 * away
         if (fits(g.arm[0]) or explained) and not fits(g.mean) and away < 2.0 ** (3 - digits):
-            return Cause(
+            return (
                 f"gradients are rounded to {name} before they are reduced, as compression does; "
-                "leave it out, or compare with arms that compress as well",
-                6,
+                "leave it out, or compare with arms that compress as well"
             )
     return None
 
@@ -226,7 +217,7 @@ def round_to(a: Array, digits: int) -> Array:
 
 
 # The most specific first: `_weighted` accepts any linear combination of the local gradients.
-_HYPOTHESES: tuple[Callable[[Gradients], Cause | None], ...] = (
+_HYPOTHESES: tuple[Callable[[FirstGradients], str | None], ...] = (
     _scaled,
     _local,
     _partly_synchronised,

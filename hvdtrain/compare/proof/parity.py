@@ -1,32 +1,24 @@
 """The parity check: whether every arm did the same work as the baseline.
 
-`runner` calls `compare` with the work traces of all ranks. Counts (samples, steps, rates, dtypes)
-must be equal. Computed numbers must be bitwise equal with up to two ranks, if the baseline repeats
-itself bitwise, because the mean of two is the same in any order. With more, the transport chooses
-the order of a sum, and numbers must agree within a tolerance; parameters whose gradient is pure
-rounding noise depend on that order, and are left out.
+`comparison` calls `compare` with the work traces of all ranks. Counts (samples, steps, rates,
+dtypes) must be equal. Computed numbers must be bitwise equal with up to two ranks, if the baseline
+repeats itself bitwise, because the mean of two is the same in any order. With more, the transport
+chooses the order of a sum, and numbers must agree within a tolerance; parameters whose gradient is
+pure rounding noise depend on that order, and are left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
-from hvdtrain.compare.proof.diagnosis import Cause
-from hvdtrain.compare.proof.exact_checks import counted
-from hvdtrain.compare.proof.numeric_checks import (
-    Limits,
-    bitwise,
-    computed,
-    final_distance,
-    gradient_distance,
-    spread,
-    where_they_part,
-)
-from hvdtrain.compare.proof.work_trace import Account, Ranks
+from hvdtrain.compare.proof.distances import ArmPair, Limits
+from hvdtrain.compare.proof.exact_checks import Difference, exact_differences
+from hvdtrain.compare.proof.numeric_checks import first_difference, numeric_differences
+from hvdtrain.compare.proof.work_trace import ArmTraces, RankTrace
+from hvdtrain.compare.record import ParityRow
 
 # For the gradients of one step, relative to their norm. fp32: a hundred times its resolution, for
 # sums of many terms in any order. Autocast: the resolution of the narrow type, because a parameter
@@ -34,73 +26,61 @@ from hvdtrain.compare.proof.work_trace import Account, Ranks
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "fp16": 2.0**-11, "bf16": 2.0**-8}
 
 # An arm may differ from the baseline by this many times the difference of the A/A pair.
-_AGAIN = 4
+_AGAIN_FACTOR = 4
 # If that allows more than this, the baseline is too random to prove anything.
-_USELESS = 0.1
+_MAX_RANDOM = 0.1
 
 
 def compare(
-    accounts: Mapping[str, Ranks], baseline: str, again: str = "", ceiling: str = ""
-) -> list[dict[str, Any]]:
+    traces: Mapping[str, ArmTraces], baseline: str, again: str = "", ceiling: str = ""
+) -> list[ParityRow]:
     """Return a verdict on every arm but the baseline: rows `parity` of the record. Not collective.
 
-    `accounts`: the traces of all ranks by arm, all arms of one world size. `again`: the baseline's
+    `traces`: the traces of all ranks by arm, all arms of one world size. `again`: the baseline's
     duplicate (A/A); a difference of these two is the task's own randomness. `ceiling`: the arm
     without communication; its gradients help to find causes, and it is not compared itself.
     """
-    others = {name: ranks for name, ranks in accounts.items() if name != baseline}
-    base, local = accounts.get(baseline, ()), accounts.get(ceiling, ())
+    others = {name: ranks for name, ranks in traces.items() if name != baseline}
+    base, local = traces.get(baseline, ()), traces.get(ceiling, ())
     problem = baseline_problem(baseline, base, others.get(again))
     if problem:
-        return [_row(name, "not compared", problem) for name in others]
+        return [ParityRow(name, "not compared", problem) for name in others]
     limits = _limits(base, others.get(again))
+    usable = _usable_local_traces(local, base)
     rows = []
     for name, ranks in others.items():
         if name == ceiling:
             text = "does not communicate: its ranks train apart, and show how fast a step can be"
-            rows.append(_row(name, "not compared", text))
+            rows.append(ParityRow(name, "not compared", text))
         elif not ranks:
-            rows.append(_row(name, "not compared", "it left no account of its work"))
+            rows.append(ParityRow(name, "not compared", "it recorded no work trace"))
+        elif len(ranks) != len(base):
+            text = f"{len(ranks)} ranks, and {baseline} has {len(base)}"
+            cause = "other numbers of ranks are not the same work"
+            rows.append(ParityRow(name, "unequal", text, cause=cause))
         else:
-            rows.append(_judge(name, ranks, base, _usable(local, base), limits, baseline))
+            exact = exact_differences(ranks, base, baseline)
+            rows.append(_judge(name, ArmPair(ranks, base, limits), exact, usable))
     return rows
 
 
-def _row(arm: str, verdict: str, text: str, **more: Any) -> dict[str, Any]:
-    empty = {"difference": None, "tolerance": None, "cause": None, "row": None}
-    return {"arm": arm, "verdict": verdict, "text": text, **empty, **more}
-
-
 def _judge(
-    name: str, arm: Ranks, base: Ranks, local: Ranks | None, limits: Limits, baseline: str
-) -> dict[str, Any]:
-    if len(arm) != len(base):
-        text = f"{len(arm)} ranks, and {baseline} has {len(base)}"
-        return _row(name, "unequal", text, cause="other numbers of ranks are not the same work")
+    name: str, pair: ArmPair, exact: Iterator[Difference], local: ArmTraces | None
+) -> ParityRow:
+    """Return the verdict on one arm. `exact`: its exact differences."""
+    limits = pair.limits
     # Lazily: the first difference explains the others, and later checks rely on earlier ones.
-    refusal = next(chain(counted(arm, base, baseline), computed(arm, base, local, limits)), None)
-    if refusal is not None:
-        where = where_they_part(arm, base, limits) or "losses and gradients are the same throughout"
-        cause = refusal.cause or Cause(f"no known cause fits; {where}")
-        return _row(
-            name,
-            "unequal",
-            refusal.text,
-            difference=_finite(refusal.difference),
-            tolerance=0.0 if limits.bitwise and refusal.tolerance else refusal.tolerance,
-            cause=cause.text,
-            row=cause.row,
-        )
-    steps = f"{len(base[0].steps)} steps"
-    if bitwise(arm, base):
-        return _row(
-            name,
-            "bitwise",
-            f"parameters bitwise equal after {steps}",
-            difference=0.0,
-            tolerance=0.0,
-        )
-    apart, left_out = final_distance(arm, base, limits)
+    differences = chain(exact, numeric_differences(pair, local))
+    if found := next(differences, None):
+        first = first_difference(pair) or "losses and gradients are always the same"
+        cause = found.cause or f"no known cause fits; {first}"
+        tolerance = 0.0 if limits.bitwise and found.tolerance else found.tolerance
+        apart = _finite(found.distance)
+        return ParityRow(name, "unequal", found.text, apart, tolerance, cause)
+    steps = f"{len(pair.base[0].steps)} steps"
+    if pair.is_bitwise_equal:
+        return ParityRow(name, "bitwise", f"parameters bitwise equal after {steps}", 0.0, 0.0)
+    apart, left_out = pair.final_distance()
     text = (
         f"parameters equal within {apart:.1e} after {steps}, relative to how far training moved "
         f"them ({limits.final:.1e} is allowed: {limits.reason})"
@@ -110,16 +90,16 @@ def _judge(
             f"{text}; {100 * left_out:.2g} % of the elements, whose gradients were nothing but "
             "rounding, are left out"
         )
-    return _row(name, "within tolerance", text, difference=_finite(apart), tolerance=limits.final)
+    return ParityRow(name, "within tolerance", text, _finite(apart), limits.final)
 
 
-# The baseline, and the tolerances for other arms
+# The baseline, and the limits for other arms
 
 
-def baseline_problem(name: str, base: Ranks, again: Ranks | None) -> str:
+def baseline_problem(name: str, base: ArmTraces, again: ArmTraces | None) -> str:
     """Return why the baseline is unfit for comparison, else "". `again`: its duplicate (A/A)."""
     if not base:
-        return f"the baseline {name} left no account of its work"
+        return f"the baseline {name} recorded no work trace"
     if len({a.initial_sha256 for a in base}) > 1:
         return f"the ranks of the baseline {name} start from different parameters"
     if len({a.final_sha256 for a in base}) > 1:
@@ -130,62 +110,64 @@ def baseline_problem(name: str, base: Ranks, again: Ranks | None) -> str:
             return f"the baseline {name} starts from other weights when it is run again{own}"
         if any(_content(a) != _content(b) for a, b in zip(again, base, strict=True)):
             return f"the baseline {name} sees other samples when it is run again{own}"
-        apart = max(spread(again, base, _allowed(base)), gradient_distance(again, base))
-        if _AGAIN * apart > _USELESS:
-            return f"the baseline {name} is {apart:.2g} apart from itself when it is run again{own}"
+        pair = ArmPair(again, base, _default_limits(base))
+        apart = max(pair.largest_distance(), pair.distance("gradient"))
+        if _AGAIN_FACTOR * apart > _MAX_RANDOM:
+            return f"the baseline {name} differs by {apart:.2g} when it is run again{own}"
     return ""
 
 
-def _limits(base: Ranks, again: Ranks | None) -> Limits:
-    """Return the tolerances, tighter or wider than `_allowed` by what the A/A pair shows."""
-    n, limits = len(base), _allowed(base)
-    repeats = bool(again) and bitwise(again or (), base)
-    if repeats and _width(base) != "fp64":
+def _limits(base: ArmTraces, again: ArmTraces | None) -> Limits:
+    """Return the limits, tighter or wider than `_default_limits` by what the A/A pair shows."""
+    n, limits = len(base), _default_limits(base)
+    pair = ArmPair(again, base, limits) if again else None
+    repeats = pair is not None and pair.is_bitwise_equal
+    if repeats and _narrowest_type(base) != "fp64":
         # If the A/A pair is bitwise equal, every arm has the same local gradients, whatever
         # autocast does; they are averaged in the dtype of the weights.
         limits = replace(limits, gradient=TOLERANCE["fp32"])
     if repeats and n <= 2:
         why = f"the baseline repeats itself bit by bit, and {n} ranks sum exactly"
         return replace(limits, reason=why, bitwise=True)
-    if not repeats and again:
+    if pair is not None and not repeats:
         # No arm has to reproduce what the baseline itself does not.
         return replace(
             limits,
-            gradient=max(limits.gradient, _AGAIN * gradient_distance(again, base)),
-            final=max(limits.final, _AGAIN * spread(again, base, limits)),
+            gradient=max(limits.gradient, _AGAIN_FACTOR * pair.distance("gradient")),
+            final=max(limits.final, _AGAIN_FACTOR * pair.largest_distance()),
             reason="the model itself is not deterministic",
         )
     return limits
 
 
-def _allowed(base: Ranks) -> Limits:
-    """Return the tolerances for this precision and number of steps, without use of the A/A pair."""
-    account, n = base[0], len(base)
-    width = _width(base)
+def _default_limits(base: ArmTraces) -> Limits:
+    """Return the limits for this precision and number of steps, without use of the A/A pair."""
+    trace, n = base[0], len(base)
+    width = _narrowest_type(base)
     # Differences accumulate: each step adds its own.
-    final = TOLERANCE[width] * max(1, len(account.steps))
+    final = TOLERANCE[width] * max(1, len(trace.steps))
     reason = f"{n} ranks sum in the transport's order" if n > 2 else "nothing shows that it repeats"
     return Limits(TOLERANCE[width], final, 10 * TOLERANCE[width], reason)
 
 
-def _width(base: Ranks) -> str:
+def _narrowest_type(base: ArmTraces) -> str:
     """Return the narrowest floating-point type of the computation."""
     return "fp64" if set(base[0].parameters) == {"float64"} else base[0].precision
 
 
-def _usable(local: Ranks, base: Ranks) -> Ranks | None:
+def _usable_local_traces(local: ArmTraces, base: ArmTraces) -> ArmTraces | None:
     """Return the traces without communication, if their weights and first samples are the same."""
     same = len(local) == len(base) and all(
         a.initial_sha256 == b.initial_sha256
-        and a.samples.gradient is not None
+        and a.elements.gradient is not None
         and _content(a)[:1] == _content(b)[:1]
         for a, b in zip(local, base, strict=True)
     )
     return local if same else None
 
 
-def _content(account: Account) -> list[list[str]]:
-    return [step.samples for step in account.steps]
+def _content(trace: RankTrace) -> list[list[str]]:
+    return [step.samples for step in trace.steps]
 
 
 def _finite(value: float | None) -> float | None:

@@ -1,7 +1,7 @@
 """Recorder of work traces: hooks around the first steps of an arm, inside its ranks.
 
-`worker` runs it for the call `prove`. It removes all hooks at the end, so that the timed steps run
-without them. The trace itself is in `account`.
+`worker` runs it for the call `trace`. It removes all hooks at the end, so that the timed steps run
+without them. The trace itself is a RankTrace of `work_trace`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.compare.proof.work_trace import SAMPLED, Account, Array, Samples, StepAccount
+from hvdtrain.compare.proof import work_trace
+from hvdtrain.compare.proof.work_trace import Array, ElementSample, RankTrace, StepTrace
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.metrics import fingerprint
 from hvdtrain.training.precision import Precision
@@ -27,7 +28,7 @@ from hvdtrain.trees import map_tree
 # Elements processed at once: few, so that peak memory is that of training, not of the recorder.
 PIECE = 1 << 18
 # Options that change how a step is computed, not what it computes; arms may differ in them.
-_HOW = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+_HOW_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
 class Loop(Protocol):
@@ -41,25 +42,25 @@ class Loop(Protocol):
     on_batch: Callable[[Any], None] | None
 
 
-def observe(loop: Loop, steps: Iterator[StepTaken], num_steps: int) -> Account:
+def record_trace(loop: Loop, steps: Iterator[StepTaken], num_steps: int) -> RankTrace:
     """Take `num_steps` of `loop`'s `steps`, and return the trace of their work. Collective.
 
     The trace is shorter if the run ends earlier.
     """
-    watcher = _Watcher(loop)
-    with watcher.watching():
+    recorder = TraceRecorder(loop)
+    with recorder.recording():
         for _ in range(num_steps):
-            watcher.account.steps.append(StepAccount())
-            taken = next(steps, None)
-            if taken is None:
-                watcher.account.steps.pop()
+            recorder.trace.steps.append(StepTrace())
+            step = next(steps, None)
+            if step is None:
+                recorder.trace.steps.pop()
                 break
-            watcher.account.steps[-1].loss = float(taken.loss)
-    watcher.finish()
-    return watcher.account
+            recorder.trace.steps[-1].loss = float(step.loss)
+    recorder.finish()
+    return recorder.trace
 
 
-class _Watcher:
+class TraceRecorder:
     """Fills in a trace while steps are taken."""
 
     def __init__(self, loop: Loop) -> None:
@@ -67,7 +68,7 @@ class _Watcher:
         self._depth = 0
         config, model, optimizer = loop.config, loop.model, loop.optimizer
         self._stride = _stride(list(model.parameters()))
-        self.account = Account(
+        self.trace = RankTrace(
             rank=loop.backend.world.rank,
             world_size=loop.backend.world.size,
             precision=config.precision,
@@ -80,14 +81,14 @@ class _Watcher:
             state_step=_state_step(optimizer),
             initial_sha256=fingerprint(dict(model.named_parameters())),
             initial_buffers_sha256=fingerprint(dict(model.named_buffers())),
-            samples=Samples(
+            elements=ElementSample(
                 [(name, -(-p.numel() // self._stride)) for name, p in model.named_parameters()],
                 self._sample(list(model.parameters())),
             ),
         )
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Install the hooks, and remove them on exit."""
         loop = self._loop
         with ExitStack() as undo:
@@ -103,67 +104,67 @@ class _Watcher:
 
     def finish(self) -> None:
         """Record the state after the last step."""
-        account, model = self.account, self._loop.model
-        account.final_sha256 = fingerprint(dict(model.named_parameters()))
-        account.final_buffers_sha256 = fingerprint(dict(model.named_buffers()))
-        account.samples.final = self._sample(list(model.parameters()))
+        trace, model = self.trace, self._loop.model
+        trace.final_sha256 = fingerprint(dict(model.named_parameters()))
+        trace.final_buffers_sha256 = fingerprint(dict(model.named_buffers()))
+        trace.elements.final = self._sample(list(model.parameters()))
         named = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
         floating = list(named.values())
         means = [torch.full_like(b, n.endswith("running_mean")) for n, b in named.items()]
-        account.samples.buffers = _sample(floating, _stride(floating))
-        account.samples.means = _sample(means, _stride(floating))
+        trace.elements.buffers = _sample(floating, _stride(floating))
+        trace.elements.means = _sample(means, _stride(floating))
 
     def _wrap_finish_backward(self) -> Callable[[], None]:
         """Wrap the backend's `finish_backward`, and return a function that unwraps it."""
         backend, original = self._loop.backend, self._loop.backend.finish_backward
 
-        def watched(optimizer: Optimizer) -> None:
+        def recorded(optimizer: Optimizer) -> None:
             original(optimizer)
             self._after_finish()
 
-        backend.finish_backward = watched  # type: ignore[method-assign]
+        backend.finish_backward = recorded  # type: ignore[method-assign]
         return lambda: vars(backend).pop("finish_backward")
 
     # Hooks, in the order in which a step runs them
 
     def _on_batch(self, batch: Any) -> None:
-        step = self.account.steps[-1]
+        step = self.trace.steps[-1]
         if not step.micro_batches:
             step.parameter_norm = self._norm(list(self._loop.model.parameters()))
-        elif len(self.account.steps) == 1:
+        elif len(self.trace.steps) == 1:
             # Overwritten by each further micro-batch: the gradient before the last one stays.
-            self.account.samples.before_last = self._sample_gradient()
+            self.trace.elements.before_last = self._sample_gradient()
         step.micro_batches += 1
         step.samples += hash_samples(batch)
 
     def _after_finish(self) -> None:
         # fp16 scales the loss by a power of two, so the division is exact.
         scale = self._loop.precision.scaler.get_scale()
-        self.account.steps[-1].gradient_norm = self._norm(self._gradients()) / scale
-        if len(self.account.steps) == 1:
-            self.account.samples.gradient = self._sample_gradient() / scale
-            if self.account.samples.before_last is not None:
-                self.account.samples.before_last /= scale
+        self.trace.steps[-1].gradient_norm = self._norm(self._gradients()) / scale
+        if len(self.trace.steps) == 1:
+            self.trace.elements.gradient = self._sample_gradient() / scale
+            if self.trace.elements.before_last is not None:
+                self.trace.elements.before_last /= scale
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Horovod's optimizer is a subclass whose step calls its parent's, so torch runs this hook
         # twice. The inner call is last, after all that the outer step does to the gradients.
         self._depth += 1
-        step = self.account.steps[-1]
+        step = self.trace.steps[-1]
         grads = self._gradients()
         step.lr = [float(group["lr"]) for group in optimizer.param_groups]
         step.used_norm = self._norm(grads)
         step.gradient_bytes = sum(g.numel() * g.element_size() for g in grads if g is not None)
         step.gradient_dtypes = sorted({_dtype(g) for g in grads if g is not None})
-        samples, gradient = self.account.samples, self._sample_gradient()
-        if len(self.account.steps) == 1:
-            samples.used = gradient
-        before = 0.0 if samples.largest is None else samples.largest
-        samples.largest = np.maximum(before, np.abs(gradient))
+        elements, gradient = self.trace.elements, self._sample_gradient()
+        if len(self.trace.steps) == 1:
+            elements.used = gradient
+        before = 0.0 if elements.largest is None else elements.largest
+        elements.largest = np.maximum(before, np.abs(gradient))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
-        self.account.optimizer_steps += self._depth == 0  # nested steps count once
+        self.trace.optimizer_steps += self._depth == 0  # nested steps count once
 
     def _gradients(self) -> list[Tensor | None]:
         return [
@@ -174,11 +175,11 @@ class _Watcher:
     def _norm(self, tensors: Sequence[Tensor | None]) -> float:
         """Return the norm of all tensors together, in float64."""
         device = self._loop.backend.device
-        room = torch.empty(PIECE, dtype=torch.float64, device=device)
+        buffer = torch.empty(PIECE, dtype=torch.float64, device=device)
         total = torch.zeros((), dtype=torch.float64, device=device)
         for t in tensors:
             for piece in () if t is None else pieces(t.detach()):
-                total += room[: piece.numel()].view(piece.shape).copy_(piece).square_().sum()
+                total += buffer[: piece.numel()].view(piece.shape).copy_(piece).square_().sum()
         return float(total.sqrt())
 
     def _sample_gradient(self) -> Array:
@@ -203,17 +204,17 @@ def pieces(t: Tensor) -> Iterator[Tensor]:
 
 def _stride(tensors: list[Tensor]) -> int:
     """Return the sampling stride. It restarts in each tensor, so that each has a sample."""
-    room = max(1, SAMPLED - len(tensors))
+    room = max(1, work_trace.MAX_SAMPLED - len(tensors))
     return max(1, -(-sum(t.numel() for t in tensors) // room))
 
 
 def _sample(tensors: list[Tensor], stride: int) -> Array:
-    def taken(t: Tensor) -> Array:
+    def sampled(t: Tensor) -> Array:
         # Not `reshape(-1)[::stride]`, which copies the whole tensor if it is not contiguous.
         chosen = t.detach().take(torch.arange(0, t.numel(), stride, device=t.device))
         return chosen.double().cpu().numpy()
 
-    return np.concatenate([taken(t) for t in tensors]) if tensors else np.empty(0)
+    return np.concatenate([sampled(t) for t in tensors]) if tensors else np.empty(0)
 
 
 def hash_samples(batch: Any) -> list[str]:
@@ -228,7 +229,7 @@ def hash_samples(batch: Any) -> list[str]:
     count = (tensors[0].shape[0] if tensors[0].dim() else 1) if tensors else 0
     if not count:
         return []
-    # The hash of the shared tensors is computed once, and copied for each sample.
+    # The hash of the shared tensors is numeric_differences once, and copied for each sample.
     shared, rows = hashlib.blake2b(digest_size=8), []
     for t in tensors:
         data = t.reshape(-1).view(torch.uint8).numpy()
@@ -257,7 +258,9 @@ def _dtypes(model: nn.Module) -> dict[str, int]:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, str]:
-    return {k: str(group[k]) for k in sorted(group) if k not in _HOW and not k.endswith("lr")}
+    return {
+        k: str(group[k]) for k in sorted(group) if k not in _HOW_OPTIONS and not k.endswith("lr")
+    }
 
 
 def _state_step(optimizer: Optimizer) -> int:

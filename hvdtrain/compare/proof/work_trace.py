@@ -1,7 +1,7 @@
 """Traces of the work that each rank did in its first steps: the evidence for the parity check.
 
-`observe` records them inside the ranks, and `parity` compares them in the driver. Imports no torch,
-because the driver unpickles the traces without it.
+`trace_recorder` records them inside the ranks, and `parity` compares them in the driver. Imports no
+torch, because the driver unpickles the traces without it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hvdtrain import files
 
 Array = NDArray[np.float64]
 
-SAMPLED = 1 << 18
+MAX_SAMPLED = 1 << 18
 """Upper limit for the number of sampled elements, over all parameters; at least one of each."""
 
 
 @dataclass
-class StepAccount:
+class StepTrace:
     """The trace of one optimizer step on one rank."""
 
     micro_batches: int = 0
@@ -50,7 +50,7 @@ class StepAccount:
 
 
 @dataclass
-class Samples:
+class ElementSample:
     """A sample of the elements of every parameter, taken at a fixed stride, in float64.
 
     All ranks and arms of one model have the same `layout`, so that their arrays compare element by
@@ -85,7 +85,7 @@ class Samples:
 
 
 @dataclass
-class Account:
+class RankTrace:
     """The work trace of one rank, from its initial state on."""
 
     rank: int
@@ -100,30 +100,32 @@ class Account:
     """The name of the optimizer's class."""
     settings: list[dict[str, str]]
     """Hyper-parameters of every group, without learning rates and without the options that only
-    change how a step is computed, such as `foreach`.
+    change how a step is numeric_differences, such as `foreach`.
     """
     state_step: int
     """Step count in the optimizer's state before the first step: 0 if the state is fresh."""
     initial_sha256: str
     initial_buffers_sha256: str
-    samples: Samples
-    steps: list[StepAccount] = field(default_factory=list)
+    elements: ElementSample
+    steps: list[StepTrace] = field(default_factory=list)
     optimizer_steps: int = 0
     final_sha256: str = ""
     final_buffers_sha256: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields but the arrays, for JSON: non-finite numbers become text."""
-        plain = {name: value for name, value in vars(self).items() if name != "samples"}
+        plain = {name: value for name, value in vars(self).items() if name != "elements"}
         found: dict[str, Any] = files.finite({**plain, "steps": [s.to_dict() for s in self.steps]})
         return found
 
 
-Ranks = Sequence[Account]
+ArmTraces = Sequence[RankTrace]
 """The traces of one arm, in rank order."""
 
 
-def steps_of(arm: Ranks, base: Ranks) -> Iterator[tuple[int, int, StepAccount, StepAccount]]:
+def paired_steps(
+    arm: ArmTraces, base: ArmTraces
+) -> Iterator[tuple[int, int, StepTrace, StepTrace]]:
     """Yield (step number from 1, rank, the arm's step, the baseline's step), by step and rank."""
     for number in range(1, min(len(a.steps) for a in (*arm, *base)) + 1):
         for a, b in zip(arm, base, strict=True):

@@ -1,20 +1,19 @@
 """Figure style: colours, sizes, and PNG and SVG output.
 
-`plots` and `curves` draw with it, and `report` writes the files. Every picture is drawn twice, wide
-and narrow, so that its text is readable on a phone. The page's SVG has CSS variables for colours
-and real text, so that it follows the page's theme, dark or printed. Output is deterministic: the
-same data gives the same bytes.
+`figures` and `scaling_plot` draw with it, and `html_report` writes the files. Every picture is
+drawn wide and narrow, so that its text is readable on a phone, and for light and dark pages. Output
+is deterministic: the same data gives the same bytes.
 """
 
 from __future__ import annotations
 
-import html
 import io
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
+from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -29,8 +28,7 @@ PALETTE = {
     "sky": "#56b4e9",
     "purple": "#cc79a7",
 }
-SHADES = {"ink": "#1b1f24", "muted": "#5b6470", "grid": "#d5dae1", "paper": "#ffffff"}
-COLOURS = {**PALETTE, **SHADES}
+COLOURS = {**PALETTE, "ink": "#1b1f24", "muted": "#5b6470", "grid": "#d5dae1", "paper": "#ffffff"}
 # The same for a dark page, where the colours that are too dark to see are lighter.
 DARK = {
     **PALETTE,
@@ -46,111 +44,102 @@ DARK = {
 
 
 @dataclass(frozen=True)
-class Look:
-    """A figure size. Lengths are in inches, font sizes in points."""
+class FigureStyle:
+    """Size of a figure. Lengths are in inches, font sizes in points."""
 
-    name: str
     width: float
     font: float
-    stacked: bool
-    """Row labels are above their rows, not to the left of them."""
+    is_stacked: bool
+    """Row labels are above their rows, not to the left of them; legends have one column."""
 
 
-WIDE = Look("wide", 7.6, 9.0, stacked=False)
-NARROW = Look("narrow", 3.5, 8.5, stacked=True)
+WIDE = FigureStyle(7.6, 9.0, is_stacked=False)
+NARROW = FigureStyle(3.5, 8.5, is_stacked=True)
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture: `draw` makes the figure at a size; `alt` is the text alternative."""
+    """One picture: `draw` makes the figure in a style; `alt` is the text alternative."""
 
     name: str
     title: str
     caption: str
     alt: str
-    draw: Callable[[Look], Figure]
+    draw: Callable[[FigureStyle], Figure]
 
 
-def figure(look: Look, height: float) -> Figure:
+def new_figure(style: FigureStyle, height: float) -> Figure:
     """Return an empty figure, `height` inches high, with automatic layout."""
-    return Figure(figsize=(look.width, height), layout="constrained", facecolor="none")
+    return Figure(figsize=(style.width, height), layout="constrained", facecolor="none")
 
 
 def png(picture: Picture) -> bytes:
     """Return a picture as PNG, wide and on white."""
-    with _style(WIDE):
+    out = io.BytesIO()
+    with rc_context(_matplotlib_options(WIDE)):
         drawn = picture.draw(WIDE)
         drawn.set_facecolor(COLOURS["paper"])
-        canvas, out = FigureCanvasAgg(drawn), io.BytesIO()
-        canvas.print_figure(out, format="png", dpi=160, metadata={"Software": None})
+        FigureCanvasAgg(drawn).print_figure(out, format="png", dpi=160, metadata={"Software": None})
     return out.getvalue()
 
 
-def svg(picture: Picture, look: Look) -> str:
-    """Return a picture as an <svg> element for a page that defines the colours."""
-    salt = f"{picture.name}-{look.name}"
-    with _style(look, salt):
-        canvas, out = FigureCanvasSVG(picture.draw(look)), io.StringIO()
-        canvas.print_figure(
+def svg_variants(picture: Picture) -> dict[str, str]:
+    """Return a picture as data: URIs of SVG images, whose text is text, by media query.
+
+    The first query that holds selects the variant; the last one is empty.
+    """
+    small, dark = "screen and (max-width: 640px)", "(prefers-color-scheme: dark)"
+    narrow, wide = _svg(picture, NARROW), _svg(picture, WIDE)
+    found = {
+        f"{small} and {dark}": _darkened(narrow),
+        small: narrow,
+        f"screen and {dark}": _darkened(wide),
+        "": wide,
+    }
+    # No spaces, which would end the URI in a `srcset`.
+    return {query: f"data:image/svg+xml,{quote(text)}" for query, text in found.items()}
+
+
+def _svg(picture: Picture, style: FigureStyle) -> str:
+    out = io.StringIO()
+    with rc_context(_matplotlib_options(style)):
+        FigureCanvasSVG(picture.draw(style)).print_figure(
             out, format="svg", metadata={"Date": None, "Creator": None, "Format": None}
         )
-    return _for_the_page(out.getvalue(), salt, picture.alt, look)
+    return out.getvalue()
 
 
-def _style(look: Look, salt: str = "") -> Any:
-    from matplotlib import rc_context
-
-    ink, muted, grid = COLOURS["ink"], COLOURS["muted"], COLOURS["grid"]
-    return rc_context(
-        {
-            "font.size": look.font,
-            "font.family": "DejaVu Sans",  # comes with matplotlib: the same on every machine
-            "text.color": ink,
-            "text.parse_math": False,  # "$" in an arm's name begins no formula
-            "axes.labelsize": look.font,
-            "axes.labelcolor": muted,
-            "axes.edgecolor": grid,
-            "axes.facecolor": "none",
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.spines.left": False,
-            "axes.axisbelow": True,
-            "xtick.color": muted,
-            "ytick.color": ink,
-            "xtick.labelsize": look.font - 0.5,
-            "ytick.labelsize": look.font,
-            "grid.color": grid,
-            "grid.linewidth": 0.6,
-            "legend.frameon": False,
-            "legend.fontsize": look.font - 0.5,
-            "hatch.linewidth": 0.8,
-            "svg.fonttype": "none",  # text, not paths
-            "svg.hashsalt": salt or "hvdtrain",  # fixed ids: the same bytes each time
-        }
-    )
-
-
-def _for_the_page(text: str, salt: str, alt: str, look: Look) -> str:
-    """Return matplotlib's SVG as an inline element: unique ids, the page's font and colours."""
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
-    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.S)
-    # Ids are global in a page: prefix those that are referenced, and remove the others.
-    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text))
-    text = re.sub(r' id="([^"]+)"', lambda m: f' id="{salt}-{m[1]}"' if m[1] in used else "", text)
-    text = re.sub(r'(url\(#|href="#)', rf"\g<1>{salt}-", text)
-    text = text.replace("font-family: 'DejaVu Sans'", "font-family: var(--font)")
-    text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.S)
-    text = re.sub(r"(\d+\.\d\d)\d+", r"\1", re.sub(r"\s*\n\s*", " ", text))  # halves the size
+def _darkened(svg: str) -> str:
+    """Return an SVG with the colours for a dark page: drawing it again takes half a second."""
     for name, colour in COLOURS.items():
-        text = text.replace(colour, f"var(--{name})")
-    box = re.search(r'(?<=viewBox=")[^"]+', text)
-    assert box is not None
-    width, height = map(float, box[0].split()[-2:])
-    tall = " tall" if height > 0.75 * width else ""
-    label = html.escape(alt, quote=True)
-    start = (
-        f'<svg class="{look.name}{tall}" role="img" aria-label="{label}" viewBox="{box[0]}" '
-        'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
-    )
-    return re.sub(r"<svg[^>]*>", lambda _: start, text, count=1).strip()
+        svg = svg.replace(colour, DARK[name])
+    return svg
+
+
+def _matplotlib_options(style: FigureStyle) -> dict[str, Any]:
+    ink, muted, grid = (COLOURS[name] for name in ("ink", "muted", "grid"))
+    return {
+        "font.size": style.font,
+        "font.family": "DejaVu Sans",  # comes with matplotlib: the same on every machine
+        "text.color": ink,
+        "text.parse_math": False,  # "$" in an arm's name begins no formula
+        "axes.labelsize": style.font,
+        "axes.labelcolor": muted,
+        "axes.edgecolor": grid,
+        "axes.facecolor": "none",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.spines.left": False,
+        "axes.axisbelow": True,
+        "xtick.color": muted,
+        "ytick.color": ink,
+        "xtick.labelsize": style.font - 0.5,
+        "ytick.labelsize": style.font,
+        "grid.color": grid,
+        "grid.linewidth": 0.6,
+        "legend.frameon": False,
+        "legend.fontsize": style.font - 0.5,
+        "hatch.linewidth": 0.8,
+        "svg.fonttype": "none",  # text, not paths
+        "svg.hashsalt": "hvdtrain",  # fixed ids: the same bytes each time
+    }

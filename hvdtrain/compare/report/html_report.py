@@ -9,38 +9,38 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from hvdtrain.compare import formatting as wording
+from hvdtrain.compare import formatting
+from hvdtrain.compare.analysis.conditions import stop_rule
+from hvdtrain.compare.analysis.efficiency import EfficiencyRow
 from hvdtrain.compare.analysis.stats import block_ms
-from hvdtrain.compare.analysis.summary import summarise
-from hvdtrain.compare.report import figure_style as look
-from hvdtrain.compare.report import figures as plots
-from hvdtrain.compare.report.methodology import answers
+from hvdtrain.compare.analysis.summary import Summary, summarise
+from hvdtrain.compare.record import Record
+from hvdtrain.compare.report import figures
+from hvdtrain.compare.report.figure_style import COLOURS, DARK, Picture, png, svg_variants
 from hvdtrain.errors import InputError
-
-Json = dict[str, Any]
 
 BLOCK_COLUMNS = "block generation kept dropped arm ranks step_ms steps cpu_s foreign steal".split()
 
 
-def write(record: Json, folder: Path) -> Path:
+def write(record: Record, folder: Path) -> Path:
     """Write all files into an existing folder, and return the path of the page.
 
     Raise InputError if the folder cannot be written.
     """
     summary = summarise(record)
-    pictures = plots.pictures(record, summary)
-    files = {f"{picture.name}.png": look.png(picture) for picture in pictures}
+    pictures = figures.pictures(record, summary)
+    files = {f"{picture.name}.png": png(picture) for picture in pictures}
     files["report.html"] = page(record, summary, pictures).encode()
     files["blocks.csv"] = _csv(BLOCK_COLUMNS, block_rows(record))
-    files["speed.csv"] = (
-        _csv(list(summary["speed"][0]), summary["speed"]) if summary["speed"] else b""
-    )
+    speed = [vars(row) for row in summary.speed]
+    files["speed.csv"] = _csv(list(speed[0]), speed) if speed else b""
     try:
         for name, content in files.items():
             # By renaming, so that no reader sees half a file.
@@ -52,7 +52,7 @@ def write(record: Json, folder: Path) -> Path:
     return folder / "report.html"
 
 
-def page(record: Json, summary: Json, pictures: list[look.Picture]) -> str:
+def page(record: Record, summary: Summary, pictures: list[Picture]) -> str:
     """Return the page as one self-contained HTML file."""
     environment = Environment(
         loader=PackageLoader("hvdtrain.compare.report", "."),
@@ -62,25 +62,27 @@ def page(record: Json, summary: Json, pictures: list[look.Picture]) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        figures=wording.figures,
-        ratio=wording.ratio,
-        percent=wording.percent,
-        share=wording.share,
-        settings=wording.settings,
-        moment=wording.moment,
+        figures=formatting.figures,
+        ratio=formatting.ratio,
+        percent=formatting.percent,
+        share=formatting.share,
+        settings=formatting.settings,
+        moment=formatting.moment,
         breakable=_breakable,
+        capitalised=lambda text: text[:1].upper() + text[1:],
     )
     return environment.get_template("template.html").render(
         summary=summary,
-        answers=answers(record, summary),
-        drawn={picture.name: _drawn(picture) for picture in pictures},
-        machine=_machine(record.get("machine") or {}),
-        light=look.COLOURS,
-        dark=look.DARK,
-        phases=plots.phase_rows(summary),
+        record=record,
+        drawn={picture.name: picture for picture in pictures},
+        variants={picture.name: svg_variants(picture) for picture in pictures},
+        light=COLOURS,
+        dark=DARK,
+        phases=figures.breakdown_in_order(summary),
         efficiencies=_efficiencies(summary),
-        parts=[(key, name) for key, name, _, _ in plots.PARTS],
-        wording=wording,
+        parts=[(field, name) for field, name, _, _ in figures.PARTS],
+        formatting=formatting,
+        stop_rule=stop_rule,
     )
 
 
@@ -90,52 +92,38 @@ def _breakable(name: str) -> Markup:
     return Markup('<span class="name">{}</span>').format(Markup("<wbr>").join(parts))
 
 
-def _efficiencies(summary: Json) -> list[tuple[str, str, list[Json | None]]]:
-    """Return per arm: its kind of scaling, its row against itself, its row against one process."""
-    failed = {row["arm"] for row in summary["speed"] if wording.ended_early(row)}
-    rows: dict[str, dict[str, Json]] = {}
-    for row in summary["scaling"]:
-        if row["arm"] not in failed:
-            rows.setdefault(row["arm"], {})[row["base_kind"]] = row
-    return [
-        (arm, next(iter(of.values()))["kind"], [of.get("same arm"), of.get("single")])
-        for arm, of in rows.items()
-    ]
+def _efficiencies(summary: Summary) -> dict[str, dict[str, EfficiencyRow]]:
+    """Return the efficiencies of each arm that has not failed, by base kind."""
+    ended = {row.arm for row in summary.speed if row.has_ended_early}
+    found: dict[str, dict[str, EfficiencyRow]] = {}
+    for row in summary.scaling:
+        if row.arm not in ended:
+            found.setdefault(row.arm, {})[row.base_kind] = row
+    return found
 
 
-def _machine(machine: Json) -> str:
-    cores = machine.get("cores")
-    parts = [machine.get("cpu"), cores and wording.count(cores, "core")]
-    return ", ".join(str(part) for part in parts if part)
-
-
-def _drawn(picture: look.Picture) -> Json:
-    both = "\n".join(look.svg(picture, size) for size in (look.WIDE, look.NARROW))
-    return {"title": picture.title, "caption": picture.caption, "svg": Markup(both)}
-
-
-def block_rows(record: Json) -> list[Json]:
+def block_rows(record: Record) -> list[dict[str, Any]]:
     """Return one row per block and arm: the measurements, and whether the block counts."""
     return [
         {
-            "block": block["index"],
-            "generation": block.get("generation"),
-            "kept": block["kept"],
-            "dropped": block.get("dropped"),
+            "block": block.index,
+            "generation": block.generation,
+            "kept": block.kept,
+            "dropped": block.dropped,
             "arm": arm,
-            "ranks": len(window["step_ms"]),
-            "step_ms": block_ms(window["step_ms"]),
-            "steps": len(window["step_ms"][0]),
-            "cpu_s": sum(window.get("cpu_s") or []),
-            "foreign": window.get("foreign"),
-            "steal": window.get("steal"),
+            "ranks": len(times.step_ms),
+            "step_ms": block_ms(times.step_ms),
+            "steps": len(times.step_ms[0]) if times.step_ms else 0,
+            "cpu_s": sum(times.cpu_s),
+            "foreign": times.foreign,
+            "steal": times.steal,
         }
-        for block in record.get("blocks") or []
-        for arm, window in block["arms"].items()
+        for block in record.blocks
+        for arm, times in block.arms.items()
     ]
 
 
-def _csv(columns: list[str], rows: list[Json]) -> bytes:
+def _csv(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> bytes:
     out = io.StringIO(newline="")
     writer = csv.DictWriter(out, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

@@ -1,69 +1,228 @@
-"""A pool of running arms, by key: started in parallel, called one at a time, ended together.
+"""The arms of a comparison over its lifetime: started, called one at a time, failed, ended.
 
-`stage` has one for the arms of the comparison and one for the trials of `--tune`. An arm that fails
-leaves the pool, and the others continue. Imports no torch.
+`comparison` uses it; it keeps each arm's row of the record up to date. An arm that fails is dropped
+with its reason, and the others continue. Imports no torch.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping
 from operator import methodcaller
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-from hvdtrain.compare.run.arm_process import ArmFailed, Ranks
-from hvdtrain.compare.run.messages import Job
+from hvdtrain.compare.compare_options import CompareOptions
+from hvdtrain.compare.record import ArmRecord, Record
+from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
+from hvdtrain.compare.run.arms import Arm, Role, search_path
+from hvdtrain.compare.run.messages import OpenRequest, RankFacts
+from hvdtrain.signals import uninterrupted
 
 T = TypeVar("T")
+WORKER = ["-m", "hvdtrain.compare.run.worker"]
+# Prefixes of the variables that launchers set for their ranks.
+_LAUNCHER_VARIABLES = tuple(
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_ MASTER_ "
+    "TORCHELASTIC_ OMPI_COMM_ PMIX_ PMI_ MPI_LOCAL MV2_COMM_ HOROVOD_RANK HOROVOD_SIZE "
+    "HOROVOD_LOCAL_ HOROVOD_CROSS_ HOROVOD_HOSTNAME HOROVOD_GLOO_ HOROVOD_CONTROLLER "
+    "HOROVOD_CPU_OPERATIONS HVDTRAIN_".split()
+)
 
 
-class Cast:
-    """The running arms, in `live`. `lost(key, reason)` is called after a failed arm has ended."""
+class ProgressDisplay(Protocol):
+    """The display of progress: `terminal.ProgressTable`."""
 
-    def __init__(self, lost: Callable[[str, str], None]) -> None:
-        self.live: dict[str, Ranks] = {}
-        self._lost = lost
+    def print_line(self, text: str) -> None:
+        """Print a line that stays."""
 
-    def start(
-        self, launch: Callable[[str], Ranks], jobs: Mapping[str, Job]
-    ) -> dict[str, list[Any]]:
-        """Launch arms, open model and loop in each, and return the facts of their ranks by key."""
-        for key in jobs:
+    def update(self, record: Record, activity: str) -> None:
+        """Show the results so far, and the current activity."""
+
+
+class ArmPool:
+    """All arms by key, and the running ones in `live`. A context manager that ends them on exit."""
+
+    def __init__(
+        self,
+        arms: list[Arm],
+        options: CompareOptions,
+        record: Record,
+        display: ProgressDisplay,
+        folder: Path,
+    ) -> None:
+        self.options, self.record, self.folder = options, record, folder
+        self.arms = {arm.key: arm for arm in arms}
+        self.live: dict[str, ArmProcess] = {}
+        self.start_s = 0.0
+        """Duration of the longest start."""
+        self._display = display
+        self._num_started = 0
+        record.arms.update({arm.key: _new_row(arm) for arm in arms})
+
+    def __enter__(self) -> ArmPool:
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        self._sockets = tempfile.TemporaryDirectory(prefix="hvdtrain-")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # This takes seconds, and a second Ctrl-C meanwhile must not leave ranks behind.
+        with uninterrupted():
             try:
-                self.live[key] = launch(key)
-            except ArmFailed as error:
-                self._lost(key, str(error))
-        # In parallel: a start is mostly waiting, and nothing is timed yet.
-        patience = 60.0 + 6.0 * sum(self.live[key].size for key in jobs if key in self.live)
-        # Send "open" to all before waiting for any answer: opening can take long, too.
-        for key, job in jobs.items():
-            self.attempt(key, methodcaller("meet", patience))
-            self.attempt(key, methodcaller("begin", "open", job))
-        said = {key: self.attempt(key, lambda ranks: ranks.finish(patience)) for key in jobs}
-        return {key: facts for key, facts in said.items() if facts is not None}
+                self.end_all(gently=kind is None)
+            finally:
+                self._sockets.cleanup()
 
-    def attempt(self, key: str, do: Callable[[Ranks], T]) -> T | None:
-        """Return `do(ranks)` for an arm; None if the arm fails now or has failed before."""
+    def show_activity(self, activity: str) -> None:
+        """Show the current activity."""
+        self._display.update(self.record, activity)
+
+    def key_of(self, role: Role, ranks: int) -> str:
+        """Return the key of the only arm of a role at a world size."""
+        arms = self.arms.items()
+        return next(key for key, arm in arms if arm.role == role and arm.ranks == ranks)
+
+    def start(self, keys: list[str]) -> None:
+        """Start arms in parallel, and open model and loop in each."""
+        began = time.monotonic()
+        self.show_activity(f"starting {len(keys)} arms")
+        for key in keys:
+            try:
+                self.live[key] = self._launch(key)
+            except ArmFailed as error:
+                self.lose(key, "failed", str(error))
+        # In parallel: a start is mostly waiting, and nothing is timed yet.
+        patience = 60.0 + 6.0 * sum(self.live[key].size for key in keys if key in self.live)
+        # Send "open" to all before waiting for any answer: opening can take long, too.
+        for key in keys:
+            self._attempt(key, methodcaller("meet", patience))
+            self._attempt(key, methodcaller("begin", "open", self._request(self.arms[key])))
+        for key in keys:
+            facts = self._attempt(key, methodcaller("finish", patience))
+            if facts is not None:
+                self._record_facts(key, facts)
+        self.start_s = max(self.start_s, time.monotonic() - began)
+
+    def call(self, key: str, what: str, *arguments: object) -> list[Any] | None:
+        """Run the call `what` on the ranks of an arm; None if the arm fails or failed before."""
+        timeout_s = self.options.timeout_s + 60  # ranks time out first: their errors say more
+        return self._attempt(key, lambda arm: arm.call(what, *arguments, timeout_s=timeout_s))
+
+    def lose(self, key: str, status: str, reason: str) -> None:
+        """Drop an arm that has failed or is refused, and end it. Its measurements are kept."""
+        row = self.record.arms[key]
+        if row.status != "measured":
+            row.status, row.reason = status, reason
+        if key in self.live:
+            # It stays in `live` until it has ended, in case of Ctrl-C.
+            self.live[key].end(gently=status == "refused")
+            self.live.pop(key, None)
+        self.show_activity(f"{key} {status}: {reason}")
+
+    def end_all(self, gently: bool) -> None:
+        """End all arms. `gently`: by a normal exit, else by SIGKILL."""
+        if gently:  # ask all first, so that they exit in parallel
+            for arm in self.live.values():
+                arm.release()
+        for arm in self.live.values():
+            arm.end(gently)
+        self.live.clear()
+
+    def _attempt(self, key: str, action: Callable[[ArmProcess], T]) -> T | None:
+        """Return `action(process)` for an arm; None if the arm fails now or has failed before."""
         if key not in self.live:
             return None
         try:
-            return do(self.live[key])
+            return action(self.live[key])
         except ArmFailed as error:
-            self.leave(key, gently=False)
-            self._lost(key, str(error))
+            self.lose(key, "failed", str(error))
             return None
 
-    def leave(self, key: str, gently: bool) -> None:
-        """End an arm that is still in the pool. `gently`: by a normal exit, else by SIGKILL."""
-        ranks = self.live.get(key)
-        if ranks is not None:
-            ranks.end(gently)  # stays in `live` until it has ended, in case of Ctrl-C
-            self.live.pop(key, None)
+    def _launch(self, key: str) -> ArmProcess:
+        """Start the launcher of an arm. Raise ArmFailed if the program cannot be started."""
+        arm = self.arms[key]
+        self._num_started += 1
+        address = Path(self._sockets.name) / str(self._num_started)
+        log = Path("logs") / f"{''.join(c if c.isalnum() else '-' for c in key)}.log"
+        self.record.arms[key].log = str(log)
+        return ArmProcess(
+            arm.command(WORKER),
+            arm.ranks,
+            self._environment(arm),
+            address,
+            self.folder / log,
+            has_launcher=arm.launcher != "none",
+        )
 
-    def end(self, gently: bool) -> None:
-        """End all arms of the pool."""
-        if gently:  # ask all first, so that they exit in parallel
-            for ranks in self.live.values():
-                ranks.release()
-        for ranks in self.live.values():
-            ranks.end(gently)
-        self.live.clear()
+    def _request(self, arm: Arm) -> OpenRequest:
+        config = self.options.training(arm.ranks)
+        if arm.c10d_transport:  # Horovod's controller follows from the launcher
+            config["transport"] = arm.c10d_transport
+        loop = "by hand" if arm.role == "by hand" else "trainer"
+        return OpenRequest(arm.backend, loop, config, self._cores(arm.ranks))
+
+    def _record_facts(self, key: str, facts: list[RankFacts]) -> None:
+        """Put the settings in force in an arm's ranks into the record."""
+        first, row = facts[0], self.record.arms[key]
+        row.in_force = [rank.settings for rank in facts]
+        row.describe, row.samples_per_step = first.describe, first.samples_per_step
+        row.gradient_bytes, row.parameters = first.gradient_bytes, first.parameters
+        row.status = "running"
+        self.record.config.lr, self.record.config.data = first.lr, first.data
+
+    def _cores(self, ranks: int) -> tuple[tuple[int, ...], ...]:
+        """Return the cores of each rank: an equal share for all its threads, or unpinned all."""
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+        if not self.options.pin:
+            return (cores,) * ranks
+        share = len(cores) // ranks
+        if share == 0:  # more ranks than cores
+            return tuple((cores[rank % len(cores)],) for rank in range(ranks))
+        return tuple(cores[rank * share : (rank + 1) * share] for rank in range(ranks))
+
+    def _environment(self, arm: Arm) -> dict[str, str]:
+        """Return this environment without launcher variables, plus the settings of all arms."""
+        env = without_launcher(os.environ)
+        threads = str(self.options.threads_of(arm.ranks))
+        env["PATH"] = search_path()
+        # Allow more ranks than cores, and root: mpirun refuses both by default, others do not.
+        env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
+        if os.geteuid() == 0:
+            env.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
+            env.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+        if arm.launcher == "torchrun":  # it leaves a folder there per job
+            env["TMPDIR"] = self._sockets.name
+        # Two mpiruns of one user that start together can fail to create their common folder.
+        env["OMPI_MCA_orte_tmpdir_base"] = tempfile.mkdtemp(dir=self._sockets.name)
+        env.update(
+            OMP_NUM_THREADS=threads,
+            MKL_NUM_THREADS=threads,
+            GLOO_SOCKET_IFNAME="lo",
+            # Horovod's Gloo times out on stopped ranks, and all arms but one are stopped.
+            HOROVOD_GLOO_TIMEOUT_SECONDS="36000",
+            PYTHONUNBUFFERED="1",
+        )
+        return env
+
+
+def _new_row(arm: Arm) -> ArmRecord:
+    return ArmRecord(
+        name=arm.name,
+        ranks=arm.ranks,
+        key=arm.key,
+        role=arm.role,
+        backend=arm.backend,
+        transport=arm.transport,
+        launcher=arm.launcher,
+        command=shlex.join(arm.command(WORKER)).replace(sys.executable, "python"),
+        status="waiting",
+    )
+
+
+def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables that a launcher sets for its ranks."""
+    return {name: value for name, value in env.items() if not name.startswith(_LAUNCHER_VARIABLES)}

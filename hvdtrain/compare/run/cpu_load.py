@@ -1,24 +1,22 @@
 """The CPU load of other processes while an arm is timed, and the steal time of the host.
 
-`runner` drops blocks with too much of it. /proc/stat counts in ticks of 10 ms, so a window is off
-by a few ticks; `Watch` states the error.
+`block_timer` measures it, and drops blocks with too much of it. /proc/stat counts in ticks of
+10 ms, so a window is off by a few ticks; `LoadMeter` states the error.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.compare.formatting import tell_apart
 
 PROC_STAT = Path("/proc/stat")
 _BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq; guests are within user
 _STEAL = 7
-_STANDS_STILL_S = 0.05  # counters that did not move in this much own CPU time never do
+_MIN_MOVING_S = 0.05  # counters that did not move in this much own CPU time never do
 
 
 @dataclass(frozen=True)
@@ -30,14 +28,14 @@ class Load:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    at: float  # monotonic, seconds
+class _Counters:
+    at_s: float  # monotonic clock
     busy: int  # clock ticks of all cores since the machine started
     steal: int
     cores: int
 
 
-class Watch:
+class LoadMeter:
     """Measures windows one after another: `start`, the window, `stop`.
 
     A window of 0.3 s on two cores is 60 ticks in all. Five counters are truncated to whole ticks at
@@ -51,40 +49,40 @@ class Watch:
     def __init__(self, path: Path = PROC_STAT) -> None:
         self._path = path
         self._ticks_per_s = os.sysconf("SC_CLK_TCK")
-        self._begin: _Seen | None = None
+        self._begin: _Counters | None = None
 
     def start(self) -> None:
         """Begin a window, and discard the previous one."""
-        self._begin = self._look()
+        self._begin = self._read_counters()
 
     def stop(self, own_cpu_s: float) -> Load:
         """End the window, in which our own processes used `own_cpu_s` CPU seconds together.
 
         They include the calling process, if it did anything in the window.
         """
-        begin, end = self._begin, self._look()
+        begin, end = self._begin, self._read_counters()
         if begin is None or end is None:
             return Load(None, None)
-        if end.busy == begin.busy and own_cpu_s > _STANDS_STILL_S:
+        if end.busy == begin.busy and own_cpu_s > _MIN_MOVING_S:
             return Load(None, None)
-        whole = (end.at - begin.at) * end.cores
+        whole = (end.at_s - begin.at_s) * end.cores
         foreign = (end.busy - begin.busy) / self._ticks_per_s - own_cpu_s
         return Load(
             _share(foreign, whole), _share((end.steal - begin.steal) / self._ticks_per_s, whole)
         )
 
-    def _look(self) -> _Seen | None:
+    def _read_counters(self) -> _Counters | None:
         """Return the counters; None if they are missing, or all zero as in some sandboxes."""
         try:
             lines = self._path.read_text().splitlines()
-            at = time.monotonic()
+            at_s = time.monotonic()
             counters = [int(field) for field in lines[0].removeprefix("cpu ").split()]
         except (OSError, ValueError, IndexError):
             return None
         cores = sum(line.startswith("cpu") and line[3:4].isdigit() for line in lines)
         if not cores or not any(counters) or len(counters) <= _STEAL:
             return None
-        return _Seen(at, sum(counters[i] for i in _BUSY), counters[_STEAL], cores)
+        return _Counters(at_s, sum(counters[i] for i in _BUSY), counters[_STEAL], cores)
 
 
 def _share(seconds: float, whole: float) -> float | None:
@@ -101,29 +99,9 @@ def load_average() -> list[float] | None:
 
 def too_busy(load: Load, limit: float) -> str | None:
     """Return why a block with this load is dropped, or None. `limit`: a share of all cores."""
-    taken = (load.foreign or 0.0) + (load.steal or 0.0)
-    if taken <= limit or limit >= 1:
+    share = (load.foreign or 0.0) + (load.steal or 0.0)
+    if share <= limit or limit >= 1:
         return None
     stolen = f", {100 * load.steal:.0f} % of it the host" if load.steal else ""
-    shares = tell_apart(100 * taken, 100 * limit, 0, "f")
+    shares = tell_apart(100 * share, 100 * limit, 0, "f")
     return f"others took {shares[0]} % of the cores{stolen} (limit {shares[1]} %)"
-
-
-def shares(blocks: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Return the share of the cores that others and the host took in each block that records it."""
-    found = [block for block in blocks if block.get("foreign") is not None]
-    return [block["foreign"] + (block.get("steal") or 0.0) for block in found]
-
-
-def why_dropped(blocks: Sequence[Mapping[str, Any]], limit: float | None) -> str:
-    """Return one text for all dropped blocks: why they do not count, and what to do."""
-    taken = [100 * share for share in shares(blocks)]
-    text = "for the load of others"
-    if taken:
-        low, high = f"{min(taken):.0f}", f"{max(taken):.0f}"
-        if limit is not None:
-            low, _ = tell_apart(min(taken), 100 * limit, 0, "f")
-        text = f"since others took {low if low == high else f'{low} to {high}'} % of the cores"
-    if limit is not None:
-        text += f", and --max-foreign allows {100 * limit:g}%"
-    return f"{text}; end what else runs here, or allow more and mistrust small differences"

@@ -7,21 +7,21 @@ import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
+from hvdtrain.compare.record import Machine
 from hvdtrain.compare.run.cpu_load import load_average
 
 
-def facts() -> dict[str, Any]:
+def facts() -> Machine:
     """Return the facts about this machine, without its host name."""
-    return {
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
-        "kernel": platform.release(),
-        "gpus": gpus(),
-        "load_before": load_average(),
-    }
+    return Machine(
+        cpu=_cpu(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_mib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
+        kernel=platform.release(),
+        gpus=gpus(),
+        load_before=load_average(),
+    )
 
 
 def gpus() -> list[str]:

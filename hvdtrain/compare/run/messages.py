@@ -1,6 +1,6 @@
 """Messages between the comparison and the ranks of an arm.
 
-`stage` sends a Job, and `worker` returns Windows. Imports no torch.
+`arm_pool` sends an OpenRequest, and `worker` returns RankFacts and StepTimes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvdtrain.compare.record import RankSettings
+
 
 @dataclass(frozen=True)
-class Job:
+class OpenRequest:
     """What the ranks of an arm train, and how: the argument of the call `open`."""
 
     backend: str
@@ -23,8 +25,23 @@ class Job:
     """The cores of each rank."""
 
 
+@dataclass(frozen=True)
+class RankFacts:
+    """What a rank found when it had opened model and loop: the answer to the call `open`."""
+
+    settings: RankSettings
+    describe: dict[str, Any]
+    samples_per_step: int
+    gradient_bytes: int
+    parameters: int
+    lr: list[float]
+    """Learning rate of every parameter group."""
+    data: str
+    """What the task says about its data."""
+
+
 @dataclass
-class Window:
+class StepTimes:
     """Times of consecutive steps on one rank."""
 
     step_ms: list[float] = field(default_factory=list)

@@ -1,8 +1,8 @@
 """One rank of one arm: `python -m hvdtrain.compare.run.worker SOCKET`, under the arm's launcher.
 
-It connects to the comparison and serves its calls until that closes the connection; `ranks` shows
-the sequence. A call is "open" or the name of a method of `Rank`, with arguments. Every call is
-collective over the ranks of the arm.
+It connects to the comparison and serves its calls until that closes the connection; `arm_process`
+shows the sequence. A call is "open" or the name of a method of `ArmRank`, with arguments. Every
+call is collective over the ranks of the arm.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ import torch
 
 from hvdtrain import provenance
 from hvdtrain.backends import open_backend
-from hvdtrain.compare.proof.trace_recorder import observe
-from hvdtrain.compare.proof.work_trace import Account
+from hvdtrain.compare.proof.trace_recorder import record_trace
+from hvdtrain.compare.proof.work_trace import RankTrace
+from hvdtrain.compare.record import RankSettings
 from hvdtrain.compare.run.by_hand import ByHand
-from hvdtrain.compare.run.messages import Job, Window
+from hvdtrain.compare.run.messages import OpenRequest, RankFacts, StepTimes
 from hvdtrain.errors import HvdtrainError, InputError, TrainingDiverged, one_line
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.metrics import fingerprint
@@ -43,129 +44,134 @@ _BY_MPIRUN = tuple(
 LOOPS: dict[str, type[Trainer] | type[ByHand]] = {"trainer": Trainer, "by hand": ByHand}
 
 
-class Rank:
+class ArmRank:
     """One rank: its backend, and the training loop whose steps it takes."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, request: OpenRequest) -> None:
         world = detect()
-        os.sched_setaffinity(0, job.affinity[world.local_rank])
-        config = TrainConfig(**job.config)
+        os.sched_setaffinity(0, request.affinity[world.local_rank])
+        config = TrainConfig(**request.config)
         # Before any inter-op parallel work: torch rejects a later change.
         torch.set_num_interop_threads(1)
-        self.backend = open_backend(job.backend, world, config.backend_options())
+        self.backend = open_backend(request.backend, world, config.backend_options())
         task = load_task(config.task, config.set)
-        self.loop = LOOPS[job.loop](task, self.backend, config)
+        self.loop = LOOPS[request.loop](task, self.backend, config)
         self.loop.set_up(record=False)
-        self._taken = 0
-        self._steps = self._counted(self.loop.steps())
+        self._last_step = 0
+        self._steps = self._numbered(self.loop.steps())
         self._is_cuda = self.backend.device.type == "cuda"
         self._optimizer_s = 0.0
         self._peak_is_of_steps = False
         gc.collect()
         gc.freeze()  # garbage collections in timed steps skip the objects of set-up
-        self._bytes = sum(
+        self._gradient_bytes = sum(
             p.numel() * p.element_size() for p in self.loop.model.parameters() if p.requires_grad
         )
 
-    def _counted(self, steps: Iterator[StepTaken]) -> Iterator[StepTaken]:
+    def _numbered(self, steps: Iterator[StepTaken]) -> Iterator[StepTaken]:
         """Yield the same steps, and remember the number of the last."""
-        for taken in steps:
-            self._taken = taken.number
-            yield taken
+        for step in steps:
+            self._last_step = step.number
+            yield step
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> RankFacts:
         """Return the settings in force on this rank."""
         config = self.loop.config
-        return {
-            "describe": {**self.backend.describe(), "reason": self.backend.reason},
-            "samples_per_step": self.loop.batches.global_micro_batch * config.accumulate,
-            "gradient_bytes": self._bytes,
-            "parameters": sum(p.numel() for p in self.loop.model.parameters()),
-            "threads": torch.get_num_threads(),
-            "interop_threads": torch.get_num_interop_threads(),
-            "affinity": sorted(os.sched_getaffinity(0)),
-            "variables": {
-                name: value
-                for name, value in provenance.variables(os.environ).items()
-                if not name.startswith(_BY_MPIRUN)
-            },
-            "lr": [group["lr"] for group in self.loop.optimizer.param_groups],
-            "data": said_of_data(self.loop.task, self.loop.batches.num_samples),
+        variables = {
+            name: value
+            for name, value in provenance.variables(os.environ).items()
+            if not name.startswith(_BY_MPIRUN)
         }
+        return RankFacts(
+            settings=RankSettings(
+                threads=torch.get_num_threads(),
+                interop_threads=torch.get_num_interop_threads(),
+                affinity=sorted(os.sched_getaffinity(0)),
+                variables=variables,
+            ),
+            describe={**self.backend.describe(), "reason": self.backend.reason},
+            samples_per_step=self.loop.batches.global_micro_batch * config.accumulate,
+            gradient_bytes=self._gradient_bytes,
+            parameters=sum(p.numel() for p in self.loop.model.parameters()),
+            lr=[group["lr"] for group in self.loop.optimizer.param_groups],
+            data=describe_data(self.loop.task, self.loop.batches.num_samples),
+        )
 
-    def prove(self, steps: int) -> Account:
+    def trace(self, steps: int) -> RankTrace:
         """Take the first steps, and return the trace of their work."""
         self._peak_is_of_steps = False
-        return observe(self.loop, self._steps, steps)
+        return record_trace(self.loop, self._steps, steps)
 
-    def window(self, steps: int, skip: int) -> Window:
+    def time_steps(self, steps: int, skip: int) -> StepTimes:
         """Take `skip` untimed steps, then time `steps` in a row, without barriers between them.
 
         Raise TrainingDiverged if the last loss is not finite.
         """
         if not self._peak_is_of_steps:
-            self._forget_peak()
+            self._reset_peak()
         begin = time.process_time()
         self.backend.barrier()
         for _ in range(skip):
             next(self._steps)
         # CUDA steps are asynchronous: events in the stream time them without a synchronisation.
         clock = _Clock(self._is_cuda)
-        found, taken = Window(), None
+        found, step = StepTimes(), None
         cpu = time.process_time()
         clock.mark()
         for _ in range(steps):
-            taken = next(self._steps)
+            step = next(self._steps)
             clock.mark()
-            found.input_ms.append(1000 * taken.data_s)
+            found.input_ms.append(1000 * step.data_s)
         found.step_ms = clock.between_ms()
         found.cpu_s = time.process_time() - cpu
         found.whole_cpu_s = time.process_time() - begin
-        assert taken is not None
-        if not torch.isfinite(taken.loss):
+        assert step is not None
+        if not torch.isfinite(step.loss):
             raise TrainingDiverged(
-                f"the loss became {float(taken.loss)} by step {taken.number}, and steps on such "
+                f"the loss became {float(step.loss)} by step {step.number}, and steps on such "
                 "numbers are not what training costs; lower the learning rate with --lr"
             )
         return found
 
-    def phases(self, steps: int) -> Window:
+    def time_phases(self, steps: int) -> StepTimes:
         """Time the parts of steps; all ranks begin each step together, after a barrier."""
         precision, plain = self.loop.precision, self.loop.precision.step
 
         def timed(optimizer: torch.optim.Optimizer) -> None:
-            self._wait()
+            self._synchronise()
             begin = time.perf_counter()
             plain(optimizer)
-            self._wait()
+            self._synchronise()
             self._optimizer_s = time.perf_counter() - begin
 
-        found, cpu = Window(), time.process_time()
+        found, cpu = StepTimes(), time.process_time()
         # Both loops call `precision.step`: wrapping it separates the optimizer's time.
         precision.step = timed  # type: ignore[method-assign]
         try:
             for _ in range(steps):
                 self.backend.barrier()
                 begin = time.perf_counter()
-                taken = next(self._steps)
-                self._wait()
+                step = next(self._steps)
+                self._synchronise()
                 whole = time.perf_counter() - begin
                 found.step_ms.append(1000 * whole)
-                found.input_ms.append(1000 * taken.data_s)
+                found.input_ms.append(1000 * step.data_s)
                 found.optimizer_ms.append(1000 * self._optimizer_s)
-                found.rest_ms.append(1000 * (whole - taken.data_s - self._optimizer_s))
+                found.rest_ms.append(1000 * (whole - step.data_s - self._optimizer_s))
         finally:
             del precision.step
         found.whole_cpu_s = time.process_time() - cpu
         return found
 
-    def _wait(self) -> None:
+    def _synchronise(self) -> None:
         if self._is_cuda:
             torch.cuda.synchronize()
 
-    def memcpy(self, repeats: int) -> list[float]:
+    def time_memcpy(self, repeats: int) -> list[float]:
         """Return the ms of each copy of as many bytes as all gradients, on all ranks at once."""
-        source = torch.ones(max(1, self._bytes), dtype=torch.uint8, device=self.backend.device)
+        source = torch.ones(
+            max(1, self._gradient_bytes), dtype=torch.uint8, device=self.backend.device
+        )
         target = torch.empty_like(source)
         target.copy_(source)  # untimed: faults in the pages
         found = []
@@ -173,30 +179,14 @@ class Rank:
             self.backend.barrier()
             begin = time.perf_counter()
             target.copy_(source)
-            self._wait()
+            self._synchronise()
             found.append(1000 * (time.perf_counter() - begin))
         return found
 
-    def all_reduces(self, sizes: list[int], repeats: int) -> list[list[float]]:
-        """Return the ms of all-reduces of fp32 tensors, by size in bytes and repeat."""
-        found = []
-        for size in sizes:
-            tensor = torch.ones(max(1, size // 4), device=self.backend.device)
-            self.backend.all_reduce(tensor, "sum")  # untimed: buffers and connections
-            times = []
-            for _ in range(repeats):
-                self.backend.barrier()
-                begin = time.perf_counter()
-                self.backend.all_reduce(tensor, "sum")
-                self._wait()
-                times.append(1000 * (time.perf_counter() - begin))
-            found.append(times)
-        return found
-
-    def _forget_peak(self) -> None:
+    def _reset_peak(self) -> None:
         """Reset the peak memory, so that it does not include start and parity check.
 
-        The first window calls it, not the end of `prove`, when the trace is still to be sent.
+        The first window calls it, not the end of `trace`, when the trace is still to be sent.
         """
         self._peak_is_of_steps = True
         if self._is_cuda:
@@ -224,10 +214,10 @@ class Rank:
         """Return the number of the last optimizer step, in any phase, and a hash of this rank's
         parameters after it.
         """
-        return self._taken, fingerprint(dict(self.loop.model.named_parameters()))
+        return self._last_step, fingerprint(dict(self.loop.model.named_parameters()))
 
 
-def said_of_data(task: Task, num_samples: int) -> str:
+def describe_data(task: Task, num_samples: int) -> str:
     """Return the task's description of its data, with the number of samples."""
     return f"{task.about_data or 'the task does not say (Task.about_data)'}; {num_samples} samples"
 
@@ -260,7 +250,7 @@ def main(address: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the comparison handles Ctrl-C
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # so that SIGSTOP reaches data loader processes too
-    rank: Rank | None = None
+    rank: ArmRank | None = None
     with Client(address, "AF_UNIX") as connection:
         connection.send_bytes(pickle.dumps((detect().rank, os.getpid())))
         while True:
@@ -273,24 +263,25 @@ def main(address: str) -> None:
             what, *arguments = call
             try:
                 if what == "open":
-                    rank = Rank(*arguments)
+                    rank = ArmRank(*arguments)
                     answer: Any = rank.facts()
                 else:
                     answer = getattr(rank, what)(*arguments)
                 reply = (True, answer)
             except Exception as error:  # the log gets the traceback, the comparison one line
                 traceback.print_exc()
-                reply = (False, _in_a_line(error))
+                reply = (False, _one_line(error))
             connection.send_bytes(pickle.dumps(reply))
     if rank is not None:
         rank.backend.close()
 
 
-def _in_a_line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
+    text = one_line(error)
     if isinstance(error, InputError):
-        return one_line(error)  # every rank raises the same: name none
+        return text  # every rank raises the same: name none
     kind = "" if isinstance(error, HvdtrainError) else f"{type(error).__name__}: "
-    return f"rank {detect().rank}: {kind}{one_line(error)}"
+    return f"rank {detect().rank}: {kind}{text}"
 
 
 if __name__ == "__main__":

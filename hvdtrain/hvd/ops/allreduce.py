@@ -30,7 +30,7 @@ def allreduce_async(
 ) -> int:
     """Start to reduce a tensor over all ranks into a new one; return a handle."""
     op = handles.choose_op(op, average)
-    return _Call(name, op, prescale_factor, postscale_factor, process_set).begin([tensor])
+    return _AllreduceCall(name, op, prescale_factor, postscale_factor, process_set).begin([tensor])
 
 
 def allreduce_async_(
@@ -44,7 +44,7 @@ def allreduce_async_(
 ) -> int:
     """Start to reduce a tensor over all ranks in place; return a handle."""
     op = handles.choose_op(op, average)
-    call = _Call(name, op, prescale_factor, postscale_factor, process_set)
+    call = _AllreduceCall(name, op, prescale_factor, postscale_factor, process_set)
     return call.begin([tensor], in_place=True)
 
 
@@ -64,7 +64,7 @@ def allreduce(
     precision and truncated toward zero.
     """
     op = handles.choose_op(op, average)
-    call = _Call(name, op, prescale_factor, postscale_factor, process_set)
+    call = _AllreduceCall(name, op, prescale_factor, postscale_factor, process_set)
     return handles.compressed([tensor], compression, call.run)[0]
 
 
@@ -79,7 +79,7 @@ def allreduce_(
 ) -> Tensor:
     """Reduce a tensor over all ranks in place, and return it."""
     op = handles.choose_op(op, average)
-    call = _Call(name, op, prescale_factor, postscale_factor, process_set)
+    call = _AllreduceCall(name, op, prescale_factor, postscale_factor, process_set)
     result: Tensor = handles.synchronize(call.begin([tensor], in_place=True))
     return result
 
@@ -95,7 +95,9 @@ def grouped_allreduce_async(
 ) -> int:
     """Start to reduce several tensors, all or none of them, into new ones; return one handle."""
     op = handles.choose_op(op, average)
-    return _Call(name, op, prescale_factor, postscale_factor, process_set, True).begin(tensors)
+    return _AllreduceCall(name, op, prescale_factor, postscale_factor, process_set, True).begin(
+        tensors
+    )
 
 
 def grouped_allreduce_async_(
@@ -109,7 +111,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """Start to reduce several tensors in place; return one handle."""
     op = handles.choose_op(op, average)
-    call = _Call(name, op, prescale_factor, postscale_factor, process_set, True)
+    call = _AllreduceCall(name, op, prescale_factor, postscale_factor, process_set, True)
     return call.begin(tensors, in_place=True)
 
 
@@ -125,7 +127,7 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """Reduce several tensors, all or none of them, into new ones. Differentiable."""
     op = handles.choose_op(op, average)
-    call = _Call(name, op, prescale_factor, postscale_factor, process_set, True)
+    call = _AllreduceCall(name, op, prescale_factor, postscale_factor, process_set, True)
     return handles.compressed(tensors, compression, call.run)
 
 
@@ -140,7 +142,7 @@ def grouped_allreduce_(
 ) -> tuple[Tensor, ...]:
     """Reduce several tensors in place, and return them."""
     op = handles.choose_op(op, average)
-    call = _Call(name, op, prescale_factor, postscale_factor, process_set, True)
+    call = _AllreduceCall(name, op, prescale_factor, postscale_factor, process_set, True)
     results: tuple[Tensor, ...] = handles.synchronize(call.begin(tensors, in_place=True))
     return results
 
@@ -169,7 +171,7 @@ def sparse_allreduce_async(
     return wait
 
 
-class _Call(NamedTuple):
+class _AllreduceCall(NamedTuple):
     """The arguments of an allreduce."""
 
     name: str | None

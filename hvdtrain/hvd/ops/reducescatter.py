@@ -31,7 +31,9 @@ def reducescatter_async(
 
     If the rows do not divide evenly, the first ranks get one more each.
     """
-    return _Call(name, op, prescale_factor, postscale_factor, process_set).begin([tensor])
+    return _ReducescatterCall(name, op, prescale_factor, postscale_factor, process_set).begin(
+        [tensor]
+    )
 
 
 def reducescatter(
@@ -44,7 +46,7 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Tensor:
     """Reduce a tensor over all ranks; return this rank's share of the rows. Differentiable."""
-    call = _Call(name, op, prescale_factor, postscale_factor, process_set)
+    call = _ReducescatterCall(name, op, prescale_factor, postscale_factor, process_set)
     return handles.compressed([tensor], compression, call.run)[0]
 
 
@@ -57,7 +59,9 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start a reducescatter of several tensors, all or none of them; return one handle."""
-    return _Call(name, op, prescale_factor, postscale_factor, process_set, True).begin(tensors)
+    return _ReducescatterCall(name, op, prescale_factor, postscale_factor, process_set, True).begin(
+        tensors
+    )
 
 
 def grouped_reducescatter(
@@ -70,11 +74,11 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Reduce several tensors; return this rank's share of the rows of each. Differentiable."""
-    call = _Call(name, op, prescale_factor, postscale_factor, process_set, True)
+    call = _ReducescatterCall(name, op, prescale_factor, postscale_factor, process_set, True)
     return handles.compressed(tensors, compression, call.run)
 
 
-class _Call(NamedTuple):
+class _ReducescatterCall(NamedTuple):
     """The arguments of a reducescatter."""
 
     name: str | None

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.compare.run import cpu_load as load
-from hvdtrain.compare.run.cpu_load import Load, Watch
+from hvdtrain.compare.analysis.foreign_load import why_dropped
+from hvdtrain.compare.record import Block
+from hvdtrain.compare.run import cpu_load
+from hvdtrain.compare.run.cpu_load import Load, LoadMeter
 
 TICKS = 100  # in a second, where the made-up counters come from
 
@@ -42,37 +44,37 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_foreign_is_what_was_busy_and_not_ours(machine: Machine) -> None:
-    watch = Watch(machine.path)
-    watch.start()
+    meter = LoadMeter(machine.path)
+    meter.start()
     # 1 s on two cores: 2 core seconds. Busy 1.5, of which ours 0.9; guests are in user already.
     machine.tick(1.0, user=100, nice=10, system=25, irq=5, softirq=10, guest=30, idle=40, iowait=5)
     machine.tick(steal=5)
-    found = watch.stop(0.9)
+    found = meter.stop(0.9)
     assert found.foreign == pytest.approx(0.3)
     assert found.steal == pytest.approx(0.025)
 
 
 def test_windows_do_not_add_up(machine: Machine) -> None:
-    watch = Watch(machine.path)
-    watch.start()
+    meter = LoadMeter(machine.path)
+    meter.start()
     machine.tick(1.0, user=200)
-    watch.start()
+    meter.start()
     machine.tick(0.5, user=50)
-    assert watch.stop(0.5).foreign == pytest.approx(0.0)
+    assert meter.stop(0.5).foreign == pytest.approx(0.0)
 
 
 def test_ticks_that_were_cut_never_make_a_negative_share(machine: Machine) -> None:
-    watch = Watch(machine.path)
-    watch.start()
+    meter = LoadMeter(machine.path)
+    meter.start()
     machine.tick(0.3, user=30)
-    assert watch.stop(0.325).foreign == 0.0
+    assert meter.stop(0.325).foreign == 0.0
 
 
 def test_an_idle_window_is_no_missing_one(machine: Machine) -> None:
-    watch = Watch(machine.path)
-    watch.start()
+    meter = LoadMeter(machine.path)
+    meter.start()
     machine.tick(0.01)
-    assert watch.stop(0.0) == Load(0.0, 0.0)
+    assert meter.stop(0.0) == Load(0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -91,47 +93,42 @@ def test_a_machine_that_does_not_say(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "stat"
     if text is not None:
         path.write_text(text)
-    watch = Watch(path)
-    watch.start()
-    assert watch.stop(0.1) == Load(None, None)
-    assert load.too_busy(Load(None, None), 0.0) is None
+    meter = LoadMeter(path)
+    meter.start()
+    assert meter.stop(0.1) == Load(None, None)
+    assert cpu_load.too_busy(Load(None, None), 0.0) is None
 
 
 def test_counters_that_stand_still_say_nothing(machine: Machine) -> None:
-    watch = Watch(machine.path)
-    watch.start()
+    meter = LoadMeter(machine.path)
+    meter.start()
     machine.tick(1.0)
-    assert watch.stop(0.8) == Load(None, None)
+    assert meter.stop(0.8) == Load(None, None)
 
 
 def test_without_a_start_there_is_no_window(machine: Machine) -> None:
-    assert Watch(machine.path).stop(0.0) == Load(None, None)
+    assert LoadMeter(machine.path).stop(0.0) == Load(None, None)
 
 
 def test_the_rule_that_drops_a_block() -> None:
-    assert load.too_busy(Load(0.3, 0.2), 0.5) is None
-    assert load.too_busy(Load(None, None), 0.5) is None
-    assert load.too_busy(Load(0.95, 0.15), 1.0) is None  # all of it is allowed
-    why = load.too_busy(Load(0.61, None), 0.5)
+    assert cpu_load.too_busy(Load(0.3, 0.2), 0.5) is None
+    assert cpu_load.too_busy(Load(None, None), 0.5) is None
+    assert cpu_load.too_busy(Load(0.95, 0.15), 1.0) is None  # all of it is allowed
+    why = cpu_load.too_busy(Load(0.61, None), 0.5)
     assert why == "others took 61 % of the cores (limit 50 %)"
-    why = load.too_busy(Load(0.502, None), 0.5)
+    why = cpu_load.too_busy(Load(0.502, None), 0.5)
     assert why == "others took 50.2 % of the cores (limit 50.0 %)"
-    why = load.too_busy(Load(0.3, 0.22), 0.5)
+    why = cpu_load.too_busy(Load(0.3, 0.22), 0.5)
     assert why == "others took 52 % of the cores, 22 % of it the host (limit 50 %)"
 
 
 def test_what_is_said_of_all_dropped_blocks() -> None:
-    blocks: list[dict[str, Any]] = [
-        {"foreign": 0.502, "steal": None},
-        {"foreign": 0.6, "steal": 0.22},
-    ]
-    why = load.why_dropped(blocks, 0.5)
+    blocks = [Block(0, {}, foreign=0.502), Block(1, {}, foreign=0.6, steal=0.22)]
+    why = why_dropped(blocks, 0.5)
     assert why.startswith(
         "since others took 50.2 to 82 % of the cores, and --max-foreign allows 50%; "
     )
-    assert load.why_dropped([{"foreign": None}], None).startswith(
-        "for the load of others; end what"
-    )
+    assert why_dropped([Block(0, {})], None).startswith("for the load of others; end what")
 
 
 _BURN = """import time
@@ -151,15 +148,15 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-@pytest.mark.skipif(Watch()._look() is None, reason="this machine does not say")
+@pytest.mark.skipif(LoadMeter()._read_counters() is None, reason="this machine does not say")
 def test_here_a_process_is_foreign_unless_it_is_counted_as_ours() -> None:
-    cores = Watch()._look().cores  # type: ignore[union-attr]
+    cores = LoadMeter()._read_counters().cores  # type: ignore[union-attr]
     before = _children_s()
     with subprocess.Popen([sys.executable, "-c", _BURN], **_PIPES) as other:
         assert other.stdout is not None
         assert other.stdin is not None
         other.stdout.readline()
-        ours, theirs = Watch(), Watch()
+        ours, theirs = LoadMeter(), LoadMeter()
         ours.start()
         theirs.start()
         begin = time.monotonic()
@@ -177,5 +174,5 @@ def test_here_a_process_is_foreign_unless_it_is_counted_as_ours() -> None:
 
 
 def test_load_average() -> None:
-    found = load.load_average()
+    found = cpu_load.load_average()
     assert found is None or (len(found) == 3 and min(found) >= 0)

@@ -1,4 +1,4 @@
-"""Verdicts and causes on accounts made by hand: what real arms do rarely, at more world sizes."""
+"""Verdicts and causes on traces made by hand: what real arms do rarely, at more world sizes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,16 @@ from hvdtrain.compare.formatting import tell_apart
 from hvdtrain.compare.proof.gradient_diagnosis import round_to
 from hvdtrain.compare.proof.parity import compare
 from hvdtrain.compare.proof.trace_recorder import _sample, _stride, hash_samples
-from hvdtrain.compare.proof.work_trace import SAMPLED, Account, Array, Samples, StepAccount
+from hvdtrain.compare.proof.work_trace import (
+    MAX_SAMPLED,
+    Array,
+    ElementSample,
+    RankTrace,
+    StepTrace,
+)
+from hvdtrain.compare.record import ParityRow
 
-Arm = list[Account]
+Arm = list[RankTrace]
 LAYOUT = [("first.weight", 300), ("first.bias", 20), ("last.weight", 80)]
 SIZE = 400
 
@@ -37,48 +44,45 @@ def arm(n: int, gradients: list[Array] | None = None, noise: float = 0.0, **chan
     local = local_gradients(n)
     mean = np.sum(local, axis=0) / n
     initial = np.random.default_rng(1).normal(size=SIZE)
-    accounts = []
+    traces = []
     for rank in range(n):
         gradient = (mean if gradients is None else gradients[rank]).copy()
         gradient += noise * np.random.default_rng(2).normal(size=SIZE)
         final = initial - 0.3 * gradient
-        samples = Samples(
+        samples = ElementSample(
             LAYOUT, initial, gradient, gradient.copy(), abs(gradient), None, final, np.empty(0)
         )
         norm = float(np.linalg.norm(gradient))
         steps = [
-            StepAccount(1, [f"{step}-{rank}-{i}" for i in range(4)], 1.0, norm, norm, 4 * SIZE)
+            StepTrace(1, [f"{step}-{rank}-{i}" for i in range(4)], 1.0, norm, norm, 4 * SIZE)
             for step in range(3)
         ]
         for step in steps:
             step.lr, step.gradient_dtypes = [0.1], ["float32"]
-        account = Account(
+        trace = RankTrace(
             rank, n, "fp32", 1, float("inf"), "broadcast", {"float32": SIZE}, "SGD",
             [{"momentum": "0"}], 0, "start", "none", samples, steps, 3,
             str(hash(final.tobytes())), "none",
         )  # fmt: skip
-        accounts.append(account)
+        traces.append(trace)
         for name, value in changes.items():
-            setattr(account, name, value)
-    return accounts
+            setattr(trace, name, value)
+    return traces
 
 
-def verdict(subject: Arm, **more: Any) -> dict[str, Any]:
+def verdict(subject: Arm, **more: Any) -> ParityRow:
     n = subject[0].world_size
     base = more.pop("base", arm(n))
-    accounts = {"base": base, "again": copy.deepcopy(base), "alone": arm(n, local_gradients(n))}
-    rows = compare({**accounts, **more, "arm": subject}, "base", "again", "alone")
-    found: dict[str, Any] = next(row for row in rows if row["arm"] == "arm")
-    assert json.loads(json.dumps(rows)) == rows
-    return found
+    traces = {"base": base, "again": copy.deepcopy(base), "alone": arm(n, local_gradients(n))}
+    rows = compare({**traces, **more, "arm": subject}, "base", "again", "alone")
+    return next(row for row in rows if row.arm == "arm")
 
 
-def refused(subject: Arm, row: int | None, *words: str, **more: Any) -> None:
+def refused(subject: Arm, *words: str, **more: Any) -> None:
     found = verdict(subject, **more)
-    assert found["verdict"] == "unequal", found
+    assert found.verdict == "unequal", found
     for word in words:
-        assert word in f"{found['text']} | {found['cause']}", found
-    assert found["row"] == row, found
+        assert word in f"{found.text} | {found.cause}", found
 
 
 # Gradients
@@ -92,108 +96,105 @@ def mean_of(parts: list[Array]) -> Array:
     return np.asarray(np.mean(parts, axis=0))
 
 
-MADE: dict[str, tuple[Callable[[int, list[Array]], list[Array]], int, str]] = {
-    "sum": (lambda n, g: everywhere(n, n * mean_of(g)), 6, "the division is missing"),
-    "twice": (lambda n, g: everywhere(n, mean_of(g) / n), 6, "twice"),
-    "predivided": (lambda n, g: everywhere(n, 0.7 * mean_of(g)), 6, "0.7 times the mean"),
-    "local": (lambda n, g: g, 4, "every rank steps on its own"),
-    "one rank": (lambda n, g: everywhere(n, g[0]), 13, "rank 0's gradient alone"),
-    "zeros": (lambda n, g: everywhere(n, sum(g[1:], 0 * g[0]) / n), 13, "in place of rank 0's"),
+MADE: dict[str, tuple[Callable[[int, list[Array]], list[Array]], str]] = {
+    "sum": (lambda n, g: everywhere(n, n * mean_of(g)), "the division is missing"),
+    "twice": (lambda n, g: everywhere(n, mean_of(g) / n), "twice"),
+    "predivided": (lambda n, g: everywhere(n, 0.7 * mean_of(g)), "0.7 times the mean"),
+    "local": (lambda n, g: g, "every rank steps on its own"),
+    "one rank": (lambda n, g: everywhere(n, g[0]), "rank 0's gradient alone"),
+    "zeros": (lambda n, g: everywhere(n, sum(g[1:], 0 * g[0]) / n), "in place of rank 0's"),
     "weighted": (
         lambda n, g: everywhere(n, sum((i + 1) * x for i, x in enumerate(g)) / 9),  # type: ignore[arg-type]
-        6,
         "instead of",
     ),
     "clipped": (
         lambda n, g: everywhere(n, mean_of([x / max(1, np.linalg.norm(x) / 30) for x in g])),
-        7,
         "to a norm of 30",
     ),
-    "fp16": (lambda n, g: everywhere(n, mean_of([round_to(x, 11) for x in g])), 6, "to fp16"),
+    "fp16": (lambda n, g: everywhere(n, mean_of([round_to(x, 11) for x in g])), "to fp16"),
     "bf16 sum": (
         lambda n, g: everywhere(n, round_to(n * mean_of([round_to(x, 8) for x in g]), 8) / n),
-        6,
         "to bf16",
     ),
-    "bf16": (lambda n, g: everywhere(n, mean_of([round_to(x, 8) for x in g])), 6, "to bf16"),
+    "bf16": (lambda n, g: everywhere(n, mean_of([round_to(x, 8) for x in g])), "to bf16"),
 }
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("made", MADE)
 def test_what_was_made_of_the_local_gradients_is_found(made: str, n: int) -> None:
-    make, row, words = MADE[made]
-    refused(arm(n, make(n, local_gradients(n))), row, words)
+    make, words = MADE[made]
+    refused(arm(n, make(n, local_gradients(n))), words)
 
 
 def test_a_rank_left_out_of_the_count_as_well() -> None:
     local = local_gradients(3)
     gradient = (local[0] + local[2]) / 2
-    refused(arm(3, everywhere(3, gradient)), 13, "rank 1's gradient is left out", "0.5 each")
+    refused(arm(3, everywhere(3, gradient)), "rank 1's gradient is left out", "0.5 each")
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_parameters_that_are_wrong_alone_are_named(n: int) -> None:
     gradient = mean_of(local_gradients(n))
     gradient[300:320] *= n
-    refused(arm(n, everywhere(n, gradient)), 6, "for first.bias alone: the division is missing")
+    refused(arm(n, everywhere(n, gradient)), "for first.bias alone: the division is missing")
 
 
 def test_a_missing_division_by_as_many_micro_batches_is_said_to_be_either() -> None:
     base, subject = arm(2), arm(2, everywhere(2, 2 * mean_of(local_gradients(2))))
-    for account in (*base, *subject):
-        for step in account.steps:
+    for trace in (*base, *subject):
+        for step in trace.steps:
             step.micro_batches = 2
-    refused(subject, 6, "micro-batches, of which there are as many", base=base)
+    refused(subject, "micro-batches, of which there are as many", base=base)
 
 
 def test_micro_batches_that_are_not_averaged() -> None:
     base, subject = arm(2), arm(2, everywhere(2, 3 * mean_of(local_gradients(2))))
-    for account in (*base, *subject):
-        for step in account.steps:
+    for trace in (*base, *subject):
+        for step in trace.steps:
             step.micro_batches = 3
-    refused(subject, 4, "not divided by the 3 micro-batches", base=base)
+    refused(subject, "not divided by the 3 micro-batches", base=base)
 
 
 def test_no_hypothesis_explains_noise() -> None:
     gradient = mean_of(local_gradients(2)) + np.random.default_rng(9).normal(size=SIZE)
-    refused(arm(2, everywhere(2, gradient)), None, "no known cause fits", "step 1 on rank 0")
+    refused(arm(2, everywhere(2, gradient)), "no known cause fits", "step 1 on rank 0")
 
 
 def test_a_gradient_changed_after_it_was_combined() -> None:
     subject = arm(2)
-    for account in subject:
-        assert account.samples.used is not None
-        account.samples.used /= 2
-        account.steps[0].used_norm = 1.0
-    refused(subject, 7, "between finish_backward and the optimizer", "norm 1,")
+    for trace in subject:
+        assert trace.elements.used is not None
+        trace.elements.used /= 2
+        trace.steps[0].used_norm = 1.0
+    refused(subject, "between finish_backward and the optimizer", "norm 1,")
 
 
 def test_the_same_gradients_and_another_update() -> None:
     subject = arm(2, final_sha256="elsewhere")
-    for account in subject:
-        for step in account.steps[1:]:
+    for trace in subject:
+        for step in trace.steps[1:]:
             step.loss, step.gradient_norm = 0.9, 5.0
-    refused(subject, 10, "step 2", "another step of the same gradients")
+    refused(subject, "step 2", "another step of the same gradients")
 
 
 def test_a_loop_without_finish_backward_is_judged_by_what_it_used() -> None:
     wrong = arm(2, everywhere(2, 2 * mean_of(local_gradients(2))))
     right = arm(2)
-    for account in (*wrong, *right):
-        account.samples.gradient = None
-        for step in account.steps:
+    for trace in (*wrong, *right):
+        trace.elements.gradient = None
+        for step in trace.steps:
             step.gradient_norm = None
-    assert verdict(right)["verdict"] == "bitwise"
-    refused(wrong, 6, "the division is missing")
+    assert verdict(right).verdict == "bitwise"
+    refused(wrong, "the division is missing")
 
 
 def test_values_that_are_not_finite_are_equal_to_themselves_alone() -> None:
     gradient = mean_of(local_gradients(2))
     gradient[0] = np.nan
     both = arm(2, everywhere(2, gradient))
-    assert verdict(arm(2, everywhere(2, gradient)), base=both)["verdict"] == "bitwise"
-    refused(arm(2, everywhere(2, gradient)), None, "more than can be said")
+    assert verdict(arm(2, everywhere(2, gradient)), base=both).verdict == "bitwise"
+    refused(arm(2, everywhere(2, gradient)), "a non-finite amount")
 
 
 # What is counted
@@ -201,37 +202,37 @@ def test_values_that_are_not_finite_are_equal_to_themselves_alone() -> None:
 
 def test_another_number_of_ranks() -> None:
     rows = compare({"base": arm(2), "arm": arm(3)}, "base")
-    assert [row["verdict"] for row in rows] == ["unequal"]
-    assert "3 ranks" in rows[0]["text"]
+    assert [row.verdict for row in rows] == ["unequal"]
+    assert "3 ranks" in rows[0].text
 
 
 def test_ranks_that_are_worlds_of_their_own() -> None:
     subject = arm(2)
-    for account in subject:
-        account.world_size = 1
+    for trace in subject:
+        trace.world_size = 1
     rows = compare({"base": arm(2), "arm": subject}, "base")
-    assert "models train side by side" in rows[0]["cause"]
+    assert "models train side by side" in (rows[0].cause or "")
 
 
 @pytest.mark.parametrize(
-    ("changes", "row", "words"),
+    ("changes", "words"),
     [
-        ({"accumulate": 2}, 4, "accumulate 2, base has 1"),
-        ({"clip_norm": 1.0}, 7, "clip norm 1.0, base has inf"),
-        ({"buffers_policy": "local"}, 3, "buffers policy local"),
-        ({"optimizer": "AdamW"}, 10, "optimizer AdamW"),
-        ({"settings": [{"momentum": "0.9"}]}, 10, "momentum=0.9, base has momentum=0"),
-        ({"state_step": 1}, 2, "counts 1 steps before the first"),
-        ({"parameters": {"bfloat16": SIZE}}, None, "converts float32 to bfloat16"),
-        ({"parameters": {"float32": 7}}, None, "another model: 7 parameters"),
-        ({"initial_sha256": "other"}, 21, "another seed"),
-        ({"optimizer_steps": 2}, 8, "2 optimizer steps in 3 steps"),
-        ({"final_buffers_sha256": "other"}, 3, "another policy than 'broadcast'"),
+        ({"accumulate": 2}, "accumulate 2, base has 1"),
+        ({"clip_norm": 1.0}, "clip norm 1.0, base has inf"),
+        ({"buffers_policy": "local"}, "buffers policy local"),
+        ({"optimizer": "AdamW"}, "optimizer AdamW"),
+        ({"settings": [{"momentum": "0.9"}]}, "momentum=0.9, base has momentum=0"),
+        ({"state_step": 1}, "counts 1 steps before the first"),
+        ({"parameters": {"bfloat16": SIZE}}, "converts float32 to bfloat16"),
+        ({"parameters": {"float32": 7}}, "another model: 7 parameters"),
+        ({"initial_sha256": "other"}, "another seed"),
+        ({"optimizer_steps": 2}, "2 optimizer steps in 3 steps"),
+        ({"final_buffers_sha256": "other"}, "another policy than 'broadcast'"),
     ],
     ids=str,
 )
-def test_what_must_be_the_same(changes: dict[str, Any], row: int | None, words: str) -> None:
-    refused(arm(2, **changes), row, words)
+def test_what_must_be_the_same(changes: dict[str, Any], words: str) -> None:
+    refused(arm(2, **changes), words)
 
 
 @pytest.mark.parametrize(
@@ -251,24 +252,22 @@ def test_what_must_be_the_same(changes: dict[str, Any], row: int | None, words: 
 )
 def test_learning_rates(ratio: float, words: str) -> None:
     base, subject = arm(4, accumulate=2), arm(4, accumulate=2)
-    for account in subject:
-        account.steps[2].lr = [0.1 * ratio]
-    refused(subject, 11, "in step 3", words, base=base)
+    for trace in subject:
+        trace.steps[2].lr = [0.1 * ratio]
+    refused(subject, "in step 3", words, base=base)
 
 
 def test_another_model_of_as_many_parameters() -> None:
     subject = arm(2)
-    for account in subject:
-        account.samples.layout = [(f"net.{name}", size) for name, size in LAYOUT]
-    refused(
-        subject, None, "base has 400 in 3; first net.first.weight (300), not first.weight (300)"
-    )
+    for trace in subject:
+        trace.elements.layout = [(f"net.{name}", size) for name, size in LAYOUT]
+    refused(subject, "base has 400 in 3; first net.first.weight (300), not first.weight (300)")
 
 
 def cut(ranks: Arm, only: int | None) -> None:
-    for account in ranks:
-        if only in (None, account.rank):
-            account.steps[1].samples.pop()
+    for trace in ranks:
+        if only in (None, trace.rank):
+            trace.steps[1].samples.pop()
 
 
 def order(ranks: Arm, only: int | None) -> None:
@@ -276,7 +275,7 @@ def order(ranks: Arm, only: int | None) -> None:
 
 
 def swap(ranks: Arm, only: int | None) -> None:
-    one, two = (account.steps[1] for account in ranks[:2])
+    one, two = (trace.steps[1] for trace in ranks[:2])
     one.samples, two.samples = two.samples, one.samples
 
 
@@ -289,70 +288,66 @@ def other(ranks: Arm, only: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "only", "row", "words"),
+    ("change", "only", "words"),
     [
-        (cut, 1, 13, "rank 1 gets fewer samples"),
-        (cut, None, 12, "for the whole world on one arm"),
-        (order, None, 12, "another order within the batch"),
-        (swap, None, 12, "only the split differs"),
-        (same, None, 12, "every rank of this arm reads the same"),
-        (other, None, 21, "other samples"),
+        (cut, 1, "rank 1 gets fewer samples"),
+        (cut, None, "for the whole world on one arm"),
+        (order, None, "another order within the batch"),
+        (swap, None, "only the split differs"),
+        (same, None, "every rank of this arm reads the same"),
+        (other, None, "other samples"),
     ],
 )
-def test_samples(
-    change: Callable[[Arm, int | None], None], only: int | None, row: int, words: str
-) -> None:
+def test_samples(change: Callable[[Arm, int | None], None], only: int | None, words: str) -> None:
     subject = arm(2)
     change(subject, only)
-    refused(subject, row, "in step 2", words)
+    refused(subject, "in step 2", words)
 
 
 def test_windows_and_gradients_of_another_size() -> None:
     subject = arm(2)
     subject[1].steps[2].micro_batches = 2
-    refused(subject, 4, "2 micro-batches in step 3 on rank 1")
+    refused(subject, "2 micro-batches in step 3 on rank 1")
     subject = arm(2)
     subject[1].steps[2].gradient_bytes = 8
-    refused(subject, 5, "8 bytes of gradients in step 3 on rank 1")
+    refused(subject, "8 bytes of gradients in step 3 on rank 1")
     subject = arm(2)
     subject[0].steps[0].gradient_dtypes = ["bfloat16"]
-    refused(subject, None, "gradients are bfloat16 in step 1")
+    refused(subject, "gradients are bfloat16 in step 1")
 
 
 # Limits, and the baseline itself
 
 
 def test_rounding_is_refused_at_two_ranks_and_allowed_at_three() -> None:
-    assert verdict(arm(3, noise=1e-7))["verdict"] == "within tolerance"
+    assert verdict(arm(3, noise=1e-7)).verdict == "within tolerance"
     found = verdict(arm(2, noise=1e-7))
-    assert found["verdict"] == "unequal"
-    assert found["tolerance"] == 0
-    assert found["cause"].startswith("no more than rounding: this arm computes or averages")
-    assert verdict(arm(3, noise=1e-3))["verdict"] == "unequal"
+    assert found.verdict == "unequal"
+    assert found.tolerance == 0
+    assert (found.cause or "").startswith("no more than rounding: this arm computes or averages")
+    assert verdict(arm(3, noise=1e-3)).verdict == "unequal"
 
 
 @pytest.mark.parametrize(
-    ("quantities", "row", "words"),
+    ("quantities", "words"),
     [
-        ("parameter_norm gradient_norm", 10, "another step of the same gradients"),
-        ("gradient_norm", None, "no more than rounding"),
-        ("loss", None, "no more than rounding"),
-        ("used_norm", 7, "(norm 2.27568019, not 2.27568017)"),
+        ("parameter_norm gradient_norm", "another step of the same gradients"),
+        ("gradient_norm", "no more than rounding"),
+        ("loss", "no more than rounding"),
+        ("used_norm", "(norm 2.27568019, not 2.27568017)"),
     ],
 )
-def test_what_differs_first_by_rounding_tells_the_cause(
-    quantities: str, row: int | None, words: str
-) -> None:
+def test_what_differs_first_by_rounding_tells_the_cause(quantities: str, words: str) -> None:
     """On some CPUs weights that have been moved leave rounding in the gradients, on others none."""
     base, subject = arm(2), arm(2, noise=1e-9)
-    for account in (*base, *subject):
-        account.samples.gradient = account.samples.used = base[0].samples.gradient
-        for step in account.steps:
+    for trace in (*base, *subject):
+        trace.elements.gradient = trace.elements.used = base[0].elements.gradient
+        for step in trace.steps:
             step.parameter_norm = step.loss = step.gradient_norm = step.used_norm = 2.2756801736
-    for account in subject:
+    for trace in subject:
         for name in quantities.split():
-            setattr(account.steps[2], name, 2.2756801887)
-    refused(subject, row, words, base=base)
+            setattr(trace.steps[2], name, 2.2756801887)
+    refused(subject, words, base=base)
 
 
 def test_numbers_that_differ_are_seen_to() -> None:
@@ -365,17 +360,17 @@ def test_numbers_that_differ_are_seen_to() -> None:
 @pytest.mark.parametrize(("precision", "noise"), [("fp64", 1e-14), ("fp32", 1e-7), ("bf16", 1e-7)])
 def test_tolerance_follows_the_precision(precision: str, noise: float) -> None:
     base = arm(3, precision=precision)
-    assert verdict(arm(3, noise=noise, precision=precision), base=base)["verdict"] != "unequal"
+    assert verdict(arm(3, noise=noise, precision=precision), base=base).verdict != "unequal"
     far = arm(3, noise=1e4 * noise, precision=precision)
-    assert verdict(far, base=base)["verdict"] == "unequal"
+    assert verdict(far, base=base).verdict == "unequal"
 
 
 def test_a_model_that_does_not_repeat_itself_sets_the_tolerance() -> None:
     again = arm(2, noise=1e-4)
     found = verdict(arm(2, noise=2e-4), again=again)
-    assert found["verdict"] == "within tolerance"
-    assert "not deterministic" in found["text"]
-    refused(arm(2, everywhere(2, 2 * mean_of(local_gradients(2)))), 6, again=again)
+    assert found.verdict == "within tolerance"
+    assert "not deterministic" in found.text
+    refused(arm(2, everywhere(2, 2 * mean_of(local_gradients(2)))), again=again)
 
 
 # Elements whose gradient is nothing but rounding
@@ -399,8 +394,8 @@ def gradient_of(step: int, n: int, order: int) -> Array:
 
 def adam_arm(n: int, order: int, zeros: slice = slice(0)) -> Arm:
     """Ten steps of Adam; BatchNorm's mean follows the bias. `zeros`: no first gradient there."""
-    accounts = arm(n)
-    initial = accounts[0].samples.initial
+    traces = arm(n)
+    initial = traces[0].elements.initial
     m, v, weights, means = np.zeros(SIZE), np.zeros(SIZE), initial.copy(), np.zeros(20)
     gradients = []
     for step in range(1, 11):
@@ -411,30 +406,30 @@ def adam_arm(n: int, order: int, zeros: slice = slice(0)) -> Arm:
         means += 0.1 * (weights[NOISE] - means)
         m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
         weights -= 0.01 * (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.999**step)) + 1e-12)
-    for account in accounts:
-        account.steps = [copy.deepcopy(account.steps[0]) for _ in gradients]
-        for step_account, gradient in zip(account.steps, gradients, strict=True):
-            step_account.gradient_norm = step_account.used_norm = float(np.linalg.norm(gradient))
-        account.samples.gradient, account.samples.used = gradients[0].copy(), gradients[0].copy()
-        account.samples.largest = np.max(np.abs(gradients), axis=0)
-        account.samples.buffers = np.concatenate([means, np.ones(20)])
-        account.optimizer_steps = 10
-        end(account, weights)
-    return accounts
+    for trace in traces:
+        trace.steps = [copy.deepcopy(trace.steps[0]) for _ in gradients]
+        for step_trace, gradient in zip(trace.steps, gradients, strict=True):
+            step_trace.gradient_norm = step_trace.used_norm = float(np.linalg.norm(gradient))
+        trace.elements.gradient, trace.elements.used = gradients[0].copy(), gradients[0].copy()
+        trace.elements.largest = np.max(np.abs(gradients), axis=0)
+        trace.elements.buffers = np.concatenate([means, np.ones(20)])
+        trace.optimizer_steps = 10
+        end(trace, weights)
+    return traces
 
 
-def end(account: Account, weights: Array) -> None:
+def end(trace: RankTrace, weights: Array) -> None:
     """With these, a copy of its own."""
-    account.samples.final, account.final_sha256 = weights.copy(), str(hash(weights.tobytes()))
+    trace.elements.final, trace.final_sha256 = weights.copy(), str(hash(weights.tobytes()))
 
 
 def moved(n: int, where: Any, by: float) -> Arm:
     """An arm that sums in another order, and whose weights have been moved in the end."""
     subject = adam_arm(n, order=5)
-    for account in subject:
-        assert account.samples.final is not None
-        account.samples.final[where] += by
-        end(account, account.samples.final)
+    for trace in subject:
+        assert trace.elements.final is not None
+        trace.elements.final[where] += by
+        end(trace, trace.elements.final)
     return subject
 
 
@@ -443,16 +438,18 @@ def moved(n: int, where: Any, by: float) -> Arm:
 def test_steps_of_nothing_but_rounding_are_left_out(n: int, zeros: slice) -> None:
     """Where its first gradient came out as zero, too."""
     base, subject = adam_arm(n, 1, zeros), adam_arm(n, 2, zeros)
-    mine, its = subject[0].samples.buffers, base[0].samples.buffers
+    mine, its = subject[0].elements.buffers, base[0].elements.buffers
     assert mine is not None
     assert its is not None
     assert np.abs(mine - its).max() > 1e-3
     found = verdict(subject, base=base)
-    assert found["verdict"] == "within tolerance", found
-    assert found["difference"] < 1e-6 < found["tolerance"]
-    share = float(found["text"].split("; ")[1].split(" %")[0])
+    assert found.verdict == "within tolerance", found
+    assert found.difference is not None
+    assert found.tolerance is not None
+    assert found.difference < 1e-6 < found.tolerance
+    share = float(found.text.split("; ")[1].split(" %")[0])
     assert 4 <= share <= 5
-    assert found["text"].endswith("whose gradients were nothing but rounding, are left out")
+    assert found.text.endswith("whose gradients were nothing but rounding, are left out")
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -464,57 +461,57 @@ def test_what_rounding_does_not_explain_is_not_left_out(n: int, where: Any, by: 
 
     At two ranks rounding is refused as well, and hides no cause.
     """
-    refused(moved(n, where, by), 10, "another step of the same", base=adam_arm(n, order=1))
+    refused(moved(n, where, by), "another step of the same", base=adam_arm(n, order=1))
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_parameter_that_is_wrong_alone_is_named_beside_rounding(n: int) -> None:
     """And those whose gradient is nothing but rounding are not."""
     base, subject = adam_arm(n, order=1), adam_arm(n, order=2)
-    for account in subject:
-        assert account.samples.gradient is not None
-        account.samples.gradient[320:] *= n
-    refused(subject, 6, "for last.weight alone: ", base=base)
+    for trace in subject:
+        assert trace.elements.gradient is not None
+        trace.elements.gradient[320:] *= n
+    refused(subject, "for last.weight alone: ", base=base)
 
 
 def test_elements_that_get_their_gradient_later_are_compared() -> None:
     """Rows of an embedding that the first step did not need."""
     base, subject = (adam_arm(3, order, zeros=slice(0, 100)) for order in (1, 2))
-    for account in subject:
-        assert account.samples.final is not None
-        account.samples.final[:50] += 0.01
-        end(account, account.samples.final)
-    refused(subject, 10, "another step of the same", base=base)
+    for trace in subject:
+        assert trace.elements.final is not None
+        trace.elements.final[:50] += 0.01
+        end(trace, trace.elements.final)
+    refused(subject, "another step of the same", base=base)
 
 
 def test_buffers_that_noise_does_not_explain() -> None:
     subject = adam_arm(3, order=2)
-    for account in subject:
-        assert account.samples.buffers is not None
-        account.samples.buffers[20:] *= 1.5
-    refused(subject, 3, "combined by another policy", base=adam_arm(3, order=1))
+    for trace in subject:
+        assert trace.elements.buffers is not None
+        trace.elements.buffers[20:] *= 1.5
+    refused(subject, "combined by another policy", base=adam_arm(3, order=1))
 
 
 def test_noise_does_not_widen_the_tolerance() -> None:
     """Of a model that does not repeat itself: at two ranks as well."""
     base, again = adam_arm(2, order=1), adam_arm(2, order=2)
     found = verdict(adam_arm(2, order=3), base=base, again=again)
-    assert found["verdict"] == "within tolerance", found
-    assert found["tolerance"] == pytest.approx(1e-4)
-    assert "not deterministic" in found["text"]
-    refused(moved(2, slice(0, 300), 1e-4), 10, "parameters differ", base=base, again=again)
+    assert found.verdict == "within tolerance", found
+    assert found.tolerance == pytest.approx(1e-4)
+    assert "not deterministic" in found.text
+    refused(moved(2, slice(0, 300), 1e-4), "parameters differ", base=base, again=again)
 
 
 def test_at_two_ranks_nothing_is_left_out_of_a_model_that_repeats_itself() -> None:
     words = "the gradient of the first", "no more than rounding"
-    refused(adam_arm(2, order=2), None, *words, base=adam_arm(2, order=1))
+    refused(adam_arm(2, order=2), *words, base=adam_arm(2, order=1))
 
 
-def first_gradient_times(factor: float) -> list[Account]:
+def first_gradient_times(factor: float) -> list[RankTrace]:
     ranks = arm(2)
-    for account in ranks:
-        assert account.samples.gradient is not None
-        account.samples.gradient = factor * account.samples.gradient
+    for trace in ranks:
+        assert trace.elements.gradient is not None
+        trace.elements.gradient = factor * trace.elements.gradient
     return ranks
 
 
@@ -524,24 +521,24 @@ def test_nothing_is_compared_with_a_baseline_that_proves_nothing() -> None:
     other_data = arm(2)
     other_data[0].steps[0].samples[0] = "other"
     for base, again, words in (
-        ([], arm(2), "left no account"),
+        ([], arm(2), "recorded no work trace"),
         (apart, arm(2), "end with different parameters"),
         (arm(2), other_data, "sees other samples when it is run again; seed"),
         (arm(2), arm(2, initial_sha256="other"), "starts from other weights"),
-        (arm(2), arm(2, noise=5.0), "apart from itself"),
-        (arm(2), first_gradient_times(1.5), "apart from itself"),
+        (arm(2), arm(2, noise=5.0), "when it is run again"),
+        (arm(2), first_gradient_times(1.5), "when it is run again"),
     ):
         rows = compare({"base": base, "again": again, "arm": arm(2)}, "base", "again")
-        assert {row["verdict"] for row in rows} == {"not compared"}
-        assert all(words in row["text"] for row in rows), rows
+        assert {row.verdict for row in rows} == {"not compared"}
+        assert all(words in row.text for row in rows), rows
 
 
 def test_an_arm_without_an_account_is_not_compared() -> None:
     rows = compare({"base": arm(2), "arm": []}, "base")
-    assert rows[0]["verdict"] == "not compared"
+    assert rows[0].verdict == "not compared"
 
 
-# Accounts
+# Traces
 
 
 def test_the_driver_needs_no_torch() -> None:
@@ -549,7 +546,7 @@ def test_the_driver_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_an_account_as_json_has_no_arrays() -> None:
+def test_a_trace_as_json_has_no_arrays() -> None:
     plain = json.loads(json.dumps(arm(2)[1].to_dict()))
     assert plain["rank"] == 1
     assert plain["steps"][0]["samples"] == 4
@@ -562,7 +559,7 @@ def test_a_sample_has_a_part_of_every_parameter() -> None:
     counts = [-(-t.numel() // stride) for t in tensors]
     found = _sample(tensors, stride)
     assert min(counts) >= 1
-    assert SAMPLED // 2 < len(found) == sum(counts) <= SAMPLED
+    assert MAX_SAMPLED // 2 < len(found) == sum(counts) <= MAX_SAMPLED
     assert found[1] == stride
     assert np.array_equal(_sample(tensors[1:2], _stride(tensors[1:2])), np.ones(3))
 

@@ -1,0 +1,172 @@
+"""Distances between the numbers of an arm and of the baseline, and the tolerances for them.
+
+`numeric_checks` and `parity` use them. Parameters whose gradient is pure rounding noise are left
+out where only tolerances must be met.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.compare.proof.work_trace import ArmTraces, Array, RankTrace
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Tolerances for the rounding differences of two arms, and whether any are allowed."""
+
+    gradient: float
+    """For the gradient of one step, relative to its norm."""
+    final: float
+    """For the final parameters, relative to how far training moved them."""
+    noise: float
+    """A gradient below this fraction of the RMS over all elements is pure rounding noise."""
+    reason: str
+    """Why the limits have these values, or why nothing may differ."""
+    bitwise: bool = False
+    """Whether nothing may differ, not even by rounding."""
+
+
+@dataclass(frozen=True)
+class ArmPair:
+    """The traces of an arm and of the baseline, on as many ranks, and the limits for differences.
+
+    Arrays that were not recorded do not differ.
+    """
+
+    arm: ArmTraces
+    base: ArmTraces
+    limits: Limits
+
+    @property
+    def ranks(self) -> list[tuple[RankTrace, RankTrace]]:
+        """The arm's trace and the baseline's, of every rank."""
+        return list(zip(self.arm, self.base, strict=True))
+
+    @property
+    def has_equal_parameters(self) -> bool:
+        """Whether the final parameters are bitwise equal."""
+        return all(a.final_sha256 == b.final_sha256 for a, b in self.ranks)
+
+    @property
+    def has_equal_buffers(self) -> bool:
+        """Whether the final buffers are bitwise equal."""
+        return all(a.final_buffers_sha256 == b.final_buffers_sha256 for a, b in self.ranks)
+
+    @property
+    def is_bitwise_equal(self) -> bool:
+        """Whether final parameters, final buffers and first gradients are bitwise equal."""
+        are_equal = self.has_equal_parameters and self.has_equal_buffers
+        return are_equal and self.distance("gradient") == 0
+
+    def distance(self, name: str) -> float:
+        """Return the largest distance, over ranks, of an array of the ElementSample."""
+        return max(
+            _distance(getattr(a.elements, name), getattr(b.elements, name)) for a, b in self.ranks
+        )
+
+    def final_distance(self) -> tuple[float, float]:
+        """Return the largest distance of the final parameters, relative to how far training moved
+        them, and the fraction of elements that is left out as rounding noise (see `_noise`).
+
+        Relative to the parameters themselves, the initial values, which all arms share, would hide
+        any difference of a few steps.
+        """
+        noise = self._noise()
+
+        def kept(values: Array | None) -> Array | None:
+            return None if values is None else values[~noise]
+
+        start, end = kept(self.base[0].elements.initial), kept(self.base[0].elements.final)
+        moved = None if start is None or end is None else end - start
+        finals = [(kept(a.elements.final), kept(b.elements.final)) for a, b in self.ranks]
+        return max(_distance(a, b, moved) for a, b in finals), float(np.mean(noise))
+
+    def buffer_distance(self) -> float:
+        """Return the distance of the buffers, less what noisy parameters explain: BatchNorm's
+        running mean follows a bias. Its running variance does not, and shows another policy.
+        """
+        # Twice: the parameters may have been further apart before the last step.
+        slack = 2 * self._final_differences()[self._noise()].max(initial=0)
+        means = self.base[0].elements.means
+        found = []
+        for trace, base in self.ranks:
+            a, b = trace.elements.buffers, base.elements.buffers
+            if slack and a is not None and b is not None and a.shape == b.shape:
+                follows = True if means is None else means > 0
+                a = np.where(follows & (np.abs(a - b) <= slack), b, a)
+            found.append(_distance(a, b))
+        return max(found)
+
+    def largest_distance(self) -> float:
+        """Return the largest of all distances that `limits.final` bounds."""
+        steps = [pair for a, b in self.ranks for pair in zip(a.steps, b.steps, strict=False)]
+        norms = [(a.gradient_norm, b.gradient_norm) for a, b in steps]
+        norms += [(a.used_norm, b.used_norm) for a, b in steps]
+        apart = (relative_difference(a, b) for a, b in norms)
+        return max(self.final_distance()[0], self.buffer_distance(), *apart)
+
+    def _noise(self) -> Mask:
+        """Return the elements that differ only because their gradient is pure rounding noise.
+
+        The true gradient of a bias before BatchNorm, or of the bias of attention's keys, is zero.
+        Adam and its variants take full-size steps on the rounding error, which the order of a sum
+        decides.
+        """
+        limits, elements = self.limits, self.base[0].elements
+        if limits.bitwise or elements.largest is None or elements.final is None:
+            return np.zeros(len(elements.initial), dtype=bool)
+        size, moved = elements.largest, np.abs(elements.final - elements.initial)
+        least = limits.noise * rms(size[np.isfinite(size) & (size > 0)])
+        noise: Mask = (size > 0) & (size < least)
+        # Noise explains at most twice the largest movement of any element, and no more than the
+        # baseline moves noisy elements: SGD hardly moves them. (Times 100, because a noisy element
+        # may have returned to its start.)
+        furthest = min(2 * moved.max(initial=0), 100 * moved[noise].max(initial=0))
+        apart = self._final_differences()
+        noise &= (apart > limits.final * rms(moved)) & (apart <= furthest)
+        return noise
+
+    def _final_differences(self) -> Array:
+        """Return the largest difference, over ranks, of every element of the final parameters."""
+        finals = [(a.elements.final, b.elements.final) for a, b in self.ranks]
+        with np.errstate(invalid="ignore"):
+            apart = [np.abs(a - b) for a, b in finals if a is not None and b is not None]
+        return np.asarray(np.max(apart or [np.zeros(len(self.base[0].elements.initial))], axis=0))
+
+
+def distance(a: Array, b: Array, scale: Array | None = None) -> float:
+    """Return the norm of a - b relative to the norm of `scale`, or of b.
+
+    Zero if they are equal, NaNs included; infinite if shapes differ or the ratio is not finite.
+    """
+    if a.shape != b.shape:
+        return math.inf
+    if np.array_equal(a, b, equal_nan=True):
+        return 0.0
+    norm = np.linalg.norm(b if scale is None else scale)
+    with np.errstate(invalid="ignore", over="ignore"):
+        result = float(np.linalg.norm(a - b) / norm) if norm else math.inf
+    return result if math.isfinite(result) else math.inf
+
+
+def _distance(a: Array | None, b: Array | None, scale: Array | None = None) -> float:
+    return 0.0 if a is None or b is None else distance(a, b, scale)
+
+
+def relative_difference(a: float | None, b: float | None) -> float:
+    """Return the relative difference of two numbers; 0 if one is unknown or both are NaN."""
+    if a is None or b is None or a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    return abs(a - b) / abs(b) if b and math.isfinite(a) and math.isfinite(b) else math.inf
+
+
+def rms(values: Array) -> float:
+    """Return the root of the mean square."""
+    return float(np.linalg.norm(values)) / math.sqrt(max(1, values.size))

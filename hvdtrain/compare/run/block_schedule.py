@@ -1,0 +1,89 @@
+"""When a comparison starts its processes anew, times the parts of steps, and ends.
+
+`comparison` asks it between blocks. The rules are fixed beforehand, from the options alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from hvdtrain.compare.compare_options import MIN_BLOCKS, CompareOptions
+from hvdtrain.compare.record import Record
+
+# The most starts of all processes, and the fewest blocks of each.
+MAX_STARTS, MIN_BLOCKS_PER_START = 4, 8
+SETTLED_BLOCKS = 10  # before narrow intervals may end a comparison
+BLOCKS_PER_PASS = 8  # kept blocks for each phase pass
+
+
+class Schedule:
+    """The remaining starts, and the end, of one comparison."""
+
+    def __init__(self, options: CompareOptions) -> None:
+        self._options = options
+        self._deadline = time.monotonic() + options.budget_s
+        self.generation = 0
+        """The number of restarts so far."""
+        self._restarts_left = 0
+        self._start_s = 0.0
+        """Longest time from a start of the processes to their first block."""
+        self._began = (0, 0.0)
+        """The block index and the time at which the current start began."""
+
+    def plan(self, start_s: float) -> None:
+        """Plan the restarts: they may take at most half of the remaining time.
+
+        `start_s`: how long it took from the start of the processes to the end of the warm-up.
+        """
+        self._start_s = start_s
+        if self._options.blocks is not None:
+            possible = self._options.blocks // MIN_BLOCKS_PER_START - 1
+        else:
+            left = self._deadline - time.monotonic()
+            possible = int(left / 2 / start_s)
+        self._restarts_left = max(0, min(MAX_STARTS - 1, possible))
+        self._began = (0, time.monotonic())
+
+    def restart_is_due(self, index: int) -> bool:
+        """Return whether this start has used its share of the remaining blocks or time."""
+        if not self._restarts_left:
+            return False
+        first, began = self._began
+        shares = self._restarts_left + 1
+        if self._options.blocks is not None:
+            return index - first >= (self._options.blocks - first) / shares
+        left = self._deadline - began - self._restarts_left * self._start_s
+        has_enough = index - first >= MIN_BLOCKS_PER_START
+        return has_enough and time.monotonic() - began >= left / shares
+
+    def restarted(self, index: int, start_s: float) -> None:
+        """Note that all processes have been started anew before the block `index`."""
+        self._start_s = max(self._start_s, start_s)
+        self.generation += 1
+        self._restarts_left -= 1
+        self._began = (index, time.monotonic())
+
+    def why_to_stop(self, num_blocks: int, num_arms: int, widths: Iterable[float]) -> str | None:
+        """Return why there are enough blocks, or None.
+
+        `widths`: how far the interval of each arm's ratio extends; read only where it counts.
+        """
+        options = self._options
+        if num_arms < 2:
+            return "the loss of the other arms"
+        if options.blocks is not None:
+            return "the number of blocks asked for" if num_blocks >= options.blocks else None
+        if num_blocks >= MIN_BLOCKS and time.monotonic() > self._deadline:
+            return "the time"
+        is_settled = num_blocks >= SETTLED_BLOCKS and not self._restarts_left
+        if is_settled and all(width <= options.target_ci for width in widths):
+            return "the width of the intervals"
+        return None
+
+
+def pass_is_due(record: Record) -> bool:
+    """Return whether to run a phase pass: after a kept block, once per BLOCKS_PER_PASS of them."""
+    passes = sum(found.kept for found in record.phases)
+    is_time = len(record.kept_blocks) >= passes * BLOCKS_PER_PASS + BLOCKS_PER_PASS // 2
+    return is_time and record.blocks[-1].kept

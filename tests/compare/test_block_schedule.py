@@ -1,0 +1,98 @@
+"""When a comparison restarts its processes and ends: rules on a clock that is moved by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdtrain.compare.compare_options import CompareOptions
+from hvdtrain.compare.record import Block, PhasePass, Record
+from hvdtrain.compare.run.block_schedule import Schedule, pass_is_due
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(block_schedule, "time", found)
+    return found
+
+
+def restarts(plan: Schedule, clock: Clock, blocks: int, block_s: float) -> list[int]:
+    """The blocks before which the processes are started anew."""
+    found = []
+    for index in range(blocks):
+        if plan.restart_is_due(index):
+            found.append(index)
+            clock.now_s += 10
+            plan.restarted(index, 10)
+        clock.now_s += block_s
+    return found
+
+
+def test_a_number_of_blocks_is_spread_over_the_starts(clock: Clock) -> None:
+    plan = Schedule(CompareOptions(blocks=32))
+    plan.plan(start_s=10)
+    assert restarts(plan, clock, 32, 1) == [8, 16, 24]
+    assert plan.generation == 3
+    few = Schedule(CompareOptions(blocks=15))
+    few.plan(start_s=10)
+    assert restarts(few, clock, 15, 1) == []
+
+
+def test_restarts_take_at_most_half_of_the_time(clock: Clock) -> None:
+    plan = Schedule(CompareOptions(budget_s=100))
+    plan.plan(start_s=20)
+    assert len(restarts(plan, clock, 100, 1)) == 2
+    late = Schedule(CompareOptions(budget_s=100))
+    late.plan(start_s=51)
+    assert restarts(late, clock, 100, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("blocks", "arms", "widths", "after_s", "why"),
+    [
+        (3, 1, [], 0, "the loss of the other arms"),
+        (5, 3, [0.5], 200, None),  # too few for an interval
+        (6, 3, [0.5], 200, "the time"),
+        (9, 3, [0.01], 0, None),  # too few to settle
+        (10, 3, [0.01, 0.02], 0, "the width of the intervals"),
+        (10, 3, [0.01, 0.03], 0, None),
+    ],
+)
+def test_when_it_ends(
+    clock: Clock, blocks: int, arms: int, widths: list[float], after_s: float, why: str | None
+) -> None:
+    plan = Schedule(CompareOptions(budget_s=100))
+    clock.now_s += after_s
+    assert plan.why_to_stop(blocks, arms, widths) == why
+
+
+def test_narrow_intervals_do_not_end_it_before_the_planned_starts(clock: Clock) -> None:
+    plan = Schedule(CompareOptions(budget_s=100))
+    plan.plan(start_s=10)
+    assert plan.why_to_stop(20, 3, [0.0]) is None
+
+
+def test_a_number_of_blocks_is_exact(clock: Clock) -> None:
+    plan = Schedule(CompareOptions(blocks=12))
+    clock.now_s += 1000
+    assert plan.why_to_stop(11, 3, [0.0]) is None
+    assert plan.why_to_stop(12, 3, [0.5]) == "the number of blocks asked for"
+
+
+def test_passes_follow_kept_blocks() -> None:
+    record = Record(arms={}, blocks=[])
+    due = []
+    for index in range(24):
+        record.blocks.append(Block(index, {}, kept=index != 4))
+        if pass_is_due(record):
+            due.append(index)
+            record.phases.append(PhasePass(index))
+    assert due == [3, 12, 20]  # after 4, 12 and 20 kept blocks
