@@ -6,6 +6,7 @@ import pytest
 
 from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.record import Block, PhasePass, Record
+from hvdtrain.compare.run import block_schedule
 from hvdtrain.compare.run.block_schedule import Schedule, pass_is_due
 
 
