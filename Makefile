@@ -23,7 +23,7 @@ demo: $(VENV)/demo.installed
 	$(BIN)/hvdtrain compare --arms ddp/gloo,ddp/shm,compat/shm --budget 45s
 
 test: $(VENV)/all.installed $(VENV)-mpich/installed
-	$(BIN)/python -m pytest -m "not exhaustive" $(PYTEST)
+	$(BIN)/python -m pytest -m "not exhaustive" --durations=10 $(PYTEST)
 
 test-all: $(VENV)/all.installed $(VENV)-mpich/installed
 	$(BIN)/python -m pytest $(PYTEST)
