@@ -1,7 +1,7 @@
 """Statistics: paired ratios of block times, their confidence intervals, and verdicts.
 
-`speed` reports them, and `schedule` stops by them. The estimate is the median over blocks of
-baseline time / arm time, both measured in the same block, so that a slow phase of the machine
+`speed` reports them, and `block_schedule` stops by them. The estimate is the median over blocks
+of baseline time / arm time, both measured in the same block, so that a slow phase of the machine
 affects both. Blocks are resampled, never steps: the steps of one block are not independent
 measurements.
 
