@@ -7,7 +7,7 @@ import pytest
 from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.record import Block, PhasePass, Record
 from hvdtrain.compare.run import block_schedule
-from hvdtrain.compare.run.block_schedule import Schedule, pass_is_due
+from hvdtrain.compare.run.block_schedule import BlockSchedule, pass_is_due
 
 
 class Clock:
@@ -25,7 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def restarts(plan: Schedule, clock: Clock, blocks: int, block_s: float) -> list[int]:
+def restarts(plan: BlockSchedule, clock: Clock, blocks: int, block_s: float) -> list[int]:
     """The blocks before which the processes are started anew."""
     found = []
     for index in range(blocks):
@@ -38,20 +38,20 @@ def restarts(plan: Schedule, clock: Clock, blocks: int, block_s: float) -> list[
 
 
 def test_a_number_of_blocks_is_spread_over_the_starts(clock: Clock) -> None:
-    plan = Schedule(CompareOptions(blocks=32))
+    plan = BlockSchedule(CompareOptions(blocks=32))
     plan.plan(start_s=10)
     assert restarts(plan, clock, 32, 1) == [8, 16, 24]
     assert plan.generation == 3
-    few = Schedule(CompareOptions(blocks=15))
+    few = BlockSchedule(CompareOptions(blocks=15))
     few.plan(start_s=10)
     assert restarts(few, clock, 15, 1) == []
 
 
 def test_restarts_take_at_most_half_of_the_time(clock: Clock) -> None:
-    plan = Schedule(CompareOptions(budget_s=100))
+    plan = BlockSchedule(CompareOptions(budget_s=100))
     plan.plan(start_s=20)
     assert len(restarts(plan, clock, 100, 1)) == 2
-    late = Schedule(CompareOptions(budget_s=100))
+    late = BlockSchedule(CompareOptions(budget_s=100))
     late.plan(start_s=51)
     assert restarts(late, clock, 100, 1) == []
 
@@ -70,19 +70,19 @@ def test_restarts_take_at_most_half_of_the_time(clock: Clock) -> None:
 def test_when_it_ends(
     clock: Clock, blocks: int, arms: int, widths: list[float], after_s: float, why: str | None
 ) -> None:
-    plan = Schedule(CompareOptions(budget_s=100))
+    plan = BlockSchedule(CompareOptions(budget_s=100))
     clock.now_s += after_s
     assert plan.why_to_stop(blocks, arms, widths) == why
 
 
 def test_narrow_intervals_do_not_end_it_before_the_planned_starts(clock: Clock) -> None:
-    plan = Schedule(CompareOptions(budget_s=100))
+    plan = BlockSchedule(CompareOptions(budget_s=100))
     plan.plan(start_s=10)
     assert plan.why_to_stop(20, 3, [0.0]) is None
 
 
 def test_a_number_of_blocks_is_exact(clock: Clock) -> None:
-    plan = Schedule(CompareOptions(blocks=12))
+    plan = BlockSchedule(CompareOptions(blocks=12))
     clock.now_s += 1000
     assert plan.why_to_stop(11, 3, [0.0]) is None
     assert plan.why_to_stop(12, 3, [0.5]) == "the number of blocks asked for"

@@ -1,7 +1,7 @@
 """Statistics: paired ratios of block times, their confidence intervals, and verdicts.
 
-`speed` reports them, and `schedule` stops by them. The estimate is the median over blocks of
-baseline time / arm time, both measured in the same block, so that a slow phase of the machine
+`speed` reports them, and `block_schedule` stops by them. The estimate is the median over blocks
+of baseline time / arm time, both measured in the same block, so that a slow phase of the machine
 affects both. Blocks are resampled, never steps: the steps of one block are not independent
 measurements.
 
@@ -173,17 +173,17 @@ def verdict(ratio: Interval, noise: float | None) -> str:
 
 def sentence(arm: str, base: str, ratio: Interval, noise: float | None) -> str:
     """Return one plain sentence on an arm against the baseline. `noise` is the A/A spread."""
-    said = verdict(ratio, noise)
+    found = verdict(ratio, noise)
     figure = figures(ratio)
     if ratio.blocks < MIN_BLOCKS:
         return f"{arm} against {base}: not enough blocks ({ratio.blocks}) to tell"
     if noise is None:
         return f"{arm} against {base}: {figure} as fast, but no verdict without an A/A duplicate"
-    if said == "same":
+    if found == "same":
         return (
             f"{arm} and {base}: no significant difference ({figure}; A/A spread {_percent(noise)})"
         )
-    return f"{arm} is {'slower: ' * (said == 'slower')}{figure} as fast as {base}"
+    return f"{arm} is {'slower: ' * (found == 'slower')}{figure} as fast as {base}"
 
 
 def warning(again: str, base: str, ratio: Interval) -> str:

@@ -121,7 +121,7 @@ def _last_micro_batch(g: FirstGradients) -> str | None:
     """Test for the gradient of the last micro-batch alone."""
     if g.local is None or g.before_last is None:
         return None
-    # FirstGradients accumulate in p.grad, so a difference is that of the last micro-batch.
+    # Gradients accumulate in p.grad, so a difference is that of the last micro-batch.
     last = [whole - before for whole, before in zip(g.local, g.before_last, strict=True)]
     expected = np.mean(last, axis=0)
     square = float(expected @ expected)

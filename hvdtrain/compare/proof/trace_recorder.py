@@ -229,7 +229,7 @@ def hash_samples(batch: Any) -> list[str]:
     count = (tensors[0].shape[0] if tensors[0].dim() else 1) if tensors else 0
     if not count:
         return []
-    # The hash of the shared tensors is numeric_differences once, and copied for each sample.
+    # The hash of the shared tensors is computed once, and copied for each sample.
     shared, rows = hashlib.blake2b(digest_size=8), []
     for t in tensors:
         data = t.reshape(-1).view(torch.uint8).numpy()

@@ -100,7 +100,7 @@ class RankTrace:
     """The name of the optimizer's class."""
     settings: list[dict[str, str]]
     """Hyper-parameters of every group, without learning rates and without the options that only
-    change how a step is numeric_differences, such as `foreach`.
+    change how a step is computed, such as `foreach`.
     """
     state_step: int
     """Step count in the optimizer's state before the first step: 0 if the state is fresh."""

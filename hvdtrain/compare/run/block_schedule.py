@@ -17,7 +17,7 @@ SETTLED_BLOCKS = 10  # before narrow intervals may end a comparison
 BLOCKS_PER_PASS = 8  # kept blocks for each phase pass
 
 
-class Schedule:
+class BlockSchedule:
     """The remaining starts, and the end, of one comparison."""
 
     def __init__(self, options: CompareOptions) -> None:

@@ -23,7 +23,7 @@ from hvdtrain.compare.record import Config, Record
 from hvdtrain.compare.run import machine
 from hvdtrain.compare.run.arm_pool import ArmPool, ProgressDisplay, without_launcher
 from hvdtrain.compare.run.arms import Arm
-from hvdtrain.compare.run.block_schedule import SETTLED_BLOCKS, Schedule, pass_is_due
+from hvdtrain.compare.run.block_schedule import SETTLED_BLOCKS, BlockSchedule, pass_is_due
 from hvdtrain.compare.run.block_timer import BlockTimer
 from hvdtrain.compare.run.cpu_load import load_average
 from hvdtrain.signals import uninterrupted
@@ -36,7 +36,7 @@ class Comparison:
         self, options: CompareOptions, arms: list[Arm], display: ProgressDisplay, folder: Path
     ) -> None:
         self.options, self.folder = options, folder
-        self._schedule = Schedule(options)
+        self._schedule = BlockSchedule(options)
         self.record = Record(
             arms={},
             blocks=[],
