@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[1] / "hvdtrain"
 LAYERS = (
     "errors files signals trees processes provenance _torch",
     "world",
-    "launcher_watch peer_sockets",
-    "failure",
+    "launcher_watch peer_sockets addresses",
+    "failure peers",
     "rendezvous",
     "transports",
     "hvd",
@@ -63,7 +63,8 @@ SAME_CLASS_NAME = {
 }
 CYCLES = {
     frozenset({"hvd.ops.allgather", "hvd.ops.allreduce"}): "the gradient of each is the other",
-    frozenset({"hvd.ops.common", "hvd.process_sets", "hvd.basics"}): "Horovod's own modules",
+    frozenset({"hvd.ops.common", "hvd.process_sets", "hvd.basics"}): "as Horovod divides them",
+    frozenset({"hvd.ops.handles", "hvd.process_sets", "hvd.basics"}): "as Horovod divides them",
 }
 
 
@@ -144,7 +145,7 @@ def test_no_module_imports_itself_through_others() -> None:
     for known in CYCLES:
         names = {f"hvdtrain.{name}" for name in known}
         for name in names:
-            graph[name] -= names
+            graph[name] = graph.get(name, set()) - names
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -188,7 +189,8 @@ def test_one_name_for_one_file() -> None:
 
 
 def test_one_name_for_one_class() -> None:
-    found = [(name, m.name) for m in modules().values() for name, _ in classes_of(m)]
+    """Private ones may repeat: nothing outside their module names them."""
+    found = [(n, m.name) for m in modules().values() for n, _ in classes_of(m) if n[0] != "_"]
     check_unique(found, SAME_CLASS_NAME)
 
 
@@ -201,7 +203,7 @@ def check_unique(found: list[tuple[str, str]], allowed: dict[str, str]) -> None:
 
 
 def classes_of(module: Module) -> Iterator[tuple[str, ast.ClassDef]]:
-    """Yield the classes of a module. Those inside functions are not seen outside."""
+    """Yield the classes of a module, but not those inside functions."""
     return ((n.name, n) for n in module.tree.body if isinstance(n, ast.ClassDef))
 
 
