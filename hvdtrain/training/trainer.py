@@ -39,11 +39,11 @@ from hvdtrain.training.data_loading import (
     size_of,
 )
 from hvdtrain.training.ledger import Ledger
+from hvdtrain.training.lr_schedule import build_schedule, continue_schedule, lr_factor, set_base_lr
 from hvdtrain.training.meter import Meter
 from hvdtrain.training.metrics import Mean, agreed_fingerprint
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.run_dir import RunDirectory, make_default
-from hvdtrain.training.schedule import build_schedule, continue_schedule, lr_factor, set_base_lr
 from hvdtrain.training.task import CheckedTask, Task
 from hvdtrain.transports.malloc import keep_freed_memory
 

@@ -17,8 +17,8 @@ from hvdtrain.provenance import variables, versions
 from hvdtrain.training.config import TrainConfig, flag
 from hvdtrain.training.determinism import set_threads
 from hvdtrain.training.ledger import Ledger
+from hvdtrain.training.lr_schedule import build_schedule, set_base_lr
 from hvdtrain.training.precision import Precision
-from hvdtrain.training.schedule import build_schedule, set_base_lr
 from hvdtrain.world import World
 
 FIELDS = dataclasses.fields(TrainConfig)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.schedule import build_schedule, lr_factor, set_base_lr
+from hvdtrain.training.lr_schedule import build_schedule, lr_factor, set_base_lr
 
 TOTAL, PER_EPOCH = 40, 4
 CONFIGS = {
