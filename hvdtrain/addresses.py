@@ -81,7 +81,7 @@ def find_reachable_address(store: Store, world: World) -> None:
     """
     if world.one_host:
         return
-    mine = next(filter(None, map(route_source, store_hosts(store))), None)
+    mine = next(filter(None, map(route_source, _store_hosts(store))), None)
     store.set(f"address/{world.rank}", mine or "")
     others = store.multi_get([f"address/{rank}" for rank in range(world.size)])
     mine = mine or next(filter(None, (route_source(o.decode()) for o in others if o)), None)
@@ -92,7 +92,7 @@ def find_reachable_address(store: Store, world: World) -> None:
     _reachable_address[:] = [mine] if mine else []
 
 
-def store_hosts(store: Store) -> list[str]:
+def _store_hosts(store: Store) -> list[str]:
     """Return the host name that this process used to reach a store; [] if it is no TCPStore."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store

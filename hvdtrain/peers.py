@@ -54,10 +54,12 @@ class PeerLost(RuntimeError):
 
 
 def poll_until(deadline: float, pause_s: float = 0.01) -> Iterator[None]:
-    """Yield at once, then after every pause, until the deadline has passed."""
+    """Yield at once, then after pauses that grow to `pause_s`, until the deadline has passed."""
     yield
+    pause = 0.001
     while time.monotonic() < deadline:
-        time.sleep(pause_s)
+        time.sleep(min(pause, pause_s))
+        pause *= 2
         yield
 
 

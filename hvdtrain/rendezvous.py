@@ -22,6 +22,8 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -359,39 +361,30 @@ def _token_at(host: str, port: int) -> str | None:
 def _connect_once(host: str, port: int) -> TCPStore:
     """Connect to a store. Raises TimeoutError if the server accepts, but does not reply in time.
 
-    TCPStore itself would wait for ever. The thread that waits is kept for the next call, so that a
-    silent server costs one thread and one socket, however often it is tried.
+    TCPStore itself would wait for ever. The attempt is kept for the next call, so that a silent
+    server costs one thread and one socket, however often it is tried.
     """
-    thread = _connecting.pop((host, port), None) or _ConnectThread(host, port)
-    thread.join(_REPLY_S)
-    if thread.is_alive():
-        _connecting[host, port] = thread
-        raise TimeoutError(f"{host}:{port} does not answer as a store")
-    if thread.error is not None:
-        raise thread.error
-    assert thread.store is not None
-    return thread.store
+    attempt = _attempts.pop((host, port), None)
+    if attempt is None:
+        attempt = Future()
+        # Not by an executor, whose threads the interpreter would join at exit.
+        threading.Thread(target=_open_client, args=(host, port, attempt), daemon=True).start()
+    try:
+        return attempt.result(_REPLY_S)
+    except FutureTimeout:
+        _attempts[host, port] = attempt
+        raise TimeoutError(f"{host}:{port} does not answer as a store") from None
 
 
-class _ConnectThread(threading.Thread):
-    """Connects to a store. Ends with `store` or `error`; with a silent server it never ends."""
-
-    def __init__(self, host: str, port: int) -> None:
-        super().__init__(daemon=True)
-        self._host, self._port = host, port
-        self.store: TCPStore | None = None
-        self.error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            timeout = timedelta(seconds=_REPLY_S)
-            self.store = TCPStore(self._host, self._port, timeout=timeout, wait_for_workers=False)
-        except Exception as error:
-            self.error = error
+_attempts: dict[tuple[str, int], Future[TCPStore]] = {}
 
 
-_connecting: dict[tuple[str, int], _ConnectThread] = {}
+def _open_client(host: str, port: int, attempt: Future[TCPStore]) -> None:
+    try:
+        timeout = timedelta(seconds=_REPLY_S)
+        attempt.set_result(TCPStore(host, port, timeout=timeout, wait_for_workers=False))
+    except Exception as error:
+        attempt.set_exception(error)
 
 
 def _http(request: urllib.request.Request) -> bytes:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -42,19 +42,24 @@ class RankStatus:
 
 
 class HeartbeatTable:
-    """The heartbeat table: a row for every rank of the group, in shared memory of the leader."""
+    """A row for every rank of the group, in memory that the ranks of a host share.
 
-    def __init__(self, memory: memoryview) -> None:
+    `hosts` are the ranks by host, `me` is the index of this host.
+    """
+
+    def __init__(self, memory: memoryview, hosts: list[list[int]], me: int) -> None:
         self._memory = memory
+        self.hosts = hosts
+        self.me = me
 
     @staticmethod
     def size_bytes(size: int) -> int:
         """Return the size of a table for `size` ranks."""
         return size * _ROW.size
 
-    def write(self, rank: int, seen: RankStatus) -> None:
+    def write(self, rank: int, status: RankStatus) -> None:
         """Store the status of a rank, and the current time."""
-        row = seen.entered, seen.state, seen.life, time.monotonic_ns()
+        row = status.entered, status.state, status.life, time.monotonic_ns()
         _ROW.pack_into(self._memory, rank * _ROW.size, *row)
 
     def read(self, rank: int) -> tuple[RankStatus, float]:
@@ -62,62 +67,47 @@ class HeartbeatTable:
         entered, state, life, when = _ROW.unpack_from(self._memory, rank * _ROW.size)
         return RankStatus(entered, state, life), (time.monotonic_ns() - when) / 1e9
 
-
-class RemotePeers:
-    """The ranks of the other hosts, as this host's table has them."""
-
-    def __init__(self, board: HeartbeatTable, hosts: list[list[int]], here: list[int]) -> None:
-        self._board = board
-        self._writer = here[0]
-        self._hosts = [host for host in hosts if host != here]
-
-    def status(self) -> dict[int, RankStatus]:
-        """Return the status of each remote rank.
+    def remote_status(self) -> dict[int, RankStatus]:
+        """Return the status of each rank of the other hosts.
 
         If this host's leader has not written for long, the table is stale: return only the ranks
         recorded as lost. A remote leader without a recent heartbeat is returned as STOPPED.
         """
-        found: dict[int, RankStatus] = {}
-        if self._board.read(self._writer)[1] > _SILENT_S:
-            known = {rank: self._board.read(rank)[0] for host in self._hosts for rank in host}
-            return {rank: seen for rank, seen in known.items() if seen.life in LOST}
-        for host in self._hosts:
-            for rank in host:
-                found[rank], age_s = self._board.read(rank)
-            first = found[host[0]]
-            if age_s > _SILENT_S and first.life == ALIVE and first.state != LEFT:
-                found[host[0]] = RankStatus(first.entered, first.state, STOPPED)
+        remote = [host for k, host in enumerate(self.hosts) if k != self.me]
+        rows = {rank: self.read(rank) for host in remote for rank in host}
+        found = {rank: status for rank, (status, _) in rows.items()}
+        if self.read(self.hosts[self.me][0])[1] > _SILENT_S:
+            return {rank: status for rank, status in found.items() if status.life in LOST}
+        for host in remote:
+            leader, age_s = rows[host[0]]
+            if age_s > _SILENT_S and leader.life == ALIVE and leader.state != LEFT:
+                found[host[0]] = replace(leader, life=STOPPED)
         return found
 
 
 class Heartbeat:
     """The heartbeat of a host's leader, which writes what it receives to the table.
 
-    Making one is collective over the leaders. `me` is the index of this host in `hosts`, `address`
-    is where other leaders reach this one. `local_status` returns the status of this host's ranks.
+    Making one is collective over the leaders. `address` is where other leaders reach this one.
+    `local_status` returns the status of this host's ranks.
     """
 
     def __init__(
         self,
         store: Store,
-        hosts: list[list[int]],
-        me: int,
-        address: str,
         table: HeartbeatTable,
+        address: str,
         local_status: Callable[[], list[RankStatus]],
         timeout_s: float,
     ) -> None:
-        self._hosts = hosts
-        self._me = me
         self._table = table
         self._local_status = local_status
-        for host in hosts:
-            for rank in host:
-                table.write(rank, RankStatus(0, HERE))
+        for rank in range(sum(map(len, table.hosts))):
+            table.write(rank, RankStatus(0, HERE))
         self._peers = Peers(
             PrefixStore("heartbeat", store),
-            me,
-            len(hosts),
+            table.me,
+            len(table.hosts),
             None,
             [address],
             timeout_s,
@@ -135,19 +125,18 @@ class Heartbeat:
 
     def _own_rows(self) -> bytes:
         statuses = self._local_status()
-        self._table.write(self._hosts[self._me][0], statuses[0])
+        self._table.write(self._table.hosts[self._table.me][0], statuses[0])
         return b"".join(_ROW.pack(s.entered, s.state, s.life, 0) for s in statuses)
 
     def _on_rows(self, host: int, header: list[str], rows: bytes) -> None:
-        statuses = _ROW.iter_unpack(rows)
-        for rank, (entered, state, life, _) in zip(self._hosts[host], statuses, strict=True):
-            self._table.write(rank, RankStatus(entered, state, life))
+        for rank, row in zip(self._table.hosts[host], _ROW.iter_unpack(rows), strict=True):
+            self._table.write(rank, RankStatus(*row[:3]))
 
     def _on_lost(self, host: int, why: str) -> None:
         # A lost host loses all its ranks; a closed connection shows only the leader's exit.
         is_host_lost = why == HOST_UNREACHABLE
-        for rank in self._hosts[host] if is_host_lost else self._hosts[host][:1]:
+        ranks = self._table.hosts[host]
+        for rank in ranks if is_host_lost else ranks[:1]:
             known, _ = self._table.read(rank)
             if known.life != ENDED:
-                life = UNREACHABLE if is_host_lost else ENDED
-                self._table.write(rank, RankStatus(known.entered, known.state, life))
+                self._table.write(rank, replace(known, life=UNREACHABLE if is_host_lost else ENDED))

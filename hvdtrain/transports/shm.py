@@ -41,7 +41,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from hvdtrain.errors import first_line
 from hvdtrain.peers import PeerLost, exchange
 from hvdtrain.transports.gloo import Connections, open_gloo
-from hvdtrain.transports.heartbeat import Heartbeat, HeartbeatTable, RemotePeers
+from hvdtrain.transports.heartbeat import Heartbeat, HeartbeatTable
 from hvdtrain.transports.shm_buffers import SharedBuffers
 from hvdtrain.transports.shm_sync import (
     CHECK_S,
@@ -142,8 +142,9 @@ class Shm(Transport):
 
     def _connect_hosts(self, store: Store, timeout_s: float) -> None:
         """Connect the ranks with the same local rank on all hosts, and start the heartbeat."""
-        table = HeartbeatTable(self._barrier.memories[0].memory[HEADER_BYTES + 2 * STAGING_BYTES :])
-        self._barrier.remote = RemotePeers(table, self.hosts, self._barrier.ranks)
+        memory = self._barrier.memories[0].memory[HEADER_BYTES + 2 * STAGING_BYTES :]
+        table = HeartbeatTable(memory, self.hosts, self.hosts.index(self._barrier.ranks))
+        self._barrier.heartbeats = table
         if self.local_rank >= self._num_owners:
             return
         peers = [host[self.local_rank] for host in self.hosts]
@@ -152,7 +153,7 @@ class Shm(Transport):
         self._connections.append(connections)
         if self.local_rank == 0:
             address, status = connections.address(), self._barrier.local_status
-            self._heartbeat = Heartbeat(store, self.hosts, place, address, table, status, timeout_s)
+            self._heartbeat = Heartbeat(store, table, address, status, timeout_s)
 
     def close(self, failed: bool) -> None:
         """Release everything. Not collective; twice is safe."""

@@ -35,8 +35,8 @@ from hvdtrain.transports.heartbeat import (
     LOST,
     STOPPED,
     UNREACHABLE,
+    HeartbeatTable,
     RankStatus,
-    RemotePeers,
 )
 
 _SEM_BYTES = 64  # a sem_t has 32 bytes; one per cache line
@@ -160,7 +160,7 @@ class HostBarrier:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self.entered = 0
-        self.remote: RemotePeers | None = None  # the ranks of other hosts, if any
+        self.heartbeats: HeartbeatTable | None = None  # the ranks of other hosts, if any
         self._closed = self._gave_up = False
         self._pidfds = {i: _pidfd(w.pid) for i, w in enumerate(memories) if i != local_rank}
         n = len(memories)
@@ -215,7 +215,7 @@ class HostBarrier:
 
     def _peer_status(self) -> dict[int, RankStatus]:
         """Return the status of all other ranks of the group, by rank."""
-        found = self.remote.status() if self.remote is not None else {}
+        found = self.heartbeats.remote_status() if self.heartbeats is not None else {}
         found |= zip(self.ranks, self.local_status(), strict=True)
         del found[self.ranks[self.local_rank]]
         return found

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import DistError
 
 from hvdtrain import addresses, rendezvous
 from hvdtrain.errors import LaunchError
@@ -462,8 +463,12 @@ def test_a_silent_server_costs_one_thread(monkeypatch: pytest.MonkeyPatch) -> No
             with pytest.raises(TimeoutError, match="does not answer as a store"):
                 rendezvous._connect_once("localhost", port)
         assert threading.active_count() == threads + 1
-    rendezvous._connecting.pop(("localhost", port)).join(20)
-    assert threading.active_count() == threads
+    with pytest.raises(DistError):
+        rendezvous._attempts.pop(("localhost", port)).result(20)
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads:
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.01)
 
 
 HVD = """

@@ -30,7 +30,6 @@ from hvdtrain.transports.heartbeat import (
     Heartbeat,
     HeartbeatTable,
     RankStatus,
-    RemotePeers,
 )
 from hvdtrain.transports.shm_buffers import MOVE_BYTES, SharedBuffers
 
@@ -38,13 +37,13 @@ from hvdtrain.transports.shm_buffers import MOVE_BYTES, SharedBuffers
 def test_who_has_ended_is_known_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the thread that heard of it has ended: a survivor may look only then."""
     monkeypatch.setattr(heartbeat, "_SILENT_S", 0.3)
-    table = HeartbeatTable(memoryview(bytearray(HeartbeatTable.size_bytes(4))))
-    remote = RemotePeers(table, [[0, 1], [2, 3]], here=[0, 1])
+    memory = memoryview(bytearray(HeartbeatTable.size_bytes(4)))
+    table = HeartbeatTable(memory, [[0, 1], [2, 3]], 0)
     for rank, life in enumerate((ALIVE, ALIVE, STOPPED, ENDED)):
         table.write(rank, RankStatus(5, HERE, life))
-    assert remote.status() == {2: RankStatus(5, HERE, STOPPED), 3: RankStatus(5, HERE, ENDED)}
+    assert table.remote_status() == {2: RankStatus(5, HERE, STOPPED), 3: RankStatus(5, HERE, ENDED)}
     time.sleep(0.4)
-    assert remote.status() == {3: RankStatus(5, HERE, ENDED)}
+    assert table.remote_status() == {3: RankStatus(5, HERE, ENDED)}
 
 
 @contextmanager
@@ -104,12 +103,13 @@ def test_hosts_are_watched_with_many_files_open(monkeypatch: pytest.MonkeyPatch)
         try:
             store, ranks = HashStore(), [[0], [1]]
             tables = [
-                HeartbeatTable(memoryview(bytearray(HeartbeatTable.size_bytes(2)))) for _ in ranks
+                HeartbeatTable(memoryview(bytearray(HeartbeatTable.size_bytes(2))), ranks, me)
+                for me in range(2)
             ]
 
             def watch(me: int) -> Heartbeat:
                 near = [RankStatus(7 + me, HERE)]
-                return Heartbeat(store, ranks, me, "127.0.0.1", tables[me], lambda: near, 10.0)
+                return Heartbeat(store, tables[me], "127.0.0.1", lambda: near, 10.0)
 
             with ThreadPoolExecutor(2) as both:
                 watches = list(both.map(watch, range(2)))
