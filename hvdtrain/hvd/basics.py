@@ -41,7 +41,7 @@ class HorovodBasics:
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._stores: dict[World, Store] = {}
-        self._generation = 0  # number of engines started in this process
+        self.generation = 0  # number of engines started in this process
         self._set_interface = False
         self._at_exit = False
 
@@ -81,7 +81,7 @@ class HorovodBasics:
         apply_log_level(settings)
         world, store = self._rendezvous(comm, settings)
         announce(settings, world.rank)
-        self._generation += 1
+        self.generation += 1
         hello = {
             "host": socket.gethostname(),
             "pid": os.getpid(),

@@ -3,11 +3,11 @@
 Used by scripts, the compat backend and `elastic`. A rank that fails sends a flag instead of its
 data before it raises, so that every rank raises and none blocks. An optimizer's state is sent so:
 
-    root                           other ranks
-    plan: size, then pickle  --->  check it against this rank's parameters
-    all-gather "fits"       <--->  all-gather "fits"; all raise unless it fits everywhere
-    tensor i = 0, 1, ...     --->  received in place, or into new tensors
-                                   install options and state
+    root                              other ranks
+    size, then pickled content  --->  check it against this rank's parameters
+    all-gather "fits"          <--->  all-gather "fits"; all raise unless it fits everywhere
+    tensor i = 0, 1, ...        --->  received in place, or into new tensors
+                                      install options and state
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def broadcast_parameters(
         named = [p if isinstance(p, tuple) else (None, p) for p in params]
     else:
         raise ValueError(f"invalid params of type: {type(params)}")
-    taken = set()
+    names = set()
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
             raise ValueError(f"params must be tensors: {name or 'one'} is a {type(tensor)}")
-        if name is not None and name in taken:
+        if name is not None and name in names:
             raise ValueError(f"two of params have the same name: {name}")
-        taken.add(name)
+        names.add(name)
     _broadcast_all(named, root_rank, process_set)
 
 
@@ -181,11 +181,11 @@ def broadcast_optimizer_state(
     name = "broadcast_optimizer_state"
     is_root = rank() == root_rank
     tensors: _Tensors = {}
-    payload, failure = _pickled(_plan(optimizer, tensors)) if is_root else (None, None)
+    payload, failure = _pickled(_content_of(optimizer, tensors)) if is_root else (None, None)
     data = _broadcast_bytes(payload, failure, root_rank, name, process_set)
     if not is_root:
         try:
-            plan = _prepared(optimizer, cloudpickle.loads(data), tensors)
+            content = _with_own_tensors(optimizer, cloudpickle.loads(data), tensors)
         except Exception as error:
             failure = error
     # A rank with other parameters reports that first: if it raised alone, its peers would block.
@@ -198,7 +198,7 @@ def broadcast_optimizer_state(
     named = [(f"{name}.{i}", tensor.detach()) for i, tensor in sorted(tensors.items())]
     _broadcast_all(named, root_rank, process_set)
     if not is_root:
-        _install(optimizer, plan)
+        _install(optimizer, content)
 
 
 def _leave_zeros(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
@@ -214,7 +214,7 @@ def _leave_zeros(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
 
 
 @dataclass(frozen=True)
-class _Blank:
+class _Placeholder:
     """Placeholder for a tensor that is sent separately. `device` None: that of its parameter."""
 
     index: int
@@ -227,7 +227,7 @@ _Tensors = dict[int, Tensor]  # by the index of their placeholders
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Content:
     """The content of an optimizer, with placeholders for its tensors.
 
     `layout`: the parameters' shapes by group. `options`: by group. `state`: by parameter index.
@@ -248,49 +248,49 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _plan(optimizer: Optimizer, tensors: _Tensors) -> _Plan:
-    """Return the plan of an optimizer, and put its tensors into `tensors`."""
+def _content_of(optimizer: Optimizer, tensors: _Tensors) -> _Content:
+    """Return the content of an optimizer, and put its tensors into `tensors`."""
 
-    def blanked(values: Any, beside: Sequence[Tensor]) -> Any:
-        def blank(tensor: Tensor) -> object:
+    def replaced(values: Any, params: Sequence[Tensor]) -> Any:
+        def replace(tensor: Tensor) -> object:
             if tensor.layout != torch.strided:
                 return tensor.detach().cpu()  # pickled by value, as such state is rare
             index = len(tensors)
             tensors[index] = tensor
-            home = beside[0].device if beside else None
+            home = params[0].device if params else None
             device = None if tensor.device == home else tensor.device
-            return _Blank(index, tensor.shape, tensor.dtype, device)
+            return _Placeholder(index, tensor.shape, tensor.dtype, device)
 
-        return map_tree(blank, Tensor, values, keep_dict_types=True)
+        return map_tree(replace, Tensor, values, keep_dict_types=True)
 
     params = _parameters(optimizer)
-    return _Plan(
+    return _Content(
         _layout(optimizer),
         [
-            blanked({k: v for k, v in group.items() if k != "params"}, group["params"])
+            replaced({k: v for k, v in group.items() if k != "params"}, group["params"])
             for group in optimizer.param_groups
         ],
         {
-            i: blanked(dict(optimizer.state[p]), [p])
+            i: replaced(dict(optimizer.state[p]), [p])
             for i, p in enumerate(params)
             if p in optimizer.state
         },
-        {k: blanked(v, []) for k, v in optimizer.state.items() if not isinstance(k, Tensor)},
+        {k: replaced(v, []) for k, v in optimizer.state.items() if not isinstance(k, Tensor)},
     )
 
 
-def _prepared(optimizer: Optimizer, plan: _Plan, tensors: _Tensors) -> _Plan:
-    """Return the plan with tensors of this rank for the placeholders, also put into `tensors`.
+def _with_own_tensors(optimizer: Optimizer, content: _Content, tensors: _Tensors) -> _Content:
+    """Return the content with tensors of this rank for the placeholders, also put into `tensors`.
 
     The broadcast then fills them. Raises ValueError if this rank's parameters differ from the
     root's.
     """
-    _check_layout(plan.layout, _layout(optimizer))
+    _check_layout(content.layout, _layout(optimizer))
 
-    def filled(values: Any, present: Mapping[Any, Any], beside: Sequence[Tensor]) -> Any:
-        home = beside[0].device if beside else torch.device("cpu")
+    def received(values: Any, present: Mapping[Any, Any], params: Sequence[Tensor]) -> Any:
+        home = params[0].device if params else torch.device("cpu")
 
-        def fill(blank: _Blank, own: object = None) -> Tensor:
+        def fill(blank: _Placeholder, own: object = None) -> Tensor:
             tensor = torch.empty(blank.shape, dtype=blank.dtype, device=blank.device or home)
             # Write in place where possible: scripts may hold references to the state's tensors.
             if isinstance(own, Tensor) and _alike(own, tensor):
@@ -300,27 +300,27 @@ def _prepared(optimizer: Optimizer, plan: _Plan, tensors: _Tensors) -> _Plan:
 
         if isinstance(values, dict):
             values = {
-                key: fill(value, present.get(key)) if isinstance(value, _Blank) else value
+                key: fill(value, present.get(key)) if isinstance(value, _Placeholder) else value
                 for key, value in values.items()
             }
-        return map_tree(fill, _Blank, values, keep_dict_types=True)
+        return map_tree(fill, _Placeholder, values, keep_dict_types=True)
 
     params = _parameters(optimizer)
     groups = optimizer.param_groups
-    return _Plan(
-        plan.layout,
-        [filled(v, g, g["params"]) for v, g in zip(plan.options, groups, strict=True)],
+    return _Content(
+        content.layout,
+        [received(v, g, g["params"]) for v, g in zip(content.options, groups, strict=True)],
         {
-            i: filled(values, optimizer.state.get(params[i], {}), [params[i]])
-            for i, values in plan.state.items()
+            i: received(values, optimizer.state.get(params[i], {}), [params[i]])
+            for i, values in content.state.items()
         },
-        {key: filled(value, {}, []) for key, value in plan.other.items()},
+        {key: received(value, {}, []) for key, value in content.other.items()},
     )
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    mine, other = ((t.layout, t.shape, t.dtype, t.device) for t in (a, b))
-    return mine == other
+    one, other = ((t.layout, t.shape, t.dtype, t.device) for t in (a, b))
+    return one == other
 
 
 def _check_layout(theirs: list[list[torch.Size]], own: list[list[torch.Size]]) -> None:
@@ -343,13 +343,13 @@ def _check_layout(theirs: list[list[torch.Size]], own: list[list[torch.Size]]) -
             )
 
 
-def _install(optimizer: Optimizer, plan: _Plan) -> None:
-    """Set the optimizer's options and state to those of a plan whose tensors are received."""
-    for group, options in zip(optimizer.param_groups, plan.options, strict=True):
+def _install(optimizer: Optimizer, content: _Content) -> None:
+    """Set the optimizer's options and state to those of a content whose tensors are received."""
+    for group, options in zip(optimizer.param_groups, content.options, strict=True):
         group.update(options)
     state: dict[Any, Any] = {
-        **{p: plan.state[i] for i, p in enumerate(_parameters(optimizer)) if i in plan.state},
-        **plan.other,
+        **{p: content.state[i] for i, p in enumerate(_parameters(optimizer)) if i in content.state},
+        **content.other,
     }
     optimizer.state.clear()
     optimizer.state.update(state)

@@ -78,7 +78,7 @@ class SyncBatchNorm(BatchNormBase):
 
     def _own_site(self) -> _Site:
         """Return the names of this module's operations; new ones after each `init`."""
-        if self._site is None or self._site.generation != basics._generation:
+        if self._site is None or self._site.generation != basics.generation:
             self._site = _Site.next()
         return self._site
 
@@ -100,9 +100,9 @@ class _Site:
     @classmethod
     def next(cls) -> _Site:
         generation, number = _last
-        number = number + 1 if generation == basics._generation else 0
-        globals()["_last"] = basics._generation, number
-        return cls(basics._generation, number)
+        number = number + 1 if generation == basics.generation else 0
+        globals()["_last"] = basics.generation, number
+        return cls(basics.generation, number)
 
     @property
     def statistics(self) -> str:

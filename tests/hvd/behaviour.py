@@ -83,13 +83,13 @@ def case(
     return add
 
 
-def perform(hvd: Hvd, function: Run, uneven: bool, ends: bool) -> None:
+def run_case(hvd: Hvd, function: Run, uneven: bool, ends: bool) -> None:
     """Run a case, and see that the engine is as usable as before, named and unnamed."""
     function(hvd)
     if ends:
         return
     if uneven:
-        level(hvd)
+        align_handles(hvd)
     n = hvd.size()
     named = hvd.allreduce(torch.tensor([1.0, hvd.rank()]), name="after", op=hvd.Sum)
     unnamed = hvd.allreduce(torch.tensor(hvd.rank() + 1), op=hvd.Sum)
@@ -102,7 +102,7 @@ def is_real(hvd: Hvd) -> bool:
     return str(hvd.__name__).startswith("horovod")
 
 
-def level(hvd: Hvd) -> None:
+def align_handles(hvd: Hvd) -> None:
     """Bring the handle numbers of the ranks in step again. Collective.
 
     The real Horovod matches unnamed operations by them; ours counts otherwise.
@@ -133,7 +133,7 @@ def raises(kind: type[BaseException], text: str = "") -> Iterator[None]:
 def fails(hvd: Hvd, text: str, *values: object) -> Iterator[None]:
     """Expect the engine's error, with the two values, in either order, in its text.
 
-    Horovod names the values in the order in which it heard of them.
+    Horovod names the values in the order in which it received them.
     """
     texts = [text.format(*values), text.format(*reversed(values))]
     caught: BaseException | None = None

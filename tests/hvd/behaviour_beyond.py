@@ -239,7 +239,7 @@ def values_that_are_not_finite(hvd: Hvd) -> None:
     assert got[2].isnan()
 
 
-@case(stronger="a mismatch of dtypes that Horovod has not is told as well")
+@case(stronger="a mismatch of dtypes that Horovod has not is reported as well")
 def mismatched_extensions(hvd: Hvd) -> None:
     with fails(hvd, "Mismatched data types: One rank had type {}", "bfloat16", "float32"):
         hvd.allreduce(torch.ones(2, dtype=torch.bfloat16 if last(hvd) else None), name="x")

@@ -31,7 +31,7 @@ def wait_for(hvd: Hvd, handle: int, limit_s: float = 10.0) -> None:
     """Wait by poll alone."""
     deadline = time.monotonic() + limit_s
     while not hvd.poll(handle):
-        assert time.monotonic() < deadline, "poll never said True"
+        assert time.monotonic() < deadline, "poll never returned True"
         time.sleep(0.001)
 
 

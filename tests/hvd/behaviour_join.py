@@ -120,7 +120,7 @@ def what_is_not_supported_meanwhile(hvd: Hvd) -> None:
     same(hvd.allgather(mine(hvd, 2), name="fresh"), torch.cat(everyones(hvd, 2)))
 
 
-@case(stronger="told at once also for names seen before, on which Horovod hangs", uneven=True)
+@case(stronger="reported at once also for names seen before, on which Horovod hangs", uneven=True)
 def names_of_other_operations_seen_before(hvd: Hvd) -> None:
     hvd.allgather(mine(hvd, 2), name="x")
     hvd.broadcast(mine(hvd, 2), 0, name="x")
@@ -135,7 +135,7 @@ def names_of_other_operations_seen_before(hvd: Hvd) -> None:
 
 
 @case(uneven=True)
-def mismatches_are_told_meanwhile(hvd: Hvd) -> None:
+def mismatches_are_reported_meanwhile(hvd: Hvd) -> None:
     def step(k: int, left: list[int]) -> None:
         if len(left) > 1:
             with fails(hvd, "Mismatched ALLREDUCE tensor shapes"):
@@ -153,7 +153,7 @@ def operations_submitted_before_joining(hvd: Hvd) -> None:
 
 
 @case(stronger="what was submitted before joining is done; Horovod hangs", uneven=True)
-def operations_asked_for_again_before_joining(hvd: Hvd) -> None:
+def operations_resent_before_joining(hvd: Hvd) -> None:
     """The last rank asks by what it remembers of `x`, and joins before it hears that rank 0 has
     forgotten it; for all others `x` is only waiting for that rank.
     """

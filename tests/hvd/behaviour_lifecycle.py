@@ -126,7 +126,7 @@ def handles_end_with_a_shutdown(hvd: Hvd) -> None:
     same(hvd.synchronize(first), mean(everyones(hvd, 2)))
 
 
-@case(stronger="the others always hear of it; real ones now and then hang", ends=True)
+@case(stronger="the others always get an error; real ones now and then hang", ends=True)
 def one_leaves(hvd: Hvd) -> None:
     """The others' pending and next operations fail; they are initialised until they leave too."""
     handle = hvd.allreduce_async(mine(hvd, 2), name="pending") if hvd.rank() else None

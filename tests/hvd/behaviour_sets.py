@@ -10,11 +10,11 @@ import torch
 
 from tests.hvd.behaviour import (
     Hvd,
+    align_handles,
     case,
     data,
     everyones,
     fails,
-    level,
     mean,
     mine,
     raises,
@@ -127,7 +127,7 @@ def every_operation_among_members(hvd: Hvd) -> None:
     for members in ([n - 1], [0, n - 1], [n - 2, n - 1]):
         if len(members) == n:
             continue
-        level(hvd)
+        align_handles(hvd)
         with added(hvd, *members) as some:
             if some.included():
                 _operations(hvd, some, members)
@@ -235,7 +235,7 @@ def type_errors(hvd: Hvd) -> None:
             hvd.allreduce_async(torch.ones(2), name="x", process_set=process_set)
 
 
-@case(different="a set that is not registered is told as such")
+@case(different="a set that is not registered is reported as such")
 def removed_or_never_added(hvd: Hvd) -> None:
     text = "Allreduce: Process set provided does not exist, or has not been registered."
     for process_set in _unknown(hvd):

@@ -26,7 +26,7 @@ from hvdtrain.failure import print_stderr
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine import stall
 
-Answer = dict[str, Any]
+Report = dict[str, Any]
 MIB = 1 << 18  # floats
 
 
@@ -46,37 +46,38 @@ def die(folder: Path, how: str) -> None:
 def wait_for(path: Path, seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not come"
+        assert time.monotonic() < deadline, f"{path} was not created"
         time.sleep(0.01)
 
 
-def end_of(folder: Path, operation: Callable[[], object]) -> Answer:
-    """Run what must fail, and say how and how soon after the death; then leave, and say what of
-    the engine is left.
+def end_of(folder: Path, operation: Callable[[], object]) -> Report:
+    """Run an operation that must fail, then shut down.
+
+    Return how it failed, how soon after the death, and what of the engine is left.
     """
     try:
         operation()
         return {"kind": "", "text": "the operation came to its end"}
     except Exception as error:
         failed = time.time()
-        answer: Answer = {"kind": type(error).__name__, "text": str(error)}
+        report: Report = {"kind": type(error).__name__, "text": str(error)}
     wait_for(folder / "died")
-    answer["seconds"] = failed - float((folder / "died").read_text())
+    report["seconds"] = failed - float((folder / "died").read_text())
     begin = time.monotonic()
     for name in ("next", "and the one after"):
         try:
             hvd.allreduce(torch.ones(1), name=name)
         except hvd.HorovodInternalError as error:
-            answer["next"] = str(error)
-    answer["next_s"] = time.monotonic() - begin
+            report["next"] = str(error)
+    report["next_s"] = time.monotonic() - begin
     begin = time.monotonic()
     hvd.shutdown()
-    answer["shutdown_s"] = time.monotonic() - begin
-    answer["threads"] = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
-    return answer
+    report["shutdown_s"] = time.monotonic() - begin
+    report["threads"] = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    return report
 
 
-def in_a_blocking_operation(folder: Path, victim: int, how: str) -> Answer:
+def in_a_blocking_operation(folder: Path, victim: int, how: str) -> Report:
     """The others wait for the victim in an operation that it never submits."""
     (folder / f"ready-{hvd.rank()}").touch()
     if hvd.rank() == victim:
@@ -87,7 +88,7 @@ def in_a_blocking_operation(folder: Path, victim: int, how: str) -> Answer:
     return end_of(folder, lambda: hvd.allreduce(torch.ones(3), name="alpha"))
 
 
-def in_a_big_operation(folder: Path, victim: int, how: str) -> Answer:
+def in_a_big_operation(folder: Path, victim: int, how: str) -> Report:
     """All are in the middle of moving data."""
     tensor = torch.ones(64 * MIB)
     hvd.allreduce_(tensor, name="warm")
@@ -104,7 +105,7 @@ def in_a_big_operation(folder: Path, victim: int, how: str) -> Answer:
     return end_of(folder, operation)
 
 
-def in_a_step(folder: Path, victim: int, how: str) -> Answer:
+def in_a_step(folder: Path, victim: int, how: str) -> Report:
     """All are training."""
     model = nn.Sequential(*(nn.Linear(500, 500) for _ in range(12)))
     optimizer = hvd.DistributedOptimizer(
@@ -128,7 +129,7 @@ def in_a_step(folder: Path, victim: int, how: str) -> Answer:
     return end_of(folder, train)
 
 
-def with_pending_operations(folder: Path, victim: int, how: str) -> Answer:
+def with_pending_operations(folder: Path, victim: int, how: str) -> Report:
     """The others have asynchronous operations that the victim has not submitted."""
     if hvd.rank() == victim:
         for rank in set(range(hvd.size())) - {victim}:
@@ -154,7 +155,7 @@ def with_pending_operations(folder: Path, victim: int, how: str) -> Answer:
     return end_of(folder, every)
 
 
-def in_join(folder: Path, victim: int, how: str) -> Answer:
+def in_join(folder: Path, victim: int, how: str) -> Report:
     """The others have joined."""
     if hvd.rank() == victim:
         time.sleep(0.5)
@@ -162,7 +163,7 @@ def in_join(folder: Path, victim: int, how: str) -> Answer:
     return end_of(folder, hvd.join)
 
 
-def in_barrier(folder: Path, victim: int, how: str) -> Answer:
+def in_barrier(folder: Path, victim: int, how: str) -> Report:
     """The others wait in a barrier."""
     if hvd.rank() == victim:
         time.sleep(0.5)
@@ -170,7 +171,7 @@ def in_barrier(folder: Path, victim: int, how: str) -> Answer:
     return end_of(folder, hvd.barrier)
 
 
-def a_hundred_times(folder: Path) -> Answer:
+def a_hundred_times(folder: Path) -> Report:
     """Init and shutdown, with an operation and a step in between."""
     gc.disable()  # what shutdown closes must not wait for the garbage collector
     counts = []
@@ -193,7 +194,7 @@ def a_hundred_times(folder: Path) -> Answer:
     return {"counts": counts}
 
 
-def optimizers_of_one_step(folder: Path) -> Answer:
+def optimizers_of_one_step(folder: Path) -> Report:
     """A rank lets an optimizer go while others still connect for it."""
     gc.collect()
     gc.freeze()  # what is there already need not be looked at again
@@ -217,7 +218,7 @@ def optimizers_of_one_step(folder: Path) -> Answer:
     return {"channels": list(basics.engine.channels)}
 
 
-def one_optimizer_over_two_lives(folder: Path) -> Answer:
+def one_optimizer_over_two_lives(folder: Path) -> Report:
     """An optimizer outlives shutdown and init, as in elastic training."""
     parameter = nn.Parameter(torch.zeros(4))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)])
@@ -232,7 +233,7 @@ def one_optimizer_over_two_lives(folder: Path) -> Answer:
     return {"value": parameter.tolist(), "expected": [-9 * (hvd.size() - 1) / 2] * 4}
 
 
-def without_shutdown(folder: Path) -> Answer:
+def without_shutdown(folder: Path) -> Report:
     """The script just ends, and has waited for neither an operation nor an optimizer."""
     parameter = nn.Parameter(torch.zeros(4))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)])
@@ -253,7 +254,7 @@ class Squares(torch.utils.data.Dataset[torch.Tensor]):
         return torch.full((4,), float(index) ** 2)
 
 
-def with_children(folder: Path) -> Answer:
+def with_children(folder: Path) -> Report:
     """Children forked in the middle: workers of a loader, and one that ends as a script does."""
     parameter = nn.Parameter(torch.zeros(4))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)])
@@ -294,7 +295,7 @@ def touch_when_warned(folder: Path, of: str) -> None:
     stall.print_stderr = print_and_touch  # type: ignore[attr-defined]
 
 
-def with_a_late_rank(folder: Path) -> Answer:
+def with_a_late_rank(folder: Path) -> Report:
     """The last rank comes to several operations once rank 0 has warned that it is missing."""
     hvd.barrier()
     touch_when_warned(folder, " ...]")  # of most of the tensors
@@ -309,7 +310,7 @@ def with_a_late_rank(folder: Path) -> Answer:
     return {"sums": sums, "expected": [2.0] * 14 + [2.0 * hvd.size()]}
 
 
-def with_a_late_rank_in_a_step(folder: Path) -> Answer:
+def with_a_late_rank_in_a_step(folder: Path) -> Report:
     """The last rank comes to a step once rank 0 has warned that it is missing there."""
     parameter = nn.Parameter(torch.zeros(4))
     optimizer = hvd.DistributedOptimizer(
@@ -330,7 +331,7 @@ def with_a_late_rank_in_a_step(folder: Path) -> Answer:
     return {"value": parameter.tolist()}
 
 
-def with_a_rank_that_never_comes(folder: Path) -> Answer:
+def with_a_rank_that_never_comes(folder: Path) -> Report:
     """The last rank does other things for long, and then finds the job over."""
     (folder / f"ready-{hvd.rank()}").touch()
     # No barrier: who is late for it ends the job, too.
@@ -346,12 +347,12 @@ def with_a_rank_that_never_comes(folder: Path) -> Answer:
     return end_of(folder, lambda: hvd.allreduce(torch.ones(1), name="alpha"))
 
 
-def with_a_failing_thread(folder: Path, victim: int, thread: str) -> Answer:
+def with_a_failing_thread(folder: Path, victim: int, thread: str) -> Report:
     """A thread of the victim's engine raises, where stderr is closed on the last rank."""
 
     def fail() -> None:
         (folder / "died").write_text(str(time.time()))
-        raise ArithmeticError("as told")
+        raise ArithmeticError("injected")
 
     hvd.barrier()
     if hvd.rank() == hvd.size() - 1:
@@ -369,7 +370,7 @@ def with_a_failing_thread(folder: Path, victim: int, thread: str) -> Answer:
     return end_of(folder, operation)
 
 
-def with_an_unreachable_host(folder: Path) -> Answer:
+def with_an_unreachable_host(folder: Path) -> Report:
     """The link between two hosts goes down while data, and messages of the engine, are in flight.
 
     The test writes "died" then.
@@ -390,10 +391,10 @@ def main() -> None:
     scenario, folder, *arguments = sys.argv[1:]
     torch.set_num_threads(1)
     hvd.init()
-    answer = globals()[scenario](Path(folder), *(int(a) if a.isdigit() else a for a in arguments))
+    report = globals()[scenario](Path(folder), *(int(a) if a.isdigit() else a for a in arguments))
     rank = int(os.environ["RANK"])
     # In one write: what other threads print goes to the same file.
-    os.write(1, f"{json.dumps({'rank': rank, **answer})}\n".encode())
+    os.write(1, f"{json.dumps({'rank': rank, **report})}\n".encode())
 
 
 if __name__ == "__main__":

@@ -280,7 +280,7 @@ def state_that_the_root_has_not(hvd: Hvd) -> None:
     assert not any(state for state in optimizer.state.values())
 
 
-@case(stronger="ranks whose parameters do not fit are told, all of them", sizes=(2, 3))
+@case(stronger="ranks whose parameters do not fit all raise", sizes=(2, 3))
 def state_that_does_not_fit(hvd: Hvd) -> None:
     model = net()
     parameters = list(model.parameters())[: 3 if last(hvd) else 4]

@@ -20,7 +20,7 @@ from tests.hvd import (
     behaviour_reducescatter,
     behaviour_sets,
 )
-from tests.hvd.behaviour import TABLE, Case, perform
+from tests.hvd.behaviour import TABLE, Case, run_case
 from tests.hvd.pool import OUR_ARMS, REAL_ARMS, HvdRanks
 
 GROUPS = (
@@ -44,7 +44,7 @@ GROUPS = (
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 @pytest.mark.parametrize("hvd_ranks", [*REAL_ARMS, *OUR_ARMS], indirect=True)
 def test_behaves(hvd_ranks: HvdRanks, row: Case) -> None:
-    hvd_ranks.run(perform, row.function, row.uneven, row.ends)
+    hvd_ranks.run(run_case, row.function, row.uneven, row.ends)
     if row.ends:
         hvd_ranks.stop()
 

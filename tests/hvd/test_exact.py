@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.hvd.behaviour import Run, perform, raises
+from tests.hvd.behaviour import Run, raises, run_case
 from tests.hvd.optimizer_class import defaults_are_lost, state_is_lost
 from tests.hvd.optimizer_state import (
     rate_of_plain_sgd_stays_local,
@@ -45,7 +45,7 @@ def exact() -> Iterator[Exact]:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.__name__)
 def test_rows_of_the_real_one(exact: Exact, row: Run) -> None:
-    exact.run(perform, row, False, False)
+    exact.run(run_case, row, False, False)
 
 
 def floats(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""How jobs begin and end: ranks that die, leave, come late or never, and live a hundred times.
+"""How jobs begin and end: ranks that die, leave, are late or never come; and a hundred inits.
 
 Ranks are processes of their own here, with what torchrun sets made by hand: a launcher would end
-the others when one dies, before they could say what they saw.
+the others when one dies, before they could report.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from tests.launching import members, started
 LIMIT_S = 10.0
 
 
-class Answer(dict[str, Any]):
-    """What a rank said; a test that looks for more shows what it printed."""
+class Report(dict[str, Any]):
+    """The values that a rank reported; a missing one shows the rank's output."""
 
-    def __init__(self, output: str, said: dict[str, Any]) -> None:
-        super().__init__(said)
+    def __init__(self, output: str, values: dict[str, Any]) -> None:
+        super().__init__(values)
         self.output = output
 
     def __missing__(self, key: str) -> Any:
-        raise AssertionError(f"no {key!r} in {dict(self)}; it printed:\n{self.output}")
+        raise AssertionError(f"no {key!r} in {dict(self)}; its output:\n{self.output}")
 
 
 @dataclass(frozen=True)
 class Rank:
-    """How a rank ended: exit code, output, and its answer, empty where it gave none."""
+    """How a rank ended: exit code, output, and its report, empty if it printed none."""
 
     code: int
     output: str
-    answer: Answer
+    report: Report
 
 
-def play(
+def run_scenario(
     scenario: str, folder: Path, *arguments: object, n: int = 3, timeout: float = 60, **env: str
 ) -> list[Rank]:
-    """Run a scenario of lifecycle.py; nothing of it may stay behind."""
+    """Run a scenario of lifecycle.py; no process or shared memory may be left."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -80,7 +80,7 @@ def play(
                 raise AssertionError(f"{scenario}: rank {rank} did not end:\n{texts}") from None
             output = log.read_text(errors="replace")
             lines = [line for line in output.splitlines() if line.startswith('{"rank"')]
-            ranks.append(Rank(code, output, Answer(output, json.loads(lines[0]) if lines else {})))
+            ranks.append(Rank(code, output, Report(output, json.loads(lines[0]) if lines else {})))
         left = {**members(running[0][0].marker), **members(running[-1][0].marker)}
         assert not left, f"{scenario} left processes behind: {left}"
     new = {path.name for path in set(Path("/dev/shm").iterdir()) - shared if "torch" in path.name}
@@ -89,19 +89,19 @@ def play(
 
 
 def check_survivors(ranks: list[Rank], victim: int, limit_s: float) -> None:
-    """Every other rank saw the end in time, and could end in peace."""
+    """Every other rank failed in time, with the right error, and shut down cleanly."""
     for number, rank in enumerate(ranks):
         if number == victim:
             continue
-        answer = rank.answer
-        assert answer, rank.output
-        assert answer["kind"] == "HorovodInternalError", answer
-        assert answer["text"].startswith(SHUT_DOWN), answer
-        assert answer["seconds"] < limit_s, answer
-        assert answer["next"].startswith(SHUT_DOWN), answer
-        assert answer["next_s"] < 1, answer
-        assert answer["shutdown_s"] < 5, answer
-        assert not answer["threads"], answer
+        report = rank.report
+        assert report, rank.output
+        assert report["kind"] == "HorovodInternalError", report
+        assert report["text"].startswith(SHUT_DOWN), report
+        assert report["seconds"] < limit_s, report
+        assert report["next"].startswith(SHUT_DOWN), report
+        assert report["next_s"] < 1, report
+        assert report["shutdown_s"] < 5, report
+        assert not report["threads"], report
         assert rank.code == 0, rank.output
         if victim >= 0:
             assert "Traceback" not in rank.output, rank.output
@@ -123,7 +123,7 @@ def pairs(firsts: Sequence[str], *only_in_all: tuple[str, int]) -> list[Any]:
     pairs(SCENARIOS, *((scenario, 0) for scenario in SCENARIOS)),
 )
 def test_killed(scenario: str, victim: int, tmp_path: Path) -> None:
-    ranks = play(scenario, tmp_path, victim, "kill")
+    ranks = run_scenario(scenario, tmp_path, victim, "kill")
     assert ranks[victim].code == -signal.SIGKILL
     check_survivors(ranks, victim, LIMIT_S)
 
@@ -134,23 +134,23 @@ def test_killed(scenario: str, victim: int, tmp_path: Path) -> None:
 )
 def test_killed_over_gloo(scenario: str, victim: int, tmp_path: Path) -> None:
     """Two survivors must not wait for each other: see transports/gloo.py."""
-    ranks = play(scenario, tmp_path, victim, "kill", HVDTRAIN_TRANSPORT="gloo")
+    ranks = run_scenario(scenario, tmp_path, victim, "kill", HVDTRAIN_TRANSPORT="gloo")
     check_survivors(ranks, victim, LIMIT_S)
 
 
 def test_the_dead_rank_is_named(tmp_path: Path) -> None:
-    ranks = play("in_a_blocking_operation", tmp_path, 1, "kill")
-    assert all("Rank 1 (process" in ranks[rank].answer["text"] for rank in (0, 2))
+    ranks = run_scenario("in_a_blocking_operation", tmp_path, 1, "kill")
+    assert all("Rank 1 (process" in ranks[rank].report["text"] for rank in (0, 2))
 
 
 @pytest.mark.parametrize(("thread", "victim"), [("control", 0), ("control", 1), ("executor", 2)])
 def test_a_thread_of_the_engine_fails(thread: str, victim: int, tmp_path: Path) -> None:
     """The job ends at once, and the traceback is printed where stderr is open."""
-    ranks = play("with_a_failing_thread", tmp_path, victim, thread)
+    ranks = run_scenario("with_a_failing_thread", tmp_path, victim, thread)
     check_survivors(ranks, -1, 5)
     for rank in ranks:
-        assert f"Rank {victim}'s thread hvd-{thread} failed: " in rank.answer["text"]
-        assert "ArithmeticError('as told')" in rank.answer["text"]
+        assert f"Rank {victim}'s thread hvd-{thread} failed: " in rank.report["text"]
+        assert "ArithmeticError('injected')" in rank.report["text"]
     printed = [number for number, rank in enumerate(ranks) if "in fail\n" in rank.output]
     assert printed == ([victim] if victim < 2 else [])
 
@@ -158,8 +158,8 @@ def test_a_thread_of_the_engine_fails(thread: str, victim: int, tmp_path: Path) 
 def test_a_core_that_does_not_exist(tmp_path: Path) -> None:
     cores = "4095,99999999999999999999"
     what = "one_optimizer_over_two_lives"
-    for rank in play(what, tmp_path, n=2, HOROVOD_THREAD_AFFINITY=cores):
-        assert rank.answer["value"] == rank.answer["expected"]
+    for rank in run_scenario(what, tmp_path, n=2, HOROVOD_THREAD_AFFINITY=cores):
+        assert rank.report["value"] == rank.report["expected"]
         assert "thread hvd-control is not bound" in rank.output
         assert "thread hvd-executor is not bound" in rank.output
 
@@ -168,7 +168,7 @@ def test_a_core_that_does_not_exist(tmp_path: Path) -> None:
     "scenario", ["in_join", pytest.param("in_barrier", marks=pytest.mark.exhaustive)]
 )
 def test_killed_while_others_wait(scenario: str, tmp_path: Path) -> None:
-    check_survivors(play(scenario, tmp_path, 1, "kill"), 1, LIMIT_S)
+    check_survivors(run_scenario(scenario, tmp_path, 1, "kill"), 1, LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_killed_while_others_wait(scenario: str, tmp_path: Path) -> None:
     pairs(["shutdown", "exit", "exception"], ("shutdown", 0), ("exit", 2), ("exception", 0)),
 )
 def test_left(how: str, victim: int, tmp_path: Path) -> None:
-    ranks = play("with_pending_operations", tmp_path, victim, how)
+    ranks = run_scenario("with_pending_operations", tmp_path, victim, how)
     assert ranks[victim].code == (1 if how == "exception" else 0), ranks[victim].output
     check_survivors(ranks, victim, 5)
 
@@ -190,42 +190,42 @@ def test_left(how: str, victim: int, tmp_path: Path) -> None:
     ],
 )
 def test_left_while_others_wait(scenario: str, tmp_path: Path) -> None:
-    ranks = play(scenario, tmp_path, 1, "exit")
+    ranks = run_scenario(scenario, tmp_path, 1, "exit")
     assert ranks[1].code == 0, ranks[1].output
     check_survivors(ranks, 1, 5)
 
 
-def test_a_hundred_lives(tmp_path: Path) -> None:
-    for rank in play("a_hundred_times", tmp_path, n=2, timeout=100):
-        assert rank.answer, rank.output
-        early, late = rank.answer["counts"]
+def test_a_hundred_inits_leave_nothing_open(tmp_path: Path) -> None:
+    for rank in run_scenario("a_hundred_times", tmp_path, n=2, timeout=100):
+        assert rank.report, rank.output
+        early, late = rank.report["counts"]
         assert late[0] <= early[0] + 1, f"threads grew: {early} -> {late}"
         assert late[1] <= early[1] + 2, f"open files grew: {early} -> {late}"
 
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("gloo", marks=pytest.mark.exhaustive)])
 def test_optimizers_of_one_step(transport: str, tmp_path: Path) -> None:
-    for rank in play("optimizers_of_one_step", tmp_path, HVDTRAIN_TRANSPORT=transport):
-        assert rank.answer, rank.output
-        assert rank.answer["channels"] == [], "connections are kept for optimizers that are gone"
+    for rank in run_scenario("optimizers_of_one_step", tmp_path, HVDTRAIN_TRANSPORT=transport):
+        assert rank.report, rank.output
+        assert rank.report["channels"] == [], "connections are kept for optimizers that are gone"
 
 
 def test_an_optimizer_of_two_lives(tmp_path: Path) -> None:
-    for rank in play("one_optimizer_over_two_lives", tmp_path, n=2):
-        assert rank.answer, rank.output
-        assert rank.answer["value"] == rank.answer["expected"]
+    for rank in run_scenario("one_optimizer_over_two_lives", tmp_path, n=2):
+        assert rank.report, rank.output
+        assert rank.report["value"] == rank.report["expected"]
 
 
 def test_ends_without_shutdown(tmp_path: Path) -> None:
-    for rank in play("without_shutdown", tmp_path):
+    for rank in run_scenario("without_shutdown", tmp_path):
         assert rank.code == 0, rank.output
         assert rank.output.splitlines()[:-1] == [], rank.output
 
 
 def test_forked_children_do_not_matter(tmp_path: Path) -> None:
-    for rank in play("with_children", tmp_path, n=2):
+    for rank in run_scenario("with_children", tmp_path, n=2):
         assert rank.code == 0, rank.output
-        assert rank.answer["value"] == pytest.approx(rank.answer["expected"], rel=1e-5)
+        assert rank.report["value"] == pytest.approx(rank.report["expected"], rel=1e-5)
         assert "Traceback" not in rank.output, rank.output
 
 
@@ -235,30 +235,32 @@ STALLED = (
 )
 
 
-def test_a_stall_is_told(tmp_path: Path) -> None:
-    ranks = play("with_a_late_rank", tmp_path, HOROVOD_STALL_CHECK_TIME_SECONDS="0.1")
+def test_a_stall_is_warned_about(tmp_path: Path) -> None:
+    ranks = run_scenario("with_a_late_rank", tmp_path, HOROVOD_STALL_CHECK_TIME_SECONDS="0.1")
     for rank in ranks:
-        assert rank.answer["sums"] == rank.answer["expected"]
+        assert rank.report["sums"] == rank.report["expected"]
     assert STALLED in ranks[0].output
-    told = re.findall(r"^2: \[(.*?)(?: \.\.\.)?\]", ranks[0].output, flags=re.MULTILINE)
-    names = {name for line in told for name in line.split(", ")}
+    warned = re.findall(r"^2: \[(.*?)(?: \.\.\.)?\]", ranks[0].output, flags=re.MULTILINE)
+    names = {name for line in warned for name in line.split(", ")}
     assert names.issuperset(f"allreduce.alpha.{i}" for i in range(6)), ranks[0].output
     # Of fifteen, even where two warnings share them.
     assert re.search(r"^2: \[(\S+, ){5}\S+ \.\.\.\]", ranks[0].output, flags=re.MULTILINE)
     assert not any(STALLED in rank.output for rank in ranks[1:])
 
 
-def test_a_stalled_step_is_told(tmp_path: Path) -> None:
-    ranks = play("with_a_late_rank_in_a_step", tmp_path, HOROVOD_STALL_CHECK_TIME_SECONDS="0.1")
+def test_a_stalled_step_is_warned_about(tmp_path: Path) -> None:
+    ranks = run_scenario(
+        "with_a_late_rank_in_a_step", tmp_path, HOROVOD_STALL_CHECK_TIME_SECONDS="0.1"
+    )
     for rank in ranks:
-        assert rank.answer["value"] == [-4.0] * 4
+        assert rank.report["value"] == [-4.0] * 4
     assert STALLED in ranks[0].output
-    told = ranks[0].output.rpartition("Missing ranks:\n")[2]  # the first may be of a slow start
-    assert told.startswith("2: ["), ranks[0].output
+    warned = ranks[0].output.rpartition("Missing ranks:\n")[2]  # the first may be of a slow start
+    assert warned.startswith("2: ["), ranks[0].output
 
 
-def test_stalls_may_be_kept_quiet(tmp_path: Path) -> None:
-    ranks = play(
+def test_stall_warnings_can_be_disabled(tmp_path: Path) -> None:
+    ranks = run_scenario(
         "with_a_late_rank",
         tmp_path,
         n=2,
@@ -268,8 +270,8 @@ def test_stalls_may_be_kept_quiet(tmp_path: Path) -> None:
     assert not any(STALLED in rank.output for rank in ranks)
 
 
-def test_a_stall_may_end_the_job(tmp_path: Path) -> None:
-    ranks = play(
+def test_a_stall_shuts_the_job_down(tmp_path: Path) -> None:
+    ranks = run_scenario(
         "with_a_rank_that_never_comes",
         tmp_path,
         HOROVOD_STALL_CHECK_TIME_SECONDS="0.1",
@@ -278,4 +280,4 @@ def test_a_stall_may_end_the_job(tmp_path: Path) -> None:
     assert STALLED in ranks[0].output
     check_survivors(ranks, -1, 10)
     for rank in ranks[:2]:
-        assert 0.5 < rank.answer["seconds"] < 4, rank.answer
+        assert 0.5 < rank.report["seconds"] < 4, rank.report

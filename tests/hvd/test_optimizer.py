@@ -14,7 +14,7 @@ from tests.hvd import (
     optimizer_training,
     optimizer_uneven,
 )
-from tests.hvd.behaviour import Case, perform
+from tests.hvd.behaviour import Case, run_case
 from tests.hvd.optimizer_table import TABLE
 from tests.hvd.pool import OUR_ARMS, REAL_ARMS, HvdRanks
 
@@ -38,7 +38,7 @@ def name(row: Case) -> str:
 @pytest.mark.parametrize("row", TABLE, ids=name)
 @pytest.mark.parametrize("hvd_ranks", ARMS, indirect=True)
 def test_behaves(hvd_ranks: HvdRanks, row: Case) -> None:
-    hvd_ranks.run(perform, row.function, row.uneven, row.ends)
+    hvd_ranks.run(run_case, row.function, row.uneven, row.ends)
 
 
 def test_every_group_has_rows() -> None:

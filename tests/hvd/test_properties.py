@@ -158,7 +158,7 @@ def runnable(plan: Plan) -> Plan:
     return Plan(tuple(jobs), plan.orders, plan.late, plan.after, plan.remembered)
 
 
-def carried_out(hvd: Any, plan: Plan) -> None:
+def run_plan(hvd: Any, plan: Plan) -> None:
     rank, size = hvd.rank(), hvd.size()
     for again in range(plan.remembered):
         order = list(range(len(plan.jobs)))
@@ -195,7 +195,7 @@ def test_any_operations_in_any_order(hvd_ranks: HvdRanks) -> None:
     @ONCE
     @given(PLANS)
     def holds(plan: Plan) -> None:
-        hvd_ranks.run(carried_out, runnable(plan))
+        hvd_ranks.run(run_plan, runnable(plan))
 
     holds()
 

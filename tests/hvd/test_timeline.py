@@ -45,10 +45,8 @@ def an_allreduce(timeline: Timeline, name: str) -> None:
         timeline.negotiate_rank_ready(name, rank)
     timeline.negotiate_end(name)
     timeline.start(name, "allreduce")
-    for activity in ("QUEUE", "MEMCPY_IN_FUSION_BUFFER", "GLOO_ALLREDUCE"):
-        timeline.activity_start(name, activity)
-        timeline.activity_end(name)
-    timeline.end(name, "float32", (2, 3))
+    timeline.activity_start(name, "GLOO_ALLREDUCE")
+    timeline.end(name)
 
 
 def test_the_events_are_horovods(tmp_path: Path) -> None:
@@ -64,15 +62,10 @@ def test_the_events_are_horovods(tmp_path: Path) -> None:
         ("X", "1"),
         ("E", None),
         ("B", "ALLREDUCE"),
-        ("B", "QUEUE"),
-        ("E", None),
-        ("B", "MEMCPY_IN_FUSION_BUFFER"),
-        ("E", None),
         ("B", "GLOO_ALLREDUCE"),
         ("E", None),
         ("E", None),
     ]
-    assert found['allreduce."a\n"'][-1]["args"] == {"dtype": "float32", "shape": "[2, 3]"}
     (cycle,) = (e for e in events(path) if e.get("name") == "CYCLE_START")
     assert cycle["ph"] == "i"
     times = [e["ts"] for e in events(path) if e["ph"] != "M"]
@@ -89,7 +82,7 @@ def test_each_tensor_is_one_process_of_the_trace(tmp_path: Path) -> None:
     timeline.cycle()
     timeline.close()
     assert list(by_tensor(path)) == ["a", "b"]
-    assert len(by_tensor(path)["a"]) == 24
+    assert len(by_tensor(path)["a"]) == 16
     assert not any(e.get("name") == "CYCLE_START" for e in events(path))
     named = [e for e in events(path) if e.get("name") == "process_name"]
     assert [e["pid"] for e in named] == [0, 1, 2]
@@ -98,7 +91,7 @@ def test_each_tensor_is_one_process_of_the_trace(tmp_path: Path) -> None:
 def test_what_is_open_ends_with_the_operation(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     timeline = Timeline(str(path))
-    timeline.activity_end("a")  # the trace began in the middle of it
+    timeline.negotiate_end("a")  # the trace began in the middle of it
     timeline.end("a")
     timeline.start("a", "broadcast")
     timeline.activity_start("a", "GLOO_BCAST")
@@ -143,7 +136,7 @@ def test_many_threads_write_and_another_reads(tmp_path: Path) -> None:
     assert num_reads > 10
     found = by_tensor(path)
     for name in "abc":
-        assert len(found[name]) == 150 * 12
+        assert len(found[name]) == 150 * 8
         depth = 0
         for event in found[name]:
             depth += {"B": 1, "E": -1}.get(event["ph"], 0)

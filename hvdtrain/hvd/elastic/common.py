@@ -78,7 +78,7 @@ class WorkerNotificationManager:
         """
         if os.environ.get("HOROVOD_ELASTIC") == "1" and not self._warned:
             self._warned = True
-            _log.warning("elastic: hvdtrain does not hear of the hosts that horovodrun adds")
+            _log.warning("elastic: hvdtrain receives no notice of the hosts that horovodrun adds")
         if rendezvous_addr is not None:
             raise NotImplementedError(
                 f"hvdtrain does not listen to Horovod's elastic driver (at {rendezvous_addr}:"
@@ -234,18 +234,18 @@ def run_fn(
         notification_manager.init()
         notification_manager.register_listener(state)
         try:
-            in_step = False  # whether all ranks have the same state, so that no sync is needed
+            is_synced = False  # whether all ranks have the same state, so that no sync is needed
             while True:
                 try:
-                    if not in_step:
+                    if not is_synced:
                         state.sync()
                     return func(state, *args, **kwargs)
                 except HorovodInternalError as error:
                     _log.warning("elastic: back to the last commit after: %s", error)
                     state.restore()
-                    in_step = False
+                    is_synced = False
                 except HostsUpdatedInterrupt as interrupt:
-                    in_step = interrupt.skip_sync
+                    is_synced = interrupt.skip_sync
                 reset()
                 state.on_reset()
         finally:

@@ -12,13 +12,12 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hvdtrain.hvd.engine import adasum
 from hvdtrain.hvd.engine.arithmetic import narrow, scale_, widen
 from hvdtrain.hvd.engine.operation import Operation
-from hvdtrain.hvd.engine.process_groups import all_reduce
+from hvdtrain.hvd.engine.process_groups import all_reduce, broadcast
 from hvdtrain.hvd.engine.request import ADASUM, AVERAGE, Request, dtype_of
 
 
@@ -123,9 +122,7 @@ def run_broadcast(batch: Batch) -> None:
     else:
         flat = torch.cat([as_bytes(t) for t in tensors])
     if flat.numel():
-        options = dist.BroadcastOptions()
-        options.rootRank = batch.members.index(root)
-        batch.wait(batch.group.broadcast([flat], options))
+        batch.wait(broadcast(batch.group, flat, batch.members.index(root)))
     at = 0
     for operation in operations:
         results = []
@@ -158,9 +155,7 @@ def _gather(batch: Batch, t: Tensor, rows: list[int]) -> Tensor:
             if root == batch.members.index(batch.rank):
                 piece.copy_(mine)
             if piece.numel():
-                options = dist.BroadcastOptions()
-                options.rootRank = root
-                works.append(batch.group.broadcast([piece], options))
+                works.append(broadcast(batch.group, piece, root))
         for work in works:
             batch.wait(work)
     return _from_bytes(out, t.dtype, [sum(rows), *t.shape[1:]])

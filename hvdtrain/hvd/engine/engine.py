@@ -109,9 +109,9 @@ class Engine:
 
         It is computed from the same exchanged data on all ranks, so that all agree.
         """
-        asked = str(self.rank_infos[0]["transport"])
-        if asked != "auto":
-            return asked
+        transport = str(self.rank_infos[0]["transport"])
+        if transport != "auto":
+            return transport
         no_shm, no_mpi = (
             next((info[lacks] for info in self.rank_infos if info[lacks]), None)
             for lacks in ("no_shm", "no_mpi")
@@ -216,7 +216,7 @@ class Engine:
 
     def report_broken(self, reason: str) -> None:
         """Report a failed connection to rank 0, which shuts all ranks down a moment later."""
-        self.control.send(0, ["broken", f"{SHUT_DOWN} Rank {self.world.rank} said: {reason}"])
+        self.control.send(0, ["broken", f"{SHUT_DOWN} Rank {self.world.rank} reports: {reason}"])
 
     def wait_for_failure(self, otherwise: str) -> str:
         """Return why the job is over, or `otherwise` if no reason is known within 3 s.

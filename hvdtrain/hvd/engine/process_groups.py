@@ -170,6 +170,13 @@ def all_reduce(group: Any, tensor: Tensor, op: int) -> Any:
     return group.allreduce([tensor], options)
 
 
+def broadcast(group: Any, tensor: Tensor, root: int) -> Any:
+    """Start to overwrite a tensor with that of member `root`; return the work to wait for."""
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    return group.broadcast([tensor], options)
+
+
 def _nccl() -> bool:
     return dist.is_nccl_available() and torch.cuda.is_available()
 

@@ -17,7 +17,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
 
 _LOG = logging.getLogger("hvdtrain")
 
@@ -90,28 +89,26 @@ class Timeline:
 
     def negotiate_end(self, name: str) -> None:
         """Record that all ranks have requested the operation."""
-        self._finish(name)
+        # The depth is 0 if the trace began during the negotiation.
+        if self._fd >= 0:
+            with self._lock:
+                if depth := self._depth.get(name, 0):
+                    self._put(self._event("E", name))
+                    self._depth[name] = depth - 1
 
     def start(self, name: str, kind: str) -> None:
         """Record the start of the operation."""
         self._begin(name, kind.upper())
 
     def activity_start(self, name: str, activity: str) -> None:
-        """Record the start of an activity: QUEUE, MEMCPY_IN_FUSION_BUFFER, GLOO_ALLREDUCE, ..."""
+        """Record the start of an activity inside the operation, such as GLOO_ALLREDUCE."""
         self._begin(name, activity)
 
-    def activity_end(self, name: str) -> None:
-        """Record the end of the activity that began last."""
-        self._finish(name)
-
-    def end(self, name: str, dtype: str = "", shape: Sequence[int] = ()) -> None:
+    def end(self, name: str) -> None:
         """Record the end of the operation, done or failed, and of its open events."""
-        if self._fd < 0:
-            return
-        args = {"dtype": dtype, "shape": str(list(shape))}
-        extra = f', "args": {json.dumps(args)}' if dtype else ""
-        with self._lock:
-            self._close_all(name, extra)
+        if self._fd >= 0:
+            with self._lock:
+                self._close_all(name)
 
     def cycle(self) -> None:
         """Record the start of a round of negotiation, if cycles are to be marked."""
@@ -126,23 +123,15 @@ class Timeline:
                 self._put(self._event("B", name, what))
                 self._depth[name] = self._depth.get(name, 0) + 1
 
-    def _finish(self, name: str) -> None:
-        # The depth is 0 if the trace began between the event's start and its end.
-        if self._fd >= 0:
-            with self._lock:
-                if depth := self._depth.get(name, 0):
-                    self._put(self._event("E", name))
-                    self._depth[name] = depth - 1
+    def _close_all(self, name: str) -> None:
+        """End the open events of an operation. The lock is held."""
+        for _ in range(self._depth.pop(name, 0)):
+            self._put(self._event("E", name))
 
-    def _close_all(self, name: str, extra: str = "") -> None:
-        """End the open events of an operation, the outermost with `extra`. The lock is held."""
-        for left in reversed(range(self._depth.pop(name, 0))):
-            self._put(self._event("E", name, None, "" if left else extra))
-
-    def _event(self, phase: str, tensor: str, what: str | None = None, extra: str = "") -> str:
+    def _event(self, phase: str, tensor: str, what: str | None = None, more: str = "") -> str:
         pid = self._pids.get(tensor) or self._introduce(tensor)
         label = f'"name": {json.dumps(what)}, ' if what is not None else ""
-        return f'{{"ph": "{phase}", {label}"ts": {self._now()}, "pid": {pid}{extra}}}'
+        return f'{{"ph": "{phase}", {label}"ts": {self._now()}, "pid": {pid}{more}}}'
 
     def _introduce(self, tensor: str) -> int:
         pid = self._pids[tensor] = len(self._pids) + 1

@@ -1,4 +1,4 @@
-"""One rank of a world of some of the launcher's ranks: see test_part.py."""
+"""One rank of a world of some of the launcher's ranks: see test_sub_worlds.py."""
 
 from __future__ import annotations
 
