@@ -209,6 +209,7 @@ def test_killed_it_takes_its_ranks_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.exhaustive  # it depends on how busy the machine is
 def test_a_slower_arm_is_found_and_the_same_arm_is_not(tmp_path: Path) -> None:
     """The small version of benchmarks/comparisons.py.
 
