@@ -50,5 +50,5 @@ def test_an_operation_that_fails(slices: int, error: str) -> None:
 def test_nobody_waits_once_the_job_is_over() -> None:
     with pytest.raises(ConnectionBroken, match="rank 1 has gone"):
         groups("rank 1 has gone").wait(Work(2))
-    with pytest.raises(ConnectionBroken, match="in vain"):
-        groups().wait(Work(2), give_up=lambda: "in vain")
+    with pytest.raises(ConnectionBroken, match="rank 1 has left"):
+        groups().wait(Work(2), give_up=lambda: "rank 1 has left")
