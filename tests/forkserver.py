@@ -167,8 +167,8 @@ def stop() -> None:
 # The server
 
 
-def _serve(address: str, executable: str) -> tuple[list[str], dict[str, str]] | None:
-    """Fork a child for each request: return its request there. Returns None when stdin closes."""
+def _serve(address: str, executable: str) -> list[str] | None:
+    """Fork a child for each request: return its arguments there. Return None when stdin closes."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
@@ -193,7 +193,7 @@ def _serve(address: str, executable: str) -> tuple[list[str], dict[str, str]] | 
                     client.close()
                     selector.close()
                     _become(environment, folder, stdio, executable)
-                    return arguments, environment
+                    return arguments
                 for fd in stdio:
                     os.close(fd)
                 children[pid] = os.pidfd_open(pid), client
@@ -342,5 +342,5 @@ if __name__ == "__main__":
     for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()
-    if request := _serve(*sys.argv[1:]):
-        _run_to_its_end(request[0])
+    if arguments := _serve(*sys.argv[1:]):
+        _run_to_its_end(arguments)
