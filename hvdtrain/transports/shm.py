@@ -178,7 +178,7 @@ class Shm(Transport):
     # Operations
 
     def barrier(self, what: str) -> None:
-        """LivenessCheck for all ranks."""
+        """Wait for all ranks."""
         self._compare_calls(what)
 
     def all_reduce(self, what: str, t: Tensor, op: str, divisor: int = 1) -> None:
