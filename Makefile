@@ -10,6 +10,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
+# Tests wait more than they compute: two at a time. Those of one pool of live ranks stay together.
+SUITE := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # Open MPI refuses root, and more ranks than cores, unless it is told otherwise.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
@@ -23,10 +25,10 @@ demo: $(VENV)/demo.installed
 	$(BIN)/hvdtrain compare --arms ddp/gloo,ddp/shm,compat/shm --budget 45s
 
 test: $(VENV)/all.installed $(VENV)-mpich/installed
-	$(BIN)/python -m pytest -m "not exhaustive" --durations=10 $(PYTEST)
+	$(SUITE) -m "not exhaustive" --durations=10 $(PYTEST)
 
 test-all: $(VENV)/all.installed $(VENV)-mpich/installed
-	$(BIN)/python -m pytest $(PYTEST)
+	$(SUITE) $(PYTEST)
 
 again:
 	$(BIN)/python tests/rerun_failed.py

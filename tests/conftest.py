@@ -14,7 +14,7 @@ import pytest
 
 from tests import forkserver
 from tests.hvd.pool import HvdRanks
-from tests.launching import descendants
+from tests.launching import descendants, is_mapped, no_shared_memory_left
 from tests.ranks import Pool, Ranks
 from tests.rerun_failed import STAYED_BEHIND
 
@@ -88,6 +88,16 @@ def _idle_ranks_end(request: pytest.FixtureRequest) -> None:
             pool.close()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Send the tests of one pool to one worker of pytest-xdist."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        for fixture in ("ranks", "hvd_ranks", "peers"):
+            if callspec is not None and fixture in callspec.params:
+                arm = "-".join(map(str, callspec.params[fixture]))
+                item.add_marker(pytest.mark.xdist_group(f"{fixture}-{arm}"))
+
+
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
     if argname in ("ranks", "hvd_ranks") and isinstance(val, tuple):
         return f"{val[0]}-x{val[1]}"
@@ -116,25 +126,22 @@ def _nothing_leaks() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_stays_behind(pytestconfig: pytest.Config) -> Iterator[None]:
     """Fail the session if processes (and so their ports) or shared memory stay behind."""
-    shared_before = set(Path("/dev/shm").iterdir())
     _record(pytestconfig, True)
-    yield
-    forkserver.stop()
-    deadline = time.monotonic() + 5
-    while (alive := descendants(os.getpid())) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not alive, f"processes stayed behind: {alive}"
-    deadline = time.monotonic() + 5
-    while (left := set(Path("/dev/shm").iterdir()) - shared_before) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for path in [path for path in left if path.name.startswith(("mpich_shm_", "vader_segment."))]:
-        path.unlink(missing_ok=True)  # MPI leaves it when a rank is killed
-        left.remove(path)
-    if "CI" in os.environ:  # elsewhere, other programs may create some meanwhile
-        assert not left, f"shared memory stayed behind: {left}"
+    # Outside CI other programs may create some meanwhile.
+    with no_shared_memory_left() if "CI" in os.environ else contextlib.nullcontext():
+        yield
+        forkserver.stop()
+        deadline = time.monotonic() + 5
+        while (alive := descendants(os.getpid())) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not alive, f"processes stayed behind: {alive}"
+        for path in Path("/dev/shm").iterdir():
+            if path.name.startswith(("mpich_shm_", "vader_segment.")) and not is_mapped(path):
+                path.unlink(missing_ok=True)  # MPI leaves it when a rank is killed
     _record(pytestconfig, False)
 
 
 def _record(config: pytest.Config, stayed_behind: bool) -> None:
     if cache := getattr(config, "cache", None):  # pytest may run without a cache
-        cache.set(STAYED_BEHIND, stayed_behind)
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+        cache.set(f"{STAYED_BEHIND}/{worker}", stayed_behind)

@@ -150,6 +150,36 @@ def descendants(ancestor: int) -> dict[int, str]:
     return found
 
 
+@contextlib.contextmanager
+def no_shared_memory_left() -> Iterator[None]:
+    """Fail if the block leaves files in /dev/shm that no process uses.
+
+    Other workers of pytest-xdist, and other programs, may use some of their own.
+    """
+    shared = Path("/dev/shm")
+    before = {*shared.iterdir()}
+    yield
+    deadline = time.monotonic() + 3
+    while left := [path for path in {*shared.iterdir()} - before if not _in_use(path)]:
+        assert time.monotonic() < deadline, f"shared memory stayed behind: {left}"
+        time.sleep(0.1)
+
+
+def _in_use(path: Path) -> bool:
+    if path.name.startswith("mpich_shm_"):
+        return True  # an aborted rank's, of another test: see conftest.py
+    if path.name.startswith("vader_"):  # another job's mpirun removes what its ranks have left
+        names = (_read(entry / "comm") for entry in Path("/proc").glob("[0-9]*"))
+        return is_mapped(path) or b"mpirun\n" in names
+    return is_mapped(path)
+
+
+def is_mapped(path: Path) -> bool:
+    """Return whether a live process has mapped this file."""
+    name = os.fsencode(path)
+    return any(name in _read(entry / "maps") for entry in Path("/proc").glob("[0-9]*"))
+
+
 def kill(marker: str) -> None:
     """Kill every process that a command has started, with SIGKILL.
 

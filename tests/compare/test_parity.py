@@ -13,6 +13,9 @@ from hvdtrain.compare.record import ParityRow
 from tests.compare.prove import STEPS, hooks_left, prove, prove_by_hand
 from tests.ranks import Ranks
 
+# Its fixtures of the module are made once.
+pytestmark = pytest.mark.xdist_group("compare-parity")
+
 FAULTY = "tests.compare.faulty:"
 # The names of the three arms that are always there.
 ALWAYS = {

@@ -27,6 +27,9 @@ from hvdtrain.errors import InputError
 from tests.compare.records import FAILED, make_record, summary_of
 from tests.launching import run
 
+# Its fixtures of the module are made once.
+pytestmark = pytest.mark.xdist_group("compare-report")
+
 Record = dict[str, Any]
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 NASTY = 'a<script>alert("1")</script>&amp;$x^2$'

@@ -17,6 +17,9 @@ from hypothesis import strategies as st
 from hvdtrain.compare.analysis import stats
 from tests.compare.records import FAILED, Record, make_record, summary_of
 
+# Its fixtures of the module are made once.
+pytestmark = pytest.mark.xdist_group("compare-summary")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def quick() -> Iterator[None]:

@@ -21,6 +21,9 @@ from tests.hvd.optimizer_state import (
 from tests.hvd.optimizer_table import adamw, batch, loss, net, sgd, shard
 from tests.hvd.pool import HvdRanks
 
+# Its fixtures of the module are made once.
+pytestmark = pytest.mark.xdist_group("hvd-exact")
+
 # Rows of the real Horovod that hold in this mode.
 ROWS: list[Run] = [
     weights_move_without_state,

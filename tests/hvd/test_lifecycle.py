@@ -23,7 +23,7 @@ import pytest
 
 from tests.forkserver import warm
 from tests.hvd.behaviour import SHUT_DOWN
-from tests.launching import members, started
+from tests.launching import members, no_shared_memory_left, started
 
 LIMIT_S = 10.0
 
@@ -55,10 +55,10 @@ def run_scenario(
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    shared = set(Path("/dev/shm").iterdir())
     command = [sys.executable, "-m", "tests.hvd.lifecycle", scenario, str(folder)]
     ranks = []
     with contextlib.ExitStack() as stack:
+        stack.enter_context(no_shared_memory_left())
         running = []
         for rank in range(n):
             place = {
@@ -83,8 +83,6 @@ def run_scenario(
             ranks.append(Rank(code, output, Report(output, json.loads(lines[0]) if lines else {})))
         left = {**members(running[0][0].marker), **members(running[-1][0].marker)}
         assert not left, f"{scenario} left processes behind: {left}"
-    new = {path.name for path in set(Path("/dev/shm").iterdir()) - shared if "torch" in path.name}
-    assert not new, f"{scenario} left shared memory behind: {new}"
     return ranks
 
 

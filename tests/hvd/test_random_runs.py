@@ -9,6 +9,9 @@ import pytest
 from tests.hvd.pool import HvdRanks
 from tests.hvd.random_runs import make_plan, run_seeds
 
+# Its fixtures of the module are made once.
+pytestmark = pytest.mark.xdist_group("hvd-random_runs")
+
 SEEDS = range(200)
 PER_CALL = 40
 

@@ -13,6 +13,9 @@ import pytest
 from tests.forkserver import warm
 from tests.launching import ROOT, Finished, run
 
+# Its fixtures of the module are made once.
+pytestmark = pytest.mark.xdist_group("hvd-script")
+
 EXAMPLE = ROOT / "examples" / "horovod_script.py"
 PYTHON = (sys.executable,)
 OURS = (*PYTHON, "-m", "hvdtrain.hvd")

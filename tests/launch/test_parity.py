@@ -12,6 +12,9 @@ import pytest
 from tests.forkserver import warm
 from tests.launching import run
 
+# Its fixtures of the module are made once.
+pytestmark = pytest.mark.xdist_group("launch-parity")
+
 OPTIONS = "--seed 1 --epochs 2 --global-batch-size 64".split()
 
 LINES = {

@@ -12,6 +12,9 @@ import tests.mpich
 from hvdtrain.world import World, detect
 from tests.launching import run
 
+# Its fixtures of the module are made once.
+pytestmark = pytest.mark.xdist_group("launch-world")
+
 Line = list[str | Path]
 
 DUMP = Path(__file__).with_name("dump_environment.py")

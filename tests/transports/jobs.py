@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.forkserver import warm
-from tests.launching import Finished, kill, run, started
+from tests.launching import Finished, kill, no_shared_memory_left, run, started
 
 Answer = dict[str, Any]
 ROUNDS = int(os.environ.get("TEST_CHAOS_ROUNDS", "3"))
@@ -89,31 +89,6 @@ def answers(folder: Path, n: int) -> list[Answer]:
     """Return the ranks' answers; {} for a rank without one."""
     files = [folder / f"answer-{rank}.json" for rank in range(n)]
     return [json.loads(file.read_text()) if file.exists() else {} for file in files]
-
-
-@contextlib.contextmanager
-def no_shared_memory_left() -> Iterator[None]:
-    """Fail if the block leaves files in /dev/shm that no process uses."""
-    shared = Path("/dev/shm")
-    before = {*shared.iterdir()}
-    yield
-    deadline = time.monotonic() + 3
-    while left := [path for path in {*shared.iterdir()} - before if not _in_use(path)]:
-        assert time.monotonic() < deadline, f"shared memory stayed behind: {left}"
-        time.sleep(0.1)
-
-
-def _in_use(path: Path) -> bool:
-    if path.name.startswith("mpich_shm_"):
-        return True  # an aborted rank's, of another test: see conftest.py
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if str(path) in (process / "maps").read_text():
-                return True
-            # Another job's mpirun clears at its end what its ranks have left.
-            if path.name.startswith("vader_") and (process / "comm").read_text() == "mpirun\n":
-                return True
-    return False
 
 
 def died_at(folder: Path) -> float:

@@ -22,6 +22,9 @@ from hvdtrain.transports.transport import Mismatch, TransportError
 from tests.launching import run
 from tests.transports.mpi_pool import MpiRanks
 
+# Its fixtures of the module are made once.
+pytestmark = pytest.mark.xdist_group("transports-mpi")
+
 Dist = Any
 Pools = dict[tuple[str, int], MpiRanks]
 
