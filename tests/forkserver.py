@@ -9,6 +9,7 @@ So are torchrun, horovodrun and hvdtrain, which it finds on PATH.
     test ---- subprocess ----> client ---- Unix socket ----> fork server ---- fork ----> program
                                passes on signals                                      its exit code
 
+A child enters the network and mount namespaces of its client (`ip netns exec HOST python ...`).
 The client lives as long as the program and ends as it does, so a launcher or a test that waits for
 it, or kills it, sees no difference. What does differ: the program's parent is the server, its
 /proc/PID/environ is the server's, and all ranks have the same hash seed. Tests of starting, ending,
@@ -20,6 +21,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -185,6 +187,8 @@ def _serve(address: str, executable: str) -> list[str] | None:
                     client.close()
                     continue
                 arguments, environment, folder, stdio = request
+                credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4)
+                client_pid = int.from_bytes(credentials, sys.byteorder)
                 if not (pid := os.fork()):
                     for pidfd, other in children.values():
                         os.close(pidfd)
@@ -192,6 +196,7 @@ def _serve(address: str, executable: str) -> list[str] | None:
                     listener.close()
                     client.close()
                     selector.close()
+                    _join_namespaces(client_pid)
                     _become(environment, folder, stdio, executable)
                     return arguments
                 for fd in stdio:
@@ -249,6 +254,16 @@ def _kill(group: int) -> None:
 
 
 # The child
+
+
+def _join_namespaces(pid: int) -> None:
+    """Move this process into the network and mount namespaces of another, if they differ."""
+    for kind in ("net", "mnt"):
+        theirs = f"/proc/{pid}/ns/{kind}"
+        if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{kind}"):
+            with open(theirs) as file:
+                if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"cannot enter {theirs}")
 
 
 def _become(environment: dict[str, str], folder: str, stdio: list[int], executable: str) -> None:

@@ -25,6 +25,7 @@ from torch.distributed import DistError
 from hvdtrain import addresses, rendezvous
 from hvdtrain.errors import LaunchError
 from hvdtrain.world import World
+from tests.forkserver import warm
 from tests.launching import Started, clean_env, run, started
 
 Env = dict[str, str]
@@ -76,7 +77,7 @@ def rendezvous_of(*envs: Env, timeout_s: float = 20, times: int = 1) -> list[Ans
         running = [
             stack.enter_context(
                 started(
-                    [*PROCESS, str(timeout_s), f"{env_id(env)}-", str(times)],
+                    warm([*PROCESS, str(timeout_s), f"{env_id(env)}-", str(times)]),
                     env={**env, **together},
                 )
             )
@@ -235,7 +236,7 @@ def test_ranks_that_torchrun_starts_again(tmp_path: Path, nodes: str) -> None:
     ]
     agent += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "test"]
     agent += ["--nproc-per-node", "2" if nodes == "1" else "1"]
-    line = [*agent, script, tmp_path / "mark"]
+    line = warm([*agent, script, tmp_path / "mark"])
     with contextlib.ExitStack() as stack:
         agents = [stack.enter_context(started(line)) for _ in range(1 if nodes == "1" else 2)]
         codes = [process.wait(100) for process, _ in agents]
@@ -310,8 +311,8 @@ def test_two_jobs_at_once(command: list[str], tmp_path: Path) -> None:
     one, other = ({"OMPI_MCA_orte_tmpdir_base": str(tmp_path / name)} for name in "ab")
     if command[0] == "torchrun":  # its own port is 29500 unless told otherwise
         command = [command[0], "--standalone", *command[1:]]
-    with started([*command, "30", "a", "3"], env=one) as (process, log):
-        second = run([*command, "30", "b", "3"], env=other)
+    with started(warm([*command, "30", "a", "3"]), env=one) as (process, log):
+        second = run(warm([*command, "30", "b", "3"]), env=other)
         assert process.wait(40) == 0, log.read_text()
         first = log.read_text()
     assert [answer.get("read") for answer in answers(first)] == [["a2", "a2"]] * 2, first
@@ -322,7 +323,7 @@ def test_mpirun_with_a_given_address() -> None:
     with listening() as port:
         pass
     env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    finished = run(["mpirun", "-np", "3", *PROCESS, "30", "v", "4"], env=env)
+    finished = run(warm(["mpirun", "-np", "3", *PROCESS, "30", "v", "4"]), env=env)
     assert [a.get("read") for a in answers(finished.output)] == [["v3"] * 3] * 3, finished.output
 
 
@@ -400,7 +401,7 @@ def test_two_hosts_under_srun(two_hosts: tuple[str, str]) -> None:
             env = srun(rank, 2, job, SLURM_STEP_NODELIST="10.77.0.1,10.77.0.2")
             env |= {"SLURM_LOCALID": "0", "SLURM_NODEID": str(rank), "SLURM_STEP_NUM_NODES": "2"}
             env |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-            command = ["ip", "netns", "exec", host, *PROCESS, "20", f"{job}-"]
+            command = warm(["ip", "netns", "exec", host, *PROCESS, "20", f"{job}-"])
             running.append(stack.enter_context(started(command, env=env)))
         for process, _ in running:
             process.wait(40)
@@ -445,7 +446,7 @@ def test_hosts_whose_own_name_is_a_loopback_address(
             inside = ["ip", "netns", "exec", host, "unshare", "--mount", "sh", "-c", mount, "sh"]
             agent = ["torchrun", "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
             address = ["--master-addr", "first", "--master-port", "29566"]
-            line: list[str | Path] = [*inside, *agent, *address, tmp_path / "script.py"]
+            line = warm([*inside, *agent, *address, tmp_path / "script.py"])
             agents.append(stack.enter_context(started(line)))
         codes = [process.wait(60) for process, _ in agents]
         output = "".join(log.read_text() for _, log in agents)
@@ -500,7 +501,7 @@ def hvd_on(
             texts = {name: str(value) for name, value in env.items()}
             texts |= {"MASTER_ADDR": "10.77.0.1", **more}
             texts |= {"GLOO_SOCKET_IFNAME": f"hv{os.getpid()}{'ab'[rank]}"}
-            line = ["ip", "netns", "exec", host, sys.executable, *map(str, command)]
+            line = warm(["ip", "netns", "exec", host, sys.executable, *map(str, command)])
             running.append(stack.enter_context(started(line, env=texts)))
         yield running
 

@@ -56,8 +56,7 @@ def run_scenario(
         for rank in range(n):
             place = {"RANK": str(rank), "WORLD_SIZE": str(n), "MASTER_ADDR": "localhost"}
             place |= {"MASTER_PORT": str(port), "LOCAL_RANK": str(rank), **env}
-            # The fork server is in none of the namespaces.
-            line = [*inside[rank], *command] if inside else warm(command)
+            line = warm([*(inside[rank] if inside else []), *command])
             running.append(stack.enter_context(started(line, env=place)))
         deadline = time.monotonic() + timeout
         for rank, (process, log) in enumerate(running):
