@@ -13,8 +13,8 @@ operations need no second message, and a rank whose header is missing is a missi
 
 Large all-reduces go in pieces that stay in the cache: each rank receives its share of a piece from
 all others, adds them up in rank order, and sends the sum to all. MPI's own collectives are not used
-for that: blocking ones cannot be cancelled, and none adds 16-bit floats in float32. MPI cannot wake up
-a sleeping rank, so a pending rank polls, at growing intervals.
+for that: blocking ones cannot be cancelled, and none adds 16-bit floats in float32. MPI cannot
+wake up a sleeping rank, so a pending rank polls, at growing intervals.
 
 The number of messages grows with the pairs of ranks, which suits tens of ranks, not thousands.
 
