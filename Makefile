@@ -1,5 +1,5 @@
 # make demo    from a bare clone: installs, trains the digits with 2 ranks under native DDP, and
-#              compares three backends on them
+#              compares DDP over Gloo, DDP over shared memory, and compat
 # make test    from a bare clone: installs everything, Open MPI and real Horovod included, and runs the suite
 # make test-all  the same at every launcher times every number of ranks, where make test runs some
 # make again   what failed in `make test`, if no more than two, ten times over; says what that shows

@@ -193,7 +193,10 @@ def _shorten(text: str) -> str:
 
 
 def _format(error: BaseException) -> str:
-    """Format the traceback of `error`, with the frames of user code alone if it has any."""
+    """Format the traceback of `error`, reduced to the frames of user code if it has any.
+
+    An error raised inside hvdtrain keeps everything from the first user frame on.
+    """
     summary = traceback.TracebackException.from_exception(error)
     parts = [summary]
     while parts:

@@ -103,7 +103,7 @@ def await_ranks(
 
         rank r                            rank 0
         set arrived/r = nonce        ->
-                                     <-   set invitation/<nonce> = round, for every nonce it reads
+                                     <-   set round/<nonce> = round, for every nonce it reads
         set <round>/answer/r = nonce ->
                                      <-   set <round>/begin, once the answers equal arrived/*
 
@@ -114,8 +114,8 @@ def await_ranks(
         _check_unique(store, world)
     nonce = uuid.uuid4().hex
     store.set(f"arrived/{world.rank}", nonce)
-    attend = _invite if world.rank == 0 else _answer
-    round_id, missing = attend(store, world, nonce, deadline)
+    run_round = _coordinate_round if world.rank == 0 else _join_round
+    round_id, missing = run_round(store, world, nonce, deadline)
     if missing:
         raise WorldError(f"{world} {_timed_out(timeout_s, missing, world.size)}")
     if store.get(f"arrived/{world.rank}").decode() != nonce:
@@ -123,37 +123,39 @@ def await_ranks(
     return PrefixStore(round_id, store)
 
 
-def _invite(store: Store, world: World, nonce: str, deadline: float) -> tuple[str, list[int]]:
+def _coordinate_round(
+    store: Store, world: World, nonce: str, deadline: float
+) -> tuple[str, list[int]]:
     """Run rank 0's side. Return the round's id and the ranks that did not answer in time."""
     round_id = uuid.uuid4().hex
     ranks = range(world.size)
     arrived = [f"arrived/{rank}" for rank in ranks]
     answers = [f"{round_id}/answer/{rank}" for rank in ranks]
     store.set(answers[0], nonce)
-    for keys, nothing in ((arrived, "absent"), (answers, "silent")):
+    for keys, placeholder in ((arrived, "not arrived"), (answers, "no answer")):
         for key in keys:
-            store.compare_set(key, "", nothing)  # multi_get blocks on a missing key
-    invited = {b"absent"}
+            store.compare_set(key, "", placeholder)  # multi_get blocks on a missing key
+    notified = {b"not arrived"}
     for _ in poll_until(deadline):
         values = store.multi_get(arrived + answers)
         nonces, answered = values[: world.size], values[world.size :]
         if nonces == answered:
             store.set(f"{round_id}/begin", "")
             return round_id, []
-        for other in {*nonces} - invited:
-            store.set(f"invitation/{other.decode()}", round_id)
-            invited.add(other)
+        for other in {*nonces} - notified:
+            store.set(f"round/{other.decode()}", round_id)
+            notified.add(other)
     return round_id, [rank for rank in ranks if nonces[rank] != answered[rank]]
 
 
-def _answer(store: Store, world: World, nonce: str, deadline: float) -> tuple[str, list[int]]:
-    """Run the side of all other ranks. Return what `_invite` returns."""
-    invitation, round_id = f"invitation/{nonce}", ""
+def _join_round(store: Store, world: World, nonce: str, deadline: float) -> tuple[str, list[int]]:
+    """Run the side of all other ranks. Return what `_coordinate_round` returns."""
+    round_key, round_id = f"round/{nonce}", ""
     for _ in poll_until(deadline, pause_s=0.02):
         if round_id and store.check([f"{round_id}/begin"]):
             return round_id, []
-        # Read again each time: a restarted rank 0 invites to a new round.
-        newest = store.get(invitation).decode() if store.check([invitation]) else ""
+        # Read again each time: a restarted rank 0 begins a new round.
+        newest = store.get(round_key).decode() if store.check([round_key]) else ""
         if newest != round_id:
             round_id = newest
             store.set(f"{round_id}/answer/{world.rank}", nonce)
@@ -165,7 +167,10 @@ def _answer(store: Store, world: World, nonce: str, deadline: float) -> tuple[st
 
 
 def _check_unique(store: Store, world: World) -> None:
-    """Raise LaunchError in the second process of a rank. Not for a store older than the ranks."""
+    """Raise LaunchError if another process has claimed this rank.
+
+    Do not call it on a store that survives restarts (torchrun's agent).
+    """
     # The id is random: two containers may have the same host name and process id.
     me = f"{socket.gethostname()}:{os.getpid()} {_PROCESS_ID}"
     other = store.compare_set(f"process/{world.rank}", "", me).decode()
@@ -303,6 +308,9 @@ class Peers:
 
     def close_in_child(self) -> None:
         """Close this process's copies of the connections, in a forked child."""
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
         connected = [peer.sock for peer in self._peers.values()]
         for sock in (*connected, self._wake_recv, self._wake_send):
             sock.close()
@@ -358,12 +366,12 @@ class Peers:
             except StopIteration:
                 break
             except ValueError as error:
-                why = f"has sent what is no message: {error}"
+                why = f"has sent an invalid message: {error}"
                 break
             if header != _ALIVE or payload:
                 self._on_message(peer.rank, header, payload)
         if why is not None and not self._stopping:
-            self._drop(peer, why)
+            self._drop_lost(peer, why)
 
     def _check_peers(self) -> None:
         """Send "alive" to the peers, and drop those from which nothing came for `limit_s`."""
@@ -378,16 +386,16 @@ class Peers:
                 peer.last_received = now
             elif self._limit_s and now - peer.last_received > self._limit_s:
                 why = f"has not answered for {self._limit_s:g} s: it is stopped or hangs"
-                self._drop(peer, why)
+                self._drop_lost(peer, why)
 
-    def _drop(self, peer: Connection, why: str) -> None:
+    def _drop_lost(self, peer: Connection, why: str) -> None:
         if self._peers.pop(peer.rank, None) is not None:
             self._selector.unregister(peer.sock)
             peer.sock.close()
             self._on_lost(peer.rank, why)
 
     def _release(self) -> None:
-        self.close_in_child()
+        self._close_sockets()
         self._peers.clear()
         self._selector.close()
 

@@ -62,9 +62,10 @@ def open_store(world: World, timeout_s: float, prefix: str = "") -> Store:
     """Open one store for all ranks. Collective: it returns once every rank has called it.
 
     `prefix` distinguishes worlds that are parts of the launcher's world and share its store. The
-    operations of the store time out after `timeout_s` seconds. Every call returns a new key prefix,
-    so that a process may open one store after another. Raises WorldError with the missing ranks,
-    and LaunchError if two processes have the same rank.
+    operations of the store time out after `timeout_s` seconds. Each call returns a store with a new
+    key prefix, so a process may open several, one after another. Starts the watch of the launcher
+    (see `launcher_watch`). Raises WorldError with the missing ranks, and LaunchError if two
+    processes have the same rank.
     """
     end_with_launcher(world)
     deadline = time.monotonic() + timeout_s
@@ -131,6 +132,7 @@ def load_mpi(world: World) -> Any:
 
 
 def _has_address() -> bool:
+    """Return whether MASTER_ADDR and MASTER_PORT are set. Raises LaunchError if only one is."""
     names = ("MASTER_ADDR", "MASTER_PORT")
     given = [name for name in names if os.environ.get(name)]
     if len(given) == 1:

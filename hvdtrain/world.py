@@ -66,7 +66,7 @@ class Launcher:
     """Further variables that this launcher always sets: without one, the environment is partial."""
     proof: str = ""
     """A variable that the launcher sets, and users who set the others by hand do not."""
-    agents: bool = False
+    starts_agents: bool = False
     """Whether it may start one agent per host, which then starts the ranks (`srun torchrun ...`),
     or the daemons of another launcher. Its own rank and size are then those of the agents.
     """
@@ -111,15 +111,15 @@ LAUNCHERS = (
         required=("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"),
     ),
     # Also horovodrun --mpi, which sets no variable of its own
-    Launcher("openmpi", *_names("OMPI_COMM_WORLD_"), agents=True, is_mpi=True),
-    Launcher("mvapich", *_names("MV2_COMM_WORLD_"), agents=True, is_mpi=True),
+    Launcher("openmpi", *_names("OMPI_COMM_WORLD_"), starts_agents=True, is_mpi=True),
+    Launcher("mvapich", *_names("MV2_COMM_WORLD_"), starts_agents=True, is_mpi=True),
     Launcher(  # Hydra: MPICH and Intel MPI
         "mpich",
         rank="PMI_RANK",
         size="PMI_SIZE",
         local_rank="MPI_LOCALRANKID",
         local_size="MPI_LOCALNRANKS",
-        agents=True,
+        starts_agents=True,
         is_mpi=True,
     ),
     Launcher(
@@ -131,7 +131,7 @@ LAUNCHERS = (
         cross_rank="SLURM_NODEID",
         cross_size="SLURM_NNODES",
         required=("SLURM_NODEID",),
-        agents=True,
+        starts_agents=True,
     ),
 )
 
@@ -269,7 +269,7 @@ def _consistent(inner: World, outer: World) -> bool:
     if (inner.rank, inner.size) == (outer.rank, outer.size) or outer.size == 1:
         return True
     row = next(row for row in LAUNCHERS if row.name == outer.launcher)
-    if not row.agents:
+    if not row.starts_agents:
         return False
     if row is _SRUN and inner.launcher != "torchrun":
         return True  # mpirun and horovodrun start daemons by `srun`: `outer` is a daemon's
@@ -289,10 +289,10 @@ def _is_srun_task(env: Mapping[str, str]) -> bool:
 
 
 def _srun_facts(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the srun row, with the job step's values where Slurm sets these.
+    """Return a copy of `env` in which the job step's values replace those of the allocation, and
+    SLURM_TASKS_PER_NODE is this node's number.
 
-    SLURM_NTASKS and SLURM_TASKS_PER_NODE may describe the whole allocation. Tasks per node have the
-    form "2(x3),1": the local size is this node's entry.
+    Slurm's own value has the form "2(x3),1", with an entry for each node.
     """
     facts = dict(env)
     for name, step_name in (

@@ -49,9 +49,6 @@ CONTRACT = """accumulate all_gather_object all_reduce barrier broadcast_ broadca
 SAME_FILE_NAME = {
     "__init__": "every package has one",
     "__main__": "`python -m hvdtrain` and `python -m hvdtrain.hvd`",
-    "job": "compare and hvd",
-    "report": "the command, and what it shows",
-    "runner": "compare, and hvd as Horovod names it",
 }
 SAME_CLASS_NAME: dict[str, str] = {}
 CYCLES = {

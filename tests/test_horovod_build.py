@@ -38,7 +38,7 @@ from hvdtrain.horovod_build.build_plan import (
 from hvdtrain.horovod_build.buildlog import Step, first_errors, hint, step_of
 from hvdtrain.horovod_build.facts import find_nccl, gather
 from hvdtrain.horovod_build.process import own_environment, run
-from hvdtrain.horovod_build.recipe import cmake_files, environment, wheel_command
+from hvdtrain.horovod_build.recipe import build_environment, cmake_files, wheel_command
 
 # Its fixtures of the module are made once.
 pytestmark = pytest.mark.xdist_group("horovod_build")
@@ -191,7 +191,7 @@ def test_an_installed_horovod_is_compared_with_the_plan(
 
 def test_a_cpu_build_keeps_cuda_out() -> None:
     plan = decide(CPU, Choices(mpi=False))
-    env = environment(plan, CPU, Path("/build"), {"PATH": "/bin", "HOROVOD_WITH_MPI": "1"})
+    env = build_environment(plan, CPU, Path("/build"), {"PATH": "/bin", "HOROVOD_WITH_MPI": "1"})
     assert env["HOROVOD_WITHOUT_MPI"] == "1"
     assert "HOROVOD_WITH_MPI" not in env
     assert "HOROVOD_GPU_OPERATIONS" not in env
@@ -207,7 +207,7 @@ def test_a_cpu_build_keeps_cuda_out() -> None:
 def test_an_nccl_build_uses_one_toolkit_and_one_nccl() -> None:
     plan = decide(GPU, Choices())
     base = {"PATH": "/bin", "HOROVOD_GPU_ALLREDUCE": "MPI", "HOROVOD_BUILD_CUDA_CC_LIST": "90"}
-    env = environment(plan, GPU, Path("/build"), base)
+    env = build_environment(plan, GPU, Path("/build"), base)
     assert env["PATH"] == f"/opt/cuda-13.0/bin{os.pathsep}/bin"
     assert env["HOROVOD_CUDA_HOME"] == env["CUDA_HOME"] == "/opt/cuda-13.0"
     assert env["HOROVOD_NCCL_HOME"] == "/site/nvidia/nccl"

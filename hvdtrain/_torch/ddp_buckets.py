@@ -3,8 +3,8 @@
 Used by the backend `ddp` and by `compare`.
 
 Relies on `DistributedDataParallel.reducer`, a c10d Reducer with `prepare_for_forward`,
-`prepare_for_backward` and `_rebuild_buckets`. Without them `rebuild_buckets` raises AttributeError,
-in the first step with three ranks or more: wrong bits after a resume would be worse.
+`prepare_for_backward` and `_rebuild_buckets`. Without them `reduce_in_rebuilt_buckets` raises
+AttributeError in the first step with three ranks or more: wrong bits after a resume would be worse.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ old name.
 
 
 def reduce_in_rebuilt_buckets(net: DistributedDataParallel, grads: Mapping[Tensor, Tensor]) -> None:
-    """[all] Average `grads` into `p.grad`, in the buckets that all later steps use.
+    """Average `grads` into `p.grad`, in the buckets that all later steps use. Collective.
 
-    The gradients pass through DDP twice: the first time it rebuilds its buckets in this order.
+    The first pass only makes DDP rebuild its buckets, in the order of `grads`; the second averages.
     """
     for rebuild in (True, False):
         net.reducer.prepare_for_forward()

@@ -20,7 +20,7 @@ Handler = Callable[..., Iterator[Any]]
 
 
 def replace_env_handler(replacement: Callable[[Handler], Handler]) -> None:
-    """Replace the handler of `env://` by what `replacement` makes of it. Twice is safe."""
+    """Replace the handler of `env://` with `replacement(handler)`. A second call does nothing."""
     # In torch.distributed a function `rendezvous` hides the module of that name.
     module = sys.modules[f"{dist.__name__}.rendezvous"]
     handlers: dict[str, Handler] = getattr(module, "_rendezvous_handlers", {})

@@ -23,6 +23,6 @@ def mark_as_stepped(optimizer: Optimizer) -> None:
 
 
 def without_step_hooks(step: StepT) -> StepT:
-    """Decorate the `step` of an optimizer whose inner `step` runs the step hooks already."""
+    """Mark `step` so that torch runs no step hooks for it: the inner `step` runs them."""
     step.hooked = True  # type: ignore[attr-defined]
     return step

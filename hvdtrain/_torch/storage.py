@@ -38,9 +38,10 @@ class StorageReference:
 
 
 def move_to_shared_memory(storage: torch.UntypedStorage) -> int:
-    """Move a storage into a file in shared memory, under all its views; return the file descriptor.
+    """Move a storage, and so all its views, into shared memory; return the file descriptor.
 
-    The storage owns the descriptor. Raises RuntimeError if there is no room, or no such function.
+    The storage owns the descriptor. Raises RuntimeError if there is no room, or if torch has no
+    function for it.
     """
     share = getattr(storage, "_share_fd_cpu_", None)
     if share is None:

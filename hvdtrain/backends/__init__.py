@@ -150,7 +150,7 @@ def _check_descriptors(world: World) -> None:
 
 
 def _shake_hands(backend: Backend, agree_on: Mapping[str, object]) -> None:
-    """[all] Raise WorldMismatch, on every rank, if rank order, versions or `agree_on` differ."""
+    """Raise WorldMismatch on all ranks if rank order, versions or `agree_on` differ. Collective."""
     import torch
 
     from hvdtrain.backends.base import check_same

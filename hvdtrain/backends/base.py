@@ -56,15 +56,15 @@ class BackendOptions:
 class Backend(ABC):
     """One data-parallel world: averages gradients and combines small values over all ranks.
 
-    [all] marks a collective: every rank calls it, in the same order. Use a backend as a context
-    manager: leaving the block closes it, and under an MPI launcher an exception that leaves the
-    block aborts the whole job.
+    Every rank calls a collective, in the same order. Use a backend as a context manager: leaving
+    the block closes it, and under an MPI launcher an exception that leaves the block aborts the
+    whole job.
     """
 
     name: ClassVar[str]
     one_process: ClassVar[bool] = False
-    """Whether the backend is meant for one process. With one rank, the others add a hint how to
-    start more.
+    """Whether the backend is meant for one process. With one rank, the other backends print
+    how to start more.
     """
 
     transport: str = ""
@@ -101,10 +101,10 @@ class Backend(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """[all] Join the world. Raises WorldError, WorldMismatch or BackendUnavailable."""
+        """Join the world. Collective. Raises WorldError, WorldMismatch or BackendUnavailable."""
 
     def close(self, failed: bool = False) -> None:  # noqa: B027 -- single has nothing to leave
-        """[all] Leave the world. Safe to call twice, and after a failure.
+        """Leave the world. Collective. Safe to call twice, and after a failure.
 
         `failed`: do not wait for the other ranks.
         """
@@ -123,7 +123,7 @@ class Backend(ABC):
     # Training
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """[all] Wrap both. Weights, buffers and existing optimizer state become rank 0's.
+        """Wrap both. Collective. Weights, buffers and existing optimizer state become rank 0's.
 
         `model` must be on `self.device` already. Load state and build a scheduler afterwards, on
         the returned objects: a backend may make a new optimizer. Keep `model` for `state_dict()`:
@@ -143,6 +143,7 @@ class Backend(ABC):
         return net, wrapped
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """Wrap both in what the engine needs; by default return them as they are. Collective."""
         return model, optimizer
 
     def _sync_batch_norm(self) -> type[BatchNormBase] | None:
@@ -156,16 +157,15 @@ class Backend(ABC):
 
         `last`: the next call is `finish_backward`.
 
-        Gradients add up over the micro-batches of a step, its window: divide the loss by their
-        number.
+        Gradients are summed over the micro-batches of a step: divide the loss by their number.
         """
         return nullcontext()
 
     def finish_backward(self, optimizer: Optimizer) -> None:
-        """[all] Finish the averaging: AFTERWARDS `p.grad` IS THE MEAN OVER ALL RANKS, on every
-        backend. Also coalesce sparse gradients, and synchronise buffers by their policy.
+        """Finish the averaging: AFTERWARDS `p.grad` IS THE MEAN OVER ALL RANKS, on every backend.
+        Collective. Also coalesce sparse gradients, and synchronise buffers by their policy.
 
-        Call it once a window, before unscaling, clipping and stepping. Raises InputError with the
+        Call it once a step, before unscaling, clipping and stepping. Raises InputError with the
         names of the parameters without a gradient, unless `unused_parameters` is "zero".
         """
         if id(optimizer) not in self._prepared:
@@ -179,7 +179,7 @@ class Backend(ABC):
         model_sync.sync_buffers(self, made.model)
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:  # noqa: B027
-        """[all] Average the gradients, or wait until they are averaged.
+        """Average the gradients, or wait until they are averaged. Collective.
 
         A backend that averages within the backward pass has nothing to do here.
         """
@@ -188,7 +188,7 @@ class Backend(ABC):
 
     @abstractmethod
     def all_reduce(self, t: Tensor, op: Op = "mean") -> Tensor:
-        """[all] Combine `t` over all ranks. Return a new tensor; `t` is unchanged.
+        """Reduce `t` over all ranks. Collective. Return a new tensor; `t` is unchanged.
 
         The result has the shape, dtype and device of `t`. Raises ValueError for an unknown op, and
         for the mean of integers.
@@ -196,24 +196,24 @@ class Backend(ABC):
 
     @abstractmethod
     def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
-        """[all] Overwrite `t`, which must be contiguous, with the root's, in place; return it."""
+        """Overwrite `t`, which must be contiguous, with the root's; return it. Collective."""
 
     @abstractmethod
     def broadcast_object(self, obj: T, root: int = 0) -> T:
-        """[all] Return the root's `obj`. Pickle: trusted peers only."""
+        """Return the root's `obj`. Collective. Pickle: trusted peers only."""
 
     @abstractmethod
     def all_gather_object(self, obj: T) -> list[T]:
-        """[all] Return every rank's `obj`, in rank order. Pickle: trusted peers only."""
+        """Return every rank's `obj`, in rank order. Collective. Pickle: trusted peers only."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """[all] Return once every rank has called."""
+        """Return once every rank has called. Collective."""
 
     @contextmanager
     def share_errors(self) -> Iterator[None]:
-        """[all] Raise an HvdtrainError of the block on every rank, so that no rank waits for one
-        that failed.
+        """Raise an HvdtrainError of the block on every rank, so that no rank waits for one
+        that failed. Collective.
 
         If several ranks fail, the error of the lowest is raised. The block must not contain a
         collective. Any other exception propagates unchanged, on its own rank only.
@@ -274,8 +274,8 @@ class _Prepared:
 
 
 def check_same(backend: Backend, values: Mapping[str, object], advice: str = "") -> None:
-    """[all] Raise WorldMismatch, on every rank, for the first of `values` that differs between
-    ranks. The message has both values, then `advice` on what to do.
+    """Raise WorldMismatch, on every rank, for the first of `values` that differs between
+    ranks. Collective. The message has both values, then `advice` on what to do.
     """
     everyone = backend.all_gather_object(dict(values))
     on = [f" on {host}" for host in backend.hosts] or [""] * len(everyone)

@@ -51,7 +51,7 @@ class C10d(Backend):
         return None
 
     def open(self) -> None:
-        """[all] Open the rendezvous store and create the process group, unless there is one."""
+        """Open the store and create the process group, unless there is one. Collective."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if dist.is_initialized():
@@ -82,7 +82,7 @@ class C10d(Backend):
             )
 
     def close(self, failed: bool = False) -> None:
-        """[all] Destroy the process group that `open` created; first wait, unless `failed`."""
+        """Destroy the group that `open` created; first wait, unless `failed`. Collective."""
         if not (self._owns_group and dist.is_initialized()):
             return
         self._owns_group = False
@@ -109,7 +109,7 @@ class C10d(Backend):
     # Small values
 
     def all_reduce(self, t: Tensor, op: Op = "mean") -> Tensor:
-        """[all] Combine `t` over all ranks into a new tensor: see the contract."""
+        """Reduce `t` over all ranks into a new tensor: see the contract. Collective."""
         check_op(t, op)
         result = t.detach().clone(memory_format=torch.contiguous_format)
         result = result.to(self._carrier(t))
@@ -119,25 +119,25 @@ class C10d(Backend):
         return result.to(t.device)
 
     def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
-        """[all] Overwrite `t` with the root's, in place; return it."""
+        """Overwrite `t` with the root's, in place; return it. Collective."""
         carried = t.to(self._carrier(t))
         dist.broadcast(carried, src=root)
         return t if carried is t else t.copy_(carried)
 
     def broadcast_object(self, obj: T, root: int = 0) -> T:
-        """[all] Return the root's `obj`."""
+        """Return the root's `obj`. Collective."""
         boxed = [obj]
         dist.broadcast_object_list(boxed, src=root, device=self._carrier())
         return boxed[0]
 
     def all_gather_object(self, obj: T) -> list[T]:
-        """[all] Return every rank's `obj`, in rank order."""
+        """Return every rank's `obj`, in rank order. Collective."""
         gathered: list[Any] = [None] * self.world.size
         dist.all_gather_object(gathered, obj)
         return gathered
 
     def barrier(self) -> None:
-        """[all] Wait for all ranks. The errors of Gloo and shm name the ranks that were late."""
+        """Wait for all ranks. Collective. Errors of Gloo and shm name the ranks that were late."""
         if self.transport == "gloo":
             # dist.barrier over Gloo times out without naming the missing ranks; with
             # wait_all_ranks this one names all of them, not only the first.

@@ -51,7 +51,7 @@ class Compat(Horovod):
         return None
 
     def _init(self) -> None:
-        """[all] Initialise `hvd` with the timeout and transport of the options.
+        """Initialise `hvd` with the timeout and transport of the options. Collective.
 
         Horovod's own variables come before the options, as with the backend `horovod`.
         """

@@ -25,12 +25,16 @@ class DDP(C10d):
     def __init__(self, world: World, options: BackendOptions) -> None:
         super().__init__(world, options)
         self._with_gradient: dict[Tensor, None] = {}
-        """An ordered set: the parameters that got a gradient in the window's last micro-batch."""
+        """An ordered set: the parameters that got a gradient in the step's last micro-batch."""
         self._before_first_step: dict[int, tuple[DistributedDataParallel, Optimizer]] = {}
         """Wrapped models that need `_reduce_first_step`, keyed by id(optimizer)."""
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """Wrap the model in DDP; with unused_parameters "error", also record which parameters get a
+        gradient.
+        """
         if self.options.unused_parameters == "error":
+            # The hook adds the parameter to the ordered set _with_gradient.
             for p in model.parameters():
                 if p.requires_grad:
                     hook = self._with_gradient.setdefault
@@ -56,7 +60,7 @@ class DDP(C10d):
         return nn.SyncBatchNorm if self.device.type == "cuda" else None
 
     def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Let DDP reduce in the last micro-batch of a window only."""
+        """Let DDP reduce in the last micro-batch of a step only."""
         if not isinstance(net, DistributedDataParallel):
             raise ValueError("accumulate wants the net that prepare returned")
         if not last:

@@ -68,7 +68,7 @@ class Horovod(Backend):
         problem = found.problem(torch.__version__)
         if problem is not None:
             return problem
-        if not hasattr(cls.module(), "init"):  # it prints its ImportError and continues
+        if not hasattr(cls.module(), "init"):  # horovod.torch prints its ImportError and continues
             return (
                 "Horovod's native library does not load; rebuild it with: "
                 "hvdtrain install-horovod --force"
@@ -101,7 +101,7 @@ class Horovod(Backend):
         return None
 
     def open(self) -> None:
-        """[all] `hvd.init()`, and check that it sees the launcher's world."""
+        """Call `hvd.init()`, and check that it sees the launcher's world. Collective."""
         self._hvd = self.module()
         if self.device.type != "cpu":
             torch.cuda.set_device(self.device)
@@ -114,7 +114,7 @@ class Horovod(Backend):
             )
 
     def _init(self) -> None:
-        """[all] Initialise Horovod with the timeout of the options, through its own variables.
+        """Initialise Horovod with the options' timeout, through its own variables. Collective.
 
         It reads them during `init` only, so they are removed afterwards.
         """
@@ -174,7 +174,7 @@ class Horovod(Backend):
                 failure.end_job(self.world, error)
 
     def close(self, failed: bool = False) -> None:
-        """[all] Call `hvd.shutdown()`; not after a failure, as it could wait for a dead rank."""
+        """Call `hvd.shutdown()`; not after a failure: it could wait for a dead rank. Collective."""
         hvd = self._hvd
         for skip in self._skips.values():
             skip.close()
@@ -237,7 +237,7 @@ class Horovod(Backend):
         return cast("type[BatchNormBase]", self._hvd.SyncBatchNorm) if cuda else None
 
     def _coalesce(self, p: Tensor) -> None:
-        """Add up this rank's sparse rows before they are sent, as DDP does.
+        """Coalesce this rank's sparse gradient before it is sent, as DDP does.
 
         Horovod would add the rows of all ranks one by one, with another rounding.
         """
@@ -245,7 +245,7 @@ class Horovod(Backend):
             p.grad = p.grad.coalesce()
 
     def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Let Horovod's hooks send gradients in the last micro-batch of a window only."""
+        """Let Horovod's hooks send gradients in the last micro-batch of a step only."""
         if id(net) not in self._optimizers:
             raise ValueError("accumulate wants the net that prepare returned")
         # The hooks count backward passes down from this number and send at zero. It is set anew for
@@ -266,7 +266,7 @@ class Horovod(Backend):
     # Small values
 
     def all_reduce(self, t: Tensor, op: Op = "mean") -> Tensor:
-        """[all] Combine `t` over all ranks into a new tensor: see the contract."""
+        """Reduce `t` over all ranks into a new tensor: see the contract. Collective."""
         check_op(t, op)
         hvd = self._hvd
         ops = {"mean": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
@@ -277,25 +277,25 @@ class Horovod(Backend):
         return cast("Tensor", result.to(t.dtype))
 
     def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
-        """[all] Overwrite `t` with the root's, in place."""
+        """Overwrite `t` with the root's, in place. Collective."""
         with self._waiting("a broadcast"):
             self._hvd.broadcast_(t.view(_AS_BITS.get(t.dtype, t.dtype)), root_rank=root)
         return t
 
     def broadcast_object(self, obj: T, root: int = 0) -> T:
-        """[all] Return the root's `obj`."""
+        """Return the root's `obj`. Collective."""
         # Without a name Horovod uses that of the type: ranks with different types would hang.
         with self._waiting("the broadcast of an object"):
             got = self._hvd.broadcast_object(obj, root_rank=root, name="hvdtrain.object")
         return cast("T", got)
 
     def all_gather_object(self, obj: T) -> list[T]:
-        """[all] Return every rank's `obj`, in rank order."""
+        """Return every rank's `obj`, in rank order. Collective."""
         with self._waiting("the all-gather of objects"):
             got = self._hvd.allgather_object(obj, name="hvdtrain.objects")
         return cast("list[T]", got)
 
     def barrier(self) -> None:
-        """[all] Wait for all."""
+        """Wait for all. Collective."""
         with self._waiting("a barrier"):
             self._hvd.barrier()

@@ -1,7 +1,7 @@
 """What every backend does to a model, its gradients and its buffers, written once.
 
 `Backend.prepare` and `Backend.finish_backward` call these functions; `training` and `compare` call
-some of them too. Those marked [all] are collective: every rank calls, in the same order.
+some of them too. Every rank calls a collective one, in the same order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_same_model(backend: Backend, model: nn.Module) -> None:
-    """[all] Raise WorldMismatch if a name, shape or dtype differs from another rank's."""
+    """Raise WorldMismatch if a name, shape or dtype differs from another rank's. Collective."""
     mine = [
         (name, tuple(t.shape), str(t.dtype))
         for name, t in (*model.named_parameters(), *model.named_buffers())
@@ -93,7 +93,7 @@ class OneRankBatchNorm(BatchNormBase):
 
 
 def broadcast_state(backend: Backend, model: nn.Module, optimizer: Optimizer) -> None:
-    """[all] Broadcast rank 0's weights, buffers and optimizer state, in place.
+    """Broadcast rank 0's weights, buffers and optimizer state, in place. Collective.
 
     Optimizer state is only copied. It is never created by a step on zero gradients, which would
     decay the weights.
@@ -192,7 +192,7 @@ def fill_missing_gradients(
 
 
 def sync_buffers(backend: Backend, model: nn.Module) -> None:
-    """[all] Apply the policy for buffers, with one collective for all buffers of a dtype."""
+    """Apply the policy for buffers, with one collective for all buffers of a dtype. Collective."""
     policy = backend.options.buffers
     if policy == "local" or backend.world.size == 1:
         return

@@ -29,24 +29,24 @@ class Single(Backend):
         return None
 
     def open(self) -> None:
-        """[all] Do nothing: there are no peers."""
+        """Do nothing: there are no peers. Collective."""
 
     def all_reduce(self, t: Tensor, op: Op = "mean") -> Tensor:
-        """[all] Return a copy of `t`: see the contract."""
+        """Return a copy of `t`: see the contract. Collective."""
         check_op(t, op)
         return t.clone()
 
     def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
-        """[all] Return `t` as it is."""
+        """Return `t` as it is. Collective."""
         return t
 
     def broadcast_object(self, obj: T, root: int = 0) -> T:
-        """[all] Return `obj` as it is."""
+        """Return `obj` as it is. Collective."""
         return obj
 
     def all_gather_object(self, obj: T) -> list[T]:
-        """[all] Return `[obj]`."""
+        """Return `[obj]`. Collective."""
         return [obj]
 
     def barrier(self) -> None:
-        """[all] Return at once."""
+        """Return at once. Collective."""

@@ -34,14 +34,14 @@ def _read(function: Callable[[str], Any]) -> Callable[..., Any]:
     return read
 
 
-def _names(text: str) -> tuple[str, ...]:
+def _arm_names(text: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     if text and not names:
-        raise InputError(f"{text!r} names no arm; such as ddp/gloo,compat/shm")
+        raise InputError(f"{text!r} names no arm; give for example ddp/gloo,compat/shm")
     return names
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def _world_sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -55,7 +55,7 @@ _OPTIONS = [
         ["-np", "--np", "ranks"],
         default="2",
         show_default=True,
-        callback=_read(_sizes),
+        callback=_read(_world_sizes),
         metavar="N[,N...]",
         help="Ranks of every arm, all on this host; several to compare world sizes.",
     ),
@@ -69,7 +69,7 @@ _OPTIONS = [
     click.Option(
         ["--arms"],
         default="",
-        callback=_read(_names),
+        callback=_read(_arm_names),
         metavar="A,B,...",
         help="backend/transport or horovod/controller, such as ddp/gloo,compat/shm,horovod/mpi; "
         "or module:Class/transport. [default: the usual ones that can be had here]",
@@ -203,21 +203,24 @@ def run(options: CompareOptions) -> None:
 def _error_text(record: Record) -> str:
     """Return why the comparison ends with an error, or ""."""
     timed = {key for block in record.kept_blocks for key in block.arms}
-    # An arm that was timed to the end beside its baseline, in blocks that count.
+    # Succeed only if some arm was timed to the end, in kept blocks.
     compared = ("arm", "again", "by hand")
     if not any(
         key in timed and arm.status == "measured" and arm.role in compared
         for key, arm in record.arms.items()
     ):
-        first: dict[str, str] = {}  # arm by reason: a wrong task is the same for all arms
+        first: dict[str, str] = {}  # arm by reason: a broken task gives every arm the same reason
         for key, arm in record.arms.items():
             if arm.reason:
                 first.setdefault(arm.reason, key)
         reasons = [f"{key}: {reason}" for reason, key in first.items()]
-        advice = "no block counts: end what else runs, or --max-foreign 100%"
+        advice = (
+            "all blocks were dropped, because other processes used the CPU; end them, or give "
+            "--max-foreign 100%"
+        )
         return f"nothing could be compared; {'; '.join(reasons[:3]) or advice}"
-    refused = [key for key, arm in record.arms.items() if arm.status == "refused"]
-    return f"not the same work: {', '.join(refused)}" if refused else ""
+    refused = ", ".join(key for key, arm in record.arms.items() if arm.status == "refused")
+    return f"these arms do not train the same thing as the baseline: {refused}" if refused else ""
 
 
 def _make_folder(options: CompareOptions) -> Path:
@@ -232,7 +235,7 @@ def _make_folder(options: CompareOptions) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         if not any(folder.iterdir()):
             with contextlib.suppress(FileExistsError):
-                (folder / "logs").mkdir()  # succeeds for one of two comparisons
+                (folder / "logs").mkdir()  # of two comparisons that start together, one succeeds
                 return folder
     except OSError as error:
         raise InputError(f"--output {folder} cannot be used: {error.strerror}") from None

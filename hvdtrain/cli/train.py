@@ -131,7 +131,7 @@ def command(ctx: click.Context, /, **values: Any) -> None:
 
 
 def run(config: TrainConfig, origins: dict[str, str]) -> None:
-    """Open the backend, load the task and train. Collective: every rank of the job calls."""
+    """Open the backend, load the task and train. Collective: every rank calls it."""
     from hvdtrain.backends import open_backend
     from hvdtrain.training.task import load_task
     from hvdtrain.training.trainer import Trainer

@@ -210,7 +210,7 @@ class Record:
     blocks: list[Block]
     schema: int = SCHEMA
     outcome: str = "running"
-    """running, finished, interrupted or failed."""
+    """running, finished, interrupted (Ctrl-C), terminated (SIGTERM) or failed."""
     note: str | None = None
     """Why it is not finished, or has no results."""
     command: list[str] = field(default_factory=list)

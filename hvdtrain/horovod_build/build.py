@@ -96,7 +96,7 @@ def _build_wheel(facts: Facts, plan: BuildPlan, folder: Path, log: IO[str], show
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    env = recipe.environment(plan, facts, folder, base)
+    env = recipe.build_environment(plan, facts, folder, base)
     _logged(recipe.wheel_command(folder / "wheel"), env, log, show, "Horovod does not build")
     return next((folder / "wheel").glob("horovod-*.whl"))
 

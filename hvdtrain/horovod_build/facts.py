@@ -100,7 +100,9 @@ def find_torch(env: Mapping[str, str]) -> tuple[Torch | None, str]:
 
 
 def find_cxx(env: Mapping[str, str]) -> Tool:
-    """Find the C++ compiler that CMake would use, and compile and link C++20 with it."""
+    """Find a compiler that compiles and links C++20: $CXX if set, else the first that works of c++,
+    g++ and clang++. The build passes it to CMake.
+    """
     return _first_that_works(
         [_compiler(words, env, CXX_PROGRAM) for words in _choices(env, "CXX", "c++ g++ clang++")],
         f"a C++20 compiler: none of c++, g++, clang++ is on PATH; {GXX_FIX}",

@@ -128,7 +128,7 @@ def _dry_run(facts: Facts, plan: BuildPlan, reason: str | None, echo: Print) -> 
     for path, text in recipe.cmake_files(plan, folder, base.get("CMAKE_TOOLCHAIN_FILE")).items():
         echo(f"\n# {path}\n{text.rstrip()}")
     echo("\n# environment")
-    env = recipe.environment(plan, facts, folder, base)
+    env = recipe.build_environment(plan, facts, folder, base)
     for name in sorted(name for name in env if env[name] != os.environ.get(name)):
         echo(f"{name}={shlex.quote(env[name])}")
     for name in sorted(set(base) - set(env)):

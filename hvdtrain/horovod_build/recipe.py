@@ -89,13 +89,13 @@ def variables(plan: BuildPlan, facts: Facts, folder: Path) -> dict[str, str]:
     }
 
 
-def environment(
+def build_environment(
     plan: BuildPlan, facts: Facts, folder: Path, base: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the complete environment of a build: `base` and the variables of the plan.
 
-    Of the user's HOROVOD_ variables only the tuning ones are kept (HOROVOD_BUILD_ARCH_FLAGS,
-    HOROVOD_BUILD_CUDA_CC_LIST), since the others would contradict the plan.
+    Of the user's HOROVOD_ variables all HOROVOD_BUILD_* are kept; the others would contradict the
+    plan. With CUDA, its nvcc comes first on PATH.
     """
     env = {
         name: value

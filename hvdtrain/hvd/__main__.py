@@ -123,7 +123,7 @@ def _run_file(path: str) -> None:
 
 def _fail(error: BaseException) -> NoReturn:
     """Exit as `python` does after `error`; under MPI also end the other ranks, or they block."""
-    error.__traceback__ = _theirs(error.__traceback__)
+    error.__traceback__ = _without_own_frames(error.__traceback__)
     world = _world()
     if exit_code(error) != 0 and world.size > 1 and is_mpi(world):
         end_job(world, error)
@@ -133,7 +133,7 @@ def _fail(error: BaseException) -> NoReturn:
     sys.exit(1)
 
 
-def _theirs(trace: TracebackType | None) -> TracebackType | None:
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback without its first frames, which are of this file and runpy."""
     ours = (__file__, "<frozen runpy>", runpy.__file__)
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:

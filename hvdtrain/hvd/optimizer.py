@@ -228,7 +228,7 @@ class _DistributedOptimizer(Optimizer):
 
     @property
     def _allreduce_delay(self) -> Mapping[Tensor, int]:
-        """The number of backward passes of each parameter until it is averaged."""
+        """Each parameter's remaining backward passes before it is averaged: Horovod's attribute."""
         left = dict.fromkeys(self._parameter_names, self._spec.passes)
         return MappingProxyType(left | (self._reducer.delays() if self._reducer else {}))
 

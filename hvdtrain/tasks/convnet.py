@@ -48,7 +48,7 @@ class ConvNet(SyntheticTask):
         self.classes = classes
 
     def model(self) -> nn.Module:
-        """Return a convolution, the stages, the mean over the image, and one linear layer."""
+        """Return a convolution, the stages, global average pooling, and one linear layer."""
         layers: list[nn.Module] = [_convolution(3, self.width), nn.ReLU()]
         channels = self.width
         for stage in range(self.stages):
@@ -76,20 +76,24 @@ class ConvNet(SyntheticTask):
 class _Block(nn.Module):
     """Two convolutions beside a shortcut; if it doubles the channels, it halves the image size."""
 
-    def __init__(self, before: int, after: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
-        stride = 1 if before == after else 2
-        self.first = _convolution(before, after, stride=stride)
-        self.second = _convolution(after, after)
+        stride = 1 if in_channels == out_channels else 2
+        self.first = _convolution(in_channels, out_channels, stride=stride)
+        self.second = _convolution(out_channels, out_channels)
         self.shortcut: nn.Module = nn.Identity()
-        if before != after:
-            self.shortcut = _convolution(before, after, kernel=1, stride=stride)
+        if in_channels != out_channels:
+            self.shortcut = _convolution(in_channels, out_channels, kernel=1, stride=stride)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.shortcut(x) + self.second(F.relu(self.first(x))))
 
 
-def _convolution(before: int, after: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
+def _convolution(
+    in_channels: int, out_channels: int, kernel: int = 3, stride: int = 1
+) -> nn.Sequential:
     # No bias: BatchNorm subtracts the mean.
-    convolution = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(after))
+    convolution = nn.Conv2d(
+        in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=False
+    )
+    return nn.Sequential(convolution, nn.BatchNorm2d(out_channels))

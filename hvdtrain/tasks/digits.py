@@ -64,9 +64,9 @@ class Digits(Task):
     def metrics(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """Return accuracy and loss."""
         images, labels = batch
-        scores = net(images)
-        right = (scores.argmax(1) == labels).float().mean()
-        return {"accuracy": right, "loss": F.cross_entropy(scores, labels)}
+        logits = net(images)
+        correct = (logits.argmax(1) == labels).float().mean()
+        return {"accuracy": correct, "loss": F.cross_entropy(logits, labels)}
 
 
 def _table() -> npt.NDArray[np.float64]:

@@ -44,8 +44,8 @@ class MLP(SyntheticTask):
         """Return linear layers with ReLU between them."""
         widths = [self.features] + [self.width] * self.depth
         layers: list[nn.Module] = []
-        for before, after in zip(widths[:-1], widths[1:], strict=True):
-            layers += [nn.Linear(before, after), nn.ReLU()]
+        for in_features, out_features in zip(widths[:-1], widths[1:], strict=True):
+            layers += [nn.Linear(in_features, out_features), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(self.width, self.classes))
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:

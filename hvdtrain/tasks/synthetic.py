@@ -33,7 +33,7 @@ def check_counts(**counts: object) -> None:
 class SyntheticTask(Task):
     """A classifier of made-up data. The constructor checks the arguments that subclasses share.
 
-    `samples` are to train on; an eighth as many more are to evaluate. `counts`: the sizes of the
+    `samples` training samples, and an eighth as many for evaluation. `counts`: the sizes of the
     model and of the data, which must be whole numbers above zero.
     """
 
@@ -58,16 +58,16 @@ class SyntheticTask(Task):
         return TensorDataset(inputs[:n], targets[:n]), TensorDataset(inputs[n:], targets[n:])
 
     def loss(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the cross entropy of scores whose last dimension is the class."""
+        """Return the cross entropy of logits whose last dimension is the class."""
         inputs, targets = batch
         return _cross_entropy(net(inputs), targets)
 
     def metrics(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """Return accuracy and loss."""
         inputs, targets = batch
-        scores = net(inputs)
-        right = (scores.argmax(-1) == targets).float().mean()
-        return {"accuracy": right, "loss": _cross_entropy(scores, targets)}
+        logits = net(inputs)
+        correct = (logits.argmax(-1) == targets).float().mean()
+        return {"accuracy": correct, "loss": _cross_entropy(logits, targets)}
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -75,5 +75,5 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(scores.flatten(0, -2), targets.flatten())
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())

@@ -45,17 +45,17 @@ class Transformer(SyntheticTask):
         self.vocabulary = vocabulary
 
     def model(self) -> nn.Module:
-        """Return embeddings, the layers, a LayerNorm, and the scores of the next token."""
+        """Return embeddings, the layers, a LayerNorm, and the logits of the next token."""
         return _GPT(self.width, self.layers, self.heads, self.context, self.vocabulary)
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return sequences in which one permutation of the vocabulary maps a token to the next."""
         rng = generator()
         num = self.num_samples
-        following = torch.randperm(self.vocabulary, generator=rng)
+        next_token = torch.randperm(self.vocabulary, generator=rng)
         tokens = [torch.randint(self.vocabulary, (num,), generator=rng)]
         for _ in range(self.context):
-            tokens.append(following[tokens[-1]])
+            tokens.append(next_token[tokens[-1]])
         sequences = torch.stack(tokens, 1)
         return self.split(sequences[:, :-1], sequences[:, 1:])
 
@@ -70,8 +70,8 @@ class _GPT(nn.Module):
         self.scores = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tokens(tokens) + self.positions(places)
+        indices = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(indices)
         return self.scores(self.norm(self.layers(x)))  # type: ignore[no-any-return]
 
 

@@ -63,7 +63,7 @@ def save(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, An
         text = json.dumps(manifest, indent=1)
         _write(staging / _MANIFEST, text)
         _write(staging / _MARKER, _hash(text.encode()) + "\n")
-        _sync(staging)
+        _fsync(staging)
         _put_in_place(staging, final)
     except Exception as error:  # pickling a part can raise nearly anything
         shutil.rmtree(staging, ignore_errors=True)
@@ -221,7 +221,7 @@ def _put_in_place(staging: Path, final: Path) -> None:
         if replaces:
             trash.rename(final)
         raise
-    _sync(final.parent)  # only this makes the rename survive a power failure
+    _fsync(final.parent)  # only this makes the rename survive a power failure
     shutil.rmtree(trash, ignore_errors=True)
 
 
@@ -302,10 +302,10 @@ def _hash(data: bytes) -> str:
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text)
-    _sync(path)
+    _fsync(path)
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -65,14 +65,14 @@ class ShardedBatches(Sampler[list[int]]):
         return self.batches_from(self._start)
 
     def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(mix(self._seed, self._epoch))
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, self._epoch))
         order = torch.randperm(self.num_samples, generator=generator)
         offset = self._start + self._world.rank * self.batch_size
         for batch in range(len(self)):
             first = offset + batch * self.global_micro_batch
-            places = torch.arange(first, first + self.batch_size)
+            indices = torch.arange(first, first + self.batch_size)
             # The last batch is padded with the samples from the start of the order.
-            yield order[places % self.num_samples].tolist()
+            yield order[indices % self.num_samples].tolist()
 
 
 class EvalBatches(Sampler[list[int]]):
@@ -90,7 +90,7 @@ class EvalBatches(Sampler[list[int]]):
             yield list(self._indices[start : start + self._batch_size])
 
 
-def mix(*numbers: int) -> int:
+def derive_seed(*numbers: int) -> int:
     """Combine several small numbers into one seed."""
     seed = 0
     for number in numbers:
@@ -115,7 +115,8 @@ def size_of(dataset: Dataset[Any], name: str) -> int:
 def shard(train: Dataset[Any], config: TrainConfig, world: World) -> ShardedBatches:
     """Return the sampler of this rank's micro-batches. Not collective.
 
-    Raises InputError if it has none: the loop over epochs would never end.
+    Raises InputError if a rank would have no micro-batch (an epoch would have no step), or if one
+    of all ranks is too large for any memory.
     """
     size, each = size_of(train, "training"), config.micro_batch(world.size)
     batches = ShardedBatches(size, each, world, config.seed, config.uneven)
@@ -127,7 +128,8 @@ def shard(train: Dataset[Any], config: TrainConfig, world: World) -> ShardedBatc
         )
     if batches.global_micro_batch > _MAX_BATCH:
         raise InputError(
-            f"one micro-batch of all ranks, {each} x {world.size} samples, fits into no memory"
+            f"one micro-batch of all ranks, {each} x {world.size} samples, "
+            "is too large for any memory; make --batch-size smaller"
         )
     return batches
 
@@ -177,7 +179,7 @@ def make_loader(
         # A process that is forked after MPI_Init can crash in its first MPI call.
         multiprocessing_context="forkserver" if workers and is_mpi(world) else None,
         # It seeds the loader processes, so that random augmentation differs by rank.
-        generator=torch.Generator().manual_seed(mix(seed, world.rank)),
+        generator=torch.Generator().manual_seed(derive_seed(seed, world.rank)),
     )
 
 

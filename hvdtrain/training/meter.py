@@ -29,7 +29,9 @@ class Meter:
         self._since = time.perf_counter()
 
     def add_loss(self, loss: Tensor) -> None:
-        """Add the loss of a micro-batch, divided by its window. Does not synchronise a device."""
+        """Add a micro-batch's loss, which the caller has divided by the number of micro-batches in
+        the step. Does not synchronise a device.
+        """
         value = loss.detach()
         self._loss = value if self._loss is None else self._loss + value
 

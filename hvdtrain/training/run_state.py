@@ -1,4 +1,4 @@
-"""The state of a run in its checkpoints: rank 0 collects and restores it, then broadcasts."""
+"""The state of a run in its checkpoints: what rank 0 saves and restores. Used by the Trainer."""
 
 from __future__ import annotations
 

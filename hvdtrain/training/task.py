@@ -245,7 +245,10 @@ def _load_file(name: str) -> ModuleType:
     if not path.is_file():
         raise InputError(f"no task file {name!r} here ({Path.cwd()})")
     if not path.stem.isidentifier():
-        raise InputError(f"the task file {name!r} has no name that Python can import; rename it")
+        raise InputError(
+            f"the task file {name!r} has a name that Python cannot import; rename it to letters, "
+            "digits and _"
+        )
     known = sys.modules.get(path.stem)
     if known is not None and hasattr(known, "__task_file__"):
         del sys.modules[path.stem]  # an earlier task file of the same name

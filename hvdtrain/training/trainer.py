@@ -32,8 +32,8 @@ from hvdtrain.training.console import Console, make_console
 from hvdtrain.training.data_loading import (
     EvalBatches,
     check_same_plan,
+    derive_seed,
     make_loader,
-    mix,
     on_device,
     shard,
     size_of,
@@ -152,7 +152,7 @@ class Trainer:
         keep_freed_memory()
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
-        determinism.seed_all(mix(config.seed))
+        determinism.seed_all(derive_seed(config.seed))
         train, evaluation = self._checked.datasets()
         self.batches = shard(train, config, world)
         common = (self._checked.collate, world, self.backend.device, config.workers, config.seed)
@@ -164,7 +164,7 @@ class Trainer:
             self._eval_loader = make_loader(evaluation, shares, *common)
             self._eval_batches = shares
         # Seed again: the weights must not depend on how many random numbers the datasets drew.
-        determinism.seed_all(mix(config.seed))
+        determinism.seed_all(derive_seed(config.seed))
         self.model: nn.Module = self.precision.convert(self._checked.model()).to(
             self.backend.device
         )
@@ -234,8 +234,8 @@ class Trainer:
         self._own_schedule = own is not None
         if own is None:
             per_epoch, step = self.ledger.steps_per_epoch, self.progress.step
-            behind = self.progress.epoch * per_epoch + self._epoch_steps_done()
-            return build_schedule(self.optimizer, self.config, step, total, per_epoch, behind)
+            steps_done = self.progress.epoch * per_epoch + self._epoch_steps_done()
+            return build_schedule(self.optimizer, self.config, step, total, per_epoch, steps_done)
         self.ledger = replace(self.ledger, schedule="the task's own", warmup_steps=0)
         if loaded.get("schedule") is not None:
             continue_schedule(own, loaded["schedule"], loaded_groups)
@@ -308,15 +308,15 @@ class Trainer:
         self.batches.set_epoch(progress.epoch, progress.sample)
         left = self.batches.batches_from(progress.sample)
         # The loader processes are seeded from it.
-        loader_seed = mix(config.seed, self.world.rank, progress.epoch)
+        loader_seed = derive_seed(config.seed, self.world.rank, progress.epoch)
         self._train_loader.generator.manual_seed(loader_seed)
         data = on_device(self._train_loader, self.backend.device, self.precision.convert_batch)
         self.model.train()
         while left and progress.step < self.ledger.total_steps:
-            window = min(config.accumulate, left)
-            left -= window
+            num_micro_batches = min(config.accumulate, left)
+            left -= num_micro_batches
             last = left == 0 or progress.step + 1 == self.ledger.total_steps
-            self._take_step(data, window, meter, last)
+            self._take_step(data, num_micro_batches, meter, last)
             if left == 0:
                 progress.epoch, progress.sample = progress.epoch + 1, 0
             yield last
@@ -325,21 +325,24 @@ class Trainer:
         every = self.config.checkpoint_every
         return every > 0 and step % every == 0
 
-    def _take_step(self, data: Iterator[Any], window: int, meter: Meter, last: bool) -> None:
-        """Take one step over `window` micro-batches; `last`: it is the last of the epoch or run."""
+    def _take_step(
+        self, data: Iterator[Any], num_micro_batches: int, meter: Meter, last: bool
+    ) -> None:
+        """Take one step; `last`: it is the last of the epoch or run."""
         progress, optimizer = self.progress, self.optimizer
         # Seed by the step's number, so that a resumed run draws the same random numbers.
-        determinism.seed_all(mix(self.config.seed, progress.step, self.world.rank))
-        for micro in range(window):
+        determinism.seed_all(derive_seed(self.config.seed, progress.step, self.world.rank))
+        for micro in range(num_micro_batches):
             waited = time.perf_counter()
             batch = next(data)
             meter.data_s += time.perf_counter() - waited
             if self.on_batch is not None:
                 self.on_batch(batch)
-            with self.backend.accumulate(self.net, last=micro == window - 1):
-                # Divided by this window, not by `accumulate`: the last of an epoch may be shorter.
+            with self.backend.accumulate(self.net, last=micro == num_micro_batches - 1):
+                # Divided by this step's number of micro-batches, not by the option `accumulate`: an
+                # epoch's last step may have fewer.
                 with self.precision.autocast():
-                    loss = self._checked.loss(self.net, batch) / window
+                    loss = self._checked.loss(self.net, batch) / num_micro_batches
                 self.precision.backward(loss)
             meter.add_loss(loss)
         self.backend.finish_backward(optimizer)
@@ -354,8 +357,8 @@ class Trainer:
         self.scheduler.step()
         optimizer.zero_grad()
         progress.step = step
-        progress.sample += window * self.batches.global_micro_batch
-        meter.count(window)
+        progress.sample += num_micro_batches * self.batches.global_micro_batch
+        meter.count(num_micro_batches)
         if logs:
             numbers = meter.flush(step, norm, self.precision.scaler.is_enabled())
             self.log({"step": step, "epoch": progress.epoch_number, "lr": lr, **numbers})

@@ -5,16 +5,16 @@ of headers between all pairs of ranks. So all ranks detect a mismatch before dat
 operations need no second message, and a rank whose header is missing is a missing rank:
 
     rank a                                              rank b
-      |<--- slot: digest of the call[, small data] ------>|   both ways at once, tag _HEADER
-      |<--- slot: text of the call ---------------------->|   if digests differ: both raise Mismatch
+      |<--- header: digest of the call[, small data] ---->|   both ways at once, tag _HEADER
+      |<--- header: text of the call -------------------->|   if digests differ: both raise Mismatch
       |<=== pieces of large data ========================>|   tag _DATA
       |<--- "alive" ------------------------------------->|   if a rank is late: the liveness check
-      |---- farewell: the reason ------------------------>|   a raises PeerLost, then b
+      |---- failure notice: the reason ------------------>|   a raises PeerLost, then b
 
 Large all-reduces go in pieces that stay in the cache: each rank receives its share of a piece from
 all others, adds them up in rank order, and sends the sum to all. MPI's own collectives are not used
-for that: blocking ones cannot be cancelled, and none add halves in float32. MPI cannot wake up a
-sleeping rank, so a pending rank polls, at growing intervals.
+for that: blocking ones cannot be cancelled, and none adds 16-bit floats in float32. MPI cannot
+wake up a sleeping rank, so a pending rank polls, at growing intervals.
 
 The number of messages grows with the pairs of ranks, which suits tens of ranks, not thousands.
 
@@ -60,17 +60,17 @@ from hvdtrain.world import detect, is_mpi
 
 PIECE_BYTES = 4 << 20
 _GATHERED_BYTES = 64 << 10  # up to this total, ranks send all data to all, which saves a step
-_SLOT_BYTES = 2048  # sent eagerly by every MPI, and takes little longer than one byte
-_HEAD = struct.Struct("<8sQ")  # digest of the call, size in bytes
+_HEADER_BYTES = 2048  # sent eagerly by every MPI, and takes little longer than one byte
+_CALL = struct.Struct("<8sQ")  # digest of the call, size in bytes
 _TEXT_BYTES = 768
-_MAX_VIEWS = 100  # cached views of the slots: making one takes as long as a message
-_HEADER, _DATA, _FAREWELL, _ALIVE = range(4)  # tags
+_MAX_VIEWS = 100  # cached views of the headers: making one takes as long as a message
+_HEADER, _DATA, _GAVE_UP, _ALIVE = range(4)  # tags
 
 # How a pending rank polls: without a pause, then yielding the core, then sleeping in between.
 _SPIN_S = 50e-6
 _YIELD_S = 1e-3
 _SHORTEST_S, _LONGEST_S = 20e-6, 200e-6
-_CHECK_S = 0.5  # interval of the checks for a farewell
+_CHECK_S = 0.5  # interval of the checks for a failure notice
 _LIVENESS_S = 1.5  # duration of a liveness check: three such intervals
 
 _created = itertools.count()
@@ -148,13 +148,13 @@ class Mpi(Transport):
         self._combine = Combiner().combine
         self._closing = threading.Lock()
         self._peers = [r for r in range(self.size) if r != self.rank]
-        # A slot must hold all_to_all's plan: the number of bytes to and from every rank.
-        slot_bytes = max(_SLOT_BYTES, _HEAD.size + 16 * self.size)
-        self._payload_bytes = slot_bytes - _HEAD.size
-        self._slots = torch.zeros(self.size, slot_bytes, dtype=torch.uint8)
-        self._payloads = self._slots[:, _HEAD.size :]
-        rows = [row.numpy() for row in self._slots]
-        self._heads = [memoryview(row)[: _HEAD.size] for row in rows]
+        # A header must hold all_to_all's plan: the number of bytes to and from every rank.
+        header_bytes = max(_HEADER_BYTES, _CALL.size + 16 * self.size)
+        self._payload_bytes = header_bytes - _CALL.size
+        self._headers = torch.zeros(self.size, header_bytes, dtype=torch.uint8)
+        self._payloads = self._headers[:, _CALL.size :]
+        rows = [row.numpy() for row in self._headers]
+        self._calls = [memoryview(row)[: _CALL.size] for row in rows]
         # Receives, then sends, each in the order of `_peers`: `_Requests` pairs them with ranks.
         self._header_requests = [
             *(comm.Recv_init([rows[r], mpi.BYTE], r, _HEADER) for r in self._peers),
@@ -168,7 +168,7 @@ class Mpi(Transport):
         with self._closing:
             comm, self._comm = self._comm, None
         if comm is None or failed or self._broken or self._mpi.Is_finalized():
-            _abandoned.append((comm, self._header_requests, self._slots))
+            _abandoned.append((comm, self._header_requests, self._headers))
             return
         for request in self._header_requests:
             request.Free()
@@ -176,83 +176,85 @@ class Mpi(Transport):
 
     # Operations
 
-    def barrier(self, what: str) -> None:
+    def barrier(self, signature: str) -> None:
         """Wait for all ranks."""
-        self._exchange_headers(what, 0)
+        self._compare_calls(signature, 0)
 
-    def all_reduce(self, what: str, t: Tensor, op: str, divisor: int = 1) -> None:
-        """Combine over all ranks, in place."""
+    def all_reduce(self, signature: str, t: Tensor, op: str, divisor: int = 1) -> None:
+        """Reduce over all ranks, in place."""
         num_bytes = t.numel() * t.element_size()
         if num_bytes <= self._payload_bytes:
             views = self._payload_views(num_bytes, t.dtype)
             views[self.rank].copy_(t)
-            self._exchange_headers(what, num_bytes)
+            self._compare_calls(signature, num_bytes)
             self._combine(views, op, divisor, [t])
             return
-        self._exchange_headers(what, num_bytes)
+        self._compare_calls(signature, num_bytes)
         if num_bytes * len(self._peers) <= _GATHERED_BYTES:
             gathered = self._scratch_for("gathered", self.size * t.numel(), t.dtype)
             every_rank = gathered.view(self.size, -1)
             every_rank[self.rank].copy_(t)
-            received = {r: every_rank[r] for r in self._peers}
-            self._exchange(what, received, dict.fromkeys(self._peers, t))
+            recv_tensors = {r: every_rank[r] for r in self._peers}
+            self._exchange(signature, recv_tensors, dict.fromkeys(self._peers, t))
             self._combine(list(every_rank), op, divisor, [t])
             return
         pieces = [_shares(p, self.size) for p in _pieces(t, PIECE_BYTES // t.element_size())]
         sums = [shares[self.rank] for shares in pieces]
-        self._reduce_pieces(what, pieces, sums, op, divisor, gather=True)
+        self._reduce_pieces(signature, pieces, sums, op, divisor, gather=True)
 
     def _reduce_pieces(
         self,
-        what: str,
+        signature: str,
         pieces: list[list[Tensor]],
         sums: list[Tensor],
         op: str,
         divisor: int,
         gather: bool,
     ) -> None:
-        """Combine this rank's share of each piece into `sums`, while the next piece arrives.
+        """Reduce this rank's share of each piece into `sums`, while the next piece arrives.
 
         `pieces[k][r]` is rank r's share of piece k. `gather`: send the sums to all ranks, too.
         """
         buffers = [self._receive_buffers(f"share {k}", pieces[0][self.rank]) for k in (0, 1)]
         pending = self._start_share(pieces[0], buffers[0])
         for k, shares in enumerate(pieces):
-            self._wait(what, pending)
+            self._wait(signature, pending)
             pending = _Requests()
             if k + 1 < len(pieces):
                 pending = self._start_share(pieces[k + 1], buffers[(k + 1) % 2])
             every_rank = self._by_rank(shares[self.rank], buffers[k % 2])
             self._combine(every_rank, op, divisor, [sums[k]])
             if gather:
-                received = {r: shares[r] for r in self._peers}
-                pending += self._start(received, dict.fromkeys(self._peers, sums[k]))
-        self._wait(what, pending)
+                recv_tensors = {r: shares[r] for r in self._peers}
+                pending += self._start(recv_tensors, dict.fromkeys(self._peers, sums[k]))
+        self._wait(signature, pending)
 
-    def reduce_scatter(self, what: str, out: Tensor, t: Tensor, op: str, divisor: int = 1) -> None:
-        """Combine, and keep this rank's part."""
+    def reduce_scatter(
+        self, signature: str, out: Tensor, t: Tensor, op: str, divisor: int = 1
+    ) -> None:
+        """Reduce `t` over all ranks, divide by `divisor`, and write this rank's part to `out`."""
         num_bytes = t.numel() * t.element_size()
         parts = t.view(self.size, -1)
         if num_bytes <= self._payload_bytes:
-            self._exchange_headers(what, num_bytes, as_bytes(t))
+            self._compare_calls(signature, num_bytes, as_bytes(t))
             views = self._payload_views(num_bytes, t.dtype)
             mine = [view.view(self.size, -1)[self.rank] for view in views]
             self._combine(mine, op, divisor, [out])
             return
-        self._exchange_headers(what, num_bytes)
+        self._compare_calls(signature, num_bytes)
         columns = max(1, PIECE_BYTES // self.size // t.element_size())
         outs = _pieces(out, columns)
         pieces = [list(rows) for rows in zip(*(_pieces(p, columns) for p in parts), strict=True)]
-        self._reduce_pieces(what, pieces, outs, op, divisor, gather=False)
+        self._reduce_pieces(signature, pieces, outs, op, divisor, gather=False)
 
-    def broadcast(self, what: str, data: Tensor, root: int) -> None:
+    def broadcast(self, signature: str, data: Tensor, root: int) -> None:
         """Overwrite bytes with the root's."""
         if data.numel() <= self._payload_bytes:
-            self._exchange_headers(what, data.numel(), data if self.rank == root else None)
+            self._compare_calls(signature, data.numel(), data if self.rank == root else None)
             if self.rank != root:
                 data.copy_(self._payload_views(data.numel(), torch.uint8)[root])
             return
-        self._exchange_headers(what, data.numel())
+        self._compare_calls(signature, data.numel())
         if not self._peers:
             return
         # The root sends each peer one share, and the peers exchange their shares.
@@ -260,40 +262,45 @@ class Mpi(Transport):
         for piece in _pieces(data, PIECE_BYTES):
             shares = dict(zip(others, _shares(piece, len(others)), strict=True))
             if self.rank == root:
-                self._exchange(what, {}, shares)
+                self._exchange(signature, {}, shares)
                 continue
             mine = shares.pop(self.rank)
-            self._exchange(what, {root: mine}, {})
-            self._exchange(what, shares, dict.fromkeys(shares, mine))
+            self._exchange(signature, {root: mine}, {})
+            self._exchange(signature, shares, dict.fromkeys(shares, mine))
 
-    def all_gather(self, what: str, out: Tensor, data: Tensor) -> None:
+    def all_gather(self, signature: str, out: Tensor, data: Tensor) -> None:
         """Concatenate every rank's bytes."""
         rows = out.view(self.size, -1)
         if data.numel() <= self._payload_bytes:
-            self._exchange_headers(what, data.numel(), data)
+            self._compare_calls(signature, data.numel(), data)
             rows.copy_(self._payloads[:, : data.numel()])
             return
-        self._exchange_headers(what, data.numel())
+        self._compare_calls(signature, data.numel())
         rows[self.rank].copy_(data)
         for begin in range(0, data.numel(), PIECE_BYTES):
             end = begin + PIECE_BYTES
-            received = {r: rows[r][begin:end] for r in self._peers}
-            self._exchange(what, received, dict.fromkeys(self._peers, data[begin:end]))
+            recv_tensors = {r: rows[r][begin:end] for r in self._peers}
+            self._exchange(signature, recv_tensors, dict.fromkeys(self._peers, data[begin:end]))
 
     def all_to_all(
-        self, what: str, out: Tensor, data: Tensor, received: list[int], sent: list[int]
+        self,
+        signature: str,
+        out: Tensor,
+        data: Tensor,
+        recv_bytes: list[int],
+        send_bytes: list[int],
     ) -> None:
         """Exchange bytes."""
-        self._exchange_headers(what, 0, as_bytes(torch.tensor([sent, received]).view(-1)))
+        self._compare_calls(signature, 0, as_bytes(torch.tensor([send_bytes, recv_bytes]).view(-1)))
         views = self._payload_views(16 * self.size, torch.int64)
-        check_splits(what, [view.view(2, self.size).tolist() for view in views])
-        outs, datas = torch.split(out, received), torch.split(data, sent)
+        check_splits(signature, [view.view(2, self.size).tolist() for view in views])
+        outs, datas = torch.split(out, recv_bytes), torch.split(data, send_bytes)
         outs[self.rank].copy_(datas[self.rank])
-        for begin in range(0, max(received + sent), PIECE_BYTES):
+        for begin in range(0, max(recv_bytes + send_bytes), PIECE_BYTES):
             end = begin + PIECE_BYTES
-            coming = {r: outs[r][begin:end] for r in self._peers if begin < received[r]}
-            going = {r: datas[r][begin:end] for r in self._peers if begin < sent[r]}
-            self._exchange(what, coming, going)
+            recv_tensors = {r: outs[r][begin:end] for r in self._peers if begin < recv_bytes[r]}
+            send_tensors = {r: datas[r][begin:end] for r in self._peers if begin < send_bytes[r]}
+            self._exchange(signature, recv_tensors, send_tensors)
 
     def _scratch_for(self, use: str, count: int, dtype: torch.dtype) -> Tensor:
         """Return scratch memory, kept for each use: new memory costs more than the work in it."""
@@ -313,30 +320,30 @@ class Mpi(Transport):
         parts = {r: scratch[: mine.numel()] for r, scratch in theirs.items()}
         return [mine if r == self.rank else parts[r] for r in range(self.size)]
 
-    # The exchange of headers
+    # The comparison of calls
 
-    def _exchange_headers(self, what: str, num_bytes: int, payload: Tensor | None = None) -> None:
-        """Wait for all ranks, and exchange slots, with their payloads.
+    def _compare_calls(self, signature: str, num_bytes: int, payload: Tensor | None = None) -> None:
+        """Wait for all ranks, and exchange headers, with their payloads.
 
         Raises Mismatch on all ranks if their calls differ.
         """
         if self._broken:
-            raise PeerLost(f"{what}: an earlier collective of this group was given up")
-        _HEAD.pack_into(self._heads[self.rank], 0, _digest(what), num_bytes)
+            raise PeerLost(f"{signature}: an earlier collective of this group was given up")
+        _CALL.pack_into(self._calls[self.rank], 0, _digest(signature), num_bytes)
         if payload is not None:
             self._payloads[self.rank][: payload.numel()].copy_(payload)
         if not self._peers:
             return
-        self._exchange_slots(what)
-        if any(head != self._heads[self.rank] for head in self._heads):
-            self._raise_mismatch(what)
+        self._exchange_headers(signature)
+        if any(call != self._calls[self.rank] for call in self._calls):
+            self._raise_mismatch(signature)
 
-    def _exchange_slots(self, what: str, liveness_check: bool = False) -> None:
+    def _exchange_headers(self, signature: str, liveness_check: bool = False) -> None:
         self._mpi.Prequest.Startall(self._header_requests)
-        self._wait(what, _Requests(self._header_requests, self._peers * 2), liveness_check)
+        self._wait(signature, _Requests(self._header_requests, self._peers * 2), liveness_check)
 
     def _payload_views(self, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return views of the payloads in all ranks' slots, by rank."""
+        """Return views of the payloads in all ranks' headers, by rank."""
         views = self._views.get((num_bytes, dtype))
         if views is None:
             if len(self._views) >= _MAX_VIEWS:
@@ -347,14 +354,14 @@ class Mpi(Transport):
             self._views[num_bytes, dtype] = views
         return views
 
-    def _raise_mismatch(self, what: str) -> None:
+    def _raise_mismatch(self, signature: str) -> None:
         """Raise Mismatch with every rank's call. All ranks run this, and exchange the texts."""
-        text = torch.frombuffer(bytearray(what.encode()[:_TEXT_BYTES]), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(signature.encode()[:_TEXT_BYTES]), dtype=torch.uint8)
         self._payloads[self.rank][:_TEXT_BYTES].zero_()
         self._payloads[self.rank][: text.numel()].copy_(text)
-        self._exchange_slots(what)
+        self._exchange_headers(signature)
         texts = [row[:_TEXT_BYTES].numpy().tobytes().rstrip(b"\0") for row in self._payloads]
-        sizes = [_HEAD.unpack(head)[1] for head in self._heads]
+        sizes = [_CALL.unpack(call)[1] for call in self._calls]
         calls = {r: call.decode(errors="replace") for r, call in enumerate(texts)}
         if len(set(texts)) == 1:
             calls = {r: f"{call} of {sizes[r]} bytes" for r, call in calls.items()}
@@ -362,19 +369,21 @@ class Mpi(Transport):
 
     # Messages
 
-    def _exchange(self, what: str, received: dict[int, Tensor], sent: dict[int, Tensor]) -> None:
-        self._wait(what, self._start(received, sent))
+    def _exchange(
+        self, signature: str, recv_tensors: dict[int, Tensor], send_tensors: dict[int, Tensor]
+    ) -> None:
+        self._wait(signature, self._start(recv_tensors, send_tensors))
 
     def _start_share(self, shares: list[Tensor], buffers: dict[int, Tensor]) -> _Requests:
         """Start receiving every peer's version of this rank's share, and sending peers theirs."""
         mine = shares[self.rank].numel()
-        received = {r: buffers[r][:mine] for r in self._peers}
-        return self._start(received, {r: shares[r] for r in self._peers})
+        recv_tensors = {r: buffers[r][:mine] for r in self._peers}
+        return self._start(recv_tensors, {r: shares[r] for r in self._peers})
 
-    def _start(self, received: dict[int, Tensor], sent: dict[int, Tensor]) -> _Requests:
+    def _start(self, recv_tensors: dict[int, Tensor], send_tensors: dict[int, Tensor]) -> _Requests:
         """Start messages from and to ranks; skip empty ones."""
         started = _Requests()
-        for start, tensors in ((self._comm.Irecv, received), (self._comm.Isend, sent)):
+        for start, tensors in ((self._comm.Irecv, recv_tensors), (self._comm.Isend, send_tensors)):
             for r, t in tensors.items():
                 if t.numel():
                     # By address, not by NumPy: a storage that NumPy has exported can no longer be
@@ -385,16 +394,16 @@ class Mpi(Transport):
                     started += _Requests([request], [r], [t])
         return started
 
-    def wait_for(self, what: str, work: Any) -> None:
+    def wait_for(self, signature: str, work: Any) -> None:
         """Wait for an operation of Gloo. If it fails, a liveness check finds the lost rank."""
         try:
-            super().wait_for(what, work)
+            super().wait_for(signature, work)
         except PeerLost as error:
-            self._exchange_slots(str(error), liveness_check=True)
+            self._exchange_headers(str(error), liveness_check=True)
             self._give_up(_Requests())
             raise
 
-    def _wait(self, what: str, started: _Requests, liveness_check: bool = False) -> None:
+    def _wait(self, signature: str, started: _Requests, liveness_check: bool = False) -> None:
         """Wait for messages, up to the timeout. Raises PeerLost naming the ranks that are missing.
 
         `liveness_check`: this is a liveness check, which lasts `_LIVENESS_S`.
@@ -415,26 +424,29 @@ class Mpi(Transport):
                     continue
                 if now > next_check:
                     late = now - begin > (_LIVENESS_S if liveness_check else self.timeout_s)
-                    self._check_peers(what, started, late, liveness_check)
+                    self._check_peers(signature, started, late, liveness_check)
                     next_check = now + min(_CHECK_S, self.timeout_s)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_S)
         except BaseException as error:  # Ctrl-C leaves requests pending, too
             self._give_up(started)
             if isinstance(error, self._mpi.Exception):
-                raise PeerLost(f"{what}, by MPI: {error}") from None
+                raise PeerLost(f"{signature}, by MPI: {error}") from None
             raise
 
-    def _check_peers(self, what: str, started: _Requests, late: bool, liveness_check: bool) -> None:
+    def _check_peers(
+        self, signature: str, started: _Requests, late: bool, liveness_check: bool
+    ) -> None:
         """Raise PeerLost if a peer gave up, or if this wait is `late`; answer peers' checks."""
         status = self._mpi.Status()
-        if self._comm.Iprobe(self._mpi.ANY_SOURCE, _FAREWELL, status):
+        if self._comm.Iprobe(self._mpi.ANY_SOURCE, _GAVE_UP, status):
             text = bytearray(status.Get_count(self._mpi.BYTE))
-            self._comm.Recv([text, self._mpi.BYTE], status.Get_source(), _FAREWELL)
+            self._comm.Recv([text, self._mpi.BYTE], status.Get_source(), _GAVE_UP)
             self._reason = text.decode()
             why = f", for {self._reason}" if text else ""
             raise PeerLost(
-                f"{what}: rank {status.Get_source()} has given up{why}; rank {self.rank} waited"
+                f"{signature}: rank {status.Get_source()} has given up{why}; "
+                f"rank {self.rank} waited"
             )
         if late:
             # Testall frees requests only once all are done, so each still has its status.
@@ -445,7 +457,7 @@ class Mpi(Transport):
                 "does not answer" if liveness_check else f"did not come within {self.timeout_s:g} s"
             )
             self._reason = f"{who} {how}"
-            raise PeerLost(f"{what}: {self._reason}; rank {self.rank} waited")
+            raise PeerLost(f"{signature}: {self._reason}; rank {self.rank} waited")
 
         for r in self._peers:
             if self._comm.Iprobe(r, _ALIVE):
@@ -454,15 +466,15 @@ class Mpi(Transport):
     def _check_liveness(self, missing: set[int]) -> list[int]:
         """Return the ranks that failed the liveness check; all of `missing` if none failed.
 
-        A rank that is only waiting itself answers at its next poll. The group is given up in any
-        case.
+        A rank that is only waiting itself answers at its next poll. Runs once per group: after a
+        liveness check the group is given up.
         """
         for r in self._peers:  # they may be running a liveness check on this rank
             self._send_alive(r)
         silent = set(missing)
         deadline = time.monotonic() + _LIVENESS_S
         while silent and time.monotonic() < deadline:
-            tags = (_ALIVE, _FAREWELL)
+            tags = (_ALIVE, _GAVE_UP)
             silent -= {r for r in silent if any(self._comm.Iprobe(r, tag) for tag in tags)}
             time.sleep(_LONGEST_S)
         return sorted(silent or missing)
@@ -481,7 +493,7 @@ class Mpi(Transport):
         _abandoned.append(reason)
         with suppress(self._mpi.Exception):
             for r in self._peers:
-                _abandoned.append(self._comm.Isend([reason, self._mpi.BYTE], r, _FAREWELL))
+                _abandoned.append(self._comm.Isend([reason, self._mpi.BYTE], r, _GAVE_UP))
         atexit.unregister(_abort)
         atexit.register(_abort, self._mpi)
 
@@ -509,8 +521,8 @@ def _abort(mpi: Any) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _digest(what: str) -> bytes:
-    return hashlib.blake2b(what.encode(), digest_size=8).digest()
+def _digest(signature: str) -> bytes:
+    return hashlib.blake2b(signature.encode(), digest_size=8).digest()
 
 
 def _shares(t: Tensor, parts: int) -> list[Tensor]:

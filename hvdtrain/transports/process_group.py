@@ -100,71 +100,71 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     # Collectives of the transport
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> QueuedWork:
-        """Combine a tensor over all ranks, in place. Collective."""
+        """Reduce a tensor over all ranks, in place. Collective."""
         tensors, op = _as_list(tensors), _op(opts)
         if tensors[0].is_sparse:
-            what = f"all_reduce(sparse {_signature(tensors)}, {_op_name(op)})"
+            signature = f"all_reduce(sparse {_describe(tensors)}, {_op_name(op)})"
             opts = opts or dist.AllreduceOptions()
-            return self._by_gloo(what, tensors, [], self._gloo.allreduce, tensors, opts)
-        return self._reduce_all(tensors, op, opts)
+            return self._by_gloo(signature, tensors, [], self._gloo.allreduce, tensors, opts)
+        return self._queue_all_reduce(tensors, op, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> QueuedWork:
-        """Combine several tensors over all ranks, in place. Collective."""
-        return self._reduce_all(list(tensors), _op(opts), opts)
+        """Reduce several tensors over all ranks, in place. Collective."""
+        return self._queue_all_reduce(list(tensors), _op(opts), opts)
 
-    def _reduce_all(self, tensors: list[Tensor], op: Any, opts: Any) -> QueuedWork:
+    def _queue_all_reduce(self, tensors: list[Tensor], op: Any, opts: Any) -> QueuedWork:
         name, divisor = self._reduction(op, tensors)
-        what = f"all_reduce({_signature(tensors)}, {name}{'/n' * (divisor > 1)})"
+        signature = f"all_reduce({_describe(tensors)}, {name}{'/n' * (divisor > 1)})"
         self._prepare(tensors)
 
         def run() -> None:
             for t in tensors:
                 flat = _flat(t)
-                self.transport.all_reduce(what, flat, name, divisor)
+                self.transport.all_reduce(signature, flat, name, divisor)
                 _copy_back(t, flat)
 
         return self._put(run, tensors, [], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> QueuedWork:
-        """Combine over all ranks, and keep this rank's part of the first dimension. Collective."""
-        return self._scatter_all([output], [[input]], opts)
+        """Reduce over all ranks, and keep this rank's part of the first dimension. Collective."""
+        return self._queue_reduce_scatter([output], [[input]], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> QueuedWork:
-        """Combine several tensors, and keep this rank's part of each. Collective."""
-        return self._scatter_all(list(outputs), [[t] for t in inputs], opts)
+        """Reduce several tensors, and keep this rank's part of each. Collective."""
+        return self._queue_reduce_scatter(list(outputs), [[t] for t in inputs], opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> QueuedWork:
-        """Combine lists of one tensor per rank, and keep this rank's. Collective."""
+        """Reduce lists of one tensor per rank, and keep this rank's. Collective."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self._scatter_all(list(outputs), inputs, opts)
+        return self._queue_reduce_scatter(list(outputs), inputs, opts)
 
-    def _scatter_all(self, outputs: list[Tensor], inputs: Any, opts: Any) -> QueuedWork:
+    def _queue_reduce_scatter(self, outputs: list[Tensor], inputs: Any, opts: Any) -> QueuedWork:
         op = _op(opts)
         name, divisor = self._reduction(op, outputs)
-        what = f"reduce_scatter({_signature(outputs)}, {name}{'/n' * (divisor > 1)})"
+        signature = f"reduce_scatter({_describe(outputs)}, {name}{'/n' * (divisor > 1)})"
         for out, parts in zip(outputs, inputs, strict=True):
             each = self.size() // len(parts) * out.numel()
             if self.size() % len(parts) or any(
                 t.numel() != each or t.dtype != out.dtype for t in parts
             ):
                 raise ValueError(
-                    f"reduce_scatter to {_signature([out])} wants {self.size()} times as much, and "
-                    f"has {_signature(parts)}"
+                    f"reduce_scatter to {_describe([out])} wants {self.size()} times as much, and "
+                    f"has {_describe(parts)}"
                 )
 
         def run() -> None:
             for out, parts in zip(outputs, inputs, strict=True):
                 flat = _flat(out)
-                self.transport.reduce_scatter(what, flat, _concatenate(parts), name, divisor)
+                self.transport.reduce_scatter(signature, flat, _concatenate(parts), name, divisor)
                 _copy_back(out, flat)
 
         return self._put(run, outputs, [t for parts in inputs for t in parts], opts)
@@ -173,12 +173,12 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         """Overwrite tensors with the root's, in place. Collective."""
         tensors = _as_list(tensors)
         root = opts if isinstance(opts, int) else opts.rootRank
-        what = f"broadcast({_signature(tensors)}, from {root})"
+        signature = f"broadcast({_describe(tensors)}, from {root})"
 
         def run() -> None:
             for t in tensors:
                 flat = _flat(t)
-                self.transport.broadcast(what, as_bytes(flat), root)
+                self.transport.broadcast(signature, as_bytes(flat), root)
                 _copy_back(t, flat)
 
         return self._put(run, tensors, [], opts)
@@ -194,18 +194,18 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     ) -> QueuedWork:
         """Concatenate every rank's tensors, each of one size everywhere. Collective."""
         outputs, inputs = list(outputs), list(inputs)
-        what = f"all_gather({_signature(inputs)})"
+        signature = f"all_gather({_describe(inputs)})"
         for out, t in zip(outputs, inputs, strict=True):
             if out.numel() != t.numel() * self.size() or out.dtype != t.dtype:
                 raise ValueError(
-                    f"all_gather of {_signature([t])} from {self.size()} ranks does not fit into "
-                    f"{_signature([out])}"
+                    f"all_gather of {_describe([t])} from {self.size()} ranks does not fit into "
+                    f"{_describe([out])}"
                 )
 
         def run() -> None:
             for out, t in zip(outputs, inputs, strict=True):
                 flat = _flat(out)
-                self.transport.all_gather(what, as_bytes(flat), as_bytes(_flat(t)))
+                self.transport.all_gather(signature, as_bytes(flat), as_bytes(_flat(t)))
                 _copy_back(out, flat)
 
         return self._put(run, outputs, inputs, opts)
@@ -219,20 +219,20 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         lists, inputs = [list(ts) for ts in outputs], list(inputs)
-        what = f"all_gather({_signature(inputs)})"
+        signature = f"all_gather({_describe(inputs)})"
         for parts, t in zip(lists, inputs, strict=True):
             if len(parts) != self.size() or any(
                 p.numel() != t.numel() or p.dtype != t.dtype for p in parts
             ):
                 raise ValueError(
-                    f"all_gather of {_signature([t])} from {self.size()} ranks does not fit into "
-                    f"{_signature(parts)}"
+                    f"all_gather of {_describe([t])} from {self.size()} ranks does not fit into "
+                    f"{_describe(parts)}"
                 )
 
         def run() -> None:
             for parts, t in zip(lists, inputs, strict=True):
                 flat = torch.empty(t.numel() * self.size(), dtype=t.dtype)
-                self.transport.all_gather(what, as_bytes(flat), as_bytes(_flat(t)))
+                self.transport.all_gather(signature, as_bytes(flat), as_bytes(_flat(t)))
                 for part, piece in zip(parts, flat.chunk(self.size()), strict=False):
                     part.copy_(piece.view(part.shape))
 
@@ -253,15 +253,15 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     ) -> QueuedWork:
         """Send each rank its rows; their numbers may differ. Collective."""
         if output.dtype != input.dtype:
-            raise ValueError(f"all_to_all from {_signature([input])} to {_signature([output])}")
-        received = self._rows(output, output_splits)
-        sent = self._rows(input, input_splits)
-        what = f"all_to_all({str(input.dtype).removeprefix('torch.')})"
+            raise ValueError(f"all_to_all from {_describe([input])} to {_describe([output])}")
+        recv_bytes = self._rows(output, output_splits)
+        send_bytes = self._rows(input, input_splits)
+        signature = f"all_to_all({str(input.dtype).removeprefix('torch.')})"
 
         def run() -> None:
             flat = _flat(output)
             data = as_bytes(_flat(input))
-            self.transport.all_to_all(what, as_bytes(flat), data, received, sent)
+            self.transport.all_to_all(signature, as_bytes(flat), data, recv_bytes, send_bytes)
             _copy_back(output, flat)
 
         return self._put(run, [output], [input], opts)
@@ -277,16 +277,16 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
                 f"and {len(outputs)} to receive"
             )
         if any(t.dtype != inputs[0].dtype for t in (*inputs, *outputs)):
-            raise ValueError(f"all_to_all from {_signature(inputs)} to {_signature(outputs)}")
-        what = f"all_to_all({str(inputs[0].dtype).removeprefix('torch.')})"
+            raise ValueError(f"all_to_all from {_describe(inputs)} to {_describe(outputs)}")
+        signature = f"all_to_all({str(inputs[0].dtype).removeprefix('torch.')})"
 
         def run() -> None:
-            sizes = [t.numel() * t.element_size() for t in outputs]
-            flat = torch.empty(sum(sizes), dtype=torch.uint8)
+            recv_bytes = [t.numel() * t.element_size() for t in outputs]
+            flat = torch.empty(sum(recv_bytes), dtype=torch.uint8)
             data = _concatenate([as_bytes(_flat(t)) for t in inputs])
-            sent = [t.numel() * t.element_size() for t in inputs]
-            self.transport.all_to_all(what, flat, data, sizes, sent)
-            for t, piece in zip(outputs, torch.split(flat, sizes), strict=True):
+            send_bytes = [t.numel() * t.element_size() for t in inputs]
+            self.transport.all_to_all(signature, flat, data, recv_bytes, send_bytes)
+            for t, piece in zip(outputs, torch.split(flat, recv_bytes), strict=True):
                 if t.numel():
                     t.copy_(piece.clone().view(t.dtype).view(t.shape))
 
@@ -299,26 +299,30 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     # Operations of the Gloo group
 
     def reduce(self, tensors: Any, *options: Any) -> QueuedWork:
-        """Combine over all ranks, on the root only. Collective."""
+        """Reduce over all ranks, on the root only. Collective."""
         tensors = _as_list(tensors)
-        what = (
-            f"reduce({_signature(tensors)}, {_op_name(_op(options[0]))}, to {options[0].rootRank})"
+        signature = (
+            f"reduce({_describe(tensors)}, {_op_name(_op(options[0]))}, to {options[0].rootRank})"
         )
-        return self._by_gloo(what, tensors, [], self._gloo.reduce, tensors, *options)
+        return self._by_gloo(signature, tensors, [], self._gloo.reduce, tensors, *options)
 
     def gather(self, outputs: Any, inputs: Any, *options: Any) -> QueuedWork:
-        """Collect every rank's tensor on the root. Collective."""
+        """Gather every rank's tensor on the root. Collective."""
         inputs = _as_list(inputs)
-        what = f"gather({_signature(inputs)}, to {options[0].rootRank})"
+        signature = f"gather({_describe(inputs)}, to {options[0].rootRank})"
         results = [t for parts in outputs for t in parts]
-        return self._by_gloo(what, results, inputs, self._gloo.gather, outputs, inputs, *options)
+        return self._by_gloo(
+            signature, results, inputs, self._gloo.gather, outputs, inputs, *options
+        )
 
     def scatter(self, outputs: Any, inputs: Any, *options: Any) -> QueuedWork:
-        """Send every rank its tensor from the root. Collective."""
+        """Scatter the root's tensors. Collective."""
         outputs = _as_list(outputs)
-        what = f"scatter({_signature(outputs)}, from {options[0].rootRank})"
+        signature = f"scatter({_describe(outputs)}, from {options[0].rootRank})"
         read = [t for parts in inputs for t in parts]
-        return self._by_gloo(what, outputs, read, self._gloo.scatter, outputs, inputs, *options)
+        return self._by_gloo(
+            signature, outputs, read, self._gloo.scatter, outputs, inputs, *options
+        )
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> TransferWork:
         """Send to one rank."""
@@ -337,7 +341,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
     def _by_gloo(
         self,
-        what: str,
+        signature: str,
         results: list[Tensor],
         read: list[Tensor],
         method: Callable[..., Any],
@@ -350,12 +354,12 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         """
 
         def run() -> None:
-            self.transport.barrier(what)
+            self.transport.barrier(signature)
             try:
                 work = method(*args)
             except (RuntimeError, ValueError, TypeError) as error:
-                raise TransportError(f"{what}, by Gloo: {error}") from None
-            self.transport.wait_for(what, work)
+                raise TransportError(f"{signature}, by Gloo: {error}") from None
+            self.transport.wait_for(signature, work)
 
         return self._queue.put(
             run, QueuedWork(results, StorageUse(results + read), self._queue), wait=False
@@ -415,8 +419,8 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         return [n * row_bytes for n in splits]
 
 
-def _close(queue: WorkQueue, transport: Transport, owner: int) -> None:
-    if os.getpid() != owner:
+def _close(queue: WorkQueue, transport: Transport, owner_pid: int) -> None:
+    if os.getpid() != owner_pid:
         return  # a forked child, e.g. a DataLoader worker: the group belongs to its parent
     queue.close()
     finished = queue.join(0.5)
@@ -438,7 +442,7 @@ def _op_name(op: Any) -> str:
     return str(getattr(op, "op", op)).rpartition(".")[2]
 
 
-def _signature(tensors: Sequence[Tensor]) -> str:
+def _describe(tensors: Sequence[Tensor]) -> str:
     """Describe tensors for error messages and for the comparison between ranks."""
     shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors[:3]]
     rest = tensors[3:]

@@ -86,7 +86,7 @@ _WIDER = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32)}
 class _Call:
     """The content of a rank's slot: its call, and the shared buffer that contains its tensor."""
 
-    what: bytes
+    signature: bytes
     buffer: int
     fd: int
     buffer_bytes: int
@@ -177,32 +177,32 @@ class Shm(Transport):
 
     # Operations
 
-    def barrier(self, what: str) -> None:
+    def barrier(self, signature: str) -> None:
         """Wait for all ranks."""
-        self._compare_calls(what)
+        self._compare_calls(signature)
 
-    def all_reduce(self, what: str, t: Tensor, op: str, divisor: int = 1) -> None:
-        """Combine over all ranks, in place."""
+    def all_reduce(self, signature: str, t: Tensor, op: str, divisor: int = 1) -> None:
+        """Reduce over all ranks, in place."""
         num_bytes = t.numel() * t.element_size()
         if len(self.hosts) == 1 and num_bytes <= _SMALL_BYTES:
-            self._compare_calls(what, staged=as_bytes(t))
+            self._compare_calls(signature, staged=as_bytes(t))
             self._combine(self._all_staged(num_bytes, t.dtype), op, divisor, [t])
             return
-        calls, shared = self._compare_calls(what, t)
+        calls, shared = self._compare_calls(signature, t)
         if shared:
-            self._reduce_shared(what, self._map_buffers(calls, t), op, divisor)
-            self._barrier.wait(what)
+            self._reduce_shared(signature, self._map_buffers(calls, t), op, divisor)
+            self._barrier.wait(signature)
             return
         for piece in torch.split(t, STAGING_BYTES // t.element_size()):
             staged = self._next_staging()[: piece.numel() * t.element_size()]
             staged.copy_(as_bytes(piece))
-            self._barrier.wait(what)
-            self._reduce_shared(what, self._all_staged(staged.numel(), t.dtype), op, divisor)
-            self._barrier.wait(what)
+            self._barrier.wait(signature)
+            self._reduce_shared(signature, self._all_staged(staged.numel(), t.dtype), op, divisor)
+            self._barrier.wait(signature)
             piece.copy_(staged.view(t.dtype))
 
-    def _reduce_shared(self, what: str, buffers: list[Tensor], op: str, divisor: int) -> None:
-        """Combine this rank's share of the local ranks' buffers, and write it to all of them."""
+    def _reduce_shared(self, signature: str, buffers: list[Tensor], op: str, divisor: int) -> None:
+        """Reduce this rank's share of the local ranks' buffers, and write it to all of them."""
         if self.local_rank >= self._num_owners:
             return
         begin, end = share_bounds(buffers[0].numel(), self._num_owners, self.local_rank)
@@ -214,96 +214,103 @@ class Shm(Transport):
             return  # the share is empty on every host, so no partner waits
         total = torch.empty(end - begin, dtype=_WIDER.get(mine[0].dtype, mine[0].dtype))
         self._combine(mine, op, 1, [total])
-        self._reduce_across_hosts(what, total, op)
+        self._reduce_across_hosts(signature, total, op)
         if divisor > 1:
             total.div_(divisor)
         for b in mine:
             b.copy_(total)
 
-    def _reduce_across_hosts(self, what: str, t: Tensor, op: str) -> None:
+    def _reduce_across_hosts(self, signature: str, t: Tensor, op: str) -> None:
         """Reduce a share in place over its owners on all hosts."""
         if t.dtype == torch.bool:  # Gloo would add bools as numbers
             op = {SUM: MAX, PRODUCT: MIN}.get(op, op)
         options: Any = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, op.upper())
-        self.wait_for(what, self._cross_host_group.allreduce([t], options))
+        self.wait_for(signature, self._cross_host_group.allreduce([t], options))
 
-    def reduce_scatter(self, what: str, out: Tensor, t: Tensor, op: str, divisor: int = 1) -> None:
-        """Combine, and keep this rank's part."""
+    def reduce_scatter(
+        self, signature: str, out: Tensor, t: Tensor, op: str, divisor: int = 1
+    ) -> None:
+        """Reduce `t` over all ranks, divide by `divisor`, and write this rank's part to `out`."""
         if len(self.hosts) > 1:
             everything = t.clone()
-            self.all_reduce(what, everything, op, divisor)
+            self.all_reduce(signature, everything, op, divisor)
             out.copy_(everything.view(self.size, -1)[self.rank])
             return
-        calls, shared = self._compare_calls(what, t)
+        calls, shared = self._compare_calls(signature, t)
         if shared:
             theirs = [b.view(self.size, -1)[self.rank] for b in self._map_buffers(calls, t)]
             self._combine(theirs, op, divisor, [out])
-            self._barrier.wait(what)
+            self._barrier.wait(signature)
             return
         columns = STAGING_BYTES // self.size // t.element_size()
         for begin in range(0, out.numel(), columns):
             piece = t.view(self.size, -1)[:, begin : begin + columns]
             num_bytes = piece.numel() * t.element_size()
             self._next_staging()[:num_bytes].view(t.dtype).view(piece.shape).copy_(piece)
-            self._barrier.wait(what)
+            self._barrier.wait(signature)
             staged = self._all_staged(num_bytes, t.dtype)
             theirs = [s.view(self.size, -1)[self.rank] for s in staged]
             self._combine(theirs, op, divisor, [out[begin : begin + columns]])
 
-    def broadcast(self, what: str, data: Tensor, root: int) -> None:
+    def broadcast(self, signature: str, data: Tensor, root: int) -> None:
         """Overwrite bytes with the root's."""
-        self._compare_calls(what)
+        self._compare_calls(signature)
         if len(self.hosts) > 1:
             options = dist.BroadcastOptions()
             options.rootRank = root
-            self.wait_for(what, self._gloo.broadcast([data], options))
+            self.wait_for(signature, self._gloo.broadcast([data], options))
             return
         for piece in torch.split(data, STAGING_BYTES):
             mine = self._next_staging()
             if self.rank == root:
                 mine[: piece.numel()].copy_(piece)
-            self._barrier.wait(what)
+            self._barrier.wait(signature)
             if self.rank != root:
                 piece.copy_(self._all_staged(piece.numel(), torch.uint8)[root])
 
-    def all_gather(self, what: str, out: Tensor, data: Tensor) -> None:
+    def all_gather(self, signature: str, out: Tensor, data: Tensor) -> None:
         """Concatenate every rank's bytes."""
         if len(self.hosts) > 1:
-            self._compare_calls(what)
-            self.wait_for(what, self._gloo._allgather_base(out, data))
+            self._compare_calls(signature)
+            self.wait_for(signature, self._gloo._allgather_base(out, data))
             return
         rows = out.view(self.size, -1)
         if data.numel() <= _SMALL_BYTES:
-            self._compare_calls(what, staged=data)
+            self._compare_calls(signature, staged=data)
             for row, theirs in zip(rows, self._all_staged(data.numel(), torch.uint8), strict=True):
                 row.copy_(theirs)
             return
-        self._compare_calls(what)
+        self._compare_calls(signature)
         for begin in range(0, data.numel(), STAGING_BYTES):
             piece = data[begin : begin + STAGING_BYTES]
             self._next_staging()[: piece.numel()].copy_(piece)
-            self._barrier.wait(what)
+            self._barrier.wait(signature)
             staged = self._all_staged(piece.numel(), torch.uint8)
             for row, theirs in zip(rows, staged, strict=True):
                 row[begin : begin + STAGING_BYTES].copy_(theirs)
 
     def all_to_all(
-        self, what: str, out: Tensor, data: Tensor, received: list[int], sent: list[int]
+        self,
+        signature: str,
+        out: Tensor,
+        data: Tensor,
+        recv_bytes: list[int],
+        send_bytes: list[int],
     ) -> None:
         """Exchange bytes."""
-        splits = self._exchange_splits(what, received, sent)
+        splits = self._exchange_splits(signature, recv_bytes, send_bytes)
         if len(self.hosts) > 1:
-            self.wait_for(what, self._gloo.alltoall_base(out, data, received, sent))
+            self.wait_for(signature, self._gloo.alltoall_base(out, data, recv_bytes, send_bytes))
             return
         cell = STAGING_BYTES // self.size
-        outs, datas = torch.split(out, received), torch.split(data, sent)
+        outs, datas = torch.split(out, recv_bytes), torch.split(data, send_bytes)
         for begin in range(0, max(max(row) for row, _ in splits), cell):
             mine = self._next_staging()
             for r, piece in enumerate(datas):
                 part = piece[begin : begin + cell]
                 mine[r * cell : r * cell + part.numel()].copy_(part)
-            self._barrier.wait(what)
+            self._barrier.wait(signature)
             at = self.rank * cell
             for piece, theirs in zip(
                 outs, self._all_staged(STAGING_BYTES, torch.uint8), strict=True
@@ -311,12 +318,14 @@ class Shm(Transport):
                 part = piece[begin : begin + cell]
                 part.copy_(theirs[at : at + part.numel()])
 
-    def _exchange_splits(self, what: str, received: list[int], sent: list[int]) -> list[Any]:
+    def _exchange_splits(
+        self, signature: str, recv_bytes: list[int], send_bytes: list[int]
+    ) -> list[Any]:
         """Return what every rank sends and receives. Raises Mismatch on all ranks if it differs."""
         table = torch.empty(2 * self.size * self.size, dtype=torch.int64)
-        self.all_gather(what, as_bytes(table), as_bytes(torch.tensor(sent + received)))
+        self.all_gather(signature, as_bytes(table), as_bytes(torch.tensor(send_bytes + recv_bytes)))
         splits = table.view(self.size, 2, self.size).tolist()
-        check_splits(what, splits)
+        check_splits(signature, splits)
         return splits
 
     def _next_staging(self) -> Tensor:
@@ -332,7 +341,7 @@ class Shm(Transport):
     # The comparison of calls
 
     def _compare_calls(
-        self, what: str, t: Tensor | None = None, staged: Tensor | None = None
+        self, signature: str, t: Tensor | None = None, staged: Tensor | None = None
     ) -> tuple[list[_Call], bool]:
         """Wait for all ranks and compare their calls.
 
@@ -343,19 +352,21 @@ class Shm(Transport):
         area = self._next_staging()
         if staged is not None:
             area[: staged.numel()].copy_(staged)
-        self._write_slot(what, t)
-        self._barrier.wait(what)
+        self._write_slot(signature, t)
+        self._barrier.wait(signature)
         slots = [self._read_slot(i) for i in range(len(self._barrier.ranks))]
         shared = all(slot.buffer for slot in slots)
-        calls = {rank: slot.what for rank, slot in zip(self._barrier.ranks, slots, strict=True)}
+        calls = {
+            rank: slot.signature for rank, slot in zip(self._barrier.ranks, slots, strict=True)
+        }
         if len(self.hosts) > 1:
-            calls, shared = self._compare_across_hosts(what, calls, shared)
+            calls, shared = self._compare_across_hosts(signature, calls, shared)
         if len(set(calls.values())) > 1:
             raise mismatch({r: call.decode(errors="replace") for r, call in calls.items()})
         return slots, shared
 
     def _compare_across_hosts(
-        self, what: str, calls: dict[int, bytes], shared: bool
+        self, signature: str, calls: dict[int, bytes], shared: bool
     ) -> tuple[dict[int, bytes], bool]:
         """All-gather the calls, and `shared`, across hosts through each host's local rank 0.
 
@@ -372,9 +383,9 @@ class Shm(Transport):
             text = json.dumps([texts, shared]).encode().ljust(_HOST_CALLS_BYTES)
             theirs = torch.empty(num_bytes, dtype=torch.uint8)
             ours = torch.frombuffer(bytearray(text[:_HOST_CALLS_BYTES]), dtype=torch.uint8)
-            self.wait_for(what, self._cross_host_group._allgather_base(theirs, ours))
+            self.wait_for(signature, self._cross_host_group._allgather_base(theirs, ours))
             leaders_area[:num_bytes].copy_(theirs)
-        self._barrier.wait(what)
+        self._barrier.wait(signature)
         calls = {}
         rows = leaders_area[:num_bytes].view(len(self.hosts), -1)
         for ranks, row in zip(self.hosts, rows, strict=True):
@@ -383,7 +394,7 @@ class Shm(Transport):
             calls |= zip(ranks, itertools.cycle(bytes.fromhex(text) for text in texts))
         return dict(sorted(calls.items())), shared
 
-    def _write_slot(self, what: str, t: Tensor | None) -> None:
+    def _write_slot(self, signature: str, t: Tensor | None) -> None:
         """Write this rank's call to its slot, with its tensor's buffer and the freed buffers."""
         slot = self._barrier.memories[self.local_rank].slot(self._sequence)
         buffer = self.buffers.find(t) if t is not None else None
@@ -392,7 +403,7 @@ class Shm(Transport):
             number, fd, num_bytes = buffer.number, buffer.fd, buffer.num_bytes
             offset = int(t.storage_offset()) * t.element_size()
         freed = self.buffers.take_freed(_MAX_FREED)
-        text = what.encode()[:_TEXT_BYTES]
+        text = signature.encode()[:_TEXT_BYTES]
         _SLOT.pack_into(slot, 0, number, fd, num_bytes, offset, len(freed), len(text))
         if freed:
             struct.pack_into(f"<{len(freed)}Q", slot, _SLOT.size, *freed)
@@ -420,21 +431,23 @@ class Shm(Transport):
             try:
                 whole = self.buffers.map_peer(i, pid, call.buffer, call.fd, call.buffer_bytes)
             except OSError as error:  # most likely the peer has exited
-                what = call.what.decode(errors="replace")
-                self._await_cause(LivenessCheck(self._barrier, what))
+                signature = call.signature.decode(errors="replace")
+                self._await_cause(LivenessCheck(self._barrier, signature))
                 rank = self._barrier.ranks[i]
-                self._barrier.give_up(what, [rank], f"has memory that cannot be mapped: {error}")
+                raise self._barrier.give_up(
+                    signature, [rank], f"has memory that cannot be mapped: {error}"
+                ) from error
             buffers.append(whole[call.offset : call.offset + size].view(t.dtype))
         return buffers
 
     # Waiting for Gloo
 
-    def wait_for(self, what: str, work: Any) -> None:
+    def wait_for(self, signature: str, work: Any) -> None:
         """Wait for an operation of Gloo, with liveness checks. Raises PeerLost.
 
         Gloo alone reports a lost rank late, and without its number.
         """
-        liveness = LivenessCheck(self._barrier, what)
+        liveness = LivenessCheck(self._barrier, signature)
         try:
             while not ends_within(work, CHECK_S):
                 liveness.check()
@@ -444,7 +457,8 @@ class Shm(Transport):
         except RuntimeError as error:
             self._shut_down()
             self._await_cause(liveness)
-            self._barrier.give_up(what, [], f"was lost, by Gloo: {first_line(error)}")
+            why = f"was lost, by Gloo: {first_line(error)}"
+            raise self._barrier.give_up(signature, [], why) from error
 
     def _await_cause(self, liveness: LivenessCheck) -> None:
         """Raise PeerLost as soon as the exit of a rank is known; return after `_CAUSE_S`.
@@ -477,11 +491,11 @@ def _group_by_host(
         mine.init()
         secret = secrets.token_bytes(16)
         mine.staging[:16].copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
-        card = {"pid": os.getpid(), "fd": fd, "secret": secret.hex(), "host": _shared_namespace()}
-        cards = exchange(store, "card", rank, size, card, timeout_s)
+        own = {"pid": os.getpid(), "fd": fd, "secret": secret.hex(), "host": _shared_namespace()}
+        process_info = exchange(store, "process", rank, size, own, timeout_s)
         memories = {rank: mine}
-        for r, other in enumerate(cards):
-            if r != rank and other["host"] == card["host"]:
+        for r, other in enumerate(process_info):
+            if r != rank and other["host"] == own["host"]:
                 with suppress(OSError, ValueError):
                     peer = RankMemory(map_peer(other["pid"], other["fd"], total), other["pid"])
                     if bytes(peer.staging[:16].tolist()).hex() == other["secret"]:

@@ -34,10 +34,11 @@ class SharedBuffer:
     number: int
     fd: int
     num_bytes: int
-    alive: StorageReference
+    storage: StorageReference
 
 
-# Of all groups, since each counts, and closes, the others' descriptors. Nothing under it waits.
+# One lock for all groups: each counts and closes the others' descriptors. No code blocks while it
+# holds the lock.
 _lock = threading.RLock()
 
 
@@ -73,10 +74,10 @@ class SharedBuffers:
     def find(self, t: Tensor) -> SharedBuffer | None:
         """Return the buffer that contains a tensor; None if it is not in shared memory."""
         buffer = self._own.get(storage_key(t.untyped_storage()))
-        return buffer if buffer is not None and buffer.alive else None
+        return buffer if buffer is not None and buffer.storage else None
 
     def prepare(self, t: Tensor) -> None:
-        """Move a tensor's storage into shared memory if it is large and was passed before.
+        """Move a tensor's storage into shared memory if it is large and this is the second call.
 
         Storages that other libraries may point into, e.g. NumPy, are not resizable and stay where
         they are. The caller makes sure that no operation is using the storage.
@@ -87,7 +88,7 @@ class SharedBuffers:
             return
         key = storage_key(storage)
         with _lock:
-            if key in self._own and self._own[key].alive:
+            if key in self._own and self._own[key].storage:
                 return
             before = self._seen.get(key)
             if not before:
@@ -130,7 +131,7 @@ class SharedBuffers:
         self._own[storage_key(storage)] = buffer
 
     def _sweep(self) -> None:
-        for key in [k for k, buffer in self._own.items() if not buffer.alive]:
+        for key in [k for k, buffer in self._own.items() if not buffer.storage]:
             buffer = self._own.pop(key)
             os.close(buffer.fd)
             self._freed.append(buffer.number)

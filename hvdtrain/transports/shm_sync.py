@@ -20,7 +20,6 @@ import select
 import struct
 import time
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -169,15 +168,15 @@ class HostBarrier:
         self._steps = [(memories[(local_rank + (1 << k)) % n].sems[k], mine[k]) for k in rounds]
         self._soon = _Timespec()
 
-    def wait(self, what: str) -> None:
-        """Wait for all local ranks. Raises PeerLost with the missing ranks and the call `what`."""
+    def wait(self, signature: str) -> None:
+        """Wait for all local ranks. Raises PeerLost with the missing ranks and the call."""
         if self._closed:
-            raise PeerLost(f"{what}: the group was closed meanwhile")
+            raise PeerLost(f"{signature}: the group was closed meanwhile")
         self.entered += 1
         self.memories[self.local_rank].set_status(self.entered)
         if self._closed:  # by another thread just now: `set_status` has overwritten its state
             self.leave(failed=True)
-            raise PeerLost(f"{what}: the group was closed meanwhile")
+            raise PeerLost(f"{signature}: the group was closed meanwhile")
         for theirs, mine in self._steps:
             _libc.sem_post(theirs)
             for _ in range(_SPINS):
@@ -185,10 +184,10 @@ class HostBarrier:
                     break
                 os.sched_yield()
             else:
-                self._wait(mine, what)
+                self._wait(mine, signature)
 
-    def _wait(self, sem: ctypes.c_void_p, what: str) -> None:
-        liveness = LivenessCheck(self, what)
+    def _wait(self, sem: ctypes.c_void_p, signature: str) -> None:
+        liveness = LivenessCheck(self, signature)
         while not self._wait_briefly(sem):
             liveness.check()
 
@@ -244,12 +243,12 @@ class HostBarrier:
         lives = [peers[rank].life for rank in ranks if rank in peers]
         return "is unreachable" if UNREACHABLE in lives else "has ended"
 
-    def give_up(self, what: str, missing: list[int], why: str) -> NoReturn:
-        """Mark this rank as having given up, which its waiting peers read, and raise PeerLost."""
+    def give_up(self, signature: str, missing: list[int], why: str) -> PeerLost:
+        """Mark this rank as having given up, for waiting peers; return the error to raise."""
         self._gave_up = True
         self.memories[self.local_rank].set_status(self.entered, GAVE_UP)
         who = ", ".join(map(self._name, missing)) or "a peer"
-        raise PeerLost(f"{what}: {who} {why}; rank {self.ranks[self.local_rank]} waited")
+        return PeerLost(f"{signature}: {who} {why}; rank {self.ranks[self.local_rank]} waited")
 
     def _name(self, rank: int) -> str:
         if rank not in self.ranks:
@@ -290,9 +289,9 @@ class HostBarrier:
 class LivenessCheck:
     """One wait of this rank in an operation, with the liveness checks that can end it."""
 
-    def __init__(self, barrier: HostBarrier, what: str) -> None:
+    def __init__(self, barrier: HostBarrier, signature: str) -> None:
         self._barrier = barrier
-        self._what = what
+        self._signature = signature
         self._begin = time.monotonic()
         self._first_seen: float | None = None  # when the loss of a rank was first seen
 
@@ -300,7 +299,7 @@ class LivenessCheck:
         """Raise PeerLost if a rank is lost, or is late. Call it every `CHECK_S`."""
         barrier = self._barrier
         if barrier.closed:
-            raise PeerLost(f"{self._what}: the group was closed meanwhile")
+            raise PeerLost(f"{self._signature}: the group was closed meanwhile")
         missing = barrier.find_missing()
         now = time.monotonic()
         first_seen = self._first_seen
@@ -308,17 +307,17 @@ class LivenessCheck:
             self._first_seen = first_seen or now
         if missing.ended and first_seen is not None:
             # The second check: all that the lost rank had sent has arrived by now.
-            barrier.give_up(self._what, missing.ended, barrier.how_lost(missing.ended))
+            raise barrier.give_up(self._signature, missing.ended, barrier.how_lost(missing.ended))
         # A rank that gave up may have detected an exit before this rank: wait for that heartbeat.
         confirmed = first_seen is not None and now - first_seen > _HEARTBEAT_DELAY_S
         if missing.left and confirmed:
-            barrier.give_up(self._what, missing.left, "has left")
+            raise barrier.give_up(self._signature, missing.left, "has left")
         if (missing.gave_up and confirmed) or now - self._begin > barrier.timeout_s:
             # If peers gave up because of the late ranks, they report the same words.
             if missing.late or not missing.gave_up:
                 why = f"did not come within {barrier.timeout_s:g} s"
-                barrier.give_up(self._what, missing.late, why)
-            barrier.give_up(self._what, missing.gave_up, "has given up")
+                raise barrier.give_up(self._signature, missing.late, why)
+            raise barrier.give_up(self._signature, missing.gave_up, "has given up")
 
 
 def _may_enter(seen: RankStatus, barrier: int) -> bool:

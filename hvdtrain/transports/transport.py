@@ -42,9 +42,9 @@ class Transport(ABC):
     """A transport: runs collectives on CPU tensors, one at a time, in one order on all ranks.
 
     Methods are collective and block unless they say otherwise; tensors are contiguous and
-    one-dimensional. `what` is the signature of the call, in words: if the ranks' signatures differ,
-    all ranks raise Mismatch. Raises PeerLost if a rank has exited, or does not arrive within the
-    group's timeout.
+    one-dimensional. `signature` is the call in words: if the ranks' signatures differ, all ranks
+    raise Mismatch. Raises PeerLost if a rank has exited, or does not arrive within the group's
+    timeout.
     """
 
     name: str
@@ -53,34 +53,41 @@ class Transport(ABC):
     timeout_s: float  # how long an operation waits for a late rank; may be set at any time
 
     @abstractmethod
-    def barrier(self, what: str) -> None:
+    def barrier(self, signature: str) -> None:
         """Wait for all ranks."""
 
     @abstractmethod
-    def all_reduce(self, what: str, t: Tensor, op: str, divisor: int = 1) -> None:
-        """Combine `t` over all ranks in place, then divide it.
+    def all_reduce(self, signature: str, t: Tensor, op: str, divisor: int = 1) -> None:
+        """Reduce `t` over all ranks in place, then divide it by `divisor`.
 
         In rank order; between hosts `shm` leaves the order to Gloo. Halves are summed in float32.
         `divisor` is 1 for integers.
         """
 
     @abstractmethod
-    def reduce_scatter(self, what: str, out: Tensor, t: Tensor, op: str, divisor: int = 1) -> None:
-        """Combine `t`, `size` times as long as `out`, and write this rank's part of it to `out`."""
+    def reduce_scatter(
+        self, signature: str, out: Tensor, t: Tensor, op: str, divisor: int = 1
+    ) -> None:
+        """Reduce `t` over all ranks, divide by `divisor`, and write this rank's part to `out`."""
 
     @abstractmethod
-    def broadcast(self, what: str, data: Tensor, root: int) -> None:
+    def broadcast(self, signature: str, data: Tensor, root: int) -> None:
         """Overwrite `data` with the root's bytes, in place."""
 
     @abstractmethod
-    def all_gather(self, what: str, out: Tensor, data: Tensor) -> None:
+    def all_gather(self, signature: str, out: Tensor, data: Tensor) -> None:
         """Concatenate every rank's `data`, all of one size, into `out`, in rank order."""
 
     @abstractmethod
     def all_to_all(
-        self, what: str, out: Tensor, data: Tensor, received: list[int], sent: list[int]
+        self,
+        signature: str,
+        out: Tensor,
+        data: Tensor,
+        recv_bytes: list[int],
+        send_bytes: list[int],
     ) -> None:
-        """Send `sent[r]` bytes to each rank r, and receive `received[r]` from it, in rank order."""
+        """Send `send_bytes[r]` bytes to each rank r, and receive `recv_bytes[r]`, in rank order."""
 
     @abstractmethod
     def close(self, failed: bool) -> None:
@@ -97,12 +104,12 @@ class Transport(ABC):
         """
         return
 
-    def wait_for(self, what: str, work: Any) -> None:
+    def wait_for(self, signature: str, work: Any) -> None:
         """Wait for an operation of the Gloo group beside this. Raises PeerLost if it fails."""
         try:
             work.wait()
         except RuntimeError as error:
-            raise PeerLost(f"{what}, by Gloo: {first_line(error)}") from None
+            raise PeerLost(f"{signature}, by Gloo: {first_line(error)}") from None
 
     def allocate(self, num_bytes: int) -> Tensor | None:
         """Return memory that this transport reduces without a copy; None if it has no such memory.
@@ -121,7 +128,7 @@ def mismatch(calls: Mapping[int, str]) -> Mismatch:
     return Mismatch(f"the ranks called different collectives: {text}")
 
 
-def check_splits(what: str, splits: Sequence[Sequence[Sequence[int]]]) -> None:
+def check_splits(signature: str, splits: Sequence[Sequence[Sequence[int]]]) -> None:
     """Raise Mismatch if a rank sends a peer another number of bytes than the peer expects.
 
     `splits[r]` is rank r's pair of lists: the bytes it sends to, and receives from, each rank.
@@ -133,7 +140,7 @@ def check_splits(what: str, splits: Sequence[Sequence[Sequence[int]]]) -> None:
         if sent != splits[b][1][a]
     ]
     if wrong:
-        raise Mismatch(f"{what}: {'; '.join(wrong)}")
+        raise Mismatch(f"{signature}: {'; '.join(wrong)}")
 
 
 def ends_within(work: Any, seconds: float) -> bool:
@@ -203,7 +210,7 @@ class Combiner:
             # before it is read, so more than two are summed in scratch memory.
             add = op == SUM and bool(rest) and dtype == first.dtype != torch.bool
             straight = add and len(rest) == len(targets) == 1
-            total = targets[0] if straight else self._room(dtype)[: first.numel()]
+            total = targets[0] if straight else self._scratch_for(dtype)[: first.numel()]
             if add:
                 torch.add(first, rest.pop(0), out=total)
             else:
@@ -215,12 +222,12 @@ class Combiner:
             for target in [] if straight else targets:
                 target.copy_(total)
 
-    def _room(self, dtype: torch.dtype) -> Tensor:
+    def _scratch_for(self, dtype: torch.dtype) -> Tensor:
         if dtype not in self._scratch:
             # A tensor made in inference mode could not be written outside that mode.
             with torch.inference_mode(False):
-                room = torch.empty(_BLOCK_BYTES // dtype.itemsize, dtype=dtype)
-            self._scratch[dtype] = room
+                block = torch.empty(_BLOCK_BYTES // dtype.itemsize, dtype=dtype)
+            self._scratch[dtype] = block
         return self._scratch[dtype]
 
 

@@ -39,20 +39,20 @@ def restarts(plan: BlockSchedule, clock: Clock, blocks: int, block_s: float) -> 
 
 def test_a_number_of_blocks_is_spread_over_the_starts(clock: Clock) -> None:
     plan = BlockSchedule(CompareOptions(blocks=32))
-    plan.plan(start_s=10)
+    plan.plan_restarts(start_s=10)
     assert restarts(plan, clock, 32, 1) == [8, 16, 24]
     assert plan.generation == 3
     few = BlockSchedule(CompareOptions(blocks=15))
-    few.plan(start_s=10)
+    few.plan_restarts(start_s=10)
     assert restarts(few, clock, 15, 1) == []
 
 
 def test_restarts_take_at_most_half_of_the_time(clock: Clock) -> None:
     plan = BlockSchedule(CompareOptions(budget_s=100))
-    plan.plan(start_s=20)
+    plan.plan_restarts(start_s=20)
     assert len(restarts(plan, clock, 100, 1)) == 2
     late = BlockSchedule(CompareOptions(budget_s=100))
-    late.plan(start_s=51)
+    late.plan_restarts(start_s=51)
     assert restarts(late, clock, 100, 1) == []
 
 
@@ -77,7 +77,7 @@ def test_when_it_ends(
 
 def test_narrow_intervals_do_not_end_it_before_the_planned_starts(clock: Clock) -> None:
     plan = BlockSchedule(CompareOptions(budget_s=100))
-    plan.plan(start_s=10)
+    plan.plan_restarts(start_s=10)
     assert plan.why_to_stop(20, 3, [0.0]) is None
 
 

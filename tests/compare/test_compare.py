@@ -108,7 +108,9 @@ def test_unequal_and_failing_arms_say_why_and_the_others_go_on(
     arms = ",".join(["ddp/gloo", *faults, dies, raises, drifts, "no.such:Thing"])
     line = ["--arms", arms, "--clip-norm", "0.5", *QUICK]
     done, found = compare(tmp_path / "out", *line, code=1)
-    assert f"not the same work: {', '.join([*faults, drifts])} (see " in done.output
+    refused = ", ".join([*faults, drifts])
+    text = f"these arms do not train the same thing as the baseline: {refused} (see "
+    assert text in done.output
     rows = found["arms"]
     for name, cause in faults.items():
         assert rows[name]["status"] == "refused", rows[name]
@@ -169,10 +171,14 @@ ENDLESS: Sequence[str] = ["--arms", "ddp/gloo,compat/shm", "--budget", "1h", "--
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)]
+    ("number", "outcome"),
+    [
+        (signal.SIGINT, "interrupted"),
+        pytest.param(signal.SIGTERM, "terminated", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_stopped_early_it_leaves_a_valid_report_and_nothing_else(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, outcome: str
 ) -> None:
     out = tmp_path / "out"
     with started([*COMPARE, "--output", out, *ENDLESS]) as (process, log):
@@ -186,9 +192,9 @@ def test_stopped_early_it_leaves_a_valid_report_and_nothing_else(
         assert not left
         said = log.read_text()
     found = record.read(out)
-    assert found.outcome == "interrupted"
+    assert found.outcome == outcome
     assert "blocks" in (found.note or "")
-    assert "interrupted" in (out / "report.html").read_text()
+    assert outcome in (out / "report.html").read_text()
     assert "compat/shm" in said
     assert "Traceback" not in said, said
 
@@ -255,7 +261,7 @@ WRONG = {
     "--arms ddp/pigeon": "ddp goes over gloo, shm, mpi, nccl",
     "--arms pigeon": "no arm 'pigeon'",
     "--arms ,": "--arms ',' names no arm",
-    "--arms ddp/shm,ddp": "ddp/shm is among the arms twice",
+    "--arms ddp/shm,ddp": "ddp/shm is given twice",
     "--baseline horovod/mpi --arms ddp/gloo": "is not among the arms: ddp/gloo",
     "--budget soon": "--budget 'soon' is not a time; such as 90s, 10m or 1.5h",
     "--target-ci 2": "--target-ci '2' is not a share between 0 and 1; such as 2% or 0.02",

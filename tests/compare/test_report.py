@@ -167,7 +167,7 @@ def test_no_cell_of_numbers_is_empty() -> None:
     assert all(text_of(cell).strip() for cell in cells)
 
 
-@pytest.mark.parametrize("outcome", ["interrupted", "failed", "running"])
+@pytest.mark.parametrize("outcome", ["interrupted", "terminated", "failed", "running"])
 def test_a_partial_report_says_so_before_all_else(outcome: str) -> None:
     found = make_record(blocks=3, outcome=outcome)
     found["note"] = "the machine <went> away"

@@ -340,7 +340,7 @@ def with_a_rank_that_never_comes(folder: Path) -> Report:
     if hvd.rank() == hvd.size() - 1:
         (folder / "died.partial").write_text(str(time.time()))
         (folder / "died.partial").rename(folder / "died")
-        while basics.engine.failure is None:
+        while basics.engine.shutdown_reason is None:
             time.sleep(0.01)
         return end_of(folder, lambda: hvd.allreduce(torch.ones(1), name="beta"))
     wait_for(folder / "died")

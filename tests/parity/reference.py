@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer, World
-from hvdtrain.training.data_loading import ShardedBatches, mix
+from hvdtrain.training.data_loading import ShardedBatches, derive_seed
 
 State = dict[str, Tensor]
 
@@ -80,7 +80,7 @@ def reference(case: str, n: int, precision: str) -> State:
     """The final state dict of `n` ranks, played in this process."""
     config, task = replace(CASES[case], precision=precision), Regression(case.partition("-")[0])
     dtype = torch.float64 if precision == "fp64" else torch.float32
-    torch.manual_seed(mix(config.seed))
+    torch.manual_seed(derive_seed(config.seed))
     model = task.model().to(dtype)
     optimizer = task.optimizer(model)
     data, _ = task.datasets()

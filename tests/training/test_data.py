@@ -21,8 +21,8 @@ from hvdtrain.errors import InputError, WorldMismatch
 from hvdtrain.training.data_loading import (
     EvalBatches,
     ShardedBatches,
+    derive_seed,
     make_loader,
-    mix,
     on_device,
     size_of,
 )
@@ -193,11 +193,26 @@ def test_more_ranks_than_samples_to_evaluate() -> None:
 def test_seeds_are_distinct_where_it_matters() -> None:
     """torch's CPU generator looks at 32 bits of its seed alone."""
     seeds = [
-        mix(seed, step, rank) for seed in range(3) for step in range(5000) for rank in range(9)
+        derive_seed(seed, step, rank)
+        for seed in range(3)
+        for step in range(5000)
+        for rank in range(9)
     ]
     assert len({seed % (1 << 32) for seed in seeds}) == len(seeds)
-    assert len({mix(0), mix(0, 0), mix(0, 0, 0), mix(1), mix(0, 1), mix(1, 0)}) == 6
-    huge = mix(10**30, 10**30)
+    assert (
+        len(
+            {
+                derive_seed(0),
+                derive_seed(0, 0),
+                derive_seed(0, 0, 0),
+                derive_seed(1),
+                derive_seed(0, 1),
+                derive_seed(1, 0),
+            }
+        )
+        == 6
+    )
+    huge = derive_seed(10**30, 10**30)
     torch.Generator().manual_seed(huge)
     assert 0 <= huge < 1 << 62
 

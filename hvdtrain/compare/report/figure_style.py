@@ -84,9 +84,10 @@ def png(picture: Picture) -> bytes:
 
 
 def svg_variants(picture: Picture) -> dict[str, str]:
-    """Return a picture as data: URIs of SVG images, whose text is text, by media query.
+    """Return a picture's SVG variants as data: URIs, keyed by media query.
 
-    The first query that holds selects the variant; the last one is empty.
+    Text stays text, not outlines. The first query that matches selects the variant; the last, "",
+    always matches.
     """
     small, dark = "screen and (max-width: 640px)", "(prefers-color-scheme: dark)"
     narrow, wide = _svg(picture, NARROW), _svg(picture, WIDE)

@@ -349,7 +349,9 @@ def _role_lines(row: SpeedRow) -> list[str]:
 
 
 def break_name(name: str, width: int) -> list[str]:
-    """Break a name into lines, at spaces or after its punctuation."""
+    """Break a name into lines of at most `width` characters, at spaces or after punctuation; a
+    longer part is cut.
+    """
     lines = [""]
     for part in re.findall(r"[^\s./:_-]*[\s./:_-]*", name):
         if len(lines[-1]) + len(part.rstrip()) > width:

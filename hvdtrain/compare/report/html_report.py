@@ -93,7 +93,7 @@ def _breakable(name: str) -> Markup:
 
 
 def _efficiencies(summary: Summary) -> dict[str, dict[str, EfficiencyRow]]:
-    """Return the efficiencies of each arm that has not failed, by base kind."""
+    """Return the efficiencies by arm, then base kind, without arms that failed or were refused."""
     ended = {row.arm for row in summary.speed if row.has_ended_early}
     found: dict[str, dict[str, EfficiencyRow]] = {}
     for row in summary.scaling:

@@ -94,7 +94,7 @@ class ArmPool:
             try:
                 self.live[key] = self._launch(key)
             except ArmFailed as error:
-                self.lose(key, "failed", str(error))
+                self.drop(key, "failed", str(error))
         # In parallel: a start is mostly waiting, and nothing is timed yet.
         patience = 60.0 + 6.0 * sum(self.live[key].size for key in keys if key in self.live)
         # Send "open" to all before waiting for any answer: opening can take long, too.
@@ -112,7 +112,7 @@ class ArmPool:
         timeout_s = self.options.timeout_s + 60  # ranks time out first: their errors say more
         return self._attempt(key, lambda arm: arm.call(what, *arguments, timeout_s=timeout_s))
 
-    def lose(self, key: str, status: str, reason: str) -> None:
+    def drop(self, key: str, status: str, reason: str) -> None:
         """Drop an arm that has failed or is refused, and end it. Its measurements are kept."""
         row = self.record.arms[key]
         if row.status != "measured":
@@ -139,7 +139,7 @@ class ArmPool:
         try:
             return action(self.live[key])
         except ArmFailed as error:
-            self.lose(key, "failed", str(error))
+            self.drop(key, "failed", str(error))
             return None
 
     def _launch(self, key: str) -> ArmProcess:

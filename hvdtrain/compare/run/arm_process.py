@@ -248,7 +248,9 @@ class ArmProcess:
         return self.log.read_bytes()[self._log_begin :].decode(errors="replace")
 
     def _error_line(self) -> str:
-        """Return the most informative line of the log: last error, else notice, else last line."""
+        """Wait for the launcher to exit. Return the last error line of the log, else a notice, else
+        the last line, with the exit code.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_EXIT_S)
         text = self._text()

@@ -149,11 +149,11 @@ _BACKEND_CHECKS: dict[str, Callable[[], str | None]] = {"horovod": _horovod_prob
 def choose_arms(
     wanted: list[str], ranks: int, baseline: str | None, cuda: bool
 ) -> tuple[list[Arm], list[tuple[str, str]]]:
-    """Return the arms of one world size, with the three that every comparison has, and a pair
-    (name, reason) for each usual arm that is left out.
+    """Return the arms of one world size, and (name, reason) for each usual arm left out.
 
     With `wanted` empty: the usual arms that this machine can run. A wanted arm is kept even if it
-    cannot run, and fails in the table. Raise InputError for unknown or repeated arms, or none.
+    cannot run, and fails in the table. Adds the three reference arms: baseline again, hand-written
+    DDP, no communication. Raises InputError for unknown or repeated arms, or if no arm is left.
     """
     usual = DEFAULT_CUDA if cuda else DEFAULT_CPU
     arms: list[Arm] = []
@@ -164,7 +164,9 @@ def choose_arms(
         if why is not None:
             left_out.append((arm.name, why))
         elif arm.name in [other.name for other in arms]:
-            raise InputError(f"{arm.name} is among the arms twice; the baseline always is, unasked")
+            raise InputError(
+                f"{arm.name} is given twice; give it once: the baseline is repeated automatically"
+            )
         else:
             arms.append(arm)
     if not arms:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from hvdtrain.compare.compare_options import MIN_BLOCKS, CompareOptions
 from hvdtrain.compare.record import Record
 
-# The most starts of all processes, and the fewest blocks of each.
+# At most this many starts of the processes; at least this many blocks after each.
 MAX_STARTS, MIN_BLOCKS_PER_START = 4, 8
 SETTLED_BLOCKS = 10  # before narrow intervals may end a comparison
 BLOCKS_PER_PASS = 8  # kept blocks for each phase pass
@@ -31,10 +31,12 @@ class BlockSchedule:
         self._began = (0, 0.0)
         """The block index and the time at which the current start began."""
 
-    def plan(self, start_s: float) -> None:
-        """Plan the restarts: they may take at most half of the remaining time.
+    def plan_restarts(self, start_s: float) -> None:
+        """Set the number of restarts, at most MAX_STARTS - 1.
 
-        `start_s`: how long it took from the start of the processes to the end of the warm-up.
+        With `options.blocks`: so that each start has MIN_BLOCKS_PER_START blocks; else at most half
+        of the remaining time goes to restarts. `start_s`: how long it took from the start of the
+        processes to the end of the warm-up.
         """
         self._start_s = start_s
         if self._options.blocks is not None:

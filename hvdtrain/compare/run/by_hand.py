@@ -22,7 +22,13 @@ from hvdtrain.backends.base import Backend
 from hvdtrain.backends.model_sync import fill_missing_gradients, sync_buffers
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import check_same_plan, make_loader, mix, on_device, shard
+from hvdtrain.training.data_loading import (
+    check_same_plan,
+    derive_seed,
+    make_loader,
+    on_device,
+    shard,
+)
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.task import Task
 from hvdtrain.training.trainer import StepTaken
@@ -42,7 +48,7 @@ class ByHand:
         config, world = self.config, self.backend.world
         determinism.set_threads(config.threads, world, os.environ)
         keep_freed_memory()
-        determinism.seed_all(mix(config.seed))
+        determinism.seed_all(derive_seed(config.seed))
         data, _ = self.task.datasets()
         self.batches = shard(data, config, world)
         self.loader = make_loader(
@@ -55,7 +61,7 @@ class ByHand:
             config.seed,
         )
         check_same_plan(self.backend, self.loader, None, config)
-        determinism.seed_all(mix(config.seed))
+        determinism.seed_all(derive_seed(config.seed))
         self.model: nn.Module = self.precision.convert(self.task.model()).to(self.backend.device)
         self.optimizer = self.task.optimizer(self.model)
         if config.lr is not None:
@@ -80,12 +86,12 @@ class ByHand:
         number, window = 0, self.config.accumulate
         for epoch in count():
             self.batches.set_epoch(epoch)
-            seed = mix(self.config.seed, self.backend.world.rank, epoch)
+            seed = derive_seed(self.config.seed, self.backend.world.rank, epoch)
             self.loader.generator.manual_seed(seed)
             data = on_device(self.loader, self.backend.device, self.precision.convert_batch)
             for done in range(0, len(self.batches), window):
                 # Dropout needs the same random numbers as in every other arm.
-                determinism.seed_all(mix(self.config.seed, number, self.backend.world.rank))
+                determinism.seed_all(derive_seed(self.config.seed, number, self.backend.world.rank))
                 number += 1
                 yield self._step(number, data, min(window, len(self.batches) - done))
 

@@ -62,7 +62,7 @@ class Comparison:
             self._stopped("interrupted", "Ctrl-C")
             raise
         except SystemExit:  # a handler raises it on SIGTERM
-            self._stopped("interrupted", "SIGTERM")
+            self._stopped("terminated", "SIGTERM")
             raise
         except BaseException as error:
             self._stopped("failed", f"{type(error).__name__}: {error}")
@@ -102,7 +102,7 @@ class Comparison:
                 status = self.record.arms[base].status
                 why = f"cannot be compared: its baseline {base} {status}"
                 for key in [k for k in self._pool.live if self._pool.arms[k].ranks == size]:
-                    self._pool.lose(key, "failed", why)
+                    self._pool.drop(key, "failed", why)
 
     def _prove_equal_work(self) -> None:
         """Record the work traces of every arm's first steps, and refuse arms that do other work."""
@@ -117,12 +117,12 @@ class Comparison:
             base, again = self._pool.key_of("baseline", size), self._pool.key_of("again", size)
             problem = parity.baseline_problem(base, of_size.get(base, ()), of_size.get(again, ()))
             if problem and base in self._pool.live:
-                self._pool.lose(base, "refused", problem)
+                self._pool.drop(base, "refused", problem)
             rows = parity.compare(of_size, base, again, self._pool.key_of("ceiling", size))
             self.record.parity += rows
             for row in rows:
                 if row.verdict == "unequal" and row.arm in self._pool.live:
-                    self._pool.lose(row.arm, "refused", f"{row.text}; {row.cause}")
+                    self._pool.drop(row.arm, "refused", f"{row.text}; {row.cause}")
         self._drop_without_baseline()
         record.write(self.record, self.folder)
 
@@ -137,7 +137,7 @@ class Comparison:
                 continue
             if len(set(found)) > 1:
                 why = "by the end its ranks had different parameters: they were not synchronised"
-                self._pool.lose(key, "refused", why)
+                self._pool.drop(key, "refused", why)
             else:
                 ends[key] = found[0]
         self.record.ends.append(ends)
@@ -149,16 +149,16 @@ class Comparison:
             repeats = base in ends and ends[base] == ends.get(again)
             if repeats and ends[key][0] == ends[base][0] and ends[key] != ends[base]:
                 why = f"after {ends[key][0]} steps its parameters differed from {base}'s"
-                self._pool.lose(key, "refused", why)
+                self._pool.drop(key, "refused", why)
 
     # Timing
 
     def _time_blocks(self) -> None:
         """Time blocks until there are enough, in as many starts as the time allows."""
         warm_up_s = self._timer.warm_up()
-        self._schedule.plan(self._pool.start_s + warm_up_s)
+        self._schedule.plan_restarts(self._pool.start_s + warm_up_s)
         index = 0
-        while (why := self._why_to_stop(index)) is None:
+        while (stop_reason := self._why_to_stop(index)) is None:
             if self._schedule.restart_is_due(index):
                 self._restart(index)
                 if len(self._pool.live) < 2:
@@ -172,10 +172,10 @@ class Comparison:
             self._drop_without_baseline()
             index += 1
         config, blocks = self.record.config, self.record.blocks
-        config.stopped_by, config.starts = why, self._schedule.generation + 1
+        config.stopped_by, config.starts = stop_reason, self._schedule.generation + 1
         if blocks and not self.record.kept_blocks:
-            why = why_dropped(blocks, self.options.max_foreign)
-            self.record.note = f"no block counts: {len(blocks)} were dropped, {why}"
+            drop_reason = why_dropped(blocks, self.options.max_foreign)
+            self.record.note = f"no block counts: {len(blocks)} were dropped, {drop_reason}"
 
     def _why_to_stop(self, num_blocks: int) -> str | None:
         widths = self._timer.interval_widths()

@@ -9,7 +9,7 @@ ranks that have joined, which send zeros (`hvd.join`).
       |---- plan: this rank's parameters --------------->|  merges the plans of all ranks
       |<--- done: the merged plan -----------------------|
     all ranks: lay out the buckets, make the process groups; then in every step
-      |---- step (channel, set, number) ---------------->|  no answer; "shadow" to joined ranks
+      |---- step (channel, set, number) ---------------->|  no answer; "send_zeros" to joined
     all ranks: all-reduce every bucket
 """
 
@@ -24,7 +24,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hvdtrain.hvd.engine.bucket_plan import BucketLayout, BucketPlan, lay_out
+from hvdtrain.hvd.engine.bucket_plan import (
+    BucketLayout,
+    BucketPlan,
+    lay_out,
+    plan_request_name,
+)
 from hvdtrain.hvd.engine.operation import Operation
 from hvdtrain.hvd.engine.process_groups import ConnectionBroken, all_reduce
 from hvdtrain.hvd.engine.request import Key, Request
@@ -66,7 +71,7 @@ class BucketChannel:
         Never raises, but returns a failed operation: a rank that needs no further step may have
         left, and the current step does not need the new plan.
         """
-        name = f"plan.{self.set_id}.{self.name}/{self.version + 1}"
+        name = plan_request_name(self.set_id, self.name, self.version + 1)
         try:
             payload = proposal.to_wire()
             return self.engine.request(name, "plan", payload=payload, set_id=self.set_id)
@@ -87,8 +92,8 @@ class BucketChannel:
     def await_connection(self) -> None:
         """Wait for the plan's process groups. Raises HorovodInternalError once the job is over."""
         while not self._connected.wait(1.0):
-            if self.engine.failure is not None:
-                raise HorovodInternalError(self.engine.failure)
+            if self.engine.shutdown_reason is not None:
+                raise HorovodInternalError(self.engine.shutdown_reason)
 
     def adopt(self, fields: list[Any]) -> None:
         """Switch to a new plan. Runs in the control thread, also on ranks that have joined."""
@@ -122,11 +127,12 @@ class BucketChannel:
         Raises HorovodInternalError once the job is over, unless the rank that left had sent all of
         this step: then the peers still wait for this rank's part.
         """
-        failure = self.engine.failure
-        if failure is not None and (
-            self.engine.broken is not None or self.engine.peer_left_before(self.name, self.step)
+        reason = self.engine.shutdown_reason
+        if reason is not None and (
+            self.engine.abort_reason is not None
+            or self.engine.peer_left_before(self.name, self.step)
         ):
-            raise HorovodInternalError(failure)
+            raise HorovodInternalError(reason)
         tensor = torch.view_as_real(flat) if flat.dtype.is_complex else flat
         try:
             work = all_reduce(self._groups[layout.device], tensor, layout.op)
@@ -159,14 +165,14 @@ class BucketChannel:
 
     def _reason_to_stop(self) -> str | None:
         left = self.engine.peer_left_before(self.name, self.step)
-        return self.engine.failure if left else None
+        return self.engine.shutdown_reason if left else None
 
     def drain(self) -> None:
         """Wait for the buckets that all ranks have sent, before shutdown. Runs in the executor."""
         for step, work, flat in list(self._in_flight):
             if not self.engine.peer_left_before(self.name, step):
                 if flat.is_cuda:  # NCCL would take the limit of a timed wait as the operation's own
-                    while not work.is_completed() and self.engine.broken is None:
+                    while not work.is_completed() and self.engine.abort_reason is None:
                         time.sleep(0.01)
                     continue
                 try:
@@ -174,7 +180,7 @@ class BucketChannel:
                 except ConnectionBroken:
                     return
 
-    def shadow(self, step: int) -> Callable[[], None]:
+    def zeros_task(self, step: int) -> Callable[[], None]:
         """Return a task that sends zeros in a step of the other ranks, once this rank has joined.
 
         The task does not wait: the others may be busy with other things between two buckets.
@@ -184,7 +190,7 @@ class BucketChannel:
 
         def send_zeros() -> None:
             for layout in layouts:
-                gpu = torch.device("cuda", self.engine.zeros_on)
+                gpu = torch.device("cuda", self.engine.executor_gpu)
                 device = torch.device("cpu") if layout.device == "CPU" else gpu
                 self.send(layout, torch.zeros(layout.numel, dtype=layout.dtype, device=device))
 

@@ -28,6 +28,19 @@ IN_PLACE_BYTES = 1 << 20
 SMALL_NUMEL = 16 * 1024
 
 
+def plan_request_name(set_id: int, channel: str, version: int) -> str:
+    """Return the name of the operation that merges a channel's plans."""
+    return f"plan.{set_id}.{channel}/{version}"
+
+
+def channel_of_plan(name: str) -> tuple[int, str] | None:
+    """Return the process set and the channel in a `plan_request_name`; None for other names."""
+    if not name.startswith("plan."):
+        return None
+    _, set_id, channel = name.split(".", 2)
+    return int(set_id), channel.rpartition("/")[0]
+
+
 @dataclass
 class BucketPlan:
     """The parameters of an optimizer by name, in the order in which they are sent."""

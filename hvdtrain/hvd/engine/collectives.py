@@ -71,15 +71,15 @@ def _reduce(batch: Batch, inputs: list[Tensor], request: Request) -> list[Tensor
     op, factor = request.op, request.postscale / (batch.size if request.op == AVERAGE else 1)
     results: list[Tensor] = [torch.empty(0)] * len(inputs)
     for dtype in dict.fromkeys(t.dtype for t in inputs):
-        places = [i for i, t in enumerate(inputs) if t.dtype == dtype]
-        flat = torch.cat([inputs[i].detach().reshape(-1) for i in places])
+        indices = [i for i, t in enumerate(inputs) if t.dtype == dtype]
+        flat = torch.cat([inputs[i].detach().reshape(-1) for i in indices])
         scale_(flat, request.prescale)
         # A complex sum is the sum of its real and imaginary parts.
         wire = torch.view_as_real(flat).reshape(-1) if dtype.is_complex else flat
         plain = wire.dtype
         if request.device == "CPU" or dtype == torch.uint64:
             wire = widen(wire, op, factor)
-        sizes = [inputs[i].numel() for i in places]
+        sizes = [inputs[i].numel() for i in indices]
         if op == ADASUM:
             adasum.reduce_(wire, sizes, batch)
         elif wire.numel():
@@ -88,7 +88,7 @@ def _reduce(batch: Batch, inputs: list[Tensor], request: Request) -> list[Tensor
         if dtype.is_complex:
             wire = torch.view_as_complex(wire.reshape(-1, 2))
         pieces = torch.split(wire, sizes)
-        for i, piece in zip(places, pieces, strict=True):
+        for i, piece in zip(indices, pieces, strict=True):
             results[i] = piece.view(inputs[i].shape)
     return results
 

@@ -7,7 +7,7 @@ To rank 0:  op (key, request; data)   hit (cache id; data)   resent (cache id, k
             step (channel, set, number)   drop (channel, set)   join   idle   leave (steps)
             broken (reason): a connection   failed (reason): a thread of the sender   drained
 From it:    run (batches)   done (key, cache id, extra; result)   error (key, text)   resend (id)
-            joined (last rank)   shadow (channel, number)   dropped (channel)
+            joined (last rank)   send_zeros (channel, number)   dropped (channel)
             down (reason, steps or null)   close
 
 An operation:     op from every rank -> done with the result of small data, or run
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.hvd.engine import eager
-from hvdtrain.hvd.engine.bucket_plan import merge_plans
+from hvdtrain.hvd.engine.bucket_plan import channel_of_plan, merge_plans
 from hvdtrain.hvd.engine.request import GLOBAL_SET, Key, Request
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.engine.validation import mismatch
@@ -31,7 +31,7 @@ from hvdtrain.hvd.exceptions import SHUT_DOWN
 
 Send = Callable[[list[int], list[Any], bytes], None]
 
-_BETTER_REASON_S = 1.0  # how long to wait for the exit of a rank after a broken connection
+_ROOT_CAUSE_WAIT_S = 1.0  # how long to wait for the exit of a rank after a broken connection
 # Operations that need messages only, whatever their size.
 _CONTROL_KINDS = ("barrier", "add_set", "remove_set")
 _SET_IS_GONE = "The process set of this operation has been removed."
@@ -41,7 +41,7 @@ _SET_IS_GONE = "The process set of this operation has been removed."
 class Negotiation:
     """An operation that some ranks have submitted: their requests and small data, by rank."""
 
-    since: float
+    started_at: float
     requests: dict[int, Request] = field(default_factory=dict)
     data: dict[int, bytes] = field(default_factory=dict)
     warned: bool = False
@@ -79,7 +79,7 @@ class Coordinator:
         self._send = send
         self.timeline = timeline
         self._ready: list[Ready] = []
-        self._busy = False
+        self._executor_is_busy = False
         self._is_down = False
         self._broken: tuple[float, str] | None = None
         self._drained: set[int] = set()
@@ -116,7 +116,7 @@ class Coordinator:
         elif what == "drop":
             self._drop(rank, *rest)
         elif what == "idle":
-            self._busy = False
+            self._executor_is_busy = False
             self._send_ready()
         elif what == "leave":
             self.shut_down(SHUT_DOWN, rest[0])
@@ -133,14 +133,14 @@ class Coordinator:
         Not at once: the exit of a rank is a better reason, because it names the rank, and the
         control plane usually reports it a moment later.
         """
-        if self._broken is not None and now - self._broken[0] > _BETTER_REASON_S:
+        if self._broken is not None and now - self._broken[0] > _ROOT_CAUSE_WAIT_S:
             self.shut_down(self._broken[1])
 
     def report_lost(self, rank: int, process: str, why: str) -> None:
         """Shut down because the connection to a rank was lost. `why`: e.g. "has ended"."""
         reason = f"{SHUT_DOWN} Rank {rank} ({process}) {why}."
         if self._is_down and rank not in self._drained:
-            # During a graceful shutdown peers still wait for the operations that it had begun.
+            # During a graceful shutdown peers still wait for operations that this rank had begun.
             self._send(self.sets[GLOBAL_SET], ["down", reason, None], b"")
         self.shut_down(reason)
         self._record_drained(rank)
@@ -148,8 +148,9 @@ class Coordinator:
     def shut_down(self, reason: str, steps: dict[str, int] | None = None) -> None:
         """Shut down: no further operation begins.
 
-        `steps`: the last that a leaving rank has sent, by channel: running operations then
-        complete. None on a failure.
+        `steps`: for a graceful shutdown, the last step that the leaving rank sent, by channel: the
+        ranks complete the operations up to it. None after a failure: nothing is completed. A second
+        call does nothing.
         """
         if self._is_down:
             return
@@ -201,8 +202,9 @@ class Coordinator:
         if request.kind == "plan":
             plan, problem = merge_plans([negotiation.data[r] for r in sorted(requests)])
             if plan is not None:
-                name = key.name.split(".", 2)[2].rpartition("/")[0]
-                self._channel(name, key.set_id).tensors = plan[0]
+                plan_of = channel_of_plan(key.name)
+                assert plan_of is not None
+                self._channel(plan_of[1], key.set_id).tensors = plan[0]
             answer = ["done", *key, 0, plan] if problem is None else ["error", *key, problem]
             self._send(members, answer, b"")
         elif request.kind in _CONTROL_KINDS:
@@ -233,17 +235,20 @@ class Coordinator:
         return None
 
     def _end_set(self, set_id: int) -> None:
-        """Send what is ready, and fail operations of a set that some members have not submitted."""
-        busy, self._busy = self._busy, False  # send now, although a batch may be running
+        """Send what is ready; fail the set's operations that only some members have submitted."""
+        busy, self._executor_is_busy = (
+            self._executor_is_busy,
+            False,
+        )  # send now, although a batch may be running
         self._send_ready()
-        self._busy = self._busy or busy
+        self._executor_is_busy = self._executor_is_busy or busy
         for key in [key for key in self.negotiations if key.set_id == set_id]:
             requests = self.negotiations.pop(key).requests
             self._send(sorted(requests), ["error", *key, _SET_IS_GONE], b"")
 
     def _send_ready(self) -> None:
         """Send what is ready, unless a batch is running: what arrives meanwhile is then fused."""
-        if self._busy or not self._ready:
+        if self._executor_is_busy or not self._ready:
             return
         ready, self._ready = self._ready, []
         self.timeline.cycle()
@@ -253,7 +258,7 @@ class Coordinator:
             requests = [r.request for r in batch] if self.joined else None
             self._send(members, ["run", head.key.set_id, head.request.kind, entries, requests], b"")
             # Rank 0's own executor sends "idle" when it has nothing to do.
-            self._busy = self._busy or 0 in members
+            self._executor_is_busy = self._executor_is_busy or 0 in members
 
     def _fuse(self, ready: list[Ready]) -> list[tuple[list[int], list[Ready]]]:
         """Return batches of alike operations, up to the fusion threshold, with their members."""
@@ -299,7 +304,8 @@ class Coordinator:
         """Return whether a message overtook an operation that its rank must resend.
 
         It must then queue behind that operation, which a cache miss delays. Data operations may
-        overtake it. But a rank that joins, removes a process set or leaves has submitted it before.
+        overtake. `join`, `remove_set` and `leave` may not: the rank sent them after the delayed
+        operation.
         """
         if self._is_down or not self._to_resend[rank] or header[0] == "resent":
             return False
@@ -315,14 +321,14 @@ class Coordinator:
         is_last = len(self.joined) == self.size
         if not is_last:
             for name, state in self.channels.items():
-                self._shadow(rank, name, state)
+                self._request_zeros(rank, name, state)
         for key, negotiation in list(self.negotiations.items()):
             if key.set_id == GLOBAL_SET:
                 self._complete(key, negotiation)
         if is_last:
             # First the operations to which some ranks only contribute zeros: these have not
             # submitted them, and may reuse the same names as soon as they receive "joined".
-            self._busy = False
+            self._executor_is_busy = False
             self._send_ready()
             self.joined = {}
             self._send(self.sets[GLOBAL_SET], ["joined", rank], b"")
@@ -333,9 +339,9 @@ class Coordinator:
     def _step(self, rank: int, name: str, set_id: int, step: int, now: float) -> None:
         state = self._channel(name, set_id)
         state.steps[rank] = step
-        state.changed, state.warned = now, False
+        state.last_step_time, state.warned = now, False
         for joined in self.joined:
-            self._shadow(joined, name, state)
+            self._request_zeros(joined, name, state)
 
     def _drop(self, rank: int, name: str, set_id: int) -> None:
         """Remove a channel once its optimizer is gone on all ranks."""
@@ -347,7 +353,7 @@ class Coordinator:
         if not dropped_by.issuperset(members):
             return
         del self.channels[name]
-        for key in [k for k in self.negotiations if k.name.startswith(f"plan.{set_id}.{name}/")]:
+        for key in [k for k in self.negotiations if channel_of_plan(k.name) == (set_id, name)]:
             del self.negotiations[key]  # some ranks requested a plan that is not needed any more
         self._send(members, ["dropped", name], b"")
 
@@ -358,13 +364,13 @@ class Coordinator:
         members = self.sets.get(state.set_id, [])
         return [r for r in members if state.steps.get(r, 0) < last and r not in absent]
 
-    def _shadow(self, rank: int, name: str, state: ChannelState) -> None:
-        """Make a joined rank take part, with zeros, in the steps that others have begun."""
+    def _request_zeros(self, rank: int, name: str, state: ChannelState) -> None:
+        """Make a joined rank contribute zeros to the steps that others have begun."""
         if state.set_id != GLOBAL_SET:
             return
         last = max(state.steps.values(), default=0)
         for step in range(state.steps.get(rank, 0) + 1, last + 1):
-            self._send([rank], ["shadow", name, step], b"")
+            self._send([rank], ["send_zeros", name, step], b"")
         state.steps[rank] = last
 
     # Shutdown
@@ -386,7 +392,7 @@ class ChannelState:
     steps: dict[int, int] = field(default_factory=dict)
     tensors: list[str] = field(default_factory=list)
     dropped_by: set[int] = field(default_factory=set)
-    changed: float = 0.0
+    last_step_time: float = 0.0
     warned: bool = False
 
 

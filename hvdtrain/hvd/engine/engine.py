@@ -24,6 +24,7 @@ from hvdtrain.failure import print_stderr
 from hvdtrain.hvd.engine import collectives, eager, stall
 from hvdtrain.hvd.engine.arithmetic import scale_
 from hvdtrain.hvd.engine.bucket_channel import BucketChannel
+from hvdtrain.hvd.engine.bucket_plan import channel_of_plan
 from hvdtrain.hvd.engine.control import Control
 from hvdtrain.hvd.engine.coordinator import Coordinator
 from hvdtrain.hvd.engine.executor import Executor
@@ -51,7 +52,8 @@ class Engine:
 
     Three threads use it: the caller's submits and waits, the control thread receives answers, the
     executor runs operations. `_lock` guards the submitted operations and the end of the job:
-    `failure` is why no operation begins any more, `broken` why running ones cannot complete either.
+    `shutdown_reason` is why no operation begins any more, `abort_reason` why running ones cannot
+    complete either.
     """
 
     def __init__(self, world: World, store: Store, settings: Settings, hello: dict[str, Any]):
@@ -61,10 +63,10 @@ class Engine:
         self.sets: dict[int, list[int]] = {GLOBAL_SET: list(range(world.size))}
         self.channels: dict[str, BucketChannel] = {}
         self.channel_numbers: dict[tuple[str, int], int] = {}  # channels made so far, by parameters
-        self.zeros_on = 0  # the GPU that the executor uses, also for the zeros of a joined rank
+        self.executor_gpu = 0  # also of the zeros of a rank that has joined
         self.joins = 0  # completed joins, which are part of automatic names
-        self.failure: str | None = None
-        self.broken: str | None = None
+        self.shutdown_reason: str | None = None
+        self.abort_reason: str | None = None
         self._final_steps: dict[str, int] | None = None  # of the rank that left, by channel
         self._pending: dict[Key, Operation] = {}
         self._dropped: deque[tuple[str, int]] = deque()
@@ -80,7 +82,7 @@ class Engine:
             world.rank,
             self._choose_transport(),
             settings.gloo_timeout_s,
-            lambda: self.broken,
+            lambda: self.abort_reason,
             settings.peer_limit_s,
         )
         # Opened before any rank can submit an operation, so that it contains the first one.
@@ -99,7 +101,7 @@ class Engine:
             self._stall = stall.StallInspector(self._coordinator, settings, self._describe_rank)
         self.executor = Executor(self)
         self.control.start(
-            self._deliver, self._lost, self._tick, self.bind_to_core, self.thread_failed
+            self._receive, self._lost, self._tick, self.bind_to_core, self.thread_failed
         )
         _register_at_fork()
         _engines.add(self)
@@ -130,8 +132,8 @@ class Engine:
         if eager.fits(request, len(self.sets[operation.key.set_id])):
             operation.payload = self._pack(operation)  # eager: small data travels with the request
         with self._lock:
-            if self.failure is not None:
-                raise HorovodInternalError(self.failure)
+            if self.shutdown_reason is not None:
+                raise HorovodInternalError(self.shutdown_reason)
             if operation.key in self._pending:
                 raise ValueError(DUPLICATE_NAME)
             self._pending[operation.key] = operation
@@ -155,8 +157,8 @@ class Engine:
     def join(self) -> Operation:
         """Submit that this rank has no more data. The result is the last rank that joined."""
         with self._lock:
-            if self.failure is not None:
-                raise HorovodInternalError(self.failure)
+            if self.shutdown_reason is not None:
+                raise HorovodInternalError(self.shutdown_reason)
             operation = self._join = Operation(Key(GLOBAL_SET, "join"), Request("join"))
         self.control.send(0, ["join"])
         return operation
@@ -224,9 +226,9 @@ class Engine:
         After a broken connection: the control plane usually names the lost rank a moment later.
         """
         deadline = time.monotonic() + _FAILURE_WAIT_S
-        while self.failure is None and time.monotonic() < deadline:
+        while self.shutdown_reason is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        return self.failure or otherwise
+        return self.shutdown_reason or otherwise
 
     def _pack(self, operation: Operation) -> bytes:
         tensors = operation.inputs
@@ -268,7 +270,7 @@ class Engine:
 
     # The control thread
 
-    def _deliver(self, sender: int, header: list[Any], payload: bytes) -> None:
+    def _receive(self, sender: int, header: list[Any], payload: bytes) -> None:
         what, *rest = header
         if what in _HANDLERS:
             _HANDLERS[what](self, rest, payload)
@@ -278,10 +280,9 @@ class Engine:
     def _on_done(self, rest: list[Any], payload: bytes) -> None:
         key, cache_id, extra = Key(rest[0], rest[1]), rest[2], rest[3]
         operation = self._pop_pending(key, cache_id)
-        if key.name.startswith(
-            "plan."
-        ):  # also without an operation: a joined rank adopts plans, too
-            self._adopt_plan(key.name, extra)
+        # Also without an operation: a joined rank adopts plans, too.
+        if (plan_of := channel_of_plan(key.name)) is not None:
+            self._adopt_plan(*plan_of, extra)
         if operation is None:
             return
         if operation.request.kind == "add_set":
@@ -338,10 +339,9 @@ class Engine:
         if operation is not None:
             operation.finish(rest[0])
 
-    def _on_shadow(self, rest: list[Any], payload: bytes) -> None:
+    def _on_send_zeros(self, rest: list[Any], payload: bytes) -> None:
         name, step = rest
-        shadow = self.channel(name, GLOBAL_SET).shadow(step)
-        self.executor.put(shadow)
+        self.executor.put(self.channel(name, GLOBAL_SET).zeros_task(step))
 
     def _on_dropped(self, rest: list[Any], payload: bytes) -> None:
         self._remove_channel(rest[0])
@@ -378,9 +378,8 @@ class Engine:
                     self._cache.popitem(last=False)
         return operation
 
-    def _adopt_plan(self, name: str, fields: list[Any]) -> None:
-        _, set_id, channel_name = name.split(".", 2)
-        channel = self.channel(channel_name.rpartition("/")[0], int(set_id))
+    def _adopt_plan(self, set_id: int, name: str, fields: list[Any]) -> None:
+        channel = self.channel(name, set_id)
         channel.adopt(fields)
         self.executor.put(channel.connect)
 
@@ -407,10 +406,10 @@ class Engine:
     def _end(self, reason: str, graceful: bool = False) -> None:
         """Fail all operations that have not begun; running ones may complete if `graceful`."""
         with self._lock:
-            if self.failure is None:
-                self.failure = reason
+            if self.shutdown_reason is None:
+                self.shutdown_reason = reason
             if not graceful:
-                self.broken = reason
+                self.abort_reason = reason
             pending, self._pending = list(self._pending.values()), {}
             if self._join is not None:
                 pending.append(self._join)
@@ -425,7 +424,7 @@ _HANDLERS: dict[str, Callable[[Engine, list[Any], bytes], None]] = {
     "error": Engine._on_error,
     "resend": Engine._on_resend,
     "joined": Engine._on_joined,
-    "shadow": Engine._on_shadow,
+    "send_zeros": Engine._on_send_zeros,
     "dropped": Engine._on_dropped,
     "down": Engine._on_down,
     "close": Engine._on_close,

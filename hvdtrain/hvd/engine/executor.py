@@ -104,8 +104,8 @@ class Executor:
         """Select the GPU of the tensors; on a rank that has joined, the one used last."""
         devices = [op.inputs[0].device.index for op in operations if op and op.inputs]
         if devices:
-            self._engine.zeros_on = devices[0]
-        torch.cuda.set_device(self._engine.zeros_on)
+            self._engine.executor_gpu = devices[0]
+        torch.cuda.set_device(self._engine.executor_gpu)
 
     def _run(self) -> None:
         try:
@@ -114,7 +114,7 @@ class Executor:
             # No caller waits for this task in particular, so the whole job must fail.
             self._engine.thread_failed(error)
             with suppress(Exception):
-                self.drain(graceful=False)  # the task that would do it does not run any more
+                self.drain(graceful=False)  # the queued drain task will not run
 
     def _loop(self) -> None:
         engine = self._engine
@@ -123,11 +123,11 @@ class Executor:
             try:
                 task()
             except ConnectionBroken as error:  # from connecting a channel
-                if engine.failure is None:
+                if engine.shutdown_reason is None:
                     print_stderr(f"hvd: rank {engine.world.rank}: {error}")
                     engine.report_broken(str(error))
             except Exception:
-                if engine.failure is None:
+                if engine.shutdown_reason is None:
                     raise
             if engine.world.rank == 0 and self._tasks.empty():
                 engine.control.send(0, ["idle"])

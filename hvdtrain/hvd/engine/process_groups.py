@@ -36,7 +36,7 @@ _LIMIT_S = 24 * 3600.0
 # In error texts for tensors that a transport does not support: the connections stay intact.
 _REFUSALS = ("scalar type", "not supported", "nsupported")
 _CLOSE_S = 0.5  # the longest time to close a group without pending operations
-_HUNG_UP_S = 3.0  # the same once its connections have been shut down
+_SHUT_DOWN_S = 3.0  # the same once its connections have been shut down
 
 
 class ProcessGroups:
@@ -52,7 +52,7 @@ class ProcessGroups:
         rank: int,
         transport: str,
         connect_s: float,
-        failure: Callable[[], str | None],
+        abort_reason: Callable[[], str | None],
         limit_s: float = 0.0,
     ) -> None:
         self._limit = timedelta(seconds=limit_s or _LIMIT_S)
@@ -60,9 +60,9 @@ class ProcessGroups:
         self._store = store
         self._connect_s = connect_s
         self._rank = rank
-        self._failure = failure
+        self._abort_reason = abort_reason
         self._groups: dict[str, Any] = {}
-        self._hang_up: dict[str, Callable[[], None]] = {}  # of groups over Gloo
+        self._shut_down_gloo: dict[str, Callable[[], None]] = {}  # of groups over Gloo
         self._lock = threading.Lock()
 
     def get(self, label: str, members: list[int], device: str) -> Any:
@@ -75,8 +75,8 @@ class ProcessGroups:
         with self._lock:
             group = self._groups.get(name)
         if group is None:
-            if (failure := self._failure()) is not None:
-                raise ConnectionBroken(failure)  # some ranks would not join
+            if (reason := self._abort_reason()) is not None:
+                raise ConnectionBroken(reason)  # some ranks would not join
             store = PrefixStore(name, self._store)
             rank = members.index(self._rank)
             try:
@@ -84,7 +84,7 @@ class ProcessGroups:
                     group = _open_nccl(store, rank, len(members), self._connect_s)
                 elif transport == "gloo":
                     group, connections = open_gloo(store, rank, len(members), self._connect_s)
-                    self._hang_up[name] = connections.shut_down
+                    self._shut_down_gloo[name] = connections.shut_down
                 else:
                     limit = timedelta(seconds=self._connect_s)
                     group = transports.OPEN[transport](store, rank, len(members), limit)
@@ -129,10 +129,10 @@ class ProcessGroups:
         closer.start()
         closer.join(_CLOSE_S)
         for name in names:
-            hang_up = self._hang_up.pop(name, None)
-            if hang_up is not None and closer.is_alive():
-                hang_up()  # Gloo's destructor waits for operations that wait for a peer
-        closer.join(_HUNG_UP_S)
+            shut_down = self._shut_down_gloo.pop(name, None)
+            if shut_down is not None and closer.is_alive():
+                shut_down()  # Gloo's destructor waits for operations that wait for a peer
+        closer.join(_SHUT_DOWN_S)
 
     def wait(
         self, work: Any, cuda: bool = False, give_up: Callable[[], str | None] | None = None
@@ -146,7 +146,7 @@ class ProcessGroups:
                 work.wait()  # blocks the current stream, not this thread
                 return
             while not ends_within(work, _SLICE_S):
-                reason = self._failure() or (give_up() if give_up is not None else None)
+                reason = self._abort_reason() or (give_up() if give_up is not None else None)
                 if reason is not None:
                     raise ConnectionBroken(reason)
         except ConnectionBroken:

@@ -134,7 +134,7 @@ OWN: _Table = {
     EXACT: ("exact_horovod", _boolean),
 }
 
-_NO_TUNING = "there is nothing to tune"
+_NO_TUNING = "autotuning is not implemented; set HOROVOD_FUSION_THRESHOLD yourself"
 _TORCH = "the collectives are torch.distributed's"
 IGNORED = {
     "HOROVOD_AUTOTUNE": _NO_TUNING,
@@ -152,8 +152,8 @@ IGNORED = {
     "HOROVOD_ENABLE_ASYNC_COMPLETION": "completion is always asynchronous on a GPU",
     "HOROVOD_DISABLE_NVTX_RANGES": "there are no NVTX ranges",
     "HOROVOD_LOG_HIDE_TIME": "messages have no time",
-    "HOROVOD_MPI_THREADS_DISABLE": "MPI is not used",
-    "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "MPI is not used",
+    "HOROVOD_MPI_THREADS_DISABLE": "the transport mpi needs threads, the others no MPI",
+    "HOROVOD_ADASUM_MPI_CHUNK_SIZE": _TORCH,
     "HOROVOD_CONTROLLER": "the control plane is our own",
     "HOROVOD_CPU_OPERATIONS": _TORCH,
     "HOROVOD_CCL_CACHE": _TORCH,

@@ -59,12 +59,12 @@ class StallInspector:
     def _stalled(self, now: float, limit_s: float) -> list[Stalled]:
         found: list[Stalled] = []
         for key, negotiation in self._coordinator.negotiations.items():
-            if now - negotiation.since > limit_s:
+            if now - negotiation.started_at > limit_s:
                 missing = self._coordinator.missing(key, negotiation)
                 found.append((key.name, missing, negotiation))
         for channel, state in self._coordinator.channels.items():
             stragglers = self._coordinator.stragglers(state)
-            if stragglers and now - state.changed > limit_s:
+            if stragglers and now - state.last_step_time > limit_s:
                 found += [(f"allreduce.{n}@{channel}", stragglers, state) for n in state.tensors]
         return found
 

@@ -27,7 +27,7 @@ def join(device: int = -1) -> int:
     """
     engine = basics.engine
     if device >= 0:
-        engine.zeros_on = device
+        engine.executor_gpu = device
     last: int = engine.join().wait()
     handles.restart_unnamed()
     return last

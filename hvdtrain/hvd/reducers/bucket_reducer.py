@@ -61,17 +61,19 @@ class BucketReducer(Reducer):
         self.buckets_from_first_step = False  # must be the same on all ranks
         self.buckets: list[Bucket] = []
         # The bucket of each parameter, if it is in one.
-        self._owner: list[Bucket | None] = [None] * len(spec.params)
+        self._bucket_of: list[Bucket | None] = [None] * len(spec.params)
         # Its index in the bucket, if its hook copies the gradient.
-        self._large: list[int | None] = [None] * len(spec.params)
-        self._order: list[int] = []  # parameters in no bucket, as their gradients became ready
+        self._early_copy_index: list[int | None] = [None] * len(spec.params)
+        self._ready_order: list[
+            int
+        ] = []  # parameters in no bucket, as their gradients became ready
         self._step: _Step | None = None
         # Which parameters had gradients when the plan was received, and have them in this step.
         self._wanted: list[bool] = []
         self._wanted_now: list[bool] = []
         self._dtypes: list[torch.dtype] = []
         self._kinds: dict[str, str] = {}  # of the plan in use; the channel may hold a newer one
-        self._plan_is_short = False  # whether the plan omits a gradient of this rank
+        self._plan_lacks_gradient = False  # whether the plan omits a gradient of this rank
         self._any_frozen = False
         self._version = 0
         self._plan_request: Operation | None = None  # the pending request for a plan
@@ -84,8 +86,8 @@ class BucketReducer(Reducer):
     def add(self, name: str, param: Tensor) -> None:
         """Add a parameter that the optimizer received later; the next step requests a new plan."""
         super().add(name, param)
-        self._owner.append(None)
-        self._large.append(None)
+        self._bucket_of.append(None)
+        self._early_copy_index.append(None)
 
     def reset(self) -> None:
         """Discard the backward passes since the last step.
@@ -94,11 +96,11 @@ class BucketReducer(Reducer):
         the job has failed, as when elastic training restores a commit.
         """
         announced = self._step is not None and self._step.announced
-        if announced and self._engine is not None and self._engine.failure is None:
+        if announced and self._engine is not None and self._engine.shutdown_reason is None:
             try:
                 self.synchronize()
             except HorovodInternalError:
-                if self._engine.failure is None:
+                if self._engine.shutdown_reason is None:
                     raise
         self._named.sent.clear()
         self._end_step()
@@ -106,8 +108,11 @@ class BucketReducer(Reducer):
     # During backward
 
     def _hook(self, i: int) -> Any:
-        delays, owner, large = self._delays, self._owner, self._large
-        own = weakref.ref(self)  # the parameter owns the hook, which must not own the optimizer
+        delays, bucket_of = self._delays, self._bucket_of
+        early_copy_index = self._early_copy_index
+        reducer_ref = weakref.ref(
+            self
+        )  # the parameter owns the hook, which must not own the optimizer
 
         # Runs for every parameter in every backward pass, so it mostly only counts.
         def hook(p: Tensor) -> None:
@@ -117,15 +122,15 @@ class BucketReducer(Reducer):
                     delays[i] = 0
                     raise AssertionError(TOO_MANY)
                 return
-            bucket = owner[i]
+            bucket = bucket_of[i]
             if bucket is None:
-                if (self := own()) is not None:
+                if (self := reducer_ref()) is not None:
                     self._handle_unbucketed(i)
                 return
-            if large[i] is not None and (self := own()) is not None:
+            if early_copy_index[i] is not None and (self := reducer_ref()) is not None:
                 self._copy_large(i)
             left = bucket.pending = bucket.pending - 1
-            if not left and (self := own()) is not None:
+            if not left and (self := reducer_ref()) is not None:
                 self._advance()
 
         return hook
@@ -137,15 +142,15 @@ class BucketReducer(Reducer):
         step = self._step or self._begin_step()
         if step.by_name or step.plan_missing or self._plan_request is not None:
             return
-        bucket, place = self._owner[i], self._large[i]
-        if bucket is not None and place is not None:
+        bucket, index = self._bucket_of[i], self._early_copy_index[i]
+        if bucket is not None and index is not None:
             self._announce(step)
             with torch.no_grad():
-                bucket.copy_early(place, self.spec.factors(bucket.layout.dtype)[0])
+                bucket.copy_early(index, self.spec.factors(bucket.layout.dtype).prescale)
 
     def _handle_unbucketed(self, i: int) -> None:
         """Handle a gradient that is in no bucket: send it by name, or request a plan."""
-        self._order.append(i)
+        self._ready_order.append(i)
         step = self._step or self._begin_step()
         if step.by_name:
             if i not in self._named.sent:
@@ -153,9 +158,9 @@ class BucketReducer(Reducer):
             if len(self._named.sent) == len(self.spec.params):
                 self._plan_request, self._requested_early = self._request_plan(), True
         elif step.plan_missing:
-            if self._plan_request is None and len(self._order) == len(self.spec.params):
+            if self._plan_request is None and len(self._ready_order) == len(self.spec.params):
                 self._plan_request, self._requested_early = self._request_plan(), True
-        elif self._plan_request is None and self._owner[i] is None:
+        elif self._plan_request is None and self._bucket_of[i] is None:
             # Sparse, or not in the plan: `_finish_buckets` sends it by name on the other ranks too.
             kind = self._kinds.get(self.spec.names[i])
             self._named.send(i, sparse=kind == SPARSE)
@@ -179,7 +184,7 @@ class BucketReducer(Reducer):
             step.by_name = not step.plan_missing
             self._forget_buckets()
             ready = [i for i, delay in enumerate(self._delays) if delay <= 0]
-            self._order.extend(i for i in ready if i not in self._order)
+            self._ready_order.extend(i for i in ready if i not in self._ready_order)
             for i in ready if step.by_name else ():
                 self._named.send(i)
         return step
@@ -203,7 +208,7 @@ class BucketReducer(Reducer):
                 if bucket.pending > 0 and not everything:
                     return step
                 step.next_bucket += 1
-                flat = bucket.fill(self.spec.factors(bucket.layout.dtype)[0], step.changed)
+                flat = bucket.fill(self.spec.factors(bucket.layout.dtype).prescale, step.changed)
                 bucket.work = self._channel.send(bucket.layout, flat)
         self._channel.last_sent_step = self._channel.step
         return step
@@ -213,7 +218,7 @@ class BucketReducer(Reducer):
         if not step.announced:
             step.announced = True
             self._wanted_now = self._find_wanted()
-            step.changed = self._wanted_now != self._wanted or self._plan_is_short
+            step.changed = self._wanted_now != self._wanted or self._plan_lacks_gradient
             self._channel.begin_step()
 
     # At the end of a step
@@ -247,9 +252,9 @@ class BucketReducer(Reducer):
         for bucket in self.buckets:
             self._channel.wait(bucket.layout, bucket.work)
             with torch.no_grad():
-                if bucket.layout.flag:
+                if bucket.layout.flag:  # the last element counts the ranks that need a new plan
                     changed += float(bucket.flat[-1])
-                factor = self.spec.factors(bucket.layout.dtype)[1]
+                factor = self.spec.factors(bucket.layout.dtype).postscale
                 bucket.install(factor, self.spec.sparse_as_dense)
             bucket.work = None
         if changed:
@@ -273,7 +278,7 @@ class BucketReducer(Reducer):
     def _end_step(self) -> None:
         super().reset()
         self._step = None
-        self._order.clear()
+        self._ready_order.clear()
         for bucket in self.buckets:
             bucket.reset()
 
@@ -309,7 +314,7 @@ class BucketReducer(Reducer):
         on_gpu = any(p.is_cuda for p in spec.params)
         fusion_bytes = engine.settings.fusion_threshold
         # Backward reaches the last parameters first, so the unknown rest follows in reverse.
-        order = dict.fromkeys([*self._order, *reversed(range(len(spec.params)))])
+        order = dict.fromkeys([*self._ready_order, *reversed(range(len(spec.params)))])
         kinds, strides = {}, {}
         for name, p, wanted in zip(spec.names, spec.params, self._find_wanted(), strict=True):
             sparse = p.grad is not None and p.grad.is_sparse and not spec.sparse_as_dense
@@ -351,30 +356,30 @@ class BucketReducer(Reducer):
         """Build the buckets of the channel's plan, and index them by parameter."""
         spec, plan = self.spec, self._channel.plan
         assert plan is not None
-        place = {name: i for i, name in enumerate(spec.names)}
+        index = {name: i for i, name in enumerate(spec.names)}
         self._forget_buckets()
         self.buckets = []
         for layout in self._channel.layouts:
-            params = [spec.params[place[name]] for name in layout.names]
+            params = [spec.params[index[name]] for name in layout.names]
             strides = [plan.strides.get(name) for name in layout.names]
             bucket = Bucket(layout, params, strides, self._channel)
             self.buckets.append(bucket)
             for at, name in enumerate(layout.names):
-                self._owner[place[name]] = bucket
-                self._large[place[name]] = at if bucket.copies_early(at) else None
+                self._bucket_of[index[name]] = bucket
+                self._early_copy_index[index[name]] = at if bucket.copies_early(at) else None
                 # Less the gradients that were ready before the bucket existed.
-                bucket.pending -= self._delays[place[name]] <= 0
+                bucket.pending -= self._delays[index[name]] <= 0
         self._version = self._channel.version
         self._kinds = plan.kinds
         self._wanted = self._find_wanted()
         self._dtypes = [dtype_of(plan.dtypes[name]) for name in spec.names]
         named = zip(self._wanted, spec.names, strict=True)
-        self._plan_is_short = any(w and plan.kinds[name] == FROZEN for w, name in named)
+        self._plan_lacks_gradient = any(w and plan.kinds[name] == FROZEN for w, name in named)
 
     def _forget_buckets(self) -> None:
         """Make hooks treat every parameter as in no bucket."""
-        self._owner[:] = [None] * len(self._owner)
-        self._large[:] = [None] * len(self._large)
+        self._bucket_of[:] = [None] * len(self._bucket_of)
+        self._early_copy_index[:] = [None] * len(self._early_copy_index)
 
     def _find_wanted(self) -> list[bool]:
         """Return which parameters to average: those that require a gradient, or hold one."""

@@ -1,11 +1,14 @@
-"""Base of both reducers: the parameters, their hooks, and the count of backward passes."""
+"""Base of both reducers: the parameters, their hooks, and the count of backward passes.
+
+`bucket_reducer` and `named` derive from it; `DistributedOptimizer` uses one of them.
+"""
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +21,13 @@ TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
     "Increase backward_passes_per_step to accumulate gradients locally."
 )
+
+
+class Factors(NamedTuple):
+    """What gradients are multiplied with before and after the sum."""
+
+    prescale: float
+    postscale: float
 
 
 @dataclass
@@ -49,16 +59,16 @@ class AveragingSpec:
             )
         return set_id
 
-    def factors(self, dtype: torch.dtype) -> tuple[float, float]:
+    def factors(self, dtype: torch.dtype) -> Factors:
         """Return the factors that multiply gradients before and after the sum."""
         if self.op != AVERAGE:
-            return 1.0, 1.0
+            return Factors(1.0, 1.0)
         size = len(basics.engine.sets[self.set_id])
-        # Dividing before the sum is free, as part of the copy into the bucket. In half precision it
-        # would lose bits of small values, so that divides after the sum.
+        # Dividing before the sum is free, as part of the copy into the bucket. In half precision
+        # that would lose bits of small values, so it divides after the sum.
         if self.predivide == 1.0 and dtype.itemsize >= 4:
-            return 1.0 / size, 1.0
-        return 1.0 / self.predivide, self.predivide / size
+            return Factors(1.0 / size, 1.0)
+        return Factors(1.0 / self.predivide, self.predivide / size)
 
 
 class Reducer(ABC):
@@ -77,7 +87,7 @@ class Reducer(ABC):
         return self._delays.count(self.spec.passes) < len(self._delays)
 
     def delays(self) -> dict[Tensor, int]:
-        """Return the number of backward passes of each parameter until it is averaged."""
+        """Return each parameter's remaining backward passes before it is averaged."""
         return dict(zip(self.spec.params, self._delays, strict=True))
 
     def reset(self) -> None:
