@@ -1,0 +1,75 @@
+"""The division of parameters into buckets, which every rank computes from the agreed plan."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hvdtrain.hvd.engine.bucket_plan import DENSE, FROZEN, SPARSE, BucketPlan, lay_out
+from hvdtrain.hvd.engine.request import AVERAGE
+
+KIB = 1024
+
+
+def plan_of(
+    sizes: dict[str, int],
+    bucket_bytes: int,
+    kinds: dict[str, str] | None = None,
+    dtypes: dict[str, str] | None = None,
+    groups: int | list[list[str]] = 0,
+    in_place: bool = False,
+) -> BucketPlan:
+    """A plan of float32 vectors, in the order in which their gradients become ready."""
+    names = list(sizes)
+    return BucketPlan(
+        names,
+        {name: [numel] for name, numel in sizes.items()},
+        dict.fromkeys(names, "float32") | (dtypes or {}),
+        dict.fromkeys(names, DENSE) | (kinds or {}),
+        {},
+        [AVERAGE, None, bucket_bytes, "CPU", groups, in_place],
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_dense_parameter_is_in_one_bucket_and_none_waits_for_a_later_one(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = {f"p{i}": rng.choice([1, 7, 300, 5000, 70000]) for i in range(rng.randint(1, 40))}
+    kinds = {name: rng.choice([DENSE, DENSE, DENSE, SPARSE, FROZEN]) for name in sizes}
+    dtypes = {name: rng.choice(["float32", "float32", "float64"]) for name in sizes}
+    groups = rng.choice([0, 0, 3])
+    layouts = lay_out(plan_of(sizes, 64 * KIB, kinds, dtypes, groups, rng.random() < 0.5))
+    sent = [name for layout in layouts for name in layout.names]
+    assert sorted(sent) == sorted(name for name, kind in kinds.items() if kind == DENSE)
+    for layout in layouts:
+        assert layout.numel == sum(sizes[name] for name in layout.names) + layout.flag
+        assert {dtypes[name] for name in layout.names} <= {str(layout.dtype).removeprefix("torch.")}
+    assert sum(layout.flag for layout in layouts) == 1
+    if not groups:  # a group is sent in the place of its last parameter, of whatever dtype
+        order = list(sizes)
+        full = [layout for layout in layouts if layout.names and _is_full(layout.numel)]
+        last = [max(order.index(name) for name in layout.names) for layout in full]
+        assert last == sorted(last)
+
+
+def _is_full(numel: int) -> bool:
+    """Whether the bucket was closed by its size: others are sent at the end of the step."""
+    return numel * 4 >= 64 * KIB
+
+
+def test_buckets_follow_the_order_of_ready_gradients() -> None:
+    sizes = {f"p{i}": 20000 for i in range(6)}
+    layouts = lay_out(plan_of(sizes, 64 * KIB))
+    assert [layout.names for layout in layouts if layout.names] == [[name] for name in sizes]
+
+
+def test_a_group_is_sent_together_in_the_place_of_its_last_parameter() -> None:
+    sizes = {f"p{i}": 20000 for i in range(5)}
+    layouts = lay_out(plan_of(sizes, 64 * KIB, groups=[["p0", "p3"]]))
+    assert [sorted(layout.names) for layout in layouts if layout.names] == [
+        ["p1"],
+        ["p2"],
+        ["p0", "p3"],
+        ["p4"],
+    ]
