@@ -113,7 +113,13 @@ def open_backend(
     _check_descriptors(world)
     options = options or BackendOptions()
     transports.check(options.transport)  # also for a backend that has no choice of transports
-    backend = load(name)(world, options)
+    kind = load(name)
+    if options.compression not in kind.compressions:
+        raise InputError(
+            f"backend {name} cannot send gradients as {options.compression}; it has: "
+            f"{', '.join(kind.compressions)}"
+        )
+    backend = kind(world, options)
     if options.transport not in ("auto", backend.transport):
         reason += f"; transport {options.transport} was asked for, but {name} has none to choose"
     if world.size == 1 and not backend.one_process:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,23 @@ class BackendOptions:
     """How a parameter without a gradient is treated: an error that names it, or a gradient of zeros
     (so that weight decay and momentum apply).
     """
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """How gradients are sent: as they are, in half precision, or as PowerSGD's low-rank factors.
+    `hvdtrain.training.methods` has the table of the backends that can.
+    """
+
+
+class RankState(Protocol):
+    """State that differs between ranks, such as the errors of compressed gradients.
+
+    The Trainer saves every rank's in its checkpoints, and gives it back to the same rank.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and numbers, in dicts and lists. Not collective."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, before the first step. Not collective."""
 
 
 class Backend(ABC):
@@ -67,6 +84,9 @@ class Backend(ABC):
     how to start more.
     """
 
+    compressions: ClassVar[tuple[str, ...]] = ("none",)
+    """The values of `options.compression` that the backend has."""
+
     transport: str = ""
     """The name of the transport, if `options.transport` selects one; else empty."""
 
@@ -76,6 +96,8 @@ class Backend(ABC):
         self.device = pick_device(world, options.device)
         self.reason = "as requested"
         """Why this backend was chosen."""
+        self.rank_state: RankState | None = None
+        """What this rank keeps for itself between steps, if anything: see `RankState`."""
         self.hosts: list[str] = []
         """The host of every rank, in rank order; empty before the handshake."""
         self._prepared: dict[int, _Prepared] = {}

@@ -22,6 +22,7 @@ class Compat(Horovod):
     """`hvdtrain.hvd.DistributedOptimizer`, under every launcher."""
 
     name: ClassVar[str] = "compat"
+    compressions: ClassVar[tuple[str, ...]] = ("none", "fp16", "bf16")
 
     def __init__(self, world: World, options: BackendOptions) -> None:
         super().__init__(world, options)

@@ -21,6 +21,7 @@ class DDP(C10d):
     """`torch.nn.parallel.DistributedDataParallel` on any transport."""
 
     name: ClassVar[str] = "ddp"
+    compressions: ClassVar[tuple[str, ...]] = ("none", "fp16", "bf16", "powersgd")
 
     def __init__(self, world: World, options: BackendOptions) -> None:
         super().__init__(world, options)

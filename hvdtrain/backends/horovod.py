@@ -39,6 +39,7 @@ class Horovod(Backend):
     """`horovod.torch.DistributedOptimizer`."""
 
     name: ClassVar[str] = "horovod"
+    compressions: ClassVar[tuple[str, ...]] = ("none", "fp16")
 
     def __init__(self, world: World, options: BackendOptions) -> None:
         super().__init__(world, options)
@@ -219,7 +220,10 @@ class Horovod(Backend):
         named = [(prefix + name, p) for name, p in model.named_parameters()]
         try:
             wrapped = self._hvd.DistributedOptimizer(
-                optimizer, named_parameters=named, op=self._hvd.Average
+                optimizer,
+                named_parameters=named,
+                op=self._hvd.Average,
+                compression=getattr(self._hvd.Compression, self.options.compression),
             )
         except TypeError as error:
             raise InputError(

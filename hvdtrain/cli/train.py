@@ -12,6 +12,7 @@ import click
 from hvdtrain.cli.train_options import FIELDS, kind_of, train_option
 from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.training.config import TrainConfig
+from hvdtrain.world import detect
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -132,10 +133,12 @@ def command(ctx: click.Context, /, **values: Any) -> None:
 
 def run(config: TrainConfig, origins: dict[str, str]) -> None:
     """Open the backend, load the task and train. Collective: every rank calls it."""
-    from hvdtrain.backends import open_backend
+    from hvdtrain.backends import choose, open_backend
+    from hvdtrain.training import methods
     from hvdtrain.training.task import load_task
     from hvdtrain.training.trainer import Trainer
 
+    methods.check(config, choose(config.backend, detect())[0])
     options, agreed = config.backend_options(), config.agreed()
     with open_backend(config.backend, options=options, agree_on=agreed) as backend:
         with backend.share_errors():

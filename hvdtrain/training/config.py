@@ -72,6 +72,15 @@ class TrainConfig:
         "error",
         "zero",
     )
+    sync_bn: bool = _option(False, "BatchNorm layers normalize over the batches of all ranks.")
+    compression: str = _option(
+        "none",
+        "How gradients are sent: as they are, in half precision, or as low-rank factors.",
+        "none",
+        "fp16",
+        "bf16",
+        "powersgd",
+    )
 
     # How long
     epochs: int = _option(10, "Passes over the training data.")
@@ -205,6 +214,7 @@ class TrainConfig:
             bucket_mib=self.bucket_mib,
             buffers=cast("Any", self.buffers),
             unused_parameters=cast("Any", self.unused_parameters),
+            compression=cast("Any", self.compression),
         )
 
     def agreed(self) -> dict[str, object]:

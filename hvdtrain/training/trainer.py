@@ -26,7 +26,7 @@ from hvdtrain.backends.base import Backend
 from hvdtrain.backends.model_sync import broadcast_state
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.failure import cause_of
-from hvdtrain.training import checkpoint, determinism, run_state
+from hvdtrain.training import checkpoint, determinism, methods, run_state
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console, make_console
 from hvdtrain.training.data_loading import (
@@ -84,6 +84,7 @@ class Trainer:
         origins: dict[str, str] | None = None,
     ) -> None:
         config.check()
+        methods.check(config, backend.name)
         self.task = task
         self._checked = CheckedTask(task)
         self.backend = backend

@@ -1,0 +1,129 @@
+"""The table of training methods: the options that choose each, and the backends that have it.
+
+Three things are made from it: the refusals before a launch (`check`), the table of the manual
+(`python -m hvdtrain.training.methods`), and the tests of each cell (tests/methods). Imports no
+torch: `hvdtrain train` checks its options with it.
+
+To add a method: write its file, add its options to TrainConfig, a row here, and an arm to the
+table of tests/methods/arms.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from hvdtrain.errors import InputError
+from hvdtrain.training.config import TrainConfig
+
+BACKENDS = ("single", "dp", "ddp", "horovod", "compat")
+"""The columns of the table."""
+
+ONE_PROCESS = {
+    name: f"backend {name} is one process, which has nobody to exchange with"
+    for name in ("single", "dp")
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row: a method, its options, and where it is refused."""
+
+    name: str
+    option: str
+    """An example of the options that choose it, as in a command."""
+    is_chosen: Callable[[TrainConfig], bool]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Reasons by backend. The backends that are not named have the method."""
+    not_with: Mapping[str, str] = field(default_factory=dict)
+    """Reasons by the name of another method."""
+
+
+METHODS = (
+    Method("gradient accumulation", "--accumulate 4", lambda c: c.accumulate > 1),
+    Method("gradient clipping", "--clip-norm 1.0", lambda c: c.clip_norm < float("inf")),
+    Method("bf16 autocast", "--precision bf16", lambda c: c.precision == "bf16"),
+    Method("fp16 with a scaled loss", "--precision fp16", lambda c: c.precision == "fp16"),
+    Method(
+        "SyncBatchNorm",
+        "--sync-bn",
+        lambda c: c.sync_bn,
+        refused={"dp": "nn.DataParallel's replicas cannot communicate; use --backend ddp"},
+    ),
+    Method(
+        "fp16 gradients",
+        "--compression fp16",
+        lambda c: c.compression == "fp16",
+        refused=ONE_PROCESS,
+    ),
+    Method(
+        "bf16 gradients",
+        "--compression bf16",
+        lambda c: c.compression == "bf16",
+        refused={
+            **ONE_PROCESS,
+            "horovod": "Horovod 0.28.1 compresses to fp16 only; use --backend compat or ddp",
+        },
+    ),
+    Method(
+        "PowerSGD",
+        "--compression powersgd",
+        lambda c: c.compression == "powersgd",
+        refused={
+            **ONE_PROCESS,
+            "horovod": "PowerSGD is a communication hook of DDP; use --backend ddp",
+            "compat": "PowerSGD is a communication hook of DDP; use --backend ddp",
+        },
+    ),
+)
+
+
+def chosen(config: TrainConfig) -> list[Method]:
+    """Return the methods that the options choose."""
+    return [method for method in METHODS if method.is_chosen(config)]
+
+
+def check(config: TrainConfig, backend: str) -> None:
+    """Raise InputError if a method that the options choose is refused. Not collective.
+
+    A backend that is not in the table (a user's own) is assumed to have every method.
+    """
+    methods = chosen(config)
+    for method in methods:
+        if backend in method.refused:
+            raise InputError(f"{method.option}: {method.refused[backend]}")
+        for other in methods:
+            if why := method.not_with.get(other.name):
+                raise InputError(f"{method.option} with {other.option}: {why}")
+
+
+def table() -> str:
+    """Return the table of methods and backends, in Markdown, with the reasons below."""
+    lines = [
+        f"| method | options | {' | '.join(BACKENDS)} |",
+        "|---|---|" + "---|" * len(BACKENDS),
+    ]
+    reasons: list[str] = []
+
+    def cell(method: Method, backend: str) -> str:
+        reason = method.refused.get(backend)
+        if reason is None:
+            return "yes"
+        if reason not in reasons:
+            reasons.append(reason)
+        return f"no ({reasons.index(reason) + 1})"
+
+    for method in METHODS:
+        cells = " | ".join(cell(method, backend) for backend in BACKENDS)
+        lines.append(f"| {method.name} | `{method.option}` | {cells} |")
+    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    apart = [
+        f"- `{method.option}` is refused with {other}: {why}"
+        for method in METHODS
+        for other, why in method.not_with.items()
+    ]
+    return "\n".join([*lines, "", *notes, "", *apart]).strip() + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -1,0 +1,1 @@
+"""Every training method on every backend that has it."""

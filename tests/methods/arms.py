@@ -1,0 +1,56 @@
+"""The options of each method in its test, and the run of one method on live ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import Backend, TrainConfig
+from tests.parity.resume import CONFIG, train
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gradient accumulation": {"accumulate": 2},
+    "gradient clipping": {"clip_norm": 0.5},
+    "bf16 autocast": {"precision": "bf16"},
+    "fp16 with a scaled loss": {"precision": "fp16"},
+    "SyncBatchNorm": {"sync_bn": True},
+    "fp16 gradients": {"compression": "fp16"},
+    "bf16 gradients": {"compression": "bf16"},
+    "PowerSGD": {"compression": "powersgd"},
+}
+"""By the method's name: changes to the TrainConfig of tests/parity/resume.py."""
+
+NOTHING_ON_ONE_RANK = ("SyncBatchNorm",)
+"""Methods that leave the bits of a single process as they are."""
+
+STOP_AT = 6  # in the middle of the second epoch
+
+
+@contextmanager
+def options_of(backend: Backend, config: TrainConfig) -> Iterator[None]:
+    """Give an open backend the options of a run, and then its own again."""
+    before = backend.options
+    of_run = config.backend_options()
+    changes = {name: getattr(of_run, name) for name in ("compression", "buffers")}
+    backend.options = replace(before, **changes)
+    try:
+        yield
+    finally:
+        backend.options, backend.rank_state = before, None
+
+
+def interrupted(backend: Backend, name: str, folder: Path) -> dict[str, Any]:
+    """Train as a whole, and in two parts; return what both gave."""
+    changes = SETTINGS[name]
+    with options_of(backend, replace(CONFIG, **changes)):
+        whole = train(backend, folder / "whole", **changes)
+    with options_of(backend, replace(CONFIG, **changes)):
+        train(backend, folder / "parts", STOP_AT, **changes)
+    with options_of(backend, replace(CONFIG, **changes)):
+        rest = train(backend, folder / "parts", resume="must", **changes)
+    with options_of(backend, CONFIG):
+        plain = train(backend, folder / "plain")
+    return {"whole": whole["digest"], "parts": rest["digest"], "plain": plain["digest"]}

@@ -1,0 +1,80 @@
+"""The table of methods: each cell that says yes trains and resumes; each no says why."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import InputError
+from hvdtrain.training import methods
+from hvdtrain.training.config import TrainConfig
+from tests.methods import arms
+from tests.ranks import ARMS, Ranks
+
+# One launcher for each backend.
+LIVE = [
+    ("single", 1),
+    *((name, n) for name in ("ddp-torchrun", "compat-torchrun", "horovod-mpi") for n in (2, 3)),
+]
+CELLS = [
+    pytest.param(arm, method.name, id=f"{arm[0]}-x{arm[1]}-{method.name.replace(' ', '_')}")
+    for arm in LIVE
+    for method in methods.METHODS
+    if ARMS[arm[0]].backend not in method.refused
+]
+REFUSED = [(method, backend) for method in methods.METHODS for backend in method.refused]
+
+
+def chosen(method: methods.Method) -> TrainConfig:
+    return TrainConfig(**arms.SETTINGS[method.name])
+
+
+@pytest.mark.parametrize("method", methods.METHODS, ids=lambda method: method.name)
+def test_each_method_is_chosen_by_its_options(method: methods.Method) -> None:
+    assert method in methods.chosen(chosen(method))
+    assert method not in methods.chosen(TrainConfig())
+
+
+@pytest.mark.parametrize(("ranks", "name"), CELLS, indirect=["ranks"])
+def test_it_trains_and_resumes_exactly(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    for digests in ranks.run(arms.interrupted, name, tmp_path):
+        assert digests["parts"] == digests["whole"]
+        if ranks.n > 1 or name not in arms.NOTHING_ON_ONE_RANK:
+            assert digests["whole"] != digests["plain"], "the option changed nothing"
+
+
+@pytest.mark.parametrize(
+    ("method", "backend"), REFUSED, ids=lambda value: getattr(value, "name", value)
+)
+def test_a_refusal_says_why(method: methods.Method, backend: str) -> None:
+    with pytest.raises(InputError) as refused:
+        methods.check(chosen(method), backend)
+    assert str(refused.value) == f"{method.option}: {method.refused[backend]}"
+    assert "\n" not in str(refused.value)
+
+
+def test_what_excludes_each_other() -> None:
+    names = {method.name: method for method in methods.METHODS}
+    for method in methods.METHODS:
+        for other, why in method.not_with.items():
+            both = {**arms.SETTINGS[method.name], **arms.SETTINGS[other]}
+            with pytest.raises(InputError) as refused:
+                methods.check(TrainConfig(**both), "ddp")
+            assert str(refused.value) == f"{method.option} with {names[other].option}: {why}"
+
+
+def test_the_manual_has_the_table() -> None:
+    manual = Path(methods.__file__).with_name("README.md").read_text()
+    assert methods.table() in manual, "run: python -m hvdtrain.training.methods"
+
+
+def test_a_toy_method_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = methods.Method("toy", "--lr 3", lambda c: c.lr == 3, refused={"ddp": "it is a toy"})
+    monkeypatch.setattr(methods, "METHODS", (*methods.METHODS, toy))
+    config = dataclasses.replace(TrainConfig(), lr=3)
+    methods.check(config, "compat")
+    with pytest.raises(InputError, match="--lr 3: it is a toy"):
+        methods.check(config, "ddp")
+    assert "| toy | `--lr 3` | yes | yes | no (" in methods.table()
