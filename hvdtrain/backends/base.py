@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from hvdtrain import failure
 from hvdtrain._torch.batch_norm import BatchNormBase
-from hvdtrain.backends import model_sync
+from hvdtrain.backends import backend_batch_norm, model_sync
 from hvdtrain.backends.model_sync import uncompiled, with_sparse_gradients
 from hvdtrain.errors import HvdtrainError, InputError, WorldMismatch
 from hvdtrain.world import World, is_mpi
@@ -96,8 +96,8 @@ class Backend(ABC):
         self.device = pick_device(world, options.device)
         self.reason = "as requested"
         """Why this backend was chosen."""
-        self.rank_state: RankState | None = None
-        """What this rank keeps for itself between steps, if anything: see `RankState`."""
+        self.rank_states: list[RankState] = []
+        """What this rank keeps for itself between steps, for each `prepare` that needs it."""
         self.hosts: list[str] = []
         """The host of every rank, in rank order; empty before the handshake."""
         self._prepared: dict[int, _Prepared] = {}
@@ -154,8 +154,7 @@ class Backend(ABC):
         """
         model_sync.check_ownership(model, optimizer)
         kind = self._sync_batch_norm() if self.world.size > 1 else model_sync.OneRankBatchNorm
-        place = f"backend {self.name} cannot synchronise on {self.device.type}"
-        model_sync.convert_sync_batch_norm(model, kind, place)
+        model_sync.convert_sync_batch_norm(model, kind)
         model_sync.check_same_model(self, model)
         model_sync.broadcast_state(self, model, optimizer)
         net, wrapped = self._wrap(model, optimizer)
@@ -168,11 +167,11 @@ class Backend(ABC):
         """Wrap both in what the engine needs; by default return them as they are. Collective."""
         return model, optimizer
 
-    def _sync_batch_norm(self) -> type[BatchNormBase] | None:
+    def _sync_batch_norm(self) -> type[BatchNormBase]:
         """Return the class of layers that normalize over the batches of all ranks on this backend
-        and device, with the parameters of torch.nn.SyncBatchNorm; None if there is none.
+        and device, with the parameters of torch.nn.SyncBatchNorm.
         """
-        return None
+        return backend_batch_norm.layer_of(self)
 
     def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Return a context manager for the forward and backward pass of one micro-batch.

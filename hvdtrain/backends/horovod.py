@@ -235,10 +235,11 @@ class Horovod(Backend):
         self._optimizers[id(model)] = wrapped
         return model, cast("Optimizer", wrapped)
 
-    def _sync_batch_norm(self) -> type[BatchNormBase] | None:
+    def _sync_batch_norm(self) -> type[BatchNormBase]:
         """Return Horovod's layer on CUDA, its only device."""
-        cuda = self.device.type == "cuda"
-        return cast("type[BatchNormBase]", self._hvd.SyncBatchNorm) if cuda else None
+        if self.device.type == "cuda":
+            return cast("type[BatchNormBase]", self._hvd.SyncBatchNorm)
+        return super()._sync_batch_norm()
 
     def _coalesce(self, p: Tensor) -> None:
         """Coalesce this rank's sparse gradient before it is sent, as DDP does.

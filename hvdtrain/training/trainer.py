@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from hvdtrain import provenance
 from hvdtrain.backends.base import Backend
-from hvdtrain.backends.model_sync import broadcast_state
+from hvdtrain.backends.model_sync import broadcast_state, to_cpu
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.failure import cause_of
 from hvdtrain.training import checkpoint, determinism, methods, run_state
@@ -166,9 +166,10 @@ class Trainer:
             self._eval_batches = shares
         # Seed again: the weights must not depend on how many random numbers the datasets drew.
         determinism.seed_all(derive_seed(config.seed))
-        self.model: nn.Module = self.precision.convert(self._checked.model()).to(
-            self.backend.device
-        )
+        model = self._checked.model()
+        if config.sync_bn:  # `prepare` chooses the class of the layers
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        self.model: nn.Module = self.precision.convert(model).to(self.backend.device)
 
     def _open_run_dir(self) -> None:
         """Check the path in --resume, then create and lock the run directory, on rank 0."""
@@ -186,7 +187,9 @@ class Trainer:
         optimizer = self._checked.optimizer(self.model)
         factor = lr_factor(self.config.lr_scaling, self.world.size, self.config.accumulate)
         lr_before, lr_after = set_base_lr(optimizer, self.config.lr, factor)
+        known = len(self.backend.rank_states)
         self.net, self.optimizer = self.backend.prepare(self.model, optimizer)
+        self._rank_states = self.backend.rank_states[known:]
         loaded = self._resume(lr_after)
         self.ledger = self._make_ledger(lr_before, lr_after)
         self.scheduler = self._make_scheduler(loaded)
@@ -417,16 +420,21 @@ class Trainer:
         """
         if self._saved_step == self.progress.step:
             return
+        mine = [state.state_dict() for state in self._rank_states]
+        ranks = self.backend.all_gather_object(to_cpu(mine)) if mine else []
         with self.backend.share_errors():
             if self._run_dir is not None:
-                self._write_checkpoint(self._run_dir)
+                self._write_checkpoint(self._run_dir, ranks)
         self._saved_step = self.progress.step
 
-    def _write_checkpoint(self, run_dir: RunDirectory) -> None:
+    def _write_checkpoint(self, run_dir: RunDirectory, ranks: list[Any]) -> None:
+        """Write a checkpoint. `ranks`: what each rank keeps for itself, in rank order."""
         schedule = self.scheduler if self._own_schedule else None
         parts = run_state.collect(
             self.model, self.optimizer, self.precision.scaler, schedule, self.progress
         )
+        if ranks:
+            parts["ranks"] = ranks
         about = {
             "task": self.config.task,
             "world_size": self.world.size,
@@ -458,6 +466,7 @@ class Trainer:
             group["lr"] = group["initial_lr"] = lr
         if loaded["scaler"]:  # empty unless the checkpoint is of an fp16 run
             self.precision.scaler.load_state_dict(loaded["scaler"])
+        self._resume_rank_states(loaded["ranks"])
         self.progress = run_state.Progress(**loaded["position"])
         if self.progress.sample and not self.batches.batches_from(self.progress.sample):
             # The samples left of the epoch are too few for a step of this run: drop them, as at the
@@ -465,6 +474,17 @@ class Trainer:
             self.progress = run_state.Progress(self.progress.step, self.progress.epoch + 1)
         self._saved_step = self.progress.step
         return loaded
+
+    def _resume_rank_states(self, ranks: list[Any]) -> None:
+        """Give each rank what it kept for itself. Another number of ranks starts without."""
+        if len(ranks) == self.world.size:
+            for state, saved in zip(self._rank_states, ranks[self.world.rank], strict=True):
+                state.load_state_dict(saved)
+        elif ranks or self._rank_states:
+            self.console.print_line(
+                f"resume   the checkpoint has the own state of {len(ranks)} ranks, and this run "
+                f"has {self.world.size}: it is not used"
+            )
 
     def _load(self, root: Path) -> dict[str, Any]:
         """Restore the chosen checkpoint, and set later ones aside; return the trainer's part."""
