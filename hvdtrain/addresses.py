@@ -81,7 +81,10 @@ def find_reachable_address(store: Store, world: World) -> None:
     """
     if world.one_host:
         return
-    mine = next(filter(None, map(route_source, _store_hosts(store))), None)
+    base = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    mine = route_source(base.host) if isinstance(base, TCPStore) else None
     store.set(f"address/{world.rank}", mine or "")
     others = store.multi_get([f"address/{rank}" for rank in range(world.size)])
     mine = mine or next(filter(None, (route_source(o.decode()) for o in others if o)), None)
@@ -90,13 +93,6 @@ def find_reachable_address(store: Store, world: World) -> None:
         if not all(is_local(str(info[4][0])) for info in infos):
             mine = None  # Gloo finds a usable address by the name
     _reachable_address[:] = [mine] if mine else []
-
-
-def _store_hosts(store: Store) -> list[str]:
-    """Return the host name that this process used to reach a store; [] if it is no TCPStore."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return [store.host] if isinstance(store, TCPStore) else []
 
 
 def route_source(host: str) -> str | None:

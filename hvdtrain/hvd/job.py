@@ -109,16 +109,13 @@ def _rank_main(alias: bool) -> None:
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             raise
-        text = "".join(traceback.format_exception(_without_first_frame(error)))
+        trace = error.__traceback__
+        if trace and trace.tb_next:  # without the frame of this file: it begins at the user's
+            error.__traceback__ = trace.tb_next
+        text = "".join(traceback.format_exception(error))
         write_atomically(folder / f"{rank}.error", json.dumps([time.time(), text]), sync=False)
         sys.exit(1)
     write_atomically(folder / f"{rank}.result", result, sync=False)
-
-
-def _without_first_frame(error: BaseException) -> BaseException:
-    """Drop the traceback's first frame, of this file, so that it begins at the user's function."""
-    trace = error.__traceback__
-    return error.with_traceback(trace.tb_next or trace) if trace else error
 
 
 def _end_with(parent: int) -> None:

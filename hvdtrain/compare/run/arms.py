@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -94,17 +94,13 @@ def parse(text: str, ranks: int, cuda: bool) -> Arm:
             f"an arm is backend/transport, such as {', '.join(DEFAULT_CPU)}"
         )
     if not transport:
-        transport = _default_transport(transports, cuda)
+        # What `--transport auto` takes on one host; for Horovod, its MPI controller.
+        wanted = (NCCL, "mpi", "") if cuda else ("shm", "mpi", "")
+        transport = next(transport for transport in wanted if transport in transports)
     if transport not in transports:
         raise InputError(f"no arm {name!r}: {backend} goes over {', '.join(transports)}")
     full = f"{backend}/{transport}" if transport else backend
     return Arm(full, backend, transport, transports[transport], ranks)
-
-
-def _default_transport(transports: Mapping[str, str], cuda: bool) -> str:
-    """Return what `--transport auto` takes on one host; for Horovod, its MPI controller."""
-    wanted = (NCCL, "mpi", "") if cuda else ("shm", "mpi", "")
-    return next(transport for transport in wanted if transport in transports)
 
 
 def search_path() -> str:

@@ -48,7 +48,9 @@ class Batch:
 def run_allreduce(batch: Batch) -> None:
     """Reduce all tensors of the batch, those of one dtype as one flat tensor."""
     request = batch.requests[0]
-    device = _device(batch)
+    device = torch.device("cpu")
+    if request.device != "CPU":
+        device = torch.device("cuda", torch.cuda.current_device())
     inputs: list[Tensor] = []
     for operation, m in zip(batch.operations, batch.requests, strict=True):
         if operation is None:  # this rank has joined, and contributes zeros
@@ -220,9 +222,3 @@ def _from_bytes(data: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
 
 def _row_bytes(t: Tensor) -> int:
     return t.element_size() * prod(t.shape[1:])
-
-
-def _device(batch: Batch) -> torch.device:
-    if batch.requests[0].device == "CPU":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -164,18 +165,13 @@ def submit(
         engine.submit(operation)
         handle, _next_handle = _next_handle, _next_handle + 1
         held_up_s = 0.0 if name is None else _held_up_s()
-        select = select or (tuple if grouped else _only)
+        select = select or (tuple if grouped else itemgetter(0))
         entry = _handles[handle] = Handle(operation, select, own_name, held_up_s=held_up_s)
         if name is None:
             _unnamed[number, prefix] = _unnamed.get((number, prefix), 0) + 1
         else:
             _named[key] = entry
     return handle
-
-
-def _only(results: Any) -> Any:
-    """Return the only tensor of a result."""
-    return results[0]
 
 
 class HandleMap(Mapping[int, tuple[Any, Any]]):
