@@ -60,13 +60,9 @@ class Horovod(Backend):
     @classmethod
     def host_problem(cls) -> str | None:
         """Return None if Horovod is installed, built for this torch, and its library loads."""
-        from hvdtrain.horovod_build import installed_horovod
+        from hvdtrain.horovod_build import horovod_problem
 
-        found = installed_horovod()
-        if found is None:
-            return "Horovod is not installed; build it with: hvdtrain install-horovod"
-        problem = found.problem(torch.__version__)
-        if problem is not None:
+        if problem := horovod_problem(torch.__version__):
             return problem
         if not hasattr(cls.module(), "init"):  # horovod.torch prints its ImportError and continues
             return (

@@ -19,8 +19,9 @@ from typing import Any, Protocol, TypeVar
 from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.record import ArmRecord, Record
 from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
-from hvdtrain.compare.run.arms import Arm, Role, search_path
+from hvdtrain.compare.run.arms import Arm, Role
 from hvdtrain.compare.run.messages import OpenRequest, RankFacts
+from hvdtrain.horovod_build.process import own_environment
 from hvdtrain.signals import uninterrupted
 
 T = TypeVar("T")
@@ -188,7 +189,7 @@ class ArmPool:
         """Return this environment without launcher variables, plus the settings of all arms."""
         env = without_launcher(os.environ)
         threads = str(self.options.threads_of(arm.ranks))
-        env["PATH"] = search_path()
+        env["PATH"] = own_environment()["PATH"]
         # Allow more ranks than cores, and root: mpirun refuses both by default, others do not.
         env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
         if os.geteuid() == 0:
