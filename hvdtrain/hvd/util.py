@@ -111,7 +111,7 @@ def get_average_backwards_compatibility_fun(
             warnings.warn(
                 "Parameter `average` has been replaced with `op` and will be removed in v1.0",
                 DeprecationWarning,
-                stacklevel=2,
+                stacklevel=3,  # the caller of the operation that has these parameters
             )
             return reduce_ops.Average if average else reduce_ops.Sum
         return reduce_ops.Average if op is None else op

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,13 +27,13 @@ from hvdtrain.hvd.engine.request import (
     MAX,
     MIN,
     PRODUCT,
-    SUM,
     Key,
     Request,
     dtype_name,
 )
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.hvd.process_sets import ProcessSet
+from hvdtrain.hvd.util import get_average_backwards_compatibility_fun
 
 Select = Callable[[Any], Any]
 
@@ -239,22 +238,8 @@ def reset() -> None:
         _next_handle = 0
 
 
-def choose_op(op: int | None, average: bool | None) -> int:
-    """Return the reduction given by `op` or Horovod's deprecated `average`; the mean by default."""
-    if op is not None:
-        if average is not None:
-            raise ValueError(
-                "The op parameter supersedes average. Please provide only one of them."
-            )
-        return op
-    if average is None:
-        return AVERAGE
-    warnings.warn(
-        "Parameter `average` has been replaced with `op` and will be removed in v1.0",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return AVERAGE if average else SUM
+choose_op = get_average_backwards_compatibility_fun(basics)
+"""Return the reduction given by `op` or Horovod's deprecated `average`; the mean by default."""
 
 
 def check_reducible(tensors: Sequence[Tensor], op: int) -> None:
