@@ -6,7 +6,7 @@ Gloo cannot add up are added up in a wider one (`arithmetic`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -130,7 +130,7 @@ def run_broadcast(batch: Batch) -> None:
         results = []
         for t in operation.inputs:
             size = t.numel() * t.element_size()
-            results.append(_from_bytes(flat[at : at + size], t.dtype, list(t.shape)))
+            results.append(from_bytes(flat[at : at + size], t.dtype, list(t.shape)))
             at += size
         operation.finish(deliver(operation, results))
 
@@ -160,7 +160,7 @@ def _gather(batch: Batch, t: Tensor, rows: list[int]) -> Tensor:
                 works.append(broadcast(batch.group, piece, root))
         for work in works:
             batch.wait(work)
-    return _from_bytes(out, t.dtype, [sum(rows), *t.shape[1:]])
+    return from_bytes(out, t.dtype, [sum(rows), *t.shape[1:]])
 
 
 def run_alltoall(batch: Batch) -> None:
@@ -177,7 +177,7 @@ def run_alltoall(batch: Batch) -> None:
             out, data, [n * row_bytes for n in received], [n * row_bytes for n in splits[me]]
         )
     )
-    result = _from_bytes(out, t.dtype, [sum(received), *t.shape[1:]])
+    result = from_bytes(out, t.dtype, [sum(received), *t.shape[1:]])
     operation.extra = received
     operation.finish((result, torch.tensor(received, dtype=torch.int32)))
 
@@ -214,8 +214,9 @@ def as_bytes(t: Tensor) -> Tensor:
     return t.detach().reshape(-1).view(torch.uint8)
 
 
-def _from_bytes(data: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
-    if data.storage_offset() % dtype.itemsize:  # a view needs its dtype's alignment
+def from_bytes(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Return bytes viewed as a tensor of this dtype and shape; a copy if they are not aligned."""
+    if data.storage_offset() % dtype.itemsize:
         data = data.clone()
     return data.view(dtype).view(shape)
 
