@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -45,7 +44,9 @@ def run_job(
     `variables` are environment variables of the ranks. See `hvdtrain.hvd.runner.run`.
     """
     data = _dumps(call, "the function and its arguments")
-    with _own_signals(), _folder() as folder:
+    temporary = tempfile.TemporaryDirectory(prefix="hvdtrain-run-", ignore_cleanup_errors=True)
+    with _own_signals(), temporary as name:
+        folder = Path(name)
         (folder / "call").write_bytes(data)
         _launch(folder, num_proc, executable, output, variables)
         paths = [folder / f"{rank}.result" for rank in range(num_proc)]
@@ -167,15 +168,6 @@ def _logs(folder: Path, num_proc: int, output: str | None) -> Any:
             return dest
 
     return Logs(log_dir=str(folder / "logs"), tee=Std.ALL)
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="hvdtrain-run-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
