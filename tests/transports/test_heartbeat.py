@@ -52,7 +52,7 @@ def test_a_leader_without_a_heartbeat_for_two_seconds_is_taken_as_stopped(
 ) -> None:
     table = HeartbeatTable(memoryview(bytearray(HeartbeatTable.size_bytes(4))), [[0, 1], [2, 3]], 0)
     now_s = 100.0
-    monkeypatch.setattr(heartbeat.time, "monotonic_ns", lambda: int(now_s * 1e9))
+    monkeypatch.setattr(time, "monotonic_ns", lambda: int(now_s * 1e9))
     for rank in range(4):
         table.write(rank, RankStatus(5, HERE))
     now_s += age_s
