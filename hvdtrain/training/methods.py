@@ -24,6 +24,8 @@ ONE_PROCESS = {
     for name in ("single", "dp")
 }
 
+NO_MEAN = "it reads the averaged gradient, and each rank steps on its own"
+
 
 @dataclass(frozen=True)
 class Method:
@@ -74,6 +76,26 @@ METHODS = (
             "horovod": "PowerSGD is a communication hook of DDP; use --backend ddp",
             "compat": "PowerSGD is a communication hook of DDP; use --backend ddp",
         },
+    ),
+    Method(
+        "local SGD",
+        "--sync-every 8",
+        lambda c: c.sync_every > 0,
+        refused=ONE_PROCESS,
+        not_with={
+            "gradient clipping": NO_MEAN,
+            "fp16 with a scaled loss": "the loss scale needs gradients that are equal on all ranks",
+            "SyncBatchNorm": "its layers communicate in every step",
+            **dict.fromkeys(
+                ("fp16 gradients", "bf16 gradients", "PowerSGD"), "no gradients are sent"
+            ),
+        },
+    ),
+    Method(
+        "DiLoCo",
+        "--sync-every 8 --outer-optimizer nesterov",
+        lambda c: c.outer_optimizer != "none",
+        refused=ONE_PROCESS,
     ),
 )
 

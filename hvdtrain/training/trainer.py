@@ -12,9 +12,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ from hvdtrain.training.data_loading import (
     size_of,
 )
 from hvdtrain.training.ledger import Ledger
+from hvdtrain.training.local_sgd import LocalSGD
 from hvdtrain.training.lr_schedule import build_schedule, continue_schedule, lr_factor, set_base_lr
 from hvdtrain.training.meter import Meter
 from hvdtrain.training.metrics import Mean, agreed_fingerprint
@@ -98,7 +100,9 @@ class Trainer:
         self._records = True
         self._origins = origins or {}
         self._run_dir: RunDirectory | None = None
+        self._local: LocalSGD | None = None
         self._saved_step = -1
+        self._save_is_due = False
         self._resumed_from: str | None = None
 
     def fit(self) -> Result:
@@ -188,8 +192,14 @@ class Trainer:
         factor = lr_factor(self.config.lr_scaling, self.world.size, self.config.accumulate)
         lr_before, lr_after = set_base_lr(optimizer, self.config.lr, factor)
         known = len(self.backend.rank_states)
-        self.net, self.optimizer = self.backend.prepare(self.model, optimizer)
+        local = self.config.sync_every > 0
+        kind: Literal["local", "mean"] = "local" if local else "mean"
+        self.net, self.optimizer = self.backend.prepare(self.model, optimizer, kind)
         self._rank_states = self.backend.rank_states[known:]
+        if local:
+            self._local = LocalSGD(self.backend, self.model, self.optimizer, self.config)
+            if self.config.local_state == "local":
+                self._rank_states.append(self._local)
         loaded = self._resume(lr_after)
         self.ledger = self._make_ledger(lr_before, lr_after)
         self.scheduler = self._make_scheduler(loaded)
@@ -296,14 +306,14 @@ class Trainer:
         """
         progress, config = self.progress, self.config
         for last in self._take_epoch(Meter(self.backend, self.batches.global_micro_batch)):
-            if not last and self._checkpoint_is_due(progress.step):
-                self._save()
+            if not last:
+                self._save_if_due(self._checkpoint_is_due(progress.step))
         done = progress.step == self.ledger.total_steps
         metrics = None
         if done or progress.epoch % config.eval_every == 0:
             metrics = self._evaluate()
-        if done or not config.checkpoint_every or self._checkpoint_is_due(progress.step):
-            self._save()
+        epoch_is_due = done or not config.checkpoint_every
+        self._save_if_due(epoch_is_due or self._checkpoint_is_due(progress.step))
         return metrics
 
     def _take_epoch(self, meter: Meter) -> Iterator[bool]:
@@ -329,6 +339,10 @@ class Trainer:
         every = self.config.checkpoint_every
         return every > 0 and step % every == 0
 
+    def _is_in_sync(self, step: int) -> bool:
+        """Return whether all ranks have the same parameters after a step."""
+        return self._local is None or self._local.is_in_sync(step, self.ledger.total_steps)
+
     def _take_step(
         self, data: Iterator[Any], num_micro_batches: int, meter: Meter, last: bool
     ) -> None:
@@ -342,22 +356,27 @@ class Trainer:
             meter.data_s += time.perf_counter() - waited
             if self.on_batch is not None:
                 self.on_batch(batch)
-            with self.backend.accumulate(self.net, last=micro == num_micro_batches - 1):
+            with self._accumulate(last=micro == num_micro_batches - 1):
                 # Divided by this step's number of micro-batches, not by the option `accumulate`: an
                 # epoch's last step may have fewer.
                 with self.precision.autocast():
                     loss = self._checked.loss(self.net, batch) / num_micro_batches
                 self.precision.backward(loss)
             meter.add_loss(loss)
-        self.backend.finish_backward(optimizer)
-        self.precision.unscale_(optimizer)
         step = progress.step + 1
+        self.backend.finish_backward(optimizer)
+        if self._local is not None:
+            self._local.finish_backward(step)
+        self.precision.unscale_(optimizer)
         # Log before every checkpoint: `flush` checks the loss, so that no diverged state is saved.
-        due = last or step % self.config.log_every == 0 or self._checkpoint_is_due(step)
+        saves = self._checkpoint_is_due(step) or (self._save_is_due and self._is_in_sync(step))
+        due = last or step % self.config.log_every == 0 or saves
         logs = self._records and due
-        norm = self._clip(logs)
+        norm = self._clip(logs and self._local is None)
         lr = optimizer.param_groups[0]["lr"]
         self.precision.step(optimizer)
+        if self._local is not None:
+            self._local.finish_step(step, self.ledger.total_steps)
         self.scheduler.step()
         optimizer.zero_grad()
         progress.step = step
@@ -367,6 +386,11 @@ class Trainer:
             numbers = meter.flush(step, norm, self.precision.scaler.is_enabled())
             self.log({"step": step, "epoch": progress.epoch_number, "lr": lr, **numbers})
         self.console.advance(step)
+
+    def _accumulate(self, last: bool) -> AbstractContextManager[None]:
+        if self._local is not None:
+            return contextlib.nullcontext()
+        return self.backend.accumulate(self.net, last)
 
     def _clip(self, wanted: bool) -> Tensor | None:
         """Clip the gradients, which are equal on all ranks by now, and return their norm.
@@ -388,14 +412,22 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
-        """Return exact means over the whole evaluation data, for any number of ranks."""
+        """Return exact means over the whole evaluation data, for any number of ranks. Between two
+        synchronizations of local SGD they are those of the averaged parameters.
+        """
         if self._eval_loader is None:
             return {}
+        if self._local is None or self._is_in_sync(self.progress.step):
+            return self._evaluate_on(self._eval_loader)
+        with self._local.averaged():
+            return self._evaluate_on(self._eval_loader)
+
+    def _evaluate_on(self, loader: DataLoader[Any]) -> dict[str, float]:
         mean = Mean()
         self.model.eval()
         # The unwrapped model: ranks may have different numbers of batches, and the collectives of
         # a wrapper would hang.
-        loaded = on_device(self._eval_loader, self.backend.device, self.precision.convert_batch)
+        loaded = on_device(loader, self.backend.device, self.precision.convert_batch)
         for indices, batch in zip(self._eval_batches, loaded, strict=True):
             with self.precision.autocast():
                 mean.add(self._checked.metrics(self.model, batch), len(indices))
@@ -412,6 +444,15 @@ class Trainer:
         self.console.log(record)
 
     # Checkpoints
+
+    def _save_if_due(self, is_due: bool) -> None:
+        """Save a checkpoint that is due; with local SGD, after the next step that synchronizes.
+        Collective.
+        """
+        self._save_is_due |= is_due
+        if self._save_is_due and self._is_in_sync(self.progress.step):
+            self._save_is_due = False
+            self._save()
 
     def _save(self) -> None:
         """Write a checkpoint, unless this step has one.
@@ -435,6 +476,8 @@ class Trainer:
         )
         if ranks:
             parts["ranks"] = ranks
+        if self._local is not None:
+            parts["trainer"]["outer"] = self._local.outer_state()
         about = {
             "task": self.config.task,
             "world_size": self.world.size,
@@ -467,6 +510,8 @@ class Trainer:
         if loaded["scaler"]:  # empty unless the checkpoint is of an fp16 run
             self.precision.scaler.load_state_dict(loaded["scaler"])
         self._resume_rank_states(loaded["ranks"])
+        if self._local is not None:
+            self._local.resume(loaded.get("outer"))
         self.progress = run_state.Progress(**loaded["position"])
         if self.progress.sample and not self.batches.batches_from(self.progress.sample):
             # The samples left of the epoch are too few for a step of this run: drop them, as at the

@@ -20,13 +20,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fp16 gradients": {"compression": "fp16"},
     "bf16 gradients": {"compression": "bf16"},
     "PowerSGD": {"compression": "powersgd"},
+    "local SGD": {"sync_every": 3},
+    "DiLoCo": {"sync_every": 3, "outer_optimizer": "nesterov"},
 }
 """By the method's name: changes to the TrainConfig of tests/parity/resume.py."""
 
 NOTHING_ON_ONE_RANK = ("SyncBatchNorm",)
 """Methods that leave the bits of a single process as they are."""
 
-STOP_AT = 6  # in the middle of the second epoch
+STOP_AT = 7  # in the middle of the second epoch
 
 
 @contextmanager
