@@ -111,7 +111,7 @@ def check(config: TrainConfig, backend: str) -> None:
     A backend that is not in the table (a user's own) is assumed to have every method.
     """
     methods = chosen(config)
-    for method in methods:
+    for method in reversed(methods):  # the more special ones are below
         if backend in method.refused:
             raise InputError(f"{method.option}: {method.refused[backend]}")
         for other in methods:

@@ -120,7 +120,7 @@ def test_evaluation_and_checkpoints_change_nothing(ranks: Ranks, tmp_path: Path)
 
 @on_live_ranks
 def test_an_outer_step_of_rate_one_is_the_average(ranks: Ranks, tmp_path: Path) -> None:
-    outer = {"outer_optimizer": "sgd", "outer_lr": 1.0, "outer_momentum": 0.0}
+    outer: dict[str, Any] = {"outer_optimizer": "sgd", "outer_lr": 1.0, "outer_momentum": 0.0}
     plain = ranks.run(trained, tmp_path / "plain", sync_every=3)
     diloco = ranks.run(trained, tmp_path / "outer", sync_every=3, **outer)
     nesterov = ranks.run(
