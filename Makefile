@@ -12,8 +12,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
-# Tests wait more than they compute: two at a time. Those of one pool of live ranks stay together.
-SUITE := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+# Tests wait more than they compute: three at a time. Those of one pool of live ranks stay together.
+SUITE := $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # Open MPI refuses root, and more ranks than cores, unless it is told otherwise.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
