@@ -14,6 +14,11 @@ from tests.parity.resume import CONFIG, train
 SETTINGS: dict[str, dict[str, Any]] = {
     "gradient accumulation": {"accumulate": 2},
     "gradient clipping": {"clip_norm": 0.5},
+    "one-cycle learning rate": {"schedule": "one-cycle", "warmup_steps": 0},
+    # The loss falls, so that the largest one is the first: a drop after the second evaluation.
+    "plateau learning rate": {"schedule": "plateau", "plateau": "loss:max:0"},
+    "early stopping": {"early_stop": "loss:max:1"},
+    "best checkpoint": {"keep_best": "loss"},
     "bf16 autocast": {"precision": "bf16"},
     "fp16 with a scaled loss": {"precision": "fp16"},
     "SyncBatchNorm": {"sync_bn": True},
@@ -25,6 +30,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 NOTHING_ON_ONE_RANK = ("SyncBatchNorm",)
 """Methods that leave the bits of a single process as they are."""
+
+CHANGES_NO_BITS = ("best checkpoint",)
+"""Methods that leave the bits as they are everywhere."""
 
 STOP_AT = 6  # in the middle of the second epoch
 
