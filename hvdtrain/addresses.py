@@ -6,20 +6,18 @@ loopback address (Debian maps it to 127.0.1.1), so routes and interfaces are ask
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
 from contextlib import suppress
 
+import psutil
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.world import World
 
 _MAX_ADDRESSES = 8  # so that they fit into the message that rank 0 publishes
-_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 # Reserved for documentation (RFC 5737, RFC 3849): the route to them is the default route.
 _OUTSIDE = ("192.0.2.1", "2001:db8::1")
 
@@ -54,8 +52,8 @@ def listen_addresses(world: World) -> list[str]:
     if world.one_host:
         return ["127.0.0.1"]
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    if name and (address := _interface_address(name)) is not None:
-        return [address]
+    if ipv4 := [a for a in psutil.net_if_addrs().get(name, []) if a.family == socket.AF_INET]:
+        return [ipv4[0].address]
     host = os.environ.get("MASTER_ADDR")  # all other ranks have reached the store there
     if host and (source := route_source(host)) is not None:
         return [source]
@@ -81,7 +79,10 @@ def find_reachable_address(store: Store, world: World) -> None:
     """
     if world.one_host:
         return
-    mine = next(filter(None, map(route_source, _store_hosts(store))), None)
+    base = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    mine = route_source(base.host) if isinstance(base, TCPStore) else None
     store.set(f"address/{world.rank}", mine or "")
     others = store.multi_get([f"address/{rank}" for rank in range(world.size)])
     mine = mine or next(filter(None, (route_source(o.decode()) for o in others if o)), None)
@@ -90,13 +91,6 @@ def find_reachable_address(store: Store, world: World) -> None:
         if not all(is_local(str(info[4][0])) for info in infos):
             mine = None  # Gloo finds a usable address by the name
     _reachable_address[:] = [mine] if mine else []
-
-
-def _store_hosts(store: Store) -> list[str]:
-    """Return the host name that this process used to reach a store; [] if it is no TCPStore."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return [store.host] if isinstance(store, TCPStore) else []
 
 
 def route_source(host: str) -> str | None:
@@ -123,21 +117,8 @@ def is_local(address: str) -> bool:
 
 def find_interface(address: str) -> str | None:
     """Return the name of the network interface with this address, or None."""
-    if ":" in address:
-        wanted = socket.inet_pton(socket.AF_INET6, address).hex()
-        with suppress(OSError), open("/proc/net/if_inet6") as file:
-            return next((row[5] for row in map(str.split, file) if row[0] == wanted), None)
-        return None
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in names if _interface_address(name) == address), None)
-
-
-def _interface_address(name: str) -> str | None:
-    """Return the IPv4 address of a network interface, or None."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        request = struct.pack("256s", name[:15].encode())
-        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-    return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, own in interfaces if address in [a.address for a in own]), None)
 
 
 def _parse(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -211,15 +211,12 @@ def _over_horovodrun(world: World, deadline: float) -> Store:
                 answered_at = time.monotonic()
             except OSError as error:
                 why = f": {first_line(error)}"
-                if time.monotonic() > answered_at + _REFUSED_S and _is_refusal(error):
+                refused = isinstance(getattr(error, "reason", error), ConnectionRefusedError)
+                if refused and time.monotonic() > answered_at + _REFUSED_S:
                     break
         raise WorldError(f"{world} found no message of rank 0 at horovodrun, {address}:{port}{why}")
 
     return _publish(world, deadline, put_or_poll)
-
-
-def _is_refusal(error: OSError) -> bool:
-    return isinstance(getattr(error, "reason", error), ConnectionRefusedError)
 
 
 _broadcast: list[Any] = []  # the MPI request and its buffer, which must outlive it

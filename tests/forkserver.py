@@ -55,15 +55,17 @@ IMPORTED = (
     "hvdtrain.transports",
     "tests.ranks",
 )
-# Read by libraries as they are loaded: a program with other values gets a new interpreter.
+# Read by libraries as they are loaded: a program with other values gets a new interpreter. Not so
+# for what a child can still change, and for what scikit-learn sets at its import.
 AT_IMPORT = ("ATEN_", "GOMP_", "KMP_", "LD_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH_CPP_")
+NOT_AT_IMPORT = ("PYTHONPATH", "MKL_NUM_THREADS", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 
 CLIENT = """\
 #!{python} -IS
 import array, json, os, signal, socket, sys
 
-path = "PYTHONPATH"  # which the server can add
-at_import = {{k: v for k, v in os.environ.items() if k.startswith({prefixes!r}) and k != path}}
+read = (name for name in os.environ if name.startswith({prefixes!r}) and name not in {others!r})
+at_import = {{name: os.environ[name] for name in read}}
 arguments = sys.argv[1:]
 if (name := os.path.basename(sys.argv[0])) != "python":
     arguments.insert(0, f"{folder}/{{name}}")
@@ -118,13 +120,14 @@ def _client() -> str:
         folder = tempfile.TemporaryDirectory(prefix="hvdtrain-fork-")
         address, client = f"{folder.name}/socket", Path(folder.name, "python")
         env = clean_env()
-        values = {name: value for name, value in env.items() if name.startswith(AT_IMPORT)}
-        values.pop("PYTHONPATH", None)
+        read = (n for n in env if n.startswith(AT_IMPORT) and n not in NOT_AT_IMPORT)
+        values = {name: env[name] for name in read}
         client.write_text(
             CLIENT.format(
                 python=sys.executable,
                 folder=BIN,
                 prefixes=AT_IMPORT,
+                others=NOT_AT_IMPORT,
                 values=values,
                 address=address,
             )
@@ -290,7 +293,7 @@ def _become(environment: dict[str, str], folder: str, stdio: list[int], executab
     sys.executable = executable
     random.seed()
     np.random.seed()
-    if threads := environment.get("OMP_NUM_THREADS"):
+    if threads := environment.get("MKL_NUM_THREADS", environment.get("OMP_NUM_THREADS")):
         torch.set_num_threads(int(threads))
 
 

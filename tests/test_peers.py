@@ -18,7 +18,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.addresses import listen_addresses
 from hvdtrain.errors import WorldError
-from hvdtrain.hvd.engine.control import Control
+from hvdtrain.hvd.engine.engine import connect_control
 from hvdtrain.peers import ENDED, PeerLost, Peers, await_ranks, exchange
 from hvdtrain.world import World
 
@@ -129,7 +129,7 @@ def test_the_port_of_one_host_is_on_its_loopback() -> None:
 def test_a_rank_that_sends_no_message_is_lost(message: bytes, why: str) -> None:
     """It alone: the other goes on."""
     store = HashStore()
-    zero, one, two = together(lambda r: Control(world(r), store, {}, 20), [0, 1, 2])
+    zero, one, two = together(lambda r: connect_control(world(r), store, {}, 20)[0], [0, 1, 2])
     lost: list[tuple[int, str]] = []
     gone, heard = threading.Event(), threading.Event()
 
@@ -156,7 +156,7 @@ def test_a_rank_that_sends_no_message_is_lost(message: bytes, why: str) -> None:
 
 def test_a_rank_that_is_silent_for_too_long_is_lost() -> None:
     store = HashStore()
-    zero, one = together(lambda r: Control(world(r, 2), store, {}, 20, limit_s=1.5), [0, 1])
+    zero, one = together(lambda r: connect_control(world(r, 2), store, {}, 20, 1.5)[0], [0, 1])
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
     zero.start(
         lambda *_: None,
@@ -177,9 +177,9 @@ def test_a_rank_that_is_silent_for_too_long_is_lost() -> None:
 
 def controls(store: Store, ranks: Sequence[int], timeout_s: float) -> list[Any]:
     def meet(rank: int) -> str:
-        control = Control(world(rank), store, {}, timeout_s)
-        control.store.set(f"seen/{rank}", "1")
-        control.store.wait([f"seen/{r}" for r in range(3)])  # all have the same prefix
+        control, prefixed = connect_control(world(rank), store, {}, timeout_s)
+        prefixed.set(f"seen/{rank}", "1")
+        prefixed.wait([f"seen/{r}" for r in range(3)])  # all have the same prefix
         control.close()
         return "met"
 

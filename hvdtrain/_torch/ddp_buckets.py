@@ -10,7 +10,7 @@ AttributeError in the first step with three ranks or more: wrong bits after a re
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -26,12 +26,16 @@ old name.
 """
 
 
-def reduce_in_rebuilt_buckets(net: DistributedDataParallel, grads: Mapping[Tensor, Tensor]) -> None:
+def reduce_in_rebuilt_buckets(
+    net: DistributedDataParallel, grads: Mapping[Tensor, Tensor], pause: Callable[[bool], None]
+) -> None:
     """Average `grads` into `p.grad`, in the buckets that all later steps use. Collective.
 
     The first pass only makes DDP rebuild its buckets, in the order of `grads`; the second averages.
+    `pause(True)` is called before the first, and `pause(False)` before the second.
     """
     for rebuild in (True, False):
+        pause(rebuild)
         net.reducer.prepare_for_forward()
         net.reducer.prepare_for_backward([])
         for p, grad in grads.items():

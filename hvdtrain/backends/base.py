@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from hvdtrain import failure
 from hvdtrain._torch.batch_norm import BatchNormBase
-from hvdtrain.backends import model_sync
+from hvdtrain.backends import backend_batch_norm, model_sync
 from hvdtrain.backends.model_sync import uncompiled, with_sparse_gradients
 from hvdtrain.errors import HvdtrainError, InputError, WorldMismatch
 from hvdtrain.world import World, is_mpi
@@ -96,8 +96,8 @@ class Backend(ABC):
         self.device = pick_device(world, options.device)
         self.reason = "as requested"
         """Why this backend was chosen."""
-        self.rank_state: RankState | None = None
-        """What this rank keeps for itself between steps, if anything: see `RankState`."""
+        self.rank_states: list[RankState] = []
+        """What this rank keeps for itself between steps, for each `prepare` that needs it."""
         self.hosts: list[str] = []
         """The host of every rank, in rank order; empty before the handshake."""
         self._prepared: dict[int, _Prepared] = {}
@@ -144,8 +144,16 @@ class Backend(ABC):
 
     # Training
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        gradients: Literal["mean", "local"] = "mean",
+    ) -> tuple[nn.Module, Optimizer]:
         """Wrap both. Collective. Weights, buffers and existing optimizer state become rank 0's.
+
+        `gradients`: what `p.grad` is after `finish_backward`. With "local" it stays this rank's
+        own, nothing is wrapped, `accumulate` is not called, and the caller keeps the ranks equal.
 
         `model` must be on `self.device` already. Load state and build a scheduler afterwards, on
         the returned objects: a backend may make a new optimizer. Keep `model` for `state_dict()`:
@@ -154,25 +162,27 @@ class Backend(ABC):
         """
         model_sync.check_ownership(model, optimizer)
         kind = self._sync_batch_norm() if self.world.size > 1 else model_sync.OneRankBatchNorm
-        place = f"backend {self.name} cannot synchronise on {self.device.type}"
-        model_sync.convert_sync_batch_norm(model, kind, place)
+        model_sync.convert_sync_batch_norm(model, kind)
         model_sync.check_same_model(self, model)
         model_sync.broadcast_state(self, model, optimizer)
-        net, wrapped = self._wrap(model, optimizer)
+        if gradients == "local":
+            net, wrapped = model, optimizer
+        else:
+            net, wrapped = self._wrap(model, optimizer)
         names: dict[Tensor, str] = {p: uncompiled(name) for name, p in model.named_parameters()}
         sparse = with_sparse_gradients(model)
-        self._prepared[id(wrapped)] = _Prepared(wrapped, model, names, sparse)
+        self._prepared[id(wrapped)] = _Prepared(wrapped, model, names, sparse, gradients)
         return net, wrapped
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Wrap both in what the engine needs; by default return them as they are. Collective."""
         return model, optimizer
 
-    def _sync_batch_norm(self) -> type[BatchNormBase] | None:
+    def _sync_batch_norm(self) -> type[BatchNormBase]:
         """Return the class of layers that normalize over the batches of all ranks on this backend
-        and device, with the parameters of torch.nn.SyncBatchNorm; None if there is none.
+        and device, with the parameters of torch.nn.SyncBatchNorm.
         """
-        return None
+        return backend_batch_norm.layer_of(self)
 
     def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Return a context manager for the forward and backward pass of one micro-batch.
@@ -184,8 +194,9 @@ class Backend(ABC):
         return nullcontext()
 
     def finish_backward(self, optimizer: Optimizer) -> None:
-        """Finish the averaging: AFTERWARDS `p.grad` IS THE MEAN OVER ALL RANKS, on every backend.
-        Collective. Also coalesce sparse gradients, and synchronise buffers by their policy.
+        """Finish the averaging: AFTERWARDS `p.grad` IS THE MEAN OVER ALL RANKS, on every backend
+        (but see `prepare`). Collective. Also coalesce sparse gradients, and synchronise buffers by
+        their policy.
 
         Call it once a step, before unscaling, clipping and stepping. Raises InputError with the
         names of the parameters without a gradient, unless `unused_parameters` is "zero".
@@ -194,6 +205,8 @@ class Backend(ABC):
             raise ValueError("finish_backward wants the optimizer that prepare returned")
         made = self._prepared[id(optimizer)]
         model_sync.fill_missing_gradients(optimizer, made.names, self.options.unused_parameters)
+        if made.gradients == "local":
+            return
         self._reduce_gradients(optimizer)
         for p in made.sparse:
             if p.grad is not None and p.grad.is_sparse:
@@ -287,12 +300,14 @@ class _Prepared:
     """A model and its optimizer, wrapped. Keeps the optimizer alive, so that its id is not reused.
 
     `names`: those of the parameters. `sparse`: the parameters whose gradients are sparse.
+    `gradients`: see `Backend.prepare`.
     """
 
     optimizer: Optimizer
     model: nn.Module
     names: dict[Tensor, str]
     sparse: list[Tensor]
+    gradients: Literal["mean", "local"]
 
 
 def check_same(backend: Backend, values: Mapping[str, object], advice: str = "") -> None:

@@ -109,7 +109,6 @@ class C10d(Backend):
     # Small values
 
     def all_reduce(self, t: Tensor, op: Op = "mean") -> Tensor:
-        """Reduce `t` over all ranks into a new tensor: see the contract. Collective."""
         check_op(t, op)
         result = t.detach().clone(memory_format=torch.contiguous_format)
         result = result.to(self._carrier(t))
@@ -119,19 +118,16 @@ class C10d(Backend):
         return result.to(t.device)
 
     def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
-        """Overwrite `t` with the root's, in place; return it. Collective."""
         carried = t.to(self._carrier(t))
         dist.broadcast(carried, src=root)
         return t if carried is t else t.copy_(carried)
 
     def broadcast_object(self, obj: T, root: int = 0) -> T:
-        """Return the root's `obj`. Collective."""
         boxed = [obj]
         dist.broadcast_object_list(boxed, src=root, device=self._carrier())
         return boxed[0]
 
     def all_gather_object(self, obj: T) -> list[T]:
-        """Return every rank's `obj`, in rank order. Collective."""
         gathered: list[Any] = [None] * self.world.size
         dist.all_gather_object(gathered, obj)
         return gathered

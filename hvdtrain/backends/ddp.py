@@ -11,8 +11,10 @@ from torch.optim import Optimizer
 
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain._torch.ddp_buckets import FORWARD_SYNC, reduce_in_rebuilt_buckets
+from hvdtrain.backends import ddp_compression
 from hvdtrain.backends.base import BackendOptions
 from hvdtrain.backends.c10d import C10d
+from hvdtrain.backends.ddp_compression import PowerSGD
 from hvdtrain.errors import InputError
 from hvdtrain.world import World
 
@@ -27,7 +29,9 @@ class DDP(C10d):
         super().__init__(world, options)
         self._with_gradient: dict[Tensor, None] = {}
         """An ordered set: the parameters that got a gradient in the step's last micro-batch."""
-        self._before_first_step: dict[int, tuple[DistributedDataParallel, Optimizer]] = {}
+        self._before_first_step: dict[
+            int, tuple[DistributedDataParallel, Optimizer, PowerSGD | None]
+        ] = {}
         """Wrapped models that need `_reduce_first_step`, keyed by id(optimizer)."""
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -50,15 +54,19 @@ class DDP(C10d):
             # p.grad is a view of its bucket: no copy back after the all-reduce.
             gradient_as_bucket_view=True,
         )
-        # Not needed with two ranks, where a sum is the same in any order, nor with
-        # find_unused_parameters, where DDP never rebuilds its buckets.
-        if self.world.size > 2 and self.options.unused_parameters == "error":
-            self._before_first_step[id(optimizer)] = net, optimizer
+        powersgd = ddp_compression.register(net, self.options.compression)
+        if powersgd is not None:
+            self.rank_states.append(powersgd)
+        # Not needed with two ranks, where a sum is the same in any order (but PowerSGD keeps errors
+        # by bucket), nor with find_unused_parameters, where DDP never rebuilds its buckets.
+        many = self.world.size > 2 or (self.world.size > 1 and powersgd is not None)
+        if many and self.options.unused_parameters == "error":
+            self._before_first_step[id(optimizer)] = net, optimizer, powersgd
         return net, optimizer
 
-    def _sync_batch_norm(self) -> type[BatchNormBase] | None:
+    def _sync_batch_norm(self) -> type[BatchNormBase]:
         """Return torch's own layer on CUDA, its only device."""
-        return nn.SyncBatchNorm if self.device.type == "cuda" else None
+        return nn.SyncBatchNorm if self.device.type == "cuda" else super()._sync_batch_norm()
 
     def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Let DDP reduce in the last micro-batch of a step only."""
@@ -68,7 +76,7 @@ class DDP(C10d):
             return net.no_sync()
         for p in net.module.parameters():
             self._with_gradient.pop(p, None)
-        if any(net is other for other, _ in self._before_first_step.values()):
+        if any(net is other for other, *_ in self._before_first_step.values()):
             return net.no_sync()  # in the first step `_reduce_gradients` reduces instead
         return nullcontext()
 
@@ -90,9 +98,10 @@ class DDP(C10d):
                 "--unused-parameters zero"
             )
         if id(optimizer) in self._before_first_step:
-            self._reduce_first_step(self._before_first_step.pop(id(optimizer))[0])
+            net, _, hook = self._before_first_step.pop(id(optimizer))
+            self._reduce_first_step(net, hook)
 
-    def _reduce_first_step(self, net: DistributedDataParallel) -> None:
+    def _reduce_first_step(self, net: DistributedDataParallel, hook: PowerSGD | None) -> None:
         """Average the gradients of the first step in the buckets that all later steps use.
 
         DDP starts with buckets in the order of registration, and rebuilds them after one backward
@@ -103,7 +112,12 @@ class DDP(C10d):
         """
         mine = set(net.module.parameters())
         grads = {p: p.grad for p in self._with_gradient if p in mine and p.grad is not None}
-        reduce_in_rebuilt_buckets(net, grads)
+
+        def pause(now: bool) -> None:
+            if hook is not None:
+                hook.paused = now
+
+        reduce_in_rebuilt_buckets(net, grads, pause)
 
     def describe(self) -> dict[str, Any]:
         """Add the bucket size, in MiB."""

@@ -61,13 +61,9 @@ class Horovod(Backend):
     @classmethod
     def host_problem(cls) -> str | None:
         """Return None if Horovod is installed, built for this torch, and its library loads."""
-        from hvdtrain.horovod_build import installed_horovod
+        from hvdtrain.horovod_build import horovod_problem
 
-        found = installed_horovod()
-        if found is None:
-            return "Horovod is not installed; build it with: hvdtrain install-horovod"
-        problem = found.problem(torch.__version__)
-        if problem is not None:
+        if problem := horovod_problem(torch.__version__):
             return problem
         if not hasattr(cls.module(), "init"):  # horovod.torch prints its ImportError and continues
             return (
@@ -235,10 +231,11 @@ class Horovod(Backend):
         self._optimizers[id(model)] = wrapped
         return model, cast("Optimizer", wrapped)
 
-    def _sync_batch_norm(self) -> type[BatchNormBase] | None:
+    def _sync_batch_norm(self) -> type[BatchNormBase]:
         """Return Horovod's layer on CUDA, its only device."""
-        cuda = self.device.type == "cuda"
-        return cast("type[BatchNormBase]", self._hvd.SyncBatchNorm) if cuda else None
+        if self.device.type == "cuda":
+            return cast("type[BatchNormBase]", self._hvd.SyncBatchNorm)
+        return super()._sync_batch_norm()
 
     def _coalesce(self, p: Tensor) -> None:
         """Coalesce this rank's sparse gradient before it is sent, as DDP does.
@@ -270,7 +267,6 @@ class Horovod(Backend):
     # Small values
 
     def all_reduce(self, t: Tensor, op: Op = "mean") -> Tensor:
-        """Reduce `t` over all ranks into a new tensor: see the contract. Collective."""
         check_op(t, op)
         hvd = self._hvd
         ops = {"mean": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
@@ -281,25 +277,21 @@ class Horovod(Backend):
         return cast("Tensor", result.to(t.dtype))
 
     def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
-        """Overwrite `t` with the root's, in place. Collective."""
         with self._waiting("a broadcast"):
             self._hvd.broadcast_(t.view(_AS_BITS.get(t.dtype, t.dtype)), root_rank=root)
         return t
 
     def broadcast_object(self, obj: T, root: int = 0) -> T:
-        """Return the root's `obj`. Collective."""
         # Without a name Horovod uses that of the type: ranks with different types would hang.
         with self._waiting("the broadcast of an object"):
             got = self._hvd.broadcast_object(obj, root_rank=root, name="hvdtrain.object")
         return cast("T", got)
 
     def all_gather_object(self, obj: T) -> list[T]:
-        """Return every rank's `obj`, in rank order. Collective."""
         with self._waiting("the all-gather of objects"):
             got = self._hvd.allgather_object(obj, name="hvdtrain.objects")
         return cast("list[T]", got)
 
     def barrier(self) -> None:
-        """Wait for all. Collective."""
         with self._waiting("a barrier"):
             self._hvd.barrier()

@@ -66,22 +66,16 @@ def check_same_model(backend: Backend, model: nn.Module) -> None:
             )
 
 
-def convert_sync_batch_norm(model: nn.Module, kind: type[nn.Module] | None, place: str) -> None:
+def convert_sync_batch_norm(model: nn.Module, kind: type[nn.Module]) -> None:
     """Replace the class of torch's SyncBatchNorm layers, in place, by `kind`. Not collective.
 
-    Raises InputError if there is none on `place`: torch's own layer would crash on a CPU, or
-    silently normalize each rank's batch alone.
+    torch's own layer would crash on a CPU, or normalize each rank's batch alone without a word.
     """
-    # The exact type: a subclass may behave differently.
-    layers = {n: m for n, m in model.named_modules() if type(m) is nn.SyncBatchNorm}
-    if layers and kind is None:
-        raise InputError(
-            f"{len(layers)} layers are torch.nn.SyncBatchNorm ({', '.join(layers)}), which {place}"
-            "; use --backend compat, which can, or plain BatchNorm"
-        )
-    for layer in layers.values():
-        # Only the class changes: parameters, buffers and names stay the same.
-        layer.__class__ = kind  # type: ignore[assignment]
+    for layer in model.modules():
+        # The exact type: a subclass may behave differently.
+        if type(layer) is nn.SyncBatchNorm:
+            # Only the class changes: parameters, buffers and names stay the same.
+            layer.__class__ = kind  # type: ignore[assignment]
 
 
 class OneRankBatchNorm(BatchNormBase):

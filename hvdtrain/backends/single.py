@@ -32,20 +32,16 @@ class Single(Backend):
         """Do nothing: there are no peers. Collective."""
 
     def all_reduce(self, t: Tensor, op: Op = "mean") -> Tensor:
-        """Return a copy of `t`: see the contract. Collective."""
         check_op(t, op)
         return t.clone()
 
     def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
-        """Return `t` as it is. Collective."""
         return t
 
     def broadcast_object(self, obj: T, root: int = 0) -> T:
-        """Return `obj` as it is. Collective."""
         return obj
 
     def all_gather_object(self, obj: T) -> list[T]:
-        """Return `[obj]`. Collective."""
         return [obj]
 
     def barrier(self) -> None:

@@ -13,13 +13,11 @@ import click
 
 from hvdtrain import files
 from hvdtrain.cli.train_options import train_option
-from hvdtrain.compare.compare_options import CompareOptions, seconds, share
+from hvdtrain.compare.compare_options import CompareOptions, flag
 from hvdtrain.compare.record import Record
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.signals import uninterrupted
 from hvdtrain.world import detect
-
-_DEFAULT = CompareOptions()
 
 
 def _read(function: Callable[[str], Any]) -> Callable[..., Any]:
@@ -34,115 +32,23 @@ def _read(function: Callable[[str], Any]) -> Callable[..., Any]:
     return read
 
 
-def _arm_names(text: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
-    if text and not names:
-        raise InputError(f"{text!r} names no arm; give for example ddp/gloo,compat/shm")
-    return names
-
-
-def _world_sizes(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"{text!r} is not a world size, nor a list such as 1,2,4") from None
-
-
-_OPTIONS = [
-    train_option("task"),
-    train_option("set"),
-    click.Option(
-        ["-np", "--np", "ranks"],
-        default="2",
-        show_default=True,
-        callback=_read(_world_sizes),
-        metavar="N[,N...]",
-        help="Ranks of every arm, all on this host; several to compare world sizes.",
-    ),
-    click.Option(
-        ["--scaling"],
-        type=click.Choice(["weak", "strong"]),
-        default=_DEFAULT.scaling,
-        show_default=True,
-        help="With several sizes: keep the batch of a rank, or that of all ranks of the smallest.",
-    ),
-    click.Option(
-        ["--arms"],
-        default="",
-        callback=_read(_arm_names),
-        metavar="A,B,...",
-        help="backend/transport or horovod/controller, such as ddp/gloo,compat/shm,horovod/mpi; "
-        "or module:Class/transport. [default: the usual ones that can be had here]",
-    ),
-    click.Option(
-        ["--baseline"],
-        metavar="ARM",
-        help="What the others are compared with. [default: the first arm]",
-    ),
-    click.Option(
-        ["--budget", "budget_s"],
-        default="3m",
-        show_default=True,
-        callback=_read(seconds),
-        metavar="TIME",
-        help="Stop after this time, such as 90s or 10m, and 6 blocks at least...",
-    ),
-    click.Option(
-        ["--target-ci"],
-        default="2%",
-        show_default=True,
-        callback=_read(share),
-        metavar="SHARE",
-        help="...or once no interval is wider than this to either side.",
-    ),
-    click.Option(["--blocks"], type=int, help="Exactly so many blocks, in place of both."),
-    click.Option(
-        ["--steps"], type=int, help="Steps of each arm in a block. [default: about 0.25 s]"
-    ),
-    click.Option(
-        ["--proof-steps"],
-        default=_DEFAULT.proof_steps,
-        show_default=True,
-        help="Steps that must be equal.",
-    ),
-    train_option(
-        "batch_size",
-        default=_DEFAULT.batch_size,
-        help="Samples of one rank's micro-batch.",
-    ),
-    train_option("accumulate"),
-    train_option("precision"),
-    train_option("device"),
-    train_option("lr"),
-    train_option("clip_norm"),
-    train_option("buffers"),
-    train_option("unused_parameters"),
-    train_option("uneven"),
-    train_option("workers"),
-    train_option("threads", help="CPU threads of each rank. [default: cores / ranks]"),
-    click.Option(
-        ["--pin/--no-pin"],
-        default=_DEFAULT.pin,
-        show_default=True,
-        help="Bind each rank to its share of the cores.",
-    ),
-    train_option("seed", help="Of the weights, the data, and the order of the arms."),
-    click.Option(
-        ["--max-foreign"],
-        default="50%",
-        show_default=True,
-        callback=_read(share),
-        metavar="SHARE",
-        help="Drop blocks in which others, the host included, took more of the cores; 100%: none.",
-    ),
-    train_option("timeout", to="timeout_s"),
-    click.Option(["--output"], metavar="DIR", help="[default: runs/compare-<time>-<task>]"),
-]
+def _option(item: dataclasses.Field[Any]) -> click.Option:
+    """Return the click option of a field of CompareOptions."""
+    if not item.metadata:
+        return train_option(item.name)
+    more = dict(item.metadata)
+    flags, read, choices = (more.pop(name, None) for name in ("flags", "read", "choices"))
+    if read is not None:
+        more["callback"] = _read(read)
+    if choices is not None:
+        more["type"] = click.Choice(choices)
+    names = (flags or flag(item.name)).split()
+    return click.Option([*names, item.name], show_default=more["default"] not in (None, ""), **more)
 
 
 @click.command(
     "compare",
-    params=_OPTIONS,
+    params=[_option(item) for item in dataclasses.fields(CompareOptions)],
     epilog="Ends with 0 compared, 1 nothing could be compared or an arm did other work, "
     "2 bad input, 130 Ctrl-C, 143 SIGTERM.",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -34,13 +35,7 @@ import click
     help="Keep the full log here.  [default: a temporary file, kept after a failure]",
 )
 def command(
-    with_mpi: bool | None,
-    with_nccl: bool | None,
-    jobs: int | None,
-    force: bool,
-    check: bool,
-    dry_run: bool,
-    log: Path | None,
+    with_mpi: bool | None, with_nccl: bool | None, jobs: int | None, **options: Any
 ) -> None:
     """Build Horovod against the torch that is installed here, and check it.
 
@@ -57,5 +52,4 @@ def command(
     from hvdtrain.horovod_build.build_plan import Choices
     from hvdtrain.horovod_build.install import Options, install_horovod
 
-    options = Options(Choices(with_mpi, with_nccl, jobs), force, check, dry_run, log)
-    install_horovod(options, click.echo)
+    install_horovod(Options(Choices(with_mpi, with_nccl, jobs), **options), click.echo)

@@ -18,10 +18,8 @@ FIELDS = {item.name: item for item in dataclasses.fields(TrainConfig)}
 _HINTS = typing.get_type_hints(TrainConfig)
 
 
-def train_option(name: str, to: str | None = None, **other: Any) -> click.Option:
-    """Return the click option of a field. `to`: another parameter name; `other`: click arguments
-    that replace those of the field.
-    """
+def train_option(name: str) -> click.Option:
+    """Return the click option of a field."""
     item, kind = FIELDS[name], kind_of(name)
     made: dict[str, Any] = {"default": item.default, "help": item.metadata["help"]}
     if kind is bool:
@@ -31,9 +29,7 @@ def train_option(name: str, to: str | None = None, **other: Any) -> click.Option
     else:
         choices = item.metadata["choices"]
         made["type"] = click.Choice(choices) if choices else kind
-    made.update(other)
-    made.setdefault("show_default", made["default"] not in (None, ()))
-    return click.Option([flag(name), to or name], **made)
+    return click.Option([flag(name), name], show_default=item.default not in (None, ()), **made)
 
 
 def kind_of(name: str) -> Any:

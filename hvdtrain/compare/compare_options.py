@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hvdtrain.errors import InputError
@@ -26,28 +27,90 @@ _SHARED_WITH_TRAIN = (
 )
 
 
+def seconds(text: str) -> float:
+    """Return the seconds in "90s", "10m", "1.5h" or a plain number. Raise InputError."""
+    found = _SPAN.fullmatch(text.strip())
+    if found is None:
+        raise InputError(f"{text!r} is not a time; such as 90s, 10m or 1.5h")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def share(text: str) -> float:
+    """Return the share in "2%" or "0.02". Raise InputError."""
+    try:
+        value = float(text.rstrip("% ")) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        raise InputError(f"{text!r} is not a share; such as 2% or 0.02") from None
+    if not (0 < value < 1 or (value == 1 and "%" in text)):  # a bare 1 may mean 1 %
+        raise InputError(f"{text!r} is not a share between 0 and 1; such as 2% or 0.02")
+    return value
+
+
+def _arm_names(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if text and not names:
+        raise InputError(f"{text!r} names no arm; give for example ddp/gloo,compat/shm")
+    return names
+
+
+def _world_sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"{text!r} is not a world size, nor a list such as 1,2,4") from None
+
+
+def _option(default: Any, text: str, read: Callable[[str], Any] | None = None, **more: Any) -> Any:
+    """Return a field, with the arguments of its click option. `read` parses its text, and that of
+    the default.
+    """
+    about = {"default": default, "help": text, "read": read, **more}
+    return field(default=read(default) if read is not None else default, metadata=about)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """The resolved options; `check` validates them."""
+    """The resolved options; `check` validates them. Those without a text are TrainConfig's."""
 
     task: str = "digits"
     set: tuple[str, ...] = ()
-    ranks: tuple[int, ...] = (2,)
-    scaling: Literal["weak", "strong"] = "weak"
-    arms: tuple[str, ...] = ()
-    """Empty: the usual arms that this machine can run."""
-    baseline: str | None = None
-    budget_s: float = 180.0
-    target_ci: float = 0.02
-    """Stop when the interval of every arm's ratio extends at most this far to either side."""
-    blocks: int | None = None
-    """Exactly this many blocks, in place of `budget_s` and `target_ci`."""
-    steps: int | None = None
-    """Steps per arm and block; by default those that take the slowest arm a quarter of a second."""
-    proof_steps: int = 10
-    max_foreign: float = 0.5
-    """Drop blocks in which other processes took more than this share of all cores."""
-    batch_size: int = 32
+    ranks: tuple[int, ...] = _option(
+        "2",
+        "Ranks of every arm, all on this host; several to compare world sizes.",
+        _world_sizes,
+        flags="-np --np",
+        metavar="N[,N...]",
+    )
+    scaling: Literal["weak", "strong"] = _option(
+        "weak",
+        "With several sizes: keep the batch of a rank, or that of all ranks of the smallest.",
+        choices=("weak", "strong"),
+    )
+    arms: tuple[str, ...] = _option(
+        "",
+        "backend/transport or horovod/controller, such as ddp/gloo,compat/shm,horovod/mpi; "
+        "or module:Class/transport. [default: the usual ones that can be had here]",
+        _arm_names,
+        metavar="A,B,...",
+    )
+    baseline: str | None = _option(
+        None, "What the others are compared with. [default: the first arm]", metavar="ARM"
+    )
+    budget_s: float = _option(
+        "3m",
+        "Stop after this time, such as 90s or 10m, and 6 blocks at least...",
+        seconds,
+        metavar="TIME",
+    )
+    target_ci: float = _option(
+        "2%", "...or once no interval is wider than this to either side.", share, metavar="SHARE"
+    )
+    blocks: int | None = _option(None, "Exactly so many blocks, in place of both.", type=int)
+    steps: int | None = _option(
+        None, "Steps of each arm in a block. [default: about 0.25 s]", type=int
+    )
+    proof_steps: int = _option(10, "Steps that must be equal.")
+    batch_size: int = _option(32, "Samples of one rank's micro-batch.")
     accumulate: int = 1
     precision: str = "fp32"
     device: str = "auto"
@@ -57,14 +120,22 @@ class CompareOptions:
     unused_parameters: str = "error"
     uneven: str = "drop"
     workers: int = 0
-    threads: int | None = None
-    pin: bool = True
-    """Bind each rank to its own share of the cores. Unbound, a rank that wakes up may share a core
-    with another for a while, which tripled the noise of a block on two cores.
+    threads: int | None = _option(
+        None, "CPU threads of each rank. [default: cores / ranks]", type=int
+    )
+    pin: bool = _option(True, "Bind each rank to its share of the cores.", flags="--pin/--no-pin")
+    """Unbound, a rank that wakes up may share a core with another for a while, which tripled the
+    noise of a block on two cores.
     """
-    seed: int = 0
-    timeout_s: float = 300.0
-    output: str | None = None
+    seed: int = _option(0, "Of the weights, the data, and the order of the arms.")
+    max_foreign: float = _option(
+        "50%",
+        "Drop blocks in which others, the host included, took more of the cores; 100%: none.",
+        share,
+        metavar="SHARE",
+    )
+    timeout_s: float = _option(300.0, "Seconds that a rank waits for the others.")
+    output: str | None = _option(None, "[default: runs/compare-<time>-<task>]", metavar="DIR")
 
     def check(self) -> None:
         """Raise InputError for invalid values."""
@@ -112,25 +183,6 @@ class CompareOptions:
             "timeout": self.timeout_s,
             "epochs": 1_000_000_000,  # the comparison ends the training
         }
-
-
-def seconds(text: str) -> float:
-    """Return the seconds in "90s", "10m", "1.5h" or a plain number. Raise InputError."""
-    found = _SPAN.fullmatch(text.strip())
-    if found is None:
-        raise InputError(f"{text!r} is not a time; such as 90s, 10m or 1.5h")
-    return float(found[1]) * _SECONDS[found[2]]
-
-
-def share(text: str) -> float:
-    """Return the share in "2%" or "0.02". Raise InputError."""
-    try:
-        value = float(text.rstrip("% ")) / (100 if text.strip().endswith("%") else 1)
-    except ValueError:
-        raise InputError(f"{text!r} is not a share; such as 2% or 0.02") from None
-    if not (0 < value < 1 or (value == 1 and "%" in text)):  # a bare 1 may mean 1 %
-        raise InputError(f"{text!r} is not a share between 0 and 1; such as 2% or 0.02")
-    return value
 
 
 _FLAGS = {"ranks": "np", "budget_s": "budget", "timeout_s": "timeout"}

@@ -59,6 +59,14 @@ def installed_horovod() -> InstalledHorovod | None:
     return InstalledHorovod(found.version, _built_for(package))
 
 
+def horovod_problem(torch_version: str) -> str | None:
+    """Return why there is no Horovod that works with `torch_version`, and the fix; else None."""
+    found = installed_horovod()
+    if found is None:
+        return f"Horovod is not installed; build it with: {INSTALL}"
+    return found.problem(torch_version)
+
+
 def _built_for(package: Path) -> str | None:
     # Horovod's CMake writes metadata.json before it compiles, so it is valid only with the library.
     library = package / "torch" / f"mpi_lib_v2{sysconfig.get_config_var('EXT_SUFFIX') or '.so'}"

@@ -5,12 +5,11 @@ Used by `install`. The output of pip goes to a log, from which `buildlog` reads 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -43,8 +42,10 @@ def build_and_install(facts: Facts, plan: BuildPlan, log: Path | None, echo: Pri
     replaced = False
     try:
         show = BuildProgress(echo)
-        with file, _folder() as folder:
-            wheel = _build_wheel(facts, plan, folder, file, show)
+        # Ignore errors: a compiler that is still exiting may write while the folder is removed.
+        folder = tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-", ignore_cleanup_errors=True)
+        with file, folder as name:
+            wheel = _build_wheel(facts, plan, Path(name).resolve(), file, show)
             # pip restores the old package after an error but not after Ctrl-C, so defer signals.
             with signals.deferred(*signals.STOP, signal.SIGHUP):
                 show(Step("install", 100))
@@ -79,15 +80,6 @@ class BuildProgress:
         new_phase, self._phase, self._quarter = step.phase != self._phase, step.phase, quarter
         percent = f" {step.percent}%" if quarter and not new_phase else ""
         self._echo(f"{self._clock() - self._start:5.0f} s  {step.phase}{percent}")
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    # Ignore errors: a compiler that is still exiting may write while the folder is removed.
-    with tempfile.TemporaryDirectory(
-        prefix="hvdtrain-horovod-", ignore_cleanup_errors=True
-    ) as name:
-        yield Path(name).resolve()
 
 
 def _build_wheel(facts: Facts, plan: BuildPlan, folder: Path, log: IO[str], show: Show) -> Path:

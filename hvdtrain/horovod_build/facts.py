@@ -56,6 +56,10 @@ print(json.dumps({
 
 GXX_FIX = "apt-get install g++, dnf install gcc-c++ or conda install gxx, or set CXX"
 GCC_FIX = "apt-get install gcc, dnf install gcc or conda install gcc, or set CC"
+# Kind of compiler, variable, usual names, fix. Horovod's copy of Gloo is a C and C++ project.
+Language = tuple[str, str, str, str]
+CXX = ("C++20", "CXX", "c++ g++ clang++", GXX_FIX)
+CC = ("C", "CC", "cc gcc clang", GCC_FIX)
 
 
 def gather() -> Facts:
@@ -67,8 +71,8 @@ def gather() -> Facts:
     return Facts(
         torch=torch,
         torch_problem=torch_problem,
-        cxx=find_cxx(env),
-        cc=find_cc(env),
+        cxx=find_compiler(env, CXX),
+        cc=find_compiler(env, CC),
         make=find_make(env),
         cmake=cmake,
         cmake_version=cmake_version,
@@ -99,22 +103,14 @@ def find_torch(env: Mapping[str, str]) -> tuple[Torch | None, str]:
     return None, f"torch: does not import: {last_line(done.output)}; reinstall it"
 
 
-def find_cxx(env: Mapping[str, str]) -> Tool:
-    """Find a compiler that compiles and links C++20: $CXX if set, else the first that works of c++,
-    g++ and clang++. The build passes it to CMake.
+def find_compiler(env: Mapping[str, str], language: Language) -> Tool:
+    """Find a compiler that compiles and links a program: the variable's if it is set, else the
+    first that works of the usual names. The build passes it to CMake.
     """
-    return _first_that_works(
-        [_compiler(words, env, CXX_PROGRAM) for words in _choices(env, "CXX", "c++ g++ clang++")],
-        f"a C++20 compiler: none of c++, g++, clang++ is on PATH; {GXX_FIX}",
-    )
-
-
-def find_cc(env: Mapping[str, str]) -> Tool:
-    """Find the C compiler: Horovod's copy of Gloo is a C and C++ project."""
-    return _first_that_works(
-        [_compiler(words, env, None) for words in _choices(env, "CC", "cc gcc clang")],
-        f"a C compiler: none of cc, gcc, clang is on PATH; {GCC_FIX}",
-    )
+    kind, variable, names, fix = language
+    tried = [_compiler(words, env, language) for words in _choices(env, variable, names)]
+    none = f"a {kind} compiler: none of {', '.join(names.split())} is on PATH; {fix}"
+    return next((tool for tool in tried if tool.works), tried[0] if tried else Tool(problem=none))
 
 
 def find_make(env: Mapping[str, str]) -> Tool:
@@ -209,17 +205,17 @@ def _choices(env: Mapping[str, str], variable: str, names: str) -> list[list[str
     return [[name] for name in names.split() if shutil.which(name, path=env["PATH"])]
 
 
-def _compiler(words: Sequence[str], env: Mapping[str, str], program: str | None) -> Tool:
-    """Compile and link a C++20 program, or a minimal C one if `program` is None."""
-    cxx = program is not None
-    kind, name, fix = ("C++20", "CXX", GXX_FIX) if cxx else ("C", "CC", GCC_FIX)
+def _compiler(words: Sequence[str], env: Mapping[str, str], language: Language) -> Tool:
+    """Compile and link a C++20 program, or a minimal C one."""
+    kind, name, _, fix = language
+    cxx = language is CXX
     command = shlex.join(words)
     source = f" (from ${name})" if env.get(name) else ""
     if shutil.which(words[0], path=env["PATH"]) is None:
         return Tool(command, problem=f"a {kind} compiler: {command}{source} does not exist; {fix}")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-probe-") as folder:
         file, out = Path(folder) / f"probe.{'cc' if cxx else 'c'}", Path(folder) / "probe"
-        file.write_text(program or "int main(void) { return 0; }\n", encoding="utf-8")
+        file.write_text(CXX_PROGRAM if cxx else "int main(void) { return 0; }\n", encoding="utf-8")
         flags = ["-std=c++20", "-pthread"] if cxx else []
         done = run([*words, *flags, str(file), "-o", str(out)], env=env)
         compiled = done.code == 0 and out.is_file()
@@ -230,11 +226,6 @@ def _compiler(words: Sequence[str], env: Mapping[str, str], program: str | None)
         return Tool(command, problem=f"a {kind} compiler: {problem}; {fix}")
     version = run([*words, "--version"], env=env).output.splitlines()
     return Tool(command, version[0] if version else "")
-
-
-def _first_that_works(tried: Sequence[Tool], none: str) -> Tool:
-    """Return the first that works, else the first with its problem, else the problem `none`."""
-    return next((tool for tool in tried if tool.works), tried[0] if tried else Tool(problem=none))
 
 
 def _is_managed(env: Mapping[str, str]) -> bool:

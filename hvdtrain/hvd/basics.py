@@ -254,12 +254,12 @@ class HorovodBasics:
         raise ValueError(_NOT_ON_MPI)
 
     def mpi_enabled(self) -> bool:
-        """Return False: this engine has no MPI controller, even if mpirun started the processes."""
+        """Return False: the engine has no MPI controller, even if mpirun started the processes, and
+        uses neither IBM's DDL nor Intel's oneCCL.
+        """
         return False
 
-    def mpi_built(self) -> bool:
-        """Return False."""
-        return False
+    mpi_built = ddl_built = ccl_built = mpi_enabled
 
     def gloo_enabled(self) -> bool:
         """Return True: Gloo, or a transport in its place, runs operations on CPU tensors."""
@@ -275,14 +275,6 @@ class HorovodBasics:
             return 0
         major, minor, patch = (*torch.cuda.nccl.version(), 0)[:3]  # type: ignore[no-untyped-call]
         return int(major) * 10000 + int(minor) * 100 + int(patch)
-
-    def ddl_built(self) -> bool:
-        """Return False: IBM's library is not used."""
-        return False
-
-    def ccl_built(self) -> bool:
-        """Return False: Intel's library is not used."""
-        return False
 
     def cuda_built(self) -> bool:
         """Return whether torch was built for CUDA."""

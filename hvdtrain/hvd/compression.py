@@ -43,38 +43,35 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class FP16Compressor(Compressor):
-    """Sends floating-point tensors of any width as float16, others unchanged.
+class _Cast(Compressor):
+    """Sends floating-point tensors of any width as `dtype`, others unchanged."""
 
-    Values beyond 65504 overflow to infinity.
+    dtype: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+        """Return `tensor` as `dtype`, and the dtype it had."""
+        return tensor.to(cls.dtype) if tensor.dtype.is_floating_point else tensor, tensor.dtype
+
+    @classmethod
+    def decompress(cls, tensor: Tensor, ctx: torch.dtype) -> Tensor:
+        """Return `tensor` in the dtype it had."""
+        return tensor.to(ctx) if ctx.is_floating_point else tensor
+
+
+class FP16Compressor(_Cast):
+    """Sends floating-point tensors of any width as float16: beyond 65504 they become infinite."""
+
+    dtype = torch.float16
+
+
+class BF16Compressor(_Cast):
+    """Sends floating-point tensors of any width as bfloat16. Horovod has no such compressor.
+
+    Keeps float32's range, with 8 bits of precision.
     """
 
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
-        """Return `tensor` as float16, and its dtype."""
-        return _narrowed(tensor, torch.float16)
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
-        """Return `tensor` in the dtype it had."""
-        return _restored(tensor, ctx)
-
-
-class BF16Compressor(Compressor):
-    """Sends floating-point tensors of any width as bfloat16, others unchanged.
-
-    Keeps float32's range, with 8 bits of precision. Horovod has no such compressor.
-    """
-
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
-        """Return `tensor` as bfloat16, and its dtype."""
-        return _narrowed(tensor, torch.bfloat16)
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
-        """Return `tensor` in the dtype it had."""
-        return _restored(tensor, ctx)
+    dtype = torch.bfloat16
 
 
 class Compression:
@@ -97,11 +94,3 @@ def wire_dtype(compression: Any) -> str | None:
         return _WIRE_DTYPES.get(compression)
     except TypeError:
         return None  # an instance that cannot be hashed
-
-
-def _narrowed(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, torch.dtype]:
-    return tensor.to(dtype) if tensor.dtype.is_floating_point else tensor, tensor.dtype
-
-
-def _restored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if dtype.is_floating_point else tensor

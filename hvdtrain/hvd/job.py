@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -45,7 +44,9 @@ def run_job(
     `variables` are environment variables of the ranks. See `hvdtrain.hvd.runner.run`.
     """
     data = _dumps(call, "the function and its arguments")
-    with _own_signals(), _folder() as folder:
+    temporary = tempfile.TemporaryDirectory(prefix="hvdtrain-run-", ignore_cleanup_errors=True)
+    with _own_signals(), temporary as name:
+        folder = Path(name)
         (folder / "call").write_bytes(data)
         _launch(folder, num_proc, executable, output, variables)
         paths = [folder / f"{rank}.result" for rank in range(num_proc)]
@@ -109,16 +110,13 @@ def _rank_main(alias: bool) -> None:
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             raise
-        text = "".join(traceback.format_exception(_without_first_frame(error)))
+        trace = error.__traceback__
+        if trace and trace.tb_next:  # without the frame of this file: it begins at the user's
+            error.__traceback__ = trace.tb_next
+        text = "".join(traceback.format_exception(error))
         write_atomically(folder / f"{rank}.error", json.dumps([time.time(), text]), sync=False)
         sys.exit(1)
     write_atomically(folder / f"{rank}.result", result, sync=False)
-
-
-def _without_first_frame(error: BaseException) -> BaseException:
-    """Drop the traceback's first frame, of this file, so that it begins at the user's function."""
-    trace = error.__traceback__
-    return error.with_traceback(trace.tb_next or trace) if trace else error
 
 
 def _end_with(parent: int) -> None:
@@ -170,15 +168,6 @@ def _logs(folder: Path, num_proc: int, output: str | None) -> Any:
             return dest
 
     return Logs(log_dir=str(folder / "logs"), tee=Std.ALL)
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="hvdtrain-run-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -193,34 +194,12 @@ class _DistributedOptimizer(Optimizer):
 
     # Attributes of Horovod's optimizer that scripts read. Read-only: a new value has no effect.
 
-    @property
-    def backward_passes_per_step(self) -> int:
-        """The number of backward passes whose gradients are summed before they are averaged."""
-        return self._spec.passes
-
-    @property
-    def op(self) -> int:
-        """The reduction, hvd.Average by default."""
-        return self._spec.op
-
-    @property
-    def gradient_predivide_factor(self) -> float:
-        """The divisor of gradients before the sum."""
-        return self._predivide
-
-    @property
-    def sparse_as_dense(self) -> bool:
-        """Whether sparse gradients are sent as dense ones."""
-        return self._spec.sparse_as_dense
-
-    @property
-    def process_set(self) -> ProcessSet:
-        """The process set whose ranks average their gradients."""
-        return self._spec.process_set
-
-    @property
-    def _compression(self) -> Any:
-        return self._spec.compression
+    backward_passes_per_step = property(attrgetter("_spec.passes"))
+    gradient_predivide_factor = property(attrgetter("_predivide"))
+    op = property(attrgetter("_spec.op"))
+    sparse_as_dense = property(attrgetter("_spec.sparse_as_dense"))
+    process_set = property(attrgetter("_spec.process_set"))
+    _compression = property(attrgetter("_spec.compression"))
 
     @property
     def _requires_update(self) -> set[Tensor]:

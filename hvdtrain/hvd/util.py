@@ -53,29 +53,21 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     return extension_available(ext_base_name, verbose) and torch.cuda.device_count() > 0
 
 
-def mpi_built(verbose: bool = False) -> bool:
-    """Return False: this engine has no MPI controller."""
-    return basics.mpi_built()
+def _query(query: Callable[[], T]) -> Callable[..., T]:
+    """Return a query of `basics` in the form that it has in this module, with `verbose` unused."""
+
+    def built(verbose: bool = False) -> T:
+        return query()
+
+    built.__doc__ = query.__doc__
+    return built
 
 
-def gloo_built(verbose: bool = False) -> bool:
-    """Return whether this torch has Gloo."""
-    return basics.gloo_built()
-
-
-def nccl_built(verbose: bool = False) -> int:
-    """Return the version code of torch's NCCL; 0 if torch has none."""
-    return basics.nccl_built()
-
-
-def ddl_built(verbose: bool = False) -> bool:
-    """Return False: IBM's library is not used."""
-    return basics.ddl_built()
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    """Return False: Intel's library is not used."""
-    return basics.ccl_built()
+mpi_built = _query(basics.mpi_built)
+gloo_built = _query(basics.gloo_built)
+nccl_built = _query(basics.nccl_built)
+ddl_built = _query(basics.ddl_built)
+ccl_built = _query(basics.ccl_built)
 
 
 @contextmanager
@@ -111,7 +103,7 @@ def get_average_backwards_compatibility_fun(
             warnings.warn(
                 "Parameter `average` has been replaced with `op` and will be removed in v1.0",
                 DeprecationWarning,
-                stacklevel=2,
+                stacklevel=3,  # the caller of the operation that has these parameters
             )
             return reduce_ops.Average if average else reduce_ops.Sum
         return reduce_ops.Average if op is None else op

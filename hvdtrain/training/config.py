@@ -82,6 +82,25 @@ class TrainConfig:
         "bf16",
         "powersgd",
     )
+    sync_every: int = _option(
+        0, "Steps between averages of the parameters (local SGD). 0: average gradients every step."
+    )
+    local_warmup: int = _option(0, "First steps that average gradients, before local SGD begins.")
+    local_state: str = _option(
+        "local",
+        "The optimizer's state at an average of the parameters: each rank's own, or averaged.",
+        "local",
+        "average",
+    )
+    outer_optimizer: str = _option(
+        "none",
+        "What steps by the distance to the average (DiLoCo); none takes the average itself.",
+        "none",
+        "sgd",
+        "nesterov",
+    )
+    outer_lr: float = _option(0.7, "Learning rate of the outer optimizer.")
+    outer_momentum: float = _option(0.9, "Momentum of the outer optimizer.")
 
     # How long
     epochs: int = _option(10, "Passes over the training data.")
@@ -161,7 +180,7 @@ class TrainConfig:
     def check(self) -> None:
         """Raise InputError for an invalid value, or an invalid combination of values."""
         positive = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size
-            accumulate lr step_factor clip_norm eval_every log_every keep""".split()
+            accumulate lr step_factor clip_norm eval_every log_every keep outer_lr""".split()
         for name in positive:
             value = getattr(self, name)
             if value is not None and not value > 0:  # not `value <= 0`: NaN is refused, too
@@ -174,7 +193,8 @@ class TrainConfig:
                 # Neither format() nor str() takes every int.
                 shown = f"{value:g}" if value < 1e300 else "over 1e300"
                 raise InputError(f"{flag(item.name)} {shown} must be at most {maximum:g}")
-        for name in ("workers", "warmup_steps", "checkpoint_every", "seed"):
+        for name in """workers warmup_steps checkpoint_every seed sync_every local_warmup
+            outer_momentum""".split():
             if getattr(self, name) < 0:
                 raise InputError(f"{flag(name)} {getattr(self, name)} must not be negative")
         for item in dataclasses.fields(self):
@@ -189,6 +209,12 @@ class TrainConfig:
             raise InputError(
                 f"--resume {self.resume} looks for a checkpoint in --run-dir; give that, too"
             )
+        if not self.sync_every and (self.local_warmup or self.outer_optimizer != "none"):
+            raise InputError(
+                "--local-warmup and --outer-optimizer belong to local SGD; give --sync-every, too"
+            )
+        if self.outer_optimizer == "nesterov" and not self.outer_momentum:
+            raise InputError("--outer-optimizer nesterov wants an --outer-momentum above zero")
         self.drop_epochs()
         if self.schedule == "one-cycle" and self.warmup_steps:
             raise InputError(

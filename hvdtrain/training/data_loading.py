@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from hvdtrain.backends.base import Backend, check_same
 from hvdtrain.errors import InputError
@@ -75,19 +75,12 @@ class ShardedBatches(Sampler[list[int]]):
             yield order[indices % self.num_samples].tolist()
 
 
-class EvalBatches(Sampler[list[int]]):
+class EvalBatches(BatchSampler):
     """This rank's share of the evaluation data: each sample is on exactly one rank."""
 
     def __init__(self, num_samples: int, batch_size: int, world: World) -> None:
-        self._indices = range(world.rank, num_samples, world.size)
-        self._batch_size = batch_size
-
-    def __len__(self) -> int:
-        return -(-len(self._indices) // self._batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, len(self._indices), self._batch_size):
-            yield list(self._indices[start : start + self._batch_size])
+        indices = range(world.rank, num_samples, world.size)
+        super().__init__(indices, batch_size, drop_last=False)
 
 
 def derive_seed(*numbers: int) -> int:

@@ -24,6 +24,11 @@ ONE_PROCESS = {
     for name in ("single", "dp")
 }
 
+NO_MEAN = "it reads the averaged gradient, and each rank steps on its own"
+
+
+NOT_HELD = "an evaluation is of averaged parameters, which no rank has until the next average"
+
 
 @dataclass(frozen=True)
 class Method:
@@ -44,8 +49,18 @@ METHODS = (
     Method("gradient clipping", "--clip-norm 1.0", lambda c: c.clip_norm < float("inf")),
     Method("one-cycle learning rate", "--schedule one-cycle", lambda c: c.schedule == "one-cycle"),
     Method("plateau learning rate", "--schedule plateau", lambda c: c.schedule == "plateau"),
-    Method("early stopping", "--early-stop loss:3", lambda c: c.early_stop is not None),
-    Method("best checkpoint", "--keep-best accuracy", lambda c: c.keep_best is not None),
+    Method(
+        "early stopping",
+        "--early-stop loss:3",
+        lambda c: c.early_stop is not None,
+        not_with={"local SGD": NOT_HELD},
+    ),
+    Method(
+        "best checkpoint",
+        "--keep-best accuracy",
+        lambda c: c.keep_best is not None,
+        not_with={"local SGD": NOT_HELD},
+    ),
     Method("bf16 autocast", "--precision bf16", lambda c: c.precision == "bf16"),
     Method("fp16 with a scaled loss", "--precision fp16", lambda c: c.precision == "fp16"),
     Method(
@@ -78,6 +93,26 @@ METHODS = (
             "horovod": "PowerSGD is a communication hook of DDP; use --backend ddp",
             "compat": "PowerSGD is a communication hook of DDP; use --backend ddp",
         },
+    ),
+    Method(
+        "local SGD",
+        "--sync-every 8",
+        lambda c: c.sync_every > 0,
+        refused=ONE_PROCESS,
+        not_with={
+            "gradient clipping": NO_MEAN,
+            "fp16 with a scaled loss": "the loss scale needs gradients that are equal on all ranks",
+            "SyncBatchNorm": "its layers communicate in every step",
+            **dict.fromkeys(
+                ("fp16 gradients", "bf16 gradients", "PowerSGD"), "no gradients are sent"
+            ),
+        },
+    ),
+    Method(
+        "DiLoCo",
+        "--sync-every 8 --outer-optimizer nesterov",
+        lambda c: c.outer_optimizer != "none",
+        refused=ONE_PROCESS,
     ),
 )
 

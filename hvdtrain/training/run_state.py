@@ -57,9 +57,12 @@ def collect(
 def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Load model and optimizer from `path`, in place, and return the trainer's part.
 
+    Its entry "ranks" is what each rank kept for itself, by rank; empty if nothing.
+
     Raises CheckpointError if it is of another model or optimizer, or cannot be read.
     """
     trainer: dict[str, Any] = checkpoint.load(path, "trainer")
+    trainer["ranks"] = checkpoint.load(path, "ranks") if (path / "ranks.pt").exists() else []
     try:
         # The model may be compiled, and an old checkpoint may have the names of a compiled one.
         names = {uncompiled(name): name for name in model.state_dict()}

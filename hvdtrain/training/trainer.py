@@ -12,9 +12,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader
 from hvdtrain import provenance
 from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends.base import Backend
-from hvdtrain.backends.model_sync import broadcast_state
+from hvdtrain.backends.model_sync import broadcast_state, to_cpu
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.failure import cause_of
 from hvdtrain.training import checkpoint, determinism, methods, run_state
@@ -42,6 +43,7 @@ from hvdtrain.training.data_loading import (
 from hvdtrain.training.decisions import Decisions
 from hvdtrain.training.evaluation import Evaluation
 from hvdtrain.training.ledger import Ledger, format_rates
+from hvdtrain.training.local_sgd import LocalSGD
 from hvdtrain.training.lr_schedule import (
     RateSchedule,
     Unit,
@@ -112,7 +114,9 @@ class Trainer:
         self._records = True
         self._origins = origins or {}
         self._run_dir: RunDirectory | None = None
+        self._local: LocalSGD | None = None
         self._saved_step = -1
+        self._save_is_due = False
         self._resumed_from: str | None = None
         self._best_path: Path | None = None
         """Where the checkpoint of the best evaluation is; on rank 0."""
@@ -189,9 +193,10 @@ class Trainer:
             )
         # Seed again: the weights must not depend on how many random numbers the datasets drew.
         determinism.seed_all(derive_seed(config.seed))
-        self.model: nn.Module = self.precision.convert(self._checked.model()).to(
-            self.backend.device
-        )
+        model = self._checked.model()
+        if config.sync_bn:  # `prepare` chooses the class of the layers
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        self.model: nn.Module = self.precision.convert(model).to(self.backend.device)
 
     def _open_run_dir(self) -> None:
         """Check the path in --resume, then create and lock the run directory, on rank 0."""
@@ -209,7 +214,15 @@ class Trainer:
         optimizer = self._checked.optimizer(self.model)
         factor = lr_factor(self.config.lr_scaling, self.world.size, self.config.accumulate)
         lr_before, lr_after = set_base_lr(optimizer, self.config.lr, factor)
-        self.net, self.optimizer = self.backend.prepare(self.model, optimizer)
+        known = len(self.backend.rank_states)
+        local = self.config.sync_every > 0
+        kind: Literal["local", "mean"] = "local" if local else "mean"
+        self.net, self.optimizer = self.backend.prepare(self.model, optimizer, kind)
+        self._rank_states = self.backend.rank_states[known:]
+        if local:
+            self._local = LocalSGD(self.backend, self.model, self.optimizer, self.config)
+            if self.config.local_state == "local":
+                self._rank_states.append(self._local)
         loaded = self._resume(lr_after)
         self.ledger = self._make_ledger(lr_before, lr_after)
         self.schedule = self._make_schedule(loaded)
@@ -398,8 +411,8 @@ class Trainer:
         """
         progress, config = self.progress, self.config
         for last in self._take_epoch(Meter(self.backend, self.batches.global_micro_batch)):
-            if not last and self._checkpoint_is_due(progress.step):
-                self._save()
+            if not last:
+                self._save_if_due(self._checkpoint_is_due(progress.step))
         done = progress.step == self.ledger.total_steps
         metrics, is_best = None, False
         if done or progress.epoch % config.eval_every == 0:
@@ -407,9 +420,8 @@ class Trainer:
             # Before the checkpoint: a resumed run must not see this evaluation again.
             self.schedule.after_evaluation(metrics, progress.step)
             is_best = self.decisions.update(metrics, progress.step)
-        due = not config.checkpoint_every or self._checkpoint_is_due(progress.step)
-        if done or is_best or due:
-            self._save()
+        epoch_is_due = done or is_best or not config.checkpoint_every
+        self._save_if_due(epoch_is_due or self._checkpoint_is_due(progress.step))
         return metrics
 
     def _take_epoch(self, meter: Meter) -> Iterator[bool]:
@@ -436,6 +448,10 @@ class Trainer:
         every = self.config.checkpoint_every
         return every > 0 and step % every == 0
 
+    def _is_in_sync(self, step: int) -> bool:
+        """Return whether all ranks have the same parameters after a step."""
+        return self._local is None or self._local.is_in_sync(step, self.ledger.total_steps)
+
     def _take_step(
         self, data: Iterator[Any], num_micro_batches: int, meter: Meter, last: bool
     ) -> None:
@@ -449,23 +465,28 @@ class Trainer:
             meter.data_s += time.perf_counter() - waited
             if self.on_batch is not None:
                 self.on_batch(batch)
-            with self.backend.accumulate(self.net, last=micro == num_micro_batches - 1):
+            with self._accumulate(last=micro == num_micro_batches - 1):
                 # Divided by this step's number of micro-batches, not by the option `accumulate`: an
                 # epoch's last step may have fewer.
                 with self.precision.autocast():
                     loss = self._checked.loss(self.net, batch) / num_micro_batches
                 self.precision.backward(loss)
             meter.add_loss(loss)
-        self.backend.finish_backward(optimizer)
-        self.precision.unscale_(optimizer)
         step = progress.step + 1
+        self.backend.finish_backward(optimizer)
+        if self._local is not None:
+            self._local.finish_backward(step)
+        self.precision.unscale_(optimizer)
         # Log before every checkpoint: `flush` checks the loss, so that no diverged state is saved.
-        due = last or step % self.config.log_every == 0 or self._checkpoint_is_due(step)
+        saves = self._checkpoint_is_due(step) or (self._save_is_due and self._is_in_sync(step))
+        due = last or step % self.config.log_every == 0 or saves
         logs = self._records and due
-        norm = self._clip(logs)
+        norm = self._clip(logs and self._local is None)
         if logs:
             self._last_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self.precision.step(optimizer)
+        if self._local is not None:
+            self._local.finish_step(step, self.ledger.total_steps)
         self.schedule.after_step()
         optimizer.zero_grad()
         progress.step = step
@@ -476,6 +497,11 @@ class Trainer:
             record = {"step": step, "epoch": progress.epoch_number, "lr": self._last_lrs[0]}
             self.log({**record, **numbers})
         self.console.advance(step)
+
+    def _accumulate(self, last: bool) -> AbstractContextManager[None]:
+        if self._local is not None:
+            return contextlib.nullcontext()
+        return self.backend.accumulate(self.net, last)
 
     def _clip(self, wanted: bool) -> Tensor | None:
         """Clip the gradients, which are equal on all ranks by now, and return their norm.
@@ -497,14 +523,22 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, Any]:
-        """Return the metrics of the whole evaluation data, exact for any number of ranks."""
+        """Return the metrics of the whole evaluation data, exact for any number of ranks. Between
+        two synchronizations of local SGD they are those of the averaged parameters.
+        """
         if self._eval_loader is None:
             return {}
+        if self._local is None or self._is_in_sync(self.progress.step):
+            return self._evaluate_on(self._eval_loader)
+        with self._local.averaged():
+            return self._evaluate_on(self._eval_loader)
+
+    def _evaluate_on(self, loader: DataLoader[Any]) -> dict[str, Any]:
         evaluation = Evaluation()
         self.model.eval()
         # The unwrapped model: ranks may have different numbers of batches, and the collectives of
         # a wrapper would hang.
-        loaded = on_device(self._eval_loader, self.backend.device, self.precision.convert_batch)
+        loaded = on_device(loader, self.backend.device, self.precision.convert_batch)
         for indices, batch in zip(self._eval_batches, loaded, strict=True):
             with self.precision.autocast():
                 evaluation.add(self._checked.metrics(self.model, batch), len(indices))
@@ -526,6 +560,15 @@ class Trainer:
 
     # Checkpoints
 
+    def _save_if_due(self, is_due: bool) -> None:
+        """Save a checkpoint that is due; with local SGD, after the next step that synchronizes.
+        Collective.
+        """
+        self._save_is_due |= is_due
+        if self._save_is_due and self._is_in_sync(self.progress.step):
+            self._save_is_due = False
+            self._save()
+
     def _save(self) -> None:
         """Write a checkpoint, unless this step has one.
 
@@ -533,12 +576,15 @@ class Trainer:
         """
         if self._saved_step == self.progress.step:
             return
+        mine = [state.state_dict() for state in self._rank_states]
+        ranks = self.backend.all_gather_object(to_cpu(mine)) if mine else []
         with self.backend.share_errors():
             if self._run_dir is not None:
-                self._write_checkpoint(self._run_dir)
+                self._write_checkpoint(self._run_dir, ranks)
         self._saved_step = self.progress.step
 
-    def _write_checkpoint(self, run_dir: RunDirectory) -> None:
+    def _write_checkpoint(self, run_dir: RunDirectory, ranks: list[Any]) -> None:
+        """Write a checkpoint. `ranks`: what each rank keeps for itself, in rank order."""
         parts = run_state.collect(
             self.model,
             self.optimizer,
@@ -547,6 +593,10 @@ class Trainer:
             self.progress,
             self.decisions.state_dict(),
         )
+        if ranks:
+            parts["ranks"] = ranks
+        if self._local is not None:
+            parts["trainer"]["outer"] = self._local.outer_state()
         about = {
             "task": self.config.task,
             "world_size": self.world.size,
@@ -584,6 +634,9 @@ class Trainer:
             group["lr"] = group["initial_lr"] = lr
         if loaded["scaler"]:  # empty unless the checkpoint is of an fp16 run
             self.precision.scaler.load_state_dict(loaded["scaler"])
+        self._resume_rank_states(loaded["ranks"])
+        if self._local is not None:
+            self._local.resume(loaded.get("outer"))
         self.progress = run_state.Progress(**loaded["position"])
         if self.progress.sample and not self.batches.batches_from(self.progress.sample):
             # The samples left of the epoch are too few for a step of this run: drop them, as at the
@@ -591,6 +644,17 @@ class Trainer:
             self.progress = run_state.Progress(self.progress.step, self.progress.epoch + 1)
         self._saved_step = self.progress.step
         return loaded
+
+    def _resume_rank_states(self, ranks: list[Any]) -> None:
+        """Give each rank what it kept for itself. Another number of ranks starts without."""
+        if len(ranks) == self.world.size:
+            for state, saved in zip(self._rank_states, ranks[self.world.rank], strict=True):
+                state.load_state_dict(saved)
+        elif ranks or self._rank_states:
+            self.console.print_line(
+                f"resume   the checkpoint has the own state of {len(ranks)} ranks, and this run "
+                f"has {self.world.size}: it is not used"
+            )
 
     def _load(self, root: Path) -> dict[str, Any]:
         """Restore the chosen checkpoint, and set later ones aside; return the trainer's part."""

@@ -41,7 +41,9 @@ def choose(requested: str, device: torch.device, world: World) -> tuple[str, str
     """
     check(requested)
     if requested == "auto":
-        return _best(device, world)
+        if device.type == "cuda":
+            return "nccl", "tensors are on CUDA"
+        return best_on_cpu(world, world.one_host, shm_unavailable(), mpi_unavailable(world))
     if not dist.is_backend_available(TRANSPORTS[requested]):
         raise BackendUnavailable(f"torch {torch.__version__} has no {requested}")
     devices = {"nccl": ("cuda",), "gloo": ("cpu", "cuda")}.get(requested, ("cpu",))
@@ -55,12 +57,6 @@ def choose(requested: str, device: torch.device, world: World) -> tuple[str, str
     if requested == "mpi" and (missing := mpi_unavailable(world)):
         raise BackendUnavailable(f"no MPI here: {missing}")
     return requested, "as requested"
-
-
-def _best(device: torch.device, world: World) -> tuple[str, str]:
-    if device.type == "cuda":
-        return "nccl", "tensors are on CUDA"
-    return best_on_cpu(world, world.one_host, shm_unavailable(), mpi_unavailable(world))
 
 
 def best_on_cpu(

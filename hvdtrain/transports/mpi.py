@@ -177,11 +177,9 @@ class Mpi(Transport):
     # Operations
 
     def barrier(self, signature: str) -> None:
-        """Wait for all ranks."""
         self._compare_calls(signature, 0)
 
     def all_reduce(self, signature: str, t: Tensor, op: str, divisor: int = 1) -> None:
-        """Reduce over all ranks, in place."""
         num_bytes = t.numel() * t.element_size()
         if num_bytes <= self._payload_bytes:
             views = self._payload_views(num_bytes, t.dtype)
@@ -232,7 +230,6 @@ class Mpi(Transport):
     def reduce_scatter(
         self, signature: str, out: Tensor, t: Tensor, op: str, divisor: int = 1
     ) -> None:
-        """Reduce `t` over all ranks, divide by `divisor`, and write this rank's part to `out`."""
         num_bytes = t.numel() * t.element_size()
         parts = t.view(self.size, -1)
         if num_bytes <= self._payload_bytes:
@@ -248,7 +245,6 @@ class Mpi(Transport):
         self._reduce_pieces(signature, pieces, outs, op, divisor, gather=False)
 
     def broadcast(self, signature: str, data: Tensor, root: int) -> None:
-        """Overwrite bytes with the root's."""
         if data.numel() <= self._payload_bytes:
             self._compare_calls(signature, data.numel(), data if self.rank == root else None)
             if self.rank != root:
@@ -269,7 +265,6 @@ class Mpi(Transport):
             self._exchange(signature, shares, dict.fromkeys(shares, mine))
 
     def all_gather(self, signature: str, out: Tensor, data: Tensor) -> None:
-        """Concatenate every rank's bytes."""
         rows = out.view(self.size, -1)
         if data.numel() <= self._payload_bytes:
             self._compare_calls(signature, data.numel(), data)
@@ -290,7 +285,6 @@ class Mpi(Transport):
         recv_bytes: list[int],
         send_bytes: list[int],
     ) -> None:
-        """Exchange bytes."""
         self._compare_calls(signature, 0, as_bytes(torch.tensor([send_bytes, recv_bytes]).view(-1)))
         views = self._payload_views(16 * self.size, torch.int64)
         check_splits(signature, [view.view(2, self.size).tolist() for view in views])

@@ -56,22 +56,21 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         self._close = weakref.finalize(self, _close, self._queue, transport, os.getpid())
 
     def getBackendName(self) -> str:
-        """Return the transport's name."""
         return self.transport.name
 
     name = _get_backend_name = getBackendName
 
     # The base class stores names in its C++ backends, and this group has none.
-    def getGroupName(self) -> str:  # noqa: D102
+    def getGroupName(self) -> str:
         return self._group_name
 
-    def setGroupName(self, name: str) -> None:  # noqa: D102
+    def setGroupName(self, name: str) -> None:
         self._group_name = name
 
-    def getGroupDesc(self) -> str:  # noqa: D102
+    def getGroupDesc(self) -> str:
         return self._group_desc
 
-    def setGroupDesc(self, name: str) -> None:  # noqa: D102
+    def setGroupDesc(self, name: str) -> None:
         self._group_desc = name
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -100,7 +99,6 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     # Collectives of the transport
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> QueuedWork:
-        """Reduce a tensor over all ranks, in place. Collective."""
         tensors, op = _as_list(tensors), _op(opts)
         if tensors[0].is_sparse:
             signature = f"all_reduce(sparse {_describe(tensors)}, {_op_name(op)})"
@@ -109,7 +107,6 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         return self._queue_all_reduce(tensors, op, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> QueuedWork:
-        """Reduce several tensors over all ranks, in place. Collective."""
         return self._queue_all_reduce(list(tensors), _op(opts), opts)
 
     def _queue_all_reduce(self, tensors: list[Tensor], op: Any, opts: Any) -> QueuedWork:
@@ -126,7 +123,6 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         return self._put(run, tensors, [], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> QueuedWork:
-        """Reduce over all ranks, and keep this rank's part of the first dimension. Collective."""
         return self._queue_reduce_scatter([output], [[input]], opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -134,7 +130,6 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> QueuedWork:
-        """Reduce several tensors, and keep this rank's part of each. Collective."""
         return self._queue_reduce_scatter(list(outputs), [[t] for t in inputs], opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -170,7 +165,6 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         return self._put(run, outputs, [t for parts in inputs for t in parts], opts)
 
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> QueuedWork:
-        """Overwrite tensors with the root's, in place. Collective."""
         tensors = _as_list(tensors)
         root = opts if isinstance(opts, int) else opts.rootRank
         signature = f"broadcast({_describe(tensors)}, from {root})"
@@ -184,7 +178,6 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         return self._put(run, tensors, [], opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> QueuedWork:
-        """Concatenate every rank's tensor, all of one size. Collective."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     _allgather_base = all_gather_single
@@ -192,7 +185,6 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> QueuedWork:
-        """Concatenate every rank's tensors, each of one size everywhere. Collective."""
         outputs, inputs = list(outputs), list(inputs)
         signature = f"all_gather({_describe(inputs)})"
         for out, t in zip(outputs, inputs, strict=True):
@@ -215,7 +207,6 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> QueuedWork:
-        """Fill a list with every rank's tensor, all of one size. Collective."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         lists, inputs = [list(ts) for ts in outputs], list(inputs)
@@ -269,7 +260,6 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
-        """Send each rank its tensor. Collective."""
         outputs, inputs = list(outputs), list(inputs)
         if not len(outputs) == len(inputs) == self.size():
             raise ValueError(
@@ -293,13 +283,11 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         return self._put(run, outputs, inputs, opts)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> QueuedWork:
-        """Wait for all ranks. Collective."""
         return self._put(lambda: self.transport.barrier("barrier()"), [], [], opts)
 
     # Operations of the Gloo group
 
     def reduce(self, tensors: Any, *options: Any) -> QueuedWork:
-        """Reduce over all ranks, on the root only. Collective."""
         tensors = _as_list(tensors)
         signature = (
             f"reduce({_describe(tensors)}, {_op_name(_op(options[0]))}, to {options[0].rootRank})"
@@ -307,7 +295,6 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         return self._by_gloo(signature, tensors, [], self._gloo.reduce, tensors, *options)
 
     def gather(self, outputs: Any, inputs: Any, *options: Any) -> QueuedWork:
-        """Gather every rank's tensor on the root. Collective."""
         inputs = _as_list(inputs)
         signature = f"gather({_describe(inputs)}, to {options[0].rootRank})"
         results = [t for parts in outputs for t in parts]
@@ -316,7 +303,6 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         )
 
     def scatter(self, outputs: Any, inputs: Any, *options: Any) -> QueuedWork:
-        """Scatter the root's tensors. Collective."""
         outputs = _as_list(outputs)
         signature = f"scatter({_describe(outputs)}, from {options[0].rootRank})"
         read = [t for parts in inputs for t in parts]
@@ -325,17 +311,14 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         )
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> TransferWork:
-        """Send to one rank."""
         tensors = _as_list(tensors)
         return TransferWork(self._gloo.send(tensors, dst, tag), tensors)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> TransferWork:
-        """Receive from one rank."""
         tensors = _as_list(tensors)
         return TransferWork(self._gloo.recv(tensors, src, tag), tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TransferWork:
-        """Receive from any rank."""
         tensors = _as_list(tensors)
         return TransferWork(self._gloo.recv_anysource(tensors, tag), tensors)
 

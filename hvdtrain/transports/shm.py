@@ -178,11 +178,9 @@ class Shm(Transport):
     # Operations
 
     def barrier(self, signature: str) -> None:
-        """Wait for all ranks."""
         self._compare_calls(signature)
 
     def all_reduce(self, signature: str, t: Tensor, op: str, divisor: int = 1) -> None:
-        """Reduce over all ranks, in place."""
         num_bytes = t.numel() * t.element_size()
         if len(self.hosts) == 1 and num_bytes <= _SMALL_BYTES:
             self._compare_calls(signature, staged=as_bytes(t))
@@ -231,7 +229,6 @@ class Shm(Transport):
     def reduce_scatter(
         self, signature: str, out: Tensor, t: Tensor, op: str, divisor: int = 1
     ) -> None:
-        """Reduce `t` over all ranks, divide by `divisor`, and write this rank's part to `out`."""
         if len(self.hosts) > 1:
             everything = t.clone()
             self.all_reduce(signature, everything, op, divisor)
@@ -254,7 +251,6 @@ class Shm(Transport):
             self._combine(theirs, op, divisor, [out[begin : begin + columns]])
 
     def broadcast(self, signature: str, data: Tensor, root: int) -> None:
-        """Overwrite bytes with the root's."""
         self._compare_calls(signature)
         if len(self.hosts) > 1:
             options = dist.BroadcastOptions()
@@ -270,7 +266,6 @@ class Shm(Transport):
                 piece.copy_(self._all_staged(piece.numel(), torch.uint8)[root])
 
     def all_gather(self, signature: str, out: Tensor, data: Tensor) -> None:
-        """Concatenate every rank's bytes."""
         if len(self.hosts) > 1:
             self._compare_calls(signature)
             self.wait_for(signature, self._gloo._allgather_base(out, data))
@@ -298,7 +293,6 @@ class Shm(Transport):
         recv_bytes: list[int],
         send_bytes: list[int],
     ) -> None:
-        """Exchange bytes."""
         splits = self._exchange_splits(signature, recv_bytes, send_bytes)
         if len(self.hosts) > 1:
             self.wait_for(signature, self._gloo.alltoall_base(out, data, recv_bytes, send_bytes))

@@ -216,7 +216,8 @@ class Combiner:
             else:
                 total.copy_(first)
             for other in rest:
-                _combine_(total, other, op)
+                # As c10d defines `op`: logically for bools.
+                (_BOOL if dtype == torch.bool else _COMBINE)[op](total, other)
             if divisor > 1:
                 total.div_(divisor)
             for target in [] if straight else targets:
@@ -229,13 +230,6 @@ class Combiner:
                 block = torch.empty(_BLOCK_BYTES // dtype.itemsize, dtype=dtype)
             self._scratch[dtype] = block
         return self._scratch[dtype]
-
-
-def _combine_(into: Tensor, other: Tensor, op: str) -> Tensor:
-    """Combine `other` into `into`, in place, as c10d defines `op`: logically for bools."""
-    if into.dtype == torch.bool:
-        return _BOOL[op](into, other)
-    return _COMBINE[op](into, other)
 
 
 _COMBINE = {

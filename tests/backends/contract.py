@@ -366,16 +366,13 @@ class Moments(NamedTuple):
     steps: int
 
 
-def sync_batch_norm(backend: Backend) -> str:
-    """It normalizes over the batches of all ranks, or is refused; parameters stay the same."""
+def sync_batch_norm(backend: Backend) -> None:
+    """It normalizes over the batches of all ranks; parameters stay the same."""
     rank, size = backend.world.rank, backend.world.size
     convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
     model: nn.Module = convert(small_model(0)).double()
     names, parameters = list(model.state_dict()), list(model.parameters())
-    try:
-        net, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    except InputError as error:
-        return str(error)
+    net, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert list(model.state_dict()) == names
     assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
     inputs = torch.randn(size, 6, 4, generator=torch.Generator().manual_seed(1)).double()
@@ -391,7 +388,32 @@ def sync_batch_norm(backend: Backend) -> str:
     model.eval()
     twin.eval()
     torch.testing.assert_close(model(inputs[0]), twin(inputs[0]), rtol=0, atol=1e-12)
-    return "global"
+
+
+def sync_batch_norm_of_uneven_batches(backend: Backend) -> None:
+    """Rank r has 2 r + 2 samples: outputs and gradients are those of one batch of them all."""
+    rank, size = backend.world.rank, backend.world.size
+    convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+    model: nn.Module = convert(small_model(0)).double()
+    net, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs = torch.randn(size * (size + 1), 4, generator=torch.Generator().manual_seed(1)).double()
+    mine = slice(rank * (rank + 1), (rank + 1) * (rank + 2))
+    batch = inputs[mine].requires_grad_()
+    with backend.accumulate(net, last=True):
+        # The sum over all samples, times the number of ranks, of which finish_backward divides.
+        (net(batch).square().sum() * size).backward()
+    backend.finish_backward(optimizer)
+    twin = small_model(0).double()
+    whole = inputs.detach().clone().requires_grad_()
+    twin(whole).square().sum().backward()
+    assert whole.grad is not None
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-11)
+    own = whole.grad[mine] * size
+    torch.testing.assert_close(batch.grad, own, rtol=0, atol=1e-11)
+    if backend.options.buffers != "broadcast" or rank == 0:
+        for name, t in twin.named_buffers():
+            torch.testing.assert_close(model.get_buffer(name), t, rtol=0, atol=1e-12)
 
 
 def state_of_any_kind(backend: Backend) -> None:

@@ -36,7 +36,6 @@ from hvdtrain.compare.proof.work_trace import RankTrace
 from hvdtrain.compare.run.arm_pool import WORKER, without_launcher
 from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
 from hvdtrain.compare.run.arms import LAUNCHERS, choose_device
-from hvdtrain.compare.run.messages import OpenRequest
 from hvdtrain.compare.run.no_communication import NoCommunication
 from hvdtrain.compare.run.worker import LOOPS, describe_data
 from hvdtrain.errors import InputError
@@ -71,9 +70,7 @@ def worker(task: str, *settings: str) -> Iterator[ArmProcess]:
         made = ArmProcess(command, 1, without_launcher(os.environ), at, log, has_launcher=False)
         try:
             made.meet(60)
-            made.call(
-                "open", OpenRequest("single", "trainer", {**config, "epochs": 1000}, (cores,))
-            )
+            made.call("open", "single", "trainer", {**config, "epochs": 1000}, (cores,))
             yield made
         finally:
             made.end()

@@ -16,7 +16,9 @@ from tests.ranks import ARMS, Ranks
 # One launcher for each backend.
 LIVE = [
     ("single", 1),
-    *((name, n) for name in ("ddp-torchrun", "compat-torchrun", "horovod-mpi") for n in (2, 3)),
+    *((name, n) for name in ("ddp-torchrun", "compat-torchrun") for n in (2, 3)),
+    ("horovod-gloo", 2),
+    ("horovod-mpi", 3),
 ]
 CELLS = [
     pytest.param(arm, method.name, id=f"{arm[0]}-x{arm[1]}-{method.name.replace(' ', '_')}")

@@ -46,6 +46,20 @@ def test_who_has_ended_is_known_for_good(monkeypatch: pytest.MonkeyPatch) -> Non
     assert table.remote_status() == {3: RankStatus(5, HERE, ENDED)}
 
 
+@pytest.mark.parametrize(("age_s", "life"), [(1.9, ALIVE), (2.1, STOPPED)])
+def test_a_leader_without_a_heartbeat_for_two_seconds_is_taken_as_stopped(
+    age_s: float, life: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = HeartbeatTable(memoryview(bytearray(HeartbeatTable.size_bytes(4))), [[0, 1], [2, 3]], 0)
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic_ns", lambda: int(now_s * 1e9))
+    for rank in range(4):
+        table.write(rank, RankStatus(5, HERE))
+    now_s += age_s
+    table.write(0, RankStatus(5, HERE))  # this host's own leader goes on
+    assert table.remote_status() == {2: RankStatus(5, HERE, life), 3: RankStatus(5, HERE, ALIVE)}
+
+
 @contextmanager
 def descriptors(limit: int) -> Iterator[None]:
     """A limit on the descriptors of this process."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -154,11 +154,6 @@ class Measurements:
             return 0.0  # one rank alone has nothing to exchange
         copies = self._anchors.get(str(ranks))
         return float(np.median(copies.memcpy_ms)) if copies and copies.memcpy_ms else math.nan
-
-
-def _block_times(blocks: Mapping[int, ArmTimes]) -> dict[int, float]:
-    times = {index: stats.block_ms(block.step_ms) for index, block in blocks.items()}
-    return {index: ms for index, ms in times.items() if 0 < ms < math.inf}
 
 
 def again_rows(measured: Measurements) -> list[AgainRow]:

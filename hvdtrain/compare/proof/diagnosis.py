@@ -13,6 +13,18 @@ from hvdtrain.compare.formatting import tell_apart
 from hvdtrain.compare.proof.distances import distance
 from hvdtrain.compare.proof.work_trace import RankTrace
 
+# Why parameters differ although the optimizer used the same gradients.
+OTHER_UPDATE = (
+    "the optimizer makes another step of the same gradients, or something moves the weights "
+    "between steps: see the optimizer's state, and what runs beside it"
+)
+# The cause if a loss or gradient differs first, by no more than rounding.
+ROUNDING = (
+    "no more than rounding: this arm computes or averages the gradients in another order than "
+    "the baseline, such as by dividing before the sum, with other kernels, or with another "
+    "number of threads"
+)
+
 
 def near(value: float, expected: float) -> bool:
     """Return whether two factors are equal up to rounding and the error of sampling elements."""
@@ -133,21 +145,4 @@ def explain_use(mine: float, its: float) -> str:
     return (
         f"the gradients (norm {norms[0]}, not {norms[1]}) are changed between finish_backward and "
         "the optimizer: clipped differently, or reduced again within step()"
-    )
-
-
-def explain_update() -> str:
-    """Return why parameters differ although the optimizer used the same gradients."""
-    return (
-        "the optimizer makes another step of the same gradients, or something moves the weights "
-        "between steps: see the optimizer's state, and what runs beside it"
-    )
-
-
-def explain_rounding() -> str:
-    """Return the cause if a loss or gradient differs first, by no more than rounding."""
-    return (
-        "no more than rounding: this arm computes or averages the gradients in another order than "
-        "the baseline, such as by dividing before the sum, with other kernels, or with another "
-        "number of threads"
     )

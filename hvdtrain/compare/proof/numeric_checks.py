@@ -51,7 +51,7 @@ def _differences(pair: ArmPair, cause: str | None) -> Iterator[Difference]:
         text = f"parameters differ by {_percent(apart)} of how far training moved them in {steps}"
         if apart == 0:
             text = f"parameters differ after {steps}, though not in the elements that are sampled"
-        yield Difference(text, cause or diagnosis.explain_update(), apart, limits.final)
+        yield Difference(text, cause or diagnosis.OTHER_UPDATE, apart, limits.final)
     yield from _buffers(pair)
 
 
@@ -83,7 +83,7 @@ def _norms(pair: ArmPair) -> Iterator[Difference]:
             continue
         first, cause = found[0], None
         if first.name == _LOSS and first.step == step > 1:
-            cause = diagnosis.explain_update()
+            cause = diagnosis.OTHER_UPDATE
         elif name == _USED and not any((f.step, f.name) == (step, _GRADIENT) for f in found):
             cause = diagnosis.explain_use(mine, its)
         apart = relative_difference(mine, its)
@@ -216,11 +216,11 @@ def _diagnose_rounding(pair: ArmPair) -> str | None:
     if first is None and pair.has_equal_parameters:
         return diagnosis.explain_buffers(pair.arm[0].buffers_policy, True)
     if first is None or first.name == _PARAMETERS:
-        return diagnosis.explain_update()
+        return diagnosis.OTHER_UPDATE
     if first.name == _USED:
         return diagnosis.explain_use(first.mine, first.its)
     within = relative_difference(first.mine, first.its) <= pair.limits.gradient
-    return diagnosis.explain_rounding() if within else None
+    return diagnosis.ROUNDING if within else None
 
 
 def _percent(apart: float) -> str:

@@ -68,6 +68,7 @@ class TraceRecorder:
         self._depth = 0
         config, model, optimizer = loop.config, loop.model, loop.optimizer
         self._stride = _stride(list(model.parameters()))
+        counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
         self.trace = RankTrace(
             rank=loop.backend.world.rank,
             world_size=loop.backend.world.size,
@@ -78,7 +79,7 @@ class TraceRecorder:
             parameters=_dtypes(model),
             optimizer=type(optimizer).__name__,
             settings=[_settings(group) for group in optimizer.param_groups],
-            state_step=_state_step(optimizer),
+            state_step=max(counts, default=0),
             initial_sha256=fingerprint(dict(model.named_parameters())),
             initial_buffers_sha256=fingerprint(dict(model.named_buffers())),
             elements=ElementSample(
@@ -261,8 +262,3 @@ def _settings(group: dict[str, Any]) -> dict[str, str]:
     return {
         k: str(group[k]) for k in sorted(group) if k not in _HOW_OPTIONS and not k.endswith("lr")
     }
-
-
-def _state_step(optimizer: Optimizer) -> int:
-    counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
-    return max(counts, default=0)

@@ -1,8 +1,8 @@
 """Figure style: colours, sizes, and PNG and SVG output.
 
-`figures` and `scaling_plot` draw with it, and `html_report` writes the files. Every picture is
-drawn wide and narrow, so that its text is readable on a phone, and for light and dark pages. Output
-is deterministic: the same data gives the same bytes.
+`figures` draws with it, and `html_report` writes the files. Every picture is drawn wide and narrow,
+so that its text is readable on a phone, and for light and dark pages. Output is deterministic: the
+same data gives the same bytes.
 """
 
 from __future__ import annotations

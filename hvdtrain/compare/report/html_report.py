@@ -25,6 +25,7 @@ from hvdtrain.compare.record import Record
 from hvdtrain.compare.report import figures
 from hvdtrain.compare.report.figure_style import COLOURS, DARK, Picture, png, svg_variants
 from hvdtrain.errors import InputError
+from hvdtrain.files import write_atomically
 
 BLOCK_COLUMNS = "block generation kept dropped arm ranks step_ms steps cpu_s foreign steal".split()
 
@@ -43,10 +44,7 @@ def write(record: Record, folder: Path) -> Path:
     files["speed.csv"] = _csv(list(speed[0]), speed) if speed else b""
     try:
         for name, content in files.items():
-            # By renaming, so that no reader sees half a file.
-            fresh = folder / f".{name}.new"
-            fresh.write_bytes(content)
-            fresh.replace(folder / name)
+            write_atomically(folder / name, content, sync=False)
     except OSError as error:
         raise InputError(f"cannot write the report into {folder}: {error.strerror}") from None
     return folder / "report.html"

@@ -160,7 +160,7 @@ class ProgressTable:
     def print_line(self, text: str) -> None:
         """Print a line that stays."""
         self._console.print(Text(text), soft_wrap=True)
-        self._flush()
+        (self._console.file or sys.stdout).flush()
 
     def update(self, record: Record, activity: str) -> None:
         """Show the results so far, and the current activity."""
@@ -219,6 +219,3 @@ class ProgressTable:
         if self._num_dropped:
             text += f", {self._num_dropped} of them dropped for the load of others"
         return f"{text}: {', '.join(parts)}" if parts else text
-
-    def _flush(self) -> None:
-        (self._console.file or sys.stdout).flush()

@@ -19,8 +19,9 @@ from typing import Any, Protocol, TypeVar
 from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.record import ArmRecord, Record
 from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
-from hvdtrain.compare.run.arms import Arm, Role, search_path
-from hvdtrain.compare.run.messages import OpenRequest, RankFacts
+from hvdtrain.compare.run.arms import Arm, Role
+from hvdtrain.compare.run.messages import RankFacts
+from hvdtrain.horovod_build.process import own_environment
 from hvdtrain.signals import uninterrupted
 
 T = TypeVar("T")
@@ -100,7 +101,7 @@ class ArmPool:
         # Send "open" to all before waiting for any answer: opening can take long, too.
         for key in keys:
             self._attempt(key, methodcaller("meet", patience))
-            self._attempt(key, methodcaller("begin", "open", self._request(self.arms[key])))
+            self._attempt(key, methodcaller("begin", "open", *self._request(self.arms[key])))
         for key in keys:
             facts = self._attempt(key, methodcaller("finish", patience))
             if facts is not None:
@@ -158,12 +159,13 @@ class ArmPool:
             has_launcher=arm.launcher != "none",
         )
 
-    def _request(self, arm: Arm) -> OpenRequest:
+    def _request(self, arm: Arm) -> tuple[Any, ...]:
+        """Return the arguments of the call "open": see `worker.ArmRank`."""
         config = self.options.training(arm.ranks)
         if arm.c10d_transport:  # Horovod's controller follows from the launcher
             config["transport"] = arm.c10d_transport
         loop = "by hand" if arm.role == "by hand" else "trainer"
-        return OpenRequest(arm.backend, loop, config, self._cores(arm.ranks))
+        return arm.backend, loop, config, self._cores(arm.ranks)
 
     def _record_facts(self, key: str, facts: list[RankFacts]) -> None:
         """Put the settings in force in an arm's ranks into the record."""
@@ -188,7 +190,7 @@ class ArmPool:
         """Return this environment without launcher variables, plus the settings of all arms."""
         env = without_launcher(os.environ)
         threads = str(self.options.threads_of(arm.ranks))
-        env["PATH"] = search_path()
+        env["PATH"] = own_environment()["PATH"]
         # Allow more ranks than cores, and root: mpirun refuses both by default, others do not.
         env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
         if os.geteuid() == 0:

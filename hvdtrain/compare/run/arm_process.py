@@ -23,6 +23,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
@@ -70,6 +71,9 @@ class ArmProcess:
         self._listener.bind(str(address))
         self._listener.listen(size)
         self._listener.settimeout(0.2)
+        # Sent by the kernel if the comparison dies. A launcher then terminates its ranks; a rank
+        # without a launcher may be stopped, and handles no SIGTERM.
+        end_signal = signal.SIGTERM if has_launcher else signal.SIGKILL
         with open(self.log, "ab") as output:
             self._log_begin = output.tell()  # the log may have output of earlier starts
             try:
@@ -80,7 +84,7 @@ class ArmProcess:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C reaches the comparison alone
-                    preexec_fn=_end_with_parent if has_launcher else _die_with_parent,
+                    preexec_fn=partial(ctypes.CDLL(None).prctl, _PDEATHSIG, end_signal),
                 )
             except OSError as error:
                 self._listener.close()
@@ -274,13 +278,3 @@ def _kill(pids: list[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, number)
-
-
-def _end_with_parent() -> None:
-    """Make the launcher terminate, with its ranks, if the comparison dies. Runs in the child."""
-    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGTERM)
-
-
-def _die_with_parent() -> None:
-    """The same for a rank without launcher: by SIGKILL, as a stopped rank handles no SIGTERM."""
-    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)

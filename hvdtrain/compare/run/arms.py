@@ -6,18 +6,17 @@ backend, its transport or Horovod controller, and thereby its launcher. Imports 
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Literal
 
 from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.errors import InputError
+from hvdtrain.horovod_build import horovod_problem
+from hvdtrain.horovod_build.process import own_environment
 
 Role = Literal["arm", "baseline", "again", "by hand", "ceiling"]
 
@@ -94,22 +93,13 @@ def parse(text: str, ranks: int, cuda: bool) -> Arm:
             f"an arm is backend/transport, such as {', '.join(DEFAULT_CPU)}"
         )
     if not transport:
-        transport = _default_transport(transports, cuda)
+        # What `--transport auto` takes on one host; for Horovod, its MPI controller.
+        wanted = (NCCL, "mpi", "") if cuda else ("shm", "mpi", "")
+        transport = next(transport for transport in wanted if transport in transports)
     if transport not in transports:
         raise InputError(f"no arm {name!r}: {backend} goes over {', '.join(transports)}")
     full = f"{backend}/{transport}" if transport else backend
     return Arm(full, backend, transport, transports[transport], ranks)
-
-
-def _default_transport(transports: Mapping[str, str], cuda: bool) -> str:
-    """Return what `--transport auto` takes on one host; for Horovod, its MPI controller."""
-    wanted = (NCCL, "mpi", "") if cuda else ("shm", "mpi", "")
-    return next(transport for transport in wanted if transport in transports)
-
-
-def search_path() -> str:
-    """Return the PATH for launchers: first the folder of this Python, activated or not."""
-    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 _INSTALL_HINTS = {
@@ -122,28 +112,12 @@ _INSTALL_HINTS = {
 def unavailable_reason(arm: Arm) -> str | None:
     """Return what this machine lacks to start an arm, with the fix, or None."""
     program = LAUNCHERS[arm.launcher][0] if LAUNCHERS[arm.launcher] else sys.executable
-    if shutil.which(program, path=search_path()) is None:
+    if shutil.which(program, path=own_environment()["PATH"]) is None:
         fix = f"; {_INSTALL_HINTS[program]}" if program in _INSTALL_HINTS else ""
         return f"{program} is not on the PATH{fix}"
     if arm.launcher == "mpirun" and find_spec("mpi4py") is None:
         return "mpi4py is missing; pip install mpi4py"
-    return _BACKEND_CHECKS[arm.backend]() if arm.backend in _BACKEND_CHECKS else None
-
-
-def _horovod_problem() -> str | None:
-    from hvdtrain.horovod_build import installed_horovod
-
-    found = installed_horovod()
-    if found is None:
-        return "Horovod is not installed; build it with: hvdtrain install-horovod"
-    try:
-        return found.problem(version("torch"))
-    except PackageNotFoundError:  # pragma: no cover -- torch is required
-        return "torch is not installed"
-
-
-# Backend: function that returns what is missing, with the fix, or None. Others need only torch.
-_BACKEND_CHECKS: dict[str, Callable[[], str | None]] = {"horovod": _horovod_problem}
+    return horovod_problem(version("torch")) if arm.backend == "horovod" else None
 
 
 def choose_arms(

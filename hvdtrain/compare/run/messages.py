@@ -1,28 +1,14 @@
-"""Messages between the comparison and the ranks of an arm.
+"""Answers of an arm's ranks to the comparison.
 
-`arm_pool` sends an OpenRequest, and `worker` returns RankFacts and StepTimes. Imports no torch.
+`worker` returns them; `arm_pool` and `block_timer` put them into the record. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.compare.record import RankSettings
-
-
-@dataclass(frozen=True)
-class OpenRequest:
-    """What the ranks of an arm train, and how: the argument of the call `open`."""
-
-    backend: str
-    loop: str
-    """A key of `worker.LOOPS`."""
-    config: Mapping[str, Any]
-    """Options of TrainConfig."""
-    affinity: tuple[tuple[int, ...], ...]
-    """The cores of each rank."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from hvdtrain.compare.proof.trace_recorder import record_trace
 from hvdtrain.compare.proof.work_trace import RankTrace
 from hvdtrain.compare.record import RankSettings
 from hvdtrain.compare.run.by_hand import ByHand
-from hvdtrain.compare.run.messages import OpenRequest, RankFacts, StepTimes
+from hvdtrain.compare.run.messages import RankFacts, StepTimes
 from hvdtrain.errors import HvdtrainError, InputError, TrainingDiverged, one_line
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.metrics import fingerprint
@@ -47,15 +47,18 @@ LOOPS: dict[str, type[Trainer] | type[ByHand]] = {"trainer": Trainer, "by hand":
 class ArmRank:
     """One rank: its backend, and the training loop whose steps it takes."""
 
-    def __init__(self, request: OpenRequest) -> None:
+    def __init__(
+        self, backend: str, loop: str, options: dict[str, Any], cores: tuple[tuple[int, ...], ...]
+    ) -> None:
+        """Open model and loop. `options`: of TrainConfig; `cores`: those of each rank."""
         world = detect()
-        os.sched_setaffinity(0, request.affinity[world.local_rank])
-        config = TrainConfig(**request.config)
+        os.sched_setaffinity(0, cores[world.local_rank])
+        config = TrainConfig(**options)
         # Before any inter-op parallel work: torch rejects a later change.
         torch.set_num_interop_threads(1)
-        self.backend = open_backend(request.backend, world, config.backend_options())
+        self.backend = open_backend(backend, world, config.backend_options())
         task = load_task(config.task, config.set)
-        self.loop = LOOPS[request.loop](task, self.backend, config)
+        self.loop = LOOPS[loop](task, self.backend, config)
         self.loop.set_up(record=False)
         self._last_step = 0
         self._steps = self._numbered(self.loop.steps())

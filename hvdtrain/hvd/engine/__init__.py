@@ -10,8 +10,8 @@ operations run as collectives, in the order that rank 0 sends to all ranks:
                                   --batch ---------------> collectives on process groups: done
 ```
 
-`control` sends messages over a star of sockets around rank 0; `coordinator` is rank 0's state
-machine, without any I/O; `engine` is one rank's side; `executor` runs batches; `collectives` are
+`engine` is one rank's side, and connects a star of sockets around rank 0 for the messages;
+`coordinator` is rank 0's state machine, without any I/O; `executor` runs batches; `collectives` are
 the operations on tensors, `eager` those on small data; `process_groups` are the connections. A
 `bucket_channel` runs the buckets of one optimizer, by its `bucket_plan`.
 """

@@ -6,7 +6,7 @@ Gloo cannot add up are added up in a wider one (`arithmetic`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -48,7 +48,9 @@ class Batch:
 def run_allreduce(batch: Batch) -> None:
     """Reduce all tensors of the batch, those of one dtype as one flat tensor."""
     request = batch.requests[0]
-    device = _device(batch)
+    device = torch.device("cpu")
+    if request.device != "CPU":
+        device = torch.device("cuda", torch.cuda.current_device())
     inputs: list[Tensor] = []
     for operation, m in zip(batch.operations, batch.requests, strict=True):
         if operation is None:  # this rank has joined, and contributes zeros
@@ -128,7 +130,7 @@ def run_broadcast(batch: Batch) -> None:
         results = []
         for t in operation.inputs:
             size = t.numel() * t.element_size()
-            results.append(_from_bytes(flat[at : at + size], t.dtype, list(t.shape)))
+            results.append(from_bytes(flat[at : at + size], t.dtype, list(t.shape)))
             at += size
         operation.finish(deliver(operation, results))
 
@@ -158,7 +160,7 @@ def _gather(batch: Batch, t: Tensor, rows: list[int]) -> Tensor:
                 works.append(broadcast(batch.group, piece, root))
         for work in works:
             batch.wait(work)
-    return _from_bytes(out, t.dtype, [sum(rows), *t.shape[1:]])
+    return from_bytes(out, t.dtype, [sum(rows), *t.shape[1:]])
 
 
 def run_alltoall(batch: Batch) -> None:
@@ -175,7 +177,7 @@ def run_alltoall(batch: Batch) -> None:
             out, data, [n * row_bytes for n in received], [n * row_bytes for n in splits[me]]
         )
     )
-    result = _from_bytes(out, t.dtype, [sum(received), *t.shape[1:]])
+    result = from_bytes(out, t.dtype, [sum(received), *t.shape[1:]])
     operation.extra = received
     operation.finish((result, torch.tensor(received, dtype=torch.int32)))
 
@@ -212,17 +214,12 @@ def as_bytes(t: Tensor) -> Tensor:
     return t.detach().reshape(-1).view(torch.uint8)
 
 
-def _from_bytes(data: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
-    if data.storage_offset() % dtype.itemsize:  # a view needs its dtype's alignment
+def from_bytes(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Return bytes viewed as a tensor of this dtype and shape; a copy if they are not aligned."""
+    if data.storage_offset() % dtype.itemsize:
         data = data.clone()
     return data.view(dtype).view(shape)
 
 
 def _row_bytes(t: Tensor) -> int:
     return t.element_size() * prod(t.shape[1:])
-
-
-def _device(batch: Batch) -> torch.device:
-    if batch.requests[0].device == "CPU":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.hvd.engine.arithmetic import narrow, widen
+from hvdtrain.hvd.engine.collectives import as_bytes, from_bytes
 from hvdtrain.hvd.engine.request import (
     ADASUM,
     AVERAGE,
@@ -44,25 +45,20 @@ def fits(request: Request, num_ranks: int) -> bool:
 
 def pack(tensors: list[Tensor]) -> bytes:
     """Return the bytes of contiguous CPU tensors, concatenated."""
-    return b"".join(_bytes_of(t) for t in tensors)
+    return b"".join(as_bytes(t).numpy().tobytes() for t in tensors)
 
 
 def unpack(payload: bytes, request: Request) -> list[Tensor]:
-    """Return tensors of the request's shapes and dtypes, as views of one new buffer."""
-    buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else None
-    tensors, at = [], 0
-    for name, shape in zip(request.dtypes, request.shapes, strict=True):
-        dtype = dtype_of(name)
-        size = prod(shape) * dtype.itemsize
-        if size == 0 or buffer is None:
-            tensors.append(torch.zeros(shape, dtype=dtype))
-            continue
-        piece = buffer[at : at + size]
-        if at % dtype.itemsize:
-            piece = piece.clone()  # a view needs its dtype's alignment
-        tensors.append(piece.view(dtype).view(shape))
-        at += size
-    return tensors
+    """Return tensors of the request's shapes and dtypes, as views of one new buffer.
+
+    Zeros for an empty payload.
+    """
+    tensors = list(zip(map(dtype_of, request.dtypes), request.shapes, strict=True))
+    if not payload:
+        return [torch.zeros(shape, dtype=dtype) for dtype, shape in tensors]
+    buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    pieces = torch.split(buffer, [prod(shape) * dtype.itemsize for dtype, shape in tensors])
+    return [from_bytes(piece, *kind) for piece, kind in zip(pieces, tensors, strict=True)]
 
 
 def combine(request: Request, payloads: list[bytes], num_ranks: int) -> bytes:
@@ -85,9 +81,3 @@ def combine(request: Request, payloads: list[bytes], num_ranks: int) -> bytes:
             for t, dtype in zip(total, dtypes, strict=True)
         ]
     )
-
-
-def _bytes_of(t: Tensor) -> bytes:
-    if t.numel() == 0:
-        return b""
-    return t.detach().reshape(-1).view(torch.uint8).numpy().tobytes()

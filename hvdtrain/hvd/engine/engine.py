@@ -1,7 +1,7 @@
 """One rank's side of the engine: the operations that it has submitted, and how they end.
 
 `hvd.basics` holds one. Each rank sends requests to the coordinator on rank 0, and its control
-thread handles the answers: `_HANDLERS`.
+thread handles the answers: an answer "run" in `_on_run`, and so on.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import time
 import traceback
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain import transports
+from hvdtrain.addresses import listen_addresses
+from hvdtrain.errors import WorldError
 from hvdtrain.failure import print_stderr
 from hvdtrain.hvd.engine import collectives, eager, stall
 from hvdtrain.hvd.engine.arithmetic import scale_
 from hvdtrain.hvd.engine.bucket_channel import BucketChannel
 from hvdtrain.hvd.engine.bucket_plan import channel_of_plan
-from hvdtrain.hvd.engine.control import Control
 from hvdtrain.hvd.engine.coordinator import Coordinator
 from hvdtrain.hvd.engine.executor import Executor
 from hvdtrain.hvd.engine.operation import Operation
@@ -34,6 +34,7 @@ from hvdtrain.hvd.engine.request import GLOBAL_SET, Key, Request
 from hvdtrain.hvd.engine.settings import Settings
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.exceptions import SHUT_DOWN, HorovodInternalError
+from hvdtrain.peers import PeerLost, Peers, await_ranks
 from hvdtrain.world import World
 
 _FUSION_BYTES = 128 << 20
@@ -75,10 +76,11 @@ class Engine:
         self._join: Operation | None = None
         self._closed = threading.Event()
         self._pid = os.getpid()
-        self.control = Control(world, store, hello, settings.gloo_timeout_s, settings.peer_limit_s)
+        limits = settings.gloo_timeout_s, settings.peer_limit_s
+        self.control, store = connect_control(world, store, hello, *limits)
         self.rank_infos = self.control.members
         self.process_groups = ProcessGroups(
-            self.control.store,
+            store,
             world.rank,
             self._choose_transport(),
             settings.gloo_timeout_s,
@@ -272,8 +274,9 @@ class Engine:
 
     def _receive(self, sender: int, header: list[Any], payload: bytes) -> None:
         what, *rest = header
-        if what in _HANDLERS:
-            _HANDLERS[what](self, rest, payload)
+        handler = getattr(self, f"_on_{what}", None)
+        if handler is not None:
+            handler(rest, payload)
         elif self._coordinator is not None:
             self._coordinator.receive(sender, header, payload, time.monotonic())
 
@@ -418,17 +421,32 @@ class Engine:
             operation.fail(HorovodInternalError(reason))
 
 
-_HANDLERS: dict[str, Callable[[Engine, list[Any], bytes], None]] = {
-    "done": Engine._on_done,
-    "run": Engine._on_run,
-    "error": Engine._on_error,
-    "resend": Engine._on_resend,
-    "joined": Engine._on_joined,
-    "send_zeros": Engine._on_send_zeros,
-    "dropped": Engine._on_dropped,
-    "down": Engine._on_down,
-    "close": Engine._on_close,
-}
+def connect_control(
+    world: World, store: Store, hello: dict[str, Any], timeout_s: float, limit_s: float = 0.0
+) -> tuple[Peers, Store]:
+    """Connect the control plane, a star around rank 0. Collective.
+
+    Returns it, with every rank's `hello` as its `members`, and a store with a prefix of its own. A
+    rank that is silent for `limit_s` seconds counts as lost; 0 means no limit. Raises WorldError
+    naming the ranks that did not come.
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        # An init that failed on some ranks only must leave nothing that could disturb the next.
+        store = await_ranks(store, world, timeout_s, deadline)
+        peers = Peers(
+            PrefixStore("control", store),
+            world.rank,
+            world.size,
+            hello,
+            listen_addresses(world) if world.rank == 0 else [],
+            max(1.0, deadline - time.monotonic()),
+            limit_s=limit_s,
+            thread_name="hvd-control",
+        )
+    except (PeerLost, DistError) as error:
+        raise WorldError(f"{world} lost a rank in hvd.init: {error}") from None
+    return peers, store
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -96,7 +96,9 @@ class ProcessGroups:
         return group
 
     def _transport(self, device: str) -> str:
-        return self.transport if device == "CPU" else "nccl" if _nccl() else "gloo"
+        if device == "CPU":
+            return self.transport
+        return "nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "gloo"
 
     def activity(self, kind: str, device: str) -> str:
         """Return Horovod's name for the innermost timeline event of an operation."""
@@ -175,10 +177,6 @@ def broadcast(group: Any, tensor: Tensor, root: int) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank = root
     return group.broadcast([tensor], options)
-
-
-def _nccl() -> bool:
-    return dist.is_nccl_available() and torch.cuda.is_available()
 
 
 def _open_nccl(store: Store, rank: int, size: int, timeout_s: float) -> Any:

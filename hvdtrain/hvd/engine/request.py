@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
-OP_NAMES = ("average", "sum", "adasum", "min", "max", "product")
 
 GLOBAL_SET = 0
 # Data up to this size travels with its request, and rank 0 reduces it: two small messages take a

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache, partial
 from typing import Any, TypeVar
 
 _LOG = logging.getLogger("hvdtrain")
@@ -27,53 +27,6 @@ LOG_LEVELS = {
 TRANSPORTS = ("auto", "shm", "gloo", "mpi")
 EXACT = "HVDTRAIN_EXACT_HOROVOD"
 
-
-@dataclass(frozen=True)
-class Settings:
-    """The engine's settings, from the environment."""
-
-    fusion_threshold: int | None = None
-    """Bytes; None means the engine's default."""
-    cycle_time_ms: float = 1.0
-    """How long a name stays in use if its operation is neither synchronized nor polled as done."""
-    cache_capacity: int = 1024
-    timeline: str | None = None
-    """A path, or DYNAMIC."""
-    timeline_mark_cycles: bool = False
-    stall_check_disable: bool = False
-    stall_check_time_s: float = 60.0
-    stall_shutdown_time_s: float = 0.0
-    dynamic_process_sets: bool = False
-    elastic: bool = False
-    gloo_timeout_s: float = 30.0
-    gloo_iface: str | None = None
-    log_level: str | None = None
-    thread_affinity: tuple[int, ...] = ()
-    transport: str = "auto"
-    peer_limit_s: float = 0.0
-    """Seconds without a message after which a rank counts as lost; 0 waits for ever, as Horovod
-    does. Not a variable: the backend `compat` sets it."""
-    exact_horovod: bool = False
-    ignored: tuple[str, ...] = ()
-    """Variables that are set to a value without effect here."""
-
-    @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> Settings:
-        """Read the variables. Raises ValueError naming the one that cannot be parsed.
-
-        An empty variable counts as unset. A boolean is true if it begins with a positive number, as
-        in Horovod: "true" is false.
-        """
-        found = {name: text.strip() for name, text in env.items() if text.strip()}
-        values = {
-            field: parse(name, found[name])
-            for name, (field, parse) in {**HONOURED, **OWN}.items()
-            if name in found
-        }
-        ignored = (n for n in IGNORED if n in found and found[n].lower() != _AGREEABLE.get(n))
-        return cls(**values, ignored=tuple(ignored))
-
-
 _Number = TypeVar("_Number", int, float)
 
 
@@ -88,8 +41,8 @@ def _number(kind: type[_Number], name: str, text: str) -> _Number:
     return number
 
 
-_whole = functools.partial(_number, int)
-_decimal = functools.partial(_number, float)
+_whole = partial(_number, int)
+_decimal = partial(_number, float)
 
 
 def _wholes(name: str, text: str) -> tuple[int, ...]:
@@ -105,34 +58,67 @@ def _text(name: str, text: str) -> str:
     return text
 
 
-def _one_of(choices: tuple[str, ...], name: str, text: str) -> str:
+def _one_of(choices: Iterable[str], name: str, text: str) -> str:
     if text.lower() not in choices:
         raise ValueError(f"{name}={text} must be one of {', '.join(choices)}")
     return text.lower()
 
 
-# The field of `Settings` that each variable sets, and the function that parses it.
-_Table = dict[str, tuple[str, Callable[[str, str], Any]]]
-HONOURED: _Table = {
-    "HOROVOD_FUSION_THRESHOLD": ("fusion_threshold", _whole),
-    "HOROVOD_CYCLE_TIME": ("cycle_time_ms", _decimal),
-    "HOROVOD_CACHE_CAPACITY": ("cache_capacity", _whole),
-    "HOROVOD_TIMELINE": ("timeline", _text),
-    "HOROVOD_TIMELINE_MARK_CYCLES": ("timeline_mark_cycles", _boolean),
-    "HOROVOD_STALL_CHECK_DISABLE": ("stall_check_disable", _boolean),
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_check_time_s", _decimal),
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("stall_shutdown_time_s", _decimal),
-    "HOROVOD_DYNAMIC_PROCESS_SETS": ("dynamic_process_sets", _boolean),
-    "HOROVOD_ELASTIC": ("elastic", _boolean),
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": ("gloo_timeout_s", _decimal),
-    "HOROVOD_GLOO_IFACE": ("gloo_iface", _text),
-    "HOROVOD_LOG_LEVEL": ("log_level", functools.partial(_one_of, tuple(LOG_LEVELS))),
-    "HOROVOD_THREAD_AFFINITY": ("thread_affinity", _wholes),
-}
-OWN: _Table = {
-    "HVDTRAIN_TRANSPORT": ("transport", functools.partial(_one_of, TRANSPORTS)),
-    EXACT: ("exact_horovod", _boolean),
-}
+def _variable(name: str, parse: Callable[[str, str], Any], default: Any) -> Any:
+    """Return a field that an environment variable sets."""
+    return field(default=default, metadata={"variable": name, "parse": parse})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The engine's settings, from the environment."""
+
+    fusion_threshold: int | None = _variable("HOROVOD_FUSION_THRESHOLD", _whole, None)
+    """Bytes; None means the engine's default."""
+    cycle_time_ms: float = _variable("HOROVOD_CYCLE_TIME", _decimal, 1.0)
+    """How long a name stays in use if its operation is neither synchronized nor polled as done."""
+    cache_capacity: int = _variable("HOROVOD_CACHE_CAPACITY", _whole, 1024)
+    timeline: str | None = _variable("HOROVOD_TIMELINE", _text, None)
+    """A path, or DYNAMIC."""
+    timeline_mark_cycles: bool = _variable("HOROVOD_TIMELINE_MARK_CYCLES", _boolean, False)
+    stall_check_disable: bool = _variable("HOROVOD_STALL_CHECK_DISABLE", _boolean, False)
+    stall_check_time_s: float = _variable("HOROVOD_STALL_CHECK_TIME_SECONDS", _decimal, 60.0)
+    stall_shutdown_time_s: float = _variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _decimal, 0.0)
+    dynamic_process_sets: bool = _variable("HOROVOD_DYNAMIC_PROCESS_SETS", _boolean, False)
+    elastic: bool = _variable("HOROVOD_ELASTIC", _boolean, False)
+    gloo_timeout_s: float = _variable("HOROVOD_GLOO_TIMEOUT_SECONDS", _decimal, 30.0)
+    gloo_iface: str | None = _variable("HOROVOD_GLOO_IFACE", _text, None)
+    log_level: str | None = _variable("HOROVOD_LOG_LEVEL", partial(_one_of, LOG_LEVELS), None)
+    thread_affinity: tuple[int, ...] = _variable("HOROVOD_THREAD_AFFINITY", _wholes, ())
+    transport: str = _variable("HVDTRAIN_TRANSPORT", partial(_one_of, TRANSPORTS), "auto")
+    peer_limit_s: float = 0.0
+    """Seconds without a message after which a rank counts as lost; 0 waits for ever, as Horovod
+    does. Not a variable: the backend `compat` sets it."""
+    exact_horovod: bool = _variable(EXACT, _boolean, False)
+    ignored: tuple[str, ...] = ()
+    """Variables that are set to a value without effect here."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Settings:
+        """Read the variables. Raises ValueError naming the one that cannot be parsed.
+
+        An empty variable counts as unset. A boolean is true if it begins with a positive number, as
+        in Horovod: "true" is false.
+        """
+        found = {name: text.strip() for name, text in env.items() if text.strip()}
+        values = {
+            item.name: item.metadata["parse"](name, found[name])
+            for name, item in _VARIABLES.items()
+            if name in found
+        }
+        ignored = (n for n in IGNORED if n in found and found[n].lower() != _AGREEABLE.get(n))
+        return cls(**values, ignored=tuple(ignored))
+
+
+# The field that each variable sets.
+_VARIABLES = {item.metadata["variable"]: item for item in fields(Settings) if item.metadata}
+HONOURED = {name: item for name, item in _VARIABLES.items() if name.startswith("HOROVOD_")}
+OWN = {name: item for name, item in _VARIABLES.items() if name not in HONOURED}
 
 _NO_TUNING = "autotuning is not implemented; set HOROVOD_FUSION_THRESHOLD yourself"
 _TORCH = "the collectives are torch.distributed's"
@@ -194,6 +180,6 @@ def announce(settings: Settings, rank: int) -> None:
             )
 
 
-@functools.cache  # each text once per process, however often `hvd.init` is called
+@cache  # each text once per process, however often `hvd.init` is called
 def _warn(text: str) -> None:
     _LOG.warning(text)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,13 +27,13 @@ from hvdtrain.hvd.engine.request import (
     MAX,
     MIN,
     PRODUCT,
-    SUM,
     Key,
     Request,
     dtype_name,
 )
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.hvd.process_sets import ProcessSet
+from hvdtrain.hvd.util import get_average_backwards_compatibility_fun
 
 Select = Callable[[Any], Any]
 
@@ -164,18 +164,13 @@ def submit(
         engine.submit(operation)
         handle, _next_handle = _next_handle, _next_handle + 1
         held_up_s = 0.0 if name is None else _held_up_s()
-        select = select or (tuple if grouped else _only)
+        select = select or (tuple if grouped else itemgetter(0))
         entry = _handles[handle] = Handle(operation, select, own_name, held_up_s=held_up_s)
         if name is None:
             _unnamed[number, prefix] = _unnamed.get((number, prefix), 0) + 1
         else:
             _named[key] = entry
     return handle
-
-
-def _only(results: Any) -> Any:
-    """Return the only tensor of a result."""
-    return results[0]
 
 
 class HandleMap(Mapping[int, tuple[Any, Any]]):
@@ -243,22 +238,8 @@ def reset() -> None:
         _next_handle = 0
 
 
-def choose_op(op: int | None, average: bool | None) -> int:
-    """Return the reduction given by `op` or Horovod's deprecated `average`; the mean by default."""
-    if op is not None:
-        if average is not None:
-            raise ValueError(
-                "The op parameter supersedes average. Please provide only one of them."
-            )
-        return op
-    if average is None:
-        return AVERAGE
-    warnings.warn(
-        "Parameter `average` has been replaced with `op` and will be removed in v1.0",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return AVERAGE if average else SUM
+choose_op = get_average_backwards_compatibility_fun(basics)
+"""Return the reduction given by `op` or Horovod's deprecated `average`; the mean by default."""
 
 
 def check_reducible(tensors: Sequence[Tensor], op: int) -> None:

@@ -1,0 +1,45 @@
+"""SyncBatchNorm over the collectives of a backend: for those without a layer of their own.
+
+torch's and Horovod's layers need CUDA; this one works on CPUs, too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from hvdtrain._torch.batch_norm import BatchNormBase
+from hvdtrain.global_batch_norm import GlobalBatchNorm
+
+if TYPE_CHECKING:
+    from hvdtrain.backends.base import Backend
+
+
+class _BackendBatchNorm(GlobalBatchNorm):
+    """A layer on one backend. Its collectives match by their order."""
+
+    backend: Backend
+
+    def num_ranks(self) -> int:
+        return self.backend.world.size
+
+    def gather_statistics(self, mine: Tensor) -> Tensor:
+        rows = torch.zeros(self.num_ranks(), *mine.shape, dtype=mine.dtype, device=mine.device)
+        rows[self.backend.world.rank] = mine
+        return self.backend.all_reduce(rows, "sum")
+
+    def begin_call(self) -> None:
+        return None
+
+    def sum_gradients(self, mine: Tensor, call: None) -> Tensor:
+        return self.backend.all_reduce(mine, "sum")
+
+
+def layer_of(backend: Backend) -> type[BatchNormBase]:
+    """Return a class of layers, with the parameters of torch.nn.SyncBatchNorm, that normalize over
+    the batches of all ranks of `backend`. Not collective.
+    """
+    kind = type("SyncBatchNorm", (_BackendBatchNorm,), {"backend": backend})
+    return cast("type[BatchNormBase]", kind)

@@ -1,0 +1,161 @@
+"""Local SGD and DiLoCo, against a loop that plays all ranks in one process."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain import Backend, TrainConfig, Trainer
+from hvdtrain.errors import InputError
+from tests.parity.reference import Regression
+from tests.ranks import Ranks
+
+LIVE = [("ddp-torchrun", 2), ("ddp-torchrun", 3), ("compat-torchrun", 3), ("horovod-mpi", 3)]
+CONFIG = TrainConfig(
+    precision="fp64",
+    batch_size=5,
+    max_steps=10,
+    epochs=9,
+    threads=1,
+    seed=3,
+    log_every=100,
+    eval_every=100,
+)
+
+on_live_ranks = pytest.mark.parametrize("ranks", LIVE, indirect=True)
+
+
+class PlainSGD(Regression):
+    """Without momentum, so that averaging after every step is synchronous training."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.02)
+
+
+def trained(
+    backend: Backend, /, folder: Path, plain: bool = False, **changes: Any
+) -> dict[str, Any]:
+    """Train; return the weights, and how many elements were reduced."""
+    reduced: list[int] = []
+    whole = type(backend).all_reduce
+
+    def counted(self: Backend, t: Tensor, op: Any = "mean") -> Tensor:
+        reduced.append(t.numel())
+        return whole(self, t, op)
+
+    task = PlainSGD() if plain else Regression()
+    trainer = Trainer(task, backend, replace(CONFIG, run_dir=str(folder), **changes))
+    type(backend).all_reduce = counted  # type: ignore[method-assign]
+    try:
+        result = trainer.fit()
+    finally:
+        type(backend).all_reduce = whole  # type: ignore[method-assign]
+    weights = {name: t.detach().clone() for name, t in trainer.model.state_dict().items()}
+    return {
+        "weights": weights,
+        "digest": result.params_sha256,
+        "reduced": sum(n for n in reduced if n > 100),
+    }
+
+
+@on_live_ranks
+def test_averaging_after_every_step_is_synchronous_training(ranks: Ranks, tmp_path: Path) -> None:
+    local = ranks.run(trained, tmp_path / "local", plain=True, sync_every=1)
+    whole = ranks.run(trained, tmp_path / "whole", plain=True)
+    for one, other in zip(local, whole, strict=True):
+        for name, t in one["weights"].items():
+            torch.testing.assert_close(t, other["weights"][name], rtol=0, atol=1e-12)
+
+
+@on_live_ranks
+def test_the_average_of_ranks_that_step_alone(ranks: Ranks, tmp_path: Path) -> None:
+    """Two windows of three steps, and the last window, which the end of the run cuts short."""
+    got = ranks.run(by_hand, 3, tmp_path)
+    for trainer_weights, own_weights in got:
+        for name, t in trainer_weights.items():
+            torch.testing.assert_close(t, own_weights[name], rtol=0, atol=1e-12)
+
+
+def by_hand(backend: Backend, every: int, folder: Path) -> tuple[Any, Any]:
+    """Return the Trainer's weights, and those of this loop, whose ranks step alone."""
+    mine = trained(backend, folder, sync_every=every)["weights"]
+    trainer = Trainer(Regression(), backend, replace(CONFIG, sync_every=every))
+    trainer.set_up(record=False)
+    twin = copy.deepcopy(trainer.model)
+    optimizer = trainer.task.optimizer(twin)
+    batches: list[Any] = []
+    trainer.on_batch = batches.append
+    steps = trainer.steps()
+    for step in range(1, 11):
+        next(steps)
+        inputs, targets = batches[-1]
+        optimizer.zero_grad()
+        (twin(inputs) - targets).square().mean().backward()
+        optimizer.step()
+        if step % every == 0 or step == 10:
+            for p in twin.parameters():
+                p.data.copy_(backend.all_reduce(p.data, "mean"))
+    return mine, {name: t.detach().clone() for name, t in twin.state_dict().items()}
+
+
+@on_live_ranks
+def test_evaluation_and_checkpoints_change_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    ways: list[dict[str, Any]] = [
+        {},
+        {"eval_every": 1, "checkpoint_every": 1},
+        {"checkpoint_every": 4},
+    ]
+    digests = {
+        ranks.run(trained, tmp_path / str(i), sync_every=3, **way)[0]["digest"]
+        for i, way in enumerate(ways)
+    }
+    assert len(digests) == 1
+
+
+@on_live_ranks
+def test_an_outer_step_of_rate_one_is_the_average(ranks: Ranks, tmp_path: Path) -> None:
+    outer = {"outer_optimizer": "sgd", "outer_lr": 1.0, "outer_momentum": 0.0}
+    plain = ranks.run(trained, tmp_path / "plain", sync_every=3)
+    diloco = ranks.run(trained, tmp_path / "outer", sync_every=3, **outer)
+    nesterov = ranks.run(
+        trained, tmp_path / "nesterov", sync_every=3, outer_optimizer="nesterov", outer_lr=1.0
+    )
+    for name, t in diloco[0]["weights"].items():
+        torch.testing.assert_close(t, plain[0]["weights"][name], rtol=0, atol=1e-12)
+    assert nesterov[0]["digest"] != plain[0]["digest"]
+
+
+@on_live_ranks
+def test_fewer_elements_are_sent(ranks: Ranks, tmp_path: Path) -> None:
+    elements = 4 * 9 + 4 + 64 * 16 + 16 + 16 * 3 + 3
+    for every, averages in ((1, 10), (4, 3), (16, 1)):
+        sent = ranks.run(trained, tmp_path / str(every), sync_every=every)[0]["reduced"]
+        assert sent == averages * elements
+    warm = ranks.run(trained, tmp_path / "warm", sync_every=16, local_warmup=2)[0]["reduced"]
+    assert warm == 3 * elements, "two steps of the warm-up, and the last"
+
+
+@on_live_ranks
+def test_an_averaged_state_is_another(ranks: Ranks, tmp_path: Path) -> None:
+    own = ranks.run(trained, tmp_path / "own", sync_every=3)
+    averaged = ranks.run(trained, tmp_path / "averaged", sync_every=3, local_state="average")
+    assert own[0]["digest"] != averaged[0]["digest"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"local_warmup": 3}, "give --sync-every, too"),
+        ({"outer_optimizer": "sgd"}, "give --sync-every, too"),
+        ({"sync_every": -1}, "--sync-every -1 must not be negative"),
+    ],
+)
+def test_options_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        TrainConfig(**changes).check()
