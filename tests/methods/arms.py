@@ -15,9 +15,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gradient accumulation": {"accumulate": 2},
     "gradient clipping": {"clip_norm": 0.5},
     "one-cycle learning rate": {"schedule": "one-cycle", "warmup_steps": 0},
-    # The loss falls, so that the largest one is the first: a drop after the second evaluation.
-    "plateau learning rate": {"schedule": "plateau", "plateau": "loss:max:0"},
-    "early stopping": {"early_stop": "loss:max:1"},
+    # The loss falls, so that the largest one is the first: a drop, or a stop, after the second.
+    "plateau learning rate": {"schedule": "plateau", "plateau": "loss:max:0", "epochs": 3},
+    "early stopping": {"early_stop": "loss:max:1", "epochs": 3},
     "best checkpoint": {"keep_best": "loss"},
     "bf16 autocast": {"precision": "bf16"},
     "fp16 with a scaled loss": {"precision": "fp16"},
@@ -62,5 +62,5 @@ def interrupted(backend: Backend, name: str, folder: Path) -> dict[str, Any]:
     with options_of(backend, replace(CONFIG, **changes)):
         rest = train(backend, folder / "parts", resume="must", **changes)
     with options_of(backend, CONFIG):
-        plain = train(backend, folder / "plain", epochs=2)
+        plain = train(backend, folder / "plain", epochs=changes["epochs"])
     return {"whole": whole["digest"], "parts": rest["digest"], "plain": plain["digest"]}
