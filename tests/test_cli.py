@@ -295,6 +295,7 @@ TASK = """
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from hvdtrain.training.evaluation import Sum
 from torch.utils.data import TensorDataset
 from hvdtrain import Task
 
@@ -392,7 +393,14 @@ def test_a_bug_of_the_task_keeps_its_traceback(
         ("def loss(self, batch): pass", "loss is called as loss(net, batch): too many"),
         ("def metrics(self, net, b): return {'a': 0.5}", "number as 'a', the mean over the batch"),
         ("def metrics(self, net, b): return net(b[0])", "metrics must return a dict of tensors"),
-        ("def schedule(self, o, a, b): return ReduceLROnPlateau(o)", "that needs no metric"),
+        ("schedule_unit = 'batch'", "schedule_unit is 'batch'; it must be 'step' or 'epoch'"),
+        (
+            "schedule_metric = 'f1'; schedule = lambda self, o, a, b: ReduceLROnPlateau(o)",
+            "'f1', which it does not have; one of: loss",
+        ),
+        ("def metrics(self, net, b): return {'a': Sum(0.5)}", "Sum wants a real tensor; it was"),
+        ("def derived_metrics(self, totals): return 1", "must return a dict of numbers or tensors"),
+        ("def derived_metrics(self, totals): return {'a': 'b'}", "the metric 'a' is a str"),
         ("def schedule(self, o, a, b): return 0.5", "schedule must return a scheduler of torch"),
         (
             "def schedule(self, o, a, b): return StepLR(SGD([o.x]), 1)",

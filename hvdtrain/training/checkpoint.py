@@ -52,7 +52,7 @@ def save(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, An
     Replaces a checkpoint of the same step. Raises CheckpointError if it cannot be written, or could
     not be loaded again; an old checkpoint of that step is then kept.
     """
-    final = root / f"step-{step:08d}"
+    final = path_of(root, step)
     staging = root / f"{_STAGING}{final.name}-{os.getpid()}"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -69,6 +69,11 @@ def save(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, An
         shutil.rmtree(staging, ignore_errors=True)
         raise CheckpointError(f"cannot write the checkpoint {final}: {_one_line(error)}") from error
     return final
+
+
+def path_of(root: Path, step: int) -> Path:
+    """Return the path of the checkpoint of `step` under `root`, whether it exists or not."""
+    return root / f"step-{step:08d}"
 
 
 def problem(path: Path) -> str | None:
@@ -143,6 +148,8 @@ def list_checkpoints(root: Path) -> list[Path]:
 def prune(root: Path, keep: int) -> None:
     """Remove checkpoints older than the newest `keep`, and parts of killed runs. One rank calls.
 
+    The step that a kept one's manifest names as `best_step` is kept, too: whichever of them a run
+    is resumed from, its best checkpoint is there.
     A checkpoint with a missing or truncated file does not count as one of the `keep`. Call it only
     after `save` has returned: then one valid checkpoint exists at any moment. Raises
     CheckpointError.
@@ -150,8 +157,11 @@ def prune(root: Path, keep: int) -> None:
     found = list_checkpoints(root)
     whole = [path for path in found if _looks_whole(path)]
     if whole:
-        for path in found[: found.index(whole[-keep:][0])]:
-            _discard(path)
+        kept = whole[-keep:]
+        best = {_best_step(path) for path in kept}
+        for path in found[: found.index(kept[0])]:
+            if _step(path) not in best:
+                _discard(path)
     remove_leftovers(root)
 
 
@@ -202,6 +212,12 @@ def _entries(root: Path) -> list[Path]:
 
 def _step(path: Path) -> int:
     return int(path.name.partition("-")[2])
+
+
+def _best_step(path: Path) -> int | None:
+    """Return the step of the best checkpoint at that time; None without `--keep-best`."""
+    best: int | None = json.loads((path / _MANIFEST).read_bytes()).get("best_step")
+    return best
 
 
 def _put_in_place(staging: Path, final: Path) -> None:

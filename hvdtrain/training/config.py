@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from hvdtrain.errors import InputError
+from hvdtrain.training.decisions import Criterion, parse_criterion
 
 if TYPE_CHECKING:
     from hvdtrain.backends.base import BackendOptions
@@ -137,6 +138,8 @@ class TrainConfig:
         "constant",
         "cosine",
         "step",
+        "one-cycle",
+        "plateau",
     )
     warmup_steps: int = _option(
         0, "Steps of linear warm-up: step k of n is taken with k / (n + 1) of the rate."
@@ -144,11 +147,23 @@ class TrainConfig:
     step_epochs: str = _option(
         "30,60,80", "For --schedule step: the epochs after which the rate drops."
     )
-    step_factor: float = _option(0.1, "For --schedule step: the factor of each drop.")
+    step_factor: float = _option(0.1, "For --schedule step and plateau: the factor of each drop.")
+    plateau: str = _option(
+        "loss:10",
+        "For --schedule plateau: METRIC[:min|max]:PATIENCE; the rate drops after more than "
+        "PATIENCE evaluations without an improvement.",
+    )
     clip_norm: float = _option(math.inf, "Largest norm of the averaged gradient.")
 
     # Evaluation, output and checkpoints
     eval_every: int = _option(1, "Epochs between evaluations; the last step always has one.")
+    early_stop: str | None = _option(
+        None,
+        "METRIC[:min|max]:PATIENCE: end after PATIENCE evaluations without an improvement.",
+    )
+    keep_best: str | None = _option(
+        None, "METRIC[:min|max]: keep the checkpoint of the best evaluation, beside the newest."
+    )
     log_every: int = _option(10, "Steps between lines of metrics.")
     run_dir: str | None = _option(
         None, "[default: runs/<time>-<task>-<backend>]", fingerprint=False
@@ -201,6 +216,32 @@ class TrainConfig:
         if self.outer_optimizer == "nesterov" and not self.outer_momentum:
             raise InputError("--outer-optimizer nesterov wants an --outer-momentum above zero")
         self.drop_epochs()
+        if self.schedule == "one-cycle" and self.warmup_steps:
+            raise InputError(
+                f"--schedule one-cycle begins with a warm-up of its own; leave --warmup-steps "
+                f"{self.warmup_steps} out"
+            )
+        if self.schedule == "plateau" and self.step_factor >= 1:
+            raise InputError(
+                f"--step-factor {self.step_factor} must be less than 1 for --schedule plateau"
+            )
+        self.plateau_criterion()
+        self.early_stop_criterion()
+        self.keep_best_criterion()
+
+    def plateau_criterion(self) -> Criterion:
+        """Return what `plateau` says. Raises InputError if it cannot be read."""
+        return parse_criterion(self.plateau, "--plateau", with_patience=True, least=0)
+
+    def early_stop_criterion(self) -> Criterion | None:
+        """Return what `early_stop` says, if anything. Raises InputError if it cannot be read."""
+        text = self.early_stop
+        return None if text is None else parse_criterion(text, "--early-stop", with_patience=True)
+
+    def keep_best_criterion(self) -> Criterion | None:
+        """Return what `keep_best` says, if anything. Raises InputError if it cannot be read."""
+        text = self.keep_best
+        return None if text is None else parse_criterion(text, "--keep-best", with_patience=False)
 
     def drop_epochs(self) -> tuple[int, ...]:
         """Return `step_epochs` as sorted numbers. Raises InputError if it is no list of epochs."""

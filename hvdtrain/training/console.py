@@ -98,7 +98,7 @@ def make_console(world: World) -> Console:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """Return the numbers of one record in a line, without `step`, `time` and `data_ms`."""
+    """Return the numbers of one record in a line, without `step`, `time`, `data_ms` and lists."""
     formats = {
         "lr": "lr {:.3g}",
         "samples_per_s": "{:.0f} samples/s",
@@ -107,7 +107,7 @@ def describe(record: dict[str, Any]) -> str:
     }
     skipped = {"step", "time", "data_ms"}
     return "  ".join(
-        formats.get(key, key + " {:.4f}").format(value)
+        formats.get(key, key + (" {:d}" if isinstance(value, int) else " {:.4f}")).format(value)
         for key, value in record.items()
-        if key not in skipped
+        if key not in skipped and not isinstance(value, list)
     )

@@ -25,6 +25,11 @@ class Ledger:
     lr_scaling: str
     schedule: str
     warmup_steps: int
+    lr_at_start: list[float] | None = None
+    """The rates of the first step, by parameter group; None if the schedule does not tell."""
+    lr_after_warmup: list[float] | None = None
+    lr_at_end: list[float] | None = None
+    """The rates of the last step: as planned, and at the end of the run as used."""
 
     @property
     def global_batch(self) -> int:
@@ -43,9 +48,7 @@ class Ledger:
         if self.leftover:
             what = "dropped" if self.leftover < 0 else "repeated"
             uneven = f"{abs(self.leftover)} of {self.samples} samples {what} each epoch"
-        before, after = (
-            ", ".join(f"{lr:g}" for lr in lrs) for lrs in (self.lr_before, self.lr_after)
-        )
+        before, after = format_rates(self.lr_before), format_rates(self.lr_after)
         scaled = "" if before == after else f" -> {after}"
         scaling = "not scaled" if self.lr_scaling == "none" else f"{self.lr_scaling} scaling"
         warmup = f", {self.warmup_steps} steps of warm-up" if self.warmup_steps else ""
@@ -53,5 +56,19 @@ class Ledger:
             f"batch    {self.micro_batch} samples{accumulated} x {ranks} = "
             f"{self.global_batch} a step",
             f"steps    {self.total_steps} ({self.steps_per_epoch} an epoch); {uneven}",
-            f"lr       {before}{scaled} ({scaling}), {self.schedule}{warmup}",
+            f"lr       {before}{scaled} ({scaling}), {self.schedule}{warmup}{self._course()}",
         ]
+
+    def _course(self) -> str:
+        """Return the rates at the start, after the warm-up and at the end; "" if all are one."""
+        warmup = self.lr_after_warmup if self.warmup_steps else None
+        course = ((self.lr_at_start, "at the start"), (warmup, "after warm-up"))
+        known = [(lrs, when) for lrs, when in (*course, (self.lr_at_end, "at the end")) if lrs]
+        if all(lrs == self.lr_after for lrs, _ in known):
+            return ""
+        return "; " + ", ".join(f"{format_rates(lrs)} {when}" for lrs, when in known)
+
+
+def format_rates(lrs: list[float]) -> str:
+    """Return the learning rates of all parameter groups, for people."""
+    return ", ".join(f"{lr:.6g}" for lr in lrs)

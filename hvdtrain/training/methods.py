@@ -27,6 +27,9 @@ ONE_PROCESS = {
 NO_MEAN = "it reads the averaged gradient, and each rank steps on its own"
 
 
+NOT_HELD = "an evaluation is of averaged parameters, which no rank has until the next average"
+
+
 @dataclass(frozen=True)
 class Method:
     """One row: a method, its options, and where it is refused."""
@@ -44,6 +47,20 @@ class Method:
 METHODS = (
     Method("gradient accumulation", "--accumulate 4", lambda c: c.accumulate > 1),
     Method("gradient clipping", "--clip-norm 1.0", lambda c: c.clip_norm < float("inf")),
+    Method("one-cycle learning rate", "--schedule one-cycle", lambda c: c.schedule == "one-cycle"),
+    Method("plateau learning rate", "--schedule plateau", lambda c: c.schedule == "plateau"),
+    Method(
+        "early stopping",
+        "--early-stop loss:3",
+        lambda c: c.early_stop is not None,
+        not_with={"local SGD": NOT_HELD},
+    ),
+    Method(
+        "best checkpoint",
+        "--keep-best accuracy",
+        lambda c: c.keep_best is not None,
+        not_with={"local SGD": NOT_HELD},
+    ),
     Method("bf16 autocast", "--precision bf16", lambda c: c.precision == "bf16"),
     Method("fp16 with a scaled loss", "--precision fp16", lambda c: c.precision == "fp16"),
     Method(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,18 +41,26 @@ class Mean:
 
         Collective: a rank that added nothing calls it, too.
         """
-        mine = {
+        everyone = backend.all_gather_object(self.shares())
+        names = dict.fromkeys(name for part in everyone for name in part)
+        return {
+            name: self.combine([part[name] for part in everyone if name in part]) for name in names
+        }
+
+    def shares(self) -> dict[str, tuple[float, int]]:
+        """Return the sum of each value over this rank's samples, and their number."""
+        return {
             name: (float(torch.stack(sums).sum()), self._counts[name])
             for name, sums in self._sums.items()
         }
-        everyone = backend.all_gather_object(mine)
-        # Every rank sums in rank order: all get the same bits.
-        names = dict.fromkeys(name for part in everyone for name in part)
-        means = {}
-        for name in names:
-            parts = [part[name] for part in everyone if name in part]
-            means[name] = sum(total for total, _ in parts) / sum(count for _, count in parts)
-        return means
+
+    @staticmethod
+    def combine(shares: Sequence[tuple[float, int]]) -> float:
+        """Return the mean over the samples of all ranks, given their shares in rank order.
+
+        Every rank sums in that order: all get the same bits.
+        """
+        return sum(total for total, _ in shares) / sum(count for _, count in shares)
 
 
 def fingerprint(state: Mapping[str, object]) -> str:

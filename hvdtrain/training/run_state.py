@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from hvdtrain.backends.model_sync import to_cpu, uncompiled
 from hvdtrain.errors import CheckpointError, HvdtrainError, one_line
@@ -37,14 +36,16 @@ def collect(
     model: nn.Module,
     optimizer: Optimizer,
     scaler: torch.amp.GradScaler,
-    schedule: LRScheduler | None,
+    schedule: dict[str, Any] | None,
     progress: Progress,
+    decisions: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the parts of a checkpoint, on the CPU. `schedule`: a task's own, which has state."""
+    """Return the parts of a checkpoint, on the CPU. `schedule`, `decisions`: their states."""
     trainer = {
         "position": asdict(progress),
         "scaler": scaler.state_dict(),
-        "schedule": None if schedule is None else schedule.state_dict(),
+        "schedule": schedule,
+        "decisions": decisions,
     }
     return {
         "model": {uncompiled(name): v for name, v in to_cpu(model.state_dict()).items()},

@@ -17,11 +17,12 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from hvdtrain.errors import InputError, did_you_mean, one_line
 from hvdtrain.tasks import TASKS
+from hvdtrain.training.evaluation import Sum, is_metric_object
 
 Batch = Any
 """The collated samples: tensors in tuples, lists or dicts, on the device of the model."""
@@ -32,6 +33,14 @@ class Task(ABC):
 
     about_data: str = ""
     """One line for reports: whether the data are real or synthetic, and their source."""
+
+    schedule_unit: str = "step"
+    """`step` or `epoch`: when the scheduler that `schedule` returns is stepped. A ReduceLROnPlateau
+    is stepped after every evaluation, whatever this says.
+    """
+
+    schedule_metric: str = "loss"
+    """The metric of the evaluation that a ReduceLROnPlateau is stepped with."""
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -55,16 +64,25 @@ class Task(ABC):
         It must call `net`, which may be a wrapper of the model, exactly once.
         """
 
-    def metrics(self, net: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Return means over the samples of `batch`, by name. Evaluation weights them by the number
-        of samples.
+    def metrics(self, net: nn.Module, batch: Batch) -> dict[str, Any]:
+        """Return the metrics of `batch`, by name: means over its samples, as tensors.
+
+        Evaluation weights means by the number of samples. A value can also be `Sum(tensor)`, which
+        is summed over all batches and ranks (counts, a confusion matrix), or an updated metric of
+        torchmetrics, or of its protocol: see hvdtrain/training/evaluation.py.
         """
         return {"loss": self.loss(net, batch)}
+
+    def derived_metrics(self, totals: dict[str, Any]) -> dict[str, Any]:
+        """Return more metrics, which follow from those of the whole evaluation (F1 from counts,
+        perplexity from the mean loss). Called on rank 0, with numbers and tensors on the CPU.
+        """
+        return {}
 
     def schedule(
         self, optimizer: Optimizer, steps_per_epoch: int, total_steps: int
     ) -> LRScheduler | None:
-        """Return a scheduler that is stepped once per optimizer step; None: the options choose."""
+        """Return a scheduler, stepped after each `schedule_unit`; None: the options choose."""
         return None
 
     def collate(self, samples: list[Any]) -> Batch:
@@ -124,30 +142,44 @@ class CheckedTask(Task):
             self._refuse("loss", "a real tensor that backward() can start from", loss)
         return loss
 
-    def metrics(self, net: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Return the task's metrics: a tensor with one number for each name."""
+    def metrics(self, net: nn.Module, batch: Batch) -> dict[str, Any]:
+        """Return the task's metrics: for each name a tensor with one number, a Sum or a metric."""
         metrics = self._task.metrics(net, batch)
         if not isinstance(metrics, dict):
             self._refuse("metrics", "a dict of tensors by name", metrics)
         for name, value in metrics.items():
             if not isinstance(name, str):
                 self._refuse("metrics", "a dict with names as keys", name)
+            if isinstance(value, Sum) or is_metric_object(value):
+                continue
             if not (isinstance(value, Tensor) and value.numel() == 1) or value.is_complex():
                 what = f"a tensor with one number as {name!r}, the mean over the batch"
+                what += " (or a Sum, or a metric object)"
                 self._refuse("metrics", what, value)
         return metrics
+
+    def derived_metrics(self, totals: dict[str, Any]) -> dict[str, Any]:
+        """Return what the task derives from the metrics of the whole evaluation."""
+        derived = self._task.derived_metrics(totals)
+        if not isinstance(derived, dict):
+            self._refuse("derived_metrics", "a dict of numbers or tensors by name", derived)
+        return derived
 
     def schedule(
         self, optimizer: Optimizer, steps_per_epoch: int, total_steps: int
     ) -> LRScheduler | None:
         """Return the task's scheduler of `optimizer`, or None."""
+        unit = self._task.schedule_unit
+        if unit not in ("step", "epoch"):
+            raise InputError(
+                f"{type(self._task).__name__}.schedule_unit is {unit!r}; it must be 'step' or "
+                "'epoch'"
+            )
         own = self._task.schedule(optimizer, steps_per_epoch, total_steps)
         if own is None:
             return None
         if not isinstance(own, LRScheduler):
             self._refuse("schedule", "a scheduler of torch.optim.lr_scheduler, or None", own)
-        if isinstance(own, ReduceLROnPlateau):
-            self._refuse("schedule", "a scheduler that needs no metric", own)
         if own.optimizer is not optimizer:
             self._refuse("schedule", "a scheduler of the optimizer that it is given", own)
         return own
@@ -308,7 +340,8 @@ def _check_arguments(spec: str, cls: type[Task], arguments: dict[str, Any]) -> N
 
 def _check_methods(task: Task) -> None:
     """Raise InputError for a method that does not take the arguments that `Task` defines."""
-    for name in ("model", "optimizer", "datasets", "loss", "metrics", "schedule", "collate"):
+    names = "model optimizer datasets loss metrics derived_metrics schedule collate".split()
+    for name in names:
         wanted = list(inspect.signature(getattr(Task, name)).parameters)[1:]
         try:
             inspect.signature(getattr(task, name)).bind(*wanted)

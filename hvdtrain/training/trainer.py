@@ -23,13 +23,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from hvdtrain import provenance
+from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends.base import Backend
 from hvdtrain.backends.model_sync import broadcast_state, to_cpu
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.failure import cause_of
 from hvdtrain.training import checkpoint, determinism, methods, run_state
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.console import Console, make_console
+from hvdtrain.training.console import Console, describe, make_console
 from hvdtrain.training.data_loading import (
     EvalBatches,
     check_same_plan,
@@ -39,11 +40,21 @@ from hvdtrain.training.data_loading import (
     shard,
     size_of,
 )
-from hvdtrain.training.ledger import Ledger
+from hvdtrain.training.decisions import Decisions
+from hvdtrain.training.evaluation import Evaluation
+from hvdtrain.training.ledger import Ledger, format_rates
 from hvdtrain.training.local_sgd import LocalSGD
-from hvdtrain.training.lr_schedule import build_schedule, continue_schedule, lr_factor, set_base_lr
+from hvdtrain.training.lr_schedule import (
+    RateSchedule,
+    Unit,
+    build_plateau,
+    build_schedule,
+    lr_factor,
+    planned_rates,
+    set_base_lr,
+)
 from hvdtrain.training.meter import Meter
-from hvdtrain.training.metrics import Mean, agreed_fingerprint
+from hvdtrain.training.metrics import agreed_fingerprint
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.run_dir import RunDirectory, make_default
 from hvdtrain.training.task import CheckedTask, Task
@@ -55,10 +66,12 @@ class Result:
     """The outcome of a run, equal on every rank."""
 
     steps: int
-    metrics: dict[str, float]
-    """The last evaluation: means over all samples of the evaluation data."""
+    metrics: dict[str, Any]
+    """The last evaluation, over all samples of the evaluation data: numbers, and lists of them."""
     params_sha256: str
     run_dir: Path
+    best_checkpoint: Path | None = None
+    """With `--keep-best`: the checkpoint of the best evaluation."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +108,7 @@ class Trainer:
         self.console: Console = make_console(self.world)
         self.precision = Precision(config.precision, backend.device)
         self.progress = run_state.Progress()
+        self.decisions = Decisions(config.early_stop_criterion(), config.keep_best_criterion())
         self.on_batch: Callable[[Any], None] | None = None
         """Called with every micro-batch of this rank, before its forward pass."""
         self._records = True
@@ -104,6 +118,10 @@ class Trainer:
         self._saved_step = -1
         self._save_is_due = False
         self._resumed_from: str | None = None
+        self._best_path: Path | None = None
+        """Where the checkpoint of the best evaluation is; on rank 0."""
+        self._last_lrs: list[float] = []
+        """The rates of the last step that was logged, by parameter group."""
 
     def fit(self) -> Result:
         """Train to the end and return the outcome. Collective.
@@ -168,6 +186,11 @@ class Trainer:
             shares = EvalBatches(size, self.batches.batch_size, world)
             self._eval_loader = make_loader(evaluation, shares, *common)
             self._eval_batches = shares
+        elif config.early_stop or config.keep_best or config.schedule == "plateau":
+            raise InputError(
+                "--early-stop, --keep-best and --schedule plateau depend on evaluations, and the "
+                f"task {config.task} has no evaluation data; leave them out"
+            )
         # Seed again: the weights must not depend on how many random numbers the datasets drew.
         determinism.seed_all(derive_seed(config.seed))
         model = self._checked.model()
@@ -202,7 +225,8 @@ class Trainer:
                 self._rank_states.append(self._local)
         loaded = self._resume(lr_after)
         self.ledger = self._make_ledger(lr_before, lr_after)
-        self.scheduler = self._make_scheduler(loaded)
+        self.schedule = self._make_schedule(loaded)
+        self._restore_decisions(loaded)
         if self._run_dir is not None:
             self._run_dir.update(ledger=self.ledger.as_dict(), resumed_from=self._resumed_from)
             self._run_dir.open_metrics(self.progress.step)
@@ -230,7 +254,15 @@ class Trainer:
             config.lr_scaling,
             config.schedule,
             config.warmup_steps,
+            **planned_rates(config, lr_after, total, per_epoch, self._steps_ahead(per_epoch)),
         )
+
+    def _steps_ahead(self, per_epoch: int) -> int:
+        """Return by how many of this run's steps the progress in epochs exceeds the step's number:
+        not 0 after a resume at another batch size.
+        """
+        progress = self.progress
+        return progress.epoch * per_epoch + self._epoch_steps_done() - progress.step
 
     def _steps_left(self, sample: int) -> int:
         """Return the number of steps from position `sample` to the end of an epoch."""
@@ -240,20 +272,66 @@ class Trainer:
         """Return how many steps of the current epoch are done, at this run's batch size."""
         return self._steps_left(0) - self._steps_left(self.progress.sample)
 
-    def _make_scheduler(self, loaded: dict[str, Any]) -> LRScheduler:
-        """Return the task's own scheduler, else that of the options, at the current step."""
+    def _make_schedule(self, loaded: dict[str, Any]) -> RateSchedule:
+        """Return the task's own schedule, else that of the options, at the current step."""
         total = self.ledger.total_steps
         loaded_groups = [dict(group) for group in self.optimizer.param_groups]
         own = self._checked.schedule(self.optimizer, self.ledger.steps_per_epoch, total)
-        self._own_schedule = own is not None
-        if own is None:
-            per_epoch, step = self.ledger.steps_per_epoch, self.progress.step
-            steps_done = self.progress.epoch * per_epoch + self._epoch_steps_done()
-            return build_schedule(self.optimizer, self.config, step, total, per_epoch, steps_done)
-        self.ledger = replace(self.ledger, schedule="the task's own", warmup_steps=0)
+        if own is not None:
+            unit: Unit = "epoch" if self.task.schedule_unit == "epoch" else "step"
+            schedule = RateSchedule(own, unit, True, self.task.schedule_metric)
+            start = None if loaded else [float(g["lr"]) for g in self.optimizer.param_groups]
+            self.ledger = replace(
+                self.ledger,
+                schedule="the task's own",
+                warmup_steps=0,
+                lr_at_start=start,
+                lr_after_warmup=None,
+                lr_at_end=None,
+            )
+        elif self.config.schedule == "plateau":
+            schedule = self._make_plateau()
+        else:
+            return RateSchedule(self._make_step_schedule())
         if loaded.get("schedule") is not None:
-            continue_schedule(own, loaded["schedule"], loaded_groups)
-        return own
+            schedule.load_state_dict(loaded["schedule"], loaded_groups)
+            if self.progress.epoch > loaded["position"]["epoch"]:  # dropped the rest: `_resume`
+                mark_as_stepped(self.optimizer)
+                schedule.after_epoch()
+        return schedule
+
+    def _make_plateau(self) -> RateSchedule:
+        """Return the schedule of `--schedule plateau`, which may have a warm-up before."""
+        config, watched = self.config, self.config.plateau_criterion()
+        plateau = build_plateau(self.optimizer, config)  # at the rates that the warm-up leads to
+        name = f"plateau of {watched.metric} ({watched.mode}, patience {watched.patience})"
+        self.ledger = replace(self.ledger, schedule=name)
+        warming = self.progress.step < config.warmup_steps
+        warmup = self._make_step_schedule() if warming else None
+        return RateSchedule(plateau, "step", True, watched.metric, warmup, config.warmup_steps)
+
+    def _make_step_schedule(self) -> LRScheduler:
+        """Return the scheduler of the options, a function of the step, at the current step."""
+        step, per_epoch = self.progress.step, self.ledger.steps_per_epoch
+        steps_done = step + self._steps_ahead(per_epoch)
+        return build_schedule(
+            self.optimizer, self.config, step, self.ledger.total_steps, per_epoch, steps_done
+        )
+
+    def _restore_decisions(self, loaded: dict[str, Any]) -> None:
+        """Restore the state of the decisions; on rank 0, find the best checkpoint."""
+        for option in self.decisions.load_state_dict(loaded.get("decisions", {})):
+            self.console.print_line(
+                f"resume   {option} names another metric than the checkpoint: it starts afresh"
+            )
+        best = self.decisions.best
+        if best is None or best.step < 0 or self._resumed_from is None:
+            return
+        path = checkpoint.path_of(Path(self._resumed_from).parent, best.step)
+        if why := checkpoint.problem(path):
+            self.console.print_line(f"resume   WARNING: the best checkpoint {path}: {why}")
+        else:
+            self._best_path = path
 
     def _print_header(self) -> None:
         """Print the first lines of a run: task, backend, ledger, threads and run directory."""
@@ -279,8 +357,8 @@ class Trainer:
 
     def _train(self) -> Result:
         self.console.start(self.ledger.total_steps, self.progress.step)
-        metrics: dict[str, float] | None = None
-        while self.progress.step < self.ledger.total_steps:
+        metrics: dict[str, Any] | None = None
+        while self.progress.step < self.ledger.total_steps and not self.decisions.is_stopped:
             metrics = self._run_epoch()
         if metrics is None:  # resumed from the last step: there was none to take
             metrics = self._evaluate()
@@ -288,18 +366,45 @@ class Trainer:
         digest = agreed_fingerprint(self.backend, self.model)
         self.console.stop()
         path = self._run_dir.path if self._run_dir is not None else Path()
+        about = self._outcome()
         if self._run_dir is not None:
             self._run_dir.finish(
-                "finished", metrics=metrics, params_sha256=digest, last_step=self.progress.step
+                "finished",
+                metrics=metrics,
+                params_sha256=digest,
+                last_step=self.progress.step,
+                **about,
             )
-        path = self.backend.broadcast_object(path)  # rank 0 alone has a run directory
-        scores = "".join(f"  eval_{name} {value:.4f}" for name, value in metrics.items())
+        # Rank 0 alone has a run directory.
+        path, best = self.backend.broadcast_object((path, self._best_path))
+        scores = describe({f"eval_{name}": value for name, value in metrics.items()})
         self.console.print_line(
-            f"done     {self.progress.step} steps{scores}  params_sha256 {digest[:12]}"
+            f"done     {self.progress.step} steps{'  ' * bool(scores)}{scores}  "
+            f"params_sha256 {digest[:12]}"
         )
-        return Result(self.progress.step, metrics, digest, path)
+        return Result(self.progress.step, metrics, digest, path, best)
 
-    def _run_epoch(self) -> dict[str, float] | None:
+    def _outcome(self) -> dict[str, Any]:
+        """Return what the run decided, for run.json, and print a line about each."""
+        planned, step = self.ledger, self.progress.step
+        about: dict[str, Any] = {}
+        if self._last_lrs:
+            self.ledger = replace(planned, lr_at_end=self._last_lrs)
+            about["ledger"] = self.ledger.as_dict()
+            if planned.lr_at_end is None:
+                self.console.print_line(f"lr       {format_rates(self._last_lrs)} at the end")
+        if self.decisions.is_stopped and step < planned.total_steps:
+            why = self.decisions.why_stopped()
+            about["stopped_early"] = {"step": step, "of": planned.total_steps, "reason": why}
+            self.console.print_line(f"stopped  at step {step} of {planned.total_steps}: {why}")
+        best = self.decisions.best
+        if best is not None and best.value is not None:
+            about["best_checkpoint"] = best.about(self._best_path)
+            name, where = f"eval_{best.criterion.metric}", self._best_path or "not kept"
+            self.console.print_line(f"best     step {best.step}, {name} {best.value:.4f}: {where}")
+        return about
+
+    def _run_epoch(self) -> dict[str, Any] | None:
         """Take the remaining steps of the epoch or run, then evaluate and save if it is due.
 
         Returns the metrics of the evaluation, if there was one.
@@ -309,10 +414,13 @@ class Trainer:
             if not last:
                 self._save_if_due(self._checkpoint_is_due(progress.step))
         done = progress.step == self.ledger.total_steps
-        metrics = None
+        metrics, is_best = None, False
         if done or progress.epoch % config.eval_every == 0:
             metrics = self._evaluate()
-        epoch_is_due = done or not config.checkpoint_every
+            # Before the checkpoint: a resumed run must not see this evaluation again.
+            self.schedule.after_evaluation(metrics, progress.step)
+            is_best = self.decisions.update(metrics, progress.step)
+        epoch_is_due = done or is_best or not config.checkpoint_every
         self._save_if_due(epoch_is_due or self._checkpoint_is_due(progress.step))
         return metrics
 
@@ -333,6 +441,7 @@ class Trainer:
             self._take_step(data, num_micro_batches, meter, last)
             if left == 0:
                 progress.epoch, progress.sample = progress.epoch + 1, 0
+                self.schedule.after_epoch()
             yield last
 
     def _checkpoint_is_due(self, step: int) -> bool:
@@ -373,18 +482,20 @@ class Trainer:
         due = last or step % self.config.log_every == 0 or saves
         logs = self._records and due
         norm = self._clip(logs and self._local is None)
-        lr = optimizer.param_groups[0]["lr"]
+        if logs:
+            self._last_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self.precision.step(optimizer)
         if self._local is not None:
             self._local.finish_step(step, self.ledger.total_steps)
-        self.scheduler.step()
+        self.schedule.after_step()
         optimizer.zero_grad()
         progress.step = step
         progress.sample += num_micro_batches * self.batches.global_micro_batch
         meter.count(num_micro_batches)
         if logs:
             numbers = meter.flush(step, norm, self.precision.scaler.is_enabled())
-            self.log({"step": step, "epoch": progress.epoch_number, "lr": lr, **numbers})
+            record = {"step": step, "epoch": progress.epoch_number, "lr": self._last_lrs[0]}
+            self.log({**record, **numbers})
         self.console.advance(step)
 
     def _accumulate(self, last: bool) -> AbstractContextManager[None]:
@@ -411,9 +522,9 @@ class Trainer:
         return nn.utils.clip_grad_norm_(parameters, clip)
 
     @torch.no_grad()
-    def _evaluate(self) -> dict[str, float]:
-        """Return exact means over the whole evaluation data, for any number of ranks. Between two
-        synchronizations of local SGD they are those of the averaged parameters.
+    def _evaluate(self) -> dict[str, Any]:
+        """Return the metrics of the whole evaluation data, exact for any number of ranks. Between
+        two synchronizations of local SGD they are those of the averaged parameters.
         """
         if self._eval_loader is None:
             return {}
@@ -422,17 +533,21 @@ class Trainer:
         with self._local.averaged():
             return self._evaluate_on(self._eval_loader)
 
-    def _evaluate_on(self, loader: DataLoader[Any]) -> dict[str, float]:
-        mean = Mean()
+    def _evaluate_on(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        evaluation = Evaluation()
         self.model.eval()
         # The unwrapped model: ranks may have different numbers of batches, and the collectives of
         # a wrapper would hang.
         loaded = on_device(loader, self.backend.device, self.precision.convert_batch)
         for indices, batch in zip(self._eval_batches, loaded, strict=True):
             with self.precision.autocast():
-                mean.add(self._checked.metrics(self.model, batch), len(indices))
+                evaluation.add(self._checked.metrics(self.model, batch), len(indices))
         self.model.train()
-        metrics = mean.reduce(self.backend)
+        # Overridden on all ranks or on none: only then there is something to derive.
+        derives = type(self.task).derived_metrics is not Task.derived_metrics
+        metrics = evaluation.reduce(
+            self.backend, self._checked.derived_metrics if derives else None
+        )
         record = {"step": self.progress.step, "epoch": self.progress.epoch_number}
         self.log({**record, **{f"eval_{name}": value for name, value in metrics.items()}})
         return metrics
@@ -470,9 +585,13 @@ class Trainer:
 
     def _write_checkpoint(self, run_dir: RunDirectory, ranks: list[Any]) -> None:
         """Write a checkpoint. `ranks`: what each rank keeps for itself, in rank order."""
-        schedule = self.scheduler if self._own_schedule else None
         parts = run_state.collect(
-            self.model, self.optimizer, self.precision.scaler, schedule, self.progress
+            self.model,
+            self.optimizer,
+            self.precision.scaler,
+            self.schedule.state_dict(),
+            self.progress,
+            self.decisions.state_dict(),
         )
         if ranks:
             parts["ranks"] = ranks
@@ -485,9 +604,15 @@ class Trainer:
             "global_batch": self.ledger.global_batch,
             "versions": provenance.versions(),
         }
-        checkpoint.save(run_dir.checkpoints, self.progress.step, parts, about)
+        best = self.decisions.best
+        if best is not None and best.value is not None:
+            about["best_step"] = best.step
+        path = checkpoint.save(run_dir.checkpoints, self.progress.step, parts, about)
         checkpoint.prune(run_dir.checkpoints, self.config.keep)
         run_dir.update(last_step=self.progress.step)
+        if best is not None and best.step == self.progress.step:
+            self._best_path = path
+            run_dir.update(best_checkpoint=best.about(path))
 
     def _resume(self, base_lrs: list[float]) -> dict[str, Any]:
         """Load a checkpoint on rank 0 and broadcast it. Collective.

@@ -14,6 +14,11 @@ from tests.parity.resume import CONFIG, train
 SETTINGS: dict[str, dict[str, Any]] = {
     "gradient accumulation": {"accumulate": 2},
     "gradient clipping": {"clip_norm": 0.5},
+    "one-cycle learning rate": {"schedule": "one-cycle", "warmup_steps": 0},
+    # The loss falls, so that the largest one is the first: a drop, or a stop, after the second.
+    "plateau learning rate": {"schedule": "plateau", "plateau": "loss:max:0", "epochs": 3},
+    "early stopping": {"early_stop": "loss:max:1", "epochs": 3},
+    "best checkpoint": {"keep_best": "loss"},
     "bf16 autocast": {"precision": "bf16"},
     "fp16 with a scaled loss": {"precision": "fp16"},
     "SyncBatchNorm": {"sync_bn": True},
@@ -27,6 +32,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 NOTHING_ON_ONE_RANK = ("SyncBatchNorm",)
 """Methods that leave the bits of a single process as they are."""
+
+CHANGES_NO_BITS = ("best checkpoint",)
+"""Methods that leave the bits as they are everywhere."""
 
 STOP_AT = 7  # in the middle of the second epoch
 
@@ -54,5 +62,5 @@ def interrupted(backend: Backend, name: str, folder: Path) -> dict[str, Any]:
     with options_of(backend, replace(CONFIG, **changes)):
         rest = train(backend, folder / "parts", resume="must", **changes)
     with options_of(backend, CONFIG):
-        plain = train(backend, folder / "plain", epochs=2)
+        plain = train(backend, folder / "plain", epochs=changes["epochs"])
     return {"whole": whole["digest"], "parts": rest["digest"], "plain": plain["digest"]}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer
@@ -30,8 +30,10 @@ class Net(nn.Module):
 class Stateful(Task):
     """What carries state from step to step: dropout, BatchNorm, momentum, a scheduler."""
 
-    def __init__(self, own_schedule: str = "") -> None:
+    def __init__(self, own_schedule: str = "", evaluates: bool = False) -> None:
         self.own_schedule = own_schedule
+        self.evaluates = evaluates
+        self.schedule_unit = "epoch" if own_schedule == "by epoch" else "step"
         self.seen: list[list[int]] = []
 
     def model(self) -> nn.Module:
@@ -40,13 +42,15 @@ class Stateful(Task):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.02)
 
-    def datasets(self) -> tuple[Dataset[Any], None]:
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
         inputs = torch.randn(50, 5, generator=torch.Generator().manual_seed(2))
-        return TensorDataset(inputs, torch.arange(50)), None
+        data = TensorDataset(inputs, torch.arange(50))
+        return data, TensorDataset(inputs[:7], torch.arange(7)) if self.evaluates else None
 
     def loss(self, net: nn.Module, batch: Any) -> Tensor:
         inputs, index = batch
-        self.seen.append(index.tolist())
+        if net.training:
+            self.seen.append(index.tolist())
         loss: Tensor = (net(inputs).squeeze(1) - inputs.sum(1)).square().mean()
         return loss
 
@@ -55,6 +59,10 @@ class Stateful(Task):
     ) -> LRScheduler | None:
         if self.own_schedule == "one-cycle":
             return OneCycleLR(optimizer, 0.1, total_steps=total_steps + 1)
+        if self.own_schedule == "plateau":
+            return ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=0)
+        if self.own_schedule == "by epoch":
+            return StepLR(optimizer, 1, 0.5)
         return StepLR(optimizer, 2, 0.5) if self.own_schedule == "step" else None
 
 
@@ -81,7 +89,16 @@ def train(
     """Train, or die before step `stop_at`; says what was seen, the rates and the weights."""
     own_schedule = changes.pop("own_schedule", "")
     config = replace(CONFIG, run_dir=str(run_dir), resume=resume, **changes)
-    task = Stateful(own_schedule)
+    evaluates = (
+        config.early_stop
+        or config.keep_best
+        or "plateau"
+        in (
+            own_schedule,
+            config.schedule,
+        )
+    )
+    task = Stateful(own_schedule, bool(evaluates))
     trainer = Trainer(task, backend, config)
     rates: list[float] = []
 

@@ -12,6 +12,7 @@ import torch
 
 from hvdtrain.backends.base import BackendOptions
 from hvdtrain.backends.single import Single
+from hvdtrain.errors import CheckpointError
 from hvdtrain.world import World
 from tests.conftest import TWO_RANKS
 from tests.parity.resume import train
@@ -41,6 +42,9 @@ def _one_thread() -> Iterator[None]:
         {},
         {"own_schedule": "step"},
         {"own_schedule": "one-cycle"},
+        {"own_schedule": "by epoch"},
+        {"own_schedule": "plateau"},
+        {"schedule": "plateau", "plateau": "loss:max:0", "warmup_steps": 2},
         {"accumulate": 3},
         {"precision": "fp64"},
         {"precision": "fp16"},
@@ -69,6 +73,7 @@ def test_every_step_in_one_process(tmp_path: Path, stop_at: int, changes: dict[s
     steps = [
         json.loads(line)["step"]
         for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
+        if "eval_loss" not in line
     ]
     assert steps == sorted(set(steps)), "a step was logged twice"
 
@@ -126,12 +131,31 @@ def test_a_larger_step_than_is_left_of_the_epoch(tmp_path: Path, epoch: int) -> 
     assert len(rest["seen"]) == 2 * (2 - epoch)
 
 
-def test_another_rate_after_resuming(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", ["step", "by epoch", "plateau"])
+def test_another_rate_after_resuming(tmp_path: Path, own: str) -> None:
     """This run's learning rate counts, also under a schedule of the task's own."""
-    whole = train(single(), tmp_path / "whole", own_schedule="step")
-    train(single(), tmp_path / "parts", 3, own_schedule="step")
-    rest = train(single(), tmp_path / "parts", resume="auto", own_schedule="step", lr=0.2)
-    assert rest["rates"] == pytest.approx([10 * rate for rate in whole["rates"][2:]])
+    whole = train(single(), tmp_path / "whole", own_schedule=own)
+    train(single(), tmp_path / "parts", 10, own_schedule=own)
+    rest = train(single(), tmp_path / "parts", resume="auto", own_schedule=own, lr=0.2)
+    assert len(set(whole["rates"][:10])) > 1, "nothing has dropped before the stop"
+    assert rest["rates"][0] == pytest.approx(10 * whole["rates"][9])
+    if own != "plateau":  # whose losses are others at another rate
+        assert rest["rates"] == pytest.approx([10 * rate for rate in whole["rates"][9:]])
+
+
+def test_another_schedule_after_resuming(tmp_path: Path) -> None:
+    train(single(), tmp_path, 10, own_schedule="plateau")
+    with pytest.raises(CheckpointError, match="the state of another schedule than StepLR; resume"):
+        train(single(), tmp_path, resume="auto", own_schedule="by epoch")
+    # A schedule of the options is a function of the step: it needs no state.
+    assert train(single(), tmp_path, resume="auto")["step"] == 12
+
+
+def test_the_rest_of_an_epoch_that_a_larger_step_drops_ends_it(tmp_path: Path) -> None:
+    """A schedule by epoch is stepped for it, too."""
+    train(single(), tmp_path, 4, own_schedule="by epoch")
+    rest = train(single(), tmp_path, resume="auto", own_schedule="by epoch", global_batch_size=24)
+    assert rest["rates"] == pytest.approx([0.01, 0.01, 0.005, 0.005])
 
 
 def test_another_precision_after_resuming(tmp_path: Path) -> None:

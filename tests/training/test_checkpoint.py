@@ -504,6 +504,14 @@ def test_prune_keeps_the_newest(root: Path) -> None:
     assert names(root) == ["step-00000030", "step-00000040"]
 
 
+def test_prune_keeps_the_best_of_each_kept_one(root: Path) -> None:
+    for step, best in ((30, 10), (40, 10), (50, 40), (60, 60)):
+        checkpoint.save(root, step, parts(step), {"best_step": best})
+        checkpoint.prune(root, keep=2)
+    # Whether a run is resumed from 50 or from 60, its best one is there.
+    assert names(root) == ["step-00000040", "step-00000050", "step-00000060"]
+
+
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["empty", "one byte long", "deleted", "directory"])
 def test_prune_never_takes_the_only_valid_one(root: Path, name: str, damage: str) -> None:

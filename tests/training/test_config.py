@@ -17,7 +17,7 @@ from hvdtrain.provenance import variables, versions
 from hvdtrain.training.config import TrainConfig, flag
 from hvdtrain.training.determinism import set_threads
 from hvdtrain.training.ledger import Ledger
-from hvdtrain.training.lr_schedule import build_schedule, set_base_lr
+from hvdtrain.training.lr_schedule import build_schedule, planned_rates, set_base_lr
 from hvdtrain.training.precision import Precision
 from hvdtrain.world import World
 
@@ -152,17 +152,23 @@ def test_the_options_import_no_torch() -> None:
 
 
 def test_the_ledger_of_an_accumulated_run() -> None:
-    ledger = Ledger(8, 2, 4, 1000, -40, 15, 150, [0.1], [0.8], "linear", "cosine", 5)
+    rates = planned_rates(TrainConfig(schedule="cosine", warmup_steps=5), [0.8], 150, 15, 0)
+    ledger = Ledger(8, 2, 4, 1000, -40, 15, 150, [0.1], [0.8], "linear", "cosine", 5, **rates)
     assert ledger.global_batch == 64
     assert ledger.as_dict()["global_batch"] == 64
     batch, steps, lr = ledger.lines()
     assert batch == "batch    8 samples x 2 accumulated x 4 ranks = 64 a step"
     assert steps == "steps    150 (15 an epoch); 40 of 1000 samples dropped each epoch"
-    assert lr == "lr       0.1 -> 0.8 (linear scaling), cosine, 5 steps of warm-up"
+    assert lr == (
+        "lr       0.1 -> 0.8 (linear scaling), cosine, 5 steps of warm-up; 0.133333 at the start, "
+        "0.8 after warm-up, 9.38808e-05 at the end"
+    )
+    assert ledger.as_dict()["lr_at_end"] == [pytest.approx(9.388e-5, rel=1e-4)]
 
 
 def test_the_ledger_of_a_plain_run() -> None:
-    ledger = Ledger(8, 1, 1, 16, 0, 2, 2, [0.1, 0.2], [0.1, 0.2], "none", "constant", 0)
+    rates = planned_rates(TrainConfig(), [0.1, 0.2], 2, 2, 0)
+    ledger = Ledger(8, 1, 1, 16, 0, 2, 2, [0.1, 0.2], [0.1, 0.2], "none", "constant", 0, **rates)
     batch, steps, lr = ledger.lines()
     assert batch == "batch    8 samples x 1 rank = 8 a step"
     assert steps == "steps    2 (2 an epoch); every sample once an epoch"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
 
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.lr_schedule import build_schedule, lr_factor, set_base_lr
@@ -19,6 +20,7 @@ CONFIGS = {
     "cosine": TrainConfig(schedule="cosine"),
     "cosine after warm-up": TrainConfig(schedule="cosine", warmup_steps=8),
     "step": TrainConfig(schedule="step", step_epochs="2, 5,7", step_factor=0.5),
+    "one-cycle": TrainConfig(schedule="one-cycle"),
     "step after warm-up": TrainConfig(schedule="step", step_epochs="2", warmup_steps=10),
 }
 
@@ -76,6 +78,22 @@ def test_step_counts_epochs_from_the_start_of_the_warm_up() -> None:
     found = rates_of(CONFIGS["step after warm-up"])
     assert found[9] == pytest.approx(10 / 11)
     assert found[10:] == pytest.approx([0.1] * 30)
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 4, 10, TOTAL])
+def test_one_cycle_has_the_rates_of_torch(total: int) -> None:
+    ours, plain = prepared(0.3, 0.02), optimizer_of(0.3, 0.02)
+    schedule = build_schedule(ours, TrainConfig(schedule="one-cycle"), 0, total, PER_EPOCH)
+    theirs = OneCycleLR(plain, [0.3, 0.02], total_steps=total, cycle_momentum=False)
+    for _ in range(total):
+        for one, other in zip(ours.param_groups, plain.param_groups, strict=True):
+            assert one["lr"] == pytest.approx(other["lr"], rel=1e-12)
+        last = [group["lr"] for group in ours.param_groups]
+        for optimizer in (ours, plain):
+            optimizer.step()
+        schedule.step()
+        theirs.step()
+    assert [group["lr"] for group in ours.param_groups] == last, "beyond the end it stays"
 
 
 def test_a_warm_up_longer_than_the_run() -> None:

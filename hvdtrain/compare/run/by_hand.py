@@ -29,6 +29,7 @@ from hvdtrain.training.data_loading import (
     on_device,
     shard,
 )
+from hvdtrain.training.lr_schedule import RateSchedule, Unit
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.task import Task
 from hvdtrain.training.trainer import StepTaken
@@ -68,7 +69,10 @@ class ByHand:
             for group in self.optimizer.param_groups:
                 group["lr"] = config.lr
         per_epoch = -(-len(self.batches) // config.accumulate)
-        self.scheduler = self.task.schedule(self.optimizer, per_epoch, config.epochs * per_epoch)
+        own = self.task.schedule(self.optimizer, per_epoch, config.epochs * per_epoch)
+        # One that depends on evaluations keeps its rate: nothing is evaluated here.
+        unit: Unit = "epoch" if self.task.schedule_unit == "epoch" else "step"
+        self.schedule = None if own is None else RateSchedule(own, unit)
         on_gpu = self.backend.device.type == "cuda"
         self._names: dict[Tensor, str] = {p: n for n, p in self.model.named_parameters()}
         self.net = DistributedDataParallel(
@@ -93,6 +97,8 @@ class ByHand:
                 # Dropout needs the same random numbers as in every other arm.
                 determinism.seed_all(derive_seed(self.config.seed, number, self.backend.world.rank))
                 number += 1
+                if self.schedule is not None and epoch and not done:
+                    self.schedule.after_epoch()
                 yield self._step(number, data, min(window, len(self.batches) - done))
 
     def _step(self, number: int, data: Iterator[Any], passes: int) -> StepTaken:
@@ -119,7 +125,7 @@ class ByHand:
         if not math.isinf(self.config.clip_norm):
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         precision.step(optimizer)
-        if self.scheduler is not None:
-            self.scheduler.step()
+        if self.schedule is not None:
+            self.schedule.after_step()
         optimizer.zero_grad()
         return StepTaken(number, data_s, total)

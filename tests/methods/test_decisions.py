@@ -1,0 +1,362 @@
+"""Early stop, best checkpoint and plateau: decided on reduced values, and resumed exactly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import Dataset, TensorDataset
+
+from hvdtrain import Backend, Task, TrainConfig, Trainer
+from hvdtrain.backends.base import BackendOptions
+from hvdtrain.backends.single import Single
+from hvdtrain.errors import InputError
+from hvdtrain.training import checkpoint
+from hvdtrain.training.decisions import BestSoFar, Criterion, Decisions, parse_criterion
+from hvdtrain.world import World
+from tests.ranks import Ranks
+
+RANKS = [
+    ("single", 1),
+    *((name, n) for name in ("ddp-torchrun", "compat-torchrun", "horovod-mpi") for n in (2, 3)),
+]
+
+# Accuracy of each of five samples, at the evaluation after each epoch. The mean improves twice
+# (0.3, 0.5, then 0.4, 0.45, 0.44, 0.1). Samples go to ranks in turn, and each rank's own mean goes
+# another way: rank 0 of two (samples 0, 2, 4) improves in the fourth epoch.
+SCRIPT = (
+    (0.1, 0.9, 0.1, 0.3, 0.1),
+    (0.2, 1.0, 0.2, 0.9, 0.2),
+    (0.1, 0.8, 0.1, 0.9, 0.1),
+    (0.6, 0.2, 0.6, 0.25, 0.6),
+    (0.4, 0.5, 0.4, 0.5, 0.4),
+    (0.1, 0.1, 0.1, 0.1, 0.1),
+)
+MEANS = [sum(values) / 5 for values in SCRIPT]
+
+
+class Scripted(Task):
+    """Evaluates to what SCRIPT says."""
+
+    trainer: Trainer
+
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 1)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+        return TensorDataset(x, x.sum(1)), TensorDataset(torch.arange(5))
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = (net(batch[0]).squeeze(1) - batch[1]).square().mean()
+        return loss
+
+    def metrics(self, net: nn.Module, batch: Any) -> dict[str, Any]:
+        values = torch.tensor(SCRIPT[self.trainer.progress.epoch - 1], dtype=torch.float64)
+        return {"accuracy": values[batch[0]].mean(), "shape": values[batch[0]].mean()}
+
+
+class Killed(Exception):
+    """The run dies here."""
+
+
+CONFIG = TrainConfig(
+    task="scripted", epochs=6, global_batch_size=6, threads=1, keep=1, early_stop="accuracy:3"
+)  # two steps an epoch
+
+
+def run(
+    backend: Backend, /, folder: Path, kill_at: int = -1, resume: str = "none", **changes: Any
+) -> dict[str, Any]:
+    """Train on this rank; return the outcome, the rate of each step, and the best weights."""
+    config = replace(CONFIG, run_dir=str(folder), resume=resume, **changes)
+    task = Scripted()
+    trainer = task.trainer = Trainer(task, backend, config)
+    rates: list[float] = []
+    printed: list[str] = []
+
+    class Watch(type(trainer.console)):  # type: ignore[misc]
+        def advance(self, step: int) -> None:
+            rates.append(trainer.optimizer.param_groups[0]["lr"])
+            if step == kill_at:
+                raise Killed
+
+        def print_line(self, text: str) -> None:
+            printed.append(text)
+
+    trainer.console = Watch()
+    try:
+        result = trainer.fit()
+    except Killed:
+        return {}
+    return {
+        "step": result.steps,
+        "digest": result.params_sha256,
+        "best": result.best_checkpoint,
+        "rates": rates,
+        "printed": printed,
+    }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def single() -> Single:
+    return Single(World(), BackendOptions())
+
+
+def about(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_all_ranks_stop_at_the_same_evaluation(ranks: Ranks, tmp_path: Path) -> None:
+    outcomes = ranks.run(run, tmp_path, keep_best="accuracy")
+    # The second evaluation is the best; the third, fourth and fifth do not improve on it.
+    assert [out["step"] for out in outcomes] == [10] * ranks.n
+    best = tmp_path / "checkpoints" / "step-00000004"
+    assert {out["best"] for out in outcomes} == {best}
+    names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
+    assert names == ["step-00000004", "step-00000010"], "--keep 1, and the best"
+    assert [checkpoint.problem(tmp_path / "checkpoints" / name) for name in names] == [None, None]
+    described = about(tmp_path)
+    assert described["outcome"] == "finished"
+    reason = "eval_accuracy has not improved on 0.5000 (step 4) in 3 evaluations"
+    assert described["stopped_early"] == {"step": 10, "of": 12, "reason": reason}
+    value = described["best_checkpoint"].pop("value")
+    assert value == pytest.approx(MEANS[1])
+    assert described["best_checkpoint"] == {
+        "step": 4,
+        "metric": "accuracy",
+        "mode": "max",
+        "path": str(best),
+    }
+    assert f"stopped  at step 10 of 12: {reason}" in outcomes[0]["printed"]
+    assert f"best     step 4, eval_accuracy 0.5000: {best}" in outcomes[0]["printed"]
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_a_killed_run_decides_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    """Killed in the fourth epoch, after one evaluation that was no improvement."""
+    options: dict[str, Any] = {
+        "keep_best": "accuracy",
+        "schedule": "plateau",
+        "plateau": "accuracy:0",
+    }
+    whole = ranks.run(run, tmp_path / "whole", **options)
+    ranks.run(run, tmp_path / "parts", 7, **options)
+    rest = ranks.run(run, tmp_path / "parts", resume="must", **options)
+    assert [out["digest"] for out in rest] == [out["digest"] for out in whole]
+    assert [out["step"] for out in rest] == [10] * ranks.n
+    assert [out["rates"] for out in rest] == [out["rates"][6:] for out in whole]
+    best = tmp_path / "parts" / "checkpoints" / "step-00000004"
+    assert {out["best"] for out in rest} == {best}
+    assert checkpoint.problem(best) is None
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_plateau_has_the_rates_of_torch_in_one_process(
+    ranks: Ranks, warmup: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"schedule": "plateau", "plateau": "accuracy:0", "step_factor": 0.3}
+    outcomes = ranks.run(run, tmp_path, early_stop=None, warmup_steps=warmup, **options)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    plain = ReduceLROnPlateau(optimizer, "max", factor=0.3, patience=0)
+    expected = []
+    for epoch, mean in enumerate(MEANS, 1):
+        # `run` reads the rate after each step, and before its evaluation.
+        for step in (2 * epoch - 1, 2 * epoch):
+            warm = (step + 1) / (warmup + 1) if step < warmup else 1.0
+            expected.append(warm * optimizer.param_groups[0]["lr"])
+        if 2 * epoch >= warmup:
+            plain.step(mean)
+    for out in outcomes:
+        assert out["rates"] == expected
+    ledger = about(tmp_path)["ledger"]
+    assert ledger["lr_at_start"] == pytest.approx([0.1 / (warmup + 1)])
+    assert ledger["lr_after_warmup"] == [0.1]
+    assert ledger["lr_at_end"] == pytest.approx(expected[-1:])
+    assert expected[-1] < 0.01, "it has dropped more than twice"
+    line = next(line for line in outcomes[0]["printed"] if line.startswith("lr  "))
+    assert "plateau of accuracy (max, patience 0)" in line
+    assert f"lr       {expected[-1]:g} at the end" in outcomes[0]["printed"]
+
+
+def test_an_early_stopped_run_is_done(tmp_path: Path) -> None:
+    """Resumed with the same patience it takes no step; with more it goes on as if it always had."""
+    first = run(single(), tmp_path)
+    again = run(single(), tmp_path, resume="must")
+    assert (again["step"], again["digest"], again["rates"]) == (10, first["digest"], [])
+    assert any(line.startswith("stopped  at step 10 of 12") for line in again["printed"])
+    assert about(tmp_path)["stopped_early"]["step"] == 10
+    longer = run(single(), tmp_path, resume="must", early_stop="accuracy:5")
+    assert longer["step"] == 12
+    assert longer["digest"] == run(single(), tmp_path / "whole", early_stop=None)["digest"]
+    assert "stopped_early" not in about(tmp_path)
+
+
+def test_the_last_evaluation_is_no_early_stop(tmp_path: Path) -> None:
+    assert run(single(), tmp_path, early_stop="accuracy:4")["step"] == 12
+    assert "stopped_early" not in about(tmp_path)
+
+
+def test_patience_counts_evaluations(tmp_path: Path) -> None:
+    """Of epochs 2, 4 and 6: 0.5, 0.45, 0.1."""
+    assert run(single(), tmp_path, eval_every=2, early_stop="accuracy:1")["step"] == 8
+
+
+def test_the_best_has_the_weights_of_its_step(tmp_path: Path) -> None:
+    run(single(), tmp_path / "whole", early_stop=None, keep_best="accuracy", checkpoint_every=100)
+    run(single(), tmp_path / "short", early_stop=None, max_steps=4)
+    weights = [
+        checkpoint.load(tmp_path / name / "checkpoints" / "step-00000004", "model")
+        for name in ("whole", "short")
+    ]
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name])
+
+
+def test_the_best_of_another_run_directory(tmp_path: Path) -> None:
+    """A run that continues in a new directory leaves the best one where it is."""
+    run(single(), tmp_path / "old", kill_at=7, keep_best="accuracy")
+    start = tmp_path / "old" / "checkpoints" / "step-00000006"
+    out = run(single(), tmp_path / "new", resume=str(start), keep_best="accuracy")
+    assert out["best"] == tmp_path / "old" / "checkpoints" / "step-00000004"
+    assert about(tmp_path / "new")["best_checkpoint"]["path"] == str(out["best"])
+
+
+def test_a_best_checkpoint_that_is_damaged_is_named(tmp_path: Path) -> None:
+    run(single(), tmp_path, kill_at=7, keep_best="accuracy")
+    (tmp_path / "checkpoints" / "step-00000004" / "COMPLETE").unlink()
+    out = run(single(), tmp_path, resume="must", keep_best="accuracy")
+    assert out["best"] is None
+    (line,) = [line for line in out["printed"] if "WARNING" in line]
+    assert "step-00000004: it is incomplete" in line
+
+
+def test_another_metric_after_resuming_starts_afresh(tmp_path: Path) -> None:
+    run(single(), tmp_path, kill_at=7)
+    out = run(single(), tmp_path, resume="must", early_stop="accuracy:min:3")
+    assert out["step"] == 12
+    said = "resume   --early-stop names another metric than the checkpoint: it starts afresh"
+    assert said in out["printed"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"early_stop": "f1:2"}, "--early-stop depends on the evaluation's 'f1', which it does"),
+        ({"keep_best": "f1"}, "--keep-best depends on the evaluation's 'f1', which it does not"),
+        (
+            {"schedule": "plateau"},
+            "the schedule depends on the evaluation's 'loss', which it does not have; one of: "
+            "accuracy, shape",
+        ),
+    ],
+)
+def test_a_metric_that_is_not_there(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as raised:
+        run(single(), tmp_path, **dict({"early_stop": None}, **options))
+    assert said in str(raised.value)
+    assert raised.value.on_all_ranks
+
+
+class Blind(Scripted):
+    def datasets(self) -> tuple[Dataset[Any], Any]:
+        return super().datasets()[0], None
+
+
+@pytest.mark.parametrize(
+    "options", [{"early_stop": "loss:1"}, {"keep_best": "loss"}, {"schedule": "plateau"}], ids=str
+)
+def test_without_evaluation_data_it_is_refused(options: Any, tmp_path: Path) -> None:
+    config = replace(CONFIG, run_dir=str(tmp_path / "run"), **{"early_stop": None, **options})
+    with pytest.raises(InputError, match="the task scripted has no evaluation data; leave them"):
+        Trainer(Blind(), single(), config).fit()
+    assert not (tmp_path / "run").exists()
+
+
+# The options
+
+
+@pytest.mark.parametrize(
+    ("text", "metric", "mode", "patience"),
+    [
+        ("loss:3", "loss", "min", 3),
+        ("eval_loss:3", "loss", "min", 3),
+        ("accuracy:1", "accuracy", "max", 1),
+        ("top5_accuracy:10", "top5_accuracy", "max", 10),
+        ("val-F1:2", "val-F1", "max", 2),
+        ("loss:max:3", "loss", "max", 3),
+        ("shape:min:7", "shape", "min", 7),
+    ],
+)
+def test_what_a_criterion_says(text: str, metric: str, mode: str, patience: int) -> None:
+    config = TrainConfig(early_stop=text, plateau=text, keep_best=text.rpartition(":")[0])
+    config.check()
+    assert config.early_stop_criterion() == Criterion(metric, mode, patience)
+    assert config.plateau_criterion() == Criterion(metric, mode, patience)
+    assert config.keep_best_criterion() == Criterion(metric, mode)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"early_stop": "loss"}, "--early-stop 'loss' is not METRIC:PATIENCE or METRIC:max"),
+        ({"early_stop": ""}, "--early-stop '' is not"),
+        ({"early_stop": ":3"}, "--early-stop ':3' is not"),
+        ({"early_stop": "loss:three"}, "is not METRIC:PATIENCE"),
+        ({"early_stop": "loss:-1"}, "is not METRIC:PATIENCE"),
+        ({"early_stop": "loss:²"}, "is not METRIC:PATIENCE"),
+        ({"early_stop": "loss:best:3"}, "is not METRIC:PATIENCE"),
+        ({"early_stop": "loss:0"}, "has a patience below 1"),
+        ({"early_stop": "loss:" + "9" * 5000}, "or above 999999999"),
+        ({"keep_best": "loss:3"}, "--keep-best 'loss:3' is not METRIC or METRIC:max"),
+        ({"keep_best": "shape"}, "does not tell whether more is better; say 'shape:max', or min"),
+        ({"early_stop": "shape:3"}, "say 'shape:max:3', or min in place of max"),
+        ({"keep_best": "accuracy_loss"}, "does not tell whether more is better"),
+        ({"plateau": "loss"}, "--plateau 'loss' is not METRIC:PATIENCE"),
+        ({"schedule": "plateau", "step_factor": 1.0}, "--step-factor 1.0 must be less than 1"),
+        ({"schedule": "one-cycle", "warmup_steps": 5}, "leave --warmup-steps 5 out"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_what_an_option_cannot_say(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError) as raised:
+        TrainConfig(**changes).check()
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_nan_is_no_improvement(mode: str) -> None:
+    best = BestSoFar(parse_criterion(f"x:{mode}:2", "--early-stop", True), "--early-stop")
+    found = [best.update({"x": value}, step) for step, value in enumerate([float("nan"), 1, 1])]
+    assert found == [False, True, False]
+    assert best.update({"x": float("nan")}, 3) is False
+    assert (best.value, best.step, best.since) == (1.0, 1, 2)
+
+
+def test_a_loss_that_is_never_a_number() -> None:
+    decisions = Decisions(Criterion("loss", "min", 2), None)
+    for step in (1, 2):
+        assert not decisions.is_stopped
+        decisions.update({"loss": float("nan")}, step)
+    assert decisions.is_stopped
+    assert decisions.why_stopped() == "eval_loss has not been a number in 2 evaluations"

@@ -1,0 +1,371 @@
+"""Means, sums and metric objects over ranks: what one process finds on all samples."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics.classification as classification
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+from torchmetrics import MaxMetric, Metric, MetricCollection, PearsonCorrCoef, SpearmanCorrCoef
+from torchmetrics.wrappers import ClasswiseWrapper
+
+from hvdtrain import Backend, Task, TrainConfig, Trainer
+from hvdtrain.backends.base import BackendOptions
+from hvdtrain.backends.single import Single
+from hvdtrain.errors import InputError
+from hvdtrain.training.data_loading import EvalBatches
+from hvdtrain.training.evaluation import Evaluation, Sum, is_metric_object
+from hvdtrain.world import World
+from tests.ranks import Ranks
+
+RANKS = [
+    ("single", 1),
+    *((name, n) for name in ("ddp-torchrun", "compat-torchrun", "horovod-mpi") for n in (2, 3)),
+]
+CLASSES = 4
+# Both keep all samples, as the test wants.
+pytestmark = pytest.mark.filterwarnings("ignore:Metric `.*will save all targets and predictions")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def single() -> Single:
+    return Single(World(), BackendOptions())
+
+
+def samples(num: int) -> tuple[Tensor, Tensor]:
+    """Scores by class, and the class."""
+    generator = torch.Generator().manual_seed(num)
+    scores = torch.randn(num, CLASSES, generator=generator, dtype=torch.float64).softmax(1)
+    return scores, torch.randint(CLASSES, (num,), generator=generator)
+
+
+def confusion(scores: Tensor, classes: Tensor) -> Tensor:
+    flat = classes * CLASSES + scores.argmax(1)
+    return torch.bincount(flat, minlength=CLASSES**2).reshape(CLASSES, CLASSES)
+
+
+# Sums
+
+
+def summed(backend: Backend, num: int, batch: int) -> dict[str, Any]:
+    scores, classes = samples(num)
+    evaluation = Evaluation()
+    for indices in EvalBatches(num, batch, backend.world):
+        part = scores[indices], classes[indices]
+        correct = part[0].argmax(1) == part[1]
+        values = {
+            "confusion": Sum(confusion(*part)),
+            "accuracy": correct.double().mean(),
+            "correct": Sum(correct.sum()),
+            "huge": Sum(torch.tensor(2**53 + 1)),
+            "half": Sum(torch.tensor([0.5], dtype=torch.float16)),
+        }
+        evaluation.add(values, len(indices))
+    return evaluation.reduce(backend)
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize(("num", "batch"), [(1, 2), (7, 2), (50, 4)])
+def test_sums_are_exact(ranks: Ranks, num: int, batch: int) -> None:
+    scores, classes = samples(num)
+    everyone = ranks.run(summed, num, batch)
+    assert all(found == everyone[0] for found in everyone)
+    found = everyone[0]
+    matrix = confusion(scores, classes)
+    assert found["confusion"] == matrix.tolist()
+    correct = int(matrix.diagonal().sum())
+    assert found["correct"] == correct
+    assert isinstance(found["correct"], int)
+    assert found["accuracy"] == pytest.approx(correct / num, rel=1e-15)
+    batches = sum(len(EvalBatches(num, batch, World(rank=r, size=ranks.n))) for r in range(ranks.n))
+    assert found["huge"] == batches * (2**53 + 1), "int64, not float64"
+    assert found["half"] == 0.5 * batches
+    assert list(found) == ["accuracy", "confusion", "correct", "huge", "half"]
+
+
+# Metric objects
+
+
+def metrics_of_torchmetrics() -> dict[str, Any]:
+    """One of each kind of state: sums, joined lists, maxima, states that are not reduced."""
+    collection = MetricCollection(
+        {
+            "precision": classification.MulticlassPrecision(CLASSES),
+            "recall": classification.MulticlassRecall(CLASSES),  # shares the state of the first
+        }
+    )
+    return {
+        "f1": classification.MulticlassF1Score(CLASSES, average="macro"),
+        "auroc": classification.MulticlassAUROC(CLASSES),
+        "matrix": classification.MulticlassConfusionMatrix(CLASSES),
+        "of": ClasswiseWrapper(classification.MulticlassAccuracy(CLASSES, average=None)),
+        "largest": MaxMetric(),
+        "pearson": PearsonCorrCoef(),
+        "spearman": SpearmanCorrCoef(),
+        "collection": collection,
+    }
+
+
+def update(metrics: dict[str, Any], scores: Tensor, classes: Tensor) -> dict[str, Any]:
+    for name, metric in metrics.items():
+        if name == "largest":
+            metric.update(scores[:, 0])
+        elif name in ("pearson", "spearman"):
+            metric.update(scores[:, 0].float(), scores[:, 1].float())
+        else:
+            metric.update(scores, classes)
+    collection = metrics["collection"]
+    return {**{k: v for k, v in metrics.items() if k != "collection"}, **collection}
+
+
+def evaluated(backend: Backend, sizes: list[int], batch: int) -> list[dict[str, Any]]:
+    """Evaluate several times with the same objects."""
+    metrics = metrics_of_torchmetrics()
+    found = []
+    for num in sizes:
+        scores, classes = samples(num)
+        evaluation = Evaluation()
+        for indices in EvalBatches(num, batch, backend.world):
+            values = update(metrics, scores[indices], classes[indices])
+            evaluation.add(values, len(indices))
+        found.append(evaluation.reduce(backend))
+    return found
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_torchmetrics_finds_what_it_finds_in_one_process(ranks: Ranks) -> None:
+    sizes = [50, 31, 40]
+    everyone = ranks.run(evaluated, sizes, 4)
+    assert all(found == everyone[0] for found in everyone), "the same bits on all ranks"
+    for num, found in zip(sizes, everyone[0], strict=True):
+        plain = metrics_of_torchmetrics()
+        named = update(plain, *samples(num))
+        expected: dict[str, Any] = {}
+        for name, metric in named.items():
+            result = metric.compute()
+            several = result if isinstance(result, dict) else {"": result}
+            for key, value in several.items():
+                expected[f"{name}_{key}" if key else name] = value.tolist()
+        assert found.keys() == expected.keys()
+        for name in found:
+            tolerance = 1e-5 if name == "pearson" else 1e-12
+            one, other = torch.tensor(found[name]), torch.tensor(expected[name])
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=0, msg=name)
+        assert sum(map(sum, found["matrix"])) == num
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 3)], indirect=True)
+def test_a_rank_without_samples(ranks: Ranks) -> None:
+    """Two samples on three ranks: the third has no batch, and knows of no metric."""
+    everyone = ranks.run(evaluated, [2, 50], 4)
+    # As text: NaN, of a class without a sample, is not equal to itself.
+    assert len({repr(found) for found in everyone}) == 1
+    assert sum(map(sum, everyone[0][0]["matrix"])) == 2
+    assert sum(map(sum, everyone[0][1]["matrix"])) == 50
+
+
+class Range:
+    """A metric by the protocol alone: the distance of the largest and the smallest value."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.low, self.high = torch.tensor(math.inf), torch.tensor(-math.inf)
+        self.seen: list[Tensor] = []
+
+    def update(self, x: Tensor) -> None:
+        self.low, self.high = torch.minimum(self.low, x.min()), torch.maximum(self.high, x.max())
+        self.seen.append(x)
+
+    def compute(self) -> dict[str, Tensor]:
+        return {"width": self.high - self.low, "seen": torch.cat(self.seen)}
+
+    @property
+    def metric_state(self) -> dict[str, Any]:
+        return {"low": self.low, "high": self.high, "seen": self.seen}
+
+    _reductions = {
+        "low": lambda stacked: stacked.min(0).values,
+        "high": lambda stacked: stacked.max(0).values,
+        "seen": None,
+    }
+
+
+def of_the_protocol(backend: Backend) -> dict[str, Any]:
+    metric, evaluation = Range(), Evaluation()
+    for indices in EvalBatches(7, 2, backend.world):
+        metric.update(torch.tensor(indices).float())
+        evaluation.add({"x": metric}, len(indices))
+    found = evaluation.reduce(backend)
+    assert metric.seen == [], "it is reset"
+    return found
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_an_object_of_the_protocol(ranks: Ranks) -> None:
+    for found in ranks.run(of_the_protocol):
+        assert found["x_width"] == 6.0
+        assert sorted(found["x_seen"]) == list(range(7))
+        # In the order of ranks.
+        assert found["x_seen"] == [i for r in range(ranks.n) for i in range(r, 7, ranks.n)]
+
+
+def test_what_is_a_metric_object() -> None:
+    assert is_metric_object(Range())
+    assert is_metric_object(MaxMetric())
+    assert not is_metric_object(Range)
+    assert not is_metric_object(torch.ones(1))
+    assert not is_metric_object(nn.Linear(1, 1))
+
+
+# What is refused
+
+
+def test_a_new_object_for_every_batch_is_refused() -> None:
+    evaluation = Evaluation()
+    evaluation.add({"x": Range()}, 2)
+    with pytest.raises(InputError, match="'x' is a new Range for every batch; a task must create"):
+        evaluation.add({"x": Range()}, 2)
+
+
+def test_sums_of_two_shapes_are_refused() -> None:
+    evaluation = Evaluation()
+    evaluation.add({"x": Sum(torch.ones(3))}, 3)
+    with pytest.raises(InputError, match=r"'x' has shape \(3,\) and then \(2,\)"):
+        evaluation.add({"x": Sum(torch.ones(2))}, 2)
+
+
+def unlike(backend: Backend, kind: str) -> None:
+    """Rank 0 differs from the others."""
+    evaluation = Evaluation()
+    first = backend.world.rank == 0
+    if kind == "shape":
+        evaluation.add({"x": Sum(torch.ones(1 if first else 2))}, 1)
+    elif kind == "kind":
+        evaluation.add({"x": torch.ones(1) if first else Sum(torch.ones(1))}, 1)
+    elif not first:
+        evaluation.add({"x": Range()}, 1)
+    evaluation.reduce(backend)
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("shape", "the sum 'x' has shape (1,) and then (2,)"),
+        ("kind", "the metric 'x' is a mean here and a sum there"),
+        ("missing", "the metric 'x' must be returned for every batch"),
+    ],
+)
+def test_ranks_that_differ_all_raise(ranks: Ranks, kind: str, said: str) -> None:
+    for out in ranks.outcomes(unlike, kind):
+        assert out.kind == "InputError"
+        assert said in out.text
+
+
+# In a run
+
+
+class Classify(Task):
+    """Every kind of metric at once; F1 by torchmetrics and from counts."""
+
+    def __init__(self) -> None:
+        self.f1 = classification.MulticlassF1Score(CLASSES, average="macro")
+
+    def model(self) -> nn.Module:
+        return nn.Linear(CLASSES, CLASSES)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        return TensorDataset(*self._data(96)), TensorDataset(*self._data(53))
+
+    def _data(self, num: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(num, CLASSES, generator=torch.Generator().manual_seed(num))
+        return x, (x + 0.3 * x.roll(1, 1)).argmax(1)
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+    def metrics(self, net: nn.Module, batch: Any) -> dict[str, Any]:
+        scores = net(batch[0])
+        self.f1.update(scores, batch[1])
+        return {
+            "loss": nn.functional.cross_entropy(scores, batch[1]),
+            "f1": self.f1,
+            "confusion": Sum(confusion(scores, batch[1])),
+        }
+
+    def derived_metrics(self, totals: dict[str, Any]) -> dict[str, Any]:
+        matrix = totals["confusion"].double()
+        f1 = 2 * matrix.diagonal() / (matrix.sum(0) + matrix.sum(1))
+        return {"f1_of_counts": f1.mean(), "perplexity": math.exp(totals["loss"])}
+
+
+def train(backend: Backend, folder: Path) -> dict[str, Any]:
+    config = TrainConfig(
+        run_dir=str(folder),
+        epochs=4,
+        global_batch_size=24,
+        threads=1,
+        keep_best="f1_of_counts",
+        early_stop="perplexity:2",
+    )
+    task = Classify()
+    trainer = Trainer(task, backend, config)
+    result = trainer.fit()
+    with torch.no_grad():
+        data = task.datasets()[1]
+        scores = trainer.model(data[:][0])
+        classes = data[:][1]
+    f1 = classification.MulticlassF1Score(CLASSES, average="macro", sync_on_compute=False)
+    f1.update(scores, classes)
+    expected = {
+        "loss": float(nn.functional.cross_entropy(scores, classes)),
+        "f1": float(f1.compute()),
+        "confusion": confusion(scores, classes).tolist(),
+    }
+    return {"metrics": result.metrics, "expected": expected}
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_a_run_with_every_kind(ranks: Ranks, tmp_path: Path) -> None:
+    everyone = ranks.run(train, tmp_path)
+    metrics, expected = everyone[0]["metrics"], everyone[0]["expected"]
+    assert all(out["metrics"] == metrics for out in everyone)
+    assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert metrics["confusion"] == expected["confusion"]
+    assert metrics["f1"] == pytest.approx(expected["f1"], rel=1e-6)
+    assert metrics["f1_of_counts"] == pytest.approx(metrics["f1"], rel=1e-6)
+    assert metrics["perplexity"] == math.exp(metrics["loss"])
+    about = json.loads((tmp_path / "run.json").read_text())
+    assert about["metrics"] == metrics
+    assert about["best_checkpoint"]["metric"] == "f1_of_counts"
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["eval_confusion"] == metrics["confusion"]
+
+
+def test_a_metric_of_torchmetrics_keeps_its_own_sync(tmp_path: Path) -> None:
+    """Only while it is computed here does it not ask torch.distributed."""
+    metric: Metric = MaxMetric()
+    before = metric.distributed_available_fn
+    metric.update(1.0)
+    evaluation = Evaluation()
+    evaluation.add({"x": metric}, 1)
+    assert evaluation.reduce(single()) == {"x": 1.0}
+    assert metric.distributed_available_fn is before
