@@ -23,9 +23,14 @@ from hvdtrain.world import World
 
 FIELDS = dataclasses.fields(TrainConfig)
 POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size accumulate lr
-    step_factor clip_norm eval_every log_every keep""".split()
-NOT_NEGATIVE = "workers warmup_steps checkpoint_every seed".split()
+    step_factor clip_norm eval_every log_every keep outer_lr""".split()
+NOT_NEGATIVE = """workers warmup_steps checkpoint_every seed sync_every local_warmup
+    outer_momentum""".split()
 CHOICES = [item.name for item in FIELDS if item.metadata["choices"]]
+
+
+# What an option needs beside it.
+BESIDE: dict[str, dict[str, Any]] = {"outer_optimizer": {"sync_every": 1}}
 
 
 def make(**values: Any) -> TrainConfig:
@@ -79,7 +84,7 @@ def test_every_number_has_a_rule() -> None:
 def test_choices(name: str) -> None:
     (item,) = (item for item in FIELDS if item.name == name)
     for choice in item.metadata["choices"]:
-        make(**{name: choice}).check()
+        make(**{name: choice}, **BESIDE.get(name, {})).check()
     assert item.default in item.metadata["choices"]
     text = refusal(**{name: "nonsense"})
     assert text == f"{flag(name)} 'nonsense' is not one of: {', '.join(item.metadata['choices'])}"
