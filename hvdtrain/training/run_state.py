@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hvdtrain.backends.model_sync import to_cpu, uncompiled
 from hvdtrain.errors import CheckpointError, HvdtrainError, one_line
 from hvdtrain.training import checkpoint
+from hvdtrain.training.precision import Precision
 
 
 @dataclass
@@ -36,35 +37,50 @@ class Progress:
 def collect(
     model: nn.Module,
     optimizer: Optimizer,
-    scaler: torch.amp.GradScaler,
+    precision: Precision,
     schedule: LRScheduler | None,
     progress: Progress,
 ) -> dict[str, Any]:
     """Return the parts of a checkpoint, on the CPU. `schedule`: a task's own, which has state."""
+    with precision.masters_in(optimizer) as masters:
+        optimizer_state = to_cpu(optimizer.state_dict())
     trainer = {
         "position": asdict(progress),
-        "scaler": scaler.state_dict(),
+        "scaler": precision.scaler.state_dict(),
+        "masters": bool(masters),
         "schedule": None if schedule is None else schedule.state_dict(),
     }
-    return {
+    parts = {
         "model": {uncompiled(name): v for name, v in to_cpu(model.state_dict()).items()},
-        "optimizer": to_cpu(optimizer.state_dict()),
+        "optimizer": optimizer_state,
         "trainer": trainer,
     }
+    return {**parts, "masters": to_cpu(masters)} if masters else parts
 
 
-def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Load model and optimizer from `path`, in place, and return the trainer's part.
+def restore(
+    path: Path, model: nn.Module, optimizer: Optimizer, precision: Precision
+) -> dict[str, Any]:
+    """Load model, optimizer and fp32 masters from `path`, in place; return the trainer's part.
 
-    Raises CheckpointError if it is of another model or optimizer, or cannot be read.
+    A run without masters takes those of the checkpoint as its weights; a run with masters takes
+    the weights of a checkpoint that has none. Raises CheckpointError if it is of another model or
+    optimizer, or cannot be read.
     """
     trainer: dict[str, Any] = checkpoint.load(path, "trainer")
     try:
         # The model may be compiled, and an old checkpoint may have the names of a compiled one.
         names = {uncompiled(name): name for name in model.state_dict()}
-        saved = checkpoint.load(path, "model").items()
-        model.load_state_dict({names.get(uncompiled(k), k): v for k, v in saved})
-        optimizer.load_state_dict(checkpoint.load(path, "optimizer"))
+        saved = {uncompiled(k): v for k, v in checkpoint.load(path, "model").items()}
+        model.load_state_dict({names.get(k, k): v for k, v in saved.items()})
+        exact = checkpoint.load(path, "masters") if trainer.get("masters") else {}
+        with precision.masters_in(optimizer) as masters, torch.no_grad():
+            for name, p in model.named_parameters():
+                if uncompiled(name) in exact:
+                    p.copy_(exact[uncompiled(name)])
+            for name, master in masters.items():
+                master.copy_({**saved, **exact}[name])
+            optimizer.load_state_dict(checkpoint.load(path, "optimizer"))
     except HvdtrainError:
         raise
     except (RuntimeError, ValueError, KeyError) as error:

@@ -91,7 +91,7 @@ class Trainer:
         self.config = config
         self.world = backend.world
         self.console: Console = make_console(self.world)
-        self.precision = Precision(config.precision, backend.device)
+        self.precision = Precision(config.precision, backend.device, config.opt_level)
         self.progress = run_state.Progress()
         self.on_batch: Callable[[Any], None] | None = None
         """Called with every micro-batch of this rank, before its forward pass."""
@@ -187,6 +187,7 @@ class Trainer:
         factor = lr_factor(self.config.lr_scaling, self.world.size, self.config.accumulate)
         lr_before, lr_after = set_base_lr(optimizer, self.config.lr, factor)
         self.net, self.optimizer = self.backend.prepare(self.model, optimizer)
+        self.precision.make_masters(self.model, self.optimizer)
         loaded = self._resume(lr_after)
         self.ledger = self._make_ledger(lr_before, lr_after)
         self.scheduler = self._make_scheduler(loaded)
@@ -354,6 +355,7 @@ class Trainer:
         logs = self._records and due
         norm = self._clip(logs)
         lr = optimizer.param_groups[0]["lr"]
+        scale = self.precision.loss_scale() if logs else {}
         self.precision.step(optimizer)
         self.scheduler.step()
         optimizer.zero_grad()
@@ -362,7 +364,7 @@ class Trainer:
         meter.count(num_micro_batches)
         if logs:
             numbers = meter.flush(step, norm, self.precision.scaler.is_enabled())
-            self.log({"step": step, "epoch": progress.epoch_number, "lr": lr, **numbers})
+            self.log({"step": step, "epoch": progress.epoch_number, "lr": lr, **numbers, **scale})
         self.console.advance(step)
 
     def _clip(self, wanted: bool) -> Tensor | None:
@@ -425,7 +427,7 @@ class Trainer:
     def _write_checkpoint(self, run_dir: RunDirectory) -> None:
         schedule = self.scheduler if self._own_schedule else None
         parts = run_state.collect(
-            self.model, self.optimizer, self.precision.scaler, schedule, self.progress
+            self.model, self.optimizer, self.precision, schedule, self.progress
         )
         about = {
             "task": self.config.task,
@@ -452,7 +454,10 @@ class Trainer:
         loaded = self.backend.broadcast_object(loaded)
         if not loaded:
             return loaded
-        broadcast_state(self.backend, self.model, self.optimizer)
+        with self.precision.masters_in(self.optimizer) as masters:
+            broadcast_state(self.backend, self.model, self.optimizer)
+            for master in masters.values():
+                master.copy_(self.backend.broadcast_(master.contiguous()))
         # Learning rates are those of this run's options, not those of the checkpoint.
         for group, lr in zip(self.optimizer.param_groups, base_lrs, strict=True):
             group["lr"] = group["initial_lr"] = lr
@@ -469,7 +474,8 @@ class Trainer:
     def _load(self, root: Path) -> dict[str, Any]:
         """Restore the chosen checkpoint, and set later ones aside; return the trainer's part."""
         path = run_state.choose(root, self.config.resume, self.console.print_line)
-        loaded = {} if path is None else run_state.restore(path, self.model, self.optimizer)
+        parts = self.model, self.optimizer, self.precision
+        loaded = {} if path is None else run_state.restore(path, *parts)
         step = loaded["position"]["step"] if loaded else -1
         for old in checkpoint.set_aside(root, step):
             self.console.print_line(f"resume   set aside {old.name}")
