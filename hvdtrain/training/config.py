@@ -57,6 +57,16 @@ class TrainConfig:
     precision: str = _option(
         "fp32", "bf16 and fp16 are autocast; fp16 scales the loss.", "fp32", "bf16", "fp16", "fp64"
     )
+    opt_level: str = _option(
+        "none",
+        "Apex's levels of mixed precision, with --precision fp16 or bf16 as the half type: O0 fp32 "
+        "only; O1 autocast; O2 half weights, fp32 BatchNorm and master weights; O3 half only.",
+        "none",
+        "O0",
+        "O1",
+        "O2",
+        "O3",
+    )
     deterministic: bool = _option(False, "Refuse operations that torch cannot repeat bit by bit.")
     timeout: float = _option(300.0, "Seconds that a rank waits for the others.")
     bucket_mib: float = _option(25.0, "Size of DDP's gradient buckets, MiB.")
@@ -201,6 +211,7 @@ class TrainConfig:
             choices, value = item.metadata["choices"], getattr(self, item.name)
             if choices and value not in choices:
                 raise InputError(f"{flag(item.name)} {value!r} is not one of: {', '.join(choices)}")
+        self._check_opt_level()
         if self.batch_size is not None and self.global_batch_size is not None:
             raise InputError("--batch-size and --global-batch-size exclude each other; give one")
         if self.run_dir == "":
@@ -242,6 +253,18 @@ class TrainConfig:
         """Return what `keep_best` says, if anything. Raises InputError if it cannot be read."""
         text = self.keep_best
         return None if text is None else parse_criterion(text, "--keep-best", with_patience=False)
+
+    def _check_opt_level(self) -> None:
+        level, precision = self.opt_level, self.precision
+        if level == "O0" and precision != "fp32":
+            raise InputError(
+                f"--opt-level O0 is fp32 only, which --precision {precision} is not; leave one out"
+            )
+        if level in ("O1", "O2", "O3") and precision not in ("bf16", "fp16"):
+            raise InputError(
+                f"--opt-level {level} needs a half type, which --precision {precision} is not; "
+                "give --precision fp16 or bf16"
+            )
 
     def drop_epochs(self) -> tuple[int, ...]:
         """Return `step_epochs` as sorted numbers. Raises InputError if it is no list of epochs."""

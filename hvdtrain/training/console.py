@@ -104,6 +104,7 @@ def describe(record: dict[str, Any]) -> str:
         "samples_per_s": "{:.0f} samples/s",
         "step_ms": "{:.1f} ms/step",
         "epoch": "epoch {:d}",
+        "loss_scale": "loss_scale {:g}",
     }
     skipped = {"step", "time", "data_ms"}
     return "  ".join(

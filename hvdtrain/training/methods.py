@@ -24,6 +24,7 @@ ONE_PROCESS = {
     for name in ("single", "dp")
 }
 
+NO_MASTERS = "the half weights are averaged, and the fp32 masters are not"
 NO_MEAN = "it reads the averaged gradient, and each rank steps on its own"
 
 
@@ -44,6 +45,22 @@ class Method:
     """Reasons by the name of another method."""
 
 
+_NO_BF16_GRADIENTS = {
+    "horovod": "Horovod 0.28.1 raises `Tensor type torch.BFloat16Tensor is not supported`; use "
+    "--precision fp16, or --backend compat or ddp"
+}
+
+
+def _half_weights(level: str, half: str, masters: str, refused: Mapping[str, str] = {}) -> Method:
+    """Return the row of an opt level with half weights, in one half type."""
+    return Method(
+        f"{level}: {half} weights{masters}",
+        f"--precision {half} --opt-level {level}",
+        lambda c: (c.opt_level, c.precision) == (level, half),
+        refused=refused,
+    )
+
+
 METHODS = (
     Method("gradient accumulation", "--accumulate 4", lambda c: c.accumulate > 1),
     Method("gradient clipping", "--clip-norm 1.0", lambda c: c.clip_norm < float("inf")),
@@ -61,8 +78,21 @@ METHODS = (
         lambda c: c.keep_best is not None,
         not_with={"local SGD": NOT_HELD},
     ),
-    Method("bf16 autocast", "--precision bf16", lambda c: c.precision == "bf16"),
-    Method("fp16 with a scaled loss", "--precision fp16", lambda c: c.precision == "fp16"),
+    Method(
+        "bf16 autocast",
+        "--precision bf16",
+        lambda c: c.precision == "bf16" and c.opt_level in ("none", "O1"),
+    ),
+    Method(
+        "fp16 with a scaled loss",
+        "--precision fp16",
+        lambda c: c.precision == "fp16" and c.opt_level in ("none", "O1"),
+    ),
+    Method("O1: autocast", "--precision fp16 --opt-level O1", lambda c: c.opt_level == "O1"),
+    _half_weights("O2", "fp16", ", fp32 masters"),
+    _half_weights("O2", "bf16", ", fp32 masters", refused=_NO_BF16_GRADIENTS),
+    _half_weights("O3", "fp16", " alone"),
+    _half_weights("O3", "bf16", " alone", refused=_NO_BF16_GRADIENTS),
     Method(
         "SyncBatchNorm",
         "--sync-bn",
@@ -102,6 +132,8 @@ METHODS = (
         not_with={
             "gradient clipping": NO_MEAN,
             "fp16 with a scaled loss": "the loss scale needs gradients that are equal on all ranks",
+            "O2: fp16 weights, fp32 masters": NO_MASTERS,
+            "O2: bf16 weights, fp32 masters": NO_MASTERS,
             "SyncBatchNorm": "its layers communicate in every step",
             **dict.fromkeys(
                 ("fp16 gradients", "bf16 gradients", "PowerSGD"), "no gradients are sent"

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from hvdtrain.backends.model_sync import to_cpu, uncompiled
 from hvdtrain.errors import CheckpointError, HvdtrainError, one_line
 from hvdtrain.training import checkpoint
+from hvdtrain.training.precision import Precision
 
 
 @dataclass
@@ -35,29 +36,37 @@ class Progress:
 def collect(
     model: nn.Module,
     optimizer: Optimizer,
-    scaler: torch.amp.GradScaler,
+    precision: Precision,
     schedule: dict[str, Any] | None,
     progress: Progress,
     decisions: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the parts of a checkpoint, on the CPU. `schedule`, `decisions`: their states."""
+    with precision.masters_in(optimizer) as masters:
+        optimizer_state = to_cpu(optimizer.state_dict())
     trainer = {
         "position": asdict(progress),
-        "scaler": scaler.state_dict(),
+        "scaler": precision.scaler.state_dict(),
+        "masters": bool(masters),
         "schedule": schedule,
         "decisions": decisions,
     }
-    return {
+    parts = {
         "model": {uncompiled(name): v for name, v in to_cpu(model.state_dict()).items()},
-        "optimizer": to_cpu(optimizer.state_dict()),
+        "optimizer": optimizer_state,
         "trainer": trainer,
     }
+    return {**parts, "masters": to_cpu(masters)} if masters else parts
 
 
-def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Load model and optimizer from `path`, in place, and return the trainer's part.
+def restore(
+    path: Path, model: nn.Module, optimizer: Optimizer, precision: Precision
+) -> dict[str, Any]:
+    """Load model, optimizer and fp32 masters from `path`, in place; return the trainer's part.
 
-    Its entry "ranks" is what each rank kept for itself, by rank; empty if nothing.
+    Its entry "ranks" is what each rank kept for itself, by rank; empty if nothing. A run without
+    masters takes those of the checkpoint as its weights; a run with masters takes the weights of a
+    checkpoint that has none.
 
     Raises CheckpointError if it is of another model or optimizer, or cannot be read.
     """
@@ -66,9 +75,16 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any
     try:
         # The model may be compiled, and an old checkpoint may have the names of a compiled one.
         names = {uncompiled(name): name for name in model.state_dict()}
-        saved = checkpoint.load(path, "model").items()
-        model.load_state_dict({names.get(uncompiled(k), k): v for k, v in saved})
-        optimizer.load_state_dict(checkpoint.load(path, "optimizer"))
+        saved = {uncompiled(k): v for k, v in checkpoint.load(path, "model").items()}
+        model.load_state_dict({names.get(k, k): v for k, v in saved.items()})
+        exact = checkpoint.load(path, "masters") if trainer.get("masters") else {}
+        with precision.masters_in(optimizer) as masters, torch.no_grad():
+            for name, p in model.named_parameters():
+                if uncompiled(name) in exact:
+                    p.copy_(exact[uncompiled(name)])
+            for name, master in masters.items():
+                master.copy_({**saved, **exact}[name])
+            optimizer.load_state_dict(checkpoint.load(path, "optimizer"))
     except HvdtrainError:
         raise
     except (RuntimeError, ValueError, KeyError) as error:

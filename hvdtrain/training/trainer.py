@@ -106,7 +106,7 @@ class Trainer:
         self.config = config
         self.world = backend.world
         self.console: Console = make_console(self.world)
-        self.precision = Precision(config.precision, backend.device)
+        self.precision = Precision(config.precision, backend.device, config.opt_level)
         self.progress = run_state.Progress()
         self.decisions = Decisions(config.early_stop_criterion(), config.keep_best_criterion())
         self.on_batch: Callable[[Any], None] | None = None
@@ -219,6 +219,7 @@ class Trainer:
         kind: Literal["local", "mean"] = "local" if local else "mean"
         self.net, self.optimizer = self.backend.prepare(self.model, optimizer, kind)
         self._rank_states = self.backend.rank_states[known:]
+        self.precision.make_masters(self.model, self.optimizer)
         if local:
             self._local = LocalSGD(self.backend, self.model, self.optimizer, self.config)
             if self.config.local_state == "local":
@@ -484,6 +485,7 @@ class Trainer:
         norm = self._clip(logs and self._local is None)
         if logs:
             self._last_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        scale = self.precision.loss_scale() if logs else {}
         self.precision.step(optimizer)
         if self._local is not None:
             self._local.finish_step(step, self.ledger.total_steps)
@@ -495,7 +497,7 @@ class Trainer:
         if logs:
             numbers = meter.flush(step, norm, self.precision.scaler.is_enabled())
             record = {"step": step, "epoch": progress.epoch_number, "lr": self._last_lrs[0]}
-            self.log({**record, **numbers})
+            self.log({**record, **numbers, **scale})
         self.console.advance(step)
 
     def _accumulate(self, last: bool) -> AbstractContextManager[None]:
@@ -588,7 +590,7 @@ class Trainer:
         parts = run_state.collect(
             self.model,
             self.optimizer,
-            self.precision.scaler,
+            self.precision,
             self.schedule.state_dict(),
             self.progress,
             self.decisions.state_dict(),
@@ -628,7 +630,10 @@ class Trainer:
         loaded = self.backend.broadcast_object(loaded)
         if not loaded:
             return loaded
-        broadcast_state(self.backend, self.model, self.optimizer)
+        with self.precision.masters_in(self.optimizer) as masters:
+            broadcast_state(self.backend, self.model, self.optimizer)
+            for master in masters.values():
+                master.copy_(self.backend.broadcast_(master.contiguous()))
         # Learning rates are those of this run's options, not those of the checkpoint.
         for group, lr in zip(self.optimizer.param_groups, base_lrs, strict=True):
             group["lr"] = group["initial_lr"] = lr
@@ -659,7 +664,8 @@ class Trainer:
     def _load(self, root: Path) -> dict[str, Any]:
         """Restore the chosen checkpoint, and set later ones aside; return the trainer's part."""
         path = run_state.choose(root, self.config.resume, self.console.print_line)
-        loaded = {} if path is None else run_state.restore(path, self.model, self.optimizer)
+        parts = self.model, self.optimizer, self.precision
+        loaded = {} if path is None else run_state.restore(path, *parts)
         step = loaded["position"]["step"] if loaded else -1
         for old in checkpoint.set_aside(root, step):
             self.console.print_line(f"resume   set aside {old.name}")

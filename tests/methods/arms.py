@@ -21,6 +21,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "best checkpoint": {"keep_best": "loss"},
     "bf16 autocast": {"precision": "bf16"},
     "fp16 with a scaled loss": {"precision": "fp16"},
+    "O1: autocast": {"precision": "fp16", "opt_level": "O1"},
+    "O2: fp16 weights, fp32 masters": {"precision": "fp16", "opt_level": "O2"},
+    "O2: bf16 weights, fp32 masters": {"precision": "bf16", "opt_level": "O2"},
+    "O3: fp16 weights alone": {"precision": "fp16", "opt_level": "O3"},
+    "O3: bf16 weights alone": {"precision": "bf16", "opt_level": "O3"},
     "SyncBatchNorm": {"sync_bn": True},
     "fp16 gradients": {"compression": "fp16"},
     "bf16 gradients": {"compression": "bf16"},
@@ -29,6 +34,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "DiLoCo": {"sync_every": 3, "outer_optimizer": "nesterov"},
 }
 """By the method's name: changes to the TrainConfig of tests/parity/resume.py."""
+
+TASK: dict[str, dict[str, Any]] = {
+    # AdamW's epsilon is zero in fp16, and a gradient of zero then divides by it.
+    "O3: fp16 weights alone": {"optimizer": "sgd"},
+}
+"""By the method's name: arguments of the task of tests/parity/resume.py."""
 
 NOTHING_ON_ONE_RANK = ("SyncBatchNorm",)
 """Methods that leave the bits of a single process as they are."""
@@ -54,13 +65,13 @@ def options_of(backend: Backend, config: TrainConfig) -> Iterator[None]:
 
 def interrupted(backend: Backend, name: str, folder: Path) -> dict[str, Any]:
     """Train as a whole, and in two parts; return what both gave."""
-    changes = {"epochs": 2, **SETTINGS[name]}
+    changes, of_task = {"epochs": 2, **SETTINGS[name]}, TASK.get(name, {})
     with options_of(backend, replace(CONFIG, **changes)):
-        whole = train(backend, folder / "whole", **changes)
+        whole = train(backend, folder / "whole", **changes, **of_task)
     with options_of(backend, replace(CONFIG, **changes)):
-        train(backend, folder / "parts", STOP_AT, **changes)
+        train(backend, folder / "parts", STOP_AT, **changes, **of_task)
     with options_of(backend, replace(CONFIG, **changes)):
-        rest = train(backend, folder / "parts", resume="must", **changes)
+        rest = train(backend, folder / "parts", resume="must", **changes, **of_task)
     with options_of(backend, CONFIG):
-        plain = train(backend, folder / "plain", epochs=changes["epochs"])
+        plain = train(backend, folder / "plain", epochs=changes["epochs"], **of_task)
     return {"whole": whole["digest"], "parts": rest["digest"], "plain": plain["digest"]}

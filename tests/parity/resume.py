@@ -30,16 +30,21 @@ class Net(nn.Module):
 class Stateful(Task):
     """What carries state from step to step: dropout, BatchNorm, momentum, a scheduler."""
 
-    def __init__(self, own_schedule: str = "", evaluates: bool = False) -> None:
+    def __init__(
+        self, own_schedule: str = "", evaluates: bool = False, optimizer: str = "adamw"
+    ) -> None:
         self.own_schedule = own_schedule
         self.evaluates = evaluates
         self.schedule_unit = "epoch" if own_schedule == "by epoch" else "step"
+        self.kind = optimizer
         self.seen: list[list[int]] = []
 
     def model(self) -> nn.Module:
         return Net()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.kind == "sgd":
+            return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
         return torch.optim.AdamW(model.parameters(), lr=0.02)
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
@@ -87,18 +92,11 @@ def train(
     backend: Backend, /, run_dir: Path, stop_at: int = -1, resume: str = "none", **changes: Any
 ) -> dict[str, Any]:
     """Train, or die before step `stop_at`; says what was seen, the rates and the weights."""
-    own_schedule = changes.pop("own_schedule", "")
+    of_task = {k: changes.pop(k) for k in ("own_schedule", "optimizer") if k in changes}
     config = replace(CONFIG, run_dir=str(run_dir), resume=resume, **changes)
-    evaluates = (
-        config.early_stop
-        or config.keep_best
-        or "plateau"
-        in (
-            own_schedule,
-            config.schedule,
-        )
-    )
-    task = Stateful(own_schedule, bool(evaluates))
+    plateau = "plateau" in (of_task.get("own_schedule"), config.schedule)
+    evaluates = bool(config.early_stop or config.keep_best or plateau)
+    task = Stateful(evaluates=evaluates, **of_task)
     trainer = Trainer(task, backend, config)
     rates: list[float] = []
 

@@ -1,0 +1,431 @@
+"""`--opt-level`: O2 against a hand-written loop bit by bit, one loss scale for all ranks, and what
+a checkpoint of one level is to another.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from hvdtrain import Backend, Task, TrainConfig, Trainer, World, open_backend
+from hvdtrain.errors import InputError
+from hvdtrain.training import checkpoint, run_state
+from hvdtrain.training.data_loading import ShardedBatches, derive_seed
+from hvdtrain.training.precision import Precision
+from hvdtrain.world import detect
+from tests.conftest import EVERY_ARM
+from tests.ranks import Ranks
+
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+CPU = torch.device("cpu")
+SIZE = 48
+SPIKE_AT = 29
+"""The sample whose gradient overflows in fp16: it is in the third step of the second epoch."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Small(Task):
+    """A regression with BatchNorm; `spike` multiplies the loss of the batch with SPIKE_AT."""
+
+    def __init__(self, spike: float = 1.0, sgd: bool = False) -> None:
+        self.spike = spike
+        self.sgd = sgd
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        kind = torch.optim.SGD if self.sgd else torch.optim.AdamW
+        return kind(model.parameters(), lr=0.02)
+
+    def datasets(self) -> tuple[Dataset[Any], None]:
+        inputs = torch.randn(SIZE, 5, generator=torch.Generator().manual_seed(2))
+        return TensorDataset(inputs, inputs.sum(1), torch.arange(SIZE)), None
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        inputs, wanted, index = batch
+        scores = net(inputs)
+        assert wanted.dtype == torch.float32
+        loss: Tensor = (scores.squeeze(1) - wanted).square().mean()
+        return loss * self.spike if SPIKE_AT in index else loss
+
+
+CONFIG = TrainConfig(
+    seed=3,
+    epochs=3,
+    global_batch_size=12,
+    clip_norm=0.5,
+    threads=1,
+    log_every=1,
+    checkpoint_every=1,
+    keep=99,
+)  # 4 steps an epoch, 12 in all
+
+
+class Stop(Exception):
+    """The run dies here."""
+
+
+def train(
+    backend: Backend,
+    /,
+    run_dir: Path,
+    stop_at: int = -1,
+    spike: float = 1.0,
+    sgd: bool = False,
+    init_scale: float | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Train, or die after step `stop_at`; return this rank's weights, and its scale by step.
+
+    With `init_scale`, the scale grows after every four steps.
+    """
+    trainer = Trainer(Small(spike, sgd), backend, replace(CONFIG, run_dir=str(run_dir), **changes))
+    if init_scale is not None:
+        trainer.precision.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=init_scale, growth_interval=4
+        )
+    scales: list[float] = []
+
+    class Watch(type(trainer.console)):  # type: ignore[misc]
+        def advance(self, step: int) -> None:
+            scales.append(trainer.precision.scaler.get_scale())
+            if step == stop_at:
+                raise Stop
+
+    trainer.console = Watch()
+    try:
+        trainer.fit()
+    except Stop:
+        return {"scales": scales}
+    weights = {name: t.detach().clone() for name, t in trainer.model.state_dict().items()}
+    return {"scales": scales, "weights": weights}
+
+
+def train_weights(backend: Backend, /, run_dir: Path, **changes: Any) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = train(backend, run_dir, **changes)["weights"]
+    return weights
+
+
+def single() -> Backend:
+    return open_backend("single", detect({}))
+
+
+def logged(run_dir: Path) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "loss" in record]
+
+
+def by_hand(n: int, half: str, init_scale: float | None) -> dict[str, Tensor]:
+    """Train at O2 as a script would: two models, two sets of gradients, the rules of a scaler."""
+    task, config = Small(), CONFIG
+    torch.manual_seed(derive_seed(config.seed))
+    model = task.model().to(HALF[half])
+    model[1].float()  # type: ignore[index]
+    masters = copy.deepcopy(model).float()
+    optimizer = task.optimizer(masters)
+    data: Any = task.datasets()[0]
+    shards = [
+        ShardedBatches(SIZE, config.micro_batch(n), World(r, n, r, n), config.seed, "drop")
+        for r in range(n)
+    ]
+    scale, good_steps = init_scale or 1.0, 0
+    for epoch in range(config.epochs):
+        for shard in shards:
+            shard.set_epoch(epoch)
+        for batches in zip(*shards, strict=True):
+            grads: list[list[Tensor]] = []
+            of_rank_0: dict[str, Tensor] = {}
+            for indices in batches:
+                inputs, wanted, _ = data[indices]
+                model.zero_grad()
+                scores = model(inputs.to(HALF[half])).float()
+                ((scores.squeeze(1) - wanted).square().mean() * scale).backward()
+                grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+                of_rank_0 = of_rank_0 or {k: t.clone() for k, t in model.named_buffers()}
+            for name, buffer in model.named_buffers():
+                buffer.copy_(of_rank_0[name])
+            for p, *parts in zip(masters.parameters(), *grads, strict=True):
+                p.grad = (sum(parts[1:], parts[0]) / n).float() / scale
+            finite = all(p.grad.isfinite().all() for p in masters.parameters())  # type: ignore[union-attr]
+            if finite:
+                nn.utils.clip_grad_norm_(masters.parameters(), config.clip_norm)
+                optimizer.step()
+            good_steps = good_steps + 1 if finite else 0
+            if init_scale is not None and not finite:
+                scale /= 2
+            elif init_scale is not None and good_steps == 4:
+                scale, good_steps = scale * 2, 0
+            with torch.no_grad():
+                for p, master in zip(model.parameters(), masters.parameters(), strict=True):
+                    p.copy_(master)
+    return {name: t.detach().clone() for name, t in model.state_dict().items()}
+
+
+def check_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert {k: t.dtype for k, t in one.items()} == {k: t.dtype for k, t in other.items()}
+    for name, t in one.items():
+        assert torch.equal(t, other[name]), name
+
+
+# The meaning of each level
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
+def test_the_half_type_is_given(level: str, precision: str) -> None:
+    config = TrainConfig(precision=precision, opt_level=level)
+    if (level == "O0") == (precision == "fp32") and precision != "fp64":
+        config.check()
+        return
+    with pytest.raises(InputError) as refused:
+        config.check()
+    text = str(refused.value)
+    assert f"--opt-level {level}" in text
+    assert f"--precision {precision}" in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(("level", "precision"), [("O0", "fp32"), ("O1", "bf16"), ("O1", "fp16")])
+def test_two_levels_are_names_for_what_precision_does(
+    level: str, precision: str, tmp_path: Path
+) -> None:
+    plain = train_weights(single(), tmp_path / "plain", precision=precision)
+    named = train_weights(single(), tmp_path / "named", precision=precision, opt_level=level)
+    check_equal(named, plain)
+
+
+@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_dtypes(level: str, half: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 3)
+            self.bn = nn.BatchNorm1d(3, affine=False)
+            self.register_buffer("table", torch.ones(3))
+            self.register_buffer("count", torch.ones(1, dtype=torch.int64))
+            self.seen: list[torch.dtype] = []
+
+        def forward(self, x: Tensor, *, mask: Tensor, at: Tensor) -> dict[str, Tensor]:
+            hidden = self.bn(self.linear(x))
+            self.seen += [x.dtype, mask.dtype, at.dtype, hidden.dtype]
+            return {"scores": hidden * mask, "at": at}
+
+    net = Net()
+    assert Precision(half, CPU, level).convert(net) is net
+    statistics = torch.float32 if level == "O2" else HALF[half]
+    assert {name: t.dtype for name, t in net.state_dict().items()} == {
+        "linear.weight": HALF[half],
+        "linear.bias": HALF[half],
+        "bn.running_mean": statistics,
+        "bn.running_var": statistics,
+        "bn.num_batches_tracked": torch.int64,
+        "table": HALF[half],
+        "count": torch.int64,
+    }
+    out = net(torch.ones(4, 2), mask=torch.ones(3), at=torch.zeros(1, dtype=torch.int64))
+    assert net.seen == [HALF[half], HALF[half], torch.int64, HALF[half]]
+    assert out["scores"].dtype == torch.float32
+    assert out["at"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(("level", "moves"), [("O2", True), ("O3", False)])
+def test_masters_keep_updates_that_half_loses(level: str, moves: bool) -> None:
+    """1 - 0.0001 is 1 in bf16; 100 such steps are 0.99."""
+    precision, model = Precision("bf16", CPU, level), nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    precision.convert(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    precision.make_masters(model, optimizer)
+    for _ in range(100):
+        precision.backward(model(torch.ones(1, 1)).sum())
+        precision.unscale_(optimizer)
+        precision.step(optimizer)
+        optimizer.zero_grad()
+    assert optimizer.param_groups[0]["params"] == [model.weight]
+    expected = torch.tensor(0.99 if moves else 1.0).bfloat16()
+    assert model.weight.item() == expected.item()
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    precision = Precision("fp16", CPU, "O2")
+    precision.convert(model)
+    assert model[1].weight is model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision.make_masters(model, optimizer)
+    with precision.masters_in(optimizer) as masters:
+        assert list(masters) == ["0.weight", "0.bias", "1.bias"]
+
+
+def test_state_made_before_the_masters_is_theirs() -> None:
+    """Adagrad makes its state in the constructor, in the type of the weights."""
+    precision, model = Precision("bf16", CPU, "O2"), nn.Linear(2, 2)
+    precision.convert(model)
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    precision.make_masters(model, optimizer)
+    precision.backward(model(torch.ones(1, 2)).sum())
+    precision.unscale_(optimizer)
+    precision.step(optimizer)
+    with precision.masters_in(optimizer):
+        state = optimizer.state_dict()["state"]
+    assert [entry["sum"].dtype for entry in state.values()] == [torch.float32] * 2
+    assert [entry["sum"].unique().item() for entry in state.values()] == [1.5] * 2
+
+
+# O2 by hand
+
+# With three, the order of a sum is the transport's: tests/methods/test_methods.py trains those.
+UP_TO_TWO = [arm for arm in EVERY_ARM if arm.values[0][1] <= 2]  # type: ignore[index]
+SCALES = {"bf16": None, "fp16": 2.0**8}
+
+
+@pytest.mark.parametrize("ranks", UP_TO_TWO, indirect=True)
+@pytest.mark.parametrize("half", HALF)
+def test_o2_is_bitwise_equal_to_a_hand_written_loop(
+    ranks: Ranks, half: str, tmp_path: Path
+) -> None:
+    if half == "bf16" and ranks.arm.backend == "horovod":
+        pytest.skip("refused: see the table of methods")
+    changes: dict[str, Any] = {"precision": half, "opt_level": "O2", "init_scale": SCALES[half]}
+    expected = by_hand(ranks.n, half, SCALES[half])
+    for weights in ranks.run(train_weights, tmp_path, **changes):
+        check_equal(weights, expected)
+
+
+def test_overflows_and_growth_by_hand(tmp_path: Path) -> None:
+    """2^20 overflows in the first steps, and the scale grows again later."""
+    changes: dict[str, Any] = {"precision": "fp16", "opt_level": "O2", "init_scale": 2.0**20}
+    made = train(single(), tmp_path, **changes)
+    check_equal(made["weights"], by_hand(1, "fp16", 2.0**20))
+    scales = [2.0**20, *made["scales"]]
+    steps = [after / before for before, after in zip(scales, scales[1:], strict=False)]
+    assert 0.5 in steps
+    assert 2 in steps
+    # A record has the scale of its step, not of the next one.
+    assert [record["loss_scale"] for record in logged(tmp_path)] == scales[:-1]
+
+
+@pytest.mark.parametrize(
+    ("precision", "level", "scaled"),
+    [
+        ("fp16", "none", True),
+        ("fp16", "O1", True),
+        ("fp16", "O2", True),
+        ("fp16", "O3", False),
+        ("bf16", "O2", False),
+        ("fp32", "none", False),
+    ],
+)
+def test_the_scale_is_logged_where_there_is_one(
+    precision: str, level: str, scaled: bool, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"precision": precision, "opt_level": level}
+    train(single(), tmp_path, stop_at=2, sgd=True, **changes)
+    assert ["loss_scale" in record for record in logged(tmp_path)] == [scaled] * 2
+
+
+# One decision for all ranks, and checkpoints
+
+ONE_OF_EACH = [(name, 2) for name in ("ddp-torchrun", "horovod-mpi", "compat-torchrun")]
+
+
+@pytest.mark.parametrize("ranks", ONE_OF_EACH, indirect=True)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_of_one_rank_is_skipped_by_all(
+    ranks: Ranks, level: str, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {
+        "precision": "fp16",
+        "opt_level": level,
+        "init_scale": 2.0**10,
+        "spike": 1e6,
+    }
+    whole = ranks.run(train, tmp_path / "whole", **changes)
+    scales = whole[0]["scales"]
+    assert scales == whole[1]["scales"]
+    halved = [before > after for before, after in zip([2.0**10, *scales], scales, strict=False)]
+    assert sum(halved) == CONFIG.epochs, "the sample is seen once an epoch"
+    check_equal(whole[0]["weights"], whole[1]["weights"])
+    # The checkpoint is one good step after the first overflow: it counts towards the next growth.
+    stop_at = halved.index(True) + 3
+    ranks.run(train, tmp_path / "parts", stop_at, **changes)
+    resumed = ranks.run(train, tmp_path / "parts", resume="must", **changes)
+    for rest in resumed:
+        assert rest["scales"] == scales[stop_at - 1 :]
+        check_equal(rest["weights"], whole[0]["weights"])
+
+
+def checkpointed(run_dir: Path, part: str) -> Any:
+    path, _ = checkpoint.newest(run_dir / "checkpoints")
+    assert path is not None
+    return checkpoint.load(path, part)
+
+
+@pytest.mark.parametrize("half", HALF)
+def test_a_checkpoint_of_o2_loads_anywhere(half: str, tmp_path: Path) -> None:
+    train(single(), tmp_path / "o2", precision=half, opt_level="O2")
+    saved, masters = (checkpointed(tmp_path / "o2", part) for part in ("model", "masters"))
+    for dtype in (HALF[half], torch.float32):
+        Small().model().to(dtype).load_state_dict(saved)
+    assert list(masters) == ["0.weight", "0.bias", "3.weight", "3.bias"]
+    for name, master in masters.items():
+        assert master.dtype == torch.float32
+        assert torch.equal(master.to(HALF[half]), saved[name])
+    assert any(not torch.equal(m, saved[name].float()) for name, m in masters.items())
+    state = checkpointed(tmp_path / "o2", "optimizer")["state"]
+    assert {t.dtype for entry in state.values() for t in entry.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_levels_change_when_resuming(precision: str, tmp_path: Path) -> None:
+    """No rounding is added: fp32 weights become masters, and masters become fp32 weights."""
+    o2: dict[str, Any] = {"precision": "bf16", "opt_level": "O2"}
+    plain: dict[str, Any] = {"precision": precision, "opt_level": "none"}
+    for first, second in ((o2, plain), (plain, o2)):
+        folder = tmp_path / f"{first['opt_level']}-first"
+        train(single(), folder, stop_at=6, **first)
+        exact = {**checkpointed(folder, "model")}
+        if first is o2:
+            exact |= checkpointed(folder, "masters")
+        state = checkpointed(folder, "optimizer")["state"]
+        other = Precision(second["precision"], CPU, second["opt_level"])
+        model = other.convert(Small().model())
+        optimizer = Small().optimizer(model)
+        other.make_masters(model, optimizer)
+        path, _ = checkpoint.newest(folder / "checkpoints")
+        assert path is not None
+        run_state.restore(path, model, optimizer, other)
+        with other.masters_in(optimizer) as masters:
+            kept = {**model.state_dict(), **masters}
+            assert bool(masters) == (second is o2)
+            loaded = optimizer.state_dict()["state"]
+        for name, t in exact.items():
+            assert torch.equal(kept[name], t), name
+        for key, entry in state.items():
+            assert torch.equal(loaded[key]["exp_avg"], entry["exp_avg"])
+
+
+def test_the_default_has_no_masters_in_its_checkpoints(tmp_path: Path) -> None:
+    train(single(), tmp_path, stop_at=2)
+    (path, *_) = checkpoint.list_checkpoints(tmp_path / "checkpoints")
+    files = sorted(file.name for file in path.iterdir() if file.suffix == ".pt")
+    assert files == ["model.pt", "optimizer.pt", "trainer.pt"]
