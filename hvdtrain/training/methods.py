@@ -63,6 +63,13 @@ METHODS = (
     ),
     Method("bf16 autocast", "--precision bf16", lambda c: c.precision == "bf16"),
     Method("fp16 with a scaled loss", "--precision fp16", lambda c: c.precision == "fp16"),
+    Method("padded last batch", "--uneven pad", lambda c: c.uneven == "pad"),
+    Method(
+        "short last batch, weighted",
+        "--uneven join",
+        lambda c: c.uneven == "join",
+        not_with={"local SGD": "a step of one rank has no mean over the samples of all"},
+    ),
     Method(
         "SyncBatchNorm",
         "--sync-bn",

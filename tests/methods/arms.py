@@ -21,6 +21,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "best checkpoint": {"keep_best": "loss"},
     "bf16 autocast": {"precision": "bf16"},
     "fp16 with a scaled loss": {"precision": "fp16"},
+    "padded last batch": {"uneven": "pad"},
+    # The last batch of an epoch has 14 of 18 samples: BatchNorm needs two on each rank.
+    "short last batch, weighted": {"uneven": "join", "global_batch_size": 18},
     "SyncBatchNorm": {"sync_bn": True},
     "fp16 gradients": {"compression": "fp16"},
     "bf16 gradients": {"compression": "bf16"},
