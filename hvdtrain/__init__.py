@@ -22,6 +22,7 @@ __all__ = [
     "detect",
     "open_backend",
     "run",
+    "shard_bounds",
 ]
 
 _HOME = {
@@ -35,6 +36,7 @@ _HOME = {
     "detect": "hvdtrain.world",
     "open_backend": "hvdtrain.backends",
     "run": "hvdtrain.hvd.runner",
+    "shard_bounds": "hvdtrain.training.sharding",
 }
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from hvdtrain.errors import HvdtrainError
     from hvdtrain.hvd.runner import run
     from hvdtrain.training.config import TrainConfig
+    from hvdtrain.training.sharding import shard_bounds
     from hvdtrain.training.task import Task
     from hvdtrain.training.trainer import Trainer
     from hvdtrain.world import World, detect

@@ -40,7 +40,7 @@ WITHOUT_TORCH = """errors files signals trees processes provenance world launche
     cli.compare cli.report cli.install_horovod""".split()
 
 PUBLIC = """Backend BackendOptions HvdtrainError Task TrainConfig Trainer World detect open_backend
-    run""".split()
+    run shard_bounds""".split()
 
 CONTRACT = """accumulate all_gather_object all_reduce barrier broadcast_ broadcast_object close
     describe finish_backward host_problem launcher_problem open prepare share_errors""".split()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -77,6 +78,17 @@ def test_minimal_task_trains(tmp_path: Path) -> None:
     output = succeed(run(warm([*torchrun, *task, "--run-dir", tmp_path / "run"])))
     losses = [float(text) for text in re.findall(r"  loss (\S+)", output)]
     assert losses[-1] < 0.1 * losses[0]
+
+
+@pytest.mark.parametrize("task", ["Lines", "Balanced"])
+def test_data_task_trains(tmp_path: Path, task: str) -> None:
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "hvdtrain"]
+    options = ["--task", f"examples/data_task.py:{task}", "--epochs", "2", "--uneven", "join"]
+    output = succeed(run(warm([*torchrun, *options, "--run-dir", tmp_path / "run"])))
+    losses = [float(text) for text in re.findall(r"eval_loss (\S+)", output)]
+    assert losses[-1] < losses[0]
+    seen = json.loads((tmp_path / "run" / "run.json").read_text())["seen"]
+    assert [epoch["samples_by_rank"] for epoch in seen] == [[501, 500]] * 2
 
 
 def test_digits_drives_the_trainer(tmp_path: Path) -> None:

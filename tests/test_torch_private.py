@@ -35,6 +35,7 @@ from tests.forkserver import warm
         ("torch:UntypedStorage", "_share_fd_cpu_"),
         ("torch.multiprocessing.reductions", "StorageWeakRef"),
         ("torch.distributed.rendezvous", "_rendezvous_handlers"),
+        ("torch.utils.data._utils.worker", "_worker_info"),
         ("torch.distributed:Reducer", "_rebuild_buckets"),
         ("torch.distributed:Reducer", "prepare_for_forward"),
         ("torch.distributed:Reducer", "prepare_for_backward"),

@@ -151,6 +151,10 @@ class CompareOptions:
         if not self.ranks or min(self.ranks) < 1 or len(set(self.ranks)) < len(self.ranks):
             sizes = ",".join(map(str, self.ranks))
             raise InputError(f"--np {sizes} must be numbers of ranks, 1 or more, each once")
+        if self.uneven == "join":
+            raise InputError(
+                "--uneven join: a comparison needs steps of equal size; give drop or pad"
+            )
         for size in self.ranks:
             TrainConfig(**self.training(size)).check()
 

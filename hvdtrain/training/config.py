@@ -128,9 +128,12 @@ class TrainConfig:
     accumulate: int = _option(1, "Micro-batches per optimizer step.")
     uneven: str = _option(
         "drop",
-        "The samples left over at an epoch's end: drop them, or pad with repeats.",
+        "The samples left over at an epoch's end: drop them, pad with repeats, join them in a "
+        "short batch weighted by samples, or refuse them.",
         "drop",
         "pad",
+        "join",
+        "error",
     )
     workers: int = _option(0, "Loader processes of each rank.")
     seed: int = _option(

@@ -17,7 +17,7 @@ class Console:
     def print_line(self, text: str) -> None:
         """Print a line."""
 
-    def start(self, total_steps: int, step: int) -> None:
+    def start(self, total_steps: int | None, step: int) -> None:
         """Start to show progress, from `step` on."""
 
     def advance(self, step: int) -> None:
@@ -33,13 +33,13 @@ class Console:
 class LineConsole(Console):
     """Plain lines, for files, pipes, and launchers that prefix each line with its rank."""
 
-    _total = 0
+    _total: int | str = 0
 
     def print_line(self, text: str) -> None:
         print(text, flush=True)
 
-    def start(self, total_steps: int, step: int) -> None:
-        self._total = total_steps
+    def start(self, total_steps: int | None, step: int) -> None:
+        self._total = "?" if total_steps is None else total_steps
 
     def log(self, record: dict[str, Any]) -> None:
         self.print_line(f"step {record['step']}/{self._total}  {describe(record)}")
@@ -72,7 +72,7 @@ class BarConsole(Console):
     def print_line(self, text: str) -> None:
         self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def start(self, total_steps: int, step: int) -> None:
+    def start(self, total_steps: int | None, step: int) -> None:
         self._progress.start()
         self._progress.update(self._bar, total=total_steps, completed=step)
         self._progress.start_task(self._bar)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,9 +40,60 @@ def set_threads(requested: int | None, world: World, env: Mapping[str, str]) -> 
 
 def seed_all(seed: int) -> None:
     """Seed torch on the devices in use, NumPy and Python. Called every step: takes microseconds."""
-    # torch.manual_seed checks for every kind of device, which takes ten times as long.
-    torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)
+    _seed_cpu(seed)
+
+
+def _seed_cpu(seed: int) -> None:
+    # torch.manual_seed checks for every kind of device, which takes ten times as long.
+    torch.default_generator.manual_seed(seed)
     np.random.seed(seed % (1 << 32))
     random.seed(seed)
+
+
+class RandomState:
+    """A state of the CPU's random generators of its own: torch's, NumPy's and Python's.
+
+    A `with` block draws from it, and leaves the program's state as it was.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._own: dict[str, Any] | None = None
+
+    def __enter__(self) -> None:
+        self._programs = _get_state()
+        if self._own is None:
+            _seed_cpu(self._seed)
+        else:
+            _set_state(self._own)
+
+    def __exit__(self, *_: object) -> None:
+        self._own = _get_state()
+        _set_state(self._programs)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the state as text and numbers, for a checkpoint; None before the first use."""
+        return self._own
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Restore what `state_dict` returned."""
+        self._own = state
+
+
+def _get_state() -> dict[str, Any]:
+    _, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.default_generator.get_state().numpy().tobytes().hex(),
+        "numpy": [np.asarray(keys, np.uint32).tobytes().hex(), *rest],
+        "python": random.getstate(),
+    }
+
+
+def _set_state(state: dict[str, Any]) -> None:
+    values = np.frombuffer(bytes.fromhex(state["torch"]), np.uint8).copy()
+    torch.default_generator.set_state(torch.from_numpy(values))
+    keys, *rest = state["numpy"]
+    np.random.set_state(("MT19937", np.frombuffer(bytes.fromhex(keys), np.uint32), *rest))
+    random.setstate(state["python"])

@@ -88,7 +88,7 @@ def _one_cycle(step: int, total_steps: int) -> float:
 
 def planned_rates(
     config: TrainConfig, lrs: list[float], total_steps: int, steps_per_epoch: int, ahead: int
-) -> dict[str, list[float] | None]:
+) -> dict[str, Any]:
     """Return the rates at the start, after the warm-up and at the end, for the ledger.
 
     `lrs`: those of the parameter groups, scaled. `ahead`: see `lr_factors`.

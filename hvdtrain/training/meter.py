@@ -13,11 +13,10 @@ from hvdtrain.errors import TrainingDiverged
 
 
 class Meter:
-    """Sums losses, times and samples. `samples_per_micro_batch` counts those of all ranks."""
+    """Sums losses, times and samples."""
 
-    def __init__(self, backend: Backend, samples_per_micro_batch: int) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._span = samples_per_micro_batch
         self._reset()
 
     def _reset(self) -> None:
@@ -35,10 +34,10 @@ class Meter:
         value = loss.detach()
         self._loss = value if self._loss is None else self._loss + value
 
-    def count(self, micro_batches: int) -> None:
-        """Count one optimizer step."""
+    def count(self, samples: int) -> None:
+        """Count one optimizer step, with `samples` of all ranks."""
         self._steps += 1
-        self._samples += micro_batches * self._span
+        self._samples += samples
 
     def take(self) -> tuple[float, Tensor]:
         """Return this rank's seconds of waiting for data and its mean loss since the last call, and

@@ -93,6 +93,13 @@ METHODS = (
     _half_weights("O2", "bf16", ", fp32 masters", refused=_NO_BF16_GRADIENTS),
     _half_weights("O3", "fp16", " alone"),
     _half_weights("O3", "bf16", " alone", refused=_NO_BF16_GRADIENTS),
+    Method("padded last batch", "--uneven pad", lambda c: c.uneven == "pad"),
+    Method(
+        "short last batch, weighted",
+        "--uneven join",
+        lambda c: c.uneven == "join",
+        not_with={"local SGD": "a step of one rank has no mean over the samples of all"},
+    ),
     Method(
         "SyncBatchNorm",
         "--sync-bn",
@@ -123,6 +130,10 @@ METHODS = (
             "horovod": "PowerSGD is a communication hook of DDP; use --backend ddp",
             "compat": "PowerSGD is a communication hook of DDP; use --backend ddp",
         },
+        not_with=dict.fromkeys(
+            ("fp16 with a scaled loss", "O2: fp16 weights, fp32 masters"),
+            "an overflow would stay in the errors that each rank keeps",
+        ),
     ),
     Method(
         "local SGD",

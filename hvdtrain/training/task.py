@@ -10,6 +10,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from ast import literal_eval
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, DistributedSampler
 
 from hvdtrain.errors import InputError, did_you_mean, one_line
 from hvdtrain.tasks import TASKS
@@ -52,9 +53,12 @@ class Task(ABC):
 
     @abstractmethod
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
-        """Return the training data and the evaluation data, if any. Both need `len()`.
+        """Return the training data and the evaluation data, if any.
 
-        Called on every rank; each then loads its share. The data must be equal on all ranks.
+        Called on every rank; each then loads its share. The data must be equal on all ranks. A
+        dataset has `len()` and an index, or is an IterableDataset: then each rank iterates over it,
+        and takes its items in turn. If it has a method `rank_shard(rank, size)`, that returns the
+        rank's own part, of any length, instead; `hvdtrain.shard_bounds` divides a file or table.
         """
 
     @abstractmethod
@@ -72,6 +76,16 @@ class Task(ABC):
         torchmetrics, or of its protocol: see hvdtrain/training/evaluation.py.
         """
         return {"loss": self.loss(net, batch)}
+
+    def sampler(self, dataset: Dataset[Any], seed: int) -> Iterable[Any] | None:
+        """Return a sampler, or a batch sampler, of the training data; None: shuffle by the seed.
+
+        Called at the start of every epoch, on every rank, with the epoch's seed; torch's random
+        generators are seeded with it too. The ranks divide the order between themselves, so it must
+        be that of all data, equal on all ranks. `set_epoch` is called if there is one. A batch of a
+        batch sampler is one micro-batch of one rank.
+        """
+        return None
 
     def derived_metrics(self, totals: dict[str, Any]) -> dict[str, Any]:
         """Return more metrics, which follow from those of the whole evaluation (F1 from counts,
@@ -107,6 +121,7 @@ class CheckedTask(Task):
 
     def __init__(self, task: Task) -> None:
         self._task = task
+        self.has_schedule = type(task).schedule is not Task.schedule
 
     def model(self) -> nn.Module:
         """Return the task's model: an unwrapped module, which the backend wraps."""
@@ -132,6 +147,15 @@ class CheckedTask(Task):
                 "datasets", "two: the training data, and the evaluation data or None", given
             )
         return given[0], given[1]
+
+    def sampler(self, dataset: Dataset[Any], seed: int) -> Iterable[Any] | None:
+        """Return the task's sampler, or None."""
+        sampler = self._task.sampler(dataset, seed)
+        if sampler is not None and not hasattr(sampler, "__iter__"):
+            self._refuse("sampler", "a sampler, a batch sampler or None", sampler)
+        if isinstance(sampler, DistributedSampler):
+            self._refuse("sampler", "a sampler of all data, which the ranks divide", sampler)
+        return sampler
 
     def loss(self, net: nn.Module, batch: Batch) -> Tensor:
         """Return the task's loss: one floating-point number that depends on the parameters."""
@@ -340,8 +364,8 @@ def _check_arguments(spec: str, cls: type[Task], arguments: dict[str, Any]) -> N
 
 def _check_methods(task: Task) -> None:
     """Raise InputError for a method that does not take the arguments that `Task` defines."""
-    names = "model optimizer datasets loss metrics derived_metrics schedule collate".split()
-    for name in names:
+    names = "model optimizer datasets sampler loss metrics derived_metrics schedule collate"
+    for name in names.split():
         wanted = list(inspect.signature(getattr(Task, name)).parameters)[1:]
         try:
             inspect.signature(getattr(task, name)).bind(*wanted)

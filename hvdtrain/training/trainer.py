@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hvdtrain import provenance
 from hvdtrain._torch.step_mark import mark_as_stepped
@@ -33,12 +33,15 @@ from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console, describe, make_console
 from hvdtrain.training.data_loading import (
     EvalBatches,
+    ShardedBatches,
+    Window,
     check_same_plan,
     derive_seed,
     make_loader,
     on_device,
     shard,
     size_of,
+    unchanged_buffers,
 )
 from hvdtrain.training.decisions import Decisions
 from hvdtrain.training.evaluation import Evaluation
@@ -57,6 +60,7 @@ from hvdtrain.training.meter import Meter
 from hvdtrain.training.metrics import agreed_fingerprint
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.run_dir import RunDirectory, make_default
+from hvdtrain.training.streams import RankItems, StreamBatches, make_stream_loader
 from hvdtrain.training.task import CheckedTask, Task
 from hvdtrain.transports.malloc import keep_freed_memory
 
@@ -116,6 +120,9 @@ class Trainer:
         self._run_dir: RunDirectory | None = None
         self._local: LocalSGD | None = None
         self._saved_step = -1
+        self._last_step = -1
+        """The last step of the run, as soon as it is known."""
+        self._own_samples = 0
         self._save_is_due = False
         self._resumed_from: str | None = None
         self._best_path: Path | None = None
@@ -150,7 +157,7 @@ class Trainer:
         self._records = record
         with self.backend.share_errors():
             self._build()
-        check_same_plan(self.backend, self._train_loader, self._eval_loader, self.config)
+        check_same_plan(self.backend, *self._datasets, self.config)
         with self.backend.share_errors():
             self._open_run_dir()  # only now, so that invalid input creates none
         self._start()
@@ -160,8 +167,8 @@ class Trainer:
 
         `hvdtrain compare` measures it. It evaluates, saves and logs nothing, and checks no loss.
         """
-        meter = Meter(self.backend, self.batches.global_micro_batch)
-        while self.progress.step < self.ledger.total_steps:
+        meter = Meter(self.backend)
+        while not self._is_finished():
             for _ in self._take_epoch(meter):
                 yield StepTaken(self.progress.step, *meter.take())
 
@@ -176,17 +183,11 @@ class Trainer:
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         determinism.seed_all(derive_seed(config.seed))
-        train, evaluation = self._checked.datasets()
-        self.batches = shard(train, config, world)
-        common = (self._checked.collate, world, self.backend.device, config.workers, config.seed)
-        self._train_loader = make_loader(train, self.batches, *common)
-        self._eval_loader: DataLoader[Any] | None = None
-        if evaluation is not None:
-            size = size_of(evaluation, "evaluation")
-            shares = EvalBatches(size, self.batches.batch_size, world)
-            self._eval_loader = make_loader(evaluation, shares, *common)
-            self._eval_batches = shares
-        elif config.early_stop or config.keep_best or config.schedule == "plateau":
+        train, evaluation = self._datasets = self._checked.datasets()
+        self._make_loaders(train, evaluation)
+        if evaluation is None and (
+            config.early_stop or config.keep_best or config.schedule == "plateau"
+        ):
             raise InputError(
                 "--early-stop, --keep-best and --schedule plateau depend on evaluations, and the "
                 f"task {config.task} has no evaluation data; leave them out"
@@ -197,6 +198,29 @@ class Trainer:
         if config.sync_bn:  # `prepare` chooses the class of the layers
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         self.model: nn.Module = self.precision.convert(model).to(self.backend.device)
+
+    def _make_loaders(self, train: Dataset[Any], evaluation: Dataset[Any] | None) -> None:
+        """Create the batches and loaders of this rank, of datasets with an index or of streams."""
+        config, world, device = self.config, self.world, self.backend.device
+        collate = self._checked.collate
+        self.batches: ShardedBatches | StreamBatches
+        common = (collate, world, device, config.workers, config.seed)
+        if isinstance(train, IterableDataset):
+            self.batches = StreamBatches(train, config, self.backend, collate, self._state_is_due)
+            self._train_loader: DataLoader[Any] = self.batches.loader
+        else:
+            self.batches = shard(train, config, world, self._checked.sampler)
+            self._train_loader = make_loader(train, self.batches, *common)
+        self._eval_loader: DataLoader[Any] | None = None
+        self._eval_batches: EvalBatches | None = None
+        each = self.batches.batch_size
+        if isinstance(evaluation, IterableDataset):
+            items = RankItems(evaluation, each, world, config.seed, False, collate)
+            self._eval_loader = make_stream_loader(items, world, device, config.workers)
+        elif evaluation is not None:
+            size = size_of(evaluation, "evaluation")
+            self._eval_batches = EvalBatches(size, each, world)
+            self._eval_loader = make_loader(evaluation, self._eval_batches, *common)
 
     def _open_run_dir(self) -> None:
         """Check the path in --resume, then create and lock the run directory, on rank 0."""
@@ -226,6 +250,7 @@ class Trainer:
                 self._rank_states.append(self._local)
         loaded = self._resume(lr_after)
         self.ledger = self._make_ledger(lr_before, lr_after)
+        self._last_step = self.ledger.total_steps or -1
         self.schedule = self._make_schedule(loaded)
         self._restore_decisions(loaded)
         if self._run_dir is not None:
@@ -236,12 +261,14 @@ class Trainer:
 
     def _make_ledger(self, lr_before: list[float], lr_after: list[float]) -> Ledger:
         config, batches = self.config, self.batches
-        per_epoch = self._steps_left(0)
-        # Not `epochs * per_epoch`: before a resume, steps may have had another batch size.
-        whole = max(0, config.epochs - self.progress.epoch)
-        total = self.progress.step + whole * per_epoch - self._epoch_steps_done() * (whole > 0)
-        if config.max_steps is not None:
-            total = min(total, config.max_steps)
+        per_epoch = self._steps_left(0) or None
+        total = config.max_steps
+        if per_epoch is not None:
+            total = self._total_steps(per_epoch)
+        rates: dict[str, Any] = {}
+        if total is not None:
+            ahead = self._steps_ahead(per_epoch or 0)
+            rates = planned_rates(config, lr_after, total, per_epoch or 0, ahead)
         return Ledger(
             batches.batch_size,
             config.accumulate,
@@ -255,7 +282,25 @@ class Trainer:
             config.lr_scaling,
             config.schedule,
             config.warmup_steps,
-            **planned_rates(config, lr_after, total, per_epoch, self._steps_ahead(per_epoch)),
+            samples_by_rank=batches.samples_by_rank(),
+            order=batches.order_name,
+            **rates,
+        )
+
+    def _total_steps(self, per_epoch: int) -> int:
+        """Return the steps of the run, with those that a resumed run has done before."""
+        config = self.config
+        # Not `epochs * per_epoch`: before a resume, steps may have had another batch size.
+        whole = max(0, config.epochs - self.progress.epoch)
+        total = self.progress.step + whole * per_epoch - self._epoch_steps_done() * (whole > 0)
+        if config.max_steps is not None:
+            total = min(total, config.max_steps)
+        return total
+
+    def _is_finished(self) -> bool:
+        progress, maximum = self.progress, self.config.max_steps
+        return progress.epoch >= self.config.epochs or (
+            maximum is not None and progress.step >= maximum
         )
 
     def _steps_ahead(self, per_epoch: int) -> int:
@@ -275,9 +320,10 @@ class Trainer:
 
     def _make_schedule(self, loaded: dict[str, Any]) -> RateSchedule:
         """Return the task's own schedule, else that of the options, at the current step."""
-        total = self.ledger.total_steps
+        self._check_schedule(self.ledger.total_steps, self.ledger.steps_per_epoch)
+        total, per_epoch = self.ledger.total_steps or 0, self.ledger.steps_per_epoch or 0
         loaded_groups = [dict(group) for group in self.optimizer.param_groups]
-        own = self._checked.schedule(self.optimizer, self.ledger.steps_per_epoch, total)
+        own = self._checked.schedule(self.optimizer, per_epoch, total)
         if own is not None:
             unit: Unit = "epoch" if self.task.schedule_unit == "epoch" else "step"
             schedule = RateSchedule(own, unit, True, self.task.schedule_metric)
@@ -313,10 +359,10 @@ class Trainer:
 
     def _make_step_schedule(self) -> LRScheduler:
         """Return the scheduler of the options, a function of the step, at the current step."""
-        step, per_epoch = self.progress.step, self.ledger.steps_per_epoch
+        step, per_epoch = self.progress.step, self.ledger.steps_per_epoch or 0
         steps_done = step + self._steps_ahead(per_epoch)
         return build_schedule(
-            self.optimizer, self.config, step, self.ledger.total_steps, per_epoch, steps_done
+            self.optimizer, self.config, step, self.ledger.total_steps or 0, per_epoch, steps_done
         )
 
     def _restore_decisions(self, loaded: dict[str, Any]) -> None:
@@ -333,6 +379,22 @@ class Trainer:
             self.console.print_line(f"resume   WARNING: the best checkpoint {path}: {why}")
         else:
             self._best_path = path
+
+    def _check_schedule(self, total: int | None, per_epoch: int | None) -> None:
+        """Raise InputError for a schedule that needs a number of steps which is not known."""
+        schedule = self.config.schedule
+        if total is None and schedule in ("cosine", "one-cycle"):
+            fix = "give --max-steps, or give the dataset a method __len__"
+        elif per_epoch is None and (schedule == "step" or self._checked.has_schedule):
+            schedule = "step" if schedule == "step" else "the task's own"
+            fix = "give the dataset a method __len__"
+        else:
+            return
+        raise InputError(
+            f"the learning-rate schedule ({schedule}) needs the number of steps, which a stream "
+            f"does not say; {fix}",
+            on_all_ranks=True,
+        )
 
     def _print_header(self) -> None:
         """Print the first lines of a run: task, backend, ledger, threads and run directory."""
@@ -359,7 +421,7 @@ class Trainer:
     def _train(self) -> Result:
         self.console.start(self.ledger.total_steps, self.progress.step)
         metrics: dict[str, Any] | None = None
-        while self.progress.step < self.ledger.total_steps and not self.decisions.is_stopped:
+        while not self._is_finished() and not self.decisions.is_stopped:
             metrics = self._run_epoch()
         if metrics is None:  # resumed from the last step: there was none to take
             metrics = self._evaluate()
@@ -394,7 +456,7 @@ class Trainer:
             about["ledger"] = self.ledger.as_dict()
             if planned.lr_at_end is None:
                 self.console.print_line(f"lr       {format_rates(self._last_lrs)} at the end")
-        if self.decisions.is_stopped and step < planned.total_steps:
+        if self.decisions.is_stopped and not self._is_finished():
             why = self.decisions.why_stopped()
             about["stopped_early"] = {"step": step, "of": planned.total_steps, "reason": why}
             self.console.print_line(f"stopped  at step {step} of {planned.total_steps}: {why}")
@@ -411,10 +473,12 @@ class Trainer:
         Returns the metrics of the evaluation, if there was one.
         """
         progress, config = self.progress, self.config
-        for last in self._take_epoch(Meter(self.backend, self.batches.global_micro_batch)):
+        self._own_samples, epoch, start = 0, progress.epoch, progress.sample
+        for last in self._take_epoch(Meter(self.backend)):
             if not last:
                 self._save_if_due(self._checkpoint_is_due(progress.step))
-        done = progress.step == self.ledger.total_steps
+        self._record_samples(epoch, start)
+        done = self._is_finished()
         metrics, is_best = None, False
         if done or progress.epoch % config.eval_every == 0:
             metrics = self._evaluate()
@@ -427,23 +491,64 @@ class Trainer:
 
     def _take_epoch(self, meter: Meter) -> Iterator[bool]:
         """Take the remaining steps of the epoch or run; after each, yield if it was the last."""
-        progress, config = self.progress, self.config
-        self.batches.set_epoch(progress.epoch, progress.sample)
-        left = self.batches.batches_from(progress.sample)
+        progress, config, batches = self.progress, self.config, self.batches
+        batches.begin(self.backend, progress.epoch, progress.sample)
         # The loader processes are seeded from it.
         loader_seed = derive_seed(config.seed, self.world.rank, progress.epoch)
         self._train_loader.generator.manual_seed(loader_seed)
-        data = on_device(self._train_loader, self.backend.device, self.precision.convert_batch)
+        data = on_device(
+            self._train_loader,
+            self.backend.device,
+            self.precision.convert_batch,
+            ahead=batches.may_load_ahead,
+        )
         self.model.train()
-        while left and progress.step < self.ledger.total_steps:
-            num_micro_batches = min(config.accumulate, left)
-            left -= num_micro_batches
-            last = left == 0 or progress.step + 1 == self.ledger.total_steps
-            self._take_step(data, num_micro_batches, meter, last)
-            if left == 0:
+        is_last, windows = False, batches.windows(config.accumulate, data)
+        while not is_last:
+            waited = time.perf_counter()
+            window = next(windows, None)
+            meter.data_s += time.perf_counter() - waited
+            if window is None:
+                self._end_without_step()
+                return
+            ends_run = progress.step + 1 == config.max_steps
+            is_last = window.last or ends_run
+            if ends_run or (window.last and progress.epoch + 1 >= config.epochs):
+                self._last_step = progress.step + 1
+            self._take_step(window, meter, is_last)
+            if window.last:
                 progress.epoch, progress.sample = progress.epoch + 1, 0
                 self.schedule.after_epoch()
-            yield last
+            yield is_last
+
+    def _end_without_step(self) -> None:
+        """End an epoch of which no step was left. Raises InputError, on every rank, if the whole
+        epoch has none.
+        """
+        progress = self.progress
+        if not progress.sample:
+            raise InputError(
+                f"epoch {progress.epoch + 1} has no step: the training data are fewer than one "
+                "micro-batch of every rank; make --batch-size smaller, or give --uneven join",
+                on_all_ranks=True,
+            )
+        progress.epoch, progress.sample = progress.epoch + 1, 0
+
+    def _record_samples(self, epoch: int, start: int) -> None:
+        """Add to run.json how many samples each rank used of this epoch. Collective.
+
+        `start`: the position from which a resumed run has continued.
+        """
+        by_rank = self.backend.all_gather_object(self._own_samples)
+        if self._run_dir is not None:
+            seen = self._run_dir.run.setdefault("seen", [])
+            seen.append({"epoch": epoch + 1, "from_sample": start, "samples_by_rank": by_rank})
+
+    def _state_is_due(self) -> bool:
+        """Return whether a checkpoint may follow the next step, in the middle of an epoch."""
+        step = self.progress.step + 1
+        due = self._checkpoint_is_due(step) or step == self.config.max_steps
+        return due or self._save_is_due
 
     def _checkpoint_is_due(self, step: int) -> bool:
         every = self.config.checkpoint_every
@@ -451,26 +556,30 @@ class Trainer:
 
     def _is_in_sync(self, step: int) -> bool:
         """Return whether all ranks have the same parameters after a step."""
-        return self._local is None or self._local.is_in_sync(step, self.ledger.total_steps)
+        return self._local is None or self._local.is_in_sync(step, self._last_step)
 
-    def _take_step(
-        self, data: Iterator[Any], num_micro_batches: int, meter: Meter, last: bool
-    ) -> None:
+    def _take_step(self, window: Window, meter: Meter, last: bool) -> None:
         """Take one step; `last`: it is the last of the epoch or run."""
+        num_micro_batches, weights = window.num, window.weights
         progress, optimizer = self.progress, self.optimizer
         # Seed by the step's number, so that a resumed run draws the same random numbers.
         determinism.seed_all(derive_seed(self.config.seed, progress.step, self.world.rank))
         for micro in range(num_micro_batches):
             waited = time.perf_counter()
-            batch = next(data)
+            batch = next(window.batches)
             meter.data_s += time.perf_counter() - waited
             if self.on_batch is not None:
                 self.on_batch(batch)
-            with self._accumulate(last=micro == num_micro_batches - 1):
-                # Divided by this step's number of micro-batches, not by the option `accumulate`: an
-                # epoch's last step may have fewer.
+            counts = weights is None or weights[micro] > 0
+            with (
+                self._accumulate(last=micro == num_micro_batches - 1),
+                contextlib.nullcontext() if counts else unchanged_buffers(self.model),
+            ):
                 with self.precision.autocast():
-                    loss = self._checked.loss(self.net, batch) / num_micro_batches
+                    loss = self._checked.loss(self.net, batch)
+                    # Divided by this step's number of micro-batches, not by the option
+                    # `accumulate`: an epoch's last step may have fewer.
+                    loss = loss / num_micro_batches if weights is None else loss * weights[micro]
                 self.precision.backward(loss)
             meter.add_loss(loss)
         step = progress.step + 1
@@ -488,12 +597,13 @@ class Trainer:
         scale = self.precision.loss_scale() if logs else {}
         self.precision.step(optimizer)
         if self._local is not None:
-            self._local.finish_step(step, self.ledger.total_steps)
+            self._local.finish_step(step, self._last_step)
         self.schedule.after_step()
         optimizer.zero_grad()
         progress.step = step
-        progress.sample += num_micro_batches * self.batches.global_micro_batch
-        meter.count(num_micro_batches)
+        progress.sample += window.samples
+        self._own_samples += window.own
+        meter.count(window.samples)
         if logs:
             numbers = meter.flush(step, norm, self.precision.scaler.is_enabled())
             record = {"step": step, "epoch": progress.epoch_number, "lr": self._last_lrs[0]}
@@ -541,9 +651,11 @@ class Trainer:
         # The unwrapped model: ranks may have different numbers of batches, and the collectives of
         # a wrapper would hang.
         loaded = on_device(loader, self.backend.device, self.precision.convert_batch)
-        for indices, batch in zip(self._eval_batches, loaded, strict=True):
+        # The batches of a stream come with their sizes.
+        sizes = map(len, self._eval_batches) if self._eval_batches is not None else None
+        for size, batch in loaded if sizes is None else zip(sizes, loaded, strict=True):
             with self.precision.autocast():
-                evaluation.add(self._checked.metrics(self.model, batch), len(indices))
+                evaluation.add(self._checked.metrics(self.model, batch), size)
         self.model.train()
         # Overridden on all ranks or on none: only then there is something to derive.
         derives = type(self.task).derived_metrics is not Task.derived_metrics
@@ -580,13 +692,20 @@ class Trainer:
             return
         mine = [state.state_dict() for state in self._rank_states]
         ranks = self.backend.all_gather_object(to_cpu(mine)) if mine else []
+        data = None
+        if self.batches.has_state and self.progress.sample:
+            data = self.backend.all_gather_object(self.batches.state())
         with self.backend.share_errors():
             if self._run_dir is not None:
-                self._write_checkpoint(self._run_dir, ranks)
+                self._write_checkpoint(self._run_dir, ranks, data)
         self._saved_step = self.progress.step
 
-    def _write_checkpoint(self, run_dir: RunDirectory, ranks: list[Any]) -> None:
-        """Write a checkpoint. `ranks`: what each rank keeps for itself, in rank order."""
+    def _write_checkpoint(
+        self, run_dir: RunDirectory, ranks: list[Any], data: list[Any] | None
+    ) -> None:
+        """Write a checkpoint. `ranks`: what each rank keeps for itself, in rank order; `data`: the
+        position of each in a stream.
+        """
         parts = run_state.collect(
             self.model,
             self.optimizer,
@@ -599,6 +718,7 @@ class Trainer:
             parts["ranks"] = ranks
         if self._local is not None:
             parts["trainer"]["outer"] = self._local.outer_state()
+        parts["trainer"]["data"] = data
         about = {
             "task": self.config.task,
             "world_size": self.world.size,
@@ -643,12 +763,21 @@ class Trainer:
         if self._local is not None:
             self._local.resume(loaded.get("outer"))
         self.progress = run_state.Progress(**loaded["position"])
-        if self.progress.sample and not self.batches.batches_from(self.progress.sample):
-            # The samples left of the epoch are too few for a step of this run: drop them, as at the
-            # end of any epoch.
-            self.progress = run_state.Progress(self.progress.step, self.progress.epoch + 1)
+        if self.progress.sample:
+            self._resume_data(loaded.get("data"))
         self._saved_step = self.progress.step
         return loaded
+
+    def _resume_data(self, states: list[Any] | None) -> None:
+        """Continue in the middle of an epoch. Collective."""
+        progress, batches = self.progress, self.batches
+        with self.backend.share_errors():
+            batches.load_state(states or [], progress.sample, self.console.print_line)
+        batches.begin(self.backend, progress.epoch, progress.sample)
+        if batches.is_over(progress.sample):
+            # The samples left of the epoch are too few for a step of this run: drop them, as at the
+            # end of any epoch.
+            self.progress = run_state.Progress(progress.step, progress.epoch + 1)
 
     def _resume_rank_states(self, ranks: list[Any]) -> None:
         """Give each rank what it kept for itself. Another number of ranks starts without."""

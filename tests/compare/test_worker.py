@@ -422,6 +422,8 @@ def test_options_reach_the_training_of_all_arms() -> None:
     assert (config.unused_parameters, config.uneven) == ("zero", "pad")
     with pytest.raises(InputError, match="--uneven 'odd' is not one of: drop, pad"):
         CompareOptions(uneven="odd").check()
+    with pytest.raises(InputError, match="--uneven join: a comparison needs steps of equal size"):
+        CompareOptions(uneven="join").check()
 
 
 def test_a_scaled_rate_is_not_answered_with_an_option_that_is_not_there() -> None:

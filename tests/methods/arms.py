@@ -26,6 +26,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "O2: bf16 weights, fp32 masters": {"precision": "bf16", "opt_level": "O2"},
     "O3: fp16 weights alone": {"precision": "fp16", "opt_level": "O3"},
     "O3: bf16 weights alone": {"precision": "bf16", "opt_level": "O3"},
+    "padded last batch": {"uneven": "pad"},
+    # The last batch of an epoch has 14 of 18 samples: BatchNorm needs two on each rank.
+    "short last batch, weighted": {"uneven": "join", "global_batch_size": 18},
     "SyncBatchNorm": {"sync_bn": True},
     "fp16 gradients": {"compression": "fp16"},
     "bf16 gradients": {"compression": "bf16"},

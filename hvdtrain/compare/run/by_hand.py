@@ -23,6 +23,7 @@ from hvdtrain.backends.model_sync import fill_missing_gradients, sync_buffers
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import (
+    Window,
     check_same_plan,
     derive_seed,
     make_loader,
@@ -31,7 +32,7 @@ from hvdtrain.training.data_loading import (
 )
 from hvdtrain.training.lr_schedule import RateSchedule, Unit
 from hvdtrain.training.precision import Precision
-from hvdtrain.training.task import Task
+from hvdtrain.training.task import CheckedTask, Task
 from hvdtrain.training.trainer import StepTaken
 from hvdtrain.transports.malloc import keep_freed_memory
 
@@ -51,7 +52,7 @@ class ByHand:
         keep_freed_memory()
         determinism.seed_all(derive_seed(config.seed))
         data, _ = self.task.datasets()
-        self.batches = shard(data, config, world)
+        self.batches = shard(data, config, world, CheckedTask(self.task).sampler)
         self.loader = make_loader(
             data,
             self.batches,
@@ -61,7 +62,7 @@ class ByHand:
             config.workers,
             config.seed,
         )
-        check_same_plan(self.backend, self.loader, None, config)
+        check_same_plan(self.backend, data, None, config)
         determinism.seed_all(derive_seed(config.seed))
         self.model: nn.Module = self.precision.convert(self.task.model()).to(self.backend.device)
         self.optimizer = self.task.optimizer(self.model)
@@ -87,32 +88,36 @@ class ByHand:
 
     def steps(self) -> Iterator[StepTaken]:
         """Take one optimizer step for each `next`, epoch after epoch. Collective."""
-        number, window = 0, self.config.accumulate
+        number = 0
         for epoch in count():
-            self.batches.set_epoch(epoch)
+            self.batches.begin(self.backend, epoch, 0)
             seed = derive_seed(self.config.seed, self.backend.world.rank, epoch)
             self.loader.generator.manual_seed(seed)
             data = on_device(self.loader, self.backend.device, self.precision.convert_batch)
-            for done in range(0, len(self.batches), window):
+            is_first = True
+            for window in self.batches.windows(self.config.accumulate, data):
                 # Dropout needs the same random numbers as in every other arm.
                 determinism.seed_all(derive_seed(self.config.seed, number, self.backend.world.rank))
                 number += 1
-                if self.schedule is not None and epoch and not done:
+                if self.schedule is not None and epoch and is_first:
                     self.schedule.after_epoch()
-                yield self._step(number, data, min(window, len(self.batches) - done))
+                is_first = False
+                yield self._step(number, window)
 
-    def _step(self, number: int, data: Iterator[Any], passes: int) -> StepTaken:
+    def _step(self, number: int, window: Window) -> StepTaken:
         net, optimizer, precision = self.net, self.optimizer, self.precision
         data_s, total = 0.0, torch.zeros((), device=self.backend.device)
+        passes, weights = window.num, window.weights
         for k in range(passes):
             waited = time.perf_counter()
-            batch = next(data)
+            batch = next(window.batches)
             data_s += time.perf_counter() - waited
             if self.on_batch is not None:
                 self.on_batch(batch)
             with nullcontext() if k == passes - 1 else net.no_sync():
                 with precision.autocast():
-                    loss = self.task.loss(net, batch) / passes
+                    loss = self.task.loss(net, batch)
+                    loss = loss / passes if weights is None else loss * weights[k]
                 precision.backward(loss)
             total += loss.detach()
         # DDP skips parameters that no rank used. If the option makes that an error, DDP raises only

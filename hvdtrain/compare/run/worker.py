@@ -220,9 +220,10 @@ class ArmRank:
         return self._last_step, fingerprint(dict(self.loop.model.named_parameters()))
 
 
-def describe_data(task: Task, num_samples: int) -> str:
+def describe_data(task: Task, num_samples: int | None) -> str:
     """Return the task's description of its data, with the number of samples."""
-    return f"{task.about_data or 'the task does not say (Task.about_data)'}; {num_samples} samples"
+    size = "a stream" if num_samples is None else f"{num_samples} samples"
+    return f"{task.about_data or 'the task does not say (Task.about_data)'}; {size}"
 
 
 class _Clock:

@@ -1,0 +1,21 @@
+"""What `torch.utils.data.get_worker_info` returns in a loader process. Used by `training.streams`.
+
+Relies on `torch.utils.data._utils.worker._worker_info`, which that function returns. Without it, a
+stream that divides itself between loader processes, as torch's manual advises, would be divided
+twice, and lose most of its items.
+"""
+
+from __future__ import annotations
+
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker
+
+
+def take_worker_info() -> tuple[int, int]:
+    """Return the number of this loader process and how many there are; 0 and 1 outside of one.
+
+    Afterwards `get_worker_info` returns None: the caller divides the items.
+    """
+    info = get_worker_info()
+    worker._worker_info = None
+    return (info.id, info.num_workers) if info is not None else (0, 1)

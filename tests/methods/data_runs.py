@@ -1,0 +1,258 @@
+"""Runs of the Trainer on live ranks, on data that tell which samples each rank used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from hvdtrain import Backend, Task, TrainConfig, Trainer, shard_bounds
+from hvdtrain.errors import HvdtrainError
+from tests.methods.arms import options_of
+
+CONFIG = TrainConfig(
+    seed=5, epochs=2, batch_size=4, precision="fp64", log_every=1, checkpoint_every=1, threads=1
+)
+
+
+def samples(num: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(num, 3, generator=generator, dtype=torch.float64), torch.arange(num)
+
+
+class Regression(Task):
+    """Its loss is a mean over samples. It records the indices of the samples of each batch."""
+
+    def __init__(self, num: int, conv: bool = False) -> None:
+        self.num, self.conv = num, conv
+        self.seen: list[list[int]] = []
+
+    def model(self) -> nn.Module:
+        first: list[nn.Module] = [nn.Linear(3, 4)]
+        if self.conv:  # BatchNorm over 4 values of each sample
+            first = [nn.Linear(3, 4), nn.Unflatten(1, (1, 4)), nn.BatchNorm1d(1), nn.Flatten(1)]
+        return nn.Sequential(*first, nn.Tanh(), nn.Linear(4, 1))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
+        return TensorDataset(*samples(self.num)), None
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        inputs, index = batch
+        self.seen.append(index.tolist())
+        loss: Tensor = (net(inputs).squeeze(1) - inputs.prod(1)).square().mean()
+        return loss
+
+
+class Lengths:
+    """A batch sampler: batches of 1 to 4 samples, in an order of its own."""
+
+    def __init__(self, num: int, seed: int) -> None:
+        order = torch.randperm(num, generator=torch.Generator().manual_seed(seed)).tolist()
+        self.batches: list[list[int]] = []
+        while order:
+            self.batches.append(order[: 1 + len(self.batches) % 4])
+            order = order[len(self.batches[-1]) :]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
+class ByEpoch:
+    """A sampler whose order is set by `set_epoch` alone."""
+
+    epoch = -1
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(i + self.epoch) % self.num for i in range(self.num)])
+
+
+class Endless(ByEpoch):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield 0
+
+
+class RankOrder(ByEpoch):
+    """Differs between ranks, as the order of a sampler with a seed of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.num, generator=torch.Generator().manual_seed(id(self))))
+
+
+class Sampled(Regression):
+    def __init__(self, num: int, kind: str) -> None:
+        super().__init__(num)
+        self.kind = kind
+
+    def sampler(self, dataset: Dataset[Any], seed: int) -> Iterable[Any] | None:
+        if self.kind == "weighted":  # draws from torch's own generator
+            return WeightedRandomSampler([1.0] * 5 + [9.0] * (self.num - 5), self.num)
+        if self.kind == "subset":
+            return SubsetRandomSampler(range(0, self.num, 2))
+        kinds = {"by epoch": ByEpoch, "endless": Endless, "by rank": RankOrder}
+        return kinds[self.kind](self.num) if self.kind in kinds else Lengths(self.num, seed)
+
+
+class Stream(IterableDataset[Any]):
+    """`num` items, of a length that it does not tell, in an order drawn while it is read."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __iter__(self) -> Iterator[Any]:
+        inputs, index = samples(self.num)
+        left = list(range(self.num))
+        while left:
+            i = left.pop(int(torch.randint(min(6, len(left)), ())))
+            yield inputs[i], index[i]
+
+
+class Stateful(Stream):
+    """The same, with a state; `read` counts the items that this process has read."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(num)
+        self.left: list[int] | None = None
+        self.read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        inputs, index = samples(self.num)
+        if self.left is None:
+            self.left = list(range(self.num))
+        while self.left:
+            self.read += 1
+            i = self.left.pop(int(torch.randint(min(6, len(self.left)), ())))
+            yield inputs[i], index[i]
+        self.left = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": None if self.left is None else list(self.left)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left = state["left"]
+
+
+class Divided(Stream):
+    """Divides itself: rank 0 has `more` items more than its part."""
+
+    def __init__(self, num: int, more: int = 0) -> None:
+        super().__init__(num)
+        self.more = more
+        self.items = range(num)
+
+    def rank_shard(self, rank: int, size: int) -> Divided:
+        part = Divided(self.num)
+        start, end = shard_bounds(self.num - self.more, rank, size)
+        later = range(self.num - self.more, self.num) if rank == 0 else range(0)
+        part.items = [*range(start, end), *later]  # type: ignore[assignment]
+        return part
+
+    def __iter__(self) -> Iterator[Any]:
+        inputs, index = samples(self.num)
+        return ((inputs[i], index[i]) for i in self.items)
+
+
+class ByWorker(Stream):
+    """Divides itself between loader processes, as torch's manual advises."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        return islice(super().__iter__(), worker, None, workers)
+
+
+class WithLength(Stream):
+    def __len__(self) -> int:
+        return self.num
+
+
+class Streamed(Regression):
+    kinds: ClassVar[dict[str, Callable[[int], Stream]]] = {
+        "stream": Stream,
+        "stateful": Stateful,
+        "with length": WithLength,
+        "by worker": ByWorker,
+        "divided": Divided,
+        "unequal": lambda num: Divided(num, num // 2),
+    }
+
+    def __init__(self, num: int, kind: str, evaluates: bool = False) -> None:
+        super().__init__(num)
+        self.evaluates = evaluates
+        self.stream = self.kinds[kind](num)
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
+        return self.stream, Stream(self.num) if self.evaluates else None
+
+
+class Stop(Exception):
+    """The run dies here."""
+
+
+def train(
+    backend: Backend, /, task: Regression, run_dir: Path, stop_at: int = -1, **changes: Any
+) -> dict[str, Any]:
+    """Train, or die before step `stop_at`; return what this rank saw, and what came of it."""
+    config = replace(CONFIG, run_dir=str(run_dir), **changes)
+    with options_of(backend, config):
+        trainer = Trainer(task, backend, config)
+        lines: list[str] = []
+
+        class Watch(type(trainer.console)):  # type: ignore[misc]
+            def advance(self, step: int) -> None:
+                if step == stop_at:
+                    raise Stop
+
+            def print_line(self, text: str) -> None:
+                lines.append(text)
+
+        trainer.console = Watch()
+        try:
+            digest = trainer.fit().params_sha256
+        except Stop:
+            digest = "stopped"
+        except HvdtrainError as error:
+            return {"error": str(error), "on_all_ranks": error.on_all_ranks}
+    state = trainer.model.state_dict()
+    weights = torch.cat([t.reshape(-1).double() for t in trainer.model.parameters()])
+    return {
+        "digest": digest,
+        "seen": task.seen,
+        "weights": weights.detach(),
+        "buffers": {name: state[name].clone() for name, _ in trainer.model.named_buffers()},
+        "lines": lines,
+        "read": getattr(getattr(task, "stream", None), "read", 0),
+    }
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,203 @@
+"""A task's own sampler or batch sampler: the ranks divide its order, and resume in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+from hvdtrain.errors import InputError
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.data_loading import derive_seed, draw_order, shard
+from hvdtrain.training.determinism import RandomState
+from hvdtrain.training.task import CheckedTask
+from hvdtrain.world import World
+from tests.methods.data_runs import Lengths, Regression, Sampled, train
+from tests.methods.test_methods import LIVE
+from tests.ranks import Ranks
+
+quick = settings(max_examples=60, deadline=None, database=None)
+SEVERAL = pytest.mark.parametrize("ranks", [arm for arm in LIVE if arm[1] > 1], indirect=True)
+TWO = pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+NUM = 26
+
+
+def order_of(kind: str, epoch: int) -> list[Any]:
+    """The sampler's order in plain torch."""
+    task, seed = Sampled(NUM, kind), derive_seed(5, epoch)
+    torch.manual_seed(seed)
+    sampler = task.sampler(task.datasets()[0], seed)
+    assert sampler is not None
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def in_order(found: list[dict[str, Any]]) -> list[int]:
+    """The samples of all ranks, micro-batch by micro-batch."""
+    steps = zip(*(rank["seen"] for rank in found), strict=True)
+    return [index for step in steps for indices in step for index in indices]
+
+
+@SEVERAL
+@pytest.mark.parametrize("kind", ["weighted", "subset", "by epoch"])
+def test_the_ranks_divide_the_order(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    batch = 2 if kind == "subset" else 4
+    found = ranks.run(train, Sampled(NUM, kind), tmp_path / "run", batch_size=batch)
+    wanted: list[int] = []
+    for epoch in range(2):
+        order = order_of(kind, epoch)
+        wanted += order[: len(order) // (batch * ranks.n) * batch * ranks.n]
+    assert in_order(found) == wanted
+
+
+@TWO
+def test_orders_differ_by_epoch(ranks: Ranks, tmp_path: Path) -> None:
+    for kind in ("weighted", "subset", "by epoch", "lengths"):
+        assert order_of(kind, 0) != order_of(kind, 1)
+
+
+@SEVERAL
+def test_batches_are_dealt_in_turn_and_weighted(ranks: Ranks, tmp_path: Path) -> None:
+    """Batches of 1 to 4 samples: the mean is that of one process on each step's samples."""
+    found = ranks.run(
+        train, Sampled(NUM, "lengths"), tmp_path / "run", batch_size=None, uneven="join"
+    )
+    task = Sampled(NUM, "lengths")
+    torch.manual_seed(derive_seed(5))
+    model = task.model().double()
+    optimizer = task.optimizer(model)
+    inputs, index = task.datasets()[0][:]
+    for epoch in range(2):
+        batches = order_of("lengths", epoch)
+        for first in range(0, len(batches), ranks.n):
+            chosen = [i for batch in batches[first : first + ranks.n] for i in batch]
+            optimizer.zero_grad()
+            task.loss(model, (inputs[chosen], index[chosen])).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    wanted = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    for rank in found:
+        assert (rank["weights"] - wanted).abs().max() < 1e-12
+    if len(order_of("lengths", 0)) % ranks.n == 0:
+        assert sorted(in_order(found)) == sorted(2 * list(range(NUM)))
+
+
+@SEVERAL
+@pytest.mark.parametrize("kind", ["weighted", "lengths"])
+def test_resuming_in_the_middle_of_an_epoch(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"uneven": "join", "batch_size": 4 if kind == "weighted" else None}
+    whole = ranks.run(train, Sampled(NUM, kind), tmp_path / "whole", **changes)
+    steps = len(whole[0]["seen"])
+    stop = steps - 1  # in the second epoch
+    ranks.run(train, Sampled(NUM, kind), tmp_path / "parts", stop, **changes)
+    rest = ranks.run(train, Sampled(NUM, kind), tmp_path / "parts", resume="must", **changes)
+    for one, other in zip(whole, rest, strict=True):
+        assert one["digest"] == other["digest"]
+        assert one["seen"][stop - 1 :] == other["seen"]
+
+
+@TWO
+def test_orders_that_differ_between_ranks_are_an_error(ranks: Ranks, tmp_path: Path) -> None:
+    for rank in ranks.run(train, Sampled(NUM, "by rank"), tmp_path / "run"):
+        assert "the order of the sampler in epoch 1, by its hash" in rank["error"]
+        assert rank["error"].endswith("and the seed that Task.sampler is given")
+        assert rank["on_all_ranks"]
+
+
+@TWO
+def test_a_sampler_that_cannot_be_used(ranks: Ranks, tmp_path: Path) -> None:
+    for rank in ranks.run(train, Sampled(NUM, "endless"), tmp_path / "run"):
+        assert rank["error"] == "the task's sampler (Endless) gives more instead of its len(), 26"
+    for rank in ranks.run(train, Sampled(NUM, "lengths"), tmp_path / "run"):
+        assert rank["error"].startswith("the task's batch sampler sets the batch size; leave out")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_a_sampler_must_be() -> None:
+    with pytest.raises(InputError, match=r"sampler \(list_iterator\) has no length"):
+        draw_order(iter([1]), 0)
+    with pytest.raises(InputError, match=r"sampler \(list\) gives nothing"):
+        draw_order([], 0)
+    with pytest.raises(InputError, match=r"sampler \(list\) gives an empty batch"):
+        draw_order([[1], []], 0)
+    assert draw_order(torch.arange(3), 0) == [0, 1, 2]
+
+    class Distributed(Regression):
+        def sampler(self, dataset: Any, seed: int) -> Any:
+            return DistributedSampler(dataset, num_replicas=2, rank=0)
+
+    task = Distributed(4)
+    with pytest.raises(InputError, match="must return a sampler of all data"):
+        CheckedTask(task).sampler(task.datasets()[0], 0)
+
+
+@quick
+@given(
+    num=st.integers(1, 60),
+    size=st.integers(1, 5),
+    after=st.integers(1, 5),
+    steps=st.integers(0, 20),
+    uneven=st.sampled_from(["drop", "pad", "join"]),
+)
+def test_no_batch_is_lost_or_used_twice(
+    num: int, size: int, after: int, steps: int, uneven: str
+) -> None:
+    """Also when the run is resumed with another number of ranks."""
+    data = TensorDataset(torch.arange(num))
+    config = TrainConfig(uneven=uneven)
+
+    def rank_batches(rank: int, of: int, start: int) -> tuple[list[list[int]], list[Any]]:
+        world = World(rank, of, rank, of)
+        batches = shard(data, config, world, lambda _, seed: Lengths(num, seed))
+        batches.set_epoch(1, start)
+        windows = list(batches.windows(1, iter(())))
+        found = [b for b, w in zip(batches, windows, strict=True) if w.own]
+        assert [len(b) for b in found] == [w.own for w in windows if w.own]
+        return found, windows
+
+    most = len(Lengths(num, derive_seed(0, 1)))
+    if uneven == "drop" and most < max(size, after):
+        return
+    windows = rank_batches(0, size, 0)[1]
+    used = windows[: min(steps, len(windows) - 1)]
+    start = sum(window.samples for window in used)
+    first = [rank_batches(rank, size, 0)[0][: len(used)] for rank in range(size)]
+    rest = [rank_batches(rank, after, start)[0] for rank in range(after)]
+    counts = Counter(i for part in (*first, *rest) for batch in part for i in batch)
+    if uneven == "join":
+        assert counts == Counter(range(num))
+    elif uneven == "pad":
+        assert set(counts) == set(range(num))
+    else:
+        assert set(counts.values()) <= {1}
+
+
+def test_random_state_leaves_the_programs_own() -> None:
+    torch.manual_seed(1)
+    own = RandomState(7)
+    with own:
+        first = torch.rand(2)
+    outside = torch.rand(1)
+    other = RandomState(0)
+    other.load_state_dict(own.state_dict())
+    with own, other:
+        pass
+    with other:
+        rest = torch.rand(2)
+    torch.manual_seed(1)
+    assert torch.equal(outside, torch.rand(1))
+    torch.manual_seed(7)
+    assert torch.equal(torch.cat([first, rest]), torch.rand(4))
+
+
+def test_subset_needs_nothing() -> None:
+    subset = Subset(TensorDataset(torch.arange(9)), [1, 5, 7, 8])
+    batches = shard(subset, TrainConfig(batch_size=2), World(0, 1, 0, 1))
+    loader = DataLoader(subset, batch_sampler=batches)
+    assert sorted(i for (batch,) in loader for i in batch.tolist()) == [1, 5, 7, 8]

@@ -1,0 +1,145 @@
+"""One meaning of --uneven everywhere: drop, pad, join, error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hvdtrain import shard_bounds
+from hvdtrain.training.data_loading import derive_seed
+from tests.methods.data_runs import CONFIG, Regression, records, samples, train
+from tests.methods.test_methods import LIVE
+from tests.ranks import Ranks
+
+quick = settings(max_examples=200, deadline=None, database=None)
+EVERYWHERE = pytest.mark.parametrize("ranks", LIVE, indirect=True)
+TWO = pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+
+
+@quick
+@given(num=st.integers(0, 10**12), size=st.integers(1, 300))
+def test_shard_bounds_lose_nothing(num: int, size: int) -> None:
+    bounds = [shard_bounds(num, rank, size) for rank in range(size)]
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == num
+    assert all(before[1] == after[0] for before, after in zip(bounds, bounds[1:], strict=False))
+    lengths = [end - start for start, end in bounds]
+    assert lengths == sorted(lengths, reverse=True)
+    assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize(("num", "rank", "size"), [(3, 2, 2), (3, -1, 2), (-1, 0, 2), (3, 0, 0)])
+def test_shard_bounds_of_no_rank(num: int, rank: int, size: int) -> None:
+    with pytest.raises(ValueError, match=f"no part of {num} items for rank {rank} of {size}"):
+        shard_bounds(num, rank, size)
+
+
+def one_process(num: int, per_step: int, epochs: int) -> tuple[Tensor, list[float]]:
+    """Plain torch on the whole batch: the weights, and the loss of each step."""
+    task = Regression(num)
+    torch.manual_seed(derive_seed(CONFIG.seed))
+    model = task.model().double()
+    optimizer = task.optimizer(model)
+    inputs, index = samples(num)
+    losses = []
+    for epoch in range(epochs):
+        generator = torch.Generator().manual_seed(derive_seed(CONFIG.seed, epoch))
+        order = torch.randperm(num, generator=generator)
+        for start in range(0, num, per_step):
+            chosen = order[start : start + per_step]
+            optimizer.zero_grad()
+            loss = task.loss(model, (inputs[chosen], index[chosen]))
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(loss.item())
+    return nn.utils.parameters_to_vector(model.parameters()).detach(), losses
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("rest", [1, 2, 5])
+def test_join_is_one_process_on_the_whole_batch(
+    ranks: Ranks, accumulate: int, rest: int, tmp_path: Path
+) -> None:
+    """Also if some ranks have no sample in the last batch."""
+    span = 4 * ranks.n
+    num = 2 * span + min(rest, span - 1)
+    wanted, losses = one_process(num, span * accumulate, CONFIG.epochs)
+    found = ranks.run(
+        train, Regression(num), tmp_path / "run", accumulate=accumulate, uneven="join"
+    )
+    for rank in found:
+        assert (rank["weights"] - wanted).abs().max() < 1e-12
+    logged = [record["loss"] for record in records(tmp_path / "run")]
+    assert logged == pytest.approx(losses, rel=1e-12)
+    by_rank = [CONFIG.epochs * 2 * 4 + CONFIG.epochs * size for size in part_sizes(num, ranks.n)]
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    totals = [
+        sum(parts) for parts in zip(*(e["samples_by_rank"] for e in run["seen"]), strict=True)
+    ]
+    assert totals == by_rank
+    assert run["ledger"]["samples_by_rank"] == [total // CONFIG.epochs for total in by_rank]
+    assert run["ledger"]["leftover"] == 0
+
+
+def part_sizes(num: int, n: int) -> list[int]:
+    rest = num % (4 * n)
+    return [end - start for start, end in (shard_bounds(rest, rank, n) for rank in range(n))]
+
+
+def plain_mean(num: int, per_step: int) -> Tensor:
+    return one_process(num, per_step, CONFIG.epochs)[0]
+
+
+@TWO
+def test_join_differs_from_a_mean_over_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """Three samples on two ranks: their mean is not the mean of the ranks' means."""
+    joined = ranks.run(train, Regression(19), tmp_path / "join", uneven="join")
+    dropped = ranks.run(train, Regression(19), tmp_path / "drop", uneven="drop")
+    assert (joined[0]["weights"] - plain_mean(19, 8)).abs().max() < 1e-12
+    assert (dropped[0]["weights"] - plain_mean(19, 8)).abs().max() > 1e-4
+
+
+@TWO
+def test_a_sample_of_weight_0_changes_no_statistics(ranks: Ranks, tmp_path: Path) -> None:
+    """17 samples in steps of 8: rank 1 takes part in the last step with weight 0."""
+    found = ranks.run(
+        train, Regression(17, conv=True), tmp_path / "run", uneven="join", buffers="local"
+    )
+    names = [name for name in found[0]["buffers"] if name.endswith("num_batches_tracked")]
+    counts = [[int(rank["buffers"][name]) for name in names] for rank in found]
+    assert counts == [[2 * 3], [2 * 2]]
+    assert torch.equal(found[0]["weights"], found[1]["weights"])
+
+
+@pytest.mark.parametrize(
+    "ranks", [("ddp-torchrun", 2), ("compat-torchrun", 3), ("horovod-mpi", 2)], indirect=True
+)
+def test_error_refuses_before_training(ranks: Ranks, tmp_path: Path) -> None:
+    num, span = 25, 4 * ranks.n
+    for rank in ranks.run(train, Regression(num), tmp_path / "run", uneven="error"):
+        assert rank["on_all_ranks"]
+        assert rank["error"] == (
+            f"--uneven error: 25 samples are not a multiple of one micro-batch of all ranks, 4 x "
+            f"{ranks.n} = {span}: {num % span} are left over; choose another batch size, or "
+            "--uneven drop, pad or join"
+        )
+    assert not (tmp_path / "run").exists()
+    even = ranks.run(train, Regression(24), tmp_path / "even", uneven="error")
+    dropped = ranks.run(train, Regression(24), tmp_path / "drop")
+    assert even[0]["digest"] == dropped[0]["digest"]
+
+
+@TWO
+def test_join_and_sync_bn_need_a_sample_on_each_rank(ranks: Ranks, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"uneven": "join", "sync_bn": True}
+    for rank in ranks.run(train, Regression(17), tmp_path / "run", **changes):
+        assert rank["error"].startswith("--uneven join with --sync-bn: the last batch of an epoch")
+    assert "digest" in ranks.run(train, Regression(18), tmp_path / "two", **changes)[0]
