@@ -47,10 +47,20 @@ def main() -> None:
     parser.add_argument("--data", default="data")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--lr", default="1e-4", help="the notebooks' own: slow on few images")
     given = parser.parse_args()
     task = f"{Path(__file__).with_name('mnist.py')}:MNIST"
     more = ["--task", task, "--set", "net=notebook", "--set", f"data={Path(given.data).resolve()}"]
-    more += ["--batch-size", "100", "--epochs", str(given.epochs), "--log-every", "20"]
+    more += [
+        "--lr",
+        given.lr,
+        "--batch-size",
+        "100",
+        "--epochs",
+        str(given.epochs),
+        "--log-every",
+        "20",
+    ]
     lines = [
         f"{'':20} {'ranks':>5} {'s/epoch':>8} {'samples/s':>9} {'speed-up':>8} {'accuracy':>8}"
     ]

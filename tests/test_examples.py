@@ -184,15 +184,16 @@ def real_mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.exhaustive
 def test_the_notebooks_table_on_real_images(real_mnist: Path) -> None:
     command = warm([sys.executable, EXAMPLES / "notebook.py", "--data", real_mnist])
-    output = succeed(run([*command, "--epochs", "1"], env=ENV, timeout=250))
+    output = succeed(run([*command, "--epochs", "1", "--lr", "0.05"], env=ENV, timeout=250))
     rows = dict(re.findall(r"^(\S.*?)  +(\d.*|needs .*)$", output.partition("accuracy\n")[2], re.M))
     assert "several GPUs" in rows.pop("DataParallel")
     expected = ["one process", "DDP", "DDP, bf16 autocast", "DDP, local SGD", "Horovod"]
     assert list(rows) == [*expected, "hvdtrain.hvd"]
     accuracy = {name: float(row.split()[-1]) for name, row in rows.items()}
-    assert min(accuracy.values()) > 0.5
+    assert min(accuracy.values()) > 0.8
     assert accuracy["DDP"] == accuracy["Horovod"] == accuracy["hvdtrain.hvd"]
 
 
@@ -201,10 +202,9 @@ def test_the_notebooks_table_on_real_images(real_mnist: Path) -> None:
     ("backend", "n"),
     [
         ("ddp", 2),
-        ("compat", 3),
         *(
             pytest.param(*arm, marks=pytest.mark.exhaustive)
-            for arm in (("ddp", 3), ("compat", 2), ("horovod", 2))
+            for arm in (("ddp", 3), ("compat", 2), ("compat", 3), ("horovod", 2))
         ),
     ],
 )

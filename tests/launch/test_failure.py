@@ -445,7 +445,7 @@ def test_a_peer_that_is_lost_outside_the_training(
     ("launcher", "backend", "rank"),
     [
         ("torchrun", "compat", 0),
-        ("torchrun", "compat", 1),
+        pytest.param("torchrun", "compat", 1, marks=EXHAUSTIVE),
         ("mpirun", "horovod", 1),
         pytest.param("horovodrun", "horovod", 0, marks=EXHAUSTIVE),
         pytest.param("torchrun", "ddp", 1, marks=EXHAUSTIVE),

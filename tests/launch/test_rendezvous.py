@@ -516,7 +516,7 @@ def test_hvd_on_two_hosts(two_hosts: tuple[str, str]) -> None:
 
 
 @pytest.mark.timeout(60 + 45 * ROUNDS)
-@pytest.mark.parametrize("transport", ["gloo", "shm"])
+@pytest.mark.parametrize("transport", [pytest.param("gloo", marks=pytest.mark.exhaustive), "shm"])
 def test_a_link_that_goes_down(two_hosts: tuple[str, str], transport: str, tmp_path: Path) -> None:
     """While data are in flight. TEST_CHAOS_ROUNDS says how often."""
     link = ["ip", "-n", two_hosts[1], "link", "set", f"hv{os.getpid()}b"]

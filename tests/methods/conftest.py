@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-# One launcher for each backend, at two ranks or three. (test_methods.py makes a choice of its own.)
-KEPT = [("single", 1), ("ddp-torchrun", 2), ("compat-torchrun", 3), ("horovod-gloo", 2)]
+# Two ranks of one backend, and three of another. (test_methods.py makes a choice of its own.)
+KEPT = [("single", 1), ("ddp-torchrun", 2), ("compat-torchrun", 3)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
