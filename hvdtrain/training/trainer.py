@@ -690,7 +690,7 @@ class Trainer:
         """
         if self._saved_step == self.progress.step:
             return
-        mine = [state.state_dict() for state in self._rank_states]
+        mine = {type(state).__name__: state.state_dict() for state in self._rank_states}
         ranks = self.backend.all_gather_object(to_cpu(mine)) if mine else []
         data = None
         if self.batches.has_state and self.progress.sample:
@@ -779,16 +779,23 @@ class Trainer:
             # end of any epoch.
             self.progress = run_state.Progress(progress.step, progress.epoch + 1)
 
-    def _resume_rank_states(self, ranks: list[Any]) -> None:
-        """Give each rank what it kept for itself. Another number of ranks starts without."""
-        if len(ranks) == self.world.size:
-            for state, saved in zip(self._rank_states, ranks[self.world.rank], strict=True):
-                state.load_state_dict(saved)
-        elif ranks or self._rank_states:
+    def _resume_rank_states(self, ranks: list[dict[str, Any]]) -> None:
+        """Give each rank what it kept for itself. Print what another method, or another number of
+        ranks, cannot use.
+        """
+        saved = dict(ranks[self.world.rank]) if len(ranks) == self.world.size else {}
+        names = set(ranks[0]) if ranks else set()
+        for state in self._rank_states:
+            name = type(state).__name__
+            if name in saved:
+                state.load_state_dict(saved[name])
+                continue
+            has = f"is of {len(ranks)} ranks" if name in names else "has none"
             self.console.print_line(
-                f"resume   the checkpoint has the own state of {len(ranks)} ranks, and this run "
-                f"has {self.world.size}: it is not used"
+                f"resume   {name}: each rank's own state starts afresh, as the checkpoint {has}"
             )
+        for name in sorted(names - {type(state).__name__ for state in self._rank_states}):
+            self.console.print_line(f"resume   {name}: the checkpoint's state is not used")
 
     def _load(self, root: Path) -> dict[str, Any]:
         """Restore the chosen checkpoint, and set later ones aside; return the trainer's part."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvdtrain import Backend
 from hvdtrain.errors import InputError
 from hvdtrain.training import methods
 from hvdtrain.training.config import TrainConfig
 from tests.methods import arms
+from tests.parity.resume import CONFIG, train
 from tests.ranks import ARMS, Ranks
 
 # One launcher for each backend.
@@ -94,3 +98,41 @@ def test_a_toy_method_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="--lr 3: it is a toy"):
         methods.check(config, "ddp")
     assert "| toy | `--lr 3` | yes | yes | no (" in methods.table()
+
+
+def resumed_by_another(backend: Backend, before: str, after: str, folder: Path) -> str:
+    """Train with one method, resume with another; return what was printed on the way."""
+    first, then = ({"epochs": 2, **arms.SETTINGS[name]} for name in (before, after))
+    with arms.options_of(backend, dataclasses.replace(CONFIG, **first)):
+        train(backend, folder, 7, **first)
+    printed = io.StringIO()
+    with arms.options_of(backend, dataclasses.replace(CONFIG, **then)):
+        with contextlib.redirect_stdout(printed):
+            assert len(train(backend, folder, resume="must", **then)["digest"]) == 64
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("PowerSGD", "fp16 gradients", "resume   PowerSGD: the checkpoint's state is not used"),
+        (
+            "local SGD",
+            "PowerSGD",
+            "PowerSGD: each rank's own state starts afresh",
+        ),
+        (
+            "gradient accumulation",
+            "local SGD",
+            "LocalSGD: each rank's own state starts afresh",
+        ),
+        ("local SGD", "local SGD", ""),
+    ],
+)
+def test_a_resumed_run_may_have_another_method(
+    ranks: Ranks, before: str, after: str, said: str, tmp_path: Path
+) -> None:
+    printed = ranks.run(resumed_by_another, before, after, tmp_path)[0]
+    assert said in printed
+    assert said or "afresh" not in printed
