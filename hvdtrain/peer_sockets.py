@@ -231,16 +231,18 @@ class Connection:
         with self._lock:
             if self.unsent:
                 self.unsent += frame
-                frame = bytes(self.unsent)
-                self.unsent.clear()
             try:
-                sent = self.sock.send(frame) if frame else 0
+                with memoryview(self.unsent or frame) as data:  # no copy of what is left
+                    sent = self.sock.send(data) if data else 0
             except BlockingIOError:
                 sent = 0
             except OSError as error:
                 self._error = error  # kept: the system raises it once, then recv returns b""
                 return True
-            self.unsent += frame[sent:]
+            if self.unsent:
+                del self.unsent[:sent]
+            else:
+                self.unsent += frame[sent:]
             return not self.unsent
 
     def read(self) -> bool:

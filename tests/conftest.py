@@ -35,6 +35,7 @@ _ARMS = [
     ("compat-mpirun", 2),
     ("compat-mpi", 2),
     ("compat-horovodrun", 2),
+    *(("ps-torchrun", n) for n in (1, 2, 3)),
 ]
 # Arms whose faults other arms show as well: they run in `make test-all` only.
 _ONLY_IN_ALL = [

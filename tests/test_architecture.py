@@ -43,8 +43,9 @@ PUBLIC = """Backend BackendOptions HvdtrainError Task TrainConfig Trainer World 
     run shard_bounds""".split()
 
 CONTRACT = """accumulate all_gather_object all_reduce barrier broadcast_ broadcast_object close
-    describe finish_backward host_problem launcher_problem open prepare share_errors""".split()
-"""The public methods of `Backend`. More than 14 would be too many to implement."""
+    describe finish_backward host_problem launcher_problem open prepare share_errors
+    synchronize""".split()
+"""The public methods of `Backend`. More would be too many to implement."""
 
 SAME_FILE_NAME = {
     "__init__": "every package has one",

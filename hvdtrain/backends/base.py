@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from hvdtrain.errors import HvdtrainError, InputError, WorldMismatch
 from hvdtrain.world import World, is_mpi
 
 Op = Literal["mean", "sum", "min", "max"]
+Gradients = Literal["mean", "share", "local"]
 OPS: tuple[Op, ...] = ("mean", "sum", "min", "max")
 T = TypeVar("T")
 B = TypeVar("B", bound="Backend")
@@ -55,6 +56,16 @@ class BackendOptions:
     """How gradients are sent: as they are, in half precision, or as PowerSGD's low-rank factors.
     `hvdtrain.training.methods` has the table of the backends that can.
     """
+    ps_servers: Literal["rank0", "all"] = "rank0"
+    """For `ps`: rank 0 owns all parameters, or every rank owns some."""
+    ps_async: bool = False
+    """For `ps`: no rank waits for another one's gradient."""
+    ps_max_staleness: int | None = None
+    """For an asynchronous `ps`: the largest staleness of a gradient, in steps of its server; 0 is
+    synchronous training, None has no limit.
+    """
+    ps_sync_every: int = 0
+    """For an asynchronous `ps`: steps of a rank between two at which all wait for each other."""
 
 
 class RankState(Protocol):
@@ -87,6 +98,9 @@ class Backend(ABC):
     compressions: ClassVar[tuple[str, ...]] = ("none",)
     """The values of `options.compression` that the backend has."""
 
+    is_asynchronous: bool = False
+    """Whether ranks step at different times, and so have different parameters in between."""
+
     transport: str = ""
     """The name of the transport, if `options.transport` selects one; else empty."""
 
@@ -98,6 +112,8 @@ class Backend(ABC):
         """Why this backend was chosen."""
         self.rank_states: list[RankState] = []
         """What this rank keeps for itself between steps, for each `prepare` that needs it."""
+        self.log_fields: dict[str, float] = {}
+        """What the engine measures while it trains: fields of metrics.jsonl."""
         self.hosts: list[str] = []
         """The host of every rank, in rank order; empty before the handshake."""
         self._prepared: dict[int, _Prepared] = {}
@@ -148,12 +164,14 @@ class Backend(ABC):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        gradients: Literal["mean", "local"] = "mean",
+        gradients: Gradients = "mean",
     ) -> tuple[nn.Module, Optimizer]:
         """Wrap both. Collective. Weights, buffers and existing optimizer state become rank 0's.
 
-        `gradients`: what `p.grad` is after `finish_backward`. With "local" it stays this rank's
-        own, nothing is wrapped, `accumulate` is not called, and the caller keeps the ranks equal.
+        `gradients`: what `p.grad` is after `finish_backward`. With "share" it is what this rank's
+        `optimizer.step()` needs, which may be None; the caller asks `synchronize` for the mean
+        where it reads it. With "local" it stays this rank's own, nothing is wrapped, `accumulate`
+        is not called, and the caller keeps the ranks equal.
 
         `model` must be on `self.device` already. Load state and build a scheduler afterwards, on
         the returned objects: a backend may make a new optimizer. Keep `model` for `state_dict()`:
@@ -211,12 +229,23 @@ class Backend(ABC):
         for p in made.sparse:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.coalesce()
-        model_sync.sync_buffers(self, made.model)
+        if not self.is_asynchronous:
+            model_sync.sync_buffers(self, made.model)
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:  # noqa: B027
         """Average the gradients, or wait until they are averaged. Collective.
 
         A backend that averages within the backward pass has nothing to do here.
+        """
+
+    def synchronize(  # noqa: B027
+        self, optimizer: Optimizer, what: Literal["gradients", "parameters", "state"]
+    ) -> None:
+        """Make equal on all ranks what this backend lets differ between two steps. Collective.
+
+        "gradients": after `finish_backward`, `p.grad` becomes the mean, as `prepare` with "mean"
+        makes it always. "parameters": also the buffers, by their policy. "state": rank 0 gets the
+        whole state of the optimizer. Nothing to do for a backend whose ranks are always equal.
         """
 
     # Small values
@@ -256,15 +285,16 @@ class Backend(ABC):
         mine: HvdtrainError | None = None
         try:
             yield
-        except HvdtrainError as error:
-            mine = error
-        errors = self.all_gather_object(None if mine is None else (type(mine), str(mine)))
-        failed = [rank for rank, error in enumerate(errors) if error is not None]
+        except HvdtrainError as raised:
+            mine = raised
+        error = None if mine is None else (type(mine), str(mine))
+        everyone = self.all_gather_object((self.world.rank, error))
+        failed = [(rank, *error) for rank, error in everyone if error is not None]
         if not failed:
             return
-        kind, text = cast("tuple[type[HvdtrainError], str]", errors[failed[0]])
-        if len(failed) < len(errors):
-            text = f"rank {failed[0]}: {text}"
+        rank, kind, text = failed[0]
+        if len(failed) < len(everyone):
+            text = f"rank {rank}: {text}"
         shared = kind(text)
         shared.on_all_ranks = True
         raise shared from mine
@@ -307,7 +337,7 @@ class _Prepared:
     model: nn.Module
     names: dict[Tensor, str]
     sparse: list[Tensor]
-    gradients: Literal["mean", "local"]
+    gradients: Gradients
 
 
 def check_same(backend: Backend, values: Mapping[str, object], advice: str = "") -> None:

@@ -47,7 +47,7 @@ class TrainConfig:
     # Where and how
     backend: str = _option(
         "auto",
-        "single, dp, ddp, horovod, compat, module:Class, or auto: the launcher's usual.",
+        "single, dp, ddp, horovod, compat, ps, module:Class, or auto: the launcher's usual.",
     )
     transport: str = _option("auto", "Transport of ddp and compat: auto, shm, mpi, gloo, nccl.")
     device: str = _option("auto", "auto is CUDA if every rank has a GPU.", "auto", "cpu", "cuda")
@@ -111,6 +111,18 @@ class TrainConfig:
     )
     outer_lr: float = _option(0.7, "Learning rate of the outer optimizer.")
     outer_momentum: float = _option(0.9, "Momentum of the outer optimizer.")
+    ps_servers: str = _option(
+        "rank0", "For ps: the ranks that own parameters, and step them.", "rank0", "all"
+    )
+    ps_async: bool = _option(False, "For ps: no rank waits for another one's gradient.")
+    ps_max_staleness: int | None = _option(
+        None,
+        "For --ps-async: the largest staleness of a gradient, in steps of its server. "
+        "[default: no limit]",
+    )
+    ps_sync_every: int = _option(
+        0, "For --ps-async: steps after which all ranks wait for each other. 0: never."
+    )
 
     # How long
     epochs: int = _option(10, "Passes over the training data.")
@@ -207,8 +219,8 @@ class TrainConfig:
                 shown = f"{value:g}" if value < 1e300 else "over 1e300"
                 raise InputError(f"{flag(item.name)} {shown} must be at most {maximum:g}")
         for name in """workers warmup_steps checkpoint_every seed sync_every local_warmup
-            outer_momentum""".split():
-            if getattr(self, name) < 0:
+            outer_momentum ps_max_staleness ps_sync_every""".split():
+            if (getattr(self, name) or 0) < 0:
                 raise InputError(f"{flag(name)} {getattr(self, name)} must not be negative")
         for item in dataclasses.fields(self):
             choices, value = item.metadata["choices"], getattr(self, item.name)
@@ -229,6 +241,11 @@ class TrainConfig:
             )
         if self.outer_optimizer == "nesterov" and not self.outer_momentum:
             raise InputError("--outer-optimizer nesterov wants an --outer-momentum above zero")
+        if not self.ps_async and (self.ps_max_staleness is not None or self.ps_sync_every):
+            raise InputError(
+                "--ps-max-staleness and --ps-sync-every are of asynchronous training; give "
+                "--ps-async, too"
+            )
         self.drop_epochs()
         if self.schedule == "one-cycle" and self.warmup_steps:
             raise InputError(
@@ -308,6 +325,10 @@ class TrainConfig:
             buffers=cast("Any", self.buffers),
             unused_parameters=cast("Any", self.unused_parameters),
             compression=cast("Any", self.compression),
+            ps_servers=cast("Any", self.ps_servers),
+            ps_async=self.ps_async,
+            ps_max_staleness=self.ps_max_staleness,
+            ps_sync_every=self.ps_sync_every,
         )
 
     def agreed(self) -> dict[str, object]:

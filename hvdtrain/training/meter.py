@@ -54,10 +54,14 @@ class Meter:
         Collective. Raises TrainingDiverged, on every rank, if the loss of any rank is not finite,
         or the norm of the averaged gradient, which is equal on all ranks. `norm_may_overflow`: an
         fp16 loss scaler skips such a step, so that its norm may be infinite.
+
+        If ranks step at different times, nothing is collective, and the loss is this rank's own.
         """
         assert self._loss is not None
         steps = self._steps
-        loss = float(self._backend.all_reduce(self._loss.double() / steps, "mean"))
+        mean = self._loss.double() / steps
+        together = not self._backend.is_asynchronous
+        loss = float(self._backend.all_reduce(mean, "mean") if together else mean)
         elapsed = time.perf_counter() - self._since
         numbers = {"loss": loss}
         if norm is not None:
@@ -68,7 +72,7 @@ class Meter:
                     f"the {name} became {value} in steps {step - steps + 1} to {step}; lower the "
                     "learning rate, clip with --clip-norm, or look at the data; no checkpoint of "
                     "these steps was kept",
-                    on_all_ranks=True,
+                    on_all_ranks=together,
                 )
         timing = {
             "step_ms": 1000 * elapsed / steps,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
 
-BACKENDS = ("single", "dp", "ddp", "horovod", "compat")
+BACKENDS = ("single", "dp", "ddp", "horovod", "compat", "ps")
 """The columns of the table."""
 
 ONE_PROCESS = {
@@ -26,7 +26,13 @@ ONE_PROCESS = {
 
 NO_MASTERS = "the half weights are averaged, and the fp32 masters are not"
 NO_MEAN = "it reads the averaged gradient, and each rank steps on its own"
-
+NO_MEAN_AT_ONCE = "it reads the averaged gradient, and each rank's is applied by itself"
+NO_SCALE = "the loss scale needs gradients that are equal on all ranks"
+NO_SERVER = dict.fromkeys(
+    ("single", "dp", "ddp", "horovod", "compat"), "it has no server; use --backend ps"
+)
+NO_RANKS_STEP = "the server alone steps; use --backend ddp"
+SENDS_ALL = {"ps": "a parameter server is sent the gradients as they are; use --backend ddp"}
 
 NOT_HELD = "an evaluation is of averaged parameters, which no rank has until the next average"
 
@@ -110,7 +116,7 @@ METHODS = (
         "fp16 gradients",
         "--compression fp16",
         lambda c: c.compression == "fp16",
-        refused=ONE_PROCESS,
+        refused={**ONE_PROCESS, **SENDS_ALL},
     ),
     Method(
         "bf16 gradients",
@@ -118,6 +124,7 @@ METHODS = (
         lambda c: c.compression == "bf16",
         refused={
             **ONE_PROCESS,
+            **SENDS_ALL,
             "horovod": "Horovod 0.28.1 compresses to fp16 only; use --backend compat or ddp",
         },
     ),
@@ -127,6 +134,7 @@ METHODS = (
         lambda c: c.compression == "powersgd",
         refused={
             **ONE_PROCESS,
+            **SENDS_ALL,
             "horovod": "PowerSGD is a communication hook of DDP; use --backend ddp",
             "compat": "PowerSGD is a communication hook of DDP; use --backend ddp",
         },
@@ -139,10 +147,10 @@ METHODS = (
         "local SGD",
         "--sync-every 8",
         lambda c: c.sync_every > 0,
-        refused=ONE_PROCESS,
+        refused={**ONE_PROCESS, "ps": NO_RANKS_STEP},
         not_with={
             "gradient clipping": NO_MEAN,
-            "fp16 with a scaled loss": "the loss scale needs gradients that are equal on all ranks",
+            "fp16 with a scaled loss": NO_SCALE,
             "O2: fp16 weights, fp32 masters": NO_MASTERS,
             "O2: bf16 weights, fp32 masters": NO_MASTERS,
             "SyncBatchNorm": "its layers communicate in every step",
@@ -155,7 +163,27 @@ METHODS = (
         "DiLoCo",
         "--sync-every 8 --outer-optimizer nesterov",
         lambda c: c.outer_optimizer != "none",
-        refused=ONE_PROCESS,
+        refused={**ONE_PROCESS, "ps": NO_RANKS_STEP},
+    ),
+    Method(
+        "sharded parameter servers",
+        "--ps-servers all",
+        lambda c: c.ps_servers == "all",
+        refused=NO_SERVER,
+    ),
+    Method(
+        "asynchronous parameter server",
+        "--ps-async",
+        lambda c: c.ps_async,
+        refused=NO_SERVER,
+        not_with={
+            "gradient clipping": NO_MEAN_AT_ONCE,
+            "fp16 with a scaled loss": NO_SCALE,
+            "O2: fp16 weights, fp32 masters": NO_SCALE,
+            "O2: bf16 weights, fp32 masters": "the masters are not at the server",
+            "short last batch, weighted": "there is no mean over the samples of all ranks",
+            "SyncBatchNorm": "its layers wait for all ranks in every step",
+        },
     ),
 )
 

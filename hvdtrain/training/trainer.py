@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hvdtrain import provenance
 from hvdtrain._torch.step_mark import mark_as_stepped
-from hvdtrain.backends.base import Backend
+from hvdtrain.backends.base import Backend, Gradients
 from hvdtrain.backends.model_sync import broadcast_state, to_cpu
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.failure import cause_of
@@ -116,6 +116,7 @@ class Trainer:
         self.on_batch: Callable[[Any], None] | None = None
         """Called with every micro-batch of this rank, before its forward pass."""
         self._records = True
+        self._clips = not math.isinf(config.clip_norm)
         self._origins = origins or {}
         self._run_dir: RunDirectory | None = None
         self._local: LocalSGD | None = None
@@ -240,7 +241,7 @@ class Trainer:
         lr_before, lr_after = set_base_lr(optimizer, self.config.lr, factor)
         known = len(self.backend.rank_states)
         local = self.config.sync_every > 0
-        kind: Literal["local", "mean"] = "local" if local else "mean"
+        kind: Gradients = "local" if local else "share"
         self.net, self.optimizer = self.backend.prepare(self.model, optimizer, kind)
         self._rank_states = self.backend.rank_states[known:]
         self.precision.make_masters(self.model, self.optimizer)
@@ -436,6 +437,7 @@ class Trainer:
                 metrics=metrics,
                 params_sha256=digest,
                 last_step=self.progress.step,
+                backend=self._about_backend(),
                 **about,
             )
         # Rank 0 alone has a run directory.
@@ -586,12 +588,15 @@ class Trainer:
         self.backend.finish_backward(optimizer)
         if self._local is not None:
             self._local.finish_backward(step)
-        self.precision.unscale_(optimizer)
         # Log before every checkpoint: `flush` checks the loss, so that no diverged state is saved.
         saves = self._checkpoint_is_due(step) or (self._save_is_due and self._is_in_sync(step))
         due = last or step % self.config.log_every == 0 or saves
         logs = self._records and due
-        norm = self._clip(logs and self._local is None)
+        wants_norm = logs and self._local is None and not self.backend.is_asynchronous
+        if wants_norm or self._clips or self.precision.scaler.is_enabled():
+            self.backend.synchronize(optimizer, "gradients")
+        self.precision.unscale_(optimizer)
+        norm = self._clip(wants_norm)
         if logs:
             self._last_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         scale = self.precision.loss_scale() if logs else {}
@@ -607,7 +612,7 @@ class Trainer:
         if logs:
             numbers = meter.flush(step, norm, self.precision.scaler.is_enabled())
             record = {"step": step, "epoch": progress.epoch_number, "lr": self._last_lrs[0]}
-            self.log({**record, **numbers, **scale})
+            self.log({**record, **numbers, **scale, **self.backend.log_fields})
         self.console.advance(step)
 
     def _accumulate(self, last: bool) -> AbstractContextManager[None]:
@@ -621,11 +626,11 @@ class Trainer:
         Without clipping, compute the norm only if it is `wanted`; else return None.
         """
         clip = self.config.clip_norm
-        if not wanted and math.isinf(clip):
+        if not wanted and not self._clips:
             return None
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         grads = [p.grad for p in parameters if p.grad is not None]
-        if math.isinf(clip):
+        if not self._clips:
             return nn.utils.get_total_norm(
                 [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
             )
@@ -640,6 +645,7 @@ class Trainer:
         """
         if self._eval_loader is None:
             return {}
+        self.backend.synchronize(self.optimizer, "parameters")
         if self._local is None or self._is_in_sync(self.progress.step):
             return self._evaluate_on(self._eval_loader)
         with self._local.averaged():
@@ -690,6 +696,8 @@ class Trainer:
         """
         if self._saved_step == self.progress.step:
             return
+        self.backend.synchronize(self.optimizer, "parameters")
+        self.backend.synchronize(self.optimizer, "state")
         mine = {type(state).__name__: state.state_dict() for state in self._rank_states}
         ranks = self.backend.all_gather_object(to_cpu(mine)) if mine else []
         data = None
@@ -819,11 +827,14 @@ class Trainer:
             "origins": self._origins,
             "world": asdict(self.world),
             "hosts": self.backend.hosts or [socket.gethostname()],
-            "backend": {**self.backend.describe(), "reason": self.backend.reason},
+            "backend": self._about_backend(),
             "threads": self._threads,
             "versions": provenance.versions(),
             "environment": provenance.variables(os.environ),
         }
+
+    def _about_backend(self) -> dict[str, Any]:
+        return {**self.backend.describe(), "reason": self.backend.reason}
 
     def _record_failure(self, error: BaseException) -> None:
         if self._run_dir is None:

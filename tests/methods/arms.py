@@ -35,6 +35,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "PowerSGD": {"compression": "powersgd"},
     "local SGD": {"sync_every": 3},
     "DiLoCo": {"sync_every": 3, "outer_optimizer": "nesterov"},
+    "sharded parameter servers": {"ps_servers": "all"},
+    "asynchronous parameter server": {"ps_async": True},
 }
 """By the method's name: changes to the TrainConfig of tests/parity/resume.py."""
 
@@ -47,8 +49,11 @@ TASK: dict[str, dict[str, Any]] = {
 NOTHING_ON_ONE_RANK = ("SyncBatchNorm",)
 """Methods that leave the bits of a single process as they are."""
 
-CHANGES_NO_BITS = ("best checkpoint",)
+CHANGES_NO_BITS = ("best checkpoint", "sharded parameter servers")
 """Methods that leave the bits as they are everywhere."""
+
+NOT_DETERMINISTIC = ("asynchronous parameter server",)
+"""Methods whose ranks do not wait for each other."""
 
 STOP_AT = 7  # in the middle of the second epoch
 
@@ -58,7 +63,8 @@ def options_of(backend: Backend, config: TrainConfig) -> Iterator[None]:
     """Give an open backend the options of a run, and then its own again."""
     before = backend.options
     of_run = config.backend_options()
-    changes = {name: getattr(of_run, name) for name in ("compression", "buffers")}
+    names = ("compression", "buffers", *(name for name in vars(of_run) if name[:3] == "ps_"))
+    changes = {name: getattr(of_run, name) for name in names}
     backend.options = replace(before, **changes)
     try:
         yield

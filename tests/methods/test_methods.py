@@ -24,6 +24,7 @@ LIVE = [
     *((name, n) for name in ("ddp-torchrun", "compat-torchrun") for n in (2, 3)),
     ("horovod-gloo", 2),
     ("horovod-mpi", 3),
+    *(("ps-torchrun", n) for n in (2, 3)),
 ]
 CELLS = [(arm, m) for m in methods.METHODS for arm in LIVE if ARMS[arm[0]].backend not in m.refused]
 
@@ -58,6 +59,9 @@ def test_each_method_is_chosen_by_its_options(method: methods.Method) -> None:
 @pytest.mark.parametrize(("ranks", "name"), cells(), indirect=["ranks"])
 def test_it_trains_and_resumes_exactly(ranks: Ranks, name: str, tmp_path: Path) -> None:
     for digests in ranks.run(arms.interrupted, name, tmp_path):
+        if name in arms.NOT_DETERMINISTIC:  # its accuracy: test_parameter_server.py
+            assert {len(digest) for digest in digests.values()} == {64}
+            continue
         assert digests["parts"] == digests["whole"]
         if name in arms.CHANGES_NO_BITS:
             assert digests["whole"] == digests["plain"]

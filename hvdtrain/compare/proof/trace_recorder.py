@@ -121,6 +121,7 @@ class TraceRecorder:
 
         def recorded(optimizer: Optimizer) -> None:
             original(optimizer)
+            backend.synchronize(optimizer, "gradients")
             self._after_finish()
 
         backend.finish_backward = recorded  # type: ignore[method-assign]
