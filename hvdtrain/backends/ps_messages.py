@@ -155,7 +155,8 @@ class Messages:
             if (handler := self.handlers.get(header[0])) is not None:
                 handler(rank, header, payload)
             else:
-                self.inbox[(*header, rank)] = payload
+                key = (*header, rank)
+                self.inbox[key] = payload
             self.changed.notify_all()
 
     def _lose(self, rank: int, why: str) -> None:

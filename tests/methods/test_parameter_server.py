@@ -1,0 +1,242 @@
+"""The backend `ps`: what it adds to the contract and to the table of methods."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hvdtrain import Backend, Trainer
+from hvdtrain.backends.base import BackendOptions
+from hvdtrain.backends.server_optimizer import _Server, owners_of
+from hvdtrain.backends.single import Single
+from hvdtrain.errors import InputError
+from hvdtrain.training import checkpoint
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.world import World
+from tests.forkserver import warm
+from tests.launching import started
+from tests.methods.arms import options_of
+from tests.parity.resume import CONFIG, Stateful, train
+from tests.ranks import Ranks
+
+on_ranks = pytest.mark.parametrize("ranks", [("ps-torchrun", 2), ("ps-torchrun", 3)], indirect=True)
+
+
+def digest(backend: Backend, /, folder: Path, **changes: Any) -> str:
+    with options_of(backend, replace(CONFIG, **changes)):
+        found: str = train(backend, folder, **changes)["digest"]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [("ps-torchrun", 1)], indirect=True)
+@pytest.mark.parametrize("changes", [{}, {"ps_async": True}, {"ps_servers": "all"}], ids=str)
+def test_one_worker_is_plain_training(
+    ranks: Ranks, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = digest(Single(World(), BackendOptions()), tmp_path / "plain")
+    assert ranks.run(digest, tmp_path / "ps", **changes) == [plain]
+
+
+@on_ranks
+def test_no_staleness_is_synchronous_training(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(digest, tmp_path / "0", ps_async=True, ps_max_staleness=0)
+    assert found == ranks.run(digest, tmp_path / "synchronous")
+
+
+def blocked(backend: Backend, folder: Path) -> dict[str, Any]:
+    """Train, while the last rank takes its second step only after rank 0's fifth."""
+    config = replace(CONFIG, run_dir=str(folder), ps_async=True, checkpoint_every=99)
+    with options_of(backend, config):
+        trainer = Trainer(Stateful(), backend, config)
+        in_time: list[bool] = []
+        last = backend.world.rank == backend.world.size - 1
+
+        def on_batch(batch: Any) -> None:
+            step = trainer.progress.step + 1
+            if backend.world.rank == 0 and step == 4:
+                (folder / "rank 0 goes on").touch()
+            if last and step == 2:
+                deadline = time.monotonic() + 20
+                while not (folder / "rank 0 goes on").exists() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                in_time.append(time.monotonic() < deadline)
+
+        trainer.on_batch = on_batch
+        trainer.fit()
+    return {
+        "in time": all(in_time),
+        "about": json.loads((folder / "run.json").read_text())["backend"],
+    }
+
+
+@on_ranks
+def test_nobody_waits_for_a_slow_rank(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(blocked, tmp_path):
+        assert found["in time"]
+    about = found["about"]
+    assert about["staleness"]["max"] >= 2
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    logged = [r for r in records if "staleness_max" in r]
+    assert logged
+    for record in logged:
+        assert record["staleness_mean"] <= record["staleness_p95"] <= record["staleness_max"]
+    assert "grad_norm" not in logged[0], "no rank has the mean"
+
+
+@on_ranks
+@pytest.mark.parametrize("servers", ["rank0", "all"])
+def test_staleness_has_a_limit(ranks: Ranks, servers: str, tmp_path: Path) -> None:
+    changes = {"ps_async": True, "ps_max_staleness": 1, "ps_servers": servers, "ps_sync_every": 3}
+    assert len(set(ranks.run(digest, tmp_path, **changes))) == 1, "synchronized at the end"
+    about = json.loads((tmp_path / "run.json").read_text())["backend"]
+    assert about["staleness"]["max"] <= 1
+    assert (about["max_staleness"], about["sync_every"]) == (1, 3)
+
+
+@given(
+    st.integers(1, 4),
+    st.one_of(st.none(), st.integers(0, 5)),
+    st.lists(st.integers(0, 3), max_size=60),
+)
+@settings(deadline=None, max_examples=200)
+def test_the_server_steps_with_every_gradient_once(
+    num_ranks: int, limit: int | None, order: list[int]
+) -> None:
+    """Whoever pushes when: no gradient is lost or too old, and nobody waits for ever."""
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    server = _Server(torch.optim.SGD([weight], lr=1.0), [0], limit)
+    server.pulled = dict.fromkeys(range(num_ranks), 0)
+    answered: list[int] = []
+    server.reply = answered.append
+    computing, pushed = set(range(num_ranks)), 0
+    for rank in order:
+        if rank in computing:
+            computing.discard(rank)
+            pushed += 1
+            server.receive(rank, "push", [torch.ones(1, dtype=torch.float64)])
+            computing |= set(answered)
+            answered.clear()
+        assert computing, "all ranks wait"
+    for rank in sorted(computing):
+        server.receive(rank, "rest", [])
+    assert sum(server.staleness.values()) == pushed
+    assert limit is None or max(server.staleness, default=0) <= limit
+    if limit is None:
+        assert float(weight.detach()) == -pushed
+
+
+def test_shares_are_even() -> None:
+    parameters: list[torch.Tensor] = [torch.empty(n) for n in (100, 1, 60, 40, 3, 2)]
+    owners = owners_of(parameters, 2)
+    loads = [
+        sum(p.numel() for p, o in zip(parameters, owners, strict=True) if o == r) for r in (0, 1)
+    ]
+    assert loads == [103, 103]
+    assert owners_of(parameters, 1) == [0] * 6
+
+
+def own_loop(backend: Backend) -> str:
+    model = nn.Linear(2, 1)
+    with options_of(backend, TrainConfig(ps_async=True)):
+        try:
+            backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        except InputError as error:
+            return str(error)
+    return ""
+
+
+@on_ranks
+def test_an_own_loop_must_say_that_it_reads_no_mean(ranks: Ranks) -> None:
+    for text in ranks.run(own_loop):
+        assert 'call prepare(..., gradients="share")' in text
+
+
+# Ranks that end
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+    return port
+
+
+@pytest.mark.parametrize(
+    ("victim", "mode"),
+    [
+        pytest.param(1, ["--ps-async"], id="worker-asynchronous"),
+        pytest.param(0, [], id="server-synchronous", marks=pytest.mark.exhaustive),
+        pytest.param(1, [], id="worker-synchronous", marks=pytest.mark.exhaustive),
+        pytest.param(0, ["--ps-async"], id="server-asynchronous", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_rank_that_is_killed(victim: int, mode: list[str], tmp_path: Path) -> None:
+    """Three ranks started by hand, as on three machines with an agent each."""
+    command = warm([sys.executable, "-m", "hvdtrain", "--backend", "ps", *mode])
+    command += ["--run-dir", str(tmp_path / "run")]
+    command += ["--epochs", "6", "--checkpoint-every", "10", "--timeout", "30", "--log-every", "5"]
+    shared = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                started(command, env={**shared, "RANK": str(r), "LOCAL_RANK": str(r)})
+            )
+            for r in range(3)
+        ]
+        logs = [log for _, log in ranks]
+        deadline = time.monotonic() + 60
+        while not checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints"):
+            assert time.monotonic() < deadline, logs[0].read_text()
+            time.sleep(0.02)
+        ranks[victim][0].send_signal(signal.SIGKILL)
+        codes = [process.wait(60) for process, _ in ranks]
+        texts = [log.read_text() for log in logs]
+    assert codes[victim] == -signal.SIGKILL
+    kept = checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")
+    assert checkpoint.problem(kept[-1]) is None
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    if victim == 0:
+        assert codes[1:] == [4, 4], texts
+        assert all("rank 0 has ended: its connection is closed" in text for text in texts[1:])
+        return
+    assert [codes[0], codes[2]] == [0, 0], texts
+    said = "WARNING: rank 1 has ended: its connection is closed; the others go on without it: 0, 2"
+    assert said in texts[0]
+    assert about["outcome"] == "finished"
+    assert about["backend"]["lost_ranks"] == {"1": "has ended: its connection is closed"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [("ps-torchrun", 2)], indirect=True)
+def test_asynchronous_training_is_as_accurate(ranks: Ranks, tmp_path: Path) -> None:
+    """Within one per cent of synchronous training, over five seeds of the digits."""
+    means = {
+        mode: sum(ranks.run(accuracy, mode, seed, tmp_path)[0] for seed in range(5)) / 5
+        for mode in (False, True)
+    }
+    assert means[True] > means[False] - 0.01, means
+
+
+def accuracy(backend: Backend, is_async: bool, seed: int, folder: Path) -> float:
+    from hvdtrain.tasks.digits import Digits
+
+    config = TrainConfig(
+        ps_async=is_async, seed=seed, threads=1, run_dir=str(folder / f"{is_async}-{seed}")
+    )
+    with options_of(backend, config):
+        found: float = Trainer(Digits(), backend, config).fit().metrics["accuracy"]
+    return found
