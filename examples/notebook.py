@@ -28,6 +28,8 @@ ROWS = {
     "DDP": f"{TORCHRUN} ddp",
     "DDP, bf16 autocast": f"{TORCHRUN} ddp --precision bf16",
     "DDP, local SGD": f"{TORCHRUN} ddp --sync-every 8",
+    "parameter server": f"{TORCHRUN} ps",
+    "the same, asynchronous": f"{TORCHRUN} ps --ps-async",
     "Horovod": "horovodrun -np {ranks} --gloo hvdtrain --backend horovod",
     "hvdtrain.hvd": f"{TORCHRUN} compat",
 }
@@ -62,12 +64,12 @@ def main() -> None:
         "20",
     ]
     lines = [
-        f"{'':20} {'ranks':>5} {'s/epoch':>8} {'samples/s':>9} {'speed-up':>8} {'accuracy':>8}"
+        f"{'':22} {'ranks':>5} {'s/epoch':>8} {'samples/s':>9} {'speed-up':>8} {'accuracy':>8}"
     ]
     first: float | None = None
     for row, text in ROWS.items():
         if why := missing(row):
-            lines.append(f"{row:20} {why}")
+            lines.append(f"{row:22} {why}")
             continue
         command = [*text.format(python=sys.executable, ranks=given.ranks).split(), *more]
         print(" ".join(command), flush=True)
@@ -83,7 +85,7 @@ def main() -> None:
         ranks, samples = about["world"]["size"], about["ledger"]["samples"]
         first = first or speed
         lines.append(
-            f"{row:20} {ranks:5} {samples / speed:8.2f} {speed:9.0f} {speed / first:7.2f}x "
+            f"{row:22} {ranks:5} {samples / speed:8.2f} {speed:9.0f} {speed / first:7.2f}x "
             f"{about['metrics']['accuracy']:8.4f}"
         )
     print("\n".join(["", *lines]))

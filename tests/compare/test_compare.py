@@ -143,6 +143,7 @@ def test_a_baseline_that_is_lost_ends_it(tmp_path: Path) -> None:
     assert "as fast" not in done.output
 
 
+@pytest.mark.exhaustive
 def test_a_baseline_that_parts_ends_it(tmp_path: Path) -> None:
     """Seen at the end only, and of its duplicate as well: there is nothing left to repeat."""
     arms = "tests.compare.failing:Parts/gloo,ddp/gloo"
@@ -245,7 +246,8 @@ def test_a_slower_arm_is_found_and_the_same_arm_is_not(tmp_path: Path) -> None:
     assert rows[slower]["ratio"] == pytest.approx(0.6, abs=0.15)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("weak", marks=pytest.mark.exhaustive), "strong"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["weak", "strong"])
 def test_world_sizes(tmp_path: Path, kind: str) -> None:
     line = ["--arms", "ddp/shm", "-np", "1,2", "--scaling", kind, *QUICK]
     _, found = compare(tmp_path / "out", *line)

@@ -29,6 +29,7 @@ def run_on(names: Names, hosts: list[list[int]], *what: object, **how: Any) -> l
     return run_scenario(str(scenario), folder, *arguments, **how)[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_every_collective(two_hosts: Names, tmp_path: Path) -> None:  # noqa: F811
     """Two ranks on one, one on the other."""

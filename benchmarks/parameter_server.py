@@ -1,0 +1,174 @@
+"""Bytes at each rank's link, and time of a step: a parameter server beside a ring all-reduce.
+
+    sudo python benchmarks/parameter_server.py       # Linux, root: makes network namespaces
+
+Every rank is a host of its own: a network namespace on a bridge, whose link has a limited rate in
+both directions (tc tbf). The kernel counts the bytes of each link. The model has K = 1 MiB of
+gradients. Prediction, in each direction and step, for N ranks: the server K (N - 1), each worker K;
+sharded servers and the ring 2 K (N - 1) / N at every rank. Beside them, on one host without a
+network: this project's shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "parameter_server.json"
+ARMS: dict[str, dict[str, Any]] = {
+    "ps": {"backend": "ps"},
+    "ps, sharded": {"backend": "ps", "ps_servers": "all"},
+    "ps, asynchronous": {"backend": "ps", "ps_async": True},
+    "ddp/gloo": {"backend": "ddp", "transport": "gloo"},
+    "ddp/shm": {"backend": "ddp", "transport": "shm"},
+}
+SIZES = (2, 4, 8)
+STEPS = 10
+RATE_MBIT = 200
+MODEL_BYTES = 1 << 20
+
+
+def work(arm: str) -> dict[str, float]:
+    """Train in one rank; return seconds and bytes of a step."""
+    import torch
+    from torch import nn
+
+    from hvdtrain import BackendOptions, open_backend
+
+    torch.set_num_threads(1)
+    options = dict(ARMS[arm])
+    name = options.pop("backend")
+    with open_backend(name, options=BackendOptions(device="cpu", **options)) as backend:
+        model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(16)))
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        net, optimizer = backend.prepare(model, optimizer, "share")
+        batch = torch.randn(4, 128)
+
+        def step() -> None:
+            with backend.accumulate(net, last=True):
+                net(batch).square().mean().backward()
+            backend.finish_backward(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        step()
+        backend.barrier()
+        sent, received, begin = *link_bytes(), time.monotonic()
+        for _ in range(STEPS):
+            step()
+        backend.barrier()
+        seconds, after = time.monotonic() - begin, link_bytes()
+    return {
+        "seconds": seconds / STEPS,
+        "sent": (after[0] - sent) / STEPS / MODEL_BYTES,
+        "received": (after[1] - received) / STEPS / MODEL_BYTES,
+    }
+
+
+def link_bytes() -> tuple[int, int]:
+    """Return the bytes that this namespace's link has sent and received; 0 without a link."""
+    folder = Path("/sys/class/net/eth0/statistics")
+    if not folder.exists():
+        return 0, 0
+    sent, received = (int((folder / name).read_text()) for name in ("tx_bytes", "rx_bytes"))
+    return sent, received
+
+
+def sh(command: str) -> None:
+    subprocess.run(command.split(), check=True)
+
+
+def make_hosts(n: int, rate_mbit: int) -> list[str]:
+    """Make `n` namespaces on a bridge; return their names."""
+    names = [f"hvdps{i}" for i in range(n)]
+    sh("ip link add hvdps type bridge")
+    sh("ip link set hvdps up")
+    limit = f"root tbf rate {rate_mbit}mbit burst 64kb latency 1s"
+    for i, name in enumerate(names):
+        sh(f"ip netns add {name}")
+        sh(f"ip link add hvdps{i} type veth peer name eth0 netns {name}")
+        sh(f"ip link set hvdps{i} master hvdps up")
+        sh(f"ip -n {name} address add 10.77.0.{i + 1}/24 dev eth0")
+        sh(f"ip -n {name} link set lo up")
+        sh(f"ip -n {name} link set eth0 up")
+        sh(f"ip -n {name} route add default via 10.77.0.{i + 1}")
+        sh(f"tc qdisc add dev hvdps{i} {limit}")
+        sh(f"ip netns exec {name} tc qdisc add dev eth0 {limit}")
+    return names
+
+
+def remove_hosts(n: int) -> None:
+    for i in range(n):
+        subprocess.run(["ip", "netns", "del", f"hvdps{i}"], capture_output=True)
+        subprocess.run(["ip", "link", "del", f"hvdps{i}"], capture_output=True)
+    subprocess.run(["ip", "link", "del", "hvdps"], capture_output=True)
+
+
+def run(arm: str, n: int, hosts: list[str], port: int) -> list[dict[str, float]]:
+    """Start a rank on each host; return what each measured."""
+    alone = ARMS[arm].get("transport") == "shm"
+    address = "127.0.0.1" if alone else "10.77.0.1"
+    env = {**os.environ, "WORLD_SIZE": str(n), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    processes = []
+    for rank in range(n):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank if alone else 0)}
+        place["LOCAL_WORLD_SIZE"] = str(n if alone else 1)
+        inside = [] if alone else ["ip", "netns", "exec", hosts[rank]]
+        command = [*inside, sys.executable, __file__, "--worker", arm]
+        processes.append(
+            subprocess.Popen(command, env={**env, **place}, stdout=subprocess.PIPE, text=True)
+        )
+    outputs = [process.communicate(timeout=600)[0] for process in processes]
+    assert not any(process.returncode for process in processes), outputs
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--worker", choices=ARMS, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    if args.worker:
+        print(json.dumps(work(args.worker)))
+        return
+    found: dict[str, Any] = {}
+    port = 29700
+    for n in SIZES:
+        hosts: list[str] = []
+        try:
+            hosts = make_hosts(n, RATE_MBIT)
+            order = [
+                arm for _ in range(args.rounds) for arm in random.sample(list(ARMS), len(ARMS))
+            ]
+            for arm in order:
+                port += 1
+                found.setdefault(f"{arm}, {n} ranks", []).append(run(arm, n, hosts, port))
+        finally:
+            remove_hosts(n)
+    print(f"{'K sent and received by':24}{'rank 0':>18}{'each other rank':>18}{'ms a step':>22}")
+    for name, rounds in found.items():
+        first, others = [r[0] for r in rounds], [r for ranks in rounds for r in ranks[1:]]
+        sizes = [
+            f"{statistics.median(r['sent'] for r in who):.2f}, "
+            f"{statistics.median(r['received'] for r in who):.2f}"
+            for who in (first, others)
+        ]
+        times = sorted(1000 * r["seconds"] for r in first)
+        spread = f"{statistics.median(times):.0f} [{times[0]:.0f}, {times[-1]:.0f}]"
+        print(f"{name:24}{sizes[0]:>18}{sizes[1]:>18}{spread:>22}")
+    RESULTS.write_text(
+        json.dumps({"rate_mbit": RATE_MBIT, "model_bytes": MODEL_BYTES, "runs": found}, indent=1)
+    )
+
+
+if __name__ == "__main__":
+    main()
