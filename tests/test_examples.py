@@ -194,7 +194,12 @@ def test_the_notebooks_table_on_real_images(real_mnist: Path) -> None:
     assert list(rows) == [*expected, "the same, asynchronous", "Horovod", "hvdtrain.hvd"]
     accuracy = {name: float(row.split()[-1]) for name, row in rows.items()}
     assert min(accuracy.values()) > 0.8
-    assert accuracy["DDP"] == accuracy["parameter server"] == accuracy["Horovod"] == accuracy["hvdtrain.hvd"]
+    assert (
+        accuracy["DDP"]
+        == accuracy["parameter server"]
+        == accuracy["Horovod"]
+        == accuracy["hvdtrain.hvd"]
+    )
 
 
 # With three ranks Horovod's own fusion decides in which order numbers are added up.

@@ -115,7 +115,9 @@ class ParameterServer(Backend):
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         num_servers = self.world.size if self.options.ps_servers == "all" else 1
-        wrapped = ServerOptimizer(
+        # A class with the name of the wrapped optimizer's, as Horovod's is: it does the same.
+        kind = type(type(optimizer).__name__, (ServerOptimizer,), {})
+        wrapped: ServerOptimizer = kind(
             optimizer,
             self._messages,
             owners_of(parameters, num_servers),

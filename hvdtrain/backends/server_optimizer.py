@@ -106,7 +106,7 @@ class ServerOptimizer(Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's server; `Backend.synchronize` gives rank 0 that of all."""
+        """Return the state of this rank's server; see `Backend.synchronize`."""
         with self._messages.changed:
             self._share_hyperparameters()
             return (self._server.optimizer if self._server else self.inner).state_dict()

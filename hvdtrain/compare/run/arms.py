@@ -26,6 +26,7 @@ LAUNCHER_OF: dict[str, dict[str, str]] = {
     "ddp": _C10D,
     "compat": _C10D,
     "horovod": {"mpi": "mpirun", "gloo": "horovodrun"},
+    "ps": {"": "torchrun"},  # it has no transport to choose
 }
 SINGLE = "single"
 NCCL = "nccl"
