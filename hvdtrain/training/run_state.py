@@ -32,6 +32,14 @@ class Progress:
         """The epoch of the last step, counted from 1."""
         return self.epoch + (1 if self.sample else 0)
 
+    def move_to(self, step: int, epoch: int, sample: int) -> None:
+        """Continue from a position of another run."""
+        self.step, self.epoch, self.sample = step, epoch, sample
+
+    def end_epoch(self) -> None:
+        """Move to the start of the next epoch."""
+        self.epoch, self.sample = self.epoch + 1, 0
+
 
 def collect(
     model: nn.Module,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer
-from hvdtrain.backends.base import BackendOptions
-from hvdtrain.backends.single import Single
 from hvdtrain.errors import InputError
 from hvdtrain.training import checkpoint
 from hvdtrain.training.decisions import BestSoFar, Criterion, Decisions, parse_criterion
-from hvdtrain.world import World
-from tests.ranks import Ranks
+from tests.ranks import Ranks, single
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 RANKS = [
     ("single", 1),
@@ -106,17 +104,6 @@ def run(
         "rates": rates,
         "printed": printed,
     }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def single() -> Single:
-    return Single(World(), BackendOptions())
 
 
 def about(folder: Path) -> dict[str, Any]:

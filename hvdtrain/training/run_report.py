@@ -1,0 +1,73 @@
+"""What a run reports of itself at its start: its run directory, run.json, and its first lines.
+
+Used by the Trainer. Nothing here is collective.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import provenance
+from hvdtrain.backends.base import Backend
+from hvdtrain.training import checkpoint, run_state
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.ledger import Ledger
+from hvdtrain.training.run_dir import RunDirectory, make_default
+
+
+def open_run_dir(
+    backend: Backend, config: TrainConfig, origins: dict[str, str], threads: str
+) -> RunDirectory:
+    """Check the path in --resume, then create and lock the run directory, and write run.json.
+
+    One rank calls. `origins`: the source of each option. Raises CheckpointError or InputError.
+    """
+    run_state.check(config.resume)
+    path = Path(config.run_dir) if config.run_dir else make_default(config.task, backend.name)
+    run_dir = RunDirectory(path, resuming=config.resume != "none")
+    checkpoint.remove_leftovers(run_dir.checkpoints)
+    run_dir.start(_about(backend, config, origins, threads))
+    return run_dir
+
+
+def _about(
+    backend: Backend, config: TrainConfig, origins: dict[str, str], threads: str
+) -> dict[str, Any]:
+    return {
+        "command": sys.argv,
+        "config": asdict(config),
+        "origins": origins,
+        "world": asdict(backend.world),
+        "hosts": backend.hosts or [socket.gethostname()],
+        "backend": {**backend.describe(), "reason": backend.reason},
+        "threads": threads,
+        "versions": provenance.versions(),
+        "environment": provenance.variables(os.environ),
+    }
+
+
+def header(backend: Backend, task: str, ledger: Ledger, threads: str) -> list[str]:
+    """Return the first lines of a run: task, backend, ledger and threads."""
+    about, world = backend.describe(), backend.world
+    hosts = len(set(backend.hosts)) or 1
+    over = about.get("transport") or about.get("controller")
+    reasons = [backend.reason, about.get("note", "")]
+    if why := about.get("transport_reason"):
+        reasons.append(f"{over}: {why}")
+    ranks, on, by = _count(world.size, "rank"), _count(hosts, "host"), world.started_by
+    return [
+        f"task     {task}, {ranks} on {on}, started by {by}",
+        f"backend  {about['name']}{f' over {over}' if over else ''} on "
+        f"{backend.device.type} ({'; '.join(filter(None, reasons))})",
+        *ledger.lines(),
+        f"threads  {threads}",
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
