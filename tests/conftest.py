@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
 
 from tests import forkserver
 from tests.hvd.pool import HvdRanks
@@ -109,6 +110,17 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
     if argname in ("ranks", "hvd_ranks") and isinstance(val, tuple):
         return f"{val[0]}-x{val[1]}"
     return None
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute with one thread in this process, as its runs and live ranks do: the sums inside an
+    operation depend on their number.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

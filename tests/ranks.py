@@ -26,7 +26,8 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from hvdtrain import Backend
+from hvdtrain import Backend, BackendOptions, World
+from hvdtrain.backends.single import Single
 from tests.forkserver import warm
 from tests.launching import started
 
@@ -230,3 +231,8 @@ class Ranks(Pool[Backend]):
 
     def __init__(self, arm: str, n: int) -> None:
         super().__init__(ARMS[arm], n)
+
+
+def single() -> Single:
+    """Return the backend of one process, for runs in the test's own."""
+    return Single(World(), BackendOptions())

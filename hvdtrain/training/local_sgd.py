@@ -33,6 +33,8 @@ class LocalSGD:
         self._optimizer = optimizer
         self._config = config
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.last_step = -1
+        """The last step of the run, as soon as it is known: the ranks synchronize after it."""
         self._outer: SGD | None = None
         if config.outer_optimizer != "none":
             self._outer = SGD(
@@ -42,21 +44,21 @@ class LocalSGD:
                 nesterov=config.outer_optimizer == "nesterov",
             )
 
-    def is_in_sync(self, step: int, total_steps: int) -> bool:
+    def is_in_sync(self, step: int) -> bool:
         """Return whether all ranks have the same parameters after this step. Not collective."""
         local = step - self._config.local_warmup
-        return local <= 0 or local % self._config.sync_every == 0 or step == total_steps
+        return local <= 0 or local % self._config.sync_every == 0 or step == self.last_step
 
     def finish_backward(self, step: int) -> None:
         """Average the gradients if `step` belongs to the warm-up. Collective there."""
         if step <= self._config.local_warmup:
             _average(self._backend, [p.grad for p in self._parameters if p.grad is not None])
 
-    def finish_step(self, step: int, total_steps: int) -> None:
+    def finish_step(self, step: int) -> None:
         """Synchronize parameters, buffers and, if asked for, the optimizer's state, if `step` is
         due. Collective there.
         """
-        if not self.is_in_sync(step, total_steps):
+        if not self.is_in_sync(step):
             return
         with torch.no_grad():
             if step > self._config.local_warmup:

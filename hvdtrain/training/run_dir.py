@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hvdtrain import files
-from hvdtrain.errors import InputError
+from hvdtrain.errors import HvdtrainError, InputError, notes_of
+from hvdtrain.failure import cause_of
 
 FORMAT = 1
 
@@ -104,6 +105,17 @@ class RunDirectory:
         self.run.update(outcome=outcome, end=now(), **more)
         self.write(sync=False)
         self.write()
+
+    def fail(self, error: BaseException, step: int) -> None:
+        """Record the exception that ended the run, after `step` steps."""
+        outcome, error = "failed", cause_of(error)
+        if isinstance(error, KeyboardInterrupt):
+            outcome = "interrupted"
+        elif isinstance(error, SystemExit):
+            outcome = "terminated"
+        text = "; ".join([f"{type(error).__name__}: {error}", *notes_of(error)])
+        with contextlib.suppress(HvdtrainError):  # a full disk must not hide the error itself
+            self.finish(outcome, error=text, last_step=step)
 
     def write(self, sync: bool = True) -> None:
         """Replace run.json atomically. Without `sync` a power failure may lose the new content."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer
-from hvdtrain.backends.base import BackendOptions
-from hvdtrain.backends.single import Single
 from hvdtrain.errors import InputError
 from hvdtrain.training import checkpoint
-from hvdtrain.training.decisions import BestSoFar, Criterion, Decisions, parse_criterion
-from hvdtrain.world import World
-from tests.ranks import Ranks
+from hvdtrain.training.criterion import BestSoFar, Criterion, parse_criterion
+from hvdtrain.training.early_stop import EarlyStop
+from tests.ranks import Ranks, single
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 RANKS = [
     ("single", 1),
@@ -106,17 +105,6 @@ def run(
         "rates": rates,
         "printed": printed,
     }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def single() -> Single:
-    return Single(World(), BackendOptions())
 
 
 def about(folder: Path) -> dict[str, Any]:
@@ -354,9 +342,11 @@ def test_nan_is_no_improvement(mode: str) -> None:
 
 
 def test_a_loss_that_is_never_a_number() -> None:
-    decisions = Decisions(Criterion("loss", "min", 2), None)
-    for step in (1, 2):
-        assert not decisions.is_stopped
-        decisions.update({"loss": float("nan")}, step)
-    assert decisions.is_stopped
-    assert decisions.why_stopped() == "eval_loss has not been a number in 2 evaluations"
+    trainer = Trainer(Scripted(), single(), replace(CONFIG, early_stop=None))
+    stop = EarlyStop(Criterion("loss", "min", 3))
+    for _ in range(2):
+        stop.on_evaluate(trainer, {"loss": float("nan")})
+        assert not stop.is_over()
+    stop._best.update({"loss": float("nan")}, 3)
+    assert stop.is_over()
+    assert stop.reason() == "eval_loss has not been a number in 3 evaluations"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +16,22 @@ from torchmetrics import MaxMetric, Metric, MetricCollection, PearsonCorrCoef, S
 from torchmetrics.wrappers import ClasswiseWrapper
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer
-from hvdtrain.backends.base import BackendOptions
-from hvdtrain.backends.single import Single
 from hvdtrain.errors import InputError
 from hvdtrain.training.data_loading import EvalBatches
 from hvdtrain.training.evaluation import Evaluation, Sum, is_metric_object
 from hvdtrain.world import World
-from tests.ranks import Ranks
+from tests.ranks import Ranks, single
 
 RANKS = [
     ("single", 1),
     *((name, n) for name in ("ddp-torchrun", "compat-torchrun", "horovod-mpi") for n in (2, 3)),
 ]
 CLASSES = 4
-# Both keep all samples, as the test wants.
-pytestmark = pytest.mark.filterwarnings("ignore:Metric `.*will save all targets and predictions")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def single() -> Single:
-    return Single(World(), BackendOptions())
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # Both keep all samples, as the test wants.
+    pytest.mark.filterwarnings("ignore:Metric `.*will save all targets and predictions"),
+]
 
 
 def samples(num: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,28 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from hvdtrain import Backend, Task, TrainConfig, Trainer, World, open_backend
+from hvdtrain import Backend, Task, TrainConfig, Trainer, World
 from hvdtrain.errors import InputError
 from hvdtrain.training import checkpoint, run_state
 from hvdtrain.training.data_loading import ShardedBatches, derive_seed
 from hvdtrain.training.precision import Precision
-from hvdtrain.world import detect
 from tests.conftest import EVERY_ARM
-from tests.ranks import Ranks
+from tests.ranks import Ranks, single
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 CPU = torch.device("cpu")
 SIZE = 48
 SPIKE_AT = 29
 """The sample whose gradient overflows in fp16: it is in the third step of the second epoch."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Small(Task):
@@ -121,10 +113,6 @@ def train(
 def train_weights(backend: Backend, /, run_dir: Path, **changes: Any) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = train(backend, run_dir, **changes)["weights"]
     return weights
-
-
-def single() -> Backend:
-    return open_backend("single", detect({}))
 
 
 def logged(run_dir: Path) -> list[dict[str, Any]]:

@@ -13,8 +13,7 @@ from torch import nn
 from hvdtrain.training.data_loading import derive_seed
 from tests.methods.data_runs import Streamed, records, samples, train
 from tests.methods.test_methods import LIVE
-from tests.parity.test_resume import single
-from tests.ranks import Ranks
+from tests.ranks import Ranks, single
 
 EVERYWHERE = pytest.mark.parametrize("ranks", LIVE, indirect=True)
 SEVERAL = pytest.mark.parametrize(

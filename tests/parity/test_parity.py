@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,10 @@ from tests.conftest import EVERY_ARM
 from tests.parity.reference import CASES, reference, train
 from tests.ranks import Ranks
 
-pytestmark = pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The sums inside an operation depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True),
+]
 
 
 @pytest.mark.parametrize("case", CASES)

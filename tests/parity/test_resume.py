@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from hvdtrain.backends.base import BackendOptions
-from hvdtrain.backends.single import Single
 from hvdtrain.errors import CheckpointError
-from hvdtrain.world import World
 from tests.conftest import TWO_RANKS
 from tests.parity.resume import train
-from tests.ranks import Ranks
+from tests.ranks import Ranks, single
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = range(1, 12)
 
 
-def single() -> Single:
-    return Single(World(), BackendOptions())
-
-
 def joined(batches: Iterable[list[int]]) -> list[int]:
     return [index for batch in batches for index in batch]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

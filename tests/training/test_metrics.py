@@ -14,11 +14,7 @@ from hvdtrain.errors import InputError
 from hvdtrain.training.data_loading import EvalBatches
 from hvdtrain.training.metrics import Mean, fingerprint
 from hvdtrain.world import World
-from tests.ranks import Ranks
-
-
-def single() -> Backend:
-    return Single(World(), BackendOptions())
+from tests.ranks import Ranks, single
 
 
 def share_of_mean(backend: Backend, num_samples: int, batch: int) -> dict[str, float]:

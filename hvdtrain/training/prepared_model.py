@@ -1,0 +1,83 @@
+"""The model of a run and its optimizer: built from the task, then prepared by the backend.
+
+The Trainer builds the model before it opens the run directory, and prepares it afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hvdtrain.backends.base import Backend, Gradients, RankState
+from hvdtrain.training import determinism
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.data_loading import derive_seed
+from hvdtrain.training.local_sgd import LocalSGD
+from hvdtrain.training.lr_schedule import lr_factor, set_base_lr
+from hvdtrain.training.precision import Precision
+from hvdtrain.training.task import CheckedTask
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """What the loop trains, and what checkpoints save."""
+
+    model: nn.Module
+    """The task's own, without a wrapper."""
+    net: nn.Module
+    """The model in the backend's wrapper, if it has one: what the loss is computed with."""
+    optimizer: Optimizer
+    precision: Precision
+    local: LocalSGD | None
+    rank_states: list[RankState]
+    """What each rank keeps for itself between steps."""
+    lr_before: list[float]
+    """The learning rates by parameter group, before and after scaling."""
+    lr_after: list[float]
+
+    def is_in_sync(self, step: int) -> bool:
+        """Return whether all ranks have the same parameters after a step: always, but for local
+        SGD.
+        """
+        return self.local is None or self.local.is_in_sync(step)
+
+
+def build_model(
+    task: CheckedTask, config: TrainConfig, precision: Precision, backend: Backend
+) -> nn.Module:
+    """Return the task's model in its precision, on the device of this rank. Not collective."""
+    # Seed again: the weights must not depend on how many random numbers the datasets drew.
+    determinism.seed_all(derive_seed(config.seed))
+    model = task.model()
+    if config.sync_bn:  # `prepare` chooses the class of the layers
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    return precision.convert(model).to(backend.device)
+
+
+def prepare_model(
+    model: nn.Module,
+    task: CheckedTask,
+    config: TrainConfig,
+    precision: Precision,
+    backend: Backend,
+) -> PreparedModel:
+    """Create the optimizer, and prepare both by the backend. Collective.
+
+    Load state afterwards. Raises what `Backend.prepare` does.
+    """
+    optimizer = task.optimizer(model)
+    factor = lr_factor(config.lr_scaling, backend.world.size, config.accumulate)
+    lr_before, lr_after = set_base_lr(optimizer, config.lr, factor)
+    known = len(backend.rank_states)
+    kind: Gradients = "local" if config.sync_every > 0 else "share"
+    net, optimizer = backend.prepare(model, optimizer, kind)
+    rank_states = backend.rank_states[known:]
+    precision.make_masters(model, optimizer)
+    local = None
+    if config.sync_every > 0:
+        local = LocalSGD(backend, model, optimizer, config)
+        if config.local_state == "local":
+            rank_states.append(local)
+    return PreparedModel(model, net, optimizer, precision, local, rank_states, lr_before, lr_after)

@@ -1,0 +1,130 @@
+"""The data of one rank in a run: its micro-batches, epoch by epoch, and those of evaluations.
+
+The Trainer uses it for datasets with an index (data_loading) and for streams (streams) alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from hvdtrain.backends.base import Backend
+from hvdtrain.errors import InputError
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.data_loading import (
+    EvalBatches,
+    ShardedBatches,
+    Window,
+    derive_seed,
+    make_loader,
+    on_device,
+    shard,
+    size_of,
+)
+from hvdtrain.training.run_state import Progress
+from hvdtrain.training.streams import RankItems, StreamBatches, make_stream_loader
+from hvdtrain.training.task import CheckedTask
+
+
+class RunData:
+    """The datasets of a task, and this rank's loaders of them."""
+
+    batches: ShardedBatches | StreamBatches
+
+    def __init__(
+        self,
+        task: CheckedTask,
+        config: TrainConfig,
+        backend: Backend,
+        state_is_due: Callable[[], bool],
+    ) -> None:
+        """Create datasets and loaders. Not collective. Raises InputError.
+
+        `state_is_due`: returns whether a checkpoint may follow the next step.
+        """
+        self._config, self._backend = config, backend
+        self.datasets = task.datasets()
+        train, evaluation = self.datasets
+        self._make_train_loader(train, task, state_is_due)
+        self._eval_loader: DataLoader[Any] | None = None
+        self._eval_batches: EvalBatches | None = None
+        self._make_eval_loader(evaluation, task)
+        if evaluation is None and (
+            config.early_stop or config.keep_best or config.schedule == "plateau"
+        ):
+            raise InputError(
+                "--early-stop, --keep-best and --schedule plateau depend on evaluations, and the "
+                f"task {config.task} has no evaluation data; leave them out"
+            )
+
+    def _make_train_loader(
+        self, train: Dataset[Any], task: CheckedTask, state_is_due: Callable[[], bool]
+    ) -> None:
+        config, backend = self._config, self._backend
+        if isinstance(train, IterableDataset):
+            self.batches = StreamBatches(train, config, backend, task.collate, state_is_due)
+            self._train_loader: DataLoader[Any] = self.batches.loader
+        else:
+            self.batches = shard(train, config, backend.world, task.sampler)
+            self._train_loader = make_loader(train, self.batches, *self._common(task))
+
+    def _make_eval_loader(self, evaluation: Dataset[Any] | None, task: CheckedTask) -> None:
+        config, world, device = self._config, self._backend.world, self._backend.device
+        each = self.batches.batch_size
+        if isinstance(evaluation, IterableDataset):
+            items = RankItems(evaluation, each, world, config.seed, False, task.collate)
+            self._eval_loader = make_stream_loader(items, world, device, config.workers)
+        elif evaluation is not None:
+            size = size_of(evaluation, "evaluation")
+            self._eval_batches = EvalBatches(size, each, world)
+            self._eval_loader = make_loader(evaluation, self._eval_batches, *self._common(task))
+
+    def _common(self, task: CheckedTask) -> tuple[Any, ...]:
+        config, backend = self._config, self._backend
+        return task.collate, backend.world, backend.device, config.workers, config.seed
+
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether the task has evaluation data."""
+        return self._eval_loader is not None
+
+    def begin_epoch(
+        self, progress: Progress, convert: Callable[[Tensor], Tensor]
+    ) -> Iterator[Window]:
+        """Return the steps that are left of the current epoch. Collective, as each `next` may be.
+
+        `convert` is applied to each tensor of a batch. Raises InputError, on every rank, if the
+        policy for uneven data refuses them.
+        """
+        config, batches = self._config, self.batches
+        batches.begin(self._backend, progress.epoch, progress.sample)
+        # The loader processes are seeded from it.
+        loader_seed = derive_seed(config.seed, self._backend.world.rank, progress.epoch)
+        self._train_loader.generator.manual_seed(loader_seed)
+        data = on_device(
+            self._train_loader, self._backend.device, convert, ahead=batches.may_load_ahead
+        )
+        return batches.windows(config.accumulate, data)
+
+    def check_used(self, progress: Progress) -> None:
+        """Raise InputError, on every rank, if an epoch has ended without a step."""
+        if not progress.sample:
+            raise InputError(
+                f"epoch {progress.epoch + 1} has no step: the training data are fewer than one "
+                "micro-batch of every rank; make --batch-size smaller, or give --uneven join",
+                on_all_ranks=True,
+            )
+
+    def evaluation_batches(self, convert: Callable[[Tensor], Tensor]) -> Iterator[tuple[int, Any]]:
+        """Return this rank's batches of the evaluation data, each with its number of samples.
+
+        Not collective: ranks may have different numbers of them.
+        """
+        assert self._eval_loader is not None
+        loaded = on_device(self._eval_loader, self._backend.device, convert)
+        if self._eval_batches is None:  # the batches of a stream come with their sizes
+            return loaded
+        return zip(map(len, self._eval_batches), loaded, strict=True)

@@ -1,0 +1,173 @@
+"""How many steps a run takes, and with which learning rates: its ledger and its schedule.
+
+The Trainer makes both once, after it has loaded the state: a resumed run may have another batch
+size, and its own rates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hvdtrain._torch.step_mark import mark_as_stepped
+from hvdtrain.errors import InputError
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.data_loading import ShardedBatches
+from hvdtrain.training.ledger import Ledger
+from hvdtrain.training.lr_schedule import (
+    RateSchedule,
+    Unit,
+    build_plateau,
+    build_schedule,
+    planned_rates,
+)
+from hvdtrain.training.prepared_model import PreparedModel
+from hvdtrain.training.run_state import Progress
+from hvdtrain.training.streams import StreamBatches
+from hvdtrain.training.task import CheckedTask, Task
+
+
+class RunPlan:
+    """The plan of a run from its current progress. No method is collective.
+
+    The values that it is made of are equal on all ranks, so the plans are.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        num_ranks: int,
+        batches: ShardedBatches | StreamBatches,
+        progress: Progress,
+        prepared: PreparedModel,
+    ) -> None:
+        self._config = config
+        self._batches = batches
+        self._progress = progress
+        self._optimizer: Optimizer = prepared.optimizer
+        self.ledger = self._make_ledger(num_ranks, prepared.lr_before, prepared.lr_after)
+
+    def _make_ledger(self, num_ranks: int, lr_before: list[float], lr_after: list[float]) -> Ledger:
+        config, batches = self._config, self._batches
+        per_epoch = self._steps_left(0) or None
+        total = config.max_steps
+        if per_epoch is not None:
+            total = self._total_steps(per_epoch)
+        rates: dict[str, Any] = {}
+        if total is not None:
+            ahead = self._steps_ahead(per_epoch or 0)
+            rates = planned_rates(config, lr_after, total, per_epoch or 0, ahead)
+        return Ledger(
+            batches.batch_size,
+            config.accumulate,
+            num_ranks,
+            batches.num_samples,
+            batches.leftover(),
+            per_epoch,
+            total,
+            lr_before,
+            lr_after,
+            config.lr_scaling,
+            config.schedule,
+            config.warmup_steps,
+            samples_by_rank=batches.samples_by_rank(),
+            order=batches.order_name,
+            **rates,
+        )
+
+    def _total_steps(self, per_epoch: int) -> int:
+        """Return the steps of the run, with those that a resumed run has done before."""
+        config = self._config
+        # Not `epochs * per_epoch`: before a resume, steps may have had another batch size.
+        whole = max(0, config.epochs - self._progress.epoch)
+        total = self._progress.step + whole * per_epoch - self._epoch_steps_done() * (whole > 0)
+        if config.max_steps is not None:
+            total = min(total, config.max_steps)
+        return total
+
+    def _steps_ahead(self, per_epoch: int) -> int:
+        """Return by how many of this run's steps the progress in epochs exceeds the step's number:
+        not 0 after a resume at another batch size.
+        """
+        progress = self._progress
+        return progress.epoch * per_epoch + self._epoch_steps_done() - progress.step
+
+    def _steps_left(self, sample: int) -> int:
+        """Return the number of steps from position `sample` to the end of an epoch."""
+        return -(-self._batches.batches_from(sample) // self._config.accumulate)
+
+    def _epoch_steps_done(self) -> int:
+        """Return how many steps of the current epoch are done, at this run's batch size."""
+        return self._steps_left(0) - self._steps_left(self._progress.sample)
+
+    def make_schedule(
+        self, task: Task, checked: CheckedTask, loaded: dict[str, Any]
+    ) -> RateSchedule:
+        """Return the task's own schedule, else that of the options, at the current step, and write
+        it into the ledger. `loaded`: the trainer's part of a checkpoint, or empty.
+
+        Raises InputError, and CheckpointError for the state of another schedule, on every rank.
+        """
+        self._check_schedule(checked.has_schedule)
+        total, per_epoch = self.ledger.total_steps or 0, self.ledger.steps_per_epoch or 0
+        loaded_groups = [dict(group) for group in self._optimizer.param_groups]
+        own = checked.schedule(self._optimizer, per_epoch, total)
+        if own is not None:
+            unit: Unit = "epoch" if task.schedule_unit == "epoch" else "step"
+            schedule = RateSchedule(own, unit, True, task.schedule_metric)
+            start = None if loaded else [float(g["lr"]) for g in self._optimizer.param_groups]
+            self.ledger = replace(
+                self.ledger,
+                schedule="the task's own",
+                warmup_steps=0,
+                lr_at_start=start,
+                lr_after_warmup=None,
+                lr_at_end=None,
+            )
+        elif self._config.schedule == "plateau":
+            schedule = self._make_plateau()
+        else:
+            return RateSchedule(self._make_step_schedule())
+        if loaded.get("schedule") is not None:
+            schedule.load_state_dict(loaded["schedule"], loaded_groups)
+            # The rest of the epoch was dropped: see `Resumption._resume_data`.
+            if self._progress.epoch > loaded["position"]["epoch"]:
+                mark_as_stepped(self._optimizer)
+                schedule.after_epoch()
+        return schedule
+
+    def _make_plateau(self) -> RateSchedule:
+        """Return the schedule of `--schedule plateau`, which may have a warm-up before."""
+        config, watched = self._config, self._config.plateau_criterion()
+        plateau = build_plateau(self._optimizer, config)  # at the rates after the warm-up
+        name = f"plateau of {watched.metric} ({watched.mode}, patience {watched.patience})"
+        self.ledger = replace(self.ledger, schedule=name)
+        warming = self._progress.step < config.warmup_steps
+        warmup = self._make_step_schedule() if warming else None
+        return RateSchedule(plateau, "step", True, watched.metric, warmup, config.warmup_steps)
+
+    def _make_step_schedule(self) -> LRScheduler:
+        """Return the scheduler of the options, a function of the step, at the current step."""
+        step, per_epoch = self._progress.step, self.ledger.steps_per_epoch or 0
+        steps_done = step + self._steps_ahead(per_epoch)
+        total = self.ledger.total_steps or 0
+        return build_schedule(self._optimizer, self._config, step, total, per_epoch, steps_done)
+
+    def _check_schedule(self, has_own: bool) -> None:
+        """Raise InputError for a schedule that needs a number of steps which is not known."""
+        schedule = self._config.schedule
+        if self.ledger.total_steps is None and schedule in ("cosine", "one-cycle"):
+            fix = "give --max-steps, or give the dataset a method __len__"
+        elif self.ledger.steps_per_epoch is None and (schedule == "step" or has_own):
+            schedule = "step" if schedule == "step" else "the task's own"
+            fix = "give the dataset a method __len__"
+        else:
+            return
+        raise InputError(
+            f"the learning-rate schedule ({schedule}) needs the number of steps, which a stream "
+            f"does not say; {fix}",
+            on_all_ranks=True,
+        )

@@ -1,0 +1,144 @@
+"""One optimizer step: forward and backward passes, the averaged gradient, and the update.
+
+The Trainer's loop calls `Stepper.take`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from hvdtrain.backends.base import Backend
+from hvdtrain.errors import InputError
+from hvdtrain.training import determinism
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.data_loading import Window, derive_seed, unchanged_buffers
+from hvdtrain.training.lr_schedule import RateSchedule
+from hvdtrain.training.meter import Meter
+from hvdtrain.training.prepared_model import PreparedModel
+from hvdtrain.training.run_state import Progress
+from hvdtrain.training.task import CheckedTask
+
+
+class Stepper:
+    """Takes the steps of one prepared model."""
+
+    def __init__(
+        self,
+        task: CheckedTask,
+        backend: Backend,
+        config: TrainConfig,
+        prepared: PreparedModel,
+        schedule: RateSchedule,
+        progress: Progress,
+    ) -> None:
+        self._task, self._backend = task, backend
+        self._clip_norm, self._seed = config.clip_norm, config.seed
+        self._clips = not math.isinf(config.clip_norm)
+        self._model, self._net = prepared.model, prepared.net
+        self._optimizer, self._precision = prepared.optimizer, prepared.precision
+        self._local, self._schedule = prepared.local, schedule
+        self._progress = progress
+        self.last_lrs: list[float] = []
+        """The rates of the last step that was logged, by parameter group."""
+
+    def take(
+        self, window: Window, meter: Meter, logs: bool, on_batch: Callable[[Any], None] | None
+    ) -> dict[str, Any] | None:
+        """Take one step, and return its record for metrics.jsonl if it `logs`. Collective.
+
+        The gradients stay: the caller clears them. `on_batch` is called with each micro-batch.
+        Raises InputError for a parameter without a gradient, and TrainingDiverged, on every rank,
+        if a step that logs finds that a loss is not finite.
+        """
+        progress = self._progress
+        # Seed by the step's number, so that a resumed run draws the same random numbers.
+        determinism.seed_all(derive_seed(self._seed, progress.step, self._backend.world.rank))
+        self._backward(window, meter, on_batch)
+        step = progress.step + 1
+        norm, scale = self._update(step, logs)
+        progress.step = step
+        progress.sample += window.samples
+        meter.count(window.samples)
+        if not logs:
+            return None
+        numbers = meter.flush(step, norm, self._precision.scaler.is_enabled())
+        record = {"step": step, "epoch": progress.epoch_number, "lr": self.last_lrs[0]}
+        return {**record, **numbers, **scale, **self._backend.log_fields}
+
+    def _backward(
+        self, window: Window, meter: Meter, on_batch: Callable[[Any], None] | None
+    ) -> None:
+        """Add up the gradients of the micro-batches in `window`. Collective."""
+        num_micro_batches, weights = window.num, window.weights
+        for micro in range(num_micro_batches):
+            waited = time.perf_counter()
+            batch = next(window.batches)
+            meter.data_s += time.perf_counter() - waited
+            if on_batch is not None:
+                on_batch(batch)
+            counts = weights is None or weights[micro] > 0
+            with (
+                self._accumulate(last=micro == num_micro_batches - 1),
+                contextlib.nullcontext() if counts else unchanged_buffers(self._model),
+            ):
+                with self._precision.autocast():
+                    loss = self._task.loss(self._net, batch)
+                    # Divided by this step's number of micro-batches, not by the option
+                    # `accumulate`: an epoch's last step may have fewer.
+                    loss = loss / num_micro_batches if weights is None else loss * weights[micro]
+                self._precision.backward(loss)
+            meter.add_loss(loss)
+
+    def _accumulate(self, last: bool) -> AbstractContextManager[None]:
+        if self._local is not None:
+            return contextlib.nullcontext()
+        return self._backend.accumulate(self._net, last)
+
+    def _update(self, step: int, logs: bool) -> tuple[Tensor | None, dict[str, float]]:
+        """Average the gradients, clip them, and step optimizer and schedule. Collective.
+
+        `step`: its number. Returns the norm of the gradient, if it was computed, and, if the step
+        `logs`, its loss scale.
+        """
+        optimizer, local = self._optimizer, self._local
+        self._backend.finish_backward(optimizer)
+        if local is not None:
+            local.finish_backward(step)
+        wants_norm = logs and local is None and not self._backend.is_asynchronous
+        if wants_norm or self._clips or self._precision.scaler.is_enabled():
+            self._backend.synchronize(optimizer, "gradients")
+        self._precision.unscale_(optimizer)
+        norm = self._clip(wants_norm)
+        if logs:
+            self.last_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        scale = self._precision.loss_scale() if logs else {}
+        self._precision.step(optimizer)
+        if local is not None:
+            local.finish_step(step)
+        self._schedule.after_step()
+        return norm, scale
+
+    def _clip(self, wanted: bool) -> Tensor | None:
+        """Clip the gradients, which are equal on all ranks by now, and return their norm.
+
+        Without clipping, compute the norm only if it is `wanted`; else return None.
+        """
+        clip = self._clip_norm
+        if not wanted and not self._clips:
+            return None
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if not self._clips:
+            return nn.utils.get_total_norm(
+                [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+            )
+        if any(grad.is_sparse for grad in grads):
+            raise InputError("--clip-norm cannot clip sparse gradients; leave it out")
+        return nn.utils.clip_grad_norm_(parameters, clip)
