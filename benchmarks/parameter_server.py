@@ -128,7 +128,9 @@ def run(arm: str, n: int, hosts: list[str], port: int) -> list[dict[str, float]]
             subprocess.Popen(command, env={**env, **place}, stdout=subprocess.PIPE, text=True)
         )
     outputs = [process.communicate(timeout=600)[0] for process in processes]
-    assert not any(process.returncode for process in processes), outputs
+    codes = [process.returncode for process in processes]
+    if any(codes):
+        sys.exit(f"{arm}, {n} ranks: exit codes {codes}")
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 

@@ -16,6 +16,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -141,6 +142,12 @@ class Messages:
             self.collect(b"")
             for rank in sorted(self.live - {self.rank}):
                 self.send(rank, ["bye"])
+            # Closing a socket with unread data makes the kernel drop what was sent before.
+            with suppress(PeerLost):
+                self.wait(
+                    lambda: True if self.live <= {*self._gone, self.rank} else None,
+                    lambda: "the other ranks' goodbye",
+                )
         self._peers.close()
 
     # In the thread of the messages
