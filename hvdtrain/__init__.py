@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Backend",
     "BackendOptions",
+    "Callback",
     "HvdtrainError",
     "Task",
     "TrainConfig",
@@ -28,6 +29,7 @@ __all__ = [
 _HOME = {
     "Backend": "hvdtrain.backends.base",
     "BackendOptions": "hvdtrain.backends.base",
+    "Callback": "hvdtrain.training.callback",
     "HvdtrainError": "hvdtrain.errors",
     "Task": "hvdtrain.training.task",
     "TrainConfig": "hvdtrain.training.config",
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from hvdtrain.backends.base import Backend, BackendOptions
     from hvdtrain.errors import HvdtrainError
     from hvdtrain.hvd.runner import run
+    from hvdtrain.training.callback import Callback
     from hvdtrain.training.config import TrainConfig
     from hvdtrain.training.sharding import shard_bounds
     from hvdtrain.training.task import Task

@@ -94,6 +94,17 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line to what is printed of an error: PEP 678, on Python 3.10 too."""
+    error.__notes__ = [*notes_of(error), note]  # type: ignore[attr-defined]
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Return the lines that `add_note` has added."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return notes
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return "did you mean 'x'? " for the closest known name, ignoring case, or ""."""
     by_lower = {other.lower(): other for other in known}

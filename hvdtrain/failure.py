@@ -26,7 +26,7 @@ from types import FrameType
 from typing import NoReturn
 
 from hvdtrain import signals
-from hvdtrain.errors import HvdtrainError, WorldError
+from hvdtrain.errors import HvdtrainError, WorldError, notes_of
 from hvdtrain.launcher_watch import launcher_has_ended
 from hvdtrain.world import World
 
@@ -211,7 +211,8 @@ def _format(error: BaseException) -> str:
             part.stack = traceback.StackSummary()
         parts += [other for other in (part.__cause__, part.__context__) if other is not None]
         parts += getattr(part, "exceptions", None) or []  # an ExceptionGroup, from Python 3.11 on
-    return "".join(summary.format())
+    notes = [f"{note}\n" for note in notes_of(error)] if sys.version_info < (3, 11) else []
+    return "".join([*summary.format(), *notes])
 
 
 def _is_users(file: str) -> bool:

@@ -39,8 +39,8 @@ WITHOUT_TORCH = """errors files signals trees processes provenance world launche
     peer_sockets backends tasks horovod_build horovod_build.install training.config cli cli.train
     cli.compare cli.report cli.install_horovod""".split()
 
-PUBLIC = """Backend BackendOptions HvdtrainError Task TrainConfig Trainer World detect open_backend
-    run shard_bounds""".split()
+PUBLIC = """Backend BackendOptions Callback HvdtrainError Task TrainConfig Trainer World detect
+    open_backend run shard_bounds""".split()
 
 CONTRACT = """accumulate all_gather_object all_reduce barrier broadcast_ broadcast_object close
     describe finish_backward host_problem launcher_problem open prepare share_errors""".split()

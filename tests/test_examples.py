@@ -91,6 +91,20 @@ def test_data_task_trains(tmp_path: Path, task: str) -> None:
     assert [epoch["samples_by_rank"] for epoch in seen] == [[501, 500]] * 2
 
 
+def test_callbacks_stop_the_digits(tmp_path: Path) -> None:
+    names = ("Plateaued", "Lowest", "Averaged")
+    own = [part for name in names for part in ("--callback", f"examples/callbacks.py:{name}")]
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "hvdtrain"]
+    options = ["--epochs", "40", "--lr", "0.02", "--keep", "1", "--run-dir", str(tmp_path / "run")]
+    output = succeed(run(warm([*torchrun, *options, *own]), timeout=100))
+    losses = [float(text) for text in re.findall(r"eval_loss (\S+)", output)][:-1]
+    best, last = 22 * (1 + losses.index(min(losses))), 22 * len(losses)
+    assert f"stopped  at step {last} of 880: the loss has not fallen in 2 evaluations" in output
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == [f"step-{best:08d}", f"step-{last:08d}"]
+    assert last == best + 44
+
+
 def test_digits_drives_the_trainer(tmp_path: Path) -> None:
     # It writes its run directory into the working folder.
     command = warm([*LAUNCHERS["torchrun"], EXAMPLES / "digits.py"])

@@ -100,14 +100,20 @@ def broadcast_state(backend: Backend, model: nn.Module, optimizer: Optimizer) ->
                 backend.broadcast_(t.detach())
             else:  # another memory format, such as channels_last
                 t.copy_(backend.broadcast_(t.detach().contiguous()))
-    skeleton, tensors = _extract_tensors(to_cpu(optimizer.state_dict()))
-    skeleton = backend.broadcast_object(skeleton)
-    if backend.world.rank > 0:
-        state, tensors = _insert_tensors(skeleton)
-    for tensor in tensors:  # one by one: a single pickled object may exceed 2 GiB
-        backend.broadcast_(tensor)
+    state = broadcast_tree(backend, to_cpu(optimizer.state_dict()))
     if backend.world.rank > 0:
         optimizer.load_state_dict(state)
+
+
+def broadcast_tree(backend: Backend, tree: Any) -> Any:
+    """Return rank 0's nested structure of values and CPU tensors. Collective."""
+    skeleton, tensors = _extract_tensors(tree)
+    skeleton = backend.broadcast_object(skeleton)
+    if backend.world.rank > 0:
+        tree, tensors = _insert_tensors(skeleton)
+    for tensor in tensors:  # one by one: a single pickled object may exceed 2 GiB
+        backend.broadcast_(tensor)
+    return tree
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def train_option(name: str) -> click.Option:
     if kind is bool:
         made["is_flag"] = True
     elif typing.get_origin(kind) is tuple:
-        made.update(multiple=True, metavar="NAME=VALUE")
+        made.update(multiple=True, metavar=item.metadata["metavar"])
     else:
         choices = item.metadata["choices"]
         made["type"] = click.Choice(choices) if choices else kind

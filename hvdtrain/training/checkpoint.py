@@ -148,8 +148,8 @@ def list_checkpoints(root: Path) -> list[Path]:
 def prune(root: Path, keep: int) -> None:
     """Remove checkpoints older than the newest `keep`, and parts of killed runs. One rank calls.
 
-    The step that a kept one's manifest names as `best_step` is kept, too: whichever of them a run
-    is resumed from, its best checkpoint is there.
+    The steps that a kept one's manifest names as `kept_steps` are kept, too: whichever of them a
+    run is resumed from, its best checkpoint is there.
     A checkpoint with a missing or truncated file does not count as one of the `keep`. Call it only
     after `save` has returned: then one valid checkpoint exists at any moment. Raises
     CheckpointError.
@@ -158,9 +158,9 @@ def prune(root: Path, keep: int) -> None:
     whole = [path for path in found if _looks_whole(path)]
     if whole:
         kept = whole[-keep:]
-        best = {_best_step(path) for path in kept}
+        steps = {step for path in kept for step in _kept_steps(path)}
         for path in found[: found.index(kept[0])]:
-            if _step(path) not in best:
+            if _step(path) not in steps:
                 _discard(path)
     remove_leftovers(root)
 
@@ -214,10 +214,10 @@ def _step(path: Path) -> int:
     return int(path.name.partition("-")[2])
 
 
-def _best_step(path: Path) -> int | None:
-    """Return the step of the best checkpoint at that time; None without `--keep-best`."""
-    best: int | None = json.loads((path / _MANIFEST).read_bytes()).get("best_step")
-    return best
+def _kept_steps(path: Path) -> list[int]:
+    """Return the steps whose checkpoints must stay as long as this one does."""
+    steps: list[int] = json.loads((path / _MANIFEST).read_bytes()).get("kept_steps", [])
+    return steps
 
 
 def _put_in_place(staging: Path, final: Path) -> None:

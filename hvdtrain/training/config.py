@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from hvdtrain.errors import InputError
-from hvdtrain.training.decisions import Criterion, parse_criterion
+from hvdtrain.training.criterion import Criterion, parse_criterion
 
 if TYPE_CHECKING:
     from hvdtrain.backends.base import BackendOptions
@@ -41,7 +41,9 @@ class TrainConfig:
     # What is trained
     task: str = _option("digits", "A built-in task, module:Class, or file.py:Class.")
     set: tuple[str, ...] = _option(
-        (), "A constructor argument of the task, as name=value. Repeat for several."
+        (),
+        "A constructor argument of the task, as name=value. Repeat for several.",
+        metavar="NAME=VALUE",
     )
 
     # Where and how
@@ -177,6 +179,15 @@ class TrainConfig:
     keep_best: str | None = _option(
         None, "METRIC[:min|max]: keep the checkpoint of the best evaluation, beside the newest."
     )
+    ema: float | None = _option(
+        None,
+        "Evaluate an exponential moving average of the weights with this decay, such as 0.999.",
+    )
+    callback: tuple[str, ...] = _option(
+        (),
+        "A Callback: module:Class, file.py:Class, or an object there. Repeat for several.",
+        metavar="FILE.py:CLASS",
+    )
     log_every: int = _option(10, "Steps between lines of metrics.")
     run_dir: str | None = _option(
         None, "[default: runs/<time>-<task>-<backend>]", fingerprint=False
@@ -239,6 +250,8 @@ class TrainConfig:
             raise InputError(
                 f"--step-factor {self.step_factor} must be less than 1 for --schedule plateau"
             )
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise InputError(f"--ema {self.ema} must be between 0 and 1, such as 0.999")
         self.plateau_criterion()
         self.early_stop_criterion()
         self.keep_best_criterion()

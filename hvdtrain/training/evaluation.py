@@ -1,6 +1,6 @@
 """One evaluation over all ranks: means, sums and metric objects, reduced to the same bits.
 
-The Trainer adds what `Task.metrics` returns for each batch, then calls `reduce` once:
+The Trainer calls `evaluate`, which adds what `Task.metrics` returns for each batch, and reduces:
 
     each rank     all-gathers   (total, samples) of each mean, the tensor of each Sum, and the state
                                 of each metric object
@@ -19,14 +19,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError
 from hvdtrain.training.metrics import Mean
+from hvdtrain.training.precision import Precision
+
+if TYPE_CHECKING:
+    from hvdtrain.training.task import CheckedTask
 
 _PROTOCOL = ("update", "compute", "reset", "metric_state", "_reductions")
 
@@ -125,6 +129,28 @@ class Evaluation:
             with _state_of_all_ranks(self._objects[name], value):
                 results.update(_by_name(name, self._objects[name].compute()))
         return results
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterator[tuple[int, Any]],
+    task: CheckedTask,
+    backend: Backend,
+    precision: Precision,
+) -> dict[str, Any]:
+    """Return the metrics over this rank's `batches`, with their sizes, and those of all others.
+
+    Collective. The model is in eval mode meanwhile. Raises what `Evaluation` does.
+    """
+    evaluation = Evaluation()
+    model.eval()
+    for size, batch in batches:
+        with precision.autocast():
+            evaluation.add(task.metrics(model, batch), size)
+    model.train()
+    # Overridden on all ranks or on none: only then there is something to derive.
+    return evaluation.reduce(backend, task.derived_metrics if task.derives_metrics else None)
 
 
 class _States(list[list[dict[str, Any]]]):

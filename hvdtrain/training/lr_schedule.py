@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from hvdtrain.errors import CheckpointError
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.decisions import number_of
+from hvdtrain.training.criterion import number_of
 
 Unit = Literal["step", "epoch", "evaluation"]
 

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import TrainingDiverged
+
+
+@dataclass(frozen=True)
+class StepTaken:
+    """One optimizer step, as measured on this rank."""
+
+    number: int
+    data_s: float
+    """Seconds for which the rank waited for data."""
+    loss: Tensor
+    """The mean over this rank's samples: a scalar on the device."""
 
 
 class Meter:

@@ -79,6 +79,23 @@ METHODS = (
         not_with={"local SGD": NOT_HELD},
     ),
     Method(
+        "average of weights",
+        "--ema 0.999",
+        lambda c: c.ema is not None,
+        not_with={
+            "local SGD": "the ranks' weights differ between two averages of local SGD",
+            **dict.fromkeys(
+                (
+                    "O2: fp16 weights, fp32 masters",
+                    "O2: bf16 weights, fp32 masters",
+                    "O3: fp16 weights alone",
+                    "O3: bf16 weights alone",
+                ),
+                "an average of half weights rounds its small updates away",
+            ),
+        },
+    ),
+    Method(
         "bf16 autocast",
         "--precision bf16",
         lambda c: c.precision == "bf16" and c.opt_level in ("none", "O1"),

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.backends.model_sync import broadcast_state
+from hvdtrain.backends.model_sync import broadcast_state, broadcast_tree
 from hvdtrain.training import checkpoint, run_state
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console
 from hvdtrain.training.data_loading import ShardedBatches
-from hvdtrain.training.decisions import Decisions
 from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.run_dir import RunDirectory
 from hvdtrain.training.streams import StreamBatches
@@ -55,9 +54,11 @@ class Resumption:
         with backend.share_errors():
             if self._run_dir is not None:
                 loaded = self._restore(self._run_dir.checkpoints)
+        states = loaded.pop("callbacks", {})
         loaded = backend.broadcast_object(loaded)
         if not loaded:
             return loaded
+        loaded["callbacks"] = broadcast_tree(backend, states)
         optimizer, precision = prepared.optimizer, prepared.precision
         with precision.masters_in(optimizer) as masters:
             broadcast_state(backend, prepared.model, optimizer)
@@ -118,14 +119,3 @@ class Resumption:
             )
         for name in sorted(names - {type(state).__name__ for state in states}):
             self._console.print_line(f"resume   {name}: the checkpoint's state is not used")
-
-    def find_best(self, decisions: Decisions) -> Path | None:
-        """Return the checkpoint of the best evaluation so far, on rank 0; None if there is none."""
-        best = decisions.best
-        if best is None or best.step < 0 or self.path is None:
-            return None
-        path = checkpoint.path_of(self.path.parent, best.step)
-        if why := checkpoint.problem(path):
-            self._console.print_line(f"resume   WARNING: the best checkpoint {path}: {why}")
-            return None
-        return path

@@ -109,6 +109,15 @@ class RunData:
         )
         return batches.windows(config.accumulate, data)
 
+    def check_used(self, progress: Progress) -> None:
+        """Raise InputError, on every rank, if an epoch has ended without a step."""
+        if not progress.sample:
+            raise InputError(
+                f"epoch {progress.epoch + 1} has no step: the training data are fewer than one "
+                "micro-batch of every rank; make --batch-size smaller, or give --uneven join",
+                on_all_ranks=True,
+            )
+
     def evaluation_batches(self, convert: Callable[[Tensor], Tensor]) -> Iterator[tuple[int, Any]]:
         """Return this rank's batches of the evaluation data, each with its number of samples.
 

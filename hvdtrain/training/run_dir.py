@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hvdtrain import files
-from hvdtrain.errors import HvdtrainError, InputError
+from hvdtrain.errors import HvdtrainError, InputError, notes_of
 from hvdtrain.failure import cause_of
 
 FORMAT = 1
@@ -113,7 +113,7 @@ class RunDirectory:
             outcome = "interrupted"
         elif isinstance(error, SystemExit):
             outcome = "terminated"
-        text = f"{type(error).__name__}: {error}"
+        text = "; ".join([f"{type(error).__name__}: {error}", *notes_of(error)])
         with contextlib.suppress(HvdtrainError):  # a full disk must not hide the error itself
             self.finish(outcome, error=text, last_step=step)
 

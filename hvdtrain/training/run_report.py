@@ -1,4 +1,4 @@
-"""What a run reports of itself at its start: its run directory, run.json, and its first lines.
+"""What a run reports of itself: its run directory, run.json, its first lines, and its result.
 
 Used by the Trainer. Nothing here is collective.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,25 @@ from hvdtrain.training import checkpoint, run_state
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.ledger import Ledger
 from hvdtrain.training.run_dir import RunDirectory, make_default
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a run, equal on every rank."""
+
+    steps: int
+    metrics: dict[str, Any]
+    """The last evaluation, over all samples of the evaluation data: numbers, and lists of them."""
+    params_sha256: str
+    run_dir: Path
+    recorded: dict[str, Any] = field(default_factory=dict)
+    """What callbacks have recorded in run.json: see `Trainer.record`."""
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """With `--keep-best`: the checkpoint of the best evaluation."""
+        path = self.recorded.get("best_checkpoint", {}).get("path")
+        return None if path is None else Path(path)
 
 
 def open_run_dir(
@@ -51,8 +70,10 @@ def _about(
     }
 
 
-def header(backend: Backend, task: str, ledger: Ledger, threads: str) -> list[str]:
-    """Return the first lines of a run: task, backend, ledger and threads."""
+def header(
+    backend: Backend, task: str, ledger: Ledger, threads: str, run_dir: Path | None
+) -> list[str]:
+    """Return the first lines of a run: task, backend, ledger, threads and run directory."""
     about, world = backend.describe(), backend.world
     hosts = len(set(backend.hosts)) or 1
     over = about.get("transport") or about.get("controller")
@@ -66,6 +87,7 @@ def header(backend: Backend, task: str, ledger: Ledger, threads: str) -> list[st
         f"{backend.device.type} ({'; '.join(filter(None, reasons))})",
         *ledger.lines(),
         f"threads  {threads}",
+        *([] if run_dir is None else [f"run      {run_dir}"]),
     ]
 
 

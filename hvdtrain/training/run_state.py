@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from hvdtrain.backends.model_sync import to_cpu, uncompiled
 from hvdtrain.errors import CheckpointError, HvdtrainError, one_line
 from hvdtrain.training import checkpoint
+from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.precision import Precision
 
 
@@ -36,9 +37,22 @@ class Progress:
         """Continue from a position of another run."""
         self.step, self.epoch, self.sample = step, epoch, sample
 
+    def is_complete(self, config: TrainConfig) -> bool:
+        """Return whether all epochs, or the steps of `--max-steps`, are done."""
+        maximum = config.max_steps
+        return self.epoch >= config.epochs or (maximum is not None and self.step >= maximum)
+
     def end_epoch(self) -> None:
         """Move to the start of the next epoch."""
         self.epoch, self.sample = self.epoch + 1, 0
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A request to end the run before its last step: why, and after which step."""
+
+    reason: str
+    after: int
 
 
 def collect(
@@ -47,9 +61,8 @@ def collect(
     precision: Precision,
     schedule: dict[str, Any] | None,
     progress: Progress,
-    decisions: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the parts of a checkpoint, on the CPU. `schedule`, `decisions`: their states."""
+    """Return the parts of a checkpoint, on the CPU. `schedule`: its state."""
     with precision.masters_in(optimizer) as masters:
         optimizer_state = to_cpu(optimizer.state_dict())
     trainer = {
@@ -57,7 +70,6 @@ def collect(
         "scaler": precision.scaler.state_dict(),
         "masters": bool(masters),
         "schedule": schedule,
-        "decisions": decisions,
     }
     parts = {
         "model": {uncompiled(name): v for name, v in to_cpu(model.state_dict()).items()},
@@ -72,7 +84,8 @@ def restore(
 ) -> dict[str, Any]:
     """Load model, optimizer and fp32 masters from `path`, in place; return the trainer's part.
 
-    Its entry "ranks" is what each rank kept for itself, by rank; empty if nothing. A run without
+    Its entry "ranks" is what each rank kept for itself, by rank, and "callbacks" the states of the
+    callbacks, by name; both may be empty. A run without
     masters takes those of the checkpoint as its weights; a run with masters takes the weights of a
     checkpoint that has none.
 
@@ -80,6 +93,8 @@ def restore(
     """
     trainer: dict[str, Any] = checkpoint.load(path, "trainer")
     trainer["ranks"] = checkpoint.load(path, "ranks") if (path / "ranks.pt").exists() else []
+    has_callbacks = (path / "callbacks.pt").exists()
+    trainer["callbacks"] = checkpoint.load(path, "callbacks") if has_callbacks else {}
     try:
         # The model may be compiled, and an old checkpoint may have the names of a compiled one.
         names = {uncompiled(name): name for name in model.state_dict()}

@@ -1,6 +1,6 @@
 """One optimizer step: forward and backward passes, the averaged gradient, and the update.
 
-The Trainer's loop calls `backward`, then `update`, once for each step.
+The Trainer's loop calls `Stepper.take`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError
+from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import Window, unchanged_buffers
+from hvdtrain.training.data_loading import Window, derive_seed, unchanged_buffers
 from hvdtrain.training.lr_schedule import RateSchedule
 from hvdtrain.training.meter import Meter
 from hvdtrain.training.prepared_model import PreparedModel
+from hvdtrain.training.run_state import Progress
 from hvdtrain.training.task import CheckedTask
 
 
@@ -34,16 +36,42 @@ class Stepper:
         config: TrainConfig,
         prepared: PreparedModel,
         schedule: RateSchedule,
+        progress: Progress,
     ) -> None:
         self._task, self._backend = task, backend
-        self._clip_norm = config.clip_norm
+        self._clip_norm, self._seed = config.clip_norm, config.seed
         self._model, self._net = prepared.model, prepared.net
         self._optimizer, self._precision = prepared.optimizer, prepared.precision
         self._local, self._schedule = prepared.local, schedule
+        self._progress = progress
         self.last_lrs: list[float] = []
         """The rates of the last step that was logged, by parameter group."""
 
-    def backward(
+    def take(
+        self, window: Window, meter: Meter, logs: bool, on_batch: Callable[[Any], None] | None
+    ) -> dict[str, Any] | None:
+        """Take one step, and return its record for metrics.jsonl if it `logs`. Collective.
+
+        The gradients stay: the caller clears them. `on_batch` is called with each micro-batch.
+        Raises InputError for a parameter without a gradient, and TrainingDiverged, on every rank,
+        if a step that logs finds that a loss is not finite.
+        """
+        progress = self._progress
+        # Seed by the step's number, so that a resumed run draws the same random numbers.
+        determinism.seed_all(derive_seed(self._seed, progress.step, self._backend.world.rank))
+        self._backward(window, meter, on_batch)
+        step = progress.step + 1
+        norm, scale = self._update(step, logs)
+        progress.step = step
+        progress.sample += window.samples
+        meter.count(window.samples)
+        if not logs:
+            return None
+        numbers = meter.flush(step, norm, self._precision.scaler.is_enabled())
+        record = {"step": step, "epoch": progress.epoch_number, "lr": self.last_lrs[0]}
+        return {**record, **numbers, **scale}
+
+    def _backward(
         self, window: Window, meter: Meter, on_batch: Callable[[Any], None] | None
     ) -> None:
         """Add up the gradients of the micro-batches in `window`. Collective."""
@@ -72,11 +100,11 @@ class Stepper:
             return contextlib.nullcontext()
         return self._backend.accumulate(self._net, last)
 
-    def update(self, step: int, logs: bool) -> tuple[Tensor | None, dict[str, float]]:
+    def _update(self, step: int, logs: bool) -> tuple[Tensor | None, dict[str, float]]:
         """Average the gradients, clip them, and step optimizer and schedule. Collective.
 
         `step`: its number. Returns the norm of the gradient, if it was computed, and, if the step
-        `logs`, its loss scale. Raises InputError for a parameter without a gradient.
+        `logs`, its loss scale.
         """
         optimizer, local = self._optimizer, self._local
         self._backend.finish_backward(optimizer)
@@ -91,7 +119,6 @@ class Stepper:
         if local is not None:
             local.finish_step(step)
         self._schedule.after_step()
-        optimizer.zero_grad()
         return norm, scale
 
     def _clip(self, wanted: bool) -> Tensor | None:

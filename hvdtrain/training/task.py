@@ -5,14 +5,10 @@ A task has no code for ranks, devices, precision or backends: the Trainer and th
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 from abc import ABC, abstractmethod
 from ast import literal_eval
 from collections.abc import Iterable
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -24,6 +20,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from hvdtrain.errors import InputError, did_you_mean, one_line
 from hvdtrain.tasks import TASKS
 from hvdtrain.training.evaluation import Sum, is_metric_object
+from hvdtrain.training.user_module import load_module
 
 Batch = Any
 """The collated samples: tensors in tuples, lists or dicts, on the device of the model."""
@@ -122,6 +119,7 @@ class CheckedTask(Task):
     def __init__(self, task: Task) -> None:
         self._task = task
         self.has_schedule = type(task).schedule is not Task.schedule
+        self.derives_metrics = type(task).derived_metrics is not Task.derived_metrics
 
     def model(self) -> nn.Module:
         """Return the task's model: an unwrapped module, which the backend wraps."""
@@ -259,7 +257,7 @@ def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
         )
     if not module_name or not class_name:
         raise InputError(f"the task {spec!r} is not module:Class or file.py:Class")
-    module = _load_module(module_name)
+    module = load_module(module_name, "task")
     cls = getattr(module, class_name, None)
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         found = [n for n, c in vars(module).items() if _is_own_task(c, module)]
@@ -279,65 +277,6 @@ def _is_own_task(value: object, module: ModuleType) -> bool:
     return (
         isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
     )
-
-
-def _load_module(name: str) -> ModuleType:
-    if name.endswith(".py"):
-        return _load_file(name)
-    _add_to_path(Path.cwd())  # only `python -m` has put it on sys.path
-    try:
-        return _import(name)
-    except (ValueError, TypeError):
-        raise InputError(f"{name!r} is not the name of a module") from None
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if not (missing and (name == missing or name.startswith(f"{missing}."))):
-            raise  # another import in the task has failed: its traceback shows where
-        raise InputError(f"no module named {missing!r} for the task {name!r}") from None
-
-
-def _load_file(name: str) -> ModuleType:
-    path = Path(name).resolve()
-    if not path.is_file():
-        raise InputError(f"no task file {name!r} here ({Path.cwd()})")
-    if not path.stem.isidentifier():
-        raise InputError(
-            f"the task file {name!r} has a name that Python cannot import; rename it to letters, "
-            "digits and _"
-        )
-    known = sys.modules.get(path.stem)
-    if known is not None and hasattr(known, "__task_file__"):
-        del sys.modules[path.stem]  # an earlier task file of the same name
-    _add_to_path(path.parent)
-    importlib.invalidate_caches()
-    spec = importlib.util.find_spec(path.stem)
-    # Loader processes import the module by its name: the name must lead to this very file.
-    if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
-        if known is not None:
-            sys.modules[path.stem] = known
-        other = spec.origin if spec is not None else "elsewhere"
-        raise InputError(
-            f"the task file {name!r} has the name of a module that Python imports from {other}; "
-            f"rename the file"
-        )
-    module = _import(path.stem)
-    module.__task_file__ = str(path)  # type: ignore[attr-defined]
-    return module
-
-
-def _import(name: str) -> ModuleType:
-    try:
-        return import_module(name)
-    except SyntaxError as error:  # in this file, or in one that it imports
-        where = f"{error.filename or name}, line {error.lineno or 1}"
-        text = (error.text or "").strip()
-        raise InputError(f"{where}: {error.msg}{f': {text:.80}' if text else ''}") from None
-
-
-def _add_to_path(folder: Path) -> None:
-    """Append `folder` to sys.path, permanently: loader processes import the task's module, too."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
 
 
 def _parse_setting(text: str) -> tuple[str, Any]:

@@ -8,32 +8,31 @@ the order in which a run needs them:
     resumption       the checkpoint that it continues from
     run_plan         the number of steps, and the learning rates
     stepper          one optimizer step
-    decisions        early stop and best checkpoint
     saver            the checkpoints that it writes
+    callback_list    early stop, best checkpoint, average of weights, and the user's own callbacks
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.errors import InputError
 from hvdtrain.training import determinism, methods, run_report, run_state
+from hvdtrain.training.callback import Callback
+from hvdtrain.training.callback_list import CallbackList, from_options
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console, describe, make_console
 from hvdtrain.training.data_loading import Window, check_same_plan, derive_seed
-from hvdtrain.training.decisions import Decisions
-from hvdtrain.training.evaluation import Evaluation
+from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.ledger import format_rates
-from hvdtrain.training.meter import Meter
+from hvdtrain.training.meter import Meter, StepTaken
 from hvdtrain.training.metrics import agreed_fingerprint
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.prepared_model import build_model, prepare_model
@@ -41,40 +40,18 @@ from hvdtrain.training.resumption import Resumption
 from hvdtrain.training.run_data import RunData
 from hvdtrain.training.run_dir import RunDirectory
 from hvdtrain.training.run_plan import RunPlan
+from hvdtrain.training.run_report import Result
 from hvdtrain.training.saver import Saver
 from hvdtrain.training.stepper import Stepper
 from hvdtrain.training.task import CheckedTask, Task
 from hvdtrain.transports.malloc import keep_freed_memory
 
 
-@dataclass(frozen=True)
-class Result:
-    """The outcome of a run, equal on every rank."""
-
-    steps: int
-    metrics: dict[str, Any]
-    """The last evaluation, over all samples of the evaluation data: numbers, and lists of them."""
-    params_sha256: str
-    run_dir: Path
-    best_checkpoint: Path | None = None
-    """With `--keep-best`: the checkpoint of the best evaluation."""
-
-
-@dataclass(frozen=True)
-class StepTaken:
-    """One optimizer step, as measured on this rank."""
-
-    number: int
-    data_s: float
-    """Seconds for which the rank waited for data."""
-    loss: Tensor
-    """The mean over this rank's samples: a scalar on the device."""
-
-
 class Trainer:
     """Trains one task on one open backend. Every method is collective: every rank calls it.
 
-    `origins` maps each option to its source (flag, variable, file), for run.json.
+    `origins` maps each option to its source (flag, variable, file), for run.json. `callbacks` are
+    called after those of the options; they are the same on every rank (see `Callback`).
     """
 
     def __init__(
@@ -83,6 +60,7 @@ class Trainer:
         backend: Backend,
         config: TrainConfig,
         origins: dict[str, str] | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         config.check()
         methods.check(config, backend.name)
@@ -94,13 +72,19 @@ class Trainer:
         self.console: Console = make_console(self.world)
         self.precision = Precision(config.precision, backend.device, config.opt_level)
         self.progress = run_state.Progress()
-        self.decisions = Decisions(config.early_stop_criterion(), config.keep_best_criterion())
         self.on_batch: Callable[[Any], None] | None = None
         """Called with every micro-batch of this rank, before its forward pass."""
+        self.resumed_from: Path | None = None
+        """The checkpoint that the run continues from; on rank 0."""
         self._records = True
         self._origins = origins or {}
+        self._given_callbacks = callbacks
         self._run_dir: RunDirectory | None = None
+        self._recorded: dict[str, Any] = {}
         self._own_samples = 0
+        self._stop: run_state.Stop | None = None
+        self._follows = 0
+        """How many steps a stop takes yet: 1 in the middle of an epoch, else 0."""
 
     def fit(self) -> Result:
         """Train to the end and return the outcome. Collective.
@@ -131,6 +115,7 @@ class Trainer:
         with self.backend.share_errors():
             self._build()
         check_same_plan(self.backend, *self._data.datasets, self.config)
+        self._callbacks.check(self.backend)
         with self.backend.share_errors():
             if self.world.rank == 0 and record:  # only now: invalid input creates no directory
                 self._run_dir = run_report.open_run_dir(
@@ -148,6 +133,34 @@ class Trainer:
             for _ in self._take_epoch(meter):
                 yield StepTaken(self.progress.step, *meter.take())
 
+    # For callbacks
+
+    def stop(self, reason: str) -> None:
+        """End the run early; in `on_step_end`, after one more step, which is saved as any last one.
+
+        Every rank calls it after the same step. The first `reason` is printed, and in run.json.
+        """
+        if self._stop is None:
+            self._stop = run_state.Stop(reason, self.progress.step + self._follows)
+            self._saver.request(self._stop.after)
+
+    def request_checkpoint(self) -> None:
+        """Save a checkpoint after the evaluation or the epoch; from `on_step_end`, after the next
+        step. Every rank calls it after the same step.
+        """
+        self._saver.request(self.progress.step + self._follows)
+
+    def record(self, **entries: Any) -> None:
+        """Add entries to run.json, with the values of rank 0. Every rank calls it."""
+        self._recorded.update(entries)
+        if self._run_dir is not None:
+            self._run_dir.update(**entries)
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run directory, on rank 0; None elsewhere."""
+        return None if self._run_dir is None else self._run_dir.path
+
     # Setting up
 
     def _build(self) -> None:
@@ -164,6 +177,9 @@ class Trainer:
         )
         self.batches = self._data.batches
         self.model = build_model(self._checked, config, self.precision, self.backend)
+        self.eval_model = self.model
+        """What evaluations use, without a wrapper; a callback may put another one here."""
+        self._callbacks = CallbackList([*from_options(config), *self._given_callbacks])
 
     def _start(self) -> None:
         """Prepare the backend, then load state, then build the scheduler: the order matters."""
@@ -178,40 +194,43 @@ class Trainer:
         self.ledger = plan.ledger
         if self._local is not None:
             self._local.last_step = self.ledger.total_steps or -1
-        self._stepper = Stepper(self._checked, backend, config, prepared, self.schedule)
-        self._saver = Saver(*common, self.schedule, self.decisions, self._run_dir)
-        for option in self.decisions.load_state_dict(loaded.get("decisions", {})):
-            self.console.print_line(
-                f"resume   {option} names another metric than the checkpoint: it starts afresh"
-            )
-        self._saver.best_path = resumption.find_best(self.decisions)
+        self._stepper = Stepper(self._checked, backend, config, prepared, self.schedule, progress)
+        self._saver = Saver(*common, self.schedule, self._callbacks, self._run_dir)
         if self._run_dir is not None:
             path = None if resumption.path is None else str(resumption.path)
             self._run_dir.update(ledger=self.ledger.as_dict(), resumed_from=path)
             self._run_dir.open_metrics(progress.step)
+        self._start_callbacks(resumption.path, loaded)
         if self._records:
-            self._print_header()
+            parts = self.config.task, self.ledger, self._threads, self.run_dir
+            for line in run_report.header(self.backend, *parts):
+                self.console.print_line(line)
 
-    def _print_header(self) -> None:
-        for line in run_report.header(self.backend, self.config.task, self.ledger, self._threads):
-            self.console.print_line(line)
-        if self._run_dir is not None:
-            self.console.print_line(f"run      {self._run_dir.path}")
+    def _start_callbacks(self, resumed_from: Path | None, loaded: dict[str, Any]) -> None:
+        """Call on_start, then restore the state of callbacks and of a stop that they requested."""
+        self.resumed_from = resumed_from
+        self._callbacks.call("on_start", self)
+        if loaded:
+            states = loaded.get("callbacks", {})
+            self._callbacks.load_state_dict(states, self.console.print_line)
+        if loaded.get("stop"):
+            self._stop = run_state.Stop(**loaded["stop"])
+            self._saver.request(self._stop.after)
 
     # The loop
 
     def _train(self) -> Result:
         self.console.start(self.ledger.total_steps, self.progress.step)
         metrics: dict[str, Any] | None = None
-        while not self._is_finished() and not self.decisions.is_stopped:
+        while not self._is_finished():
             metrics = self._run_epoch()
         if metrics is None:  # resumed from the last step: there was none to take
             metrics = self._evaluate()
-        self._saver.save()
+        self._save()
         digest = agreed_fingerprint(self.backend, self.model)
         self.console.stop()
-        path = self._run_dir.path if self._run_dir is not None else Path()
         about = self._outcome()
+        self._callbacks.call("on_end", self)
         if self._run_dir is not None:
             self._run_dir.finish(
                 "finished",
@@ -221,13 +240,13 @@ class Trainer:
                 **about,
             )
         # Rank 0 alone has a run directory.
-        path, best = self.backend.broadcast_object((path, self._saver.best_path))
+        path, recorded = self.backend.broadcast_object((self.run_dir or Path(), self._recorded))
         scores = describe({f"eval_{name}": value for name, value in metrics.items()})
         self.console.print_line(
             f"done     {self.progress.step} steps{'  ' * bool(scores)}{scores}  "
             f"params_sha256 {digest[:12]}"
         )
-        return Result(self.progress.step, metrics, digest, path, best)
+        return Result(self.progress.step, metrics, digest, path, recorded)
 
     def _outcome(self) -> dict[str, Any]:
         """Return what the run decided, for run.json, and print a line about each."""
@@ -238,15 +257,10 @@ class Trainer:
             about["ledger"] = self.ledger.as_dict()
             if planned.lr_at_end is None:
                 self.console.print_line(f"lr       {format_rates(last_lrs)} at the end")
-        if self.decisions.is_stopped and not self._is_finished():
-            why = self.decisions.why_stopped()
+        if self._stop is not None and not self.progress.is_complete(self.config):
+            why = self._stop.reason
             about["stopped_early"] = {"step": step, "of": planned.total_steps, "reason": why}
             self.console.print_line(f"stopped  at step {step} of {planned.total_steps}: {why}")
-        best = self.decisions.best
-        if best is not None and best.value is not None:
-            about["best_checkpoint"] = best.about(self._saver.best_path)
-            name, where = f"eval_{best.criterion.metric}", self._saver.best_path or "not kept"
-            self.console.print_line(f"best     step {best.step}, {name} {best.value:.4f}: {where}")
         return about
 
     def _run_epoch(self) -> dict[str, Any] | None:
@@ -258,24 +272,27 @@ class Trainer:
         self._own_samples, epoch, start = 0, progress.epoch, progress.sample
         for last in self._take_epoch(Meter(self.backend)):
             if not last:
-                self._saver.save_if_due(self._saver.is_due(progress.step))
+                self._save_if_due(self._saver.is_due(progress.step))
         self._record_samples(epoch, start)
         done = self._is_finished()
-        metrics, is_best = None, False
+        metrics = None
         if done or progress.epoch % config.eval_every == 0:
             metrics = self._evaluate()
             # Before the checkpoint: a resumed run must not see this evaluation again.
             self.schedule.after_evaluation(metrics, progress.step)
-            is_best = self.decisions.update(metrics, progress.step)
-        epoch_is_due = done or is_best or not config.checkpoint_every
-        self._saver.save_if_due(epoch_is_due or self._saver.is_due(progress.step))
+            if metrics:
+                self._callbacks.call("on_evaluate", self, metrics)
+        if not progress.sample:
+            self._callbacks.call("on_epoch_end", self)
+        epoch_is_due = done or not config.checkpoint_every
+        self._save_if_due(epoch_is_due or self._saver.is_due(progress.step))
         return metrics
 
     def _is_finished(self) -> bool:
-        progress, maximum = self.progress, self.config.max_steps
-        return progress.epoch >= self.config.epochs or (
-            maximum is not None and progress.step >= maximum
-        )
+        """Return whether no step follows."""
+        stop = self._stop
+        stopped = stop is not None and self.progress.step >= stop.after
+        return stopped or self.progress.is_complete(self.config)
 
     def _take_epoch(self, meter: Meter) -> Iterator[bool]:
         """Take the remaining steps of the epoch or run; after each, yield if it was the last."""
@@ -288,9 +305,10 @@ class Trainer:
             window = next(windows, None)
             meter.data_s += time.perf_counter() - waited
             if window is None:
-                self._end_without_step()
+                self._data.check_used(progress)
+                progress.end_epoch()
                 return
-            ends_run = progress.step + 1 == config.max_steps
+            ends_run = progress.step + 1 == config.max_steps or self._stop is not None
             is_last = window.last or ends_run
             ends_run |= window.last and progress.epoch + 1 >= config.epochs
             if ends_run and self._local is not None:
@@ -300,18 +318,6 @@ class Trainer:
                 progress.end_epoch()
                 self.schedule.after_epoch()
             yield is_last
-
-    def _end_without_step(self) -> None:
-        """End an epoch of which no step was left. Raises InputError, on every rank, if the whole
-        epoch has none.
-        """
-        if not self.progress.sample:
-            raise InputError(
-                f"epoch {self.progress.epoch + 1} has no step: the training data are fewer than "
-                "one micro-batch of every rank; make --batch-size smaller, or give --uneven join",
-                on_all_ranks=True,
-            )
-        self.progress.end_epoch()
 
     def _record_samples(self, epoch: int, start: int) -> None:
         """Add to run.json how many samples each rank used of this epoch. Collective.
@@ -325,23 +331,17 @@ class Trainer:
 
     def _take_step(self, window: Window, meter: Meter, last: bool) -> None:
         """Take one step; `last`: it is the last of the epoch or run."""
-        progress, stepper = self.progress, self._stepper
-        # Seed by the step's number, so that a resumed run draws the same random numbers.
-        determinism.seed_all(derive_seed(self.config.seed, progress.step, self.world.rank))
-        stepper.backward(window, meter, self.on_batch)
-        step = progress.step + 1
-        # Log before every checkpoint: `flush` checks the loss, so that no diverged state is saved.
+        step = self.progress.step + 1
+        # Log before every checkpoint: that checks the loss, so that no diverged state is saved.
         due = last or step % self.config.log_every == 0 or self._saver.will_save(step)
-        logs = self._records and due
-        norm, scale = stepper.update(step, logs)
-        progress.step = step
-        progress.sample += window.samples
+        record = self._stepper.take(window, meter, self._records and due, self.on_batch)
         self._own_samples += window.own
-        meter.count(window.samples)
-        if logs:
-            numbers = meter.flush(step, norm, self.precision.scaler.is_enabled())
-            record = {"step": step, "epoch": progress.epoch_number, "lr": stepper.last_lrs[0]}
-            self.log({**record, **numbers, **scale})
+        self._follows = 0 if last else 1
+        if record is not None:
+            self.log(record)
+        self._callbacks.call("on_step_end", self)
+        self._follows = 0
+        self.optimizer.zero_grad()
         self.console.advance(step)
 
     @torch.no_grad()
@@ -357,19 +357,10 @@ class Trainer:
             return self._evaluate_model()
 
     def _evaluate_model(self) -> dict[str, Any]:
-        self.model.eval()
-        evaluation = Evaluation()
         # The unwrapped model: ranks may have different numbers of batches, and the collectives of
         # a wrapper would hang.
-        for size, batch in self._data.evaluation_batches(self.precision.convert_batch):
-            with self.precision.autocast():
-                evaluation.add(self._checked.metrics(self.model, batch), size)
-        self.model.train()
-        # Overridden on all ranks or on none: only then there is something to derive.
-        derives = type(self.task).derived_metrics is not Task.derived_metrics
-        metrics = evaluation.reduce(
-            self.backend, self._checked.derived_metrics if derives else None
-        )
+        batches = self._data.evaluation_batches(self.precision.convert_batch)
+        metrics = evaluate(self.eval_model, batches, self._checked, self.backend, self.precision)
         record = {"step": self.progress.step, "epoch": self.progress.epoch_number}
         self.log({**record, **{f"eval_{name}": value for name, value in metrics.items()}})
         return metrics
@@ -379,3 +370,14 @@ class Trainer:
         if self._run_dir is not None:
             self._run_dir.log(record)
         self.console.log(record)
+        self._callbacks.call("on_log", self, record)
+
+    def _save_if_due(self, is_due: bool) -> None:
+        if self._saver.falls_due(is_due):
+            self._save()
+
+    def _save(self) -> None:
+        """Write a checkpoint, unless this step has one. Collective."""
+        if not self._saver.has_saved():
+            path = self._saver.save(self._stop)
+            self._callbacks.call("on_checkpoint", self, path)

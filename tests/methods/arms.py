@@ -19,6 +19,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plateau learning rate": {"schedule": "plateau", "plateau": "loss:max:0", "epochs": 3},
     "early stopping": {"early_stop": "loss:max:1", "epochs": 3},
     "best checkpoint": {"keep_best": "loss"},
+    "average of weights": {"ema": 0.9},
     "bf16 autocast": {"precision": "bf16"},
     "fp16 with a scaled loss": {"precision": "fp16"},
     "O1: autocast": {"precision": "fp16", "opt_level": "O1"},
@@ -47,7 +48,7 @@ TASK: dict[str, dict[str, Any]] = {
 NOTHING_ON_ONE_RANK = ("SyncBatchNorm",)
 """Methods that leave the bits of a single process as they are."""
 
-CHANGES_NO_BITS = ("best checkpoint",)
+CHANGES_NO_BITS = ("best checkpoint", "average of weights")
 """Methods that leave the bits as they are everywhere."""
 
 STOP_AT = 7  # in the middle of the second epoch

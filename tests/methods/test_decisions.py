@@ -16,7 +16,8 @@ from torch.utils.data import Dataset, TensorDataset
 from hvdtrain import Backend, Task, TrainConfig, Trainer
 from hvdtrain.errors import InputError
 from hvdtrain.training import checkpoint
-from hvdtrain.training.decisions import BestSoFar, Criterion, Decisions, parse_criterion
+from hvdtrain.training.criterion import BestSoFar, Criterion, parse_criterion
+from hvdtrain.training.early_stop import EarlyStop
 from tests.ranks import Ranks, single
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -341,9 +342,11 @@ def test_nan_is_no_improvement(mode: str) -> None:
 
 
 def test_a_loss_that_is_never_a_number() -> None:
-    decisions = Decisions(Criterion("loss", "min", 2), None)
-    for step in (1, 2):
-        assert not decisions.is_stopped
-        decisions.update({"loss": float("nan")}, step)
-    assert decisions.is_stopped
-    assert decisions.why_stopped() == "eval_loss has not been a number in 2 evaluations"
+    trainer = Trainer(Scripted(), single(), replace(CONFIG, early_stop=None))
+    stop = EarlyStop(Criterion("loss", "min", 3))
+    for _ in range(2):
+        stop.on_evaluate(trainer, {"loss": float("nan")})
+        assert not stop.is_over()
+    stop._best.update({"loss": float("nan")}, 3)
+    assert stop.is_over()
+    assert stop.reason() == "eval_loss has not been a number in 3 evaluations"

@@ -95,7 +95,8 @@ def train(
     of_task = {k: changes.pop(k) for k in ("own_schedule", "optimizer") if k in changes}
     config = replace(CONFIG, run_dir=str(run_dir), resume=resume, **changes)
     plateau = "plateau" in (of_task.get("own_schedule"), config.schedule)
-    evaluates = bool(config.early_stop or config.keep_best or plateau)
+    decides = config.early_stop or config.keep_best or config.ema or config.callback
+    evaluates = bool(decides or plateau)
     task = Stateful(evaluates=evaluates, **of_task)
     trainer = Trainer(task, backend, config)
     rates: list[float] = []

@@ -506,7 +506,7 @@ def test_prune_keeps_the_newest(root: Path) -> None:
 
 def test_prune_keeps_the_best_of_each_kept_one(root: Path) -> None:
     for step, best in ((30, 10), (40, 10), (50, 40), (60, 60)):
-        checkpoint.save(root, step, parts(step), {"best_step": best})
+        checkpoint.save(root, step, parts(step), {"kept_steps": [best]})
         checkpoint.prune(root, keep=2)
     # Whether a run is resumed from 50 or from 60, its best one is there.
     assert names(root) == ["step-00000040", "step-00000050", "step-00000060"]

@@ -20,9 +20,9 @@ from hvdtrain.backends.base import Backend
 from hvdtrain.compare.proof import work_trace
 from hvdtrain.compare.proof.work_trace import Array, ElementSample, RankTrace, StepTrace
 from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.meter import StepTaken
 from hvdtrain.training.metrics import fingerprint
 from hvdtrain.training.precision import Precision
-from hvdtrain.training.trainer import StepTaken
 from hvdtrain.trees import map_tree
 
 # Elements processed at once: few, so that peak memory is that of training, not of the recorder.

@@ -31,9 +31,9 @@ from hvdtrain.training.data_loading import (
     shard,
 )
 from hvdtrain.training.lr_schedule import RateSchedule, Unit
+from hvdtrain.training.meter import StepTaken
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.task import CheckedTask, Task
-from hvdtrain.training.trainer import StepTaken
 from hvdtrain.transports.malloc import keep_freed_memory
 
 

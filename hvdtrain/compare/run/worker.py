@@ -32,9 +32,10 @@ from hvdtrain.compare.run.by_hand import ByHand
 from hvdtrain.compare.run.messages import RankFacts, StepTimes
 from hvdtrain.errors import HvdtrainError, InputError, TrainingDiverged, one_line
 from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.meter import StepTaken
 from hvdtrain.training.metrics import fingerprint
 from hvdtrain.training.task import Task, load_task
-from hvdtrain.training.trainer import StepTaken, Trainer
+from hvdtrain.training.trainer import Trainer
 from hvdtrain.world import detect
 
 # Variables that mpirun sets in its ranks for its own use, such as addresses and folders.

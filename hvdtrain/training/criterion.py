@@ -1,17 +1,16 @@
-"""What a run decides by its evaluations: when it stops early, and which checkpoint is the best.
+"""Criteria on evaluations: a metric, whether less or more of it is better, and a patience.
 
-Used by the Trainer; TrainConfig and the learning-rate schedule use `Criterion`. Evaluations have
-the same bits on all ranks (see evaluation.py), and a decision is a function of them alone. So every
-rank decides for itself, and all decide the same. The state is part of each checkpoint. Imports no
-torch: `hvdtrain --help` must be fast.
+TrainConfig reads them from the options; the learning-rate schedule and the callbacks `early_stop`
+and `best_checkpoint` use them. Evaluations have the same bits on all ranks (see evaluation.py), and
+a decision is a function of them alone. So every rank decides for itself, and all decide the same.
+Imports no torch: `hvdtrain --help` must be fast.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import InputError
@@ -104,69 +103,16 @@ class BestSoFar:
         self.since += 1
         return False
 
-    def about(self, path: Path | None) -> dict[str, Any]:
-        """Return the best so far, for run.json. `path`: its checkpoint."""
-        about = {"step": self.step, "metric": self.criterion.metric, "mode": self.criterion.mode}
-        return {**about, "value": self.value, "path": None if path is None else str(path)}
-
     def state_dict(self) -> dict[str, Any]:
         """Return the criterion and the best so far."""
         state = {"value": self.value, "step": self.step, "since": self.since}
         return {**asdict(self.criterion), **state}
 
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Restore `state`, unless it is of another metric or mode; return whether it was."""
+    def load_state_dict(self, state: dict[str, Any], print_line: Callable[[str], None]) -> bool:
+        """Restore `state`, and return True; print a line if it is of another metric or mode."""
         if (state["metric"], state["mode"]) != (self.criterion.metric, self.criterion.mode):
+            other = "names another metric than the checkpoint: it starts afresh"
+            print_line(f"resume   {self._option} {other}")
             return False
         self.value, self.step, self.since = state["value"], state["step"], state["since"]
         return True
-
-
-class Decisions:
-    """`--early-stop` and `--keep-best` of one run; nothing if neither is given.
-
-    No method is collective. All ranks must pass the same evaluations.
-    """
-
-    def __init__(self, early_stop: Criterion | None, keep_best: Criterion | None) -> None:
-        self.stop = None if early_stop is None else BestSoFar(early_stop, "--early-stop")
-        self.best = None if keep_best is None else BestSoFar(keep_best, "--keep-best")
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the patience of `--early-stop` is used up."""
-        return self.stop is not None and self.stop.since >= self.stop.criterion.patience
-
-    def update(self, metrics: Mapping[str, Any], step: int) -> bool:
-        """Take the evaluation after `step` into account; return whether to keep its checkpoint.
-
-        Raises InputError if a metric is missing.
-        """
-        if self.stop is not None:
-            self.stop.update(metrics, step)
-        return self.best is not None and self.best.update(metrics, step)
-
-    def why_stopped(self) -> str:
-        """Return the reason of an early stop, for people."""
-        assert self.stop is not None
-        criterion, value = self.stop.criterion, self.stop.value
-        count = self.stop.since
-        evaluations = "1 evaluation" if count == 1 else f"{count} evaluations"
-        best = "has not been a number" if value is None else f"has not improved on {value:.4f}"
-        since = "" if value is None else f" (step {self.stop.step})"
-        return f"eval_{criterion.metric} {best}{since} in {evaluations}"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
-        parts = {"stop": self.stop, "best": self.best}
-        return {name: part.state_dict() for name, part in parts.items() if part is not None}
-
-    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Restore what `state_dict` returned; return the options that start afresh because they
-        name another metric than the checkpoint.
-        """
-        afresh = []
-        for name, part in (("stop", self.stop), ("best", self.best)):
-            if part is not None and name in state and not part.load_state_dict(state[name]):
-                afresh.append(part._option)
-        return afresh

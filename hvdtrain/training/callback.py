@@ -1,0 +1,105 @@
+"""The base class of callbacks: code that the Trainer calls at fixed points of a run.
+
+`--early-stop`, `--keep-best` and `--ema` are callbacks, one file each. A user's own is given as
+`Trainer(..., callbacks=[MyCallback()])`, or with `--callback my.py:MyCallback`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdtrain.training.trainer import Trainer
+
+
+class Callback:
+    """Code that the Trainer calls at fixed points of a run; override the hooks that it needs.
+
+        on_start, then load_state_dict if the run is resumed
+        for each step:     on_step_end
+        for each epoch:    on_evaluate if there is an evaluation, then on_epoch_end
+        for each save:     state_dict, then on_checkpoint
+        on_end
+
+    Each hook is called on every rank, after the same step, callback after callback. So a hook may
+    call the collectives of `trainer.backend`, if all ranks do: what decides it must be the same on
+    all ranks. These are the same: `trainer.progress`, `trainer.config`, what `on_evaluate` is
+    given, and after each step the parameters, their gradients and the optimizer's state (with local
+    SGD only after an average). These are not: the batch, its loss, times, and the buffers with
+    `--buffers local`.
+
+    A hook may call `trainer.stop`, `request_checkpoint`, `record` and `log`, as all ranks do. A
+    callback that differs between ranks is not supported: every rank has the same callbacks with the
+    same state, and rank 0's is saved for all.
+
+    An exception ends the run, and is reported with the names of the callback and the hook. A hook
+    that is not overridden is never called.
+    """
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Begin a run: model, optimizer and position are ready, and loaded if it is resumed.
+        Collectives may be called.
+
+        Create here what `load_state_dict` fills, which follows.
+        """
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Follow each optimizer step. Collectives may be called.
+
+        `trainer.progress.step` counts it. Gradients are still there, as the optimizer used them;
+        with `--opt-level O2` these are the half ones, multiplied by the loss scale.
+        """
+
+    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        """Follow each evaluation, after the learning-rate schedule has seen it. Collectives may be
+        called.
+
+        `metrics`: the names and values of the evaluation, with the same bits on all ranks.
+        """
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        """Follow the last step of each epoch, and its evaluation. Collectives may be called.
+
+        `trainer.progress.epoch` counts it. A run that ends in the middle of an epoch does not call
+        it.
+        """
+
+    def on_checkpoint(self, trainer: Trainer, path: Path | None) -> None:
+        """Follow each checkpoint that was written. Collectives may be called.
+
+        `path` is that of the checkpoint on rank 0, and None on the others. The state of the
+        callback is in it already.
+        """
+
+    def on_log(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
+        """Follow each record of metrics.jsonl. Collectives may be called.
+
+        Losses, norms and evaluations are the same on all ranks; times are this rank's.
+        """
+
+    def on_end(self, trainer: Trainer) -> None:
+        """End a run after its last checkpoint. Collectives may be called. A run that fails or is
+        killed does not call it.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: tensors, numbers and strings, in dicts and lists.
+
+        It must call no collective. Rank 0's is saved, unless it is empty.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned. Called on every rank, after `on_start`, with the same
+        tensors on the CPU; not if the checkpoint has none of this class.
+        """
+
+    def kept_steps(self) -> Iterable[int]:
+        """Return the steps whose checkpoints stay, whatever `--keep` says.
+
+        Called on rank 0 only, at each save: it must call no collective. The steps are noted in the
+        checkpoint, and hold as long as that is kept.
+        """
+        return ()

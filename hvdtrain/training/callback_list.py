@@ -1,0 +1,143 @@
+"""The callbacks of one run: made from the options, called, saved, resumed. Used by the Trainer."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.backends.base import Backend, check_same
+from hvdtrain.backends.model_sync import to_cpu
+from hvdtrain.errors import HvdtrainError, InputError, add_note
+from hvdtrain.training.best_checkpoint import BestCheckpoint
+from hvdtrain.training.callback import Callback
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.early_stop import EarlyStop
+from hvdtrain.training.ema import EMA
+from hvdtrain.training.user_module import load_module
+
+if TYPE_CHECKING:
+    from hvdtrain.training.trainer import Trainer
+
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+def from_options(config: TrainConfig) -> list[Callback]:
+    """Return the callbacks that the options choose. Not collective.
+
+    Raises InputError for a `--callback` that cannot be found.
+    """
+    found: list[Callback] = []
+    if (stop := config.early_stop_criterion()) is not None:
+        found.append(EarlyStop(stop))
+    if (best := config.keep_best_criterion()) is not None:
+        found.append(BestCheckpoint(best))
+    if config.ema is not None:
+        found.append(EMA(config.ema))
+    return [*found, *map(load_callback, config.callback)]
+
+
+def load_callback(spec: str) -> Callback:
+    """Return the callback that `spec` names, `module:NAME` or `file.py:NAME`: a class without
+    constructor arguments, or an object. Not collective. Raises InputError.
+    """
+    where, _, name = spec.rpartition(":")
+    if not where or not name:
+        raise InputError(f"--callback {spec!r} is not module:Class or file.py:Class")
+    module = load_module(where, "callback")
+    found = getattr(module, name, None)
+    if isinstance(found, Callback):
+        return copy.deepcopy(found)  # the next run in this process has its own
+    if not (isinstance(found, type) and issubclass(found, Callback)):
+        own = (key for key, value in vars(module).items() if _is_own(value, module.__name__))
+        hint = ", ".join(own) or "none"
+        raise InputError(f"{where} has no Callback named {name!r}; it has: {hint}")
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise InputError(
+            f"--callback {spec}: {error}; name an object in place of the class, such as "
+            f"{name.lower()} = {name}(...) in that file"
+        ) from None
+    return found()
+
+
+def _is_own(value: object, module: str) -> bool:
+    kind = value if isinstance(value, type) else type(value)
+    return issubclass(kind, Callback) and kind.__module__ == module
+
+
+class CallbackList:
+    """The callbacks of a run by name: that of the class, with a number from the second on."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._by_name: dict[str, Callback] = {}
+        for callback in callbacks:
+            kind = type(callback).__name__
+            if not isinstance(callback, Callback):
+                raise InputError(f"callbacks has a {kind}, which is no hvdtrain.Callback")
+            number = 1 + sum(name.partition("-")[0] == kind for name in self._by_name)
+            self._by_name[kind if number == 1 else f"{kind}-{number}"] = callback
+        self._overridden = {hook: self._find(hook) for hook in HOOKS}
+
+    def _find(self, hook: str) -> list[tuple[str, Callable[..., None]]]:
+        """Return the methods of callbacks that override a hook."""
+        methods = [(name, getattr(own, hook)) for name, own in self._by_name.items()]
+        base = getattr(Callback, hook)
+        return [(name, own) for name, own in methods if getattr(own, "__func__", None) is not base]
+
+    def check(self, backend: Backend) -> None:
+        """Raise WorldMismatch, on every rank, if another rank has other callbacks. Collective."""
+        names = ", ".join(self._by_name) or "none"
+        check_same(backend, {"callbacks": names}, "; give every rank the same callbacks")
+
+    def call(self, hook: str, trainer: Trainer, *args: Any) -> None:
+        """Call a hook of all callbacks that override it. Collective if one of them is."""
+        for name, method in self._overridden[hook]:
+            with _named(name, hook):
+                method(trainer, *args)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all callbacks by name, on the CPU. Not collective."""
+        states = {}
+        for name, callback in self._by_name.items():
+            with _named(name, "state_dict"):
+                if state := callback.state_dict():
+                    states[name] = to_cpu(state)
+        return states
+
+    def load_state_dict(
+        self, states: Mapping[str, dict[str, Any]], print_line: Callable[[str], None]
+    ) -> None:
+        """Restore the callbacks' states; print which of them the checkpoint, or the run, lacks."""
+        for name, callback in self._by_name.items():
+            if name in states:
+                with _named(name, "load_state_dict"):
+                    callback.load_state_dict(states[name])
+            elif callback.state_dict():
+                print_line(
+                    f"resume   {name}: it starts afresh, as the checkpoint has no state of it"
+                )
+        for name in sorted(set(states) - set(self._by_name)):
+            print_line(f"resume   {name}: the checkpoint's state is not used")
+
+    def kept_steps(self) -> list[int]:
+        """Return the steps whose checkpoints are not removed. Not collective."""
+        steps: set[int] = set()
+        for name, callback in self._by_name.items():
+            with _named(name, "kept_steps"):
+                steps.update(callback.kept_steps())
+        return sorted(steps)
+
+
+@contextmanager
+def _named(name: str, method: str) -> Iterator[None]:
+    """Add the callback's name to an exception of the block. One of ours says itself what failed."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, HvdtrainError):
+            add_note(error, f"raised in the callback {name}.{method}")
+        raise

@@ -1,0 +1,77 @@
+"""Importing a user's module or file, which `--task` and `--callback` name."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from hvdtrain.errors import InputError
+
+
+def load_module(name: str, what: str) -> ModuleType:
+    """Import the module `name`, or the file if it ends in `.py`. Not collective.
+
+    `what`: what is looked for in it, for messages. Raises InputError if it is not there, or cannot
+    be imported under its own name; an exception of its code propagates.
+    """
+    if name.endswith(".py"):
+        return _load_file(name, what)
+    _add_to_path(Path.cwd())  # only `python -m` has put it on sys.path
+    try:
+        return _import(name)
+    except (ValueError, TypeError):
+        raise InputError(f"{name!r} is not the name of a module") from None
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if not (missing and (name == missing or name.startswith(f"{missing}."))):
+            raise  # another import in it has failed: its traceback shows where
+        raise InputError(f"no module named {missing!r} for the {what} {name!r}") from None
+
+
+def _load_file(name: str, what: str) -> ModuleType:
+    path = Path(name).resolve()
+    if not path.is_file():
+        raise InputError(f"no {what} file {name!r} here ({Path.cwd()})")
+    if not path.stem.isidentifier():
+        raise InputError(
+            f"the {what} file {name!r} has a name that Python cannot import; rename it to letters, "
+            "digits and _"
+        )
+    known, stamp = sys.modules.get(path.stem), (str(path), path.stat().st_mtime_ns)
+    if known is not None and hasattr(known, "__user_file__"):
+        if known.__user_file__ == stamp:
+            return known  # a task and a callback in one file
+        del sys.modules[path.stem]  # an earlier file of the same name
+    _add_to_path(path.parent)
+    importlib.invalidate_caches()
+    spec = importlib.util.find_spec(path.stem)
+    # Loader processes import the module by its name: the name must lead to this very file.
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
+        if known is not None:
+            sys.modules[path.stem] = known
+        other = spec.origin if spec is not None else "elsewhere"
+        raise InputError(
+            f"the {what} file {name!r} has the name of a module that Python imports from {other}; "
+            f"rename the file"
+        )
+    module = _import(path.stem)
+    module.__user_file__ = stamp  # type: ignore[attr-defined]
+    return module
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except SyntaxError as error:  # in this file, or in one that it imports
+        where = f"{error.filename or name}, line {error.lineno or 1}"
+        text = (error.text or "").strip()
+        raise InputError(f"{where}: {error.msg}{f': {text:.80}' if text else ''}") from None
+
+
+def _add_to_path(folder: Path) -> None:
+    """Append `folder` to sys.path, permanently: loader processes import a task's module, too."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
