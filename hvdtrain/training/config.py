@@ -30,6 +30,7 @@ _MAX = {
     "bucket_mib": 1e9,
     "lr": 1e30,  # float32
     "step_factor": 1e6,
+    "ema": 1,
 }
 _MAX_OF_ALL = 10**30
 
@@ -204,7 +205,7 @@ class TrainConfig:
     def check(self) -> None:
         """Raise InputError for an invalid value, or an invalid combination of values."""
         positive = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size
-            accumulate lr step_factor clip_norm eval_every log_every keep outer_lr""".split()
+            accumulate lr step_factor clip_norm eval_every log_every keep outer_lr ema""".split()
         for name in positive:
             value = getattr(self, name)
             if value is not None and not value > 0:  # not `value <= 0`: NaN is refused, too
@@ -250,8 +251,6 @@ class TrainConfig:
             raise InputError(
                 f"--step-factor {self.step_factor} must be less than 1 for --schedule plateau"
             )
-        if self.ema is not None and not 0 < self.ema < 1:
-            raise InputError(f"--ema {self.ema} must be between 0 and 1, such as 0.999")
         self.plateau_criterion()
         self.early_stop_criterion()
         self.keep_best_criterion()

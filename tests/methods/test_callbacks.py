@@ -343,10 +343,9 @@ def test_a_model_that_cannot_be_copied_has_no_average(tmp_path: Path) -> None:
         fit(single(), tmp_path, task=Derived(evaluates=True), ema=0.9)
 
 
-@pytest.mark.parametrize("decay", [0.0, 1.0, -1.0, float("nan")])
-def test_a_decay_that_is_none(decay: float) -> None:
-    with pytest.raises(InputError, match=f"--ema {decay} must be between 0 and 1, such as 0.999"):
-        TrainConfig(ema=decay).check()
+def test_a_decay_above_one() -> None:
+    with pytest.raises(InputError, match="--ema 1.5 must be at most 1"):
+        TrainConfig(ema=1.5).check()
 
 
 # What is refused, and what is said

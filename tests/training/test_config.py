@@ -23,7 +23,7 @@ from hvdtrain.world import World
 
 FIELDS = dataclasses.fields(TrainConfig)
 POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size accumulate lr
-    step_factor clip_norm eval_every log_every keep outer_lr""".split()
+    step_factor clip_norm eval_every log_every keep outer_lr ema""".split()
 NOT_NEGATIVE = """workers warmup_steps checkpoint_every seed sync_every local_warmup
     outer_momentum""".split()
 CHOICES = [item.name for item in FIELDS if item.metadata["choices"]]
