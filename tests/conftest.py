@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,11 @@ from tests.ranks import Pool, Ranks
 from tests.rerun_failed import STAYED_BEHIND
 
 PoolT = TypeVar("PoolT", bound=Pool[Any])
+
+# A shell starts what it runs in the background with Ctrl-C ignored, and all that starts below it
+# inherits that; then a test of Ctrl-C waits in vain.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Usage: `@pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)`. pytest groups the tests by
 # the parameter of a session-scoped fixture, so that one pool at a time is alive.
