@@ -50,9 +50,8 @@ def shared_differences(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterat
     weights (to the rounding of half precision), learning rates and samples.
     """
     yield from _worlds(arm, base, baseline)
-    first, other = arm[0].elements, base[0].elements
-    if first.layout != other.layout or distance(first.initial, other.initial) > _HALF_ROUNDING:
-        yield from _models(arm, base, baseline)
+    yield from _layouts(arm, base, baseline)
+    yield from _weights(arm, base, baseline, _HALF_ROUNDING)
     yield from _rates(arm, base, baseline)
     yield from _data(arm, base, baseline)
 
@@ -90,7 +89,17 @@ def _models(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Differen
                 f"parameters are {kinds[0]}, {baseline}'s are {kinds[1]}",
                 diagnosis.explain_dtype(*kinds),
             )
-        if a.elements.layout != b.elements.layout or a.parameters != b.parameters:
+    yield from _layouts(arm, base, baseline)
+    yield from _weights(arm, base, baseline)
+
+
+def _layouts(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
+    """Yield differences in the names and sizes of the parameters."""
+    for a, b in zip(arm, base, strict=True):
+        if (a.elements.layout, sum(a.parameters.values())) != (
+            b.elements.layout,
+            sum(b.parameters.values()),
+        ):
             sizes = sum(a.parameters.values()), sum(b.parameters.values())
             layouts = a.elements.layout, b.elements.layout
             text = f"another model: {sizes[0]} parameters in {len(layouts[0])} tensors, "
@@ -103,11 +112,17 @@ def _models(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Differen
                 "the task makes another model on this arm: look for what depends on the launcher"
             )
             yield Difference(text, cause)
+
+
+def _weights(
+    arm: ArmTraces, base: ArmTraces, baseline: str, rounding: float = 0.0
+) -> Iterator[Difference]:
+    """Yield differences in the initial values of the parameters, beyond a relative `rounding`."""
     if len({a.initial_sha256 for a in arm}) > 1:
         text = "rank 0's weights are not broadcast to the other ranks before training"
         yield Difference("the ranks start from different parameters", text)
-    if arm[0].initial_sha256 != base[0].initial_sha256:
-        apart = distance(arm[0].elements.initial, base[0].elements.initial)
+    apart = distance(arm[0].elements.initial, base[0].elements.initial)
+    if arm[0].initial_sha256 != base[0].initial_sha256 and (not rounding or apart > rounding):
         text = f"starts from other parameters than {baseline}"
         yield Difference(text, diagnosis.explain_weights(arm[0], base[0]), apart, 0.0)
 
