@@ -163,7 +163,7 @@ def average(backend: Backend, model: nn.Module) -> None:
 
 
 def early_stop(backend: Backend, patience: int = 2) -> nn.Module:
-    """torchmetrics over all ranks, and an end that all ranks agree on."""
+    """torchmetrics (pip install torchmetrics) over all ranks, and an end that all agree on."""
     from torchmetrics.classification import MulticlassF1Score
 
     model = new_model().to(backend.device)
