@@ -25,6 +25,7 @@ from tests.forkserver import warm
 from tests.launching import Finished, run, started
 
 HVDTRAIN = [sys.executable, "-m", "hvdtrain"]
+HALF = ["--precision", "fp16", "--opt-level", "O2"]
 QUICK = ["--task", "mlp", "--set", "samples=64", "--max-steps", "1", "--threads", "1"]
 
 
@@ -164,6 +165,11 @@ def test_underscores_and_local_rank(line: Lines) -> None:
         (["--seed", "-1"], "--seed -1 must not be negative"),
         (["--precision", "fp8"], "'fp8' is not one of"),
         (["--step-epochs", "a"], "--step-epochs 'a'"),
+        (["--step-factor", "0.5"], "--step-factor 0.5 has no effect without --schedule step or"),
+        (["--plateau", "loss:3"], "--plateau loss:3 has no effect without --schedule plateau"),
+        (["--local-state", "average"], "average has no effect without --sync-every; give that"),
+        (["--outer-lr", "1"], "--outer-lr 1.0 has no effect without --outer-optimizer sgd or"),
+        (["--compression", "fp16", "--backend", "ddp", *HALF], "the gradients are fp16 already"),
         (["--batch-size", "1", "--global-batch-size", "1"], "exclude each other"),
         (["--config", "no.toml"], "cannot read --config no.toml"),
         (["--config", "/"], "cannot read --config /"),

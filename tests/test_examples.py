@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -15,9 +17,13 @@ import pytest
 import torch
 from torch import nn
 
+from examples import methods
 from examples.imagenet import decay_groups, top_k
+from hvdtrain import Backend
+from hvdtrain.training.metrics import agreed_fingerprint
 from tests.forkserver import warm
 from tests.launching import ROOT, Finished, run
+from tests.ranks import Ranks
 
 EXAMPLES = ROOT / "examples"
 MINIMAL = EXAMPLES / "minimal.py"
@@ -239,6 +245,52 @@ def test_two_models_resume_exactly(backend: str, n: int, tmp_path: Path) -> None
     whole = digest("whole", 30)
     assert digest("parts", 17) != whole
     assert digest("parts", 30) == whole
+
+
+# methods.py: one function for each training method
+
+ALL = list(methods.METHODS)
+
+
+def train_method(backend: Backend, name: str) -> tuple[str, float, str]:
+    """Return the hash of the parameters, the accuracy, and what was printed."""
+    before, printed = backend.options, io.StringIO()
+    backend.options = methods.OPTIONS.get(name, before)
+    try:
+        with contextlib.redirect_stdout(printed):
+            model = methods.METHODS[name](backend)
+    finally:
+        backend.options = before
+    accuracy = methods.evaluate(backend, model, {})["accuracy"]
+    return agreed_fingerprint(backend, model), accuracy, printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        ("ddp-torchrun", 2),
+        *(
+            pytest.param(arm, marks=pytest.mark.exhaustive)
+            for arm in (("ddp-torchrun", 3), ("compat-torchrun", 2), ("horovod-gloo", 2))
+        ),
+    ],
+    indirect=True,
+)
+def test_methods_in_a_loop_of_ones_own(ranks: Ranks) -> None:
+    found = {name: ranks.run(train_method, name) for name in ALL}
+    for name, of_ranks in found.items():
+        assert len({digest for digest, *_ in of_ranks}) == 1, name
+        assert min(accuracy for _, accuracy, _ in of_ranks) > 0.93, name
+    digests = {name: of_ranks[0][0] for name, of_ranks in found.items()}
+    assert len(set(digests.values())) == len(ALL), "a method changes nothing"
+    printed = [text for *_, text in found["early_stop"]]
+    assert re.match(r"stopped after \d+ epochs: f1 has not risen above 0\.9\d+\n$", printed[0])
+    assert set(printed[1:]) == {""}
+
+
+def test_methods_from_the_command_line() -> None:
+    command = warm([*LAUNCHERS["torchrun"], EXAMPLES / "methods.py", "stream", "--backend", "ddp"])
+    assert "stream on 2 ranks: accuracy 0.9" in succeed(run(command, env=ENV, timeout=100))
 
 
 def test_imagenet_decays_weights_but_no_norm_and_no_bias() -> None:

@@ -54,7 +54,9 @@ class DDP(C10d):
             # p.grad is a view of its bucket: no copy back after the all-reduce.
             gradient_as_bucket_view=True,
         )
-        powersgd = ddp_compression.register(net, self.options.compression)
+        # One rank sends nothing, so that its gradients must not be rounded.
+        compression = self.options.compression if self.world.size > 1 else "none"
+        powersgd = ddp_compression.register(net, compression)
         if powersgd is not None:
             self.rank_states.append(powersgd)
         # Not needed with two ranks, where a sum is the same in any order (but PowerSGD keeps errors

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,10 +20,15 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 # With 5 blocks even their whole range contains the median with a probability of only 1 - 2/2**5 =
 # 93.75 %, less than the 95 % that an interval needs.
 MIN_BLOCKS = 6
+METHOD_OPTIONS = (
+    "precision opt_level sync_bn compression sync_every local_warmup local_state outer_optimizer "
+    "outer_lr outer_momentum".split()
+)
+"""Options of `hvdtrain train` that all arms share unless an arm has its own: `ddp/shm+sync-bn`."""
 # Options that mean the same to `hvdtrain train`.
 _SHARED_WITH_TRAIN = (
-    "task set accumulate precision device lr clip_norm buffers unused_parameters uneven workers "
-    "seed".split()
+    "task set accumulate device lr clip_norm buffers unused_parameters uneven workers seed".split()
+    + METHOD_OPTIONS
 )
 
 
@@ -89,7 +94,8 @@ class CompareOptions:
     arms: tuple[str, ...] = _option(
         "",
         "backend/transport or horovod/controller, such as ddp/gloo,compat/shm,horovod/mpi; "
-        "or module:Class/transport. [default: the usual ones that can be had here]",
+        "or module:Class/transport; +option=value adds a method, such as "
+        "ddp/gloo+compression=fp16. [default: the usual ones that can be had here]",
         _arm_names,
         metavar="A,B,...",
     )
@@ -113,6 +119,15 @@ class CompareOptions:
     batch_size: int = _option(32, "Samples of one rank's micro-batch.")
     accumulate: int = 1
     precision: str = "fp32"
+    opt_level: str = "none"
+    sync_bn: bool = False
+    compression: str = "none"
+    sync_every: int = 0
+    local_warmup: int = 0
+    local_state: str = "local"
+    outer_optimizer: str = "none"
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
     device: str = "auto"
     lr: float | None = None
     clip_norm: float = math.inf
@@ -178,15 +193,26 @@ class CompareOptions:
         """Return the CPU threads per rank: as requested, or cores divided by the largest world."""
         return self.threads or max(1, len(os.sched_getaffinity(0)) // max(self.ranks + (ranks,)))
 
-    def training(self, ranks: int) -> dict[str, Any]:
-        """Return the options of `hvdtrain train` that all arms of a world size share."""
+    def training(self, ranks: int, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the options of `hvdtrain train` that all arms of a world size share. `own`: those
+        of METHOD_OPTIONS that one arm has for itself.
+        """
         return {
             **{name: getattr(self, name) for name in _SHARED_WITH_TRAIN},
             "batch_size": self.batch_of(ranks),
             "threads": self.threads_of(ranks),
             "timeout": self.timeout_s,
             "epochs": 1_000_000_000,  # the comparison ends the training
+            **(own or {}),
         }
+
+
+def steps_in_sync(steps: int, config: TrainConfig) -> int:
+    """Return the least number of steps, `steps` or more, after which all ranks have the same
+    parameters: with local SGD, those up to an average.
+    """
+    alone = steps - config.local_warmup
+    return steps + -alone % config.sync_every if config.sync_every and alone > 0 else steps
 
 
 _FLAGS = {"ranks": "np", "budget_s": "budget", "timeout_s": "timeout"}

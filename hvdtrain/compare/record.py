@@ -51,6 +51,10 @@ class ArmRecord:
     transport: str | None = None
     launcher: str | None = None
     command: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The options that the arm has for itself, of METHOD_OPTIONS."""
+    period: int = 1
+    """Steps after which its work repeats: those between two averages of local SGD."""
     status: str | None = None
     """waiting, running, measured, failed or refused."""
     reason: str | None = None
@@ -135,7 +139,7 @@ class ParityRow:
 
     arm: str
     verdict: str
-    """bitwise, within tolerance, unequal or not compared."""
+    """bitwise, within tolerance, other method, unequal or not compared."""
     text: str = ""
     difference: float | None = None
     tolerance: float | None = None
@@ -180,6 +184,15 @@ class Config:
     batch_size: int | None = None
     accumulate: int | None = None
     precision: str | None = None
+    opt_level: str | None = None
+    sync_bn: bool | None = None
+    compression: str | None = None
+    sync_every: int | None = None
+    local_warmup: int | None = None
+    local_state: str | None = None
+    outer_optimizer: str | None = None
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
     device: str | None = None
     device_reason: str | None = None
     lr: float | list[float] | None = None
@@ -236,6 +249,10 @@ class Record:
     def kept_blocks(self) -> list[Block]:
         """The blocks that count."""
         return [block for block in self.blocks if block.kept]
+
+    def period_of(self, key: str) -> int:
+        """Return the steps after which the work of an arm repeats."""
+        return self.arms[key].period if key in self.arms else 1
 
 
 def base_of(arms: Mapping[str, ArmRecord], key: str) -> str | None:

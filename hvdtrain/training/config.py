@@ -247,10 +247,6 @@ class TrainConfig:
             raise InputError(
                 f"--resume {self.resume} looks for a checkpoint in --run-dir; give that, too"
             )
-        if not self.sync_every and (self.local_warmup or self.outer_optimizer != "none"):
-            raise InputError(
-                "--local-warmup and --outer-optimizer belong to local SGD; give --sync-every, too"
-            )
         if self.outer_optimizer == "nesterov" and not self.outer_momentum:
             raise InputError("--outer-optimizer nesterov wants an --outer-momentum above zero")
         if not self.ps_async and (self.ps_max_staleness is not None or self.ps_sync_every):
@@ -271,6 +267,34 @@ class TrainConfig:
         self.plateau_criterion()
         self.early_stop_criterion()
         self.keep_best_criterion()
+        self._check_effects()
+
+    def _check_effects(self) -> None:
+        """Raise InputError for an option that would have no effect beside the others."""
+        drops = self.schedule in ("step", "plateau")
+        needs = {
+            "local_warmup": ("--sync-every", self.sync_every > 0),
+            "local_state": ("--sync-every", self.sync_every > 0),
+            "outer_optimizer": ("--sync-every", self.sync_every > 0),
+            "outer_lr": ("--outer-optimizer sgd or nesterov", self.outer_optimizer != "none"),
+            "outer_momentum": ("--outer-optimizer sgd or nesterov", self.outer_optimizer != "none"),
+            "plateau": ("--schedule plateau", self.schedule == "plateau"),
+            "step_epochs": ("--schedule step", self.schedule == "step"),
+            "step_factor": ("--schedule step or plateau", drops),
+        }
+        for item in dataclasses.fields(self):
+            needed, is_there = needs.get(item.name, ("", True))
+            value = getattr(self, item.name)
+            if value != item.default and not is_there:
+                raise InputError(
+                    f"{flag(item.name)} {value} has no effect without {needed}; give that, too, or "
+                    f"leave {flag(item.name)} out"
+                )
+        if self.sync_every and self.max_steps is not None and self.local_warmup >= self.max_steps:
+            raise InputError(
+                f"--local-warmup {self.local_warmup} leaves no step of --max-steps "
+                f"{self.max_steps} to local SGD"
+            )
 
     def plateau_criterion(self) -> Criterion:
         """Return what `plateau` says. Raises InputError if it cannot be read."""

@@ -67,6 +67,12 @@ def _half_weights(level: str, half: str, masters: str, refused: Mapping[str, str
     )
 
 
+def _are_sent_in(half: str) -> Mapping[str, str]:
+    """Return why the weights of a half type exclude gradients compressed to it."""
+    levels = (f"O2: {half} weights, fp32 masters", f"O3: {half} weights alone")
+    return dict.fromkeys(levels, f"the gradients are {half} already")
+
+
 METHODS = (
     Method("gradient accumulation", "--accumulate 4", lambda c: c.accumulate > 1),
     Method("gradient clipping", "--clip-norm 1.0", lambda c: c.clip_norm < float("inf")),
@@ -134,6 +140,7 @@ METHODS = (
         "--compression fp16",
         lambda c: c.compression == "fp16",
         refused={**ONE_PROCESS, **SENDS_ALL},
+        not_with=_are_sent_in("fp16"),
     ),
     Method(
         "bf16 gradients",
@@ -144,6 +151,7 @@ METHODS = (
             **SENDS_ALL,
             "horovod": "Horovod 0.28.1 compresses to fp16 only; use --backend compat or ddp",
         },
+        not_with=_are_sent_in("bf16"),
     ),
     Method(
         "PowerSGD",

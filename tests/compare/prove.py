@@ -36,9 +36,12 @@ def tasks() -> dict[str, Task]:
 def trainer(opened: Backend, name: str, task: str, changes: dict[str, Any]) -> Trainer:
     """`name`: a backend on the opened one's process group; empty for that itself."""
     config = replace(CONFIG, **changes)
+    asked = config.backend_options()
+    options = replace(opened.options, buffers=asked.buffers, compression=asked.compression)
     backend = opened
+    backend.options = options
     if name:
-        backend = load(name)(opened.world, replace(opened.options, buffers=config.buffers))  # type: ignore[arg-type]
+        backend = load(name)(opened.world, options)
         backend.open()
     made = Trainer(tasks()[task], backend, config)
     made.set_up(record=False)

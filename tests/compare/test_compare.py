@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -15,8 +16,10 @@ import pytest
 
 from hvdtrain.cli.compare import _make_folder
 from hvdtrain.compare import record
-from hvdtrain.compare.compare_options import CompareOptions, share
+from hvdtrain.compare.compare_options import CompareOptions, share, steps_in_sync
+from hvdtrain.compare.run.arms import choose_arms, parse
 from hvdtrain.errors import InputError
+from hvdtrain.training.config import TrainConfig
 from tests.compare.records import summary_of
 from tests.forkserver import warm
 from tests.launching import Finished, members, run, started
@@ -90,6 +93,72 @@ def test_from_the_command_to_the_report(tmp_path: Path) -> None:
     again = run(warm([sys.executable, "-m", "hvdtrain", "report", tmp_path / "out"]))
     assert again.code == 0, again.output
     assert "bitwise equal" in again.output
+
+
+def test_a_method_of_one_arm_is_declared_and_timed_by_whole_periods(tmp_path: Path) -> None:
+    local, half = "ddp/gloo+sync-every=4", "ddp/gloo+compression=fp16"
+    line = ["--arms", f"ddp/gloo,{local},{half}", *QUICK]
+    done, found = compare(tmp_path / "out", *line)
+    proved = {row["arm"]: row for row in found["parity"]}
+    for name, option in ((local, "--sync-every 4"), (half, "--compression fp16")):
+        assert proved[name]["verdict"] == "other method"
+        assert f"has {option} (ddp/gloo: " in proved[name]["text"]
+        assert found["arms"][name]["status"] == "measured", found["arms"][name]
+        assert f"{name} has {option}" in done.output
+    assert proved["by hand (gloo)"]["verdict"] == "bitwise"
+    verdict = summary_of(found)["verdict"]
+    assert verdict["equal"] is True
+    assert f"by another method, as asked: {local}, {half}" in verdict["text"]
+    assert f"<b>{half}</b> has --compression fp16" in (tmp_path / "out/report.html").read_text()
+    assert found["arms"][local]["period"] == 4
+    assert found["arms"][local]["options"] == {"sync_every": 4}
+    # Its ranks have the same parameters at the end: it has gone on to the next average.
+    assert found["ends"][0][local][0] % 4 == 0
+    medians = {row["arm"]: row["step_ms"] for row in summary_of(found)["speed"]}
+    blocks = [block["arms"][local]["step_ms"] for block in found["blocks"]]
+    whole = [max(statistics.mean(rank[:4]) for rank in ranks) for ranks in blocks]
+    assert medians[local] == pytest.approx(statistics.median(whole))
+
+
+@pytest.mark.exhaustive
+def test_a_method_of_all_arms_is_proved_as_ever(tmp_path: Path) -> None:
+    line = ["--arms", "ddp/gloo,compat/shm", "--sync-every", "3", "--local-warmup", "2", *QUICK]
+    _, found = compare(tmp_path / "out", *line)
+    proved = {row["arm"]: row["verdict"] for row in found["parity"]}
+    assert proved["compat/shm"] == proved["ddp/gloo again"] == "bitwise"
+    assert proved["by hand (gloo)"] == "other method"
+    assert found["config"]["proof_steps"] == 5  # QUICK's 4, and on to the average after 2 + 3
+    assert found["arms"]["no communication"]["options"]["sync_every"] == 0
+    names = dict(summary_of(found)["environment"])
+    assert names["training method"] == "sync_every=3, local_warmup=2"
+
+
+def test_the_options_of_an_arm() -> None:
+    made = parse(" ddp/gloo + compression=fp16 + precision=bf16 ", 2, False)
+    assert made.name == "ddp/gloo+precision=bf16+compression=fp16"
+    assert made.options == {"precision": "bf16", "compression": "fp16"}
+    assert parse("ddp+sync-bn", 2, False).name == "ddp/shm+sync-bn"
+    # Of the usual arms, those that cannot have the method are left out, with the reason.
+    options = CompareOptions(compression="bf16")
+    arms, left_out = choose_arms(options, 2)
+    assert "ddp/gloo" in [arm.name for arm in arms]
+    why = dict(left_out)
+    assert all("compresses to fp16 only" in why[f"horovod/{name}"] for name in ("mpi", "gloo"))
+    hand, alone = (next(arm for arm in arms if arm.role == role) for role in ("by hand", "ceiling"))
+    assert hand.config(options).compression == alone.config(options).compression == "none"
+    # Its precision they have, as the ranks compute in it; the loop by hand has no half weights.
+    base = CompareOptions(arms=("ddp/gloo+precision=bf16+opt-level=O2+compression=bf16",))
+    arms, _ = choose_arms(base, 2)
+    again, hand, alone = arms[-3:]
+    assert again.options == arms[0].options
+    assert (alone.config(base).precision, alone.config(base).opt_level) == ("bf16", "O2")
+    assert (hand.config(base).precision, hand.config(base).opt_level) == ("bf16", "none")
+
+
+def test_the_proof_ends_at_an_average() -> None:
+    config = TrainConfig(sync_every=4, local_warmup=3)
+    assert [steps_in_sync(n, config) for n in (2, 3, 4, 7, 8, 11)] == [2, 3, 7, 7, 11, 11]
+    assert steps_in_sync(5, TrainConfig()) == 5
 
 
 # All of them, and on live ranks: test_causes.py.
@@ -263,6 +332,16 @@ WRONG = {
     "--arms ddp/pigeon": "ddp goes over gloo, shm, mpi, nccl",
     "--arms pigeon": "no arm 'pigeon'",
     "--arms ,": "--arms ',' names no arm",
+    "--arms ddp/gloo+pigeon": "+pigeon: an arm may have, once each: precision, opt-level",
+    "--arms ddp/gloo+sync-bn+sync-bn": "+sync-bn: an arm may have, once each",
+    "--arms ddp/gloo+sync-bn=yes": "+sync-bn=yes must be written +sync-bn",
+    "--arms ddp/gloo+compression": "must be written +compression=VALUE",
+    "--arms ddp/gloo+sync-every=often": "'often' in +sync-every=often is not a number",
+    "--arms ddp/gloo+compression=zip": "--compression 'zip' is not one of: none, fp16",
+    "--arms horovod/mpi+compression=bf16": "arm horovod/mpi+compression=bf16: --compression",
+    "--arms ddp/shm+sync-bn+sync-every=4": "arm ddp/shm+sync-bn+sync-every=4: --sync-every 8 with",
+    "--arms ddp/shm+sync-every=8 --steps 5": "a block needs one average of --sync-every 8 at least",
+    "--arms horovod/mpi --compression powersgd": "PowerSGD is a communication hook of DDP",
     "--arms ddp/shm,ddp": "ddp/shm is given twice",
     "--baseline horovod/mpi --arms ddp/gloo": "is not among the arms: ddp/gloo",
     "--budget soon": "--budget 'soon' is not a time; such as 90s, 10m or 1.5h",

@@ -10,7 +10,7 @@ import pytest
 from hvdtrain.compare.proof.parity import compare
 from hvdtrain.compare.proof.work_trace import RankTrace
 from hvdtrain.compare.record import ParityRow
-from tests.compare.prove import STEPS, hooks_left, prove, prove_by_hand
+from tests.compare.prove import CONFIG, STEPS, hooks_left, prove, prove_by_hand
 from tests.ranks import Ranks
 
 # Its fixtures of the module are made once.
@@ -125,6 +125,61 @@ def test_backends_do_equal_work(proofs: Proofs, arm: str) -> None:
     for trace in (*plain["images"], *clipped):
         assert trace.optimizer_steps == STEPS  # not twice, by Horovod's two classes
     assert all(rank["after"] == rank["before"] for rank in left)
+
+
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "compression": ("digits", {"compression": "fp16"}),
+    "local SGD": ("digits", {"sync_every": 2, "outer_optimizer": "nesterov"}),
+    "half weights": ("images", {"precision": "bf16", "opt_level": "O2"}),
+    "SyncBatchNorm": ("images", {"sync_bn": True}),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_of_its_own_is_no_fault(proofs: Proofs, method: str) -> None:
+    task, changes = METHODS[method]
+    row = judge(proofs.traces(task), proofs.take("ddp/gloo", "ddp", task, **changes))
+    assert row.verdict == "other method", row
+    for name, value in changes.items():
+        was = getattr(CONFIG, name)
+        mine, its = ("yes", "no") if value is True else (value, was)
+        assert f"--{name.replace('_', '-')} {mine} (ddp/gloo: {its})" in row.text
+    assert "as asked" in row.text
+    assert row.difference is not None
+    assert 1e-8 < row.difference < 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [("ScalesLr", "multiplies the learning rate"), ("OtherWeights", "drawn differently")],
+)
+@pytest.mark.parametrize("method", ["half weights", "SyncBatchNorm"])
+def test_a_fault_beside_a_method_is_refused(
+    proofs: Proofs, method: str, fault: str, cause: str
+) -> None:
+    task, changes = METHODS[method]
+    arm = proofs.take(fault, FAULTY + fault, task, **changes)
+    row = judge(proofs.traces(task), arm)
+    assert row.verdict == "unequal", row
+    assert cause in (row.cause or "")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_with_the_same_method_work_must_be_equal(proofs: Proofs, method: str) -> None:
+    task, changes = METHODS[method]
+    base = {
+        "ddp/gloo": proofs.take("ddp/gloo", "ddp", task, **changes),
+        "again": proofs.take("again", "ddp", task, **changes),
+        "nothing": proofs.take("nothing", ALWAYS["nothing"], task),
+    }
+    pool = Ranks("compat-gloo", proofs.n)
+    try:
+        row = judge(base, pool.run(prove, "", task, **changes))
+    finally:
+        pool.close()
+    # fp16 has few bits for small numbers, and DDP halves them before it adds them.
+    exact = proofs.n == 2 and method != "compression"
+    assert row.verdict in (["bitwise"] if exact else ["bitwise", "within tolerance"]), row
 
 
 def test_nothing_watches_the_steps_that_follow(proofs: Proofs) -> None:

@@ -21,6 +21,9 @@ def test_the_time_of_a_block_is_the_median_of_each_steps_slowest_rank() -> None:
     # The slowest are 5, 9, 4: neither the median of a rank nor the slower of the ranks' medians.
     assert stats.block_ms([[5.0, 2.0, 4.0], [1.0, 9.0, 3.0]]) == 5.0
     assert stats.block_ms([[5.0, 2.0, 4.0], [1.0, 9.0]]) == 7.0  # a rank stopped a step earlier
+    assert stats.block_ms([[1.0, 1.0, 7.0, 1.0, 1.0, 4.0, 9.0], [2.0] * 7], 3) == 2.5
+    assert stats.block_ms([[1.0, 1.0, 7.0]], 3) == 3.0
+    assert math.isnan(stats.block_ms([[1.0, 1.0]], 3))  # no whole period
     assert math.isnan(stats.block_ms([]))
     assert math.isnan(stats.block_ms([[], []]))
     assert math.isnan(stats.block_ms([[1.0, math.nan], [1.0, 2.0]]))

@@ -296,7 +296,9 @@ def test_without_evaluation_data_it_is_refused(options: Any, tmp_path: Path) -> 
     ],
 )
 def test_what_a_criterion_says(text: str, metric: str, mode: str, patience: int) -> None:
-    config = TrainConfig(early_stop=text, plateau=text, keep_best=text.rpartition(":")[0])
+    config = TrainConfig(
+        schedule="plateau", early_stop=text, plateau=text, keep_best=text.rpartition(":")[0]
+    )
     config.check()
     assert config.early_stop_criterion() == Criterion(metric, mode, patience)
     assert config.plateau_criterion() == Criterion(metric, mode, patience)

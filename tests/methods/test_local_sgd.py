@@ -151,8 +151,8 @@ def test_an_averaged_state_is_another(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"local_warmup": 3}, "give --sync-every, too"),
-        ({"outer_optimizer": "sgd"}, "give --sync-every, too"),
+        ({"local_warmup": 3}, "has no effect without --sync-every"),
+        ({"outer_optimizer": "sgd"}, "has no effect without --sync-every"),
         ({"sync_every": -1}, "--sync-every -1 must not be negative"),
     ],
 )

@@ -140,3 +140,23 @@ def test_a_resumed_run_may_have_another_method(
     printed = ranks.run(resumed_by_another, before, after, tmp_path)[0]
     assert said in printed
     assert said or "afresh" not in printed
+
+
+def digests_with(backend: Backend, folder: Path, *values: str) -> list[str]:
+    """Train once with each value of --compression."""
+    found = []
+    for value in values:
+        with arms.options_of(backend, dataclasses.replace(CONFIG, compression=value)):
+            found.append(train(backend, folder / value, compression=value, epochs=1)["digest"])
+    return found
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [("ddp-torchrun", 1), pytest.param(("compat-torchrun", 1), marks=pytest.mark.exhaustive)],
+    indirect=True,
+)
+def test_one_rank_sends_nothing_and_rounds_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    values = ["none", "fp16", "bf16", *(["powersgd"] if ranks.arm.backend == "ddp" else [])]
+    (digests,) = ranks.run(digests_with, tmp_path, *values)
+    assert len(set(digests)) == 1

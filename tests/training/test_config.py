@@ -30,7 +30,28 @@ CHOICES = [item.name for item in FIELDS if item.metadata["choices"]]
 
 
 # What an option needs beside it.
-BESIDE: dict[str, dict[str, Any]] = {"outer_optimizer": {"sync_every": 1}}
+LOCAL: dict[str, Any] = {"sync_every": 1}
+BESIDE: dict[str, dict[str, Any]] = {
+    "outer_optimizer": LOCAL,
+    "local_state": LOCAL,
+    "local_warmup": LOCAL,
+    "outer_lr": {**LOCAL, "outer_optimizer": "sgd"},
+    "outer_momentum": {**LOCAL, "outer_optimizer": "sgd"},
+    "step_factor": {"schedule": "step"},
+    "step_epochs": {"schedule": "step"},
+    "plateau": {"schedule": "plateau"},
+}
+# A value of each that is not the default.
+OTHER = {
+    "outer_optimizer": "sgd",
+    "local_state": "average",
+    "local_warmup": 3,
+    "outer_lr": 0.5,
+    "outer_momentum": 0.5,
+    "step_factor": 0.5,
+    "step_epochs": "2",
+    "plateau": "loss:1",
+}
 
 
 def make(**values: Any) -> TrainConfig:
@@ -62,13 +83,27 @@ def test_what_must_be_finite(name: str) -> None:
         make(clip_norm=math.inf).check()  # no clipping
     else:
         assert refusal(**{name: math.inf}) == f"{flag(name)} inf must be finite"
-        make(**{name: 1}).check()
+        make(**{name: 1}, **BESIDE.get(name, {})).check()
 
 
 @pytest.mark.parametrize("name", NOT_NEGATIVE)
 def test_what_must_not_be_negative(name: str) -> None:
     assert refusal(**{name: -1}) == f"{flag(name)} -1 must not be negative"
-    make(**{name: 0}).check()
+    make(**{name: 0}, **BESIDE.get(name, {})).check()
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_an_option_without_effect_is_refused(name: str) -> None:
+    value, needed = OTHER[name], list(BESIDE[name].items())[-1]
+    text = refusal(**{name: value})
+    assert text.startswith(f"{flag(name)} {value} has no effect without {flag(needed[0])}")
+    assert text.endswith(f"; give that, too, or leave {flag(name)} out")
+    make(**{name: value}, **BESIDE[name]).check()
+
+
+def test_local_sgd_must_begin() -> None:
+    assert "leaves no step of --max-steps 5" in refusal(sync_every=2, local_warmup=5, max_steps=5)
+    make(sync_every=2, local_warmup=5, max_steps=6).check()
 
 
 def test_every_number_has_a_rule() -> None:
@@ -117,6 +152,7 @@ def test_bad_step_epochs(text: str) -> None:
 def test_step_epochs() -> None:
     assert make(step_epochs=" 60,30,, 80 ").drop_epochs() == (30, 60, 80)
     assert make(step_epochs="").drop_epochs() == ()
+    make(schedule="step", step_epochs="").check()
 
 
 def test_micro_batch() -> None:

@@ -47,16 +47,18 @@ def breakdown_rows(record: Record, measured: Measurements) -> list[BreakdownRow]
     for key, arm in measured.arms.items():
         own = [found for found in passes if key in found]
         if own and measured.times[key] and not arm.has_ended_early:
-            rows.append(_row(key, own, measured.key_of("ceiling", arm.ranks)))
+            rows.append(_row(key, arm.period, own, measured.key_of("ceiling", arm.ranks)))
     return rows
 
 
-def _row(key: str, passes: list[dict[str, PhaseTimes]], ceiling: str | None) -> BreakdownRow:
+def _row(
+    key: str, period: int, passes: list[dict[str, PhaseTimes]], ceiling: str | None
+) -> BreakdownRow:
     # The arm and the ceiling from the same pass, so that both have the same machine state.
     both = [found for found in passes if ceiling in found]
     alone = [found[ceiling].compute_ms for found in both if ceiling is not None]
     exposed = [
-        stats.block_ms(found[key].compute_ms) - stats.block_ms(computing)
+        stats.block_ms(found[key].compute_ms, period) - stats.block_ms(computing)
         for found, computing in zip(both, alone, strict=True)
     ]
     raw = stats.interval(exposed)

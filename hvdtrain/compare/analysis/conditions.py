@@ -9,8 +9,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from hvdtrain.compare.compare_options import METHOD_OPTIONS
 from hvdtrain.compare.formatting import settings
 from hvdtrain.compare.record import ArmRecord, Config, Record
+from hvdtrain.training.config import TrainConfig
 
 UNKNOWN = "not recorded"
 
@@ -35,6 +37,7 @@ def condition_rows(record: Record) -> list[tuple[str, str]]:
         ("batch of all ranks", per_arm(lambda arm: arm.samples_per_step)),
         ("device", config.device and config.device + why),
         ("precision", config.precision),
+        *_method(config),
         ("learning rate", config.lr),
         ("seed", config.seed),
         ("buffers", config.buffers),
@@ -57,6 +60,13 @@ def condition_rows(record: Record) -> list[tuple[str, str]]:
         *((f"variable {name}", value) for name, value in _variables(record)),
     ]
     return [(name, UNKNOWN if value in (None, "") else str(value)) for name, value in rows]
+
+
+def _method(config: Config) -> list[tuple[str, Any]]:
+    """Return the options of the training method that all arms share; none for its defaults."""
+    values = {name: getattr(config, name) for name in METHOD_OPTIONS if name != "precision"}
+    changed = {k: v for k, v in values.items() if v not in (None, getattr(TrainConfig(), k))}
+    return [("training method", settings(changed))] if changed else []
 
 
 def stop_rule(config: Config) -> str:

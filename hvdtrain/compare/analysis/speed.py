@@ -113,7 +113,9 @@ class Measurements:
                 self.blocks.setdefault(key, {})[block.index] = times
         self.times = {
             key: {
-                i: ms for i, b in blocks.items() if 0 < (ms := stats.block_ms(b.step_ms)) < math.inf
+                i: ms
+                for i, b in blocks.items()
+                if 0 < (ms := stats.block_ms(b.step_ms, found.period_of(key))) < math.inf
             }
             for key, blocks in self.blocks.items()
         }

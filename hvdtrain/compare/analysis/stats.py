@@ -72,8 +72,15 @@ def slowest(step_ms: Sequence[Sequence[float]]) -> Floats:
     return times
 
 
-def block_ms(step_ms: Sequence[Sequence[float]]) -> float:
-    """Return an arm's time in a block: median over steps of the slowest rank. NaN without steps."""
+def block_ms(step_ms: Sequence[Sequence[float]], period: int = 1) -> float:
+    """Return an arm's time in a block: median over steps of the slowest rank. NaN without steps.
+
+    With a `period`, a rank's steps count as the means of whole periods: local SGD averages in one
+    step of each, which a median over steps would never show.
+    """
+    if period > 1:
+        whole = [np.asarray(rank[: len(rank) // period * period], dtype=float) for rank in step_ms]
+        step_ms = [rank.reshape(-1, period).mean(axis=1).tolist() for rank in whole]
     times = slowest(step_ms)
     return float(np.median(times)) if times.size else math.nan
 

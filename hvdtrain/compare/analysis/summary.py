@@ -84,6 +84,7 @@ def _verdict(record: Record) -> WorkVerdict:
     # Every arm is in exactly one of these, except a baseline that did not fail, and the ceiling,
     # which does other work by design.
     equal: list[str] = []
+    other: list[str] = []
     unequal: list[str] = []
     failed: list[str] = []
     unknown: list[str] = []
@@ -98,6 +99,8 @@ def _verdict(record: Record) -> WorkVerdict:
             bases += 1  # the reference of the other arms
         elif verdict in ("bitwise", "within tolerance"):
             equal.append(key)
+        elif verdict == "other method":
+            other.append(key)
         else:
             (failed if arm.status == "failed" else unknown).append(key)
     if unequal:
@@ -110,7 +113,8 @@ def _verdict(record: Record) -> WorkVerdict:
     text += f"{record.config.proof_steps} steps"
     if later := _last_equal_step(record, equal):
         text += f", bitwise again after {later}"
-    text = text if unknown or failed else f"all {text}"
+    text = text if unknown or failed or other else f"all {text}"
+    text += f"; by another method, as asked: {', '.join(other)}" if other else ""
     text += f"; failed before: {', '.join(failed)}" if failed else ""
     text += f"; not compared: {', '.join(unknown)}" if unknown else ""
     return WorkVerdict(None if unknown else True, text)

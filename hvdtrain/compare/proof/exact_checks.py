@@ -14,6 +14,9 @@ from hvdtrain.compare.formatting import tell_apart
 from hvdtrain.compare.proof import diagnosis
 from hvdtrain.compare.proof.distances import distance
 from hvdtrain.compare.proof.work_trace import ArmTraces, paired_steps
+from hvdtrain.training.config import flag
+
+_HALF_ROUNDING = 2.0**-8  # of bf16, the coarser type
 
 
 @dataclass(frozen=True)
@@ -32,16 +35,49 @@ def exact_differences(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterato
 
     Both arms have the same number of ranks.
     """
-    for a, b in zip(arm, base, strict=True):
-        if a.world_size != b.world_size:
-            text = "the backend does not know this launcher: models train side by side"
-            yield Difference(f"a world of {a.world_size}, {baseline}'s of {b.world_size}", text)
+    yield from _worlds(arm, base, baseline)
     # Cause before effect: another model or option can also change rates, samples and gradients.
     yield from _models(arm, base, baseline)
     yield from _options(arm, base, baseline)
     yield from _rates(arm, base, baseline)
+    yield from _step_counts(arm, base, baseline)
     yield from _data(arm, base, baseline)
     yield from _gradient_types(arm, base, baseline)
+
+
+def shared_differences(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
+    """Yield the differences in what arms of different training methods must share: model, initial
+    weights (to the rounding of half precision), learning rates and samples.
+    """
+    yield from _worlds(arm, base, baseline)
+    yield from _layouts(arm, base, baseline)
+    yield from _weights(arm, base, baseline, _HALF_ROUNDING)
+    yield from _rates(arm, base, baseline)
+    yield from _data(arm, base, baseline)
+
+
+def method_text(arm: ArmTraces, base: ArmTraces, baseline: str) -> str:
+    """Return which options of the training method differ, such as "--compression fp16 (ddp/gloo:
+    none)"; empty if none does.
+    """
+    mine, its = arm[0].method, base[0].method
+    return ", ".join(
+        f"{flag(name)} {_word(value)} ({baseline}: {_word(its.get(name))})"
+        for name, value in mine.items()
+        if value != its.get(name)
+    )
+
+
+def _word(value: object) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def _worlds(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
+    """Yield differences in the number of ranks that the arm's backend has found."""
+    for a, b in zip(arm, base, strict=True):
+        if a.world_size != b.world_size:
+            text = "the backend does not know this launcher: models train side by side"
+            yield Difference(f"a world of {a.world_size}, {baseline}'s of {b.world_size}", text)
 
 
 def _models(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
@@ -53,7 +89,17 @@ def _models(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Differen
                 f"parameters are {kinds[0]}, {baseline}'s are {kinds[1]}",
                 diagnosis.explain_dtype(*kinds),
             )
-        if a.elements.layout != b.elements.layout or a.parameters != b.parameters:
+    yield from _layouts(arm, base, baseline)
+    yield from _weights(arm, base, baseline)
+
+
+def _layouts(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
+    """Yield differences in the names and sizes of the parameters."""
+    for a, b in zip(arm, base, strict=True):
+        if (a.elements.layout, sum(a.parameters.values())) != (
+            b.elements.layout,
+            sum(b.parameters.values()),
+        ):
             sizes = sum(a.parameters.values()), sum(b.parameters.values())
             layouts = a.elements.layout, b.elements.layout
             text = f"another model: {sizes[0]} parameters in {len(layouts[0])} tensors, "
@@ -66,11 +112,17 @@ def _models(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Differen
                 "the task makes another model on this arm: look for what depends on the launcher"
             )
             yield Difference(text, cause)
+
+
+def _weights(
+    arm: ArmTraces, base: ArmTraces, baseline: str, rounding: float = 0.0
+) -> Iterator[Difference]:
+    """Yield differences in the initial values of the parameters, beyond a relative `rounding`."""
     if len({a.initial_sha256 for a in arm}) > 1:
         text = "rank 0's weights are not broadcast to the other ranks before training"
         yield Difference("the ranks start from different parameters", text)
-    if arm[0].initial_sha256 != base[0].initial_sha256:
-        apart = distance(arm[0].elements.initial, base[0].elements.initial)
+    apart = distance(arm[0].elements.initial, base[0].elements.initial)
+    if arm[0].initial_sha256 != base[0].initial_sha256 and (not rounding or apart > rounding):
         text = f"starts from other parameters than {baseline}"
         yield Difference(text, diagnosis.explain_weights(arm[0], base[0]), apart, 0.0)
 
@@ -116,7 +168,7 @@ def _differing_settings(mine: list[dict[str, str]], its: list[dict[str, str]]) -
 
 
 def _rates(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
-    """Yield differences in learning rates and numbers of optimizer steps."""
+    """Yield differences in learning rates."""
     for number, rank, a, b in paired_steps(arm, base):
         if a.lr and b.lr and a.lr != b.lr:
             group = next(
@@ -131,6 +183,10 @@ def _rates(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Differenc
                 abs(ratio - 1) if math.isfinite(ratio) else None,
                 0.0,
             )
+
+
+def _step_counts(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
+    """Yield differences in the number of optimizer steps."""
     for one, other in zip(arm, base, strict=True):
         taken, its = ((len(x.steps), x.optimizer_steps) for x in (one, other))
         if taken != its:

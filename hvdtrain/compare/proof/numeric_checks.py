@@ -48,7 +48,7 @@ def _differences(pair: ArmPair, cause: str | None) -> Iterator[Difference]:
     yield from _norms(pair)
     apart, _ = pair.final_distance()
     if apart > limits.final or (limits.bitwise and not pair.has_equal_parameters):
-        text = f"parameters differ by {_percent(apart)} of how far training moved them in {steps}"
+        text = f"parameters differ by {percent(apart)} of how far training moved them in {steps}"
         if apart == 0:
             text = f"parameters differ after {steps}, though not in the elements that are sampled"
         yield Difference(text, cause or diagnosis.OTHER_UPDATE, apart, limits.final)
@@ -60,14 +60,14 @@ def _first_gradients(pair: ArmPair, cause: str | None) -> Iterator[Difference]:
     limit, first = pair.limits.gradient, pair.arm[0].elements
     apart = pair.distance("gradient")
     if apart > limit:
-        text = f"the gradient of the first step differs by {_percent(apart)} of its norm"
+        text = f"the gradient of the first step differs by {percent(apart)} of its norm"
         yield Difference(_with_hint(text, apart, pair), cause, apart, limit)
     apart = pair.distance("used")
     if apart > limit:
         if first.gradient is not None:  # and it is right: else it was refused above
             norms = [ranks[0].steps[0].used_norm or 0.0 for ranks in (pair.arm, pair.base)]
             cause = diagnosis.explain_use(norms[0], norms[1])
-        text = f"the first step uses a gradient that differs by {_percent(apart)} of its norm"
+        text = f"the first step uses a gradient that differs by {percent(apart)} of its norm"
         yield Difference(_with_hint(text, apart, pair), cause, apart, limit)
 
 
@@ -87,7 +87,7 @@ def _norms(pair: ArmPair) -> Iterator[Difference]:
         elif name == _USED and not any((f.step, f.name) == (step, _GRADIENT) for f in found):
             cause = diagnosis.explain_use(mine, its)
         apart = relative_difference(mine, its)
-        text = f"the {name} in step {step} on rank {rank} differs by {_percent(apart)}"
+        text = f"the {name} in step {step} on rank {rank} differs by {percent(apart)}"
         yield Difference(text, cause, apart, limit)
 
 
@@ -101,7 +101,7 @@ def _buffers(pair: ArmPair) -> Iterator[Difference]:
         yield Difference(text, diagnosis.explain_buffers(policy, False))
     apart = pair.buffer_distance()
     if apart > limits.final or (limits.bitwise and not pair.has_equal_buffers):
-        text = f"buffers differ by {_percent(apart)} after {len(arm[0].steps)} steps"
+        text = f"buffers differ by {percent(apart)} after {len(arm[0].steps)} steps"
         if apart == 0:
             text = "buffers differ, though not in the elements that are sampled"
         yield Difference(text, diagnosis.explain_buffers(policy, True), apart, limits.final)
@@ -223,7 +223,8 @@ def _diagnose_rounding(pair: ArmPair) -> str | None:
     return diagnosis.ROUNDING if within else None
 
 
-def _percent(apart: float) -> str:
+def percent(apart: float) -> str:
+    """Return a relative difference as text."""
     if not np.isfinite(apart):
         return "a non-finite amount"
     return f"{apart:.0%}" if apart >= 0.01 else f"{apart:.1e}"
@@ -235,6 +236,6 @@ def _with_hint(text: str, apart: float, pair: ArmPair) -> str:
     if final > apart / 10 or not pair.limits.gradient:
         return text
     return (
-        f"{text}, although the parameters differ by {_percent(final)} only: Adam and its kind "
+        f"{text}, although the parameters differ by {percent(final)} only: Adam and its kind "
         "take the same step whatever the scale of the gradients"
     )

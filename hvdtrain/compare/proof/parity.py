@@ -5,6 +5,10 @@ dtypes) must be equal. Computed numbers must be bitwise equal with up to two ran
 repeats itself bitwise, because the mean of two is the same in any order. With more, the transport
 chooses the order of a sum, and numbers must agree within a tolerance; parameters whose gradient is
 pure rounding noise depend on that order, and are left out.
+
+An arm with a training method of its own, such as compressed gradients, computes other numbers, as
+it was asked to: its model, initial weights, samples and rates must be equal, and the verdict says
+how far its parameters are from the baseline's.
 """
 
 from __future__ import annotations
@@ -14,9 +18,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
+import numpy as np
+
 from hvdtrain.compare.proof.distances import ArmPair, Limits
-from hvdtrain.compare.proof.exact_checks import Difference, exact_differences
-from hvdtrain.compare.proof.numeric_checks import first_difference, numeric_differences
+from hvdtrain.compare.proof.exact_checks import (
+    Difference,
+    exact_differences,
+    method_text,
+    shared_differences,
+)
+from hvdtrain.compare.proof.numeric_checks import first_difference, numeric_differences, percent
 from hvdtrain.compare.proof.work_trace import ArmTraces, RankTrace
 from hvdtrain.compare.record import ParityRow
 
@@ -59,9 +70,34 @@ def compare(
             cause = "other numbers of ranks are not the same work"
             rows.append(ParityRow(name, "unequal", text, cause=cause))
         else:
-            exact = exact_differences(ranks, base, baseline)
-            rows.append(_judge(name, ArmPair(ranks, base, limits), exact, usable))
+            pair = ArmPair(ranks, base, limits)
+            if method := method_text(ranks, base, baseline):
+                found = shared_differences(ranks, base, baseline)
+                rows.append(_judge_method(name, pair, method, found))
+            else:
+                exact = exact_differences(ranks, base, baseline)
+                rows.append(_judge(name, pair, exact, usable))
     return rows
+
+
+def _judge_method(name: str, pair: ArmPair, method: str, shared: Iterator[Difference]) -> ParityRow:
+    """Return the verdict on an arm that trains by another method than the baseline, as asked.
+
+    `shared`: the differences in what both must have in common.
+    """
+    if found := next(shared, None):
+        return ParityRow(name, "unequal", found.text, found.distance, found.tolerance, found.cause)
+    steps = f"{len(pair.base[0].steps)} steps"
+    same = "with the same model, initial weights, samples and learning rates"
+    if pair.is_bitwise_equal:
+        text = f"has {method}, as asked, and parameters bitwise equal after {steps}"
+        return ParityRow(name, "bitwise", text, 0.0, 0.0)
+    apart, _ = replace(pair, limits=replace(pair.limits, bitwise=True)).final_distance()
+    text = (
+        f"has {method}, as asked: {same}, its parameters differ by {percent(apart)} of how far "
+        f"training moved them in {steps}"
+    )
+    return ParityRow(name, "other method", text, _finite(apart))
 
 
 def _judge(
@@ -124,8 +160,14 @@ def _limits(base: ArmTraces, again: ArmTraces | None) -> Limits:
     repeats = pair is not None and pair.is_bitwise_equal
     if repeats and _narrowest_type(base) != "fp64":
         # If the A/A pair is bitwise equal, every arm has the same local gradients, whatever
-        # autocast does; they are averaged in the dtype of the weights.
-        limits = replace(limits, gradient=TOLERANCE["fp32"])
+        # autocast does; they are averaged in the type in which they are sent. A sum of n numbers
+        # rounds n - 1 times, and fp32's tolerance has room for that.
+        sent = _sent_type(base)
+        limits = replace(limits, gradient=TOLERANCE[sent] * (1 if sent == "fp32" else n))
+    compression = base[0].method.get("compression")
+    if repeats and compression in TOLERANCE:
+        why = f"an engine divides {compression} gradients before or after it has added them"
+        return replace(limits, reason=why)
     if repeats and n <= 2:
         why = f"the baseline repeats itself bit by bit, and {n} ranks sum exactly"
         return replace(limits, reason=why, bitwise=True)
@@ -145,14 +187,33 @@ def _default_limits(base: ArmTraces) -> Limits:
     trace, n = base[0], len(base)
     width = _narrowest_type(base)
     # Differences accumulate: each step adds its own.
-    final = TOLERANCE[width] * max(1, len(trace.steps))
+    final = TOLERANCE[width] * max(1, len(trace.steps)) + _weight_rounding(base)
     reason = f"{n} ranks sum in the transport's order" if n > 2 else "nothing shows that it repeats"
     return Limits(TOLERANCE[width], final, 10 * TOLERANCE[width], reason)
 
 
 def _narrowest_type(base: ArmTraces) -> str:
     """Return the narrowest floating-point type of the computation."""
-    return "fp64" if set(base[0].parameters) == {"float64"} else base[0].precision
+    if set(base[0].parameters) == {"float64"}:
+        return "fp64"
+    return max(base[0].precision, _sent_type(base), key=TOLERANCE.__getitem__)
+
+
+def _weight_rounding(base: ArmTraces) -> float:
+    """Return the rounding of half-precision weights, relative to how far training moved them."""
+    initial, final = base[0].elements.initial, base[0].elements.final
+    if final is None or not {"bfloat16", "float16"} & set(base[0].parameters):
+        return 0.0
+    moved = float(np.linalg.norm(final - initial))
+    return TOLERANCE[base[0].precision] * float(np.linalg.norm(final)) / moved if moved else 0.0
+
+
+def _sent_type(base: ArmTraces) -> str:
+    """Return the type in which gradients are averaged."""
+    method, precision = base[0].method, base[0].precision
+    if method.get("compression") in TOLERANCE:
+        return str(method["compression"])
+    return precision if precision == "fp64" or method.get("opt_level") in ("O2", "O3") else "fp32"
 
 
 def _usable_local_traces(local: ArmTraces, base: ArmTraces) -> ArmTraces | None:

@@ -111,6 +111,8 @@ class RankTrace:
     optimizer_steps: int = 0
     final_sha256: str = ""
     final_buffers_sha256: str = ""
+    method: dict[str, Any] = field(default_factory=dict)
+    """The values of METHOD_OPTIONS, by name."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields but the arrays, for JSON: non-finite numbers become text."""

@@ -110,7 +110,7 @@ def block_rows(record: Record) -> list[dict[str, Any]]:
             "dropped": block.dropped,
             "arm": arm,
             "ranks": len(times.step_ms),
-            "step_ms": block_ms(times.step_ms),
+            "step_ms": block_ms(times.step_ms, record.period_of(arm)),
             "steps": len(times.step_ms[0]) if times.step_ms else 0,
             "cpu_s": sum(times.cpu_s),
             "foreign": times.foreign,

@@ -43,6 +43,9 @@ def tables(summary: Summary) -> list[Any]:
     style = {True: "bold", False: "bold red", None: "bold yellow"}[verdict.equal]
     parts: list[Any] = [Text(f"{sign} {verdict.text}", style)]
     parts += [parity(summary)] * (not verdict.equal and bool(summary.parity))
+    parts += [
+        Text(f"{row.arm} {row.text}") for row in summary.parity if row.verdict == "other method"
+    ] * (verdict.equal is True)
     parts += ["", speed(summary), *_notes(summary), ""]
     parts += [Text(sentence) for sentence in summary.sentences]
     if summary.caution:
@@ -195,7 +198,8 @@ class ProgressTable:
         for block in fresh:
             self._num_dropped += not block.kept
             for key, times in block.arms.items() if block.kept else ():
-                self._times.setdefault(key, {})[block.index] = stats.block_ms(times.step_ms)
+                ms = stats.block_ms(times.step_ms, record.period_of(key))
+                self._times.setdefault(key, {})[block.index] = ms
         self._num_read = len(record.blocks)
         return bool(fresh)
 

@@ -63,7 +63,7 @@ class ArmPool:
         """Duration of the longest start."""
         self._display = display
         self._num_started = 0
-        record.arms.update({arm.key: _new_row(arm) for arm in arms})
+        record.arms.update({arm.key: _new_row(arm, options) for arm in arms})
 
     def __enter__(self) -> ArmPool:
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ class ArmPool:
 
     def _request(self, arm: Arm) -> tuple[Any, ...]:
         """Return the arguments of the call "open": see `worker.ArmRank`."""
-        config = self.options.training(arm.ranks)
+        config = self.options.training(arm.ranks, arm.options)
         if arm.c10d_transport:  # Horovod's controller follows from the launcher
             config["transport"] = arm.c10d_transport
         loop = "by hand" if arm.role == "by hand" else "trainer"
@@ -211,7 +211,7 @@ class ArmPool:
         return env
 
 
-def _new_row(arm: Arm) -> ArmRecord:
+def _new_row(arm: Arm, options: CompareOptions) -> ArmRecord:
     return ArmRecord(
         name=arm.name,
         ranks=arm.ranks,
@@ -221,6 +221,8 @@ def _new_row(arm: Arm) -> ArmRecord:
         transport=arm.transport,
         launcher=arm.launcher,
         command=shlex.join(arm.command(WORKER)).replace(sys.executable, "python"),
+        options=dict(arm.options),
+        period=arm.period(options),
         status="waiting",
     )
 

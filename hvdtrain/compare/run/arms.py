@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
-from hvdtrain.compare.compare_options import CompareOptions
+from hvdtrain.compare.compare_options import METHOD_OPTIONS, CompareOptions
 from hvdtrain.errors import InputError
 from hvdtrain.horovod_build import horovod_problem
 from hvdtrain.horovod_build.process import own_environment
+from hvdtrain.training import methods
+from hvdtrain.training.config import TrainConfig, flag
 
 Role = Literal["arm", "baseline", "again", "by hand", "ceiling"]
 
@@ -46,6 +49,12 @@ DEFAULT_CUDA = ("ddp/nccl", "compat/nccl", "horovod/mpi", "horovod/gloo")
 
 NO_COMMUNICATION = "hvdtrain.compare.run.no_communication:NoCommunication"
 
+_PLAIN = {name: getattr(TrainConfig(), name) for name in METHOD_OPTIONS}
+# Ranks that do not communicate compute in the baseline's precision. So does the hand-written loop,
+# which has autocast, but no half weights.
+_ALONE = {k: v for k, v in _PLAIN.items() if k not in ("precision", "opt_level")}
+_BY_HAND = {k: v for k, v in _PLAIN.items() if k != "precision"}
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -60,6 +69,8 @@ class Arm:
     role: Role = "arm"
     marks_ranks: bool = False
     """Whether the key includes the world size, because several sizes are compared."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The options that this arm has for itself, of METHOD_OPTIONS."""
 
     @property
     def c10d_transport(self) -> str:
@@ -71,6 +82,14 @@ class Arm:
         """The unique key: the name, and where needed the world size."""
         return f"{self.name} x{self.ranks}" if self.marks_ranks else self.name
 
+    def config(self, options: CompareOptions) -> TrainConfig:
+        """Return the options of the training, this arm's own included."""
+        return TrainConfig(**options.training(self.ranks, self.options))
+
+    def period(self, options: CompareOptions) -> int:
+        """Return the steps after which the work repeats: those between averages of local SGD."""
+        return max(1, self.config(options).sync_every)
+
     def command(self, worker: list[str]) -> list[str]:
         """Return the command line that starts the ranks; each rank runs `worker`."""
         python = [] if self.launcher == "torchrun" else [sys.executable]
@@ -79,11 +98,13 @@ class Arm:
 
 
 def parse(text: str, ranks: int, cuda: bool) -> Arm:
-    """Return the arm that "backend/transport", "backend" or "module:Class/transport" names.
+    """Return the arm that "backend/transport", "backend" or "module:Class/transport" names, with
+    the options that follow it as "+name=value".
 
     Raise InputError, which lists the valid names, for an unknown one.
     """
-    name = text.strip()
+    name, *parts = (part.strip() for part in text.split("+"))
+    own = _own_options(text.strip(), parts)
     backend, _, transport = name.rpartition("/") if "/" in name else (name, "", "")
     if backend == SINGLE:
         raise InputError("one process need not be named: it is there where --np lists 1 and others")
@@ -100,7 +121,32 @@ def parse(text: str, ranks: int, cuda: bool) -> Arm:
     if transport not in transports:
         raise InputError(f"no arm {name!r}: {backend} goes over {', '.join(transports)}")
     full = f"{backend}/{transport}" if transport else backend
-    return Arm(full, backend, transport, transports[transport], ranks)
+    full += "".join(f"+{_written(option, value)}" for option, value in own.items())
+    return Arm(full, backend, transport, transports[transport], ranks, options=own)
+
+
+def _own_options(text: str, parts: list[str]) -> dict[str, Any]:
+    """Return the options in "compression=fp16" or "sync-bn", in the order of METHOD_OPTIONS."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        option, equals, value = part.partition("=")
+        name = option.replace("-", "_")
+        if name not in METHOD_OPTIONS or name in found:
+            known = ", ".join(flag(name)[2:] for name in METHOD_OPTIONS)
+            raise InputError(f"no arm {text!r}: +{part}: an arm may have, once each: {known}")
+        kind = type(_PLAIN[name])
+        if (kind is bool) == bool(equals):
+            wanted = f"+{option}" if kind is bool else f"+{option}=VALUE"
+            raise InputError(f"no arm {text!r}: +{part} must be written {wanted}")
+        try:
+            found[name] = True if kind is bool else kind(value)
+        except ValueError:
+            raise InputError(f"no arm {text!r}: {value!r} in +{part} is not a number") from None
+    return {name: found[name] for name in METHOD_OPTIONS if name in found}
+
+
+def _written(name: str, value: Any) -> str:
+    return flag(name)[2:] + ("" if value is True else f"={value}")
 
 
 _INSTALL_HINTS = {
@@ -121,21 +167,24 @@ def unavailable_reason(arm: Arm) -> str | None:
     return horovod_problem(version("torch")) if arm.backend == "horovod" else None
 
 
-def choose_arms(
-    wanted: list[str], ranks: int, baseline: str | None, cuda: bool
-) -> tuple[list[Arm], list[tuple[str, str]]]:
+def choose_arms(options: CompareOptions, ranks: int) -> tuple[list[Arm], list[tuple[str, str]]]:
     """Return the arms of one world size, and (name, reason) for each usual arm left out.
 
-    With `wanted` empty: the usual arms that this machine can run. A wanted arm is kept even if it
-    cannot run, and fails in the table. Adds the three reference arms: baseline again, hand-written
-    DDP, no communication. Raises InputError for unknown or repeated arms, or if no arm is left.
+    Without `options.arms`: the usual arms that this machine can run. A wanted arm is kept even if
+    it cannot run, and fails in the table. Adds the three reference arms: baseline again,
+    hand-written DDP, no communication. Raises InputError for unknown or repeated arms, for a
+    wanted arm whose backend refuses the training method, or if no arm is left.
     """
+    wanted, cuda = list(options.arms), options.device == "cuda"
     usual = DEFAULT_CUDA if cuda else DEFAULT_CPU
     arms: list[Arm] = []
     left_out: list[tuple[str, str]] = []
     for text in wanted or usual:
         arm = parse(text, ranks, cuda)
-        why = None if wanted else unavailable_reason(arm)
+        why = _refusal(arm, options)
+        if why is not None and wanted:
+            raise InputError(f"arm {arm.name}: {why}")
+        why = why or (None if wanted else unavailable_reason(arm))
         if why is not None:
             left_out.append((arm.name, why))
         elif arm.name in [other.name for other in arms]:
@@ -146,8 +195,24 @@ def choose_arms(
             arms.append(arm)
     if not arms:
         raise InputError(f"nothing to compare: {'; '.join(f'{n}: {w}' for n, w in left_out)}")
-    base = _baseline(arms, baseline, ranks, cuda)
+    base = _baseline(arms, options.baseline, ranks, cuda)
     return add_references(arms, base), left_out
+
+
+def _refusal(arm: Arm, options: CompareOptions) -> str | None:
+    """Return why an arm cannot have its training method, or None."""
+    config, steps = arm.config(options), options.steps
+    try:
+        config.check()
+        methods.check(config, arm.backend)
+    except InputError as error:
+        return str(error)
+    if steps is not None and steps < config.sync_every:
+        return (
+            f"a block needs one average of --sync-every {config.sync_every} at least, and "
+            f"--steps is {steps}"
+        )
+    return None
 
 
 def choose_device(requested: str, gpus: int, ranks: int) -> tuple[str, str]:
@@ -164,14 +229,13 @@ def choose_device(requested: str, gpus: int, ranks: int) -> tuple[str, str]:
 def choose_all_arms(options: CompareOptions) -> tuple[list[Arm], list[tuple[str, str]]]:
     """Return `choose_arms` for all world sizes; if 1 is one of several, add a `single` process."""
     several = len(options.ranks) > 1
-    cuda = options.device == "cuda"
     arms: list[Arm] = []
     left_out: list[tuple[str, str]] = []
     for size in options.ranks:
-        found, left_out = choose_arms(list(options.arms), size, options.baseline, cuda)
+        found, left_out = choose_arms(options, size)
         arms += [replace(arm, marks_ranks=several) for arm in found]
         if several and size == 1:
-            arms.append(Arm(SINGLE, SINGLE, "", "none", 1, marks_ranks=True))
+            arms.append(Arm(SINGLE, SINGLE, "", "none", 1, marks_ranks=True, options=_ALONE))
     return arms, left_out
 
 
@@ -195,8 +259,21 @@ def add_references(arms: list[Arm], base: Arm) -> list[Arm]:
     transport = base.transport if base.launcher == "torchrun" else "gloo"
     own = [replace(arm, role="baseline") if arm.name == base.name else arm for arm in arms]
     again = replace(base, name=f"{base.name} again", role="again")
-    hand = Arm(f"by hand ({transport})", "ddp", transport, "torchrun", base.ranks, "by hand")
-    control = NCCL if base.transport == NCCL else "gloo"  # for barriers and small values only
-    name = "no communication"
-    alone = Arm(name, NO_COMMUNICATION, control, "torchrun", base.ranks, "ceiling")
+    by_torchrun = replace(base, launcher="torchrun")
+    hand = replace(
+        by_torchrun,
+        name=f"by hand ({transport})",
+        backend="ddp",
+        transport=transport,
+        role="by hand",
+        options={**base.options, **_BY_HAND},
+    )
+    alone = replace(
+        by_torchrun,
+        name="no communication",
+        backend=NO_COMMUNICATION,
+        transport=NCCL if base.transport == NCCL else "gloo",  # for barriers and small values only
+        role="ceiling",
+        options={**base.options, **_ALONE},
+    )
     return [*own, again, hand, alone]

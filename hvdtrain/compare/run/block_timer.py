@@ -67,7 +67,7 @@ class BlockTimer:
             # Read now: later copies would raise the peak.
             row.peak_mib = _rounded(self._pool.call(key, "peak_mib") or [])
         if not self.steps and medians:
-            self.steps = _steps_in(BLOCK_S, medians, STEPS_PER_BLOCK)
+            self.steps = self._whole_periods(_steps_in(BLOCK_S, medians, STEPS_PER_BLOCK))
         self._record.config.steps_per_block = self.steps
         return time.monotonic() - began
 
@@ -97,7 +97,8 @@ class BlockTimer:
         self._record.blocks.append(block)
         if block.kept:
             for key, times in arms.items():
-                self.block_ms[key][index] = stats.block_ms(times.step_ms)
+                period = self._record.period_of(key)
+                self.block_ms[key][index] = stats.block_ms(times.step_ms, period)
 
     def time_pass(self, index: int) -> None:
         """Time the parts of steps, with a barrier before each; and a memcpy of all gradients."""
@@ -105,7 +106,7 @@ class BlockTimer:
         arms: dict[str, PhaseTimes] = {}
         meter = _OwnLoadMeter()
         for key in self._shuffled():
-            ranks = self._pool.call(key, "time_phases", PASS_STEPS)
+            ranks = self._pool.call(key, "time_phases", self._whole_periods(PASS_STEPS))
             meter.add(ranks)
             if ranks is not None:
                 arms[key] = PhaseTimes(
@@ -132,6 +133,11 @@ class BlockTimer:
                 base = base_of(self._record.arms, key)
                 assert base is not None
                 yield stats.reach(stats.paired(self.block_ms[base], self.block_ms[key]))
+
+    def _whole_periods(self, steps: int) -> int:
+        """Return `steps`, rounded up to whole periods of the arm with the longest."""
+        longest = max(arm.period for arm in self._record.arms.values())
+        return -(-steps // longest) * longest
 
     def _shuffled(self) -> list[str]:
         keys = list(self._pool.live)

@@ -16,7 +16,7 @@ from pathlib import Path
 from hvdtrain import provenance
 from hvdtrain.compare import record
 from hvdtrain.compare.analysis.foreign_load import why_dropped
-from hvdtrain.compare.compare_options import MIN_BLOCKS, CompareOptions
+from hvdtrain.compare.compare_options import MIN_BLOCKS, CompareOptions, steps_in_sync
 from hvdtrain.compare.proof import parity
 from hvdtrain.compare.proof.work_trace import RankTrace
 from hvdtrain.compare.record import Config, Record
@@ -49,6 +49,8 @@ class Comparison:
             environment=provenance.variables(without_launcher(os.environ)),
             baseline=next(arm.name for arm in arms if arm.role == "baseline"),
         )
+        base = next(arm for arm in arms if arm.role == "baseline")
+        self.record.config.proof_steps = steps_in_sync(options.proof_steps, base.config(options))
         self._pool = ArmPool(arms, options, self.record, display, folder)
         self._timer = BlockTimer(self._pool, options)
 
@@ -106,7 +108,7 @@ class Comparison:
 
     def _prove_equal_work(self) -> None:
         """Record the work traces of every arm's first steps, and refuse arms that do other work."""
-        steps = self.options.proof_steps
+        steps = self.record.config.proof_steps
         traces: dict[str, Sequence[RankTrace]] = {}
         for key in list(self._pool.live):
             self._pool.show_activity(f"proving equal work: {key}, {steps} steps")

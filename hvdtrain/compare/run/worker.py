@@ -25,6 +25,7 @@ import torch
 
 from hvdtrain import provenance
 from hvdtrain.backends import open_backend
+from hvdtrain.compare.compare_options import steps_in_sync
 from hvdtrain.compare.proof.trace_recorder import record_trace
 from hvdtrain.compare.proof.work_trace import RankTrace
 from hvdtrain.compare.record import RankSettings
@@ -216,8 +217,10 @@ class ArmRank:
 
     def fingerprint(self) -> tuple[int, str]:
         """Return the number of the last optimizer step, in any phase, and a hash of this rank's
-        parameters after it.
+        parameters after it. With local SGD, take the steps up to the next average before.
         """
+        for _ in range(steps_in_sync(self._last_step, self.loop.config) - self._last_step):
+            next(self._steps)
         return self._last_step, fingerprint(dict(self.loop.model.named_parameters()))
 
 
