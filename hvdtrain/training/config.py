@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -117,6 +118,11 @@ class TrainConfig:
     max_steps: int | None = _option(
         None, "Stop after this many optimizer steps, whatever the epochs."
     )
+    init_from: str | None = _option(
+        None,
+        "Start from these weights: a model.pt or model.safetensors, a checkpoint, or a run "
+        "directory. A checkpoint that --resume finds replaces them.",
+    )
 
     # Batches
     batch_size: int | None = _option(
@@ -181,7 +187,9 @@ class TrainConfig:
     run_dir: str | None = _option(
         None, "[default: runs/<time>-<task>-<backend>]", fingerprint=False
     )
-    checkpoint_every: int = _option(0, "Steps between checkpoints. 0: at the end of every epoch.")
+    checkpoint_every: int | str = _option(
+        0, "Steps between checkpoints, or epochs, such as 2e. 0: at the end of every epoch."
+    )
     keep: int = _option(2, "Checkpoints to keep.")
     resume: str = _option(
         "none",
@@ -189,6 +197,8 @@ class TrainConfig:
         "the path of one.",
         fingerprint=False,
     )
+
+    debug: bool = _option(False, "Show every frame of an error, not those of your own code alone.")
 
     def check(self) -> None:
         """Raise InputError for an invalid value, or an invalid combination of values."""
@@ -206,7 +216,7 @@ class TrainConfig:
                 # Neither format() nor str() takes every int.
                 shown = f"{value:g}" if value < 1e300 else "over 1e300"
                 raise InputError(f"{flag(item.name)} {shown} must be at most {maximum:g}")
-        for name in """workers warmup_steps checkpoint_every seed sync_every local_warmup
+        for name in """workers warmup_steps seed sync_every local_warmup
             outer_momentum""".split():
             if getattr(self, name) < 0:
                 raise InputError(f"{flag(name)} {getattr(self, name)} must not be negative")
@@ -217,8 +227,9 @@ class TrainConfig:
         self._check_opt_level()
         if self.batch_size is not None and self.global_batch_size is not None:
             raise InputError("--batch-size and --global-batch-size exclude each other; give one")
-        if self.run_dir == "":
-            raise InputError("--run-dir is empty; give a directory, or leave it out")
+        for name in ("run_dir", "init_from"):
+            if getattr(self, name) == "":
+                raise InputError(f"{flag(name)} is empty; give a path, or leave it out")
         if self.resume in ("auto", "must") and self.run_dir is None:
             raise InputError(
                 f"--resume {self.resume} looks for a checkpoint in --run-dir; give that, too"
@@ -229,6 +240,7 @@ class TrainConfig:
             )
         if self.outer_optimizer == "nesterov" and not self.outer_momentum:
             raise InputError("--outer-optimizer nesterov wants an --outer-momentum above zero")
+        self.checkpoint_interval()
         self.drop_epochs()
         if self.schedule == "one-cycle" and self.warmup_steps:
             raise InputError(
@@ -242,6 +254,22 @@ class TrainConfig:
         self.plateau_criterion()
         self.early_stop_criterion()
         self.keep_best_criterion()
+
+    def checkpoint_interval(self) -> tuple[int, int]:
+        """Return the steps and the epochs between checkpoints; one of them is 0, which means never.
+
+        Raises InputError if `checkpoint_every` is neither a number of steps nor of epochs.
+        """
+        found = re.fullmatch(r"(-?[0-9]{1,31})(e?)", str(self.checkpoint_every).strip())
+        if found is None or (found[2] and int(found[1]) < 1):
+            raise InputError(
+                f"--checkpoint-every {self.checkpoint_every!r} is neither a number of steps, such "
+                "as 500, nor of epochs, such as 2e"
+            )
+        number = int(found[1])
+        if number < 0:
+            raise InputError(f"--checkpoint-every {number} must not be negative")
+        return (0, number or 1) if found[2] or not number else (number, 0)
 
     def plateau_criterion(self) -> Criterion:
         """Return what `plateau` says. Raises InputError if it cannot be read."""

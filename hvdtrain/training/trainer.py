@@ -28,11 +28,10 @@ from hvdtrain.backends.base import Backend
 from hvdtrain.backends.model_sync import broadcast_state, to_cpu
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.failure import cause_of
-from hvdtrain.training import checkpoint, determinism, methods, run_state
+from hvdtrain.training import checkpoint, determinism, methods, run_state, weights
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console, describe, make_console
 from hvdtrain.training.data_loading import (
-    EvalBatches,
     ShardedBatches,
     Window,
     check_same_plan,
@@ -40,11 +39,10 @@ from hvdtrain.training.data_loading import (
     make_loader,
     on_device,
     shard,
-    size_of,
     unchanged_buffers,
 )
 from hvdtrain.training.decisions import Decisions
-from hvdtrain.training.evaluation import Evaluation
+from hvdtrain.training.inference import EvalData, evaluate, make_eval_data
 from hvdtrain.training.ledger import Ledger, format_rates
 from hvdtrain.training.local_sgd import LocalSGD
 from hvdtrain.training.lr_schedule import (
@@ -60,7 +58,7 @@ from hvdtrain.training.meter import Meter
 from hvdtrain.training.metrics import agreed_fingerprint
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.run_dir import RunDirectory, make_default
-from hvdtrain.training.streams import RankItems, StreamBatches, make_stream_loader
+from hvdtrain.training.streams import StreamBatches
 from hvdtrain.training.task import CheckedTask, Task
 from hvdtrain.transports.malloc import keep_freed_memory
 
@@ -119,6 +117,7 @@ class Trainer:
         self._origins = origins or {}
         self._run_dir: RunDirectory | None = None
         self._local: LocalSGD | None = None
+        self._checkpoint_steps, self._checkpoint_epochs = config.checkpoint_interval()
         self._saved_step = -1
         self._last_step = -1
         """The last step of the run, as soon as it is known."""
@@ -198,6 +197,10 @@ class Trainer:
         if config.sync_bn:  # `prepare` chooses the class of the layers
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         self.model: nn.Module = self.precision.convert(model).to(self.backend.device)
+        if config.init_from is not None and world.rank == 0:  # `prepare` broadcasts them
+            found = weights.find(Path(config.init_from))
+            weights.load_into(self.model, weights.read(found), found.path)
+            self.console.print_line(f"init     from {found.path}")
 
     def _make_loaders(self, train: Dataset[Any], evaluation: Dataset[Any] | None) -> None:
         """Create the batches and loaders of this rank, of datasets with an index or of streams."""
@@ -211,16 +214,12 @@ class Trainer:
         else:
             self.batches = shard(train, config, world, self._checked.sampler)
             self._train_loader = make_loader(train, self.batches, *common)
-        self._eval_loader: DataLoader[Any] | None = None
-        self._eval_batches: EvalBatches | None = None
-        each = self.batches.batch_size
-        if isinstance(evaluation, IterableDataset):
-            items = RankItems(evaluation, each, world, config.seed, False, collate)
-            self._eval_loader = make_stream_loader(items, world, device, config.workers)
-        elif evaluation is not None:
-            size = size_of(evaluation, "evaluation")
-            self._eval_batches = EvalBatches(size, each, world)
-            self._eval_loader = make_loader(evaluation, self._eval_batches, *common)
+        self._eval_data: EvalData | None = None
+        if evaluation is not None:
+            each, workers = self.batches.batch_size, config.workers
+            self._eval_data = make_eval_data(
+                evaluation, each, collate, self.backend, workers, config.seed
+            )
 
     def _open_run_dir(self) -> None:
         """Check the path in --resume, then create and lock the run directory, on rank 0."""
@@ -485,7 +484,7 @@ class Trainer:
             # Before the checkpoint: a resumed run must not see this evaluation again.
             self.schedule.after_evaluation(metrics, progress.step)
             is_best = self.decisions.update(metrics, progress.step)
-        epoch_is_due = done or is_best or not config.checkpoint_every
+        epoch_is_due = done or is_best or self._epoch_checkpoint_is_due(progress.epoch)
         self._save_if_due(epoch_is_due or self._checkpoint_is_due(progress.step))
         return metrics
 
@@ -551,8 +550,11 @@ class Trainer:
         return due or self._save_is_due
 
     def _checkpoint_is_due(self, step: int) -> bool:
-        every = self.config.checkpoint_every
+        every = self._checkpoint_steps
         return every > 0 and step % every == 0
+
+    def _epoch_checkpoint_is_due(self, epoch: int) -> bool:
+        return self._checkpoint_epochs > 0 and epoch % self._checkpoint_epochs == 0
 
     def _is_in_sync(self, step: int) -> bool:
         """Return whether all ranks have the same parameters after a step."""
@@ -638,30 +640,15 @@ class Trainer:
         """Return the metrics of the whole evaluation data, exact for any number of ranks. Between
         two synchronizations of local SGD they are those of the averaged parameters.
         """
-        if self._eval_loader is None:
+        if self._eval_data is None:
             return {}
         if self._local is None or self._is_in_sync(self.progress.step):
-            return self._evaluate_on(self._eval_loader)
+            return self._evaluate_on(self._eval_data)
         with self._local.averaged():
-            return self._evaluate_on(self._eval_loader)
+            return self._evaluate_on(self._eval_data)
 
-    def _evaluate_on(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        evaluation = Evaluation()
-        self.model.eval()
-        # The unwrapped model: ranks may have different numbers of batches, and the collectives of
-        # a wrapper would hang.
-        loaded = on_device(loader, self.backend.device, self.precision.convert_batch)
-        # The batches of a stream come with their sizes.
-        sizes = map(len, self._eval_batches) if self._eval_batches is not None else None
-        for size, batch in loaded if sizes is None else zip(sizes, loaded, strict=True):
-            with self.precision.autocast():
-                evaluation.add(self._checked.metrics(self.model, batch), size)
-        self.model.train()
-        # Overridden on all ranks or on none: only then there is something to derive.
-        derives = type(self.task).derived_metrics is not Task.derived_metrics
-        metrics = evaluation.reduce(
-            self.backend, self._checked.derived_metrics if derives else None
-        )
+    def _evaluate_on(self, data: EvalData) -> dict[str, Any]:
+        metrics = evaluate(self.backend, self._checked, self.model, data, self.precision)
         record = {"step": self.progress.step, "epoch": self.progress.epoch_number}
         self.log({**record, **{f"eval_{name}": value for name, value in metrics.items()}})
         return metrics
