@@ -84,22 +84,21 @@ def _config_of(found: Weights, given: dict[str, Any], launch: TrainConfig) -> Tr
     """Return the options of the run that wrote the weights, with those that are given, and those of
     this launch. Raises InputError if the run does not say what the task is, and no option does.
     """
-    recorded = found.run.get("config", {})
-    values = {name: recorded[name] for name in _OF_RUN if name in recorded}
-    if "task" not in {**values, **given}:
-        raise InputError(f"{found.path} does not say what task it is of; give --task")
+    run = found.run
+    values: dict[str, Any] = {}
     try:
+        if run:
+            values = {name: run["config"][name] for name in _OF_RUN if name in run["config"]}
+            values["batch_size"] = run["ledger"]["micro_batch"]  # whichever option it is from
         values["set"] = (*values.get("set", ()), *given.get("set", ()))
-        if recorded:
-            ranks = found.run["world"]["size"]
-            before = {name: recorded[name] for name in ("global_batch_size", "accumulate")}
-            each = TrainConfig(batch_size=values.get("batch_size"), **before)
-            values["batch_size"] = each.micro_batch(ranks)
         values.update((name, value) for name, value in given.items() if name != "set")
+        if "task" not in values:
+            raise InputError(f"{found.path} does not say what task it is of; give --task")
         config = dataclasses.replace(launch, **values)
         config.check()
     except (LookupError, TypeError) as error:
-        raise InputError(f"the run.json of {found.path} is damaged: {error}") from None
+        text = f"{type(error).__name__}: {error}"
+        raise InputError(f"the run.json of {found.path} is damaged: {text}") from None
     return config
 
 
