@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import stat
 import struct
@@ -89,6 +90,16 @@ def cause_of(error: BaseException) -> BaseException:
     return _requested[0] if _requested and isinstance(error, Exception) else error
 
 
+def show_all_frames(wanted: bool) -> None:
+    """Choose what `report` shows of an error: every frame, or those of the user's code (default).
+
+    The commands with `--debug` call it.
+    """
+    global _debug
+    _debug = wanted
+
+
+_debug: bool | None = None  # None: there is no such option
 _requested: list[BaseException] = []  # what a signal inside `guard` has raised; at most one
 
 
@@ -159,7 +170,8 @@ def report(world: World, error: BaseException) -> None:
             return
         unknown = world.launcher == "none"  # the rank is guessed, or there is one only
         where = "" if error.on_all_ranks or unknown or world.size == 1 else f"[{world}] "
-        text = f"{where}error: {_shorten(str(error))}\n"
+        text = _format_all(error) if _debug else ""
+        text += f"{where}error: {_shorten(str(error))}\n"
     elif isinstance(error, KeyboardInterrupt):
         text = "interrupted\n" if world.rank == 0 else ""
     elif isinstance(error, SystemExit):
@@ -197,22 +209,57 @@ def _format(error: BaseException) -> str:
 
     An error raised inside hvdtrain keeps everything from the first user frame on.
     """
+    if _debug:
+        return _format_all(error)
+    summary = traceback.TracebackException.from_exception(error)
+    parts, left_out = [summary], 0
+    while parts:
+        part = parts.pop()
+        frames = list(part.stack)
+        users = _of_user(frames)
+        if users and _in(frames[-1].filename, _folders("hvdtrain")):
+            users = frames[frames.index(users[0]) :]  # our frames show what the user code called
+        if users or (frames and frames[-1].name == "reraise"):  # the text has a worker's frames
+            part.stack = traceback.StackSummary.from_list(users)
+        left_out += len(frames) - len(part.stack)
+        parts += [other for other in (part.__cause__, part.__context__) if other is not None]
+        parts += getattr(part, "exceptions", None) or []  # an ExceptionGroup, from Python 3.11 on
+    head, original, text = "".join(summary.format()).partition(_ORIGINAL)
+    found = list(_FRAME.finditer(text))
+    dropped = [frame for frame in found if not _is_users(frame["file"])]
+    if len(dropped) < len(found):
+        for frame in reversed(dropped):
+            text = text[: frame.start()] + text[frame.end() :]
+        left_out += len(dropped)
+    text = head + original + text
+    if not left_out or _debug is None:
+        return text
+    more = f"({left_out} frames of hvdtrain and libraries are left out; --debug shows them)"
+    return f"{text.rstrip()}\n{more}\n"
+
+
+def _format_all(error: BaseException) -> str:
+    """Format the whole traceback of `error`, and of what is behind it, `from None` or not."""
     summary = traceback.TracebackException.from_exception(error)
     parts = [summary]
     while parts:
         part = parts.pop()
-        frames = list(part.stack)
-        users = [frame for frame in frames if _is_users(frame.filename)]
-        if users and _in(frames[-1].filename, _folders("hvdtrain")):
-            users = frames[frames.index(users[0]) :]  # our frames show what the user code called
-        if users:
-            part.stack = traceback.StackSummary.from_list(users)
-        elif frames and frames[-1].name == "reraise":  # a loader process: the text has its frames
-            part.stack = traceback.StackSummary()
+        part.__suppress_context__ = False
         parts += [other for other in (part.__cause__, part.__context__) if other is not None]
         parts += getattr(part, "exceptions", None) or []  # an ExceptionGroup, from Python 3.11 on
     notes = [f"{note}\n" for note in notes_of(error)] if sys.version_info < (3, 11) else []
     return "".join([*summary.format(), *notes])
+
+
+# Of an error in a loader process, torch's text has the traceback.
+_ORIGINAL = "Original Traceback (most recent call last):\n"
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line \d+.*\n(?:    .*\n)*', re.MULTILINE)
+
+
+def _of_user(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Return the frames of user code: without those of installed libraries, if others are left."""
+    users = [frame for frame in frames if _is_users(frame.filename)]
+    return [frame for frame in users if "site-packages" not in frame.filename] or users
 
 
 def _is_users(file: str) -> bool:

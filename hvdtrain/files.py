@@ -9,8 +9,9 @@ import contextlib
 import itertools
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> None:
@@ -18,12 +19,27 @@ def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> Non
 
     Without `sync` a power failure may lose the new content. Raises OSError.
     """
-    fresh = path.with_name(f".{path.name}.new")  # fixed: killed runs leave one such file at most
-    with fresh.open("wb") as file:
+    with replacing(path, sync) as file:
         file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        if sync:
-            os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def replacing(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
+    """Yield a file to write, which replaces `path` at the end of the block; see `write_atomically`.
+
+    If the block raises, `path` stays as it was. Raises OSError.
+    """
+    fresh = path.with_name(f".{path.name}.new")  # fixed: killed runs leave one such file at most
+    try:
+        with fresh.open("wb") as file:
+            yield file
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise
     fresh.replace(path)
 
 

@@ -37,7 +37,8 @@ LAYERS = (
 # Commands that print help, and what they import, must start fast: importing torch takes seconds.
 WITHOUT_TORCH = """errors files signals trees processes provenance world launcher_watch failure
     peer_sockets backends tasks horovod_build horovod_build.install training.config cli cli.train
-    cli.compare cli.report cli.install_horovod""".split()
+    cli.compare cli.report cli.install_horovod cli.evaluate cli.predict cli.export cli.runs cli.show
+    training.run_dir""".split()
 
 PUBLIC = """Backend BackendOptions Callback HvdtrainError Task TrainConfig Trainer World detect
     open_backend run shard_bounds""".split()

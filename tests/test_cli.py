@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
 import sys
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from hvdtrain.hvd.engine.settings import OWN
 from hvdtrain.training import checkpoint
 from hvdtrain.training.config import TrainConfig, flag
 from tests.forkserver import warm
-from tests.launching import Finished, run, started
+from tests.launching import ROOT, Finished, run, started
 
 HVDTRAIN = [sys.executable, "-m", "hvdtrain"]
 HALF = ["--precision", "fp16", "--opt-level", "O2"]
@@ -336,6 +337,127 @@ class Data(Mine):
 class Compiled(Data):
     def model(self): return torch.compile(super().model(), backend="eager")
 """
+
+
+BROKEN = """
+import functools
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+from hvdtrain import Task
+import library
+
+class Rows(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i): raise LookupError(f"no row {i}")
+
+class Mine(Task):
+    def model(self): return nn.Sequential(nn.Linear(3, 1))
+    def optimizer(self, model): return torch.optim.SGD(model.parameters(), lr=0.1)
+    def datasets(self): return TensorDataset(torch.ones(64, 2)), None
+    def loss(self, net, batch): return self.inner(net, batch)
+    def inner(self, net, batch): return net(batch[0]).sum()
+
+class Loading(Mine):
+    def datasets(self): return Rows(), None
+
+class Calling(Mine):
+    def datasets(self): return library.load()
+
+class Bare(Mine):
+    def datasets(self): return [object()] * 64, None
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "error", "frames"),
+    [
+        ("Mine", "RuntimeError: mat1 and mat2 shapes", ["in loss", "in inner"]),  # inside torch
+        ("Loading", "LookupError: no row", ["in __getitem__"]),  # inside a loader process
+        ("Calling", "OSError: no such data", ["in datasets"]),  # inside an installed library
+    ],
+)
+def test_an_error_has_the_frames_of_the_users_code(
+    line: Lines, task: str, error: str, frames: list[str]
+) -> None:
+    line.write("own.py", BROKEN)
+    installed = line.folder / "site-packages"
+    installed.mkdir()
+    (installed / "library.py").write_text("def load(): raise OSError('no such data')\n")
+    env = {"PYTHONPATH": f"{installed}:{os.environ.get('PYTHONPATH', ROOT)}"}
+    command = ["--task", f"own.py:{task}", "--workers", 1, "--threads", 1]
+    finished = line(*command, env=env)
+    assert finished.code == 1, finished.output
+    shown = finished.lines('  File "')
+    assert [frame.rpartition(", ")[2] for frame in shown] == frames, finished.output
+    assert all(f"{line.folder}/own.py" in frame for frame in shown)
+    assert finished.lines(error), finished.output
+    (hint,) = finished.lines("frames of hvdtrain and libraries are left out; --debug shows them")
+    for more, variable in (["--debug"], {}), ([], {"HVDTRAIN_DEBUG": "1"}):
+        full = line(*command, *more, env={**env, **variable})
+        assert full.code == 1, full.output
+        number = len(full.lines('  File "'))
+        assert f"({number - len(frames)} frames" in hint, (hint, full.output)
+        assert full.lines(error)
+        assert not full.lines("left out")
+
+
+def test_debug_shows_what_is_behind_one_line(line: Lines) -> None:
+    line.write("own.py", BROKEN)
+    line.write("library.py", "")
+    command = ["--task", "own.py:Bare", "--threads", 1]
+    finished = line(*command)
+    assert finished.code == 2
+    assert "Traceback" not in finished.output
+    debugged = line(*command, "--debug")
+    assert debugged.code == 2
+    assert debugged.lines(", in collate")
+    assert debugged.output.splitlines()[-1] == finished.lines("error:")[0]
+
+
+# Shell completion
+
+
+@pytest.mark.parametrize(
+    ("words", "found", "not_found"),
+    [
+        ("", "train evaluate predict export runs show report", "--epochs"),
+        ("ev", "evaluate", "export train"),
+        ("--ep", "--epochs", "--seed"),
+        ("--help", "--help", "--epochs"),
+        ("--epochs 3 --check", "--checkpoint-every", "--epochs"),
+        ("train --schedule c", "constant cosine", "step"),
+        ("evaluate --ba", "--backend --batch-size", "--best"),
+        ("no-such-command e", "evaluate export", "train"),
+    ],
+)
+def test_shell_completion(line: Lines, words: str, found: str, not_found: str) -> None:
+    env = {
+        "_HVDTRAIN_COMPLETE": "bash_complete",
+        "COMP_WORDS": f"hvdtrain {words}",
+        "COMP_CWORD": str(max(1, len(words.split()))),
+        "WORLD_SIZE": "2",  # of a launcher, and incomplete: it does not matter here
+    }
+    finished = line(env=env)
+    assert finished.code == 0, finished.output
+    completed = [text.partition(",")[2] for text in finished.output.splitlines()]
+    assert set(found.split()) <= set(completed)
+    assert not set(not_found.split()) & set(completed)
+
+
+def test_shell_completion_in_bash(tmp_path: Path) -> None:
+    """The script that click writes, in a real shell."""
+    bin_folder = Path(sys.executable).parent
+    script = f"""
+        PATH={bin_folder}:$PATH
+        eval "$(_HVDTRAIN_COMPLETE=bash_source hvdtrain)"
+        complete -p hvdtrain
+        COMP_WORDS=(hvdtrain evaluate --be) COMP_CWORD=2
+        _hvdtrain_completion hvdtrain
+        echo "${{COMPREPLY[@]}}"
+    """
+    finished = run(["bash", "--norc", "-c", script], cwd=tmp_path)
+    assert finished.output.splitlines()[-1] == "--best", finished.output
 
 
 def test_a_task_that_has_no_data(line: Lines) -> None:

@@ -94,12 +94,7 @@ def broadcast_state(backend: Backend, model: nn.Module, optimizer: Optimizer) ->
     """
     if backend.world.size == 1:
         return
-    with torch.no_grad():
-        for t in (*model.parameters(), *model.buffers()):
-            if t.is_contiguous():
-                backend.broadcast_(t.detach())
-            else:  # another memory format, such as channels_last
-                t.copy_(backend.broadcast_(t.detach().contiguous()))
+    broadcast_weights(backend, model)
     state = broadcast_tree(backend, to_cpu(optimizer.state_dict()))
     if backend.world.rank > 0:
         optimizer.load_state_dict(state)
@@ -114,6 +109,16 @@ def broadcast_tree(backend: Backend, tree: Any) -> Any:
     for tensor in tensors:  # one by one: a single pickled object may exceed 2 GiB
         backend.broadcast_(tensor)
     return tree
+
+
+def broadcast_weights(backend: Backend, model: nn.Module) -> None:
+    """Broadcast rank 0's weights and buffers, in place. Collective."""
+    with torch.no_grad():
+        for t in (*model.parameters(), *model.buffers()):
+            if t.is_contiguous():
+                backend.broadcast_(t.detach())
+            else:  # another memory format, such as channels_last
+                t.copy_(backend.broadcast_(t.detach().contiguous()))
 
 
 @dataclass(frozen=True)

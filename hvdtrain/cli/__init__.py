@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
 import click
+from click.shell_completion import CompletionItem, shell_complete
 
 import hvdtrain
 from hvdtrain import failure
@@ -19,7 +21,13 @@ COMMANDS = {
     "compare": "hvdtrain.cli.compare",
     "install-horovod": "hvdtrain.cli.install_horovod",
     "report": "hvdtrain.cli.report",
+    "evaluate": "hvdtrain.cli.evaluate",
+    "predict": "hvdtrain.cli.predict",
+    "export": "hvdtrain.cli.export",
+    "runs": "hvdtrain.cli.runs",
+    "show": "hvdtrain.cli.show",
 }
+_COMPLETE = "_HVDTRAIN_COMPLETE"
 
 
 class Commands(click.Group):
@@ -31,6 +39,8 @@ class Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the module of a command and return its `command`; InputError if there is none."""
+        if cmd_name not in COMMANDS and ctx.resilient_parsing:
+            return None  # while the shell completes a line
         if cmd_name not in COMMANDS:
             hint = did_you_mean(cmd_name, COMMANDS).rstrip() or f"one of: {', '.join(COMMANDS)}"
             if _is_task(cmd_name):
@@ -42,9 +52,20 @@ class Commands(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert `train` before arguments that start with an option, or if there are none."""
         own = {"--help", "-h", "--version"}
+        if not args and ctx.resilient_parsing:
+            return super().parse_args(ctx, args)  # the shell completes the first word
         if not args or (args[0].startswith("-") and args[0] not in own):
             args = ["train", *args]
         return super().parse_args(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return what may follow as the first word: commands, and the options of `train`."""
+        found = super().shell_complete(ctx, incomplete)
+        if incomplete.startswith("-"):
+            train = self.get_command(ctx, "train")
+            assert train is not None
+            found += train.shell_complete(click.Context(train, ctx, "train"), incomplete)
+        return found
 
 
 @click.group(
@@ -74,6 +95,8 @@ def main() -> None:
 
     Ends with the exit codes of `hvdtrain.errors`, and ends the whole job if one rank fails.
     """
+    if instruction := os.environ.get(_COMPLETE):
+        sys.exit(shell_complete(cli, {}, "hvdtrain", _COMPLETE, instruction))
     try:
         world = detect()
     except LaunchError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from hvdtrain import failure
 from hvdtrain.cli.train_options import FIELDS, kind_of, train_option
 from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.training.config import TrainConfig
@@ -21,7 +22,7 @@ else:
 
 PREFIX = "HVDTRAIN"
 _MAX_FILE_BYTES = 1 << 20  # /dev/zero never ends
-_SOURCES = {
+SOURCES = {
     click.core.ParameterSource.COMMANDLINE: "flag",
     click.core.ParameterSource.ENVIRONMENT: "environment",
     click.core.ParameterSource.DEFAULT_MAP: "file",
@@ -65,11 +66,13 @@ def _check_type(key: str, item: object, where: str) -> None:
                 f'{where} = {_quote(item)} is not a table, nor a list such as ["name=value"]'
             )
         return
+    kinds = typing.get_args(kind) or (kind,)
     # In Python a bool is an int; and a whole number is also a float.
-    if type(item) is kind or (kind is float and type(item) is int):
+    if type(item) in kinds or (kind is float and type(item) is int):
         return
-    name = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[kind]
-    raise InputError(f"{where} = {_quote(item)} is not {name}")
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+    wanted = " or ".join(names[kind] for kind in kinds)
+    raise InputError(f"{where} = {_quote(item)} is not {wanted}")
 
 
 def _quote(item: object) -> str:
@@ -79,7 +82,8 @@ def _quote(item: object) -> str:
         return f"{type(item).__name__} too long to print"
 
 
-def _check_environment() -> None:
+def check_environment() -> None:
+    """Raise InputError for a variable HVDTRAIN_* that is none of an option."""
     known = {f"{PREFIX}_{name.upper()}": name for name in (*FIELDS, "config")}
     unknown = [name for name in os.environ if name.startswith(f"{PREFIX}_") and name not in known]
     if unknown:
@@ -120,13 +124,14 @@ def _check_known(name: str, known: typing.Mapping[str, object], problem: str) ->
 @click.pass_context
 def command(ctx: click.Context, /, **values: Any) -> None:
     """Train one task, on the world that the launcher started."""
-    _check_environment()
+    check_environment()
     origins = {}
     for name in values:
         source = ctx.get_parameter_source(name)
-        if source in _SOURCES:
-            origins[name] = _SOURCES[source]
+        if source in SOURCES:
+            origins[name] = SOURCES[source]
     config = TrainConfig(**values)
+    failure.show_all_frames(config.debug)
     config.check()
     run(config, origins)
 

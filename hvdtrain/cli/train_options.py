@@ -1,6 +1,6 @@
 """Command-line options made from the fields of TrainConfig: name, type, default and help text.
 
-Used by the commands `train` and `compare`.
+Used by the commands `train`, `compare`, `evaluate` and `predict`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,43 @@ FIELDS = {item.name: item for item in dataclasses.fields(TrainConfig)}
 _HINTS = typing.get_type_hints(TrainConfig)
 
 
-def train_option(name: str) -> click.Option:
-    """Return the click option of a field."""
+class WholeOrText(click.ParamType[int | str]):
+    """A whole number, else the text as it is."""
+
+    name = "text"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | str:
+        """Return the number that `value` is, else `value`."""
+        try:
+            return int(value)
+        except ValueError:
+            return str(value)
+
+
+def train_option(name: str, default: str = "") -> click.Option:
+    """Return the click option of a field. `default`: what help says in place of the field's."""
     item, kind = FIELDS[name], kind_of(name)
     made: dict[str, Any] = {"default": item.default, "help": item.metadata["help"]}
     if kind is bool:
         made["is_flag"] = True
+    elif isinstance(kind, types.UnionType):
+        made["type"] = WholeOrText()
     elif typing.get_origin(kind) is tuple:
         made.update(multiple=True, metavar=item.metadata["metavar"])
     else:
         choices = item.metadata["choices"]
         made["type"] = click.Choice(choices) if choices else kind
-    return click.Option([flag(name), name], show_default=item.default not in (None, ()), **made)
+    if default:
+        made["help"] = made["help"].partition(" [default")[0]
+    shown = default or item.default not in (None, ())
+    return click.Option([flag(name), name], show_default=shown, **made)
 
 
 def kind_of(name: str) -> Any:
-    """Return the type of a field; `int | None` gives int."""
+    """Return the type of a field; `int | None` gives int, `int | str` stays."""
     hint = _HINTS[name]
-    if isinstance(hint, types.UnionType):
+    if type(None) in typing.get_args(hint):
         return next(part for part in typing.get_args(hint) if part is not type(None))
     return hint

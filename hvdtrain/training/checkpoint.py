@@ -119,11 +119,25 @@ def load(path: Path, name: str) -> Any:
     try:
         if f"{name}.pt" not in json.loads((path / _MANIFEST).read_bytes())["files"]:
             raise CheckpointError(f"the checkpoint {path} has no part {name!r}")
-        return torch.load(path / f"{name}.pt", map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle can raise nearly anything
+    except Exception as error:  # see `problem`
         raise CheckpointError(f"cannot load {path / name}.pt: {_one_line(error)}") from None
+    return load_file(path / f"{name}.pt")
+
+
+def load_file(path: Path) -> Any:
+    """Load a file of torch.save, on the CPU, without running code from it. Not collective.
+
+    Raises CheckpointError.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        why = _one_line(error)
+        if " " not in why:  # such as the key of a KeyError
+            why = f"it is damaged, or no file of torch.save ({type(error).__name__}: {why})"
+        raise CheckpointError(f"cannot load {path}: {why}") from None
 
 
 def newest(root: Path) -> tuple[Path | None, list[Skipped]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -132,6 +133,11 @@ class TrainConfig:
     max_steps: int | None = _option(
         None, "Stop after this many optimizer steps, whatever the epochs."
     )
+    init_from: str | None = _option(
+        None,
+        "Start from these weights: a model.pt or model.safetensors, a checkpoint, or a run "
+        "directory. A checkpoint that --resume finds replaces them.",
+    )
 
     # Batches
     batch_size: int | None = _option(
@@ -205,7 +211,9 @@ class TrainConfig:
     run_dir: str | None = _option(
         None, "[default: runs/<time>-<task>-<backend>]", fingerprint=False
     )
-    checkpoint_every: int = _option(0, "Steps between checkpoints. 0: at the end of every epoch.")
+    checkpoint_every: int | str = _option(
+        0, "Steps between checkpoints, or epochs, such as 2e. 0: at the end of every epoch."
+    )
     keep: int = _option(2, "Checkpoints to keep.")
     resume: str = _option(
         "none",
@@ -213,6 +221,8 @@ class TrainConfig:
         "the path of one.",
         fingerprint=False,
     )
+
+    debug: bool = _option(False, "Show every frame of an error, not those of your own code alone.")
 
     def check(self) -> None:
         """Raise InputError for an invalid value, or an invalid combination of values."""
@@ -230,8 +240,8 @@ class TrainConfig:
                 # Neither format() nor str() takes every int.
                 shown = f"{value:g}" if value < 1e300 else "over 1e300"
                 raise InputError(f"{flag(item.name)} {shown} must be at most {maximum:g}")
-        for name in """workers warmup_steps checkpoint_every seed sync_every local_warmup
-            outer_momentum ps_max_staleness ps_sync_every""".split():
+        for name in """workers warmup_steps seed sync_every local_warmup outer_momentum
+            ps_max_staleness ps_sync_every""".split():
             if (getattr(self, name) or 0) < 0:
                 raise InputError(f"{flag(name)} {getattr(self, name)} must not be negative")
         for item in dataclasses.fields(self):
@@ -241,19 +251,16 @@ class TrainConfig:
         self._check_opt_level()
         if self.batch_size is not None and self.global_batch_size is not None:
             raise InputError("--batch-size and --global-batch-size exclude each other; give one")
-        if self.run_dir == "":
-            raise InputError("--run-dir is empty; give a directory, or leave it out")
+        for name in ("run_dir", "init_from"):
+            if getattr(self, name) == "":
+                raise InputError(f"{flag(name)} is empty; give a path, or leave it out")
         if self.resume in ("auto", "must") and self.run_dir is None:
             raise InputError(
                 f"--resume {self.resume} looks for a checkpoint in --run-dir; give that, too"
             )
         if self.outer_optimizer == "nesterov" and not self.outer_momentum:
             raise InputError("--outer-optimizer nesterov wants an --outer-momentum above zero")
-        if not self.ps_async and (self.ps_max_staleness is not None or self.ps_sync_every):
-            raise InputError(
-                "--ps-max-staleness and --ps-sync-every are of asynchronous training; give "
-                "--ps-async, too"
-            )
+        self.checkpoint_interval()
         self.drop_epochs()
         if self.schedule == "one-cycle" and self.warmup_steps:
             raise InputError(
@@ -279,6 +286,8 @@ class TrainConfig:
             "outer_lr": ("--outer-optimizer sgd or nesterov", self.outer_optimizer != "none"),
             "outer_momentum": ("--outer-optimizer sgd or nesterov", self.outer_optimizer != "none"),
             "plateau": ("--schedule plateau", self.schedule == "plateau"),
+            "ps_max_staleness": ("--ps-async", self.ps_async),
+            "ps_sync_every": ("--ps-async", self.ps_async),
             "step_epochs": ("--schedule step", self.schedule == "step"),
             "step_factor": ("--schedule step or plateau", drops),
         }
@@ -295,6 +304,22 @@ class TrainConfig:
                 f"--local-warmup {self.local_warmup} leaves no step of --max-steps "
                 f"{self.max_steps} to local SGD"
             )
+
+    def checkpoint_interval(self) -> tuple[int, int]:
+        """Return the steps and the epochs between checkpoints; one of them is 0, which means never.
+
+        Raises InputError if `checkpoint_every` is neither a number of steps nor of epochs.
+        """
+        found = re.fullmatch(r"(-?[0-9]{1,31})(e?)", str(self.checkpoint_every).strip())
+        if found is None or (found[2] and int(found[1]) < 1):
+            raise InputError(
+                f"--checkpoint-every {self.checkpoint_every!r} is neither a number of steps, such "
+                "as 500, nor of epochs, such as 2e"
+            )
+        number = int(found[1])
+        if number < 0:
+            raise InputError(f"--checkpoint-every {number} must not be negative")
+        return (0, number or 1) if found[2] or not number else (number, 0)
 
     def plateau_criterion(self) -> Criterion:
         """Return what `plateau` says. Raises InputError if it cannot be read."""

@@ -15,17 +15,16 @@ from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import (
-    EvalBatches,
     ShardedBatches,
     Window,
     derive_seed,
     make_loader,
     on_device,
     shard,
-    size_of,
 )
+from hvdtrain.training.inference import EvalData, make_eval_data
 from hvdtrain.training.run_state import Progress
-from hvdtrain.training.streams import RankItems, StreamBatches, make_stream_loader
+from hvdtrain.training.streams import StreamBatches
 from hvdtrain.training.task import CheckedTask
 
 
@@ -49,9 +48,12 @@ class RunData:
         self.datasets = task.datasets()
         train, evaluation = self.datasets
         self._make_train_loader(train, task, state_is_due)
-        self._eval_loader: DataLoader[Any] | None = None
-        self._eval_batches: EvalBatches | None = None
-        self._make_eval_loader(evaluation, task)
+        self._eval_data: EvalData | None = None
+        if evaluation is not None:
+            each, workers = self.batches.batch_size, config.workers
+            self._eval_data = make_eval_data(
+                evaluation, each, task.collate, backend, workers, config.seed
+            )
         if evaluation is None and (
             config.early_stop or config.keep_best or config.schedule == "plateau"
         ):
@@ -69,27 +71,20 @@ class RunData:
             self._train_loader: DataLoader[Any] = self.batches.loader
         else:
             self.batches = shard(train, config, backend.world, task.sampler)
-            self._train_loader = make_loader(train, self.batches, *self._common(task))
-
-    def _make_eval_loader(self, evaluation: Dataset[Any] | None, task: CheckedTask) -> None:
-        config, world, device = self._config, self._backend.world, self._backend.device
-        each = self.batches.batch_size
-        if isinstance(evaluation, IterableDataset):
-            items = RankItems(evaluation, each, world, config.seed, False, task.collate)
-            self._eval_loader = make_stream_loader(items, world, device, config.workers)
-        elif evaluation is not None:
-            size = size_of(evaluation, "evaluation")
-            self._eval_batches = EvalBatches(size, each, world)
-            self._eval_loader = make_loader(evaluation, self._eval_batches, *self._common(task))
-
-    def _common(self, task: CheckedTask) -> tuple[Any, ...]:
-        config, backend = self._config, self._backend
-        return task.collate, backend.world, backend.device, config.workers, config.seed
+            self._train_loader = make_loader(
+                train,
+                self.batches,
+                task.collate,
+                backend.world,
+                backend.device,
+                config.workers,
+                config.seed,
+            )
 
     @property
     def has_evaluation(self) -> bool:
         """Whether the task has evaluation data."""
-        return self._eval_loader is not None
+        return self._eval_data is not None
 
     def begin_epoch(
         self, progress: Progress, convert: Callable[[Tensor], Tensor]
@@ -123,8 +118,5 @@ class RunData:
 
         Not collective: ranks may have different numbers of them.
         """
-        assert self._eval_loader is not None
-        loaded = on_device(self._eval_loader, self._backend.device, convert)
-        if self._eval_batches is None:  # the batches of a stream come with their sizes
-            return loaded
-        return zip(map(len, self._eval_batches), loaded, strict=True)
+        assert self._eval_data is not None
+        return self._eval_data.batches(self._backend.device, convert)

@@ -17,6 +17,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
+
 from hvdtrain import files
 from hvdtrain.errors import HvdtrainError, InputError, notes_of
 from hvdtrain.failure import cause_of
@@ -152,6 +154,61 @@ def make_default(task: str, backend: str) -> Path:
         runs.mkdir(exist_ok=True)
     with _writing(runs / name):
         return files.make_folder(runs / name)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return what `run.json` in the run directory `path` holds; see `outcome_of` for its outcome.
+
+    Not collective. Raises InputError if there is no run, or its file is damaged.
+    """
+    file = path / "run.json"
+    try:
+        found = json.loads(file.read_bytes())
+    except OSError as error:
+        raise InputError(
+            f"no run in {path}: {error.strerror} ({file}); `hvdtrain runs DIR` lists those in DIR"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is damaged: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        written = found.get("format") if isinstance(found, dict) else None
+        raise InputError(f"{file} has format {written!r}; this version reads {FORMAT}")
+    return found
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the records of `metrics.jsonl` in the run directory `path`; none without the file.
+
+    Leaves out lines that are not complete, as a killed run's last one. Not collective. Raises
+    InputError if the file cannot be read.
+    """
+    records = []
+    try:
+        for line in (path / "metrics.jsonl").read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                records += [record] if isinstance(record, dict) else []
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise InputError(f"cannot read {path / 'metrics.jsonl'}: {error.strerror}") from None
+    return records
+
+
+def outcome_of(run: dict[str, Any]) -> str:
+    """Return the outcome in a run.json; `killed` if it says `running`, and its process on this
+    host has ended.
+    """
+    outcome, process = str(run.get("outcome")), run.get("process") or {}
+    if outcome != "running" or process.get("host") != os.uname().nodename:
+        return outcome
+    try:
+        started = psutil.Process(int(process["pid"])).create_time()
+        # A process that is younger than the run has its id by chance.
+        is_alive = started <= datetime.fromisoformat(run["start"]).timestamp() + 1
+    except (psutil.Error, LookupError, TypeError, ValueError):
+        is_alive = False
+    return "running" if is_alive else "killed"
 
 
 def now() -> str:

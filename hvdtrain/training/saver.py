@@ -42,6 +42,7 @@ class Saver:
         self._prepared, self._batches, self._progress = prepared, batches, progress
         self._schedule, self._callbacks = schedule, callbacks
         self._run_dir = run_dir
+        self._every, self._epochs = config.checkpoint_interval()
         self._is_due = False
         self._requested: int | None = None
         """The step after which a callback wants a checkpoint."""
@@ -49,8 +50,11 @@ class Saver:
 
     def is_due(self, step: int) -> bool:
         """Return whether `--checkpoint-every` asks for a checkpoint after a step."""
-        every = self._config.checkpoint_every
-        return every > 0 and step % every == 0
+        return self._every > 0 and step % self._every == 0
+
+    def is_due_after_epoch(self, epoch: int) -> bool:
+        """Return whether `--checkpoint-every` asks for a checkpoint after an epoch."""
+        return self._epochs > 0 and epoch % self._epochs == 0
 
     def request(self, step: int) -> None:
         """Make a checkpoint due after `step`, which is the current or the next one."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.training import determinism, methods, run_report, run_state
+from hvdtrain.training import determinism, methods, run_report, run_state, weights
 from hvdtrain.training.callback import Callback
 from hvdtrain.training.callback_list import CallbackList, from_options
 from hvdtrain.training.config import TrainConfig
@@ -177,6 +177,10 @@ class Trainer:
         )
         self.batches = self._data.batches
         self.model = build_model(self._checked, config, self.precision, self.backend)
+        if config.init_from is not None and self.world.rank == 0:  # `prepare` broadcasts them
+            found = weights.find(Path(config.init_from))
+            weights.load_into(self.model, weights.read(found), found.path)
+            self.console.print_line(f"init     from {found.path}")
         self.eval_model = self.model
         """What evaluations use, without a wrapper; a callback may put another one here."""
         self._callbacks = CallbackList([*from_options(config), *self._given_callbacks])
@@ -285,7 +289,7 @@ class Trainer:
                 self._callbacks.call("on_evaluate", self, metrics)
         if not progress.sample:
             self._callbacks.call("on_epoch_end", self)
-        epoch_is_due = done or not config.checkpoint_every
+        epoch_is_due = done or self._saver.is_due_after_epoch(progress.epoch)
         self._save_if_due(epoch_is_due or self._saver.is_due(progress.step))
         return metrics
 

@@ -149,6 +149,20 @@ def test_bad_step_epochs(text: str) -> None:
     assert refusal(step_epochs=text).startswith(f"--step-epochs {text!r} is not a list of epochs")
 
 
+@pytest.mark.parametrize(
+    ("given", "steps", "epochs"),
+    [(0, 0, 1), ("0", 0, 1), (5, 5, 0), ("5", 5, 0), ("1e", 0, 1), ("20e", 0, 20)],
+)
+def test_checkpoints_by_steps_or_by_epochs(given: int | str, steps: int, epochs: int) -> None:
+    make(checkpoint_every=given).check()
+    assert make(checkpoint_every=given).checkpoint_interval() == (steps, epochs)
+
+
+@pytest.mark.parametrize("given", ["", "e", "0e", "-1e", "1e3", "1.5", 2.5, "2 epochs", True])
+def test_bad_checkpoint_every(given: Any) -> None:
+    assert refusal(checkpoint_every=given).startswith(f"--checkpoint-every {given!r} is neither")
+
+
 def test_step_epochs() -> None:
     assert make(step_epochs=" 60,30,, 80 ").drop_epochs() == (30, 60, 80)
     assert make(step_epochs="").drop_epochs() == ()

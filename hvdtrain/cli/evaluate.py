@@ -1,0 +1,128 @@
+"""`hvdtrain evaluate`: the metrics of trained weights; and the options it shares with `predict`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hvdtrain import failure
+from hvdtrain.cli.train import PREFIX, SOURCES, check_environment
+from hvdtrain.cli.train_options import train_option
+from hvdtrain.errors import InputError
+from hvdtrain.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from hvdtrain.training.inference import Inference
+    from hvdtrain.training.weights import Weights
+
+# What a run says, unless an option does.
+_OF_RUN = "task set seed precision opt_level batch_size".split()
+# What may differ from one launch to the next.
+_OF_LAUNCH = "backend transport device threads workers timeout debug".split()
+
+
+def inference_command(name: str, *more: click.Option) -> Callable[[Callable[..., None]], Any]:
+    """Return the decorator of a command with WEIGHTS, `more` options, and those of a run."""
+    return click.command(
+        name,
+        context_settings={"auto_envvar_prefix": PREFIX},
+        params=[
+            click.Argument(["path"], metavar="RUN", type=click.Path(path_type=Path)),
+            click.Option(["--best"], is_flag=True, help="The checkpoint that --keep-best kept."),
+            *more,
+            *(train_option(name, "the run's") for name in _OF_RUN),
+            *(train_option(name) for name in _OF_LAUNCH),
+        ],
+        epilog="RUN is a run directory (its newest checkpoint), a checkpoint, or a file of weights "
+        "(model.pt, model.safetensors), which needs --task.",
+    )
+
+
+@contextmanager
+def opened(
+    ctx: click.Context, path: Path, best: bool, values: dict[str, Any]
+) -> Iterator[Inference]:
+    """Open the backend, and yield the model with the weights of `path`. Collective: every rank
+    calls it, and rank 0 alone reads and prints.
+    """
+    from hvdtrain.backends import open_backend
+    from hvdtrain.training import weights
+    from hvdtrain.training.inference import Inference
+    from hvdtrain.training.task import load_task
+
+    check_environment()
+    failure.show_all_frames(values["debug"])
+    launch = TrainConfig(**{name: values[name] for name in _OF_LAUNCH})
+    launch.check()
+    given = {name: values[name] for name in _OF_RUN if ctx.get_parameter_source(name) in SOURCES}
+    options, agreed = launch.backend_options(), {**launch.agreed(), "RUN": str(path), **given}
+    with open_backend(launch.backend, options=options, agree_on=agreed) as backend:
+        rank, found, config = backend.world.rank, None, launch
+        with backend.share_errors():
+            if rank == 0:
+                found = weights.find(path, best)
+                config = _config_of(found, given, launch)
+        config = backend.broadcast_object(config)
+        with backend.share_errors():
+            task = load_task(config.task, config.set)
+        inference = Inference(task, backend, config, found)
+        if found is not None:
+            ranks = f"{backend.world.size} rank{'s' * (backend.world.size > 1)}"
+            over = f" over {backend.transport}" if backend.transport else ""
+            what = f"{config.task}, {ranks}, {backend.name}{over}"
+            click.echo(f"weights  {found.path} ({what})", err=bool(values.get("as_json")))
+        yield inference
+
+
+def _config_of(found: Weights, given: dict[str, Any], launch: TrainConfig) -> TrainConfig:
+    """Return the options of the run that wrote the weights, with those that are given, and those of
+    this launch. Raises InputError if the run does not say what the task is, and no option does.
+    """
+    run = found.run
+    values: dict[str, Any] = {}
+    try:
+        if run:
+            values = {name: run["config"][name] for name in _OF_RUN if name in run["config"]}
+            values["batch_size"] = run["ledger"]["micro_batch"]  # whichever option it is from
+        values["set"] = (*values.get("set", ()), *given.get("set", ()))
+        values.update((name, value) for name, value in given.items() if name != "set")
+        if "task" not in values:
+            raise InputError(f"{found.path} does not say what task it is of; give --task")
+        config = dataclasses.replace(launch, **values)
+        config.check()
+    except (LookupError, TypeError) as error:
+        text = f"{type(error).__name__}: {error}"
+        raise InputError(f"the run.json of {found.path} is damaged: {text}") from None
+    return config
+
+
+@inference_command(
+    "evaluate", click.Option(["--json", "as_json"], is_flag=True, help="Print JSON, in one line.")
+)
+@click.pass_context
+def command(ctx: click.Context, /, path: Path, best: bool, as_json: bool, **values: Any) -> None:
+    """Evaluate trained weights: the metrics of the task's evaluation data.
+
+    \b
+    hvdtrain evaluate runs/20260101-120000-digits-ddp
+    torchrun --nproc-per-node 2 -m hvdtrain evaluate model.pt --task my.py:MyTask
+
+    \b
+    exit code 0   evaluated
+              2   no weights there, damaged, or not of the task's model
+    """
+    from hvdtrain.files import finite
+    from hvdtrain.training.console import describe
+
+    values["as_json"] = as_json
+    with opened(ctx, path, best, values) as inference:
+        metrics = {f"eval_{name}": value for name, value in inference.evaluate().items()}
+        if inference.backend.world.rank == 0:
+            text = json.dumps(finite(metrics)) if as_json else f"done     {describe(metrics)}"
+            click.echo(text)

@@ -1,0 +1,40 @@
+"""`hvdtrain export`: write the weights of a run as one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("export")
+@click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("output", metavar="FILE", type=click.Path(path_type=Path))
+@click.option("--best", is_flag=True, help="The checkpoint that --keep-best kept.")
+def command(path: Path, output: Path, best: bool) -> None:
+    """Write the weights of a run to FILE: model.pt (torch.save) or model.safetensors.
+
+    RUN is a run directory (its newest checkpoint), a checkpoint, or another file of weights. FILE
+    holds the model's state_dict(), without the prefixes of DDP or torch.compile; of a run with half
+    weights at --opt-level O2, the fp32 masters.
+
+    \b
+    hvdtrain export runs/20260101-120000-digits-ddp model.pt
+    model.load_state_dict(torch.load("model.pt"))
+
+    \b
+    exit code 0   written
+              2   no weights there, or damaged; or the file cannot be written
+    """
+    from hvdtrain.training import weights
+    from hvdtrain.training.metrics import fingerprint
+
+    weights.check_suffix(output, weights.SUFFIXES)
+    found = weights.find(path, best)
+    state = weights.read(found)
+    if found.path.is_file():  # a checkpoint has the model's own names
+        state = weights.without_prefixes(state)
+    weights.write(state, output)
+    click.echo(f"weights  {found.path}")
+    size = f"{len(state)} tensors, {output.stat().st_size / 1e6:.3g} MB"
+    click.echo(f"done     {output}  {size}  params_sha256 {fingerprint(state)[:12]}")

@@ -1,0 +1,162 @@
+"""Evaluation and prediction: a model on the evaluation data, which the ranks share.
+
+The Trainer's data are made by `make_eval_data`; the commands `evaluate` and `predict` use
+`Inference`, which loads trained weights first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from hvdtrain.backends.base import Backend, check_same
+from hvdtrain.backends.model_sync import broadcast_weights, check_same_model
+from hvdtrain.errors import InputError
+from hvdtrain.training import determinism, weights
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.data_loading import (
+    EvalBatches,
+    derive_seed,
+    make_loader,
+    on_device,
+    size_of,
+)
+from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.precision import Precision
+from hvdtrain.training.predictions import Predictions, check_rows
+from hvdtrain.training.streams import RankItems, make_stream_loader
+from hvdtrain.training.task import CheckedTask, Task, check_methods
+from hvdtrain.transports.malloc import keep_freed_memory
+from hvdtrain.trees import map_tree
+
+
+@dataclass(frozen=True)
+class EvalData:
+    """This rank's share of the evaluation data: each sample is on exactly one rank."""
+
+    loader: DataLoader[Any]
+    sampler: EvalBatches | None
+    """Of the loader; None for a stream, whose batches come with their sizes."""
+    divides_itself: bool
+
+    def batches(
+        self, device: torch.device, convert: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield the batches on `device`, each after its size. Not collective."""
+        loaded = on_device(self.loader, device, convert)
+        sizes = map(len, self.sampler) if self.sampler is not None else None
+        yield from loaded if sizes is None else zip(sizes, loaded, strict=True)
+
+
+def make_eval_data(
+    dataset: Dataset[Any],
+    batch_size: int,
+    collate: Callable[[list[Any]], Any],
+    backend: Backend,
+    workers: int,
+    seed: int,
+) -> EvalData:
+    """Return this rank's share of `dataset`, with an index or a stream. Not collective."""
+    world, device = backend.world, backend.device
+    if isinstance(dataset, IterableDataset):
+        items = RankItems(dataset, batch_size, world, seed, False, collate)
+        loader = make_stream_loader(items, world, device, workers)
+        return EvalData(loader, None, items.divides_itself)
+    batches = EvalBatches(size_of(dataset, "evaluation"), batch_size, world)
+    loader = make_loader(dataset, batches, collate, world, device, workers, seed)
+    return EvalData(loader, batches, False)
+
+
+class Inference:
+    """A task's model with trained weights, on an open backend. Every method is collective."""
+
+    def __init__(
+        self, task: Task, backend: Backend, config: TrainConfig, found: weights.Weights | None
+    ) -> None:
+        """`found`: on rank 0, which sends the weights to the others.
+
+        Raises InputError or CheckpointError, on every rank, if they are not of this task's model.
+        """
+        self._checked, self._task = CheckedTask(task), task
+        self.backend, self._config = backend, config
+        self._precision = Precision(config.precision, backend.device, config.opt_level)
+        with backend.share_errors():
+            self._build(found)
+        check_same(
+            backend,
+            {"samples of evaluation data": self._num_samples, "samples of a batch": self._each},
+            "; give every rank the same: the ranks share the samples among themselves",
+        )
+        check_same_model(backend, self.model)
+        if backend.world.size > 1:
+            broadcast_weights(backend, self.model)
+
+    def _build(self, found: weights.Weights | None) -> None:
+        """Create data and model as the Trainer does: data may be drawn by the same seed."""
+        config, backend = self._config, self.backend
+        determinism.set_threads(config.threads, backend.world, os.environ)
+        keep_freed_memory()
+        determinism.seed_all(derive_seed(config.seed))
+        _, evaluation = self._checked.datasets()
+        if evaluation is None:
+            raise InputError(
+                f"the task {config.task} has no evaluation data; return them from its datasets()"
+            )
+        self._num_samples = len(evaluation) if isinstance(evaluation, Sized) else None
+        self._each = config.micro_batch(1)
+        self._data = make_eval_data(
+            evaluation, self._each, self._checked.collate, backend, config.workers, config.seed
+        )
+        determinism.seed_all(derive_seed(config.seed))
+        self.model = self._precision.convert(self._checked.model())
+        if found is not None:  # after the conversion: fp64 keeps its digits
+            weights.load_into(self.model, weights.read(found), found.path)
+        self.model.to(backend.device)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, Any]:
+        """Return the metrics of the whole evaluation data, equal on all ranks. Collective."""
+        batches = self._data.batches(self.backend.device, self._precision.convert_batch)
+        return evaluate(self.model, batches, self._checked, self.backend, self._precision)
+
+    @torch.no_grad()
+    def predict(self) -> Any:
+        """Return the task's predictions of the evaluation data, each sample once, in the order of
+        the data: see `Predictions.in_order`. On the other ranks than 0, return None. Collective.
+        """
+        backend = self.backend
+        with backend.share_errors():
+            check_methods(self._task, "predict")
+        self.model.eval()
+        made = Predictions(self._data.divides_itself)
+        batches = self._data.batches(backend.device, self._precision.convert_batch)
+        for number in itertools.count():
+            with backend.share_errors():
+                mine = self._predict_next(batches)
+            # One micro-batch of each rank at a time: no rank but 0 keeps those of the others.
+            everyone = backend.all_gather_object(mine)
+            if all(part is None for part in everyone):
+                break
+            if backend.world.rank == 0:
+                for rank, part in enumerate(everyone):
+                    made.add(number, rank, part)
+        with backend.share_errors():
+            return made.in_order() if backend.world.rank == 0 else None
+
+    def _predict_next(self, batches: Iterator[tuple[int, Any]]) -> Any:
+        """Return the predictions of the next batch, on the CPU; None if there is none."""
+        size, batch = next(batches, (0, None))
+        if not size:
+            return None
+        with self._precision.autocast():
+            found = self._checked.predict(self.model, batch)
+        check_rows(found, size)
+        # Clones: pickle sends the whole memory of which a tensor is a view.
+        return map_tree(lambda t: t.detach().cpu().clone(), Tensor, found)

@@ -1,0 +1,129 @@
+"""Predictions: collected from all ranks, put into the order of the data, and written to a file.
+
+`Inference.predict` collects them. Micro-batch k of rank r of n, of b samples each, has the samples
+r, r + n, ... of the b x n samples from k x b x n on. So the order of the data is that of (number of
+the micro-batch, place in it, rank). Data that divide themselves (`rank_shard`) are in the order of
+(rank, number, place): that of the data if each rank's part is a contiguous one.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hvdtrain.errors import InputError
+from hvdtrain.files import finite
+from hvdtrain.trees import map_tree
+
+SUFFIXES = (".pt", ".npy", ".jsonl")
+
+
+class Predictions:
+    """The predictions of all ranks, on the CPU. No method is collective."""
+
+    def __init__(self, by_rank: bool) -> None:
+        """`by_rank`: the data divide themselves."""
+        self._by_rank = by_rank
+        self._parts: list[Any] = []
+        self._keys: list[npt.NDArray[np.int64]] = []
+
+    def add(self, number: int, rank: int, part: Any) -> None:
+        """Add what a rank predicts of a micro-batch; None is nothing."""
+        if part is not None:
+            place = np.arange(num_rows(part))
+            key = (rank, number, place) if self._by_rank else (number, place, rank)
+            self._keys.append(np.stack(np.broadcast_arrays(*key)))
+            self._parts.append(part)
+
+    def in_order(self) -> Any:
+        """Return all: a tensor, a dict of tensors by name, or a list. Raises InputError if there is
+        nothing, or they do not fit together.
+        """
+        if not self._parts:
+            raise InputError("there is nothing to predict: the evaluation data have no sample")
+        order = np.lexsort(np.concatenate(self._keys, axis=1)[::-1])
+        first = self._parts[0]
+        if any(_kind(part) != _kind(first) for part in self._parts):
+            raise InputError("predict must return the same kind of value for every batch")
+        if isinstance(first, list):
+            items = [item for part in self._parts for item in part]
+            return [items[place] for place in order]
+        if isinstance(first, dict):
+            return {name: _join([part[name] for part in self._parts], order) for name in first}
+        return _join(self._parts, order)
+
+
+def check_rows(prediction: Any, size: int) -> None:
+    """Raise InputError unless a prediction has one row or item for each of `size` samples."""
+    tensors = prediction.values() if isinstance(prediction, dict) else [prediction]
+    if any(num_rows(tensor) != size for tensor in tensors):
+        counts = ", ".join(str(num_rows(tensor)) for tensor in tensors)
+        raise InputError(
+            f"predict must return one row or item for each sample; of {size} samples it returned "
+            f"{counts}"
+        )
+
+
+def write(predictions: Any, suffix: str, file: BinaryIO) -> None:
+    """Write what `Predictions.in_order` returned. Raises InputError if the format cannot hold it.
+
+    .pt is one of torch.save; .npy has one array; .jsonl has one JSON value in a line by sample.
+    """
+    if suffix == ".pt":
+        torch.save(predictions, file)
+    elif suffix == ".npy":
+        if not isinstance(predictions, Tensor):
+            raise InputError(
+                f"a .npy file has one array, and predict returned a {type(predictions).__name__}; "
+                "write a .pt or .jsonl"
+            )
+        np.save(file, _numbers(predictions).numpy())
+    else:
+        for row in _rows(predictions):
+            try:
+                line = json.dumps(finite(row), allow_nan=False)
+            except TypeError as error:
+                raise InputError(f"a .jsonl file cannot hold the predictions: {error}") from None
+            file.write(f"{line}\n".encode())
+
+
+def _rows(predictions: Any) -> Any:
+    def plain(tree: Any) -> Any:
+        return map_tree(lambda t: _numbers(t).tolist(), Tensor, tree)
+
+    if isinstance(predictions, dict):
+        names = list(predictions)
+        columns = zip(*predictions.values(), strict=True)
+        return (plain(dict(zip(names, row, strict=True))) for row in columns)
+    return (plain(row) for row in predictions)
+
+
+def _numbers(t: Tensor) -> Tensor:
+    """Return a tensor of a type that numpy has."""
+    return t.float() if t.dtype == torch.bfloat16 else t
+
+
+def num_rows(part: Any) -> int:
+    """Return the number of samples of a tensor, a dict of tensors or a list of predictions."""
+    if isinstance(part, dict):
+        part = next(iter(part.values()))
+    return len(part) if isinstance(part, list) or part.dim() else 0
+
+
+def _kind(part: Any) -> Any:
+    return sorted(part) if isinstance(part, dict) else type(part)
+
+
+def _join(parts: list[Tensor], order: npt.NDArray[Any]) -> Tensor:
+    shapes = {tuple(part.shape[1:]) for part in parts}
+    if len(shapes) > 1:
+        raise InputError(
+            f"predict returned rows of the shapes {', '.join(map(str, sorted(shapes)))}; pad them, "
+            "or return a list by sample"
+        )
+    return torch.cat(parts)[torch.from_numpy(order)]

@@ -1,0 +1,223 @@
+"""Evaluation and prediction with trained weights, and training that starts from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from hvdtrain import Backend, Task, TrainConfig, Trainer
+from hvdtrain.errors import HvdtrainError, InputError
+from hvdtrain.training import checkpoint, weights
+from hvdtrain.training.inference import Inference
+from hvdtrain.training.metrics import fingerprint
+from tests.methods.data_runs import Divided, Stream, samples
+from tests.ranks import Ranks
+
+RANKS = [
+    ("single", 1),
+    *((name, n) for name in ("ddp-torchrun", "compat-torchrun", "horovod-mpi") for n in (2, 3)),
+]
+CONFIG = TrainConfig(seed=5, epochs=5, batch_size=2, precision="fp64", threads=1, keep=99)
+
+
+class Indexed(Task):
+    """Predicts from each sample its index, in the form that `kind` names."""
+
+    def __init__(self, num: int, data: str = "by index", kind: str = "tensor") -> None:
+        self.num, self.data, self.kind = num, data, kind
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        data: dict[str, Any] = {"by index": TensorDataset(*samples(self.num))}
+        data["stream"] = ByOrder(self.num)
+        data["divided"] = Divided(self.num)
+        return TensorDataset(*samples(20)), data[self.data]
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = (net(batch[0]).squeeze(1) - batch[0].sum(1)).square().mean()
+        return loss
+
+    def predict(self, net: nn.Module, batch: Any) -> Any:
+        assert not net.training
+        assert not torch.is_grad_enabled()
+        inputs, index = batch
+        if self.kind == "list":
+            return [{"index": int(i), "x": x} for i, x in zip(index, inputs, strict=True)]
+        if self.kind == "dict":
+            return {"index": index, "output": net(inputs).double()}
+        if self.kind == "too few":
+            return index[1:]
+        if self.kind == "ragged":
+            return torch.zeros(len(index), 1 + (int(index[0]) > 3))
+        return "index" if self.kind == "text" else index
+
+
+class ByOrder(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(zip(*samples(self.num), strict=True)))
+
+
+class Plain(Indexed):
+    predict = Task.predict
+
+
+def indices(found: Any) -> list[int]:
+    if isinstance(found, list):
+        return [item["index"] for item in found]
+    return (found["index"] if isinstance(found, dict) else found).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def predicted(backend: Backend, task: Task) -> Any:
+    try:
+        return Inference(task, backend, CONFIG, None).predict()
+    except HvdtrainError as error:
+        return f"{error.on_all_ranks} {error}"
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("data", ["by index", "stream", "divided"])
+def test_each_sample_is_predicted_once_and_in_order(ranks: Ranks, data: str) -> None:
+    for num in (1, 12, 13):
+        for kind in ("tensor", "dict", "list"):
+            first, *others = ranks.run(predicted, Indexed(num, data, kind))
+            assert indices(first) == list(range(num)), (num, kind)
+            assert others == [None] * (ranks.n - 1), "rank 0 alone has them"
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_predictions_do_not_depend_on_the_ranks(ranks: Ranks) -> None:
+    inputs, _ = samples(13)
+    torch.manual_seed(0)
+    first = ranks.run(outputs, Plain(13))[0]
+    assert torch.allclose(first["predicted"], first["alone"], rtol=1e-12, atol=0)
+    assert first["predicted"].shape == (13, 1)
+
+
+def outputs(backend: Backend, task: Task) -> dict[str, Any]:
+    inference = Inference(task, backend, CONFIG, None)
+    inputs, _ = samples(13)
+    found = inference.predict()
+    with torch.no_grad():
+        return {"predicted": found, "alone": inference.model(inputs)}
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("too few", "one row or item for each sample; of 2 samples it returned 1"),
+        ("ragged", "rows of the shapes (1,), (2,); pad them, or return a list"),
+        ("text", "Indexed.predict must return a tensor, a dict of tensors or a list"),
+    ],
+)
+def test_what_predict_must_return(ranks: Ranks, kind: str, said: str) -> None:
+    for found in ranks.run(predicted, Indexed(12, kind=kind)):
+        assert said in found
+        assert found.startswith("True "), "on all ranks"
+
+
+# Evaluation
+
+
+def train(backend: Backend, /, task: Task, folder: Path, **changes: Any) -> dict[str, Any]:
+    result = Trainer(task, backend, replace(CONFIG, run_dir=str(folder), **changes)).fit()
+    return {"metrics": result.metrics, "digest": result.params_sha256}
+
+
+def evaluated(backend: Backend, /, task: Task, path: Path, **changes: Any) -> dict[str, Any]:
+    found = weights.find(path) if backend.world.rank == 0 else None
+    inference = Inference(task, backend, replace(CONFIG, **changes), found)
+    digest = fingerprint(inference.model.state_dict())
+    return {"metrics": inference.evaluate(), "digest": digest}
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_an_evaluation_repeats_the_last_one_of_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    trained = ranks.run(train, Indexed(13), tmp_path, checkpoint_every="2e")
+    steps = 20 // (2 * ranks.n)
+    names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
+    assert names == [f"step-{steps * epoch:08d}" for epoch in (2, 4, 5)]
+    # Rank 0 alone has the weights; bits are equal on all ranks.
+    assert ranks.run(evaluated, Indexed(13), tmp_path) == trained
+    earlier = ranks.run(evaluated, Indexed(13), tmp_path / "checkpoints" / names[0])
+    assert earlier[0] != trained[0]
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize(
+    "method",
+    [{"sync_bn": True}, {"precision": "fp16", "opt_level": "O2"}],
+    ids=str,
+)
+def test_an_evaluation_of_a_method(ranks: Ranks, tmp_path: Path, method: dict[str, Any]) -> None:
+    method = {**method, "uneven": "pad"}
+    trained = ranks.run(train, Indexed(13), tmp_path, **method)
+    assert ranks.run(evaluated, Indexed(13), tmp_path, **method) == trained
+
+
+def refused(backend: Backend, task: Task, path: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        evaluated(backend, task, path)
+    assert caught.value.on_all_ranks
+    return str(caught.value)
+
+
+class Wider(Indexed):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_a_task_that_has_changed(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(train, Indexed(5), tmp_path)
+    for text in ranks.run(refused, Wider(5), tmp_path):
+        assert "is not of this model: missing: 2.weight, 2.bias; unexpected: 1.weight, " in text
+        assert "of another shape: 0.weight (4, 3) instead of (5, 3), 0.bias (4,)" in text
+
+
+# Training that starts from weights
+
+
+def started(backend: Backend, /, task: Task, path: Path, folder: Path, **changes: Any) -> str:
+    config = replace(CONFIG, init_from=str(path), run_dir=str(folder), **changes)
+    trainer = Trainer(task, backend, config)
+    trainer.set_up(record="resume" in changes)
+    return fingerprint(trainer.model.state_dict())
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_training_starts_from_weights(ranks: Ranks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained = ranks.run(train, Indexed(5), run)[0]["digest"]
+    file = tmp_path / "ddp.pt"
+    state = weights.read(weights.find(run))
+    torch.save({f"module.{name}": value for name, value in state.items()}, file)
+    for path in (run, checkpoint.newest(run / "checkpoints")[0], file):
+        assert path is not None
+        assert ranks.run(started, Indexed(5), path, tmp_path / "x") == [trained] * ranks.n
+    other = tmp_path / "other.pt"
+    torch.save({name: value + 1 for name, value in state.items()}, other)
+    # A checkpoint that is resumed replaces them.
+    resumed = ranks.run(started, Indexed(5), other, run, resume="must")
+    assert resumed == [trained] * ranks.n
+    assert json.loads((run / "run.json").read_text())["config"]["init_from"] == str(other)

@@ -1,0 +1,401 @@
+"""The commands that follow a run: evaluate, predict, export, runs and show; and `--init-from`.
+
+The commands of one test share a folder with a run of two ranks. tests/methods/test_inference.py has
+what ranks compute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hvdtrain.errors import InputError
+from hvdtrain.training import run_dir
+from tests.forkserver import warm
+from tests.launching import ROOT, Finished, run
+from tests.test_cli import Lines
+
+TASK = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from hvdtrain import Task
+
+class Mine(Task):
+    def __init__(self, width=3): self.width = width
+    def model(self): return nn.Sequential(nn.Linear(2, self.width), nn.Linear(self.width, 1))
+    def optimizer(self, model): return torch.optim.SGD(model.parameters(), lr=0.1)
+    def datasets(self):
+        x = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
+        return TensorDataset(x, x.prod(1)), TensorDataset(x[:9], x.prod(1)[:9])
+    def loss(self, net, batch): return (net(batch[0]).squeeze(1) - batch[1]).square().mean()
+
+class Words(Mine):
+    def predict(self, net, batch): return [str(round(y.item(), 6)) for y in batch[1]]
+
+class Silent(Mine):
+    def datasets(self): return super().datasets()[0], None
+
+class ByName(Mine):
+    def collate(self, samples): return {"x": torch.stack([x for x, _ in samples])}
+    def loss(self, net, batch): return net(batch["x"]).mean()
+
+class OneArgument(Mine):
+    def predict(self, batch): return batch
+"""
+TORCHRUN = ["torchrun", "--nproc-per-node", "2", "-m", "hvdtrain"]
+MPIRUN = ["mpirun", "-np", "2", sys.executable, "-m", "hvdtrain"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a task, a run of it on two ranks, and its weights as model.pt."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "my.py").write_text(TASK)
+    options = "--task my.py:Mine --set width=4 --batch-size 2 --epochs 3 --threads 1 --log-every 1"
+    more = "--backend ddp --keep-best loss:max --keep 1 --run-dir run"
+    finished = run(warm([*TORCHRUN, *options.split(), *more.split()]), cwd=folder)
+    assert finished.code == 0, finished.output
+    finished = Lines(folder)("export", "run", "model.pt")
+    assert finished.code == 0, finished.output
+    return folder
+
+
+@pytest.fixture
+def line(trained: Path, tmp_path: Path) -> Lines:
+    """The commands, in a copy of that folder."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return Lines(tmp_path)
+
+
+def record(line: Lines) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((line.folder / "run" / "run.json").read_text())
+    return found
+
+
+# Evaluate
+
+
+def test_evaluate_finds_the_last_metrics(line: Lines) -> None:
+    expected = record(line)["metrics"]["loss"]
+    for source in (["run"], ["model.pt", "--task", "my.py:Mine", "--set", "width=4"]):
+        finished = line("evaluate", *source, "--json", "--threads", 1)
+        assert finished.code == 0, finished.output
+        found = json.loads(finished.output.splitlines()[-1])
+        assert found["eval_loss"] == pytest.approx(expected, rel=1e-6), source
+    assert f"eval_loss {expected:.4f}" in line("evaluate", "run").output
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend"),
+    [
+        (TORCHRUN, "ddp"),
+        (MPIRUN, "horovod"),
+        pytest.param(MPIRUN, "compat", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_evaluate_and_predict_under_launchers(
+    line: Lines, launcher: list[str], backend: str
+) -> None:
+    expected = record(line)["metrics"]["loss"]
+    assert line("predict", "run", "--output", "one.npy").code == 0
+    own = ["run", "--backend", backend, "--threads", "1"]
+    finished = run(warm([*launcher, "evaluate", *own]), cwd=line.folder)
+    assert finished.code == 0, finished.output
+    assert len(finished.lines(f"done     eval_loss {expected:.4f}")) == 1, finished.output
+    finished = run(warm([*launcher, "predict", *own, "--output", "two.npy"]), cwd=line.folder)
+    assert finished.code == 0, finished.output
+    one, two = (np.load(line.folder / name) for name in ("one.npy", "two.npy"))
+    assert one.shape == (9, 1)
+    np.testing.assert_allclose(one, two, rtol=1e-6)
+
+
+def test_the_best_checkpoint(line: Lines) -> None:
+    about = record(line)
+    best = about["best_checkpoint"]
+    assert best["step"] < about["last_step"], "a loss that falls is largest at first"
+    found = json.loads(line("evaluate", "run", "--best", "--json").output.splitlines()[-1])
+    assert found["eval_loss"] == pytest.approx(best["value"], rel=1e-6)
+    assert line("export", "run", "best.pt", "--best").code == 0
+    one, two = (torch.load(line.folder / name) for name in ("best.pt", "model.pt"))
+    assert not torch.equal(one["0.weight"], two["0.weight"])
+
+
+# Predict
+
+
+def test_files_of_predictions(line: Lines) -> None:
+    for name in ("out.pt", "out.npy", "out.jsonl"):
+        finished = line("predict", "run", "--output", name, "--threads", 1)
+        assert finished.code == 0, finished.output
+        assert finished.lines(f"done     9 samples: {name}")
+    tensor = torch.load(line.folder / "out.pt")
+    assert tensor.shape == (9, 1)
+    assert np.array_equal(np.load(line.folder / "out.npy"), tensor.numpy())
+    rows = [json.loads(row) for row in (line.folder / "out.jsonl").read_text().splitlines()]
+    assert rows == tensor.tolist()
+    assert line("predict", "run", "-o", "words.jsonl", "--task", "my.py:Words").code == 0
+    words = [json.loads(row) for row in (line.folder / "words.jsonl").read_text().splitlines()]
+    x = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
+    assert words == [str(round(y.item(), 6)) for y in x.prod(1)[:9]]
+
+
+def test_a_failed_prediction_leaves_the_old_file(line: Lines) -> None:
+    (line.folder / "old.npy").write_text("old")
+    said = refused(line, "predict", "run", "-o", "old.npy", "--task", "my.py:Words")
+    assert "a .npy file has one array, and predict returned a list" in said
+    assert (line.folder / "old.npy").read_text() == "old"
+
+
+# Export, and training that starts from weights
+
+
+def test_export_is_a_plain_state_dict(line: Lines) -> None:
+    state = torch.load(line.folder / "model.pt", weights_only=True)
+    assert list(state) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    finished = line("export", "run", "again.pt")
+    assert record(line)["params_sha256"][:12] in finished.output
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_prefixes_are_stripped(line: Lines, prefix: str) -> None:
+    state = torch.load(line.folder / "model.pt", weights_only=True)
+    torch.save({f"{prefix}{k}": v for k, v in state.items()}, line.folder / "wrapped.pt")
+    assert line("export", "wrapped.pt", "plain.pt").code == 0
+    assert list(torch.load(line.folder / "plain.pt")) == list(state)
+    # At a rate of almost nothing, the first loss is that of the weights.
+    steps = ["--max-steps", 1, "--lr", 1e-30, "--run-dir", "next", "--threads", 1]
+    own = ["--task", "my.py:Mine", "--set", "width=4", "--init-from", "wrapped.pt"]
+    finished = line(*own, *steps)
+    assert finished.code == 0, finished.output
+    assert finished.lines("init     from wrapped.pt")
+    metrics = json.loads((line.folder / "next" / "run.json").read_text())["metrics"]
+    assert metrics["loss"] == pytest.approx(record(line)["metrics"]["loss"], rel=1e-6)
+
+
+def test_safetensors(line: Lines) -> None:
+    pytest.importorskip("safetensors")
+    finished = line("export", "run", "model.safetensors")
+    assert finished.code == 0, finished.output
+    found = line("evaluate", "model.safetensors", "--task", "my.py:Mine", "--set", "width=4")
+    assert f"eval_loss {record(line)['metrics']['loss']:.4f}" in found.output
+    (line.folder / "bad.safetensors").write_text("x")
+    assert "cannot load bad.safetensors" in refused(line, "export", "bad.safetensors", "x.pt")
+
+
+def test_safetensors_is_optional(line: Lines) -> None:
+    (line.folder / "safetensors.py").write_text("raise ModuleNotFoundError('no', name='x')")
+    said = refused(line, "export", "run", "model.safetensors", env={"PYTHONPATH": here(line)})
+    assert "pip install 'hvdtrain[safetensors]'" in said
+
+
+def here(line: Lines) -> str:
+    return f"{line.folder}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT)}"
+
+
+# Bad input
+
+
+def refused(line: Lines, *arguments: object, env: dict[str, str] | None = None) -> str:
+    """Return the one error line of a command that ends with 2; it writes no other file."""
+    before = line.files()
+    finished = line(*arguments, env=env)
+    assert finished.code == 2, finished.output
+    assert "Traceback" not in finished.output, finished.output
+    (found,) = finished.lines("error:")
+    assert line.files() == before
+    return found
+
+
+def damaged(line: Lines) -> None:
+    (path,) = (line.folder / "run" / "checkpoints").glob(f"*{record(line)['last_step']}")
+    with (path / "model.pt").open("r+b") as file:
+        file.seek(200)
+        file.write(b"x")
+
+
+def without_checkpoint(line: Lines) -> None:
+    shutil.rmtree(line.folder / "run" / "checkpoints")
+
+
+def half_a_record(line: Lines) -> None:
+    (line.folder / "run" / "run.json").write_text('{"format": 1,')
+
+
+def of_the_future(line: Lines) -> None:
+    (line.folder / "run" / "run.json").write_text('{"format": 2}')
+
+
+def nothing(line: Lines) -> None:
+    (line.folder / "empty").mkdir()
+    (line.folder / "text.pt").write_text("hello")
+    torch.save(torch.nn.Linear(1, 1), line.folder / "module.pt")
+    torch.save({"model": {}, "epoch": 1}, line.folder / "dict.pt")
+
+
+WIDER = "of another shape: 0.weight (4, 2) instead of (3, 2), 0.bias (4,) instead of (3,), "
+
+
+@pytest.mark.parametrize(
+    ("prepare", "command", "said"),
+    [
+        (nothing, "evaluate none", "no weights in none: there is no such file or directory"),
+        (nothing, "evaluate empty", "no weights in empty: it has neither a run.json nor"),
+        (nothing, "evaluate model.pt", "model.pt does not say what task it is of; give --task"),
+        (nothing, "evaluate model.pt --best --task digits", "--best wants a run directory"),
+        (nothing, "evaluate model.pt --task my.py:Mine", WIDER),
+        (nothing, "evaluate run --task mlp", "; unexpected: 1.weight, 1.bias; of another shape: "),
+        (nothing, "evaluate run --task no.py:Mine", "no task file 'no.py'"),
+        (nothing, "evaluate run --task my.py:Silent", "has no evaluation data; return them from"),
+        (nothing, "evaluate run --backend hovorod", "did you mean 'horovod'?"),
+        (nothing, "evaluate run --batch-size 0", "--batch-size 0 must be greater than zero"),
+        (nothing, "evaluate text.pt --task digits", "it is damaged, or no file of torch.save"),
+        (nothing, "evaluate module.pt --task digits", "which may run code when loaded"),
+        (nothing, "evaluate dict.pt --task digits", "no state dict but a dict of model, epoch"),
+        (damaged, "evaluate run", "model.pt is damaged: its bytes do not match"),
+        (damaged, "export run x.pt", "give another one, such as run/checkpoints/step-0"),
+        (damaged, "--init-from run --task my.py:Mine", "model.pt is damaged"),
+        (without_checkpoint, "evaluate run", "run has no checkpoint: the run (finished) has saved"),
+        (half_a_record, "evaluate run", "run/run.json is damaged: "),
+        (half_a_record, "show run", "run/run.json is damaged: "),
+        (of_the_future, "show run", "run/run.json has format 2; this version reads 1"),
+        (nothing, "predict run", "Missing option '--output'"),
+        (nothing, "predict run -o x.csv", "x.csv has the suffix '.csv'; a file to write is one of"),
+        (nothing, "predict run -o no/x.pt", "cannot write no/x.pt: No such file or directory"),
+        (nothing, "predict run -o x.pt --task my.py:ByName", "a method predict(net, batch)"),
+        (nothing, "predict run -o x.pt --task my.py:OneArgument", "called as predict(net, batch)"),
+        (nothing, "export run x.bin", "x.bin has the suffix '.bin'; a file to write is one of"),
+        (nothing, "export run no/x.pt", "cannot write no/x.pt: No such file or directory"),
+        (nothing, "--init-from none --task my.py:Mine", "no weights in none"),
+        (nothing, "--init-from model.pt --task my.py:Mine", WIDER),
+        (nothing, "runs none", "no folder none"),
+        (nothing, "runs empty", "no run in empty"),
+        (nothing, "show none", "no run in none: No such file or directory"),
+        (nothing, "show run --png no/x.png", "cannot write no/x.png: No such file or directory"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_bad_input(line: Lines, prepare: Any, command: str, said: str) -> None:
+    prepare(line)
+    assert said in refused(line, *command.split())
+
+
+# Runs and show
+
+
+def test_runs_are_listed_with_their_outcome(line: Lines) -> None:
+    failing = ["--task", "my.py:Mine", "--lr", "1e30", "--threads", 1]
+    assert line(*failing, "--run-dir", "more/diverged").code == 3
+    shutil.copytree(line.folder / "run", line.folder / "more" / "killed")
+    about = record(line)
+    del about["metrics"]
+    about["outcome"] = "running"
+    about["process"] = {"pid": 2**22 + 1, "host": os.uname().nodename}  # above the kernel's largest
+    (line.folder / "more" / "killed" / "run.json").write_text(json.dumps(about))
+    (line.folder / "more" / "damaged").mkdir()
+    (line.folder / "more" / "damaged" / "run.json").write_text("[")
+    finished = line("runs", ".")
+    assert finished.code == 0, finished.output
+    steps = f"{about['last_step']}/{about['last_step']} steps"
+    loss = record(line)["metrics"]["loss"]
+    assert finished.lines(f"run  finished  my.py:Mine  ddp x 2  {steps}  eval_loss {loss:.4f}")
+    assert finished.lines(f"more/killed  killed  my.py:Mine  ddp x 2  {steps}")
+    assert finished.lines("more/diverged  failed  my.py:Mine  single x 1  ")
+    assert finished.lines("TrainingDiverged")
+    assert finished.lines("more/damaged  unreadable  more/damaged/run.json is damaged")
+    assert len(finished.output.splitlines()) == 4
+
+
+def test_a_run_is_running_while_its_process_lives() -> None:
+    process = {"pid": os.getpid(), "host": os.uname().nodename}
+    about = {"outcome": "running", "start": run_dir.now(), "process": process}
+    assert run_dir.outcome_of(about) == "running"
+    # Another process has the id by now: it has started after the run.
+    assert run_dir.outcome_of({**about, "start": "2020-01-01T00:00:00.000+00:00"}) == "killed"
+    assert run_dir.outcome_of({**about, "process": {"pid": 1, "host": "elsewhere"}}) == "running"
+    assert run_dir.outcome_of({**about, "outcome": "failed"}) == "failed"
+
+
+def test_show_draws_loss_and_rate(line: Lines) -> None:
+    finished = line("show", "run")
+    assert finished.code == 0, finished.output
+    logged = (line.folder / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [entry["loss"] for entry in map(json.loads, logged) if "loss" in entry]
+    about = record(line)
+    assert finished.lines("--task my.py:Mine --set ['width=4']")
+    assert finished.lines(f"params_sha256 {about['params_sha256'][:12]}")
+    (top,) = finished.lines(f" loss {max(losses):.4g} ")
+    (bottom,) = finished.lines(f" {min(losses):.4g} ")
+    assert bottom.count("█") > top.count("█") >= 1
+    assert len(bottom) <= 80
+    assert finished.lines(f"lr 0.1 at each of the steps 1 to {len(losses)}")
+    assert line("show", "run", "--png", "run.png").code == 0
+    assert (line.folder / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_has_logged_nothing(line: Lines) -> None:
+    (line.folder / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": "nan"}\n{"st')
+    finished = line("show", "run")
+    assert finished.code == 0, finished.output
+    assert "█" not in finished.output
+    assert "nothing to draw" in refused(line, "show", "run", "--png", "run.png")
+
+
+def test_metrics_of_a_killed_run(tmp_path: Path) -> None:
+    assert run_dir.read_metrics(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n[1]\n\n{"step": 2, "lo')
+    assert run_dir.read_metrics(tmp_path) == [{"step": 1}]
+    with pytest.raises(InputError, match="no run in"):
+        run_dir.read(tmp_path)
+
+
+# The manual
+
+MANUAL = ROOT / "hvdtrain" / "training" / "README.md"
+
+
+def transcript() -> Iterator[tuple[str, list[str]]]:
+    """Yield the commands of the section "After training", each with its output; not the one of a
+    task that fails.
+    """
+    section = MANUAL.read_text().partition("\n## After training\n")[2].partition("\n## ")[0]
+    for block in re.findall(r"^```\n(.*?)^```", section, re.MULTILINE | re.DOTALL):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, *output = part.strip("\n").split("\n")
+            if "my.py" not in command:
+                yield command, output
+
+
+def plain(output: list[str]) -> list[str]:
+    """Replace what differs between two machines: numbers, hashes, the host, bars of a plot."""
+    hashes = re.compile(r"(params_sha256) [0-9a-f]{12}|^(backend .* on) \S+$")
+    lines = (hashes.sub(r"\1\2 #", re.sub(r"[ ▁▂▃▄▅▆▇█]+", " ", text)) for text in output)
+    numbers = (re.sub(r"-?\d[\d.:e+T-]*", "#", text).strip() for text in lines)
+    return [text for text in numbers if text]
+
+
+def test_the_manual_shows_what_the_commands_print(tmp_path: Path) -> None:
+    found = list(transcript())
+    assert len(found) > 8
+    for command, expected in found:
+        program = shlex.split(command)
+        finished: Finished = run(
+            warm(program), cwd=tmp_path, env={"COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+        )
+        printed = plain(finished.output.splitlines())
+        if "..." in expected:
+            missing = [text for text in plain(expected) if text not in (*printed, "...")]
+            assert not missing, f"{command}\n{finished.output}"
+        else:
+            assert printed == plain(expected), f"{command}\n{finished.output}"
