@@ -26,6 +26,22 @@ _OF_RUN = "task set seed precision opt_level batch_size".split()
 # What may differ from one launch to the next.
 _OF_LAUNCH = "backend transport device threads workers timeout debug".split()
 
+# Which weights of a run. Not from the environment: HVDTRAIN_EMA is the decay of a training run.
+CHOICES = [
+    click.Option(
+        ["--best"],
+        is_flag=True,
+        allow_from_autoenv=False,
+        help="The checkpoint that --keep-best kept.",
+    ),
+    click.Option(
+        ["--ema"],
+        is_flag=True,
+        allow_from_autoenv=False,
+        help="The average of the weights that a run with --ema has evaluated.",
+    ),
+]
+
 
 def inference_command(name: str, *more: click.Option) -> Callable[[Callable[..., None]], Any]:
     """Return the decorator of a command with WEIGHTS, `more` options, and those of a run."""
@@ -34,7 +50,7 @@ def inference_command(name: str, *more: click.Option) -> Callable[[Callable[...,
         context_settings={"auto_envvar_prefix": PREFIX},
         params=[
             click.Argument(["path"], metavar="RUN", type=click.Path(path_type=Path)),
-            click.Option(["--best"], is_flag=True, help="The checkpoint that --keep-best kept."),
+            *CHOICES,
             *more,
             *(train_option(name, "the run's") for name in _OF_RUN),
             *(train_option(name) for name in _OF_LAUNCH),
@@ -45,9 +61,7 @@ def inference_command(name: str, *more: click.Option) -> Callable[[Callable[...,
 
 
 @contextmanager
-def opened(
-    ctx: click.Context, path: Path, best: bool, values: dict[str, Any]
-) -> Iterator[Inference]:
+def opened(ctx: click.Context, path: Path, values: dict[str, Any]) -> Iterator[Inference]:
     """Open the backend, and yield the model with the weights of `path`. Collective: every rank
     calls it, and rank 0 alone reads and prints.
     """
@@ -66,7 +80,7 @@ def opened(
         rank, found, config = backend.world.rank, None, launch
         with backend.share_errors():
             if rank == 0:
-                found = weights.find(path, best)
+                found = weights.find(path, values["best"], values["ema"])
                 config = _config_of(found, given, launch)
         config = backend.broadcast_object(config)
         with backend.share_errors():
@@ -76,7 +90,8 @@ def opened(
             ranks = f"{backend.world.size} rank{'s' * (backend.world.size > 1)}"
             over = f" over {backend.transport}" if backend.transport else ""
             what = f"{config.task}, {ranks}, {backend.name}{over}"
-            click.echo(f"weights  {found.path} ({what})", err=bool(values.get("as_json")))
+            average = ", average of --ema" * found.ema
+            click.echo(f"weights  {found.path} ({what}{average})", err=bool(values.get("as_json")))
         yield inference
 
 
@@ -106,7 +121,7 @@ def _config_of(found: Weights, given: dict[str, Any], launch: TrainConfig) -> Tr
     "evaluate", click.Option(["--json", "as_json"], is_flag=True, help="Print JSON, in one line.")
 )
 @click.pass_context
-def command(ctx: click.Context, /, path: Path, best: bool, as_json: bool, **values: Any) -> None:
+def command(ctx: click.Context, /, path: Path, **values: Any) -> None:
     """Evaluate trained weights: the metrics of the task's evaluation data.
 
     \b
@@ -120,9 +135,12 @@ def command(ctx: click.Context, /, path: Path, best: bool, as_json: bool, **valu
     from hvdtrain.files import finite
     from hvdtrain.training.console import describe
 
-    values["as_json"] = as_json
-    with opened(ctx, path, best, values) as inference:
+    with opened(ctx, path, values) as inference:
         metrics = {f"eval_{name}": value for name, value in inference.evaluate().items()}
         if inference.backend.world.rank == 0:
-            text = json.dumps(finite(metrics)) if as_json else f"done     {describe(metrics)}"
+            text = (
+                json.dumps(finite(metrics))
+                if values["as_json"]
+                else f"done     {describe(metrics)}"
+            )
             click.echo(text)

@@ -11,7 +11,8 @@ import click
 @click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
 @click.argument("output", metavar="FILE", type=click.Path(path_type=Path))
 @click.option("--best", is_flag=True, help="The checkpoint that --keep-best kept.")
-def command(path: Path, output: Path, best: bool) -> None:
+@click.option("--ema", is_flag=True, help="The average of the weights, of a run with --ema.")
+def command(path: Path, output: Path, best: bool, ema: bool) -> None:
     """Write the weights of a run to FILE: model.pt (torch.save) or model.safetensors.
 
     RUN is a run directory (its newest checkpoint), a checkpoint, or another file of weights. FILE
@@ -30,7 +31,7 @@ def command(path: Path, output: Path, best: bool) -> None:
     from hvdtrain.training.metrics import fingerprint
 
     weights.check_suffix(output, weights.SUFFIXES)
-    found = weights.find(path, best)
+    found = weights.find(path, best, ema)
     state = weights.read(found)
     if found.path.is_file():  # a checkpoint has the model's own names
         state = weights.without_prefixes(state)

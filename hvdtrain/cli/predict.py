@@ -25,7 +25,7 @@ from hvdtrain.errors import InputError
     ),
 )
 @click.pass_context
-def command(ctx: click.Context, /, path: Path, best: bool, output: Path, **values: Any) -> None:
+def command(ctx: click.Context, /, path: Path, output: Path, **values: Any) -> None:
     """Predict each sample of the task's evaluation data, in their order, on any number of ranks.
 
     What is written is what the task's method predict(net, batch) returns; by default, the outputs
@@ -45,7 +45,7 @@ def command(ctx: click.Context, /, path: Path, best: bool, output: Path, **value
     from hvdtrain.training.weights import check_suffix
 
     check_suffix(output, predictions.SUFFIXES)
-    with opened(ctx, path, best, values) as inference:
+    with opened(ctx, path, values) as inference:
         backend = inference.backend
         with contextlib.ExitStack() as stack:
             with backend.share_errors(), _writing(output):

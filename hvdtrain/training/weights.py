@@ -31,11 +31,14 @@ class Weights:
     path: Path
     run: dict[str, Any] = field(default_factory=dict)
     """The run.json of the run that wrote them; empty if it is not there."""
+    ema: bool = False
+    """Whether the average of `--ema` is meant, in place of the weights themselves."""
 
 
-def find(path: Path, best: bool = False) -> Weights:
+def find(path: Path, best: bool = False, ema: bool = False) -> Weights:
     """Return the weights at `path`: the newest checkpoint of a run directory, or with `best` the
     one that `--keep-best` kept; else a checkpoint, or a file. Reads every byte of a checkpoint.
+    `ema`: the average of `--ema` there.
 
     Not collective. Raises InputError if there are none, and CheckpointError for a damaged
     checkpoint: it never takes another one instead.
@@ -54,8 +57,10 @@ def find(path: Path, best: bool = False) -> Weights:
     elif path.is_dir():
         above = path.resolve().parent.parent
         found, run = path, run_dir.read(above) if (above / "run.json").exists() else {}
-    elif path.is_file():
+    elif path.is_file() and not ema:
         return Weights(path)
+    elif path.is_file():
+        raise InputError(f"--ema wants a run directory or a checkpoint, and {path} is a file")
     else:
         kind = "it is no file" if path.exists() else "there is no such file or directory"
         raise InputError(f"no weights in {path}: {kind}; `hvdtrain runs DIR` lists the runs in DIR")
@@ -63,7 +68,14 @@ def find(path: Path, best: bool = False) -> Weights:
         valid, _ = checkpoint.newest(found.parent)
         other = "no other is valid" if valid is None else f"give another one, such as {valid}"
         raise CheckpointError(f"cannot use the checkpoint {found}: {why}; {other}")
-    return Weights(found, run)
+    if ema and "EMA" not in _callbacks(found):
+        raise InputError(f"{found} has no average of the weights; train with --ema DECAY")
+    return Weights(found, run, ema)
+
+
+def _callbacks(path: Path) -> dict[str, Any]:
+    """Return the states of the run's callbacks in a checkpoint, by name."""
+    return checkpoint.load(path, "callbacks") if (path / "callbacks.pt").exists() else {}
 
 
 def _chosen(path: Path, run: dict[str, Any], best: bool) -> Path:
@@ -86,6 +98,9 @@ def read(weights: Weights) -> dict[str, Any]:
     weights. Not collective. Raises CheckpointError or InputError for a file that holds none.
     """
     path = weights.path
+    if weights.ema:
+        average: dict[str, Any] = _callbacks(path)["EMA"]["weights"]
+        return average
     if path.is_dir():
         state = checkpoint.load(path, "model")
         masters = checkpoint.load(path, "masters") if (path / "masters.pt").exists() else {}

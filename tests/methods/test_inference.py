@@ -145,7 +145,8 @@ def train(backend: Backend, /, task: Task, folder: Path, **changes: Any) -> dict
 
 
 def evaluated(backend: Backend, /, task: Task, path: Path, **changes: Any) -> dict[str, Any]:
-    found = weights.find(path) if backend.world.rank == 0 else None
+    ema = changes.get("ema") is not None
+    found = weights.find(path, ema=ema) if backend.world.rank == 0 else None
     inference = Inference(task, backend, replace(CONFIG, **changes), found)
     digest = fingerprint(inference.model.state_dict())
     return {"metrics": inference.evaluate(), "digest": digest}
@@ -173,6 +174,16 @@ def test_an_evaluation_of_a_method(ranks: Ranks, tmp_path: Path, method: dict[st
     method = {**method, "uneven": "pad"}
     trained = ranks.run(train, Indexed(13), tmp_path, **method)
     assert ranks.run(evaluated, Indexed(13), tmp_path, **method) == trained
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_an_evaluation_of_an_average(ranks: Ranks, tmp_path: Path) -> None:
+    trained = ranks.run(train, Indexed(13), tmp_path, ema=0.9)
+    found = ranks.run(evaluated, Indexed(13), tmp_path, ema=0.9)
+    assert [each["metrics"] for each in found] == [each["metrics"] for each in trained]
+    plain = ranks.run(evaluated, Indexed(13), tmp_path)
+    assert [each["digest"] for each in plain] == [each["digest"] for each in trained]
+    assert plain[0]["metrics"] != trained[0]["metrics"]
 
 
 def refused(backend: Backend, task: Task, path: Path) -> str:
