@@ -166,6 +166,7 @@ def test_underscores_and_local_rank(line: Lines) -> None:
         (["--seed", "-1"], "--seed -1 must not be negative"),
         (["--precision", "fp8"], "'fp8' is not one of"),
         (["--step-epochs", "a"], "--step-epochs 'a'"),
+        (["--sync-bn", *QUICK], "--sync-bn has no effect: the model of mlp has no BatchNorm layer"),
         (["--step-factor", "0.5"], "--step-factor 0.5 has no effect without --schedule step or"),
         (["--plateau", "loss:3"], "--plateau loss:3 has no effect without --schedule plateau"),
         (["--local-state", "average"], "average has no effect without --sync-every; give that"),

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
+from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.backends.base import Backend, Gradients, RankState
+from hvdtrain.errors import InputError
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import derive_seed
@@ -52,6 +54,11 @@ def build_model(
     determinism.seed_all(derive_seed(config.seed))
     model = task.model()
     if config.sync_bn:  # `prepare` chooses the class of the layers
+        if not any(isinstance(module, BatchNormBase) for module in model.modules()):
+            raise InputError(
+                f"--sync-bn has no effect: the model of {config.task} has no BatchNorm layer; "
+                "leave it out"
+            )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     return precision.convert(model).to(backend.device)
 

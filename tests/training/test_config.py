@@ -25,7 +25,7 @@ FIELDS = dataclasses.fields(TrainConfig)
 POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size accumulate lr
     step_factor clip_norm eval_every log_every keep outer_lr ema""".split()
 NOT_NEGATIVE = """workers warmup_steps checkpoint_every seed sync_every local_warmup
-    outer_momentum""".split()
+    outer_momentum ps_max_staleness ps_sync_every""".split()
 CHOICES = [item.name for item in FIELDS if item.metadata["choices"]]
 
 
@@ -37,6 +37,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "local_warmup": LOCAL,
     "outer_lr": {**LOCAL, "outer_optimizer": "sgd"},
     "outer_momentum": {**LOCAL, "outer_optimizer": "sgd"},
+    "ps_max_staleness": {"ps_async": True},
+    "ps_sync_every": {"ps_async": True},
     "step_factor": {"schedule": "step"},
     "step_epochs": {"schedule": "step"},
     "plateau": {"schedule": "plateau"},
@@ -48,6 +50,8 @@ OTHER = {
     "local_warmup": 3,
     "outer_lr": 0.5,
     "outer_momentum": 0.5,
+    "ps_max_staleness": 2,
+    "ps_sync_every": 2,
     "step_factor": 0.5,
     "step_epochs": "2",
     "plateau": "loss:1",
