@@ -134,6 +134,20 @@ def run(arm: str, n: int, hosts: list[str], port: int) -> list[dict[str, float]]
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
+def show(found: dict[str, Any]) -> None:
+    print(f"{'K sent and received by':24}{'rank 0':>18}{'each other rank':>18}{'ms a step':>22}")
+    for name, rounds in found.items():
+        first, others = [r[0] for r in rounds], [r for ranks in rounds for r in ranks[1:]]
+        sizes = [
+            f"{statistics.median(r['sent'] for r in who):.2f}, "
+            f"{statistics.median(r['received'] for r in who):.2f}"
+            for who in (first, others)
+        ]
+        times = sorted(1000 * r["seconds"] for r in first)
+        spread = f"{statistics.median(times):.0f} [{times[0]:.0f}, {times[-1]:.0f}]"
+        print(f"{name:24}{sizes[0]:>18}{sizes[1]:>18}{spread:>22}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--worker", choices=ARMS, help=argparse.SUPPRESS)
@@ -156,17 +170,7 @@ def main() -> None:
                 found.setdefault(f"{arm}, {n} ranks", []).append(run(arm, n, hosts, port))
         finally:
             remove_hosts(n)
-    print(f"{'K sent and received by':24}{'rank 0':>18}{'each other rank':>18}{'ms a step':>22}")
-    for name, rounds in found.items():
-        first, others = [r[0] for r in rounds], [r for ranks in rounds for r in ranks[1:]]
-        sizes = [
-            f"{statistics.median(r['sent'] for r in who):.2f}, "
-            f"{statistics.median(r['received'] for r in who):.2f}"
-            for who in (first, others)
-        ]
-        times = sorted(1000 * r["seconds"] for r in first)
-        spread = f"{statistics.median(times):.0f} [{times[0]:.0f}, {times[-1]:.0f}]"
-        print(f"{name:24}{sizes[0]:>18}{sizes[1]:>18}{spread:>22}")
+        show({name: runs for name, runs in found.items() if name.endswith(f" {n} ranks")})
     RESULTS.write_text(
         json.dumps({"rate_mbit": RATE_MBIT, "model_bytes": MODEL_BYTES, "runs": found}, indent=1)
     )
