@@ -22,7 +22,7 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 MIN_BLOCKS = 6
 METHOD_OPTIONS = (
     "precision opt_level sync_bn compression sync_every local_warmup local_state outer_optimizer "
-    "outer_lr outer_momentum ps_servers".split()
+    "outer_lr outer_momentum".split()
 )
 """Options of `hvdtrain train` that all arms share unless an arm has its own: `ddp/shm+sync-bn`."""
 # Options that mean the same to `hvdtrain train`.
