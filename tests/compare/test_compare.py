@@ -165,9 +165,8 @@ def test_the_proof_ends_at_an_average() -> None:
 FAULTS = {"ScalesLr": "learning rate", "ClipsFirst": "clipped before", "NoDivision": "division"}
 
 
-@pytest.mark.parametrize(
-    "seeded", [["ClipsFirst"], pytest.param(list(FAULTS), marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seeded", [list(FAULTS)])
 def test_unequal_and_failing_arms_say_why_and_the_others_go_on(
     tmp_path: Path, seeded: list[str]
 ) -> None:
@@ -244,9 +243,10 @@ ENDLESS: Sequence[str] = ["--arms", "ddp/gloo,compat/shm", "--budget", "1h", "--
     ("number", "outcome"),
     [
         (signal.SIGINT, "interrupted"),
-        pytest.param(signal.SIGTERM, "terminated", marks=pytest.mark.exhaustive),
+        (signal.SIGTERM, "terminated"),
     ],
 )
+@pytest.mark.exhaustive
 def test_stopped_early_it_leaves_a_valid_report_and_nothing_else(
     tmp_path: Path, number: signal.Signals, outcome: str
 ) -> None:

@@ -446,7 +446,7 @@ def test_a_peer_that_is_lost_outside_the_training(
     [
         ("torchrun", "compat", 0),
         pytest.param("torchrun", "compat", 1, marks=EXHAUSTIVE),
-        ("mpirun", "horovod", 1),
+        pytest.param("mpirun", "horovod", 1, marks=EXHAUSTIVE),
         pytest.param("horovodrun", "horovod", 0, marks=EXHAUSTIVE),
         pytest.param("torchrun", "ddp", 1, marks=EXHAUSTIVE),
         pytest.param("horovodrun", "compat", 1, marks=EXHAUSTIVE),

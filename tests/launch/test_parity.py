@@ -80,6 +80,7 @@ def test_two_ranks_are_bitwise_equal(arm: str, torchrun_hash: str, tmp_path: Pat
     assert about["params_sha256"] == torchrun_hash
 
 
+@pytest.mark.exhaustive
 def test_one_process_learns_the_digits(tmp_path: Path) -> None:
     """The default task with its default options, on real data."""
     about = train("hvdtrain", tmp_path / "run")
@@ -87,6 +88,7 @@ def test_one_process_learns_the_digits(tmp_path: Path) -> None:
     assert about["metrics"]["accuracy"] > 0.97
 
 
+@pytest.mark.exhaustive
 def test_eight_ranks(tmp_path: Path) -> None:
     about = train("horovodrun -np 8 hvdtrain", tmp_path / "run", "--max-steps", "3")
     assert about["world"]["size"] == 8

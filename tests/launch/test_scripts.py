@@ -93,7 +93,10 @@ def test_arguments_reach_hvdtrain_unchanged(name: str) -> None:
     assert dry_run(name, *odd)[-len(odd) :] == odd
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize(
+    "name",
+    ["mpirun", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in RUNNABLE if n != "mpirun")],
+)
 def test_two_ranks_train(name: str, tmp_path: Path) -> None:
     script = SCRIPTS / f"{name}.sh"
     done = run([script, *SHORT, "--run-dir", tmp_path / "run"], env={"NP": "2"}, timeout=100)

@@ -140,6 +140,6 @@ def test_error_refuses_before_training(ranks: Ranks, tmp_path: Path) -> None:
 @TWO
 def test_join_and_sync_bn_need_a_sample_on_each_rank(ranks: Ranks, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"uneven": "join", "sync_bn": True}
-    for rank in ranks.run(train, Regression(17), tmp_path / "run", **changes):
+    for rank in ranks.run(train, Regression(17, conv=True), tmp_path / "run", **changes):
         assert rank["error"].startswith("--uneven join with --sync-bn: the last batch of an epoch")
-    assert "digest" in ranks.run(train, Regression(18), tmp_path / "two", **changes)[0]
+    assert "digest" in ranks.run(train, Regression(18, conv=True), tmp_path / "two", **changes)[0]

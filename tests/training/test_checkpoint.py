@@ -405,7 +405,10 @@ SCENARIOS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    "scenario",
+    [s if s == "prune" else pytest.param(s, marks=pytest.mark.exhaustive) for s in SCENARIOS],
+)
 def test_killed_at_any_moment(
     tmp_path: Path, scenario: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
