@@ -1,7 +1,7 @@
 """The base class of callbacks: code that the Trainer calls at fixed points of a run.
 
-`--early-stop`, `--keep-best` and `--ema` are callbacks, one file each. A user's own is given as
-`Trainer(..., callbacks=[MyCallback()])`, or with `--callback my.py:MyCallback`.
+`--early-stop`, `--keep-best`, `--ema` and `--tensorboard` are callbacks, one file each. A user's
+own is given as `Trainer(..., callbacks=[MyCallback()])`, or with `--callback my.py:MyCallback`.
 """
 
 from __future__ import annotations

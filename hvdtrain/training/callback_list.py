@@ -16,6 +16,7 @@ from hvdtrain.training.callback import Callback
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.early_stop import EarlyStop
 from hvdtrain.training.ema import EMA
+from hvdtrain.training.tensorboard import TensorBoard
 from hvdtrain.training.user_module import load_module
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 def from_options(config: TrainConfig) -> list[Callback]:
     """Return the callbacks that the options choose. Not collective.
 
-    Raises InputError for a `--callback` that cannot be found.
+    Raises InputError for a `--callback` that cannot be found, and for a missing package.
     """
     found: list[Callback] = []
     if (stop := config.early_stop_criterion()) is not None:
@@ -36,6 +37,8 @@ def from_options(config: TrainConfig) -> list[Callback]:
         found.append(BestCheckpoint(best))
     if config.ema is not None:
         found.append(EMA(config.ema))
+    if config.tensorboard:
+        found.append(TensorBoard())
     return [*found, *map(load_callback, config.callback)]
 
 

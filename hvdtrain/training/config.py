@@ -207,6 +207,9 @@ class TrainConfig:
         "A Callback: module:Class, file.py:Class, or an object there. Repeat for several.",
         metavar="FILE.py:CLASS",
     )
+    tensorboard: bool = _option(
+        False, "Also write the metrics as TensorBoard scalars, into the run directory."
+    )
     log_every: int = _option(10, "Steps between lines of metrics.")
     run_dir: str | None = _option(
         None, "[default: runs/<time>-<task>-<backend>]", fingerprint=False

@@ -161,6 +161,11 @@ class Trainer:
         """The run directory, on rank 0; None elsewhere."""
         return None if self._run_dir is None else self._run_dir.path
 
+    @property
+    def last_lrs(self) -> list[float]:
+        """The learning rates of the last step that was logged, by parameter group."""
+        return self._stepper.last_lrs
+
     # Setting up
 
     def _build(self) -> None:
