@@ -16,6 +16,7 @@ from hvdtrain.training.callback import Callback
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.early_stop import EarlyStop
 from hvdtrain.training.ema import EMA
+from hvdtrain.training.gradient_guard import GradientGuard
 from hvdtrain.training.tensorboard import TensorBoard
 from hvdtrain.training.user_module import load_module
 
@@ -37,6 +38,8 @@ def from_options(config: TrainConfig) -> list[Callback]:
         found.append(BestCheckpoint(best))
     if config.ema is not None:
         found.append(EMA(config.ema))
+    if config.on_nonfinite == "skip" or config.spike is not None:
+        found.append(GradientGuard(config.on_nonfinite == "skip", config.spike))
     if config.tensorboard:
         found.append(TensorBoard())
     return [*found, *map(load_callback, config.callback)]
@@ -95,6 +98,10 @@ class CallbackList:
         """Raise WorldMismatch, on every rank, if another rank has other callbacks. Collective."""
         names = ", ".join(self._by_name) or "none"
         check_same(backend, {"callbacks": names}, "; give every rank the same callbacks")
+
+    def has(self, hook: str) -> bool:
+        """Return whether a callback overrides a hook. Not collective."""
+        return bool(self._overridden[hook])
 
     def call(self, hook: str, trainer: Trainer, *args: Any) -> None:
         """Call a hook of all callbacks that override it. Collective if one of them is."""

@@ -207,6 +207,18 @@ class TrainConfig:
         "A Callback: module:Class, file.py:Class, or an object there. Repeat for several.",
         metavar="FILE.py:CLASS",
     )
+    on_nonfinite: str = _option(
+        "stop",
+        "A gradient or loss that is not finite: end the run, found at the next line of metrics; or "
+        "skip the step on all ranks, which looks at the gradient of each step.",
+        "stop",
+        "skip",
+    )
+    spike: float | None = _option(
+        None,
+        "Treat a gradient as not finite if its norm exceeds this many times the median of the "
+        "last 100 steps.",
+    )
     tensorboard: bool = _option(
         False, "Also write the metrics as TensorBoard scalars, into the run directory."
     )
@@ -230,7 +242,8 @@ class TrainConfig:
     def check(self) -> None:
         """Raise InputError for an invalid value, or an invalid combination of values."""
         positive = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size
-            accumulate lr step_factor clip_norm eval_every log_every keep outer_lr ema""".split()
+            accumulate lr step_factor clip_norm eval_every log_every keep outer_lr ema
+            spike""".split()
         for name in positive:
             value = getattr(self, name)
             if value is not None and not value > 0:  # not `value <= 0`: NaN is refused, too
@@ -263,6 +276,8 @@ class TrainConfig:
             )
         if self.outer_optimizer == "nesterov" and not self.outer_momentum:
             raise InputError("--outer-optimizer nesterov wants an --outer-momentum above zero")
+        if self.spike is not None and self.spike <= 1:
+            raise InputError(f"--spike {self.spike} must be greater than 1, such as 10")
         self.checkpoint_interval()
         self.drop_epochs()
         if self.schedule == "one-cycle" and self.warmup_steps:

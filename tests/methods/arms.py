@@ -20,6 +20,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "early stopping": {"early_stop": "loss:max:1", "epochs": 3},
     "best checkpoint": {"keep_best": "loss"},
     "average of weights": {"ema": 0.9},
+    "bad steps left out": {"on_nonfinite": "skip"},
+    "gradient spikes": {"spike": 1000.0},
     "bf16 autocast": {"precision": "bf16"},
     "fp16 with a scaled loss": {"precision": "fp16"},
     "O1: autocast": {"precision": "fp16", "opt_level": "O1"},
@@ -50,7 +52,13 @@ TASK: dict[str, dict[str, Any]] = {
 NOTHING_ON_ONE_RANK = ("SyncBatchNorm",)
 """Methods that leave the bits of a single process as they are."""
 
-CHANGES_NO_BITS = ("best checkpoint", "average of weights", "sharded parameter servers")
+CHANGES_NO_BITS = (
+    "best checkpoint",
+    "average of weights",
+    "bad steps left out",
+    "gradient spikes",
+    "sharded parameter servers",
+)
 """Methods that leave the bits as they are everywhere."""
 
 NOT_DETERMINISTIC = ("asynchronous parameter server",)

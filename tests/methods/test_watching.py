@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from hvdtrain import Backend, Trainer
-from hvdtrain.errors import InputError
+from hvdtrain import Backend, Callback, Trainer
+from hvdtrain.errors import InputError, TrainingDiverged
 from hvdtrain.training.run_dir import read_metrics
 from tests.parity import resume
 from tests.parity.resume import Stateful
@@ -73,3 +76,138 @@ def test_tensorboard_that_is_missing_is_one_line(
         fit(single(), tmp_path / "run", tensorboard=True)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()
+
+
+# Steps that are left out
+
+
+class Poisoned(Stateful):
+    """One sample makes the loss, or a gradient alone, not finite, or large."""
+
+    def __init__(self, sample: int, kind: str) -> None:
+        super().__init__(evaluates=True)
+        self.sample, self.kind = sample, kind
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(net, batch)
+        if self.sample not in batch[1].tolist() or not net.training:
+            return loss
+        if self.kind == "loss":
+            return loss * float("nan")
+        if self.kind == "spike":
+            return loss * 1000
+        # The loss is finite, the gradient of a square root at 0 is not.
+        (bias,) = [p for name, p in net.named_parameters() if name.endswith("body.0.bias")]
+        return loss + (bias * 0).abs().sqrt().sum()
+
+
+def fit_poisoned(backend: Backend, /, folder: Path, kind: str, **changes: Any) -> dict[str, Any]:
+    """Train with a sample that is used in the middle of an epoch."""
+    task = Poisoned(17, kind)
+    try:
+        recorded = fit(backend, folder, task, **changes)
+    except TrainingDiverged as error:
+        recorded = {"error": str(error), "on_all_ranks": error.on_all_ranks}
+    ours = [k for k, seen in enumerate(task.seen) if 17 in seen]
+    return {"recorded": recorded, "micro_batches": ours}
+
+
+def expected(found: list[dict[str, Any]], epoch: int = 1) -> tuple[int, int, int]:
+    """Return rank, step and micro-batch at which the sample was used in an epoch of 4 steps."""
+    rank, step = [
+        (rank, k // 2 + 1)
+        for rank, one in enumerate(found)
+        for k in one["micro_batches"]
+        if k // 8 + 1 == epoch
+    ][0]
+    micro = next(k for k in found[rank]["micro_batches"] if k // 8 + 1 == epoch)
+    return rank, step, micro % 2 + 1
+
+
+TWO: dict[str, Any] = {"accumulate": 2, "log_every": 4, "checkpoint_every": 0, "epochs": 3}
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize(("kind", "parameter"), [("loss", "head.bias"), ("grad", "body.0.bias")])
+def test_a_bad_step_is_left_out_on_all_ranks(
+    ranks: Ranks, kind: str, parameter: str, tmp_path: Path
+) -> None:
+    found = ranks.run(fit_poisoned, tmp_path, kind, on_nonfinite="skip", **TWO)
+    skipped = [one["recorded"]["skipped_steps"] for one in found]
+    assert all(steps == skipped[0] for steps in skipped)
+    assert [entry["epoch"] for entry in skipped[0]] == [1, 2, 3]
+    for entry in skipped[0]:
+        rank, step, micro = expected(found, entry["epoch"])
+        assert entry["rank"] == rank
+        assert (entry["step"], entry["micro_batch"]) == (step, micro)
+        assert entry["sample"] == 12 * ((step - 1) % 4)
+        assert entry["parameter"] == parameter
+    records = read_metrics(tmp_path)
+    assert all(math.isfinite(r.get("loss", r.get("eval_loss", 0))) for r in records)
+    assert [r["step"] for r in records if "eval_loss" in r] == [4, 8, 12]
+
+
+def weights_after(backend: Backend, /, folder: Path, **changes: Any) -> list[Any]:
+    """Return parameters and buffers before and after each step."""
+    seen: list[Any] = []
+
+    class Watch(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            seen.append({k: v.clone() for k, v in trainer.model.state_dict().items()})
+
+    config = replace(resume.CONFIG, run_dir=str(folder), on_nonfinite="skip", **changes)
+    trainer = Trainer(Poisoned(17, "loss"), backend, config, callbacks=[Watch()])
+    steps = [entry["step"] for entry in trainer.fit().recorded["skipped_steps"]]
+    return [(step, seen[step - 2], seen[step - 1]) for step in steps if step > 1]
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_a_step_that_is_left_out_changes_neither_weights_nor_buffers(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for steps in ranks.run(weights_after, tmp_path):
+        assert steps
+        for _, before, after in steps:
+            assert all(torch.equal(before[name], after[name]) for name in before)
+            assert any("running_mean" in name for name in before)
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_stop_names_rank_step_and_micro_batch(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(fit_poisoned, tmp_path, "loss", **TWO)
+    rank, step, micro = expected(found)
+    for one in found:
+        text = one["recorded"]["error"]
+        assert f"nan in steps 1 to 4, first in step {step} on rank {rank}, micro-batch" in text
+        assert f"micro-batch {micro}" in text
+        assert "\n" not in text
+    assert found[0]["recorded"]["on_all_ranks"]
+
+
+def test_stop_names_the_parameter_of_the_step_that_is_logged(tmp_path: Path) -> None:
+    for kind, name in (("loss", "head.weight"), ("grad", "body.0.bias")):
+        found = fit_poisoned(single(), tmp_path / kind, kind, log_every=1)
+        assert f"first in the gradient of {name}" in found["recorded"]["error"]
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_a_spike_is_left_out_or_stops(ranks: Ranks, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**TWO, "epochs": 5, "spike": 20.0}
+    found = ranks.run(fit_poisoned, tmp_path / "skip", "spike", on_nonfinite="skip", **options)
+    first = found[0]["recorded"]["skipped_steps"][0]
+    assert first["step"] > 10, "ten norms are known"
+    assert first["rank"] == expected(found, first["epoch"])[0]
+    stopped = ranks.run(fit_poisoned, tmp_path / "stop", "spike", **options)
+    for one in stopped:
+        text = one["recorded"]["error"]
+        assert text.startswith(f"step {first['step']} (position {first['sample']} of epoch")
+        assert f"times the median, most in rank {first['rank']}, micro-batch" in text
+
+
+def test_ten_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
+    class Always(Stateful):
+        def loss(self, net: nn.Module, batch: Any) -> Tensor:
+            return super().loss(net, batch) * float("inf")
+
+    with pytest.raises(TrainingDiverged, match="10th step in a row"):
+        fit(single(), tmp_path, Always(), on_nonfinite="skip", log_every=3)
