@@ -17,6 +17,7 @@ from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.early_stop import EarlyStop
 from hvdtrain.training.ema import EMA
 from hvdtrain.training.gradient_guard import GradientGuard
+from hvdtrain.training.step_profiler import StepProfiler
 from hvdtrain.training.tensorboard import TensorBoard
 from hvdtrain.training.user_module import load_module
 
@@ -40,6 +41,8 @@ def from_options(config: TrainConfig) -> list[Callback]:
         found.append(EMA(config.ema))
     if config.on_nonfinite == "skip" or config.spike is not None:
         found.append(GradientGuard(config.on_nonfinite == "skip", config.spike))
+    if (steps := config.profile_steps()) is not None:
+        found.append(StepProfiler(*steps))
     if config.tensorboard:
         found.append(TensorBoard())
     return [*found, *map(load_callback, config.callback)]

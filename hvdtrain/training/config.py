@@ -222,6 +222,10 @@ class TrainConfig:
     tensorboard: bool = _option(
         False, "Also write the metrics as TensorBoard scalars, into the run directory."
     )
+    profile: str | None = _option(
+        None,
+        "START:STEPS, such as 20:5: write a trace of these steps on all ranks, for Perfetto.",
+    )
     log_every: int = _option(10, "Steps between lines of metrics.")
     run_dir: str | None = _option(
         None, "[default: runs/<time>-<task>-<backend>]", fingerprint=False
@@ -278,6 +282,7 @@ class TrainConfig:
             raise InputError("--outer-optimizer nesterov wants an --outer-momentum above zero")
         if self.spike is not None and self.spike <= 1:
             raise InputError(f"--spike {self.spike} must be greater than 1, such as 10")
+        self.profile_steps()
         self.checkpoint_interval()
         self.drop_epochs()
         if self.schedule == "one-cycle" and self.warmup_steps:
@@ -338,6 +343,22 @@ class TrainConfig:
         if number < 0:
             raise InputError(f"--checkpoint-every {number} must not be negative")
         return (0, number or 1) if found[2] or not number else (number, 0)
+
+    def profile_steps(self) -> tuple[int, int] | None:
+        """Return the first step of `profile` and their number, if it is given.
+
+        Raises InputError if it cannot be read.
+        """
+        if self.profile is None:
+            return None
+        found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,6})", self.profile.strip())
+        first, num = map(int, found.groups()) if found is not None else (0, 0)
+        if not (first and num):
+            raise InputError(
+                f"--profile {self.profile!r} is not START:STEPS, two numbers from 1 on, such as "
+                "20:5 for the steps 20 to 24"
+            )
+        return first, num
 
     def plateau_criterion(self) -> Criterion:
         """Return what `plateau` says. Raises InputError if it cannot be read."""

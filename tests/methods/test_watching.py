@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvdtrain import Backend, Callback, Trainer
+from hvdtrain import Backend, Callback, TrainConfig, Trainer
 from hvdtrain.errors import InputError, TrainingDiverged
 from hvdtrain.training.run_dir import read_metrics
+from hvdtrain.training.step_profiler import clock_offset
+from hvdtrain.transports import work_queue
 from tests.parity import resume
 from tests.parity.resume import Stateful
 from tests.ranks import Ranks, single
@@ -211,3 +215,104 @@ def test_ten_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
 
     with pytest.raises(TrainingDiverged, match="10th step in a row"):
         fit(single(), tmp_path, Always(), on_nonfinite="skip", log_every=3)
+
+
+# Profiles
+
+PROFILED = [
+    ("single", 1),
+    *((f"{name}-torchrun", n) for name, n in (("ddp", 2), ("compat", 3), ("ps", 2))),
+    ("ddp-gloo", 2),
+    ("horovod-gloo", 2),
+]
+
+
+def check_trace(trace: dict[str, Any], num_ranks: int) -> dict[int, list[dict[str, Any]]]:
+    """Check what the trace format demands; return the complete events by rank.
+
+    The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    """
+    by_rank: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(num_ranks)}
+    flows: dict[Any, list[tuple[str, int]]] = {}
+    for event in trace["traceEvents"]:
+        assert isinstance(event["name"], str)
+        assert event["pid"] in by_rank
+        assert isinstance(event["tid"], int)
+        assert event["ph"] in ("X", "M", "s", "f", "i")
+        if event["ph"] != "M":
+            assert isinstance(event["ts"], (int, float))
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            by_rank[event["pid"]].append(event)
+        if event["ph"] in ("s", "f"):
+            flows.setdefault((event["cat"], event["id"]), []).append((event["ph"], event["pid"]))
+    for ends in flows.values():
+        assert len({rank for _, rank in ends}) == 1, "an arrow stays on its rank"
+    processes = [e for e in trace["traceEvents"] if e["name"] == "process_name"]
+    assert [e["pid"] for e in processes] == list(range(num_ranks))
+    assert all(e["args"]["name"].startswith(f"rank {e['pid']}") for e in processes)
+    return by_rank
+
+
+@pytest.mark.parametrize("ranks", PROFILED, indirect=True)
+def test_a_profile_has_the_steps_and_the_communication_of_all_ranks(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(fit, tmp_path, profile="3:2", checkpoint_every=0, epochs=2)
+    trace = json.loads((tmp_path / "profile.json").read_text())
+    by_rank = check_trace(trace, ranks.n)
+    assert trace["otherData"]["clock_offsets_us"] == [0.0] * ranks.n, "one host has one clock"
+    backend = ranks.arm.backend
+    for events in by_rank.values():
+        steps = [e for e in events if e["name"].startswith("step ")]
+        assert [e["name"] for e in steps] == ["step 3", "step 4"]
+        first, last = steps[0]["ts"], steps[-1]["ts"] + steps[-1]["dur"]
+        names = [e["name"] for e in events if first <= e["ts"] <= last]
+        assert names.count(f"{backend}: finish_backward") == 2
+        assert any("addmm" in name for name in names), "torch's operators"
+        if ranks.arm.name in ("ddp-torchrun", "compat-torchrun"):
+            sent = [e for e in events if e["name"] == "all_reduce" and e["cat"] == "hvdtrain"]
+            assert len(sent) >= 2
+            assert all(first <= e["ts"] <= last and e["args"]["bytes"] > 0 for e in sent)
+        if ranks.arm.name == "ddp-gloo":
+            assert names.count("gloo:all_reduce") >= 2
+    # A synchronous step ends at about the same time everywhere: the clocks are aligned.
+    starts = [min(e["ts"] for e in events) for events in by_rank.values()]
+    ends = [max(e["ts"] + e["dur"] for e in events) for events in by_rank.values()]
+    assert max(starts) < min(ends)
+
+
+def test_after_a_profile_nothing_is_recorded(tmp_path: Path) -> None:
+    backend = single()
+    fit(backend, tmp_path, profile="2:1")
+    assert not set(vars(backend)) & {"finish_backward", "all_reduce", "barrier"}
+    assert work_queue.observer is None
+
+
+@pytest.mark.parametrize(("text", "why"), [("99:2", "has ended after step 12"), ("11:9", "")])
+def test_a_profile_that_the_run_does_not_reach(
+    text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(single(), tmp_path, profile=text)
+    printed = capsys.readouterr().out
+    assert (tmp_path / "profile.json").exists() == (not why)
+    assert f"profile  not taken: the run {why}" in printed or not why
+    assert "steps 11 to 12 of 1 rank:" in printed or why
+
+
+def test_clocks_are_aligned_at_barriers() -> None:
+    def meetings(offset: int, late: Sequence[int]) -> list[tuple[int, int]]:
+        """Barriers every 1,000 ns, which a rank enters `late`, and which all leave 100 later."""
+        return [(1000 * k + t + offset, 1000 * k + 400 + offset) for k, t in enumerate(late)]
+
+    zero = meetings(0, [0, 300, 200])
+    assert clock_offset(meetings(0, [200, 0, 100]), zero) == 0
+    ahead = clock_offset(meetings(50_000, [200, 0, 100]), zero)
+    assert abs(ahead - 50_000) <= 100
+    assert abs(clock_offset(meetings(-7_000, [300, 0, 0]), zero) + 7_000) <= 100
+
+
+@pytest.mark.parametrize("text", ["", "5", "0:3", "3:0", "3:-1", "a:b", "1:2:3"])
+def test_what_is_no_profile_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="is not START:STEPS"):
+        TrainConfig(profile=text).check()
