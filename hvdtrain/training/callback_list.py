@@ -17,6 +17,7 @@ from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.early_stop import EarlyStop
 from hvdtrain.training.ema import EMA
 from hvdtrain.training.gradient_guard import GradientGuard
+from hvdtrain.training.gradient_log import GradientLog
 from hvdtrain.training.step_profiler import StepProfiler
 from hvdtrain.training.tensorboard import TensorBoard
 from hvdtrain.training.user_module import load_module
@@ -39,6 +40,8 @@ def from_options(config: TrainConfig) -> list[Callback]:
         found.append(BestCheckpoint(best))
     if config.ema is not None:
         found.append(EMA(config.ema))
+    if config.log_gradients:
+        found.append(GradientLog(config.log_gradients))
     if config.on_nonfinite == "skip" or config.spike is not None:
         found.append(GradientGuard(config.on_nonfinite == "skip", config.spike))
     if (steps := config.profile_steps()) is not None:

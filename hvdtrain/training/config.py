@@ -222,6 +222,11 @@ class TrainConfig:
     tensorboard: bool = _option(
         False, "Also write the metrics as TensorBoard scalars, into the run directory."
     )
+    log_gradients: int = _option(
+        0,
+        "Steps between records of each parameter's gradient, averaged and by rank, in "
+        "gradients.jsonl. 0: never.",
+    )
     profile: str | None = _option(
         None,
         "START:STEPS, such as 20:5: write a trace of these steps on all ranks, for Perfetto.",
@@ -260,8 +265,8 @@ class TrainConfig:
                 # Neither format() nor str() takes every int.
                 shown = f"{value:g}" if value < 1e300 else "over 1e300"
                 raise InputError(f"{flag(item.name)} {shown} must be at most {maximum:g}")
-        for name in """workers warmup_steps seed sync_every local_warmup outer_momentum
-            ps_max_staleness ps_sync_every""".split():
+        for name in """workers log_gradients warmup_steps seed sync_every local_warmup
+            outer_momentum ps_max_staleness ps_sync_every""".split():
             if (getattr(self, name) or 0) < 0:
                 raise InputError(f"{flag(name)} {getattr(self, name)} must not be negative")
         for item in dataclasses.fields(self):

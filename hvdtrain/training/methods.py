@@ -128,6 +128,12 @@ METHODS = (
         not_with={"local SGD": NO_MEAN, "asynchronous parameter server": NO_MEAN_AT_ONCE},
     ),
     Method(
+        "gradient log",
+        "--log-gradients 100",
+        lambda c: c.log_gradients > 0,
+        not_with={"local SGD": NO_MEAN, "asynchronous parameter server": NO_MEAN_AT_ONCE},
+    ),
+    Method(
         "bf16 autocast",
         "--precision bf16",
         lambda c: c.precision == "bf16" and c.opt_level in ("none", "O1"),

@@ -22,6 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "average of weights": {"ema": 0.9},
     "bad steps left out": {"on_nonfinite": "skip"},
     "gradient spikes": {"spike": 1000.0},
+    "gradient log": {"log_gradients": 2},
     "bf16 autocast": {"precision": "bf16"},
     "fp16 with a scaled loss": {"precision": "fp16"},
     "O1: autocast": {"precision": "fp16", "opt_level": "O1"},
@@ -57,6 +58,7 @@ CHANGES_NO_BITS = (
     "average of weights",
     "bad steps left out",
     "gradient spikes",
+    "gradient log",
     "sharded parameter servers",
 )
 """Methods that leave the bits as they are everywhere."""

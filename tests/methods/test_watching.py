@@ -316,3 +316,85 @@ def test_clocks_are_aligned_at_barriers() -> None:
 def test_what_is_no_profile_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="is not START:STEPS"):
         TrainConfig(profile=text).check()
+
+
+# The gradient log
+
+
+def gradients_of(backend: Backend, /, folder: Path, **changes: Any) -> list[dict[str, Any]]:
+    """Train with the log; return what a callback sees of the steps that it has."""
+    seen: list[dict[str, Any]] = []
+
+    class Watch(Callback):
+        def on_start(self, trainer: Trainer) -> None:
+            self.before = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+
+        def on_gradients(self, trainer: Trainer, losses: Sequence[Tensor]) -> None:
+            trainer.backend.synchronize(trainer.optimizer, "gradients")
+            for p in trainer.model.parameters():
+                assert p.grad is not None
+            named = trainer.model.named_parameters()
+            self.grads = {n: p.grad.clone() for n, p in named if p.grad is not None}
+
+        def on_step_end(self, trainer: Trainer) -> None:
+            for name, p in trainer.model.named_parameters():
+                grad, before = self.grads[name].double(), self.before[name].double()
+                seen.append(
+                    {
+                        "step": trainer.progress.step,
+                        "name": name,
+                        "norm": float(grad.norm()),
+                        "mean": float(grad.mean()),
+                        "max": float(grad.abs().max()),
+                        "zeros": float((grad == 0).double().mean()),
+                        "update_ratio": float((p.detach().double() - before).norm() / before.norm())
+                        if before.any()
+                        else None,
+                    }
+                )
+            self.before = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+
+    config = replace(resume.CONFIG, run_dir=str(folder), log_gradients=3, **changes)
+    Trainer(Stateful(evaluates=True), backend, config, callbacks=[Watch()]).fit()
+    return [line for line in seen if line["step"] % 3 == 0]
+
+
+LOGGED = [*RANKS, ("ps-torchrun", 2), ("horovod-gloo", 2)]
+
+
+@pytest.mark.parametrize("ranks", LOGGED, indirect=True)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_gradient_log_has_each_parameter(ranks: Ranks, accumulate: int, tmp_path: Path) -> None:
+    seen = ranks.run(gradients_of, tmp_path, accumulate=accumulate, clip_norm=0.5)[0]
+    lines = [json.loads(line) for line in (tmp_path / "gradients.jsonl").read_text().splitlines()]
+    local = [line.pop("local_norms") for line in lines]
+    assert [line["step"] for line in lines[:: len(lines) // 4]] == [3, 6, 9, 12]
+    names = [[line.pop("name") for line in some] for some in (lines, seen)]
+    assert names[0] == names[1]
+    assert lines == [pytest.approx(line, rel=1e-5, abs=1e-9) for line in seen]
+    for line, norms in zip(lines, local, strict=True):
+        assert len(norms) == ranks.n
+        # The norm of the mean is at most the mean of the norms; ranks have different samples.
+        assert line["norm"] <= sum(norms) / ranks.n * 1.00001
+        assert ranks.n > 1 or norms == [pytest.approx(line["norm"], rel=1e-5)]
+    assert ranks.n == 1 or any(len({round(norm, 9) for norm in norms}) > 1 for norms in local)
+
+
+def test_the_gradient_log_of_fp16_is_unscaled(tmp_path: Path) -> None:
+    fit(single(), tmp_path, log_gradients=1, epochs=1, precision="fp16")
+    lines = [json.loads(line) for line in (tmp_path / "gradients.jsonl").read_text().splitlines()]
+    logged = [(r["step"], r["grad_norm"]) for r in read_metrics(tmp_path) if "grad_norm" in r]
+    norms = {step: norm for step, norm in logged if isinstance(norm, float)}
+    assert norms, "not each step has overflowed"
+    for step, norm in norms.items():
+        ours = [line for line in lines if line["step"] == step]
+        for squares in ((x["norm"] ** 2 for x in ours), (x["local_norms"][0] ** 2 for x in ours)):
+            assert math.sqrt(sum(squares)) == pytest.approx(norm, rel=1e-4)
+
+
+def test_a_resumed_run_logs_no_gradient_twice(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"log_gradients": 1, "checkpoint_every": 3}
+    resume.train(single(), tmp_path, stop_at=5, **options)
+    resume.train(single(), tmp_path, resume="must", **options)
+    lines = [json.loads(line) for line in (tmp_path / "gradients.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["name"] == "head.bias"] == list(range(1, 13))
