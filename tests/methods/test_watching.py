@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from hvdtrain.errors import InputError, TrainingDiverged
 from hvdtrain.training.run_dir import read_metrics
 from hvdtrain.training.step_profiler import clock_offset
 from hvdtrain.transports import work_queue
+from tests.launching import ROOT
 from tests.parity import resume
 from tests.parity.resume import Stateful
 from tests.ranks import Ranks, single
@@ -398,3 +400,56 @@ def test_a_resumed_run_logs_no_gradient_twice(tmp_path: Path) -> None:
     resume.train(single(), tmp_path, resume="must", **options)
     lines = [json.loads(line) for line in (tmp_path / "gradients.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["name"] == "head.bias"] == list(range(1, 13))
+
+
+# Trackers
+
+TRACKERS = ROOT / "examples" / "trackers.py"
+
+# What the adapters call, with the signatures of wandb 0.2x and mlflow 2 and 3; they write files.
+WANDB = """
+import json
+class Run:
+    def log(self, data, step=None, commit=None): write("log", step, data)
+    def finish(self, exit_code=None): write("finish")
+def init(entity=None, project=None, dir=None, id=None, name=None, config=None, resume=None):
+    write("start", id, config["run_dir"])
+    return Run()
+"""
+MLFLOW = """
+import json
+def start_run(run_id=None, experiment_id=None, run_name=None): write("start", run_name)
+def log_params(params, synchronous=None): write("start", run_name_of(params), params["run_dir"])
+def run_name_of(params): return params["run_dir"].rpartition("/")[2]
+def log_metrics(metrics, step=None, synchronous=None): write("log", step, metrics)
+def end_run(status="FINISHED"): write("finish")
+"""
+WRITE = "def write(*what):\n    print(json.dumps(what), file=open({!r}, 'a'), flush=True)\n"
+
+
+def fit_tracked(backend: Backend, /, folder: Path, name: str) -> None:
+    """Train with a module of a tracker's name on the path, on this rank."""
+    sys.path.insert(0, str(folder))
+    try:
+        fit(backend, folder / "run", callback=(f"{TRACKERS}:{name}",), epochs=2)
+    finally:
+        sys.path.remove(str(folder))
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize(("name", "module"), [("wandb", WANDB), ("mlflow", MLFLOW)])
+def test_a_tracker_gets_what_is_logged(
+    ranks: Ranks, name: str, module: str, tmp_path: Path
+) -> None:
+    calls = tmp_path / "calls"
+    (tmp_path / f"{name}.py").write_text(module + WRITE.format(str(calls)))
+    ranks.run(fit_tracked, tmp_path, name)
+    found = [json.loads(line) for line in calls.read_text().splitlines()]
+    assert ["start", "run", str(tmp_path / "run")] in found
+    assert [call[0] for call in found].count("finish") == 1, "rank 0 alone"
+    assert found[-1] == ["finish"]
+    logged = [{"step": call[1], **call[2]} for call in found if call[0] == "log"]
+    for record, other in zip(read_metrics(tmp_path / "run"), logged, strict=True):
+        record.pop("time", None)
+        assert record == other
