@@ -18,6 +18,7 @@ from hvdtrain.training.early_stop import EarlyStop
 from hvdtrain.training.ema import EMA
 from hvdtrain.training.gradient_guard import GradientGuard
 from hvdtrain.training.gradient_log import GradientLog
+from hvdtrain.training.rank_log import RankLog
 from hvdtrain.training.step_profiler import StepProfiler
 from hvdtrain.training.tensorboard import TensorBoard
 from hvdtrain.training.user_module import load_module
@@ -40,6 +41,8 @@ def from_options(config: TrainConfig) -> list[Callback]:
         found.append(BestCheckpoint(best))
     if config.ema is not None:
         found.append(EMA(config.ema))
+    if config.rank_logs:
+        found.append(RankLog())
     if config.log_gradients:
         found.append(GradientLog(config.log_gradients))
     if config.on_nonfinite == "skip" or config.spike is not None:

@@ -231,6 +231,9 @@ class TrainConfig:
         None,
         "START:STEPS, such as 20:5: write a trace of these steps on all ranks, for Perfetto.",
     )
+    rank_logs: bool = _option(
+        False, "Keep what each rank prints, in logs/rank0.log and so on of the run directory."
+    )
     log_every: int = _option(10, "Steps between lines of metrics.")
     run_dir: str | None = _option(
         None, "[default: runs/<time>-<task>-<backend>]", fingerprint=False

@@ -19,7 +19,7 @@ from hvdtrain.errors import InputError, TrainingDiverged
 from hvdtrain.training.run_dir import read_metrics
 from hvdtrain.training.step_profiler import clock_offset
 from hvdtrain.transports import work_queue
-from tests.launching import ROOT
+from tests.launching import ROOT, run
 from tests.parity import resume
 from tests.parity.resume import Stateful
 from tests.ranks import Ranks, single
@@ -453,3 +453,42 @@ def test_a_tracker_gets_what_is_logged(
     for record, other in zip(read_metrics(tmp_path / "run"), logged, strict=True):
         record.pop("time", None)
         assert record == other
+
+
+# Logs of the ranks
+
+
+def fit_and_print(backend: Backend, /, folder: Path) -> None:
+    class Talks(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            print("one", end="")
+            print(f" line of {trainer.world.rank}", file=sys.stderr)
+
+    config = replace(resume.CONFIG, run_dir=str(folder), rank_logs=True, epochs=1, max_steps=2)
+    before = sys.stdout, sys.stderr
+    Trainer(Stateful(evaluates=True), backend, config, callbacks=[Talks()]).fit()
+    assert (sys.stdout, sys.stderr) == before
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_each_rank_has_a_log(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(fit_and_print, tmp_path)
+    assert len(list((tmp_path / "logs").iterdir())) == ranks.n
+    for rank in range(ranks.n):
+        lines = (tmp_path / "logs" / f"rank{rank}.log").read_text().splitlines()
+        assert all(line.startswith(f"[rank {rank}/{ranks.n}] ") for line in lines)
+        assert sum(line.endswith(f"] one line of {rank}") for line in lines) == 2
+        assert any("] step 2" in line and "ms/step" in line for line in lines)
+        assert any("] task     digits" in line for line in lines) == (rank == 0)
+
+
+def test_the_log_of_a_rank_has_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(
+        "from hvdtrain.tasks.mlp import MLP\n"
+        "class Mine(MLP):\n    def loss(self, net, batch):\n        raise KeyError('of the task')\n"
+    )
+    command = [sys.executable, "-m", "hvdtrain", "--task", f"{tmp_path / 'my.py'}:Mine"]
+    done = run([*command, "--rank-logs", "--run-dir", tmp_path / "run"])
+    assert done.code == 1
+    log = (tmp_path / "run" / "logs" / "rank0.log").read_text()
+    assert "[rank 0/1] KeyError: 'of the task'" in log
