@@ -74,7 +74,8 @@ class GradientGuard(Callback):
         grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
         norms = torch.stack([norm_of(grad) for grad in grads])
         norm = torch.linalg.vector_norm(norms) / scaler.get_scale()
-        both = torch.stack([norm, torch.stack(list(losses)).sum().double()])
+        total = torch.stack([loss.double().reshape(()) for loss in losses]).sum()
+        both = torch.stack([norm, total])
         size, loss = backend.all_reduce(both, "mean").tolist()
         if not math.isfinite(size) and scaler.is_enabled():
             return  # the loss scale adapts, and its step is left out
@@ -140,7 +141,8 @@ class GradientGuard(Callback):
         step, self._in_a_row = progress.step + 1, self._in_a_row + 1
         order = f"position {progress.sample} of epoch {progress.epoch + 1}"
         place = [f"{name.replace('_', '-')} {value}" for name, value in where.items()]
-        text = f"step {step} ({order}): {why}, {how} in {', '.join(place) or 'the mean alone'}"
+        place = place if "rank" in where else ["the mean of the ranks", *place]
+        text = f"step {step} ({order}): {why}, {how} on {', '.join(place)}"
         if self._skips and self._in_a_row < _MAX_IN_A_ROW:
             trainer.skip_step()
             with torch.no_grad():
@@ -160,9 +162,11 @@ class GradientGuard(Callback):
         )
 
     def on_end(self, trainer: Trainer) -> None:
-        """Stop to watch the gradients."""
+        """Stop to watch; record the steps that were left out, also before a resume."""
         for handle in self._handles:
             handle.remove()
+        if self._skipped:
+            trainer.record(skipped_steps=self._skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last norms, and the steps that were left out."""

@@ -207,7 +207,7 @@ def test_a_spike_is_left_out_or_stops(ranks: Ranks, tmp_path: Path) -> None:
     for one in stopped:
         text = one["recorded"]["error"]
         assert text.startswith(f"step {first['step']} (position {first['sample']} of epoch")
-        assert f"times the median, most in rank {first['rank']}, micro-batch" in text
+        assert f"times the median, most on rank {first['rank']}, micro-batch" in text
 
 
 def test_ten_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
