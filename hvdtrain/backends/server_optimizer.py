@@ -84,6 +84,8 @@ class ServerOptimizer(Optimizer):
         """The indices of the parameters of each server, by rank."""
         self._mine = self._owned.get(messages.rank, [])
         self._round = 0
+        self._shared_round = 0
+        """The last round of which every rank has the means."""
         self._server: _Server | None = None
 
     @property
@@ -158,7 +160,13 @@ class ServerOptimizer(Optimizer):
             parameters[i].grad = None
 
     def share_means(self) -> None:
-        """Make p.grad the mean on every rank, after `reduce_to_servers`. Collective."""
+        """Make p.grad the mean on every rank, after `reduce_to_servers`. Collective.
+
+        Once a step: a second call, by a callback, finds it done.
+        """
+        if self._shared_round == self._round:
+            return
+        self._shared_round = self._round
         self._publish("mean", lambda p: p.grad, lambda p, mean: setattr(p, "grad", mean))
 
     def _step_and_publish(self) -> None:

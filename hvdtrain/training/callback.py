@@ -1,16 +1,18 @@
 """The base class of callbacks: code that the Trainer calls at fixed points of a run.
 
-`--early-stop`, `--keep-best` and `--ema` are callbacks, one file each. A user's own is given as
-`Trainer(..., callbacks=[MyCallback()])`, or with `--callback my.py:MyCallback`.
+`--early-stop`, `--keep-best`, `--ema` and `--tensorboard` are callbacks, one file each. A user's
+own is given as `Trainer(..., callbacks=[MyCallback()])`, or with `--callback my.py:MyCallback`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hvdtrain.training.trainer import Trainer
 
 
@@ -18,7 +20,7 @@ class Callback:
     """Code that the Trainer calls at fixed points of a run; override the hooks that it needs.
 
         on_start, then load_state_dict if the run is resumed
-        for each step:     on_step_end
+        for each step:     on_gradients, then on_step_end
         for each epoch:    on_evaluate if there is an evaluation, then on_epoch_end
         for each save:     state_dict, then on_checkpoint
         on_end
@@ -43,6 +45,16 @@ class Callback:
         Collectives may be called.
 
         Create here what `load_state_dict` fills, which follows.
+        """
+
+    def on_gradients(self, trainer: Trainer, losses: Sequence[Tensor]) -> None:
+        """Follow the average of each step's gradients, before they are clipped and used.
+        Collectives may be called.
+
+        `p.grad` is the mean, multiplied by the loss scale; under `--backend ps` only after
+        `trainer.backend.synchronize(trainer.optimizer, "gradients")`, and under local SGD it is
+        this rank's own. `losses`: this rank's, one for each micro-batch, divided by their number.
+        `trainer.skip_step` leaves the step out. `trainer.progress` does not count the step yet.
         """
 
     def on_step_end(self, trainer: Trainer) -> None:

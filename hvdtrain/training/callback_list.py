@@ -16,6 +16,11 @@ from hvdtrain.training.callback import Callback
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.early_stop import EarlyStop
 from hvdtrain.training.ema import EMA
+from hvdtrain.training.gradient_guard import GradientGuard
+from hvdtrain.training.gradient_log import GradientLog
+from hvdtrain.training.rank_log import RankLog
+from hvdtrain.training.step_profiler import StepProfiler
+from hvdtrain.training.tensorboard import TensorBoard
 from hvdtrain.training.user_module import load_module
 
 if TYPE_CHECKING:
@@ -27,7 +32,7 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 def from_options(config: TrainConfig) -> list[Callback]:
     """Return the callbacks that the options choose. Not collective.
 
-    Raises InputError for a `--callback` that cannot be found.
+    Raises InputError for a `--callback` that cannot be found, and for a missing package.
     """
     found: list[Callback] = []
     if (stop := config.early_stop_criterion()) is not None:
@@ -36,6 +41,16 @@ def from_options(config: TrainConfig) -> list[Callback]:
         found.append(BestCheckpoint(best))
     if config.ema is not None:
         found.append(EMA(config.ema))
+    if config.rank_logs:
+        found.append(RankLog())
+    if config.log_gradients:
+        found.append(GradientLog(config.log_gradients))
+    if config.on_nonfinite == "skip" or config.spike is not None:
+        found.append(GradientGuard(config.on_nonfinite == "skip", config.spike))
+    if (steps := config.profile_steps()) is not None:
+        found.append(StepProfiler(*steps))
+    if config.tensorboard:
+        found.append(TensorBoard())
     return [*found, *map(load_callback, config.callback)]
 
 
@@ -92,6 +107,10 @@ class CallbackList:
         """Raise WorldMismatch, on every rank, if another rank has other callbacks. Collective."""
         names = ", ".join(self._by_name) or "none"
         check_same(backend, {"callbacks": names}, "; give every rank the same callbacks")
+
+    def has(self, hook: str) -> bool:
+        """Return whether a callback overrides a hook. Not collective."""
+        return bool(self._overridden[hook])
 
     def call(self, hook: str, trainer: Trainer, *args: Any) -> None:
         """Call a hook of all callbacks that override it. Collective if one of them is."""

@@ -207,6 +207,33 @@ class TrainConfig:
         "A Callback: module:Class, file.py:Class, or an object there. Repeat for several.",
         metavar="FILE.py:CLASS",
     )
+    on_nonfinite: str = _option(
+        "stop",
+        "A gradient or loss that is not finite: end the run, found at the next line of metrics; or "
+        "skip the step on all ranks, which looks at the gradient of each step.",
+        "stop",
+        "skip",
+    )
+    spike: float | None = _option(
+        None,
+        "Treat a gradient as not finite if its norm exceeds this many times the median of the "
+        "last 100 steps.",
+    )
+    tensorboard: bool = _option(
+        False, "Also write the metrics as TensorBoard scalars, into the run directory."
+    )
+    log_gradients: int = _option(
+        0,
+        "Steps between records of each parameter's gradient, averaged and by rank, in "
+        "gradients.jsonl. 0: never.",
+    )
+    profile: str | None = _option(
+        None,
+        "START:STEPS, such as 20:5: write a trace of these steps on all ranks, for Perfetto.",
+    )
+    rank_logs: bool = _option(
+        False, "Keep what each rank prints, in logs/rank0.log and so on of the run directory."
+    )
     log_every: int = _option(10, "Steps between lines of metrics.")
     run_dir: str | None = _option(
         None, "[default: runs/<time>-<task>-<backend>]", fingerprint=False
@@ -227,7 +254,8 @@ class TrainConfig:
     def check(self) -> None:
         """Raise InputError for an invalid value, or an invalid combination of values."""
         positive = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size
-            accumulate lr step_factor clip_norm eval_every log_every keep outer_lr ema""".split()
+            accumulate lr step_factor clip_norm eval_every log_every keep outer_lr ema
+            spike""".split()
         for name in positive:
             value = getattr(self, name)
             if value is not None and not value > 0:  # not `value <= 0`: NaN is refused, too
@@ -240,8 +268,8 @@ class TrainConfig:
                 # Neither format() nor str() takes every int.
                 shown = f"{value:g}" if value < 1e300 else "over 1e300"
                 raise InputError(f"{flag(item.name)} {shown} must be at most {maximum:g}")
-        for name in """workers warmup_steps seed sync_every local_warmup outer_momentum
-            ps_max_staleness ps_sync_every""".split():
+        for name in """workers log_gradients warmup_steps seed sync_every local_warmup
+            outer_momentum ps_max_staleness ps_sync_every""".split():
             if (getattr(self, name) or 0) < 0:
                 raise InputError(f"{flag(name)} {getattr(self, name)} must not be negative")
         for item in dataclasses.fields(self):
@@ -260,6 +288,9 @@ class TrainConfig:
             )
         if self.outer_optimizer == "nesterov" and not self.outer_momentum:
             raise InputError("--outer-optimizer nesterov wants an --outer-momentum above zero")
+        if self.spike is not None and self.spike <= 1:
+            raise InputError(f"--spike {self.spike} must be greater than 1, such as 10")
+        self.profile_steps()
         self.checkpoint_interval()
         self.drop_epochs()
         if self.schedule == "one-cycle" and self.warmup_steps:
@@ -320,6 +351,22 @@ class TrainConfig:
         if number < 0:
             raise InputError(f"--checkpoint-every {number} must not be negative")
         return (0, number or 1) if found[2] or not number else (number, 0)
+
+    def profile_steps(self) -> tuple[int, int] | None:
+        """Return the first step of `profile` and their number, if it is given.
+
+        Raises InputError if it cannot be read.
+        """
+        if self.profile is None:
+            return None
+        found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,6})", self.profile.strip())
+        first, num = map(int, found.groups()) if found is not None else (0, 0)
+        if not (first and num):
+            raise InputError(
+                f"--profile {self.profile!r} is not START:STEPS, two numbers from 1 on, such as "
+                "20:5 for the steps 20 to 24"
+            )
+        return first, num
 
     def plateau_criterion(self) -> Criterion:
         """Return what `plateau` says. Raises InputError if it cannot be read."""

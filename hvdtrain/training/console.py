@@ -46,7 +46,7 @@ class LineConsole(Console):
 
 
 class BarConsole(Console):
-    """A rich progress bar, with the latest loss beside it."""
+    """A rich progress bar with the time left, and the latest epoch, loss and speed beside it."""
 
     def __init__(self) -> None:
         from rich.progress import (
@@ -81,8 +81,10 @@ class BarConsole(Console):
         self._progress.update(self._bar, completed=step)
 
     def log(self, record: dict[str, Any]) -> None:
-        if "loss" in record:
-            self._progress.update(self._bar, description=f"loss {record['loss']:.4f}")
+        if "loss" in record and "samples_per_s" in record:
+            speed = f"{record['samples_per_s']:.0f} samples/s"
+            description = f"epoch {record['epoch']}  loss {record['loss']:.4f}  {speed}"
+            self._progress.update(self._bar, description=description)
         else:
             self.print_line(f"step {record['step']}  {describe(record)}")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,10 @@ from torch import Tensor
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import TrainingDiverged
+from hvdtrain.training.gradient_values import is_finite
+
+_MAX_LOSSES = 1000
+"""Losses that are kept to name the first one that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +41,22 @@ class Meter:
         self.data_s = 0.0
         """Seconds for which this rank has waited for data; the loop adds to it."""
         self._loss: Tensor | None = None
+        self._losses: deque[tuple[int, int, Tensor]] = deque(maxlen=_MAX_LOSSES)
         self._steps = 0
+        self._skipped = 0
         self._samples = 0
         self._since = time.perf_counter()
 
-    def add_loss(self, loss: Tensor) -> None:
-        """Add a micro-batch's loss, which the caller has divided by the number of micro-batches in
-        the step. Does not synchronise a device.
-        """
-        value = loss.detach()
-        self._loss = value if self._loss is None else self._loss + value
+    def count(self, samples: int, losses: Sequence[Tensor]) -> None:
+        """Count one optimizer step, with `samples` of all ranks. Does not synchronise a device.
 
-    def count(self, samples: int) -> None:
-        """Count one optimizer step, with `samples` of all ranks."""
+        `losses`: those of the micro-batches, divided by their number; none for a step left out.
+        """
+        for micro, value in enumerate(losses, 1):
+            self._loss = value if self._loss is None else self._loss + value
+            self._losses.append((self._steps, micro, value))
         self._steps += 1
+        self._skipped += not losses
         self._samples += samples
 
     def take(self) -> tuple[float, Tensor]:
@@ -60,30 +68,38 @@ class Meter:
         self._reset()
         return data_s, loss
 
-    def flush(self, step: int, norm: Tensor | None, norm_may_overflow: bool) -> dict[str, Any]:
+    def flush(
+        self,
+        step: int,
+        norm: Tensor | None,
+        norm_may_overflow: bool,
+        suspect: Callable[[], str],
+    ) -> dict[str, Any]:
         """Average the loss over all ranks, return the numbers since the last call, and reset.
 
         Collective. Raises TrainingDiverged, on every rank, if the loss of any rank is not finite,
         or the norm of the averaged gradient, which is equal on all ranks. `norm_may_overflow`: an
-        fp16 loss scaler skips such a step, so that its norm may be infinite.
+        fp16 loss scaler skips such a step, so that its norm may be infinite. `suspect` returns the
+        parameter whose gradient is not finite in this step.
 
         If ranks step at different times, nothing is collective, and the loss is this rank's own.
         """
-        assert self._loss is not None
         steps = self._steps
-        mean = self._loss.double() / steps
         together = not self._backend.is_asynchronous
-        loss = float(self._backend.all_reduce(mean, "mean") if together else mean)
+        numbers = {}
+        if self._loss is not None:  # else all of the steps were left out, on all ranks
+            mean = self._loss.double() / (steps - self._skipped)
+            numbers["loss"] = float(self._backend.all_reduce(mean, "mean") if together else mean)
         elapsed = time.perf_counter() - self._since
-        numbers = {"loss": loss}
         if norm is not None:
             numbers["grad_norm"] = float(norm)
         for name, value in numbers.items():
             if not math.isfinite(value) and not (name == "grad_norm" and norm_may_overflow):
                 raise TrainingDiverged(
-                    f"the {name} became {value} in steps {step - steps + 1} to {step}; lower the "
-                    "learning rate, clip with --clip-norm, or look at the data; no checkpoint of "
-                    "these steps was kept",
+                    f"the {name} became {value} in steps {step - steps + 1} to {step}"
+                    f"{self._where(name, step, suspect, together)}; lower the learning rate, clip "
+                    "with --clip-norm, leave such steps out with --on-nonfinite skip, or look at "
+                    "the data; no checkpoint of these steps was kept",
                     on_all_ranks=together,
                 )
         timing = {
@@ -93,3 +109,24 @@ class Meter:
         }
         self._reset()
         return {**numbers, **timing}
+
+    def _where(self, name: str, step: int, suspect: Callable[[], str], together: bool) -> str:
+        """Return which rank and micro-batch had the first loss that is not finite, and the first
+        parameter. Collective if `together`.
+        """
+        first = step
+        about = []
+        if name == "loss":
+            mine = next(((at, m) for at, m, loss in self._losses if not is_finite(loss)), None)
+            rank = self._backend.world.rank
+            found = self._backend.all_gather_object((rank, mine)) if together else [(rank, mine)]
+            # A step of one rank spoils the parameters of all: later losses say nothing.
+            losses = sorted((*at, rank) for rank, at in found if at is not None)
+            if not losses:
+                return ""
+            at, micro, rank = losses[0]
+            first = step - self._steps + 1 + at
+            about.append(f"first in step {first} on rank {rank}, micro-batch {micro}")
+        if first == step and (parameter := suspect()):
+            about.append(f"first in the gradient of {parameter}")
+        return "".join(f", {text}" for text in about)

@@ -24,9 +24,11 @@ ONE_PROCESS = {
     for name in ("single", "dp")
 }
 
+LEFT_OUT_BY_SCALE = "the loss scale leaves steps out itself"
 NO_MASTERS = "the half weights are averaged, and the fp32 masters are not"
 NO_MEAN = "it reads the averaged gradient, and each rank steps on its own"
 NO_MEAN_AT_ONCE = "it reads the averaged gradient, and each rank's is applied by itself"
+NO_OVERFLOW = "an overflow would stay in the errors that each rank keeps"
 NO_SCALE = "the loss scale needs gradients that are equal on all ranks"
 NO_SERVER = dict.fromkeys(
     ("single", "dp", "ddp", "horovod", "compat"), "it has no server; use --backend ps"
@@ -108,6 +110,30 @@ METHODS = (
         },
     ),
     Method(
+        "bad steps left out",
+        "--on-nonfinite skip",
+        lambda c: c.on_nonfinite == "skip",
+        not_with={
+            "local SGD": NO_MEAN,
+            "asynchronous parameter server": NO_MEAN_AT_ONCE,
+            "PowerSGD": NO_OVERFLOW,
+            "fp16 with a scaled loss": LEFT_OUT_BY_SCALE,
+            "O2: fp16 weights, fp32 masters": LEFT_OUT_BY_SCALE,
+        },
+    ),
+    Method(
+        "gradient spikes",
+        "--spike 10",
+        lambda c: c.spike is not None,
+        not_with={"local SGD": NO_MEAN, "asynchronous parameter server": NO_MEAN_AT_ONCE},
+    ),
+    Method(
+        "gradient log",
+        "--log-gradients 100",
+        lambda c: c.log_gradients > 0,
+        not_with={"local SGD": NO_MEAN, "asynchronous parameter server": NO_MEAN_AT_ONCE},
+    ),
+    Method(
         "bf16 autocast",
         "--precision bf16",
         lambda c: c.precision == "bf16" and c.opt_level in ("none", "O1"),
@@ -165,7 +191,7 @@ METHODS = (
         },
         not_with=dict.fromkeys(
             ("fp16 with a scaled loss", "O2: fp16 weights, fp32 masters"),
-            "an overflow would stay in the errors that each rank keeps",
+            NO_OVERFLOW,
         ),
     ),
     Method(

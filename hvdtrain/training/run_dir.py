@@ -12,7 +12,7 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
@@ -83,11 +83,8 @@ class RunDirectory:
     def open_metrics(self, first_step: int) -> None:
         """Open metrics.jsonl. Delete lines after `first_step`: those steps are taken again."""
         metrics = self.path / "metrics.jsonl"
+        delete_lines(metrics, first_step)
         with _writing(self.path):
-            if metrics.exists():
-                lines = metrics.read_text(errors="replace").splitlines()
-                kept = (f"{line}\n" for line in lines if _step(line) <= first_step)
-                files.write_atomically(metrics, "".join(kept))
             self._metrics = metrics.open("a", buffering=1)
 
     def log(self, record: dict[str, Any]) -> None:
@@ -144,6 +141,23 @@ class RunDirectory:
         keys |= {"metrics", "params_sha256", "seen"}
         last = {key: before[key] for key in before if key in keys}
         return [*before.get("attempts", []), {**last, "outcome": outcome}]
+
+
+def delete_lines(file: Path, step: int) -> None:
+    """Delete the records after `step` from a file in the run directory, if there is one: those
+    steps are taken again. Raises InputError if it cannot be written.
+    """
+    with _writing(file.parent):
+        if file.exists():
+            lines = file.read_text(errors="replace").splitlines()
+            kept = (f"{line}\n" for line in lines if _step(line) <= step)
+            files.write_atomically(file, "".join(kept))
+
+
+def append_lines(file: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Append records to a file in the run directory. Raises InputError if it cannot be written."""
+    with _writing(file.parent), file.open("a") as out:
+        out.write("".join(_dump(record) + "\n" for record in records))
 
 
 def make_default(task: str, backend: str) -> Path:

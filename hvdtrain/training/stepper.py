@@ -14,11 +14,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends.base import Backend
+from hvdtrain.backends.model_sync import uncompiled
 from hvdtrain.errors import InputError
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import Window, derive_seed, unchanged_buffers
+from hvdtrain.training.gradient_values import is_finite
 from hvdtrain.training.lr_schedule import RateSchedule
 from hvdtrain.training.meter import Meter
 from hvdtrain.training.prepared_model import PreparedModel
@@ -37,7 +40,9 @@ class Stepper:
         prepared: PreparedModel,
         schedule: RateSchedule,
         progress: Progress,
+        on_gradients: Callable[[list[Tensor]], bool] | None = None,
     ) -> None:
+        """`on_gradients` is given the losses of each step; it returns whether to leave it out."""
         self._task, self._backend = task, backend
         self._clip_norm, self._seed = config.clip_norm, config.seed
         self._clips = not math.isinf(config.clip_norm)
@@ -45,6 +50,7 @@ class Stepper:
         self._optimizer, self._precision = prepared.optimizer, prepared.precision
         self._local, self._schedule = prepared.local, schedule
         self._progress = progress
+        self._on_gradients = on_gradients
         self.last_lrs: list[float] = []
         """The rates of the last step that was logged, by parameter group."""
 
@@ -60,22 +66,27 @@ class Stepper:
         progress = self._progress
         # Seed by the step's number, so that a resumed run draws the same random numbers.
         determinism.seed_all(derive_seed(self._seed, progress.step, self._backend.world.rank))
-        self._backward(window, meter, on_batch)
+        losses = self._backward(window, meter, on_batch)
         step = progress.step + 1
-        norm, scale = self._update(step, logs)
+        self._average(step)
+        skips = self._on_gradients is not None and self._on_gradients(losses)
+        norm, scale = self._update(step, logs, skips)
         progress.step = step
         progress.sample += window.samples
-        meter.count(window.samples)
+        meter.count(window.samples, [] if skips else losses)
         if not logs:
             return None
-        numbers = meter.flush(step, norm, self._precision.scaler.is_enabled())
+        numbers = meter.flush(step, norm, self._precision.scaler.is_enabled(), self._suspect)
         record = {"step": step, "epoch": progress.epoch_number, "lr": self.last_lrs[0]}
         return {**record, **numbers, **scale, **self._backend.log_fields}
 
     def _backward(
         self, window: Window, meter: Meter, on_batch: Callable[[Any], None] | None
-    ) -> None:
-        """Add up the gradients of the micro-batches in `window`. Collective."""
+    ) -> list[Tensor]:
+        """Add up the gradients of the micro-batches in `window`, and return their losses.
+        Collective.
+        """
+        losses = []
         num_micro_batches, weights = window.num, window.weights
         for micro in range(num_micro_batches):
             waited = time.perf_counter()
@@ -94,36 +105,58 @@ class Stepper:
                     # `accumulate`: an epoch's last step may have fewer.
                     loss = loss / num_micro_batches if weights is None else loss * weights[micro]
                 self._precision.backward(loss)
-            meter.add_loss(loss)
+            losses.append(loss.detach())
+        return losses
 
     def _accumulate(self, last: bool) -> AbstractContextManager[None]:
         if self._local is not None:
             return contextlib.nullcontext()
         return self._backend.accumulate(self._net, last)
 
-    def _update(self, step: int, logs: bool) -> tuple[Tensor | None, dict[str, float]]:
-        """Average the gradients, clip them, and step optimizer and schedule. Collective.
+    def _average(self, step: int) -> None:
+        """Average the gradients of a step. Collective."""
+        self._backend.finish_backward(self._optimizer)
+        if self._local is not None:
+            self._local.finish_backward(step)
 
-        `step`: its number. Returns the norm of the gradient, if it was computed, and, if the step
-        `logs`, its loss scale.
+    def _update(self, step: int, logs: bool, skips: bool) -> tuple[Tensor | None, dict[str, float]]:
+        """Clip the averaged gradients, and step optimizer and schedule. Collective.
+
+        `step`: its number; `skips`: leave the optimizer out. Returns the norm of the gradient, if
+        it was computed, and, if the step `logs`, its loss scale.
         """
         optimizer, local = self._optimizer, self._local
-        self._backend.finish_backward(optimizer)
+        if logs:
+            self.last_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        scale = self._precision.loss_scale() if logs else {}
+        norm = None
+        if skips:
+            mark_as_stepped(optimizer)  # the schedule advances without it
+        else:
+            norm = self._clip_and_step(logs)
         if local is not None:
-            local.finish_backward(step)
+            local.finish_step(step)
+        self._schedule.after_step()
+        return norm, scale
+
+    def _clip_and_step(self, logs: bool) -> Tensor | None:
+        optimizer, local = self._optimizer, self._local
         wants_norm = logs and local is None and not self._backend.is_asynchronous
         if wants_norm or self._clips or self._precision.scaler.is_enabled():
             self._backend.synchronize(optimizer, "gradients")
         self._precision.unscale_(optimizer)
         norm = self._clip(wants_norm)
-        if logs:
-            self.last_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        scale = self._precision.loss_scale() if logs else {}
         self._precision.step(optimizer)
-        if local is not None:
-            local.finish_step(step)
-        self._schedule.after_step()
-        return norm, scale
+        return norm
+
+    def _suspect(self) -> str:
+        """Return the name of the first parameter whose gradient is not finite; "" if clipping has
+        spread that to all.
+        """
+        if self._clips:
+            return ""
+        named = ((n, p.grad) for n, p in self._model.named_parameters() if p.grad is not None)
+        return next((uncompiled(n) for n, grad in named if not is_finite(grad)), "")
 
     def _clip(self, wanted: bool) -> Tensor | None:
         """Clip the gradients, which are equal on all ranks by now, and return their norm.

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.training import determinism, methods, run_report, run_state, weights
@@ -83,6 +84,8 @@ class Trainer:
         self._recorded: dict[str, Any] = {}
         self._own_samples = 0
         self._stop: run_state.Stop | None = None
+        self._skips = False
+        """Whether a callback leaves this step out."""
         self._follows = 0
         """How many steps a stop takes yet: 1 in the middle of an epoch, else 0."""
 
@@ -144,6 +147,12 @@ class Trainer:
             self._stop = run_state.Stop(reason, self.progress.step + self._follows)
             self._saver.request(self._stop.after)
 
+    def skip_step(self) -> None:
+        """Leave the optimizer's step out; from `on_gradients` only. It counts as a step, and its
+        loss is in no mean. Every rank calls it in the same step.
+        """
+        self._skips = True
+
     def request_checkpoint(self) -> None:
         """Save a checkpoint after the evaluation or the epoch; from `on_step_end`, after the next
         step. Every rank calls it after the same step.
@@ -160,6 +169,11 @@ class Trainer:
     def run_dir(self) -> Path | None:
         """The run directory, on rank 0; None elsewhere."""
         return None if self._run_dir is None else self._run_dir.path
+
+    @property
+    def last_lrs(self) -> list[float]:
+        """The learning rates of the last step that was logged, by parameter group."""
+        return self._stepper.last_lrs
 
     # Setting up
 
@@ -198,7 +212,10 @@ class Trainer:
         self.ledger = plan.ledger
         if self._local is not None:
             self._local.last_step = self.ledger.total_steps or -1
-        self._stepper = Stepper(self._checked, backend, config, prepared, self.schedule, progress)
+        hook = self._call_on_gradients if self._callbacks.has("on_gradients") else None
+        self._stepper = Stepper(
+            self._checked, backend, config, prepared, self.schedule, progress, hook
+        )
         self._saver = Saver(*common, self.schedule, self._callbacks, self._run_dir)
         if self._run_dir is not None:
             path = None if resumption.path is None else str(resumption.path)
@@ -348,6 +365,12 @@ class Trainer:
         self._follows = 0
         self.optimizer.zero_grad()
         self.console.advance(step)
+
+    def _call_on_gradients(self, losses: list[Tensor]) -> bool:
+        """Call the hook, and return whether to leave the step out."""
+        self._skips = False
+        self._callbacks.call("on_gradients", self, losses)
+        return self._skips
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, Any]:

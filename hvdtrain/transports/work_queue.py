@@ -8,6 +8,7 @@ thread switches.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
@@ -20,6 +21,9 @@ from torch import Tensor
 from hvdtrain._torch.storage import storage_key
 from hvdtrain.peers import PeerLost
 from hvdtrain.transports.transport import Mismatch, TransportError
+
+observer: Callable[[WorkQueue, str, int, int, int], None] | None = None
+"""Called after each collective, if set: queue, name, start and end (time.time_ns), bytes."""
 
 # The storages that pending operations read or write, one entry per operation. One list for the
 # process, because groups may share a storage. CPython's list.extend and .remove are atomic.
@@ -169,12 +173,12 @@ class WorkQueue:
     """
 
     def __init__(self, name: str, fail: Callable[[], object]) -> None:
+        self.name = name
         self._tasks: SimpleQueue[tuple[Callable[[], None], QueuedWork] | None] = SimpleQueue()
         self._turn = threading.Lock()
         self._count = threading.Lock()
         self._pending = 0
         self._broken: PeerLost | None = None
-        self._name = name
         self._fail = fail
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -187,7 +191,7 @@ class WorkQueue:
             self._pending += not closed
             if not closed and not (idle and wait):
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
                     self._thread.start()
                 self._tasks.put((run, work))
         if closed:
@@ -224,6 +228,20 @@ class WorkQueue:
             self._execute(*task)
             del task  # release its tensors before waiting for the next task
 
+    def _run_observed(
+        self,
+        run: Callable[[], None],
+        work: QueuedWork,
+        observe: Callable[[WorkQueue, str, int, int, int], None],
+    ) -> None:
+        start = time.time_ns()
+        run()
+        end = time.time_ns()
+        # `run` is defined in a method that is named for the collective.
+        name = run.__qualname__.partition(".<locals>")[0].rpartition(".")[2]
+        num_bytes = sum(t.numel() * t.element_size() for t in work.result())
+        observe(self, name.removeprefix("_queue_"), start, end, num_bytes)
+
     def _execute(self, run: Callable[[], None], work: QueuedWork) -> None:
         error: BaseException | None = None
         try:
@@ -233,7 +251,10 @@ class WorkQueue:
             with self._turn, torch.inference_mode(work.in_inference_mode), torch.no_grad():
                 if self._broken is not None:
                     raise PeerLost(str(self._broken))
-                run()
+                if observer is None:
+                    run()
+                else:
+                    self._run_observed(run, work, observer)
         except PeerLost as lost:
             self._broken = error = lost
         except (Mismatch, TransportError) as problem:

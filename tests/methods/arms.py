@@ -20,6 +20,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "early stopping": {"early_stop": "loss:max:1", "epochs": 3},
     "best checkpoint": {"keep_best": "loss"},
     "average of weights": {"ema": 0.9},
+    "bad steps left out": {"on_nonfinite": "skip"},
+    "gradient spikes": {"spike": 1000.0},
+    "gradient log": {"log_gradients": 2},
     "bf16 autocast": {"precision": "bf16"},
     "fp16 with a scaled loss": {"precision": "fp16"},
     "O1: autocast": {"precision": "fp16", "opt_level": "O1"},
@@ -50,7 +53,14 @@ TASK: dict[str, dict[str, Any]] = {
 NOTHING_ON_ONE_RANK = ("SyncBatchNorm",)
 """Methods that leave the bits of a single process as they are."""
 
-CHANGES_NO_BITS = ("best checkpoint", "average of weights", "sharded parameter servers")
+CHANGES_NO_BITS = (
+    "best checkpoint",
+    "average of weights",
+    "bad steps left out",
+    "gradient spikes",
+    "gradient log",
+    "sharded parameter servers",
+)
 """Methods that leave the bits as they are everywhere."""
 
 NOT_DETERMINISTIC = ("asynchronous parameter server",)

@@ -24,7 +24,7 @@ from hvdtrain.world import World
 FIELDS = dataclasses.fields(TrainConfig)
 POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size accumulate lr
     step_factor clip_norm eval_every log_every keep outer_lr ema""".split()
-NOT_NEGATIVE = """workers warmup_steps checkpoint_every seed sync_every local_warmup
+NOT_NEGATIVE = """workers log_gradients warmup_steps checkpoint_every seed sync_every local_warmup
     outer_momentum ps_max_staleness ps_sync_every""".split()
 CHOICES = [item.name for item in FIELDS if item.metadata["choices"]]
 
@@ -116,7 +116,13 @@ def test_every_number_has_a_rule() -> None:
         for item in FIELDS
         if isinstance(item.type, str) and ("int" in item.type or "float" in item.type)
     }
-    assert numbers == {*POSITIVE, *NOT_NEGATIVE, "ema"}  # between 0 and 1
+    assert numbers == {*POSITIVE, *NOT_NEGATIVE, "ema", "spike"}
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.5, 1, math.nan, math.inf])
+def test_a_spike_is_more_than_the_median(value: float) -> None:
+    assert refusal(spike=value).startswith(f"--spike {value} must be ")
+    make(spike=1.5).check()
 
 
 @pytest.mark.parametrize("name", CHOICES)

@@ -32,6 +32,8 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     assert process.returncode == 0
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.decode())
     assert "12/12" in text
+    assert re.search(r"12/12 0:00:\d\d 0:00:00 epoch 1 +loss \d\.\d{4} +\d+ samples/s", text)
+    assert re.search(r"\d/12 0:00:\d\d (-:--:--|0:00:\d\d) ", text), "the time left"
     assert "step 10/12" not in text, "lines of metrics belong to files and pipes"
     assert re.search(r"step 12 .*eval_loss", text)
     assert "done     12 steps" in text

@@ -1,0 +1,24 @@
+"""The numbers in a gradient, dense or sparse: used by the guard, the log and error messages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def values_of(grad: Tensor) -> Tensor:
+    """Return the values of a gradient that may be sparse or complex, as a real tensor."""
+    values = grad.detach()
+    values = values.coalesce().values() if values.is_sparse else values
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
+def norm_of(grad: Tensor) -> Tensor:
+    """Return the norm, in float64, on the gradient's device. Does not synchronise that."""
+    norm: Tensor = torch.linalg.vector_norm(values_of(grad), dtype=torch.float64)
+    return norm
+
+
+def is_finite(value: Tensor) -> bool:
+    """Return whether all elements are finite. Waits for the device."""
+    return bool(values_of(value).isfinite().all())

@@ -1,0 +1,67 @@
+"""`--tensorboard`: a callback that writes every number of metrics.jsonl as a TensorBoard scalar."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.errors import InputError
+from hvdtrain.training.callback import Callback
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from hvdtrain.training.trainer import Trainer
+
+FOLDER = "tensorboard"
+
+
+class TensorBoard(Callback):
+    """Writes event files into the folder `tensorboard` of the run directory, on rank 0.
+
+    The scalars are `train/loss`, `train/lr` (with a number from the second parameter group on),
+    `train/samples_per_s`, `train/step_ms`, `train/data_ms`, `train/grad_norm`, and
+    `eval/<metric>`. Lists, such as a confusion matrix, are left out.
+    """
+
+    def __init__(self) -> None:
+        """Raises InputError, on every rank that lacks it, if the package is not installed."""
+        if importlib.util.find_spec("tensorboard") is None:
+            raise InputError(
+                "--tensorboard needs the package tensorboard, which is not installed; "
+                "pip install 'hvdtrain[tensorboard]', or leave --tensorboard out"
+            )
+        self._writer: SummaryWriter | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Open an event file. A resumed run hides what was written after its checkpoint."""
+        if trainer.run_dir is None:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        again = trainer.progress.step + 1 if trainer.resumed_from is not None else None
+        folder = str(trainer.run_dir / FOLDER)
+        self._writer = SummaryWriter(folder, purge_step=again)
+
+    def on_log(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
+        """Write the numbers of a record."""
+        if self._writer is None:
+            return
+        values = dict(record)
+        if "lr" in record:
+            more = enumerate(trainer.last_lrs[1:], 2)
+            values.update({f"lr_{number}": rate for number, rate in more})
+        step = values.pop("step")
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                group, _, rest = name.partition("eval_")
+                tag = f"train/{name}" if group or not rest else f"eval/{rest}"
+                self._writer.add_scalar(tag, value, step)
+        # A run that fails does not call on_end, and the writer's own thread waits two minutes.
+        self._writer.flush()
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,494 @@
+"""What a run shows of itself: TensorBoard files, gradients, steps left out, profiles, trackers."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain import Backend, Callback, TrainConfig, Trainer
+from hvdtrain.errors import InputError, TrainingDiverged
+from hvdtrain.training.run_dir import read_metrics
+from hvdtrain.training.step_profiler import clock_offset
+from hvdtrain.transports import work_queue
+from tests.launching import ROOT, run
+from tests.parity import resume
+from tests.parity.resume import Stateful
+from tests.ranks import Ranks, single
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RANKS = [("single", 1), ("ddp-torchrun", 2), ("compat-torchrun", 3)]
+
+
+def fit(backend: Backend, /, folder: Path, task: Any = None, **changes: Any) -> dict[str, Any]:
+    """Train Stateful, or another task; return run.json's part that callbacks recorded."""
+    config = replace(resume.CONFIG, **{"run_dir": str(folder), **changes})
+    return Trainer(task or Stateful(evaluates=True), backend, config).fit().recorded
+
+
+# TensorBoard
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Read the event files with TensorBoard's own reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder / "tensorboard"))
+    reader.Reload()
+    return {
+        tag: [(event.step, event.value) for event in reader.Scalars(tag)]
+        for tag in reader.Tags()["scalars"]
+    }
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_tensorboard_has_what_metrics_jsonl_has(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    ranks.run(fit, tmp_path, tensorboard=True, epochs=2)
+    found = scalars(tmp_path)
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1, "rank 0 alone writes"
+    assert {"train/loss", "train/lr", "train/grad_norm", "eval/loss"} <= set(found)
+    assert {"train/samples_per_s", "train/step_ms", "train/data_ms"} <= set(found)
+    for record in read_metrics(tmp_path):
+        for name, value in record.items():
+            if name != "step":
+                tag = f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}"
+                assert dict(found[tag])[record["step"]] == pytest.approx(value, rel=1e-6)
+
+
+def test_a_resumed_run_hides_the_steps_that_it_takes_again(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    options: dict[str, Any] = {"tensorboard": True, "checkpoint_every": 3, "log_every": 1}
+    resume.train(single(), tmp_path, stop_at=5, **options)
+    resume.train(single(), tmp_path, resume="must", **options)
+    steps = [step for step, _ in scalars(tmp_path)["train/loss"]]
+    assert steps == list(range(1, 13))
+
+
+def test_tensorboard_that_is_missing_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'hvdtrain\[tensorboard\]'") as refused:
+        fit(single(), tmp_path / "run", tensorboard=True)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+# Steps that are left out
+
+
+class Poisoned(Stateful):
+    """One sample makes the loss, or a gradient alone, not finite, or large."""
+
+    def __init__(self, sample: int, kind: str) -> None:
+        super().__init__(evaluates=True)
+        self.sample, self.kind = sample, kind
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(net, batch)
+        if self.sample not in batch[1].tolist() or not net.training:
+            return loss
+        if self.kind == "loss":
+            return loss * float("nan")
+        if self.kind == "spike":
+            return loss * 1000
+        # The loss is finite, the gradient of a square root at 0 is not.
+        (bias,) = [p for name, p in net.named_parameters() if name.endswith("body.0.bias")]
+        return loss + (bias * 0).abs().sqrt().sum()
+
+
+def fit_poisoned(backend: Backend, /, folder: Path, kind: str, **changes: Any) -> dict[str, Any]:
+    """Train with a sample that is used in the middle of an epoch."""
+    task = Poisoned(17, kind)
+    try:
+        recorded = fit(backend, folder, task, **changes)
+    except TrainingDiverged as error:
+        recorded = {"error": str(error), "on_all_ranks": error.on_all_ranks}
+    ours = [k for k, seen in enumerate(task.seen) if 17 in seen]
+    return {"recorded": recorded, "micro_batches": ours}
+
+
+def expected(found: list[dict[str, Any]], epoch: int = 1) -> tuple[int, int, int]:
+    """Return rank, step and micro-batch at which the sample was used in an epoch of 4 steps."""
+    rank, step = [
+        (rank, k // 2 + 1)
+        for rank, one in enumerate(found)
+        for k in one["micro_batches"]
+        if k // 8 + 1 == epoch
+    ][0]
+    micro = next(k for k in found[rank]["micro_batches"] if k // 8 + 1 == epoch)
+    return rank, step, micro % 2 + 1
+
+
+TWO: dict[str, Any] = {"accumulate": 2, "log_every": 4, "checkpoint_every": 0, "epochs": 3}
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize(("kind", "parameter"), [("loss", "head.bias"), ("grad", "body.0.bias")])
+def test_a_bad_step_is_left_out_on_all_ranks(
+    ranks: Ranks, kind: str, parameter: str, tmp_path: Path
+) -> None:
+    found = ranks.run(fit_poisoned, tmp_path, kind, on_nonfinite="skip", **TWO)
+    skipped = [one["recorded"]["skipped_steps"] for one in found]
+    assert all(steps == skipped[0] for steps in skipped)
+    assert [entry["epoch"] for entry in skipped[0]] == [1, 2, 3]
+    for entry in skipped[0]:
+        rank, step, micro = expected(found, entry["epoch"])
+        assert entry["rank"] == rank
+        assert (entry["step"], entry["micro_batch"]) == (step, micro)
+        assert entry["sample"] == 12 * ((step - 1) % 4)
+        assert entry["parameter"] == parameter
+    records = read_metrics(tmp_path)
+    assert all(math.isfinite(r.get("loss", r.get("eval_loss", 0))) for r in records)
+    assert [r["step"] for r in records if "eval_loss" in r] == [4, 8, 12]
+
+
+def weights_after(backend: Backend, /, folder: Path, **changes: Any) -> list[Any]:
+    """Return parameters and buffers before and after each step."""
+    seen: list[Any] = []
+
+    class Watch(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            seen.append({k: v.clone() for k, v in trainer.model.state_dict().items()})
+
+    config = replace(resume.CONFIG, run_dir=str(folder), on_nonfinite="skip", **changes)
+    trainer = Trainer(Poisoned(17, "loss"), backend, config, callbacks=[Watch()])
+    steps = [entry["step"] for entry in trainer.fit().recorded["skipped_steps"]]
+    return [(step, seen[step - 2], seen[step - 1]) for step in steps if step > 1]
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_a_step_that_is_left_out_changes_neither_weights_nor_buffers(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for steps in ranks.run(weights_after, tmp_path):
+        assert steps
+        for _, before, after in steps:
+            assert all(torch.equal(before[name], after[name]) for name in before)
+            assert any("running_mean" in name for name in before)
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_stop_names_rank_step_and_micro_batch(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(fit_poisoned, tmp_path, "loss", **TWO)
+    rank, step, micro = expected(found)
+    for one in found:
+        text = one["recorded"]["error"]
+        assert f"nan in steps 1 to 4, first in step {step} on rank {rank}, micro-batch" in text
+        assert f"micro-batch {micro}" in text
+        assert "\n" not in text
+    assert found[0]["recorded"]["on_all_ranks"]
+
+
+def test_stop_names_the_parameter_of_the_step_that_is_logged(tmp_path: Path) -> None:
+    for kind, name in (("loss", "head.weight"), ("grad", "body.0.bias")):
+        found = fit_poisoned(single(), tmp_path / kind, kind, log_every=1)
+        assert f"first in the gradient of {name}" in found["recorded"]["error"]
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_a_spike_is_left_out_or_stops(ranks: Ranks, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**TWO, "epochs": 5, "spike": 20.0}
+    found = ranks.run(fit_poisoned, tmp_path / "skip", "spike", on_nonfinite="skip", **options)
+    first = found[0]["recorded"]["skipped_steps"][0]
+    assert first["step"] > 10, "ten norms are known"
+    assert first["rank"] == expected(found, first["epoch"])[0]
+    stopped = ranks.run(fit_poisoned, tmp_path / "stop", "spike", **options)
+    for one in stopped:
+        text = one["recorded"]["error"]
+        assert text.startswith(f"step {first['step']} (position {first['sample']} of epoch")
+        assert f"times the median, most on rank {first['rank']}, micro-batch" in text
+
+
+def test_ten_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
+    class Always(Stateful):
+        def loss(self, net: nn.Module, batch: Any) -> Tensor:
+            return super().loss(net, batch) * float("inf")
+
+    with pytest.raises(TrainingDiverged, match="10th step in a row"):
+        fit(single(), tmp_path, Always(), on_nonfinite="skip", log_every=3)
+
+
+# Profiles
+
+PROFILED = [
+    ("single", 1),
+    *((f"{name}-torchrun", n) for name, n in (("ddp", 2), ("compat", 3), ("ps", 2))),
+    ("ddp-gloo", 2),
+    ("horovod-gloo", 2),
+]
+
+
+def check_trace(trace: dict[str, Any], num_ranks: int) -> dict[int, list[dict[str, Any]]]:
+    """Check what the trace format demands; return the complete events by rank.
+
+    The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    """
+    by_rank: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(num_ranks)}
+    flows: dict[Any, list[tuple[str, int]]] = {}
+    for event in trace["traceEvents"]:
+        assert isinstance(event["name"], str)
+        assert event["pid"] in by_rank
+        assert isinstance(event["tid"], int)
+        assert event["ph"] in ("X", "M", "s", "f", "i")
+        if event["ph"] != "M":
+            assert isinstance(event["ts"], (int, float))
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            by_rank[event["pid"]].append(event)
+        if event["ph"] in ("s", "f"):
+            flows.setdefault((event["cat"], event["id"]), []).append((event["ph"], event["pid"]))
+    for ends in flows.values():
+        assert len({rank for _, rank in ends}) == 1, "an arrow stays on its rank"
+    processes = [e for e in trace["traceEvents"] if e["name"] == "process_name"]
+    assert [e["pid"] for e in processes] == list(range(num_ranks))
+    assert all(e["args"]["name"].startswith(f"rank {e['pid']}") for e in processes)
+    return by_rank
+
+
+@pytest.mark.parametrize("ranks", PROFILED, indirect=True)
+def test_a_profile_has_the_steps_and_the_communication_of_all_ranks(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(fit, tmp_path, profile="3:2", checkpoint_every=0, epochs=2)
+    trace = json.loads((tmp_path / "profile.json").read_text())
+    by_rank = check_trace(trace, ranks.n)
+    assert trace["otherData"]["clock_offsets_us"] == [0.0] * ranks.n, "one host has one clock"
+    backend = ranks.arm.backend
+    for events in by_rank.values():
+        steps = [e for e in events if e["name"].startswith("step ")]
+        assert [e["name"] for e in steps] == ["step 3", "step 4"]
+        first, last = steps[0]["ts"], steps[-1]["ts"] + steps[-1]["dur"]
+        names = [e["name"] for e in events if first <= e["ts"] <= last]
+        assert names.count(f"{backend}: finish_backward") == 2
+        assert any("addmm" in name for name in names), "torch's operators"
+        if ranks.arm.name in ("ddp-torchrun", "compat-torchrun"):
+            sent = [e for e in events if e["name"] == "all_reduce" and e["cat"] == "hvdtrain"]
+            assert len(sent) >= 2
+            assert all(first <= e["ts"] <= last and e["args"]["bytes"] > 0 for e in sent)
+        if ranks.arm.name == "ddp-gloo":
+            assert names.count("gloo:all_reduce") >= 2
+    # A synchronous step ends at about the same time everywhere: the clocks are aligned.
+    starts = [min(e["ts"] for e in events) for events in by_rank.values()]
+    ends = [max(e["ts"] + e["dur"] for e in events) for events in by_rank.values()]
+    assert max(starts) < min(ends)
+
+
+def test_after_a_profile_nothing_is_recorded(tmp_path: Path) -> None:
+    backend = single()
+    fit(backend, tmp_path, profile="2:1")
+    assert not set(vars(backend)) & {"finish_backward", "all_reduce", "barrier"}
+    assert work_queue.observer is None
+
+
+@pytest.mark.parametrize(("text", "why"), [("99:2", "has ended after step 12"), ("11:9", "")])
+def test_a_profile_that_the_run_does_not_reach(
+    text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(single(), tmp_path, profile=text)
+    printed = capsys.readouterr().out
+    assert (tmp_path / "profile.json").exists() == (not why)
+    assert f"profile  not taken: the run {why}" in printed or not why
+    assert "steps 11 to 12 of 1 rank:" in printed or why
+
+
+def test_clocks_are_aligned_at_barriers() -> None:
+    def meetings(offset: int, late: Sequence[int]) -> list[tuple[int, int]]:
+        """Barriers every 1,000 ns, which a rank enters `late`, and which all leave 100 later."""
+        return [(1000 * k + t + offset, 1000 * k + 400 + offset) for k, t in enumerate(late)]
+
+    zero = meetings(0, [0, 300, 200])
+    assert clock_offset(meetings(0, [200, 0, 100]), zero) == 0
+    ahead = clock_offset(meetings(50_000, [200, 0, 100]), zero)
+    assert abs(ahead - 50_000) <= 100
+    assert abs(clock_offset(meetings(-7_000, [300, 0, 0]), zero) + 7_000) <= 100
+
+
+@pytest.mark.parametrize("text", ["", "5", "0:3", "3:0", "3:-1", "a:b", "1:2:3"])
+def test_what_is_no_profile_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="is not START:STEPS"):
+        TrainConfig(profile=text).check()
+
+
+# The gradient log
+
+
+def gradients_of(backend: Backend, /, folder: Path, **changes: Any) -> list[dict[str, Any]]:
+    """Train with the log; return what a callback sees of the steps that it has."""
+    seen: list[dict[str, Any]] = []
+
+    class Watch(Callback):
+        def on_start(self, trainer: Trainer) -> None:
+            self.before = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+
+        def on_gradients(self, trainer: Trainer, losses: Sequence[Tensor]) -> None:
+            trainer.backend.synchronize(trainer.optimizer, "gradients")
+            for p in trainer.model.parameters():
+                assert p.grad is not None
+            named = trainer.model.named_parameters()
+            self.grads = {n: p.grad.clone() for n, p in named if p.grad is not None}
+
+        def on_step_end(self, trainer: Trainer) -> None:
+            for name, p in trainer.model.named_parameters():
+                grad, before = self.grads[name].double(), self.before[name].double()
+                seen.append(
+                    {
+                        "step": trainer.progress.step,
+                        "name": name,
+                        "norm": float(grad.norm()),
+                        "mean": float(grad.mean()),
+                        "max": float(grad.abs().max()),
+                        "zeros": float((grad == 0).double().mean()),
+                        "update_ratio": float((p.detach().double() - before).norm() / before.norm())
+                        if before.any()
+                        else None,
+                    }
+                )
+            self.before = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+
+    config = replace(resume.CONFIG, run_dir=str(folder), log_gradients=3, **changes)
+    Trainer(Stateful(evaluates=True), backend, config, callbacks=[Watch()]).fit()
+    return [line for line in seen if line["step"] % 3 == 0]
+
+
+LOGGED = [*RANKS, ("ps-torchrun", 2), ("horovod-gloo", 2)]
+
+
+@pytest.mark.parametrize("ranks", LOGGED, indirect=True)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_gradient_log_has_each_parameter(ranks: Ranks, accumulate: int, tmp_path: Path) -> None:
+    seen = ranks.run(gradients_of, tmp_path, accumulate=accumulate, clip_norm=0.5)[0]
+    lines = [json.loads(line) for line in (tmp_path / "gradients.jsonl").read_text().splitlines()]
+    local = [line.pop("local_norms") for line in lines]
+    assert [line["step"] for line in lines[:: len(lines) // 4]] == [3, 6, 9, 12]
+    names = [[line.pop("name") for line in some] for some in (lines, seen)]
+    assert names[0] == names[1]
+    assert lines == [pytest.approx(line, rel=1e-5, abs=1e-9) for line in seen]
+    for line, norms in zip(lines, local, strict=True):
+        assert len(norms) == ranks.n
+        # The norm of the mean is at most the mean of the norms; ranks have different samples.
+        assert line["norm"] <= sum(norms) / ranks.n * 1.00001
+        assert ranks.n > 1 or norms == [pytest.approx(line["norm"], rel=1e-5)]
+    assert ranks.n == 1 or any(len({round(norm, 9) for norm in norms}) > 1 for norms in local)
+
+
+def test_the_gradient_log_of_fp16_is_unscaled(tmp_path: Path) -> None:
+    fit(single(), tmp_path, log_gradients=1, epochs=1, precision="fp16")
+    lines = [json.loads(line) for line in (tmp_path / "gradients.jsonl").read_text().splitlines()]
+    logged = [(r["step"], r["grad_norm"]) for r in read_metrics(tmp_path) if "grad_norm" in r]
+    norms = {step: norm for step, norm in logged if isinstance(norm, float)}
+    assert norms, "not each step has overflowed"
+    for step, norm in norms.items():
+        ours = [line for line in lines if line["step"] == step]
+        for squares in ((x["norm"] ** 2 for x in ours), (x["local_norms"][0] ** 2 for x in ours)):
+            assert math.sqrt(sum(squares)) == pytest.approx(norm, rel=1e-4)
+
+
+def test_a_resumed_run_logs_no_gradient_twice(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"log_gradients": 1, "checkpoint_every": 3}
+    resume.train(single(), tmp_path, stop_at=5, **options)
+    resume.train(single(), tmp_path, resume="must", **options)
+    lines = [json.loads(line) for line in (tmp_path / "gradients.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["name"] == "head.bias"] == list(range(1, 13))
+
+
+# Trackers
+
+TRACKERS = ROOT / "examples" / "trackers.py"
+
+# What the adapters call, with the signatures of wandb 0.2x and mlflow 2 and 3; they write files.
+WANDB = """
+import json
+class Run:
+    def log(self, data, step=None, commit=None): write("log", step, data)
+    def finish(self, exit_code=None): write("finish")
+def init(entity=None, project=None, dir=None, id=None, name=None, config=None, resume=None):
+    write("start", id, config["run_dir"])
+    return Run()
+"""
+MLFLOW = """
+import json
+def start_run(run_id=None, experiment_id=None, run_name=None): write("start", run_name)
+def log_params(params, synchronous=None): write("start", run_name_of(params), params["run_dir"])
+def run_name_of(params): return params["run_dir"].rpartition("/")[2]
+def log_metrics(metrics, step=None, synchronous=None): write("log", step, metrics)
+def end_run(status="FINISHED"): write("finish")
+"""
+WRITE = "def write(*what):\n    print(json.dumps(what), file=open({!r}, 'a'), flush=True)\n"
+
+
+def fit_tracked(backend: Backend, /, folder: Path, name: str) -> None:
+    """Train with a module of a tracker's name on the path, on this rank."""
+    sys.path.insert(0, str(folder))
+    try:
+        fit(backend, folder / "run", callback=(f"{TRACKERS}:{name}",), epochs=2)
+    finally:
+        sys.path.remove(str(folder))
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize(("name", "module"), [("wandb", WANDB), ("mlflow", MLFLOW)])
+def test_a_tracker_gets_what_is_logged(
+    ranks: Ranks, name: str, module: str, tmp_path: Path
+) -> None:
+    calls = tmp_path / "calls"
+    (tmp_path / f"{name}.py").write_text(module + WRITE.format(str(calls)))
+    ranks.run(fit_tracked, tmp_path, name)
+    found = [json.loads(line) for line in calls.read_text().splitlines()]
+    assert ["start", "run", str(tmp_path / "run")] in found
+    assert [call[0] for call in found].count("finish") == 1, "rank 0 alone"
+    assert found[-1] == ["finish"]
+    logged = [{"step": call[1], **call[2]} for call in found if call[0] == "log"]
+    for record, other in zip(read_metrics(tmp_path / "run"), logged, strict=True):
+        record.pop("time", None)
+        assert record == other
+
+
+# Logs of the ranks
+
+
+def fit_and_print(backend: Backend, /, folder: Path) -> None:
+    class Talks(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            print("one", end="")
+            print(f" line of {trainer.world.rank}", file=sys.stderr)
+
+    config = replace(resume.CONFIG, run_dir=str(folder), rank_logs=True, epochs=1, max_steps=2)
+    before = sys.stdout, sys.stderr
+    Trainer(Stateful(evaluates=True), backend, config, callbacks=[Talks()]).fit()
+    assert (sys.stdout, sys.stderr) == before
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_each_rank_has_a_log(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(fit_and_print, tmp_path)
+    assert len(list((tmp_path / "logs").iterdir())) == ranks.n
+    for rank in range(ranks.n):
+        lines = (tmp_path / "logs" / f"rank{rank}.log").read_text().splitlines()
+        assert all(line.startswith(f"[rank {rank}/{ranks.n}] ") for line in lines)
+        assert sum(line.endswith(f"] one line of {rank}") for line in lines) == 2
+        assert any("] step 2" in line and "ms/step" in line for line in lines)
+        assert any("] task     digits" in line for line in lines) == (rank == 0)
+
+
+def test_the_log_of_a_rank_has_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(
+        "from hvdtrain.tasks.mlp import MLP\n"
+        "class Mine(MLP):\n    def loss(self, net, batch):\n        raise KeyError('of the task')\n"
+    )
+    command = [sys.executable, "-m", "hvdtrain", "--task", f"{tmp_path / 'my.py'}:Mine"]
+    done = run([*command, "--rank-logs", "--run-dir", tmp_path / "run"])
+    assert done.code == 1
+    log = (tmp_path / "run" / "logs" / "rank0.log").read_text()
+    assert "[rank 0/1] KeyError: 'of the task'" in log
