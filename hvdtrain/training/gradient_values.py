@@ -15,8 +15,11 @@ def values_of(grad: Tensor) -> Tensor:
 
 def norm_of(grad: Tensor) -> Tensor:
     """Return the norm, in float64, on the gradient's device. Does not synchronise that."""
-    norm: Tensor = torch.linalg.vector_norm(values_of(grad), dtype=torch.float64)
-    return norm
+    values = values_of(grad)
+    # A half's squares overflow. Float64 for all would take nine times as long.
+    wide = torch.promote_types(values.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=wide)
+    return norm.double()
 
 
 def is_finite(value: Tensor) -> bool:
