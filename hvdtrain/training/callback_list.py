@@ -16,6 +16,7 @@ from hvdtrain.training.callback import Callback
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.early_stop import EarlyStop
 from hvdtrain.training.ema import EMA
+from hvdtrain.training.stragglers import Stragglers
 from hvdtrain.training.user_module import load_module
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def from_options(config: TrainConfig) -> list[Callback]:
         found.append(BestCheckpoint(best))
     if config.ema is not None:
         found.append(EMA(config.ema))
+    if config.stragglers:
+        found.append(Stragglers())
     return [*found, *map(load_callback, config.callback)]
 
 

@@ -42,7 +42,8 @@ class LineConsole(Console):
         self._total = "?" if total_steps is None else total_steps
 
     def log(self, record: dict[str, Any]) -> None:
-        self.print_line(f"step {record['step']}/{self._total}  {describe(record)}")
+        if text := describe(record):
+            self.print_line(f"step {record['step']}/{self._total}  {text}")
 
 
 class BarConsole(Console):
@@ -83,8 +84,8 @@ class BarConsole(Console):
     def log(self, record: dict[str, Any]) -> None:
         if "loss" in record:
             self._progress.update(self._bar, description=f"loss {record['loss']:.4f}")
-        else:
-            self.print_line(f"step {record['step']}  {describe(record)}")
+        elif text := describe(record):
+            self.print_line(f"step {record['step']}  {text}")
 
     def stop(self) -> None:
         self._progress.stop()

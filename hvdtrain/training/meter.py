@@ -29,11 +29,12 @@ class Meter:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self.data_s = 0.0
+        """Seconds for which this rank has waited for data; the loop adds to it."""
         self._reset()
 
     def _reset(self) -> None:
-        self.data_s = 0.0
-        """Seconds for which this rank has waited for data; the loop adds to it."""
+        self._data_before = self.data_s
         self._loss: Tensor | None = None
         self._steps = 0
         self._samples = 0
@@ -41,7 +42,7 @@ class Meter:
 
     def add_loss(self, loss: Tensor) -> None:
         """Add a micro-batch's loss, which the caller has divided by the number of micro-batches in
-        the step. Does not synchronise a device.
+        the step, or the mean loss of a step. Does not synchronise a device.
         """
         value = loss.detach()
         self._loss = value if self._loss is None else self._loss + value
@@ -56,7 +57,7 @@ class Meter:
         reset. Not collective.
         """
         assert self._loss is not None
-        data_s, loss = self.data_s, self._loss / self._steps
+        data_s, loss = self.data_s - self._data_before, self._loss / self._steps
         self._reset()
         return data_s, loss
 
@@ -88,7 +89,7 @@ class Meter:
                 )
         timing = {
             "step_ms": 1000 * elapsed / steps,
-            "data_ms": 1000 * self.data_s / steps,
+            "data_ms": 1000 * (self.data_s - self._data_before) / steps,
             "samples_per_s": self._samples / elapsed,
         }
         self._reset()
