@@ -70,6 +70,7 @@ def train(task: Task, num_steps: int) -> list[float]:
     while len(losses) < num_steps:
         for batch in DataLoader(data, 32, shuffle=True):
             loss = task.loss(model, batch)
+            assert isinstance(loss, Tensor)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()

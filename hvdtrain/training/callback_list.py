@@ -20,6 +20,7 @@ from hvdtrain.training.gradient_guard import GradientGuard
 from hvdtrain.training.gradient_log import GradientLog
 from hvdtrain.training.rank_log import RankLog
 from hvdtrain.training.step_profiler import StepProfiler
+from hvdtrain.training.stragglers import Stragglers
 from hvdtrain.training.tensorboard import TensorBoard
 from hvdtrain.training.user_module import load_module
 
@@ -51,6 +52,8 @@ def from_options(config: TrainConfig) -> list[Callback]:
         found.append(StepProfiler(*steps))
     if config.tensorboard:
         found.append(TensorBoard())
+    if config.stragglers:
+        found.append(Stragglers())
     return [*found, *map(load_callback, config.callback)]
 
 

@@ -235,6 +235,10 @@ class TrainConfig:
         False, "Keep what each rank prints, in logs/rank0.log and so on of the run directory."
     )
     log_every: int = _option(10, "Steps between lines of metrics.")
+    stragglers: bool = _option(
+        False,
+        "Measure the data, compute, wait and communication time of each rank; name late ones.",
+    )
     run_dir: str | None = _option(
         None, "[default: runs/<time>-<task>-<backend>]", fingerprint=False
     )
@@ -285,6 +289,10 @@ class TrainConfig:
         if self.resume in ("auto", "must") and self.run_dir is None:
             raise InputError(
                 f"--resume {self.resume} looks for a checkpoint in --run-dir; give that, too"
+            )
+        if self.stragglers and self.ps_async:
+            raise InputError(
+                "--stragglers with --ps-async: no rank waits for another one; leave one out"
             )
         if self.outer_optimizer == "nesterov" and not self.outer_momentum:
             raise InputError("--outer-optimizer nesterov wants an --outer-momentum above zero")

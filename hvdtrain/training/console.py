@@ -42,7 +42,8 @@ class LineConsole(Console):
         self._total = "?" if total_steps is None else total_steps
 
     def log(self, record: dict[str, Any]) -> None:
-        self.print_line(f"step {record['step']}/{self._total}  {describe(record)}")
+        if text := describe(record):
+            self.print_line(f"step {record['step']}/{self._total}  {text}")
 
 
 class BarConsole(Console):
@@ -85,8 +86,8 @@ class BarConsole(Console):
             speed = f"{record['samples_per_s']:.0f} samples/s"
             description = f"epoch {record['epoch']}  loss {record['loss']:.4f}  {speed}"
             self._progress.update(self._bar, description=description)
-        else:
-            self.print_line(f"step {record['step']}  {describe(record)}")
+        elif text := describe(record):
+            self.print_line(f"step {record['step']}  {text}")
 
     def stop(self) -> None:
         self._progress.stop()

@@ -2,7 +2,7 @@
 
 The Trainer calls `evaluate`, which adds what `Task.metrics` returns for each batch, and reduces:
 
-    each rank     all-gathers   (total, samples) of each mean, the tensor of each Sum, and the state
+    each rank     all-gathers   (total, weight) of each mean, the tensor of each Sum, and the state
                                 of each metric object
     every rank    combines      means and sums in rank order: equal bits
     rank 0        computes      metric objects on the combined state, and the task's derived metrics
@@ -48,6 +48,27 @@ class Sum:
         self.value = value.detach().to(torch.float64 if is_float else torch.int64)
 
 
+class WeightedMean:
+    """A mean of one batch over `weight` tokens, or whatever it counts, in place of its samples.
+
+    `value` is a tensor with one number, `weight` a number, or a tensor with one, that is not
+    negative. A value of weight 0 does not count, even if it is NaN.
+    """
+
+    def __init__(self, value: Tensor, weight: Tensor | float) -> None:
+        if not (isinstance(value, Tensor) and value.numel() == 1) or value.is_complex():
+            is_tensor = isinstance(value, Tensor)
+            given = f"one of shape {tuple(value.shape)}" if is_tensor else f"{value!r:.60}"
+            raise InputError(
+                f"WeightedMean wants a real tensor with one number; it was given {given}"
+            )
+        self.weight = torch.as_tensor(weight).detach().double().reshape(()).to(value.device)
+        counts = self.weight != 0
+        self.value = torch.where(
+            counts, value.detach().double().reshape(()), torch.zeros_like(self.weight)
+        )
+
+
 def is_metric_object(value: object) -> bool:
     """Return whether `value` follows the protocol in this module's docstring."""
     return not isinstance(value, type) and all(hasattr(value, name) for name in _PROTOCOL)
@@ -70,6 +91,8 @@ class Evaluation:
         for name, value in values.items():
             if isinstance(value, Tensor):
                 means[name] = value
+            elif isinstance(value, WeightedMean):
+                self._mean.add({name: value.value}, value.weight)
             elif isinstance(value, Sum):
                 total = self._sums.get(name)
                 if total is not None and total.shape != value.value.shape:
@@ -167,6 +190,12 @@ def _combine(name: str, shares: list[tuple[str, Any]]) -> Any:
             on_all_ranks=True,
         )
     if kinds == {"mean"}:
+        if not sum(weight for _, weight in values) > 0:
+            raise InputError(
+                f"the weights of the metric {name!r} are not positive in sum over the whole "
+                "evaluation, so that it has no mean",
+                on_all_ranks=True,
+            )
         return Mean.combine(values)
     if kinds == {"object"}:
         return _States(values)

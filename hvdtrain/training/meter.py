@@ -35,11 +35,12 @@ class Meter:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self.data_s = 0.0
+        """Seconds for which this rank has waited for data; the loop adds to it."""
         self._reset()
 
     def _reset(self) -> None:
-        self.data_s = 0.0
-        """Seconds for which this rank has waited for data; the loop adds to it."""
+        self._data_before = self.data_s
         self._loss: Tensor | None = None
         self._losses: deque[tuple[int, int, Tensor]] = deque(maxlen=_MAX_LOSSES)
         self._steps = 0
@@ -50,7 +51,8 @@ class Meter:
     def count(self, samples: int, losses: Sequence[Tensor]) -> None:
         """Count one optimizer step, with `samples` of all ranks. Does not synchronise a device.
 
-        `losses`: those of the micro-batches, divided by their number; none for a step left out.
+        `losses`: those of the micro-batches, divided by their number, or one mean of all that have
+        weights; none for a step left out.
         """
         for micro, value in enumerate(losses, 1):
             self._loss = value if self._loss is None else self._loss + value
@@ -64,7 +66,7 @@ class Meter:
         reset. Not collective.
         """
         assert self._loss is not None
-        data_s, loss = self.data_s, self._loss / self._steps
+        data_s, loss = self.data_s - self._data_before, self._loss / self._steps
         self._reset()
         return data_s, loss
 
@@ -104,7 +106,7 @@ class Meter:
                 )
         timing = {
             "step_ms": 1000 * elapsed / steps,
-            "data_ms": 1000 * self.data_s / steps,
+            "data_ms": 1000 * (self.data_s - self._data_before) / steps,
             "samples_per_s": self._samples / elapsed,
         }
         self._reset()

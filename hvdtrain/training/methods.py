@@ -240,6 +240,13 @@ METHODS = (
 )
 
 
+NOT_WEIGHTED = {
+    "local SGD": "a step of one rank has no mean over the weights of all",
+    "asynchronous parameter server": "there is no mean over the weights of all ranks",
+}
+"""Why a method excludes a task whose `loss` returns `(loss, weight)`, by the method's name."""
+
+
 def chosen(config: TrainConfig) -> list[Method]:
     """Return the methods that the options choose."""
     return [method for method in METHODS if method.is_chosen(config)]
@@ -257,6 +264,18 @@ def check(config: TrainConfig, backend: str) -> None:
         for other in methods:
             if why := method.not_with.get(other.name):
                 raise InputError(f"{method.option} with {other.option}: {why}")
+
+
+def check_weighted_loss(config: TrainConfig) -> None:
+    """Raise InputError, on every rank, if a chosen method excludes losses with weights.
+
+    Not collective. No option says it: the first loss does.
+    """
+    for method in chosen(config):
+        if why := NOT_WEIGHTED.get(method.name):
+            raise InputError(
+                f"{method.option} with a loss that has a weight: {why}", on_all_ranks=True
+            )
 
 
 def table() -> str:
@@ -283,6 +302,11 @@ def table() -> str:
         f"- `{method.option}` is refused with {other}: {why}"
         for method in METHODS
         for other, why in method.not_with.items()
+    ]
+    apart += [
+        f"- `{method.option}` is refused with a loss that has a weight: {NOT_WEIGHTED[method.name]}"
+        for method in METHODS
+        if method.name in NOT_WEIGHTED
     ]
     return "\n".join([*lines, "", *notes, "", *apart]).strip() + "\n"
 

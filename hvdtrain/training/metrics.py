@@ -14,14 +14,15 @@ from hvdtrain.errors import InputError, WorldMismatch
 
 
 class Mean:
-    """Means weighted by sample counts, by name. Call `add` on each rank, then `reduce` once."""
+    """Weighted means, by name. Call `add` on each rank, then `reduce` once."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[Tensor]] = {}
-        self._counts: dict[str, int] = {}
+        self._weights: dict[str, float | Tensor] = {}
 
-    def add(self, values: Mapping[str, Tensor], num_samples: int) -> None:
-        """Add the means of one batch of `num_samples`. Not collective; synchronises no device.
+    def add(self, values: Mapping[str, Tensor], weight: float | Tensor) -> None:
+        """Add the means of one batch, with its number of samples, or another weight. Not
+        collective; synchronises no device.
 
         Raises InputError for a value that is not a single number.
         """
@@ -31,10 +32,8 @@ class Mean:
                     f"the metric {name!r} has shape {tuple(value.shape)}; a task must return its "
                     "mean over the batch"
                 )
-            self._sums.setdefault(name, []).append(
-                value.detach().double().reshape(()) * num_samples
-            )
-            self._counts[name] = self._counts.get(name, 0) + num_samples
+            self._sums.setdefault(name, []).append(value.detach().double().reshape(()) * weight)
+            self._weights[name] = self._weights.get(name, 0) + weight
 
     def reduce(self, backend: Backend) -> dict[str, float]:
         """Return the means over all samples of all ranks.
@@ -47,20 +46,20 @@ class Mean:
             name: self.combine([part[name] for part in everyone if name in part]) for name in names
         }
 
-    def shares(self) -> dict[str, tuple[float, int]]:
-        """Return the sum of each value over this rank's samples, and their number."""
+    def shares(self) -> dict[str, tuple[float, float]]:
+        """Return the sum of each value times its weight on this rank, and the sum of weights."""
         return {
-            name: (float(torch.stack(sums).sum()), self._counts[name])
+            name: (float(torch.stack(sums).sum()), float(self._weights[name]))
             for name, sums in self._sums.items()
         }
 
     @staticmethod
-    def combine(shares: Sequence[tuple[float, int]]) -> float:
-        """Return the mean over the samples of all ranks, given their shares in rank order.
+    def combine(shares: Sequence[tuple[float, float]]) -> float:
+        """Return the weighted mean over all ranks, given their shares in rank order.
 
         Every rank sums in that order: all get the same bits.
         """
-        return sum(total for total, _ in shares) / sum(count for _, count in shares)
+        return sum(total for total, _ in shares) / sum(weight for _, weight in shares)
 
 
 def fingerprint(state: Mapping[str, object]) -> str:

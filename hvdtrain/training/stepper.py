@@ -18,7 +18,7 @@ from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends.base import Backend
 from hvdtrain.backends.model_sync import uncompiled
 from hvdtrain.errors import InputError
-from hvdtrain.training import determinism
+from hvdtrain.training import determinism, methods
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import Window, derive_seed, unchanged_buffers
 from hvdtrain.training.gradient_values import is_finite
@@ -27,6 +27,7 @@ from hvdtrain.training.meter import Meter
 from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.run_state import Progress
 from hvdtrain.training.task import CheckedTask
+from hvdtrain.training.weighted_loss import WeightedLosses
 
 
 class Stepper:
@@ -43,7 +44,7 @@ class Stepper:
         on_gradients: Callable[[list[Tensor]], bool] | None = None,
     ) -> None:
         """`on_gradients` is given the losses of each step; it returns whether to leave it out."""
-        self._task, self._backend = task, backend
+        self._task, self._backend, self._config = task, backend, config
         self._clip_norm, self._seed = config.clip_norm, config.seed
         self._clips = not math.isinf(config.clip_norm)
         self._model, self._net = prepared.model, prepared.net
@@ -88,6 +89,7 @@ class Stepper:
         """
         losses = []
         num_micro_batches, weights = window.num, window.weights
+        weighted: WeightedLosses | None = None
         for micro in range(num_micro_batches):
             waited = time.perf_counter()
             batch = next(window.batches)
@@ -103,10 +105,22 @@ class Stepper:
                     loss = self._task.loss(self._net, batch)
                     # Divided by this step's number of micro-batches, not by the option
                     # `accumulate`: an epoch's last step may have fewer.
-                    loss = loss / num_micro_batches if weights is None else loss * weights[micro]
+                    if isinstance(loss, tuple):
+                        loss, weight = loss
+                        weighted = weighted or self._begin_weighted(num_micro_batches)
+                        loss = weighted.scale(loss, weight if counts else 0.0)
+                    elif weights is None:
+                        loss = loss / num_micro_batches
+                    else:
+                        loss = loss * weights[micro]
                 self._precision.backward(loss)
             losses.append(loss.detach())
-        return losses
+        return losses if weighted is None else [weighted.mean().detach()]
+
+    def _begin_weighted(self, num_micro_batches: int) -> WeightedLosses:
+        """Begin a step whose losses have weights. Raises InputError if a method excludes them."""
+        methods.check_weighted_loss(self._config)
+        return WeightedLosses(self._backend, self._model.parameters(), num_micro_batches)
 
     def _accumulate(self, last: bool) -> AbstractContextManager[None]:
         if self._local is not None:

@@ -9,6 +9,7 @@ import inspect
 from abc import ABC, abstractmethod
 from ast import literal_eval
 from collections.abc import Iterable
+from numbers import Real
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from hvdtrain.errors import InputError, did_you_mean, one_line
 from hvdtrain.tasks import TASKS
-from hvdtrain.training.evaluation import Sum, is_metric_object
+from hvdtrain.training.evaluation import Sum, WeightedMean, is_metric_object
 from hvdtrain.training.user_module import load_module
 
 Batch = Any
@@ -59,8 +60,12 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def loss(self, net: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, net: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor | float]:
         """Return the mean loss over the samples of `batch`, a scalar.
+
+        Or return `(loss, weight)`, always: the mean over `weight` tokens or samples, which then is
+        the factor of this batch in the mean over all micro-batches and ranks of a step. The weight
+        is a number, or a tensor with one; 0 if nothing in the batch counts.
 
         It must call `net`, which may be a wrapper of the model, exactly once.
         """
@@ -68,11 +73,13 @@ class Task(ABC):
     def metrics(self, net: nn.Module, batch: Batch) -> dict[str, Any]:
         """Return the metrics of `batch`, by name: means over its samples, as tensors.
 
-        Evaluation weights means by the number of samples. A value can also be `Sum(tensor)`, which
-        is summed over all batches and ranks (counts, a confusion matrix), or an updated metric of
+        Evaluation weights means by the number of samples. A value can also be
+        `WeightedMean(value, weight)`, a mean over tokens, for example; `Sum(tensor)`, which is
+        summed over all batches and ranks (counts, a confusion matrix); or an updated metric of
         torchmetrics, or of its protocol: see hvdtrain/training/evaluation.py.
         """
-        return {"loss": self.loss(net, batch)}
+        loss = self.loss(net, batch)
+        return {"loss": WeightedMean(*loss) if isinstance(loss, tuple) else loss}
 
     def predict(self, net: nn.Module, batch: Batch) -> Any:
         """Return the predictions of `batch`, for `hvdtrain predict`: a tensor, or a dict of tensors
@@ -132,6 +139,7 @@ class CheckedTask(Task):
 
     def __init__(self, task: Task) -> None:
         self._task = task
+        self._has_weights: bool | None = None  # whether losses have weights; None: none was seen
         self.has_schedule = type(task).schedule is not Task.schedule
         self.derives_metrics = type(task).derived_metrics is not Task.derived_metrics
 
@@ -169,9 +177,30 @@ class CheckedTask(Task):
             self._refuse("sampler", "a sampler of all data, which the ranks divide", sampler)
         return sampler
 
-    def loss(self, net: nn.Module, batch: Batch) -> Tensor:
-        """Return the task's loss: one floating-point number that depends on the parameters."""
+    def loss(self, net: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, float]:
+        """Return the task's loss: one floating-point number that depends on the parameters; with
+        its weight, if the task returns one.
+        """
         loss = self._task.loss(net, batch)
+        has_weight = isinstance(loss, tuple) and len(loss) == 2
+        if self._has_weights not in (None, has_weight):
+            self._refuse("loss", "a weight with every loss, or with none", loss)
+        self._has_weights = has_weight
+        if not has_weight:
+            return self._checked_loss(loss)
+        loss, weight = loss
+        return self._checked_loss(loss), self._checked_weight(weight)
+
+    def _checked_weight(self, weight: object) -> float:
+        if isinstance(weight, Tensor) and weight.numel() == 1:
+            weight = weight.item()  # waits for a GPU, once for each micro-batch
+        number = float(weight) if isinstance(weight, Real) else -1.0
+        if not 0 <= number < float("inf"):
+            wanted = "as the weight of a loss a finite number that is not negative"
+            self._refuse("loss", wanted, weight)
+        return number
+
+    def _checked_loss(self, loss: object) -> Tensor:
         if not (isinstance(loss, Tensor) and loss.numel() == 1):
             self._refuse("loss", "a tensor with one number, the mean over the batch", loss)
         if not loss.requires_grad or loss.is_complex():
@@ -186,11 +215,11 @@ class CheckedTask(Task):
         for name, value in metrics.items():
             if not isinstance(name, str):
                 self._refuse("metrics", "a dict with names as keys", name)
-            if isinstance(value, Sum) or is_metric_object(value):
+            if isinstance(value, (Sum, WeightedMean)) or is_metric_object(value):
                 continue
             if not (isinstance(value, Tensor) and value.numel() == 1) or value.is_complex():
                 what = f"a tensor with one number as {name!r}, the mean over the batch"
-                what += " (or a Sum, or a metric object)"
+                what += " (or a WeightedMean, a Sum, or a metric object)"
                 self._refuse("metrics", what, value)
         return metrics
 

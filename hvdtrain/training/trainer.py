@@ -75,6 +75,8 @@ class Trainer:
         self.progress = run_state.Progress()
         self.on_batch: Callable[[Any], None] | None = None
         """Called with every micro-batch of this rank, before its forward pass."""
+        self.meter: Meter | None = None
+        """The times of the epoch at work, once it has begun."""
         self.resumed_from: Path | None = None
         """The checkpoint that the run continues from; on rank 0."""
         self._records = True
@@ -321,6 +323,7 @@ class Trainer:
         progress, config = self.progress, self.config
         windows = self._data.begin_epoch(progress, self.precision.convert_batch)
         self.model.train()
+        self.meter = meter
         is_last = False
         while not is_last:
             waited = time.perf_counter()

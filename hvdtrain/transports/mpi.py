@@ -46,6 +46,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from hvdtrain.errors import BackendUnavailable
 from hvdtrain.peers import PeerLost, exchange
 from hvdtrain.rendezvous import load_mpi
+from hvdtrain.transports.arrivals import Arrivals
 from hvdtrain.transports.gloo import gloo_options
 from hvdtrain.transports.transport import (
     Combiner,
@@ -328,7 +329,11 @@ class Mpi(Transport):
             self._payloads[self.rank][: payload.numel()].copy_(payload)
         if not self._peers:
             return
+        recorder = Arrivals.current
+        begin = time.monotonic() if recorder is not None else 0.0
         self._exchange_headers(signature)
+        if recorder is not None:
+            recorder.add_wait(begin)
         if any(call != self._calls[self.rank] for call in self._calls):
             self._raise_mismatch(signature)
 

@@ -40,6 +40,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.errors import first_line
 from hvdtrain.peers import PeerLost, exchange
+from hvdtrain.transports.arrivals import Arrivals
 from hvdtrain.transports.gloo import Connections, open_gloo
 from hvdtrain.transports.heartbeat import Heartbeat, HeartbeatTable
 from hvdtrain.transports.shm_buffers import SharedBuffers
@@ -347,6 +348,8 @@ class Shm(Transport):
         if staged is not None:
             area[: staged.numel()].copy_(staged)
         self._write_slot(signature, t)
+        recorder = Arrivals.current
+        begin = time.monotonic() if recorder is not None else 0.0
         self._barrier.wait(signature)
         slots = [self._read_slot(i) for i in range(len(self._barrier.ranks))]
         shared = all(slot.buffer for slot in slots)
@@ -355,6 +358,8 @@ class Shm(Transport):
         }
         if len(self.hosts) > 1:
             calls, shared = self._compare_across_hosts(signature, calls, shared)
+        if recorder is not None:
+            recorder.add_wait(begin)
         if len(set(calls.values())) > 1:
             raise mismatch({r: call.decode(errors="replace") for r, call in calls.items()})
         return slots, shared

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hvdtrain._torch.storage import storage_key
 from hvdtrain.peers import PeerLost
+from hvdtrain.transports.arrivals import Arrivals
 from hvdtrain.transports.transport import Mismatch, TransportError
 
 observer: Callable[[WorkQueue, str, int, int, int], None] | None = None
@@ -185,6 +186,8 @@ class WorkQueue:
 
     def put(self, run: Callable[[], None], work: QueuedWork, wait: bool) -> QueuedWork:
         """Queue `run`. `wait`: the caller only waits, so if the queue is empty, run it here."""
+        if Arrivals.current is not None:
+            run = Arrivals.current.timed(run, wait)
         with self._count:
             idle = self._pending == 0
             closed = self._closed

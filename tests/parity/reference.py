@@ -114,7 +114,9 @@ def _mean_gradients(task: Task, model: nn.Module, data: Any, window: list[list[l
         for indices in rank_window:
             inputs, targets = data[indices]
             dtype = next(model.parameters()).dtype
-            (task.loss(model, (inputs.to(dtype), targets.to(dtype))) / len(rank_window)).backward()  # type: ignore[no-untyped-call]
+            loss = task.loss(model, (inputs.to(dtype), targets.to(dtype)))
+            assert isinstance(loss, Tensor)
+            (loss / len(rank_window)).backward()  # type: ignore[no-untyped-call]
         grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         totals = [a + b for a, b in zip(totals, grads, strict=True)] if totals else grads
     for p, total in zip(model.parameters(), totals, strict=True):

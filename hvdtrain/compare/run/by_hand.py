@@ -34,6 +34,7 @@ from hvdtrain.training.lr_schedule import RateSchedule, Unit
 from hvdtrain.training.meter import StepTaken
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.task import CheckedTask, Task
+from hvdtrain.training.weighted_loss import WeightedLosses
 from hvdtrain.transports.malloc import keep_freed_memory
 
 
@@ -108,6 +109,7 @@ class ByHand:
         net, optimizer, precision = self.net, self.optimizer, self.precision
         data_s, total = 0.0, torch.zeros((), device=self.backend.device)
         passes, weights = window.num, window.weights
+        weighted: WeightedLosses | None = None
         for k in range(passes):
             waited = time.perf_counter()
             batch = next(window.batches)
@@ -117,9 +119,18 @@ class ByHand:
             with nullcontext() if k == passes - 1 else net.no_sync():
                 with precision.autocast():
                     loss = self.task.loss(net, batch)
-                    loss = loss / passes if weights is None else loss * weights[k]
+                    if isinstance(loss, tuple):
+                        if weighted is None:
+                            weighted = WeightedLosses(self.backend, self.model.parameters(), passes)
+                        counts = weights is None or weights[k] > 0
+                        loss = weighted.scale(loss[0], float(loss[1]) if counts else 0.0)
+                    else:
+                        loss = loss / passes if weights is None else loss * weights[k]
                 precision.backward(loss)
-            total += loss.detach()
+            if weighted is None:
+                total += loss.detach()
+        if weighted is not None:
+            total = weighted.mean()
         # DDP skips parameters that no rank used. If the option makes that an error, DDP raises only
         # in the second step, with a long text; this call raises in the first.
         if number == 1 or self.config.unused_parameters == "zero":

@@ -1,0 +1,335 @@
+"""A loss with a weight: the step of any ranks is that of one process on all their tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from hvdtrain import Backend, Task
+from hvdtrain.compare.run.by_hand import ByHand
+from hvdtrain.errors import InputError
+from hvdtrain.training import methods
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.data_loading import derive_seed
+from hvdtrain.training.evaluation import Evaluation, WeightedMean
+from hvdtrain.training.task import CheckedTask
+from tests.methods import arms
+from tests.methods.data_runs import CONFIG, Regression, records, train
+from tests.methods.test_methods import LIVE
+from tests.ranks import Ranks, single
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+EVERYWHERE = pytest.mark.parametrize("ranks", LIVE, indirect=True)
+TWO = pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+CLASSES, LENGTH = 5, 6
+
+
+def sentences(num: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs by token, classes by token, of which -100 is padding, and the index.
+
+    Every fourth sentence is padding alone.
+    """
+    generator = torch.Generator().manual_seed(4)
+    inputs = torch.randn(num, LENGTH, 3, generator=generator, dtype=torch.float64)
+    classes = torch.randint(CLASSES, (num, LENGTH), generator=generator)
+    lengths = torch.arange(num) * 3 % 4 * 2
+    classes[torch.arange(LENGTH) >= lengths[:, None]] = -100
+    return inputs, classes, torch.arange(num)
+
+
+class Tokens(Regression):
+    """Its loss is a mean over tokens. `sparse`: with an embedding of sparse gradients."""
+
+    def __init__(self, num: int, sparse: bool = False, evaluates: bool = False) -> None:
+        super().__init__(num)
+        self.sparse, self.evaluates = sparse, evaluates
+
+    def model(self) -> nn.Module:
+        return Tagger(self.sparse)
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
+        data = TensorDataset(*sentences(self.num))
+        return data, data if self.evaluates else None
+
+    def loss(self, net: nn.Module, batch: Any) -> Any:
+        inputs, classes, index = batch
+        self.seen.append(index.tolist())
+        scores = net(inputs, index)
+        # NaN for a batch of padding alone.
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1), classes.flatten())
+        return loss, (classes >= 0).sum()
+
+
+class Tagger(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.tags = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, CLASSES))
+        self.embedding = nn.Embedding(999, 3, sparse=True) if sparse else None
+
+    def forward(self, inputs: Tensor, index: Tensor) -> Tensor:
+        if self.embedding is not None:
+            inputs = inputs + self.embedding(index)[:, None]
+        found: Tensor = self.tags(inputs)
+        return found
+
+
+class EqualRanks(Tokens):
+    """The usual mistake: every rank and micro-batch counts the same."""
+
+    def loss(self, net: nn.Module, batch: Any) -> Any:
+        loss, weight = super().loss(net, batch)
+        return loss if weight else net(batch[0], batch[2]).sum() * 0
+
+
+def one_process(task: Tokens, per_step: int) -> tuple[Tensor, list[float]]:
+    """Plain torch on the whole batch: the weights, and the loss of each step."""
+    torch.manual_seed(derive_seed(CONFIG.seed))
+    model = task.model().double()
+    optimizer = task.optimizer(model)
+    data = sentences(task.num)
+    losses = []
+    for epoch in range(CONFIG.epochs):
+        generator = torch.Generator().manual_seed(derive_seed(CONFIG.seed, epoch))
+        order = torch.randperm(task.num, generator=generator)
+        for start in range(0, task.num, per_step):
+            chosen = order[start : start + per_step]
+            optimizer.zero_grad()
+            loss, _ = task.loss(model, [t[chosen] for t in data])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return nn.utils.parameters_to_vector(model.parameters()).detach(), losses
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_it_is_one_process_on_all_tokens(ranks: Ranks, accumulate: int, tmp_path: Path) -> None:
+    num = 2 * 4 * ranks.n * accumulate
+    wanted, losses = one_process(Tokens(num), 4 * ranks.n * accumulate)
+    found = ranks.run(train, Tokens(num), tmp_path / "run", accumulate=accumulate)
+    for rank in found:
+        assert (rank["weights"] - wanted).abs().max() < 1e-12
+    logged = [record["loss"] for record in records(tmp_path / "run")]
+    assert logged == pytest.approx(losses, rel=1e-12)
+    if ranks.n * accumulate > 1:
+        plain = ranks.run(train, EqualRanks(num), tmp_path / "equal", accumulate=accumulate)
+        assert (plain[0]["weights"] - wanted).abs().max() > 1e-4, "weights change nothing here"
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("changes", [{"batch_size": 1}, {"uneven": "join"}], ids=str)
+def test_ranks_without_a_token(ranks: Ranks, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Micro-batches of padding alone, whose loss is NaN; and ranks without a sample at the end."""
+    batch = changes.get("batch_size", 4)
+    changes = {"accumulate": 2, "uneven": "join", **changes}
+    # The first number of samples with which no step is of padding alone: that is refused.
+    for steps in range(2, 9):
+        task = Tokens(2 * batch * ranks.n * steps + (ranks.n > 1), sparse=True)
+        wanted, losses = one_process(task, 2 * batch * ranks.n)
+        if not any(map(math.isnan, losses)):
+            break
+    for rank in ranks.run(train, task, tmp_path / "run", **changes):
+        assert "error" not in rank
+        assert (rank["weights"] - wanted).abs().max() < 1e-12
+    logged = [record["loss"] for record in records(tmp_path / "run")]
+    assert logged == pytest.approx(losses, rel=1e-12)
+
+
+@EVERYWHERE
+def test_clipping_sees_the_exact_mean(ranks: Ranks, tmp_path: Path) -> None:
+    num = 4 * 4 * ranks.n
+    task = Tokens(num)
+    torch.manual_seed(derive_seed(CONFIG.seed))
+    model = task.model().double()
+    order = torch.randperm(
+        num, generator=torch.Generator().manual_seed(derive_seed(CONFIG.seed, 0))
+    )
+    loss, _ = task.loss(model, [t[order] for t in sentences(num)])
+    loss.backward()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    changes: dict[str, Any] = {"accumulate": 4, "clip_norm": 0.01, "max_steps": 1}
+    ranks.run(train, Tokens(num), tmp_path / "run", **changes)
+    (record,) = records(tmp_path / "run")
+    assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-12)
+
+
+HALF: list[Any] = [
+    {"precision": "fp16"},
+    {"precision": "fp16", "opt_level": "O2"},
+    {"precision": "fp32", "compression": "fp16"},
+    {"precision": "fp32", "compression": "powersgd"},
+]
+
+
+class Many(Tokens):
+    """Weights of a million times the number of tokens, beyond the range of fp16."""
+
+    def loss(self, net: nn.Module, batch: Any) -> Any:
+        inputs, classes, index = batch
+        loss, weight = super().loss(net, (inputs.to(next(net.parameters()).dtype), classes, index))
+        return loss, weight * 10**6
+
+
+@TWO
+@pytest.mark.parametrize("changes", HALF, ids=str)
+def test_large_weights_do_not_overflow_in_half(
+    ranks: Ranks, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    wanted, losses = one_process(Tokens(48), 16)
+    found = ranks.run(train, Many(48), tmp_path / "run", accumulate=2, **changes)
+    assert torch.equal(found[0]["weights"], found[1]["weights"])
+    rest = 0.05 if "powersgd" in changes.values() else 0.005
+    assert (found[0]["weights"] - wanted).abs().max() < rest
+    for record in records(tmp_path / "run"):
+        assert record.get("loss_scale", 65536) == 65536, "no step overflows"
+
+
+@TWO
+def test_a_step_without_a_weight_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for rank in ranks.run(train, NoToken(16), tmp_path / "run"):
+        assert rank["on_all_ranks"]
+        assert rank["error"].startswith(
+            "the weights that loss returned are 0 for every micro-batch"
+        )
+
+
+class NoToken(Tokens):
+    def loss(self, net: nn.Module, batch: Any) -> Any:
+        return super().loss(net, batch)[0], 0
+
+
+REFUSED: list[tuple[tuple[str, int], str, dict[str, Any]]] = [
+    (("ddp-torchrun", 2), "local SGD", {"sync_every": 3}),
+    (("ps-torchrun", 2), "asynchronous parameter server", {"ps_async": True}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "name", "changes"), REFUSED, indirect=["ranks"])
+def test_where_it_cannot_be_exact(
+    ranks: Ranks, name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    method = next(method for method in methods.METHODS if method.name == name)
+    for rank in ranks.run(train, Tokens(16), tmp_path / "run", **changes):
+        why = methods.NOT_WEIGHTED[name]
+        assert rank["error"] == f"{method.option} with a loss that has a weight: {why}"
+
+
+def test_every_refusal_is_of_a_method() -> None:
+    assert set(methods.NOT_WEIGHTED) <= {method.name for method in methods.METHODS}
+    methods.check_weighted_loss(TrainConfig(**arms.SETTINGS["gradient accumulation"]))
+
+
+def by_hand(backend: Backend, /, task: Task, **changes: Any) -> tuple[Tensor, list[float]]:
+    loop = ByHand(task, backend, replace(CONFIG, **changes))
+    loop.set_up()
+    steps = loop.steps()
+    losses = [float(next(steps).loss) for _ in range(CONFIG.epochs * 2)]
+    return nn.utils.parameters_to_vector(loop.model.parameters()).detach(), losses
+
+
+@TWO
+def test_the_hand_written_loop_of_compare(ranks: Ranks) -> None:
+    wanted, losses = one_process(Tokens(48), 24)
+    found = ranks.run(by_hand, Tokens(48), accumulate=3)
+    for weights, _ in found:
+        assert (weights - wanted).abs().max() < 1e-12
+    mean = [sum(pair) / 2 for pair in zip(*(of_rank for _, of_rank in found), strict=True)]
+    assert mean == pytest.approx(losses, rel=1e-12)
+
+
+# What a task may return
+
+
+class Returns(Tokens):
+    def __init__(self, *weights: Any) -> None:
+        super().__init__(4)
+        self.weights = list(weights)
+
+    def loss(self, net: nn.Module, batch: Any) -> Any:
+        loss = net(batch[0], batch[2]).square().mean()
+        weight = self.weights.pop(0)
+        return loss if weight is None else (loss, weight)
+
+
+@pytest.mark.parametrize("weight", [3, 3.0, torch.tensor(3), torch.tensor([3.0]), True])
+def test_weights(weight: Any) -> None:
+    task = Returns(weight)
+    found = CheckedTask(task).loss(task.model().double(), sentences(4))
+    assert isinstance(found, tuple)
+    assert found[1] == float(weight)
+
+
+@pytest.mark.parametrize(
+    ("weight", "shown"),
+    [
+        (-1, "an int, -1"),
+        (float("nan"), "a float, nan"),
+        (torch.tensor(float("inf")), "a float, inf"),
+        ("3", "a str, '3'"),
+        (torch.ones(2), r"a tensor of float32 of shape \(2,\)"),
+    ],
+)
+def test_no_weights(weight: Any, shown: str) -> None:
+    task = Returns(weight)
+    with pytest.raises(InputError, match=f"as the weight of a loss a finite number .* {shown}"):
+        CheckedTask(task).loss(task.model().double(), sentences(4))
+
+
+@pytest.mark.parametrize("weights", [(3, None), (None, 3)])
+def test_a_weight_with_every_loss_or_with_none(weights: tuple[Any, Any]) -> None:
+    task = Returns(*weights)
+    checked, model = CheckedTask(task), task.model().double()
+    checked.loss(model, sentences(4))
+    with pytest.raises(InputError, match="a weight with every loss, or with none"):
+        checked.loss(model, sentences(4))
+
+
+# Evaluation
+
+
+@EVERYWHERE
+def test_the_evaluation_is_a_mean_over_tokens(ranks: Ranks, tmp_path: Path) -> None:
+    """13 or 14 sentences: batches of other lengths on other ranks."""
+    num = 13 if ranks.n == 3 else 14
+    task = Tokens(num, evaluates=True)
+    found = ranks.run(train, task, tmp_path / "run", max_steps=1)
+    model = task.model().double()
+    nn.utils.vector_to_parameters(found[0]["weights"], model.parameters())
+    wanted, _ = task.loss(model, sentences(num))
+    last = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert last["metrics"]["loss"] == pytest.approx(wanted.item(), rel=1e-12)
+
+
+def test_a_mean_of_weight_0_does_not_count() -> None:
+    evaluation = Evaluation()
+    for value, weight in ((2.0, 3), (float("nan"), torch.tensor(0)), (6.0, 1.0)):
+        evaluation.add({"a": WeightedMean(torch.tensor(value), weight)}, 100)
+    assert evaluation.reduce(single()) == {"a": 3.0}
+
+
+REJECTED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: WeightedMean(torch.ones(2), 1), r"it was given one of shape \(2,\)"),
+    (lambda: WeightedMean(2.0, 1), "it was given 2.0"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("make", "shown"), REJECTED)
+def test_what_is_no_mean(make: Callable[[], Any], shown: str) -> None:
+    with pytest.raises(InputError, match=shown):
+        make()
+
+
+def test_an_evaluation_without_a_weight_has_no_mean() -> None:
+    evaluation = Evaluation()
+    evaluation.add({"a": WeightedMean(torch.tensor(1.0), 0)}, 4)
+    with pytest.raises(InputError, match="the metric 'a' are not positive in sum"):
+        evaluation.reduce(single())
