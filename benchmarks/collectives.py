@@ -2,11 +2,14 @@
 
     python benchmarks/collectives.py              # 2 ranks, some five minutes
     python benchmarks/collectives.py --ranks 4
+    python benchmarks/collectives.py --only all_reduce,barrier --arms shm,raw,empty --largest 25
 
 Every transport stays alive under its own launcher; in a block every transport does every operation
 some times, in random order, the others stopped meanwhile. The tensor stays the same, as a bucket
 does. A block's time is the median of the slowest rank. The bound is what both ranks need, at the
 same time, for a `copy_` of as many bytes: an all-reduce in memory must read and write them once.
+Two arms show what is possible for small messages: `raw`, mpi4py's Allreduce on NumPy arrays without
+torch, and `empty`, a process group in Python that does nothing, the floor for every other.
 """
 
 from __future__ import annotations
@@ -34,10 +37,78 @@ ARMS: dict[str, tuple[str, dict[str, str]]] = {
     "gloo": ("torchrun", {}),
     "shm": ("torchrun", {}),
     "mpi": ("mpirun unbound", {}),
+    "raw": (
+        "mpirun unbound",
+        {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"},
+    ),
+    "empty": ("torchrun", {}),
 }
-SIZES = {"1 KB": 1 << 10, "100 KB": 100 << 10, "1 MB": 1 << 20, "25 MB": 25 << 20}
+SIZES = {"64 B": 64, "1 KB": 1 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20, "25 MB": 25 << 20}
 SIZES["100 MB"] = 100 << 20
 BOUND = "memcpy"
+
+
+_C10dGroup: Any = dist.ProcessGroup  # torch's stubs have overloads that no override could have
+
+
+class EmptyGroup(_C10dGroup):  # type: ignore[misc]
+    """A process group whose collectives do nothing: what torch.distributed itself costs."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        return None
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+        return None
+
+    def getBackendName(self) -> str:
+        return "empty"
+
+    def setGroupName(self, name: str) -> None:
+        return
+
+    setGroupDesc = setGroupName
+
+    def getGroupName(self) -> str:
+        return "empty"
+
+    getGroupDesc = getGroupName
+
+
+class RawRank:
+    """One rank of MPI without torch.distributed."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._comm, self._in_place = MPI.COMM_WORLD, MPI.IN_PLACE
+        self.rank = self._comm.Get_rank()
+
+    def run(self, operation: str, num_bytes: int, times: int) -> float:
+        """Median seconds of one operation, all ranks beginning together."""
+        array = np.zeros(num_bytes // 4, np.float32)
+        call: Callable[[], Any] = self._comm.Barrier
+        if operation == "all_reduce":
+
+            def call() -> None:
+                self._comm.Allreduce(self._in_place, array)
+
+        for _ in range(3):
+            call()
+        return timed(call, self._comm.Barrier, times)
+
+
+def timed(call: Callable[[], Any], barrier: Callable[[], Any], times: int) -> float:
+    """Median seconds of a call that all ranks begin together."""
+    taken = []
+    for _ in range(times):
+        barrier()
+        begin = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)
 
 
 class Rank:
@@ -45,7 +116,13 @@ class Rank:
 
     def __init__(self, transport: str) -> None:
         torch.set_num_threads(1)
-        backend = open_backend("ddp", detect(), BackendOptions(transport=transport))
+        is_empty = transport == "empty"
+        options = BackendOptions(transport="gloo" if is_empty else transport)
+        backend = open_backend("ddp", detect(), options)
+        self._group: Any = None
+        if is_empty:
+            dist.Backend.register_backend("empty", EmptyGroup, devices=["cpu"])
+            self._group = dist.new_group(backend="empty")
         self.rank, self.size = backend.world.rank, backend.world.size
         self._calls: dict[tuple[str, int], Callable[[], Any]] = {}
 
@@ -56,13 +133,7 @@ class Rank:
             self._calls[key] = self._call(*key)
             for _ in range(3):
                 self._calls[key]()
-        call, taken = self._calls[key], []
-        for _ in range(times):
-            dist.barrier()
-            begin = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - begin)
-        return statistics.median(taken)
+        return timed(self._calls[key], dist.barrier, times)
 
     def _call(self, operation: str, num_bytes: int) -> Callable[[], Any]:
         count = num_bytes // 4 // self.size * self.size
@@ -70,7 +141,8 @@ class Rank:
         mine = torch.zeros(count // self.size)
         return {
             BOUND: lambda: other.copy_(t),
-            "all_reduce": lambda: dist.all_reduce(t),
+            "all_reduce": lambda: dist.all_reduce(t, group=self._group),
+            "barrier": lambda: dist.barrier(self._group),
             "broadcast": lambda: dist.broadcast(t, 0),
             "all_gather": lambda: dist.all_gather_single(t, mine),
             "reduce_scatter": lambda: dist.reduce_scatter_single(mine, t),
@@ -78,26 +150,42 @@ class Rank:
         }[operation]
 
 
-OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+OPERATIONS = ("all_reduce", "barrier", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def measure(blocks: int, ranks: int, names: list[str], operations: list[str], path: Path) -> None:
+def cases(operation: str, largest: int) -> dict[str, int]:
+    """The sizes of an operation in bytes, by the name of the case."""
+    if operation == "barrier":
+        return {"barrier": 0}
+    return {f"{operation} {label}": size for label, size in SIZES.items() if size <= largest}
+
+
+def can(name: str, operation: str) -> bool:
+    return name not in ("raw", "empty") or operation in ("all_reduce", "barrier")
+
+
+def measure(
+    blocks: int, ranks: int, names: list[str], operations: list[str], largest: int, path: Path
+) -> None:
     order = random.Random(0)
     seconds: dict[str, dict[str, list[float]]] = {}
+    todo = [(operation, *case) for operation in operations
+            for case in cases(operation, largest).items()]  # fmt: skip
     with live.arms(str(Path(__file__).resolve()), {n: ARMS[n] for n in names}, ranks) as arms:
-        for operation in operations:
-            for label, size in SIZES.items():
-                times = 100 if size <= 100 << 10 else 30 if size <= 1 << 20 else 6
-                found: dict[str, list[float]] = {name: [] for name in (*names, BOUND)}
-                for block in range(blocks + 1):
-                    for name in order.sample([*names, BOUND], len(names) + 1):
-                        what = BOUND if name == BOUND else operation
-                        arm = arms[names[0] if name == BOUND else name]
-                        slowest = max(arm.call("run", what, size, times))
-                        if block > 0:  # the first is the warm-up
-                            found[name].append(slowest)
-                seconds[f"{operation} {label}"] = found
-                report(f"{operation} {label}", found)
+        copies = next(name for name in names if name != "raw")
+        for operation, case, size in todo:
+            times = 100 if size <= 100 << 10 else 30 if size <= 1 << 20 else 6
+            able = [name for name in names if can(name, operation)]
+            found: dict[str, list[float]] = {name: [] for name in (*able, BOUND)}
+            for block in range(blocks + 1):
+                for name in order.sample([*able, BOUND], len(able) + 1):
+                    what = BOUND if name == BOUND else operation
+                    arm = arms[copies if name == BOUND else name]
+                    slowest = max(arm.call("run", what, size, times))
+                    if block > 0:  # the first is the warm-up
+                        found[name].append(slowest)
+            seconds[case] = found
+            report(case, found)
     record = {"seconds": seconds, "ranks": ranks, **live.machine()}
     record["ratios"] = {case: ratios(found) for case, found in seconds.items()}
     path.parent.mkdir(exist_ok=True)
@@ -106,9 +194,12 @@ def measure(blocks: int, ranks: int, names: list[str], operations: list[str], pa
 
 
 def ratios(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """How many times as fast as Gloo, and how much of the bound; with 95 % intervals."""
-    pairs = {f"{name} against gloo": ("gloo", name) for name in found if name in ("shm", "mpi")}
-    pairs |= {f"{name} of the bound": (BOUND, name) for name in found if name != BOUND}
+    """How many times as fast as the other arms, how much of the bound; with 95 % intervals."""
+    ours = [name for name in found if name in ("shm", "mpi")]
+    pairs = {f"{name} against {o}": (o, name) for o in ("gloo", "raw", "empty") for name in ours}
+    pairs |= {
+        f"{name} of the bound": (BOUND, name) for name in found if name not in (BOUND, "empty")
+    }
     return {
         label: live.interval([a / b for a, b in zip(found[over], found[under], strict=True)])
         for label, (over, under) in pairs.items()
@@ -117,8 +208,11 @@ def ratios(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def report(case: str, found: dict[str, list[float]]) -> None:
-    medians = "  ".join(f"{name} {1000 * np.median(t):.3f} ms" for name, t in found.items())
-    print(f"\n{case}: {medians}")
+    times = (
+        f"{name} {1000 * np.median(t):.4f} ms (min {1000 * min(t):.4f})"
+        for name, t in found.items()
+    )
+    print(f"\n{case}: {'  '.join(times)}")
     for name, r in ratios(found).items():
         print(f"  {name:20} {r['median']:.2f}  [{r['low']:.2f}, {r['high']:.2f}]", flush=True)
 
@@ -131,7 +225,13 @@ def draw(seconds: dict[str, dict[str, list[float]]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    styles = {"gloo": "#0072B2", "shm": "#D55E00", "mpi": "#009E73", BOUND: "#000000"}
+    styles = {
+        "gloo": "#0072B2",
+        "shm": "#D55E00",
+        "mpi": "#009E73",
+        BOUND: "#000000",
+        "raw": "#CC79A7",
+    }
     for name, colour in styles.items():
         cases = [(SIZES[c.removeprefix("all_reduce ")], f) for c, f in seconds.items()
                  if c.startswith("all_reduce ") and name in f]  # fmt: skip
@@ -147,7 +247,7 @@ def draw(seconds: dict[str, dict[str, list[float]]], path: Path) -> None:
 
 def main() -> None:
     if len(sys.argv) == 3 and sys.argv[2].startswith("/"):
-        rank = Rank(sys.argv[1])
+        rank = RawRank() if sys.argv[1] == "raw" else Rank(sys.argv[1])
         live.serve(sys.argv[2], rank.rank, {"run": rank.run})
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -155,10 +255,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--arms", default=",".join(ARMS), help="separated by commas")
     parser.add_argument("--only", default=",".join(OPERATIONS), help="operations, by commas")
+    parser.add_argument("--largest", type=int, default=100, help="the largest tensor, in MB")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     arms, operations = options.arms.split(","), options.only.split(",")
-    measure(options.blocks, options.ranks, arms, operations, options.output)
+    largest = options.largest << 20
+    measure(options.blocks, options.ranks, arms, operations, largest, options.output)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.namespaces import link_bytes, make_hosts, remove_hosts
+
 RESULTS = Path(__file__).parent / "results" / "parameter_server.json"
 ARMS: dict[str, dict[str, Any]] = {
     "ps": {"backend": "ps"},
@@ -72,45 +76,6 @@ def work(arm: str) -> dict[str, float]:
         "sent": (after[0] - sent) / STEPS / MODEL_BYTES,
         "received": (after[1] - received) / STEPS / MODEL_BYTES,
     }
-
-
-def link_bytes() -> tuple[int, int]:
-    """Return the bytes that this namespace's link has sent and received; 0 without a link."""
-    folder = Path("/sys/class/net/eth0/statistics")
-    if not folder.exists():
-        return 0, 0
-    sent, received = (int((folder / name).read_text()) for name in ("tx_bytes", "rx_bytes"))
-    return sent, received
-
-
-def sh(command: str) -> None:
-    subprocess.run(command.split(), check=True)
-
-
-def make_hosts(n: int, rate_mbit: int) -> list[str]:
-    """Make `n` namespaces on a bridge; return their names."""
-    names = [f"hvdps{i}" for i in range(n)]
-    sh("ip link add hvdps type bridge")
-    sh("ip link set hvdps up")
-    limit = f"root tbf rate {rate_mbit}mbit burst 64kb latency 1s"
-    for i, name in enumerate(names):
-        sh(f"ip netns add {name}")
-        sh(f"ip link add hvdps{i} type veth peer name eth0 netns {name}")
-        sh(f"ip link set hvdps{i} master hvdps up")
-        sh(f"ip -n {name} address add 10.77.0.{i + 1}/24 dev eth0")
-        sh(f"ip -n {name} link set lo up")
-        sh(f"ip -n {name} link set eth0 up")
-        sh(f"ip -n {name} route add default via 10.77.0.{i + 1}")
-        sh(f"tc qdisc add dev hvdps{i} {limit}")
-        sh(f"ip netns exec {name} tc qdisc add dev eth0 {limit}")
-    return names
-
-
-def remove_hosts(n: int) -> None:
-    for i in range(n):
-        subprocess.run(["ip", "netns", "del", f"hvdps{i}"], capture_output=True)
-        subprocess.run(["ip", "link", "del", f"hvdps{i}"], capture_output=True)
-    subprocess.run(["ip", "link", "del", "hvdps"], capture_output=True)
 
 
 def run(arm: str, n: int, hosts: list[str], port: int) -> list[dict[str, float]]:

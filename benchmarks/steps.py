@@ -6,8 +6,28 @@
 
 Every arm stays alive under its own launcher; one block runs a few steps of every arm, in random
 order, the others stopped meanwhile. A block's time is its slowest rank's median step; the figure is
-the median over blocks of the ratio of two arms in one block, with a 95 % bootstrap interval.
+the median over blocks of the ratio of two arms in one block, with a 95 % bootstrap interval. The
+same is reported of the CPU time of a rank, with all its threads, which other programs change less.
 `ddp/gloo again` is a second `ddp/gloo`: what the noise alone does.
+
+`sharded` arms share one copy of the parameters, and each rank steps its half of them (see
+`hvdtrain.sharded_optimizer`); `no communication` is two ranks that train alone, their reference.
+
+    python benchmarks/steps.py --only "mlp-100MB bs8" --arms "no communication,ddp/gloo,\
+ddp/shm,ddp/shm sharded,compat/shm,compat/shm sharded,horovod/mpi"
+    python benchmarks/steps.py --memory
+
+Prediction, written before the first run. Let s be the time of the optimizer's step alone, c what
+averaging adds, f the forward and backward passes: no communication f + s, plain f + s + c, sharded
+f + s / 2 + c and two small all-reduces, 0.2 to 0.4 ms. Floor: f + s / 2, as gradients would cost
+nothing. From the figures of a prototype (f + s = 114 ms with SGD, 253 ms with AdamW; plain 154 and
+303, so c = 40 to 50; AdamW's s about 150) that is 200 to 230 ms for AdamW: below ranks that do not
+communicate. SGD's s is about 20 ms: 10 ms are saved, and no more.
+
+`--memory` prints the sum of the proportional set sizes of 2, 4 and 8 ranks, where a shared page is
+counted once. Prediction for AdamW, with r the 100 MB of parameters: n plain ranks have n x 4 r
+(parameters, gradients, two moments), sharded ones n x r (gradients) + 3 r; for 2, 4 and 8 ranks 8,
+16 and 32 r against 5, 7 and 11 r, and 150 to 250 MB that each rank needs for torch itself.
 
 Every engine is as a script gets it: `shm`, `mpi` and compat tell malloc to keep freed memory, DDP
 over Gloo and Horovod do not. With `--keep-freed-memory` all do, as under hvdtrain's Trainer.
@@ -35,16 +55,21 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import live
 from hvdtrain import BackendOptions, detect, open_backend
+from hvdtrain.sharded_optimizer import shard
+from hvdtrain.shared_tensors import Group
 from hvdtrain.transports.malloc import keep_freed_memory
 
 RESULTS = Path(__file__).parent / "results" / "steps.json"
 # Arm: launcher, and what it needs in the environment. Horovod with its defaults, and as its users
 # tune it: bindings off, as its manual has it, and a fusion buffer that stays in cache.
 ARMS: dict[str, tuple[str, dict[str, str]]] = {
+    "no communication": ("torchrun", {}),
     "ddp/gloo": ("torchrun", {}),
     "ddp/gloo again": ("torchrun", {}),
     "ddp/shm": ("torchrun", {}),
     "ddp/mpi": ("mpirun unbound", {}),
+    "ddp/shm sharded": ("torchrun", {}),
+    "compat/shm sharded": ("torchrun", {"HVDTRAIN_TRANSPORT": "shm"}),
     "compat/gloo": ("torchrun", {"HVDTRAIN_TRANSPORT": "gloo"}),
     "compat/shm": ("torchrun", {"HVDTRAIN_TRANSPORT": "shm"}),
     "compat/mpi": ("mpirun unbound", {"HVDTRAIN_TRANSPORT": "mpi"}),
@@ -75,13 +100,32 @@ def convnet() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256 * 4, 10))
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD with momentum, in one pass over the parameters."""
+    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW as torch's default is."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW in one pass over the parameters."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
 # name: model, batch, input shape, steps in a block
 WORKLOADS: dict[str, tuple[Callable[[], nn.Module], int, tuple[int, ...], int]] = {
     "mlp-100MB bs8": (mlp, 8, (2048,), 8),
+    "mlp-100MB bs8 adamw": (mlp, 8, (2048,), 8),
+    "mlp-100MB bs8 fused adamw": (mlp, 8, (2048,), 8),
     "mlp-100MB bs32": (mlp, 32, (2048,), 8),
     "1000 tensors": (small, 8, (64,), 20),
     "convnet": (convnet, 32, (3, 32, 32), 10),
 }
+OPTIMIZERS = {"mlp-100MB bs8 adamw": adamw, "mlp-100MB bs8 fused adamw": fused_adamw}
+"""By workload; the others have `sgd`."""
 LATENCY = "allreduce 1 KB"
 KEEPS = "STEPS_KEEP_FREED_MEMORY"
 
@@ -95,7 +139,9 @@ class Rank:
             keep_freed_memory()
         self.arm = arm
         self.steps: dict[str, Callable[[], None]] = {}
-        backend, transport = arm.split()[0].split("/")
+        self.shards = arm.endswith(" sharded")
+        self.is_alone = arm == "no communication"
+        backend, transport = ("ddp", "gloo") if self.is_alone else arm.split()[0].split("/")
         self.is_ddp = backend == "ddp"
         if self.is_ddp:
             self.backend = open_backend("ddp", detect(), BackendOptions(transport=transport))
@@ -111,9 +157,16 @@ class Rank:
         torch.manual_seed(0)
         model = make()
         inputs = torch.randn(batch, *shape)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
+        optimizer: Any = OPTIMIZERS.get(workload, sgd)(model)
         net: nn.Module = model
-        if self.is_ddp:
+        if self.is_alone:
+            pass
+        elif self.is_ddp:
+            if self.shards:
+                gather, add_up = self.backend.all_gather_object, self.backend.all_reduce
+                world = self.backend.world
+                group = Group(world.rank, world.size, gather, lambda flags: add_up(flags, "sum"))
+                shard(optimizer, group, {})
             net = nn.parallel.DistributedDataParallel(
                 model, gradient_as_bucket_view=True, forward_sync_buffers=False
             )
@@ -121,6 +174,7 @@ class Rank:
             optimizer = self.hvd.DistributedOptimizer(
                 optimizer,
                 named_parameters=[(f"{workload}.{n}", p) for n, p in model.named_parameters()],
+                **({"shard": True} if self.shards else {}),
             )
 
         def step() -> None:
@@ -132,8 +186,16 @@ class Rank:
             step()
         return step
 
-    def run(self, workload: str, steps: int) -> float:
-        """Median milliseconds of a step, after one that is not counted."""
+    def memory(self, workload: str) -> float:
+        """Megabytes of this rank after some steps, without a part of the pages that it shares."""
+        self.run(workload, 3)
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("Pss:"))
+
+    def run(self, workload: str, steps: int) -> tuple[float, float]:
+        """Median milliseconds of a step, after one that is not counted, and CPU time by step."""
+        if workload == LATENCY and self.is_alone:
+            return float("nan"), float("nan")
         if workload == LATENCY:
             tensor: Tensor = torch.ones(256)
             if self.is_ddp:
@@ -145,31 +207,39 @@ class Rank:
         step = self.steps[workload]
         step()
         times = []
+        cpu_begin = time.process_time()
         for _ in range(steps):
             begin = time.perf_counter()
             step()
             times.append(time.perf_counter() - begin)
-        return 1000 * statistics.median(times)
+        cpu_ms = 1000 * (time.process_time() - cpu_begin) / steps
+        return 1000 * statistics.median(times), cpu_ms
 
 
 def measure(blocks: int, names: list[str], chosen: list[str], path: Path) -> None:
     order = random.Random(0)
     times: dict[str, dict[str, list[float]]] = {}
+    cpu_times: dict[str, dict[str, list[float]]] = {}
     arms = {name: ARMS[name] for name in chosen}
     with live.arms(str(Path(__file__).resolve()), arms, 2) as running:
         for workload in names:
             steps = WORKLOADS[workload][3] if workload in WORKLOADS else 200
             found: dict[str, list[float]] = {arm: [] for arm in chosen}
+            cpu: dict[str, list[float]] = {arm: [] for arm in chosen}
             for block in range(blocks + 1):
                 for arm in order.sample(chosen, len(chosen)):
-                    slowest = max(running[arm].call("run", workload, steps))
+                    of_ranks = running[arm].call("run", workload, steps)
                     if block > 0:  # the first is the warm-up
-                        found[arm].append(slowest)
-            times[workload] = found
+                        found[arm].append(max(wall for wall, _ in of_ranks))
+                        cpu[arm].append(statistics.mean(of_rank for _, of_rank in of_ranks))
+            times[workload], cpu_times[workload] = found, cpu
             report(workload, found)
+            report(f"{workload}, CPU time of a rank", cpu)
     record = {
         "step_ms": times,
+        "cpu_ms": cpu_times,
         "ratios": {w: ratios(found) for w, found in times.items()},
+        "cpu_ratios": {w: ratios(found) for w, found in cpu_times.items()},
         "ranks": 2,
         "freed_memory_kept_by_all": os.environ[KEEPS] == "1",
         **live.machine(),
@@ -177,6 +247,20 @@ def measure(blocks: int, names: list[str], chosen: list[str], path: Path) -> Non
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     draw(record["ratios"], path.with_suffix(".png"))
+
+
+def measure_memory(chosen: list[str], path: Path) -> None:
+    """Print the memory of all ranks of each arm, one arm at a time."""
+    workload = "mlp-100MB bs8 adamw"
+    found: dict[str, dict[int, float]] = {}
+    for arm in chosen:
+        for ranks in (2, 4, 8):
+            with live.arms(str(Path(__file__).resolve()), {arm: ARMS[arm]}, ranks) as running:
+                total = sum(running[arm].call("memory", workload))
+            found.setdefault(arm, {})[ranks] = round(total)
+            print(f"{arm}, {ranks} ranks: {total:.0f} MB", flush=True)
+    path = path.with_name(f"{path.stem}-memory.json")
+    path.write_text(json.dumps({workload: found, **live.machine()}, indent=1) + "\n")
 
 
 def ratios(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
@@ -230,7 +314,7 @@ COLOURS = {"ddp": "#0072B2", "compat": "#D55E00"}
 def main() -> None:
     if len(sys.argv) == 3 and sys.argv[2].startswith("/"):
         rank = Rank(sys.argv[1])
-        live.serve(sys.argv[2], rank.rank, {"run": rank.run})
+        live.serve(sys.argv[2], rank.rank, {"run": rank.run, "memory": rank.memory})
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--blocks", type=int, default=15)
@@ -238,8 +322,13 @@ def main() -> None:
     parser.add_argument("--arms", default=",".join(ARMS), help="separated by commas")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--keep-freed-memory", action="store_true", help="in the ranks of all arms")
+    parser.add_argument("--memory", action="store_true", help="of the arms with shm, not times")
     options = parser.parse_args()
     os.environ[KEEPS] = str(int(options.keep_freed_memory))
+    if options.memory:
+        of_shm = [arm for arm in options.arms.split(",") if "/shm" in arm]
+        measure_memory(of_shm, options.output)
+        return
     names = [n for n in (*WORKLOADS, LATENCY) if not options.only or options.only in n]
     measure(options.blocks, names, options.arms.split(","), options.output)
 

@@ -1,11 +1,14 @@
-"""What the Trainer adds to a step: its loop against a hand-written DDP loop.
+"""What the Trainer adds to a step, and what each of its options adds that watches a run.
 
-    python benchmarks/trainer_overhead.py            # 2 ranks, about two minutes
+    python benchmarks/trainer_overhead.py            # 2 ranks, about eight minutes
 
-Both arms train the same model on the same data in the same processes, over the same process group:
-one block runs both, in random order, each from a fresh model; the first steps are not counted. The
-figure is the median over blocks of the ratio Trainer / hand-written of one block, with a 95 %
-bootstrap interval. An A/A pair, the hand-written loop against itself, shows what noise alone does.
+All arms train the same model on the same data in the same processes, over the same process group:
+one block runs each, in random order, from a fresh model; the first steps are not counted. A figure
+is the median over blocks of the ratio of two arms of one block, with a 95 % bootstrap interval: the
+Trainer with nothing switched on / a hand-written DDP loop, and the Trainer with one option / with
+none. An A/A pair, the hand-written loop against itself, shows what noise alone does. `--profile`
+costs once, not in each step: its figure is the seconds that it adds to a run. Beside the time of
+the slower rank there is the processor time of both, which other programs disturb less.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +34,9 @@ from scipy.stats import bootstrap
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from hvdtrain import Backend, TrainConfig, Trainer, open_backend
+from hvdtrain import Backend, Callback, TrainConfig, Trainer, open_backend
 from hvdtrain.tasks.mlp import MLP
+from hvdtrain.training.callback_list import HOOKS
 from hvdtrain.training.console import Console
 
 RESULTS = Path(__file__).parent / "results" / "trainer_overhead.json"
@@ -40,8 +47,19 @@ def make_task(width: int) -> MLP:
     return MLP(width=width, samples=(WARM_UP + STEPS) * BATCH * 2)
 
 
-def by_hand(backend: Backend, width: int) -> float:
-    """Seconds that STEPS steps take in the loop that everyone writes."""
+class Stopwatch(Console):
+    """The seconds of the counted steps, and those for which this rank's processor was busy."""
+
+    seconds = cpu_s = 0.0
+
+    def advance(self, step: int) -> None:
+        if step in (WARM_UP, WARM_UP + STEPS):
+            self.seconds = time.perf_counter() - self.seconds
+            self.cpu_s = time.process_time() - self.cpu_s
+
+
+def by_hand(backend: Backend, width: int) -> Stopwatch:
+    """Take the steps in the loop that everyone writes."""
     task = make_task(width)
     torch.manual_seed(0)
     model = task.model()
@@ -50,44 +68,66 @@ def by_hand(backend: Backend, width: int) -> float:
     data, _ = task.datasets()
     sampler: DistributedSampler[object] = DistributedSampler(data, drop_last=True)
     loader = DataLoader(data, batch_size=BATCH, sampler=sampler, drop_last=True)
-    begin = 0.0
+    watch = Stopwatch()
     for step, (inputs, targets) in enumerate(loader):
-        if step == WARM_UP:
-            begin = time.perf_counter()
+        watch.advance(step)
         loss = F.cross_entropy(net(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         if step % 50 == 49:
             loss.item()
-    return time.perf_counter() - begin
+    watch.advance(WARM_UP + STEPS)
+    return watch
 
 
-class Stopwatch(Console):
-    """Notes when the counted steps begin and end."""
-
-    def advance(self, step: int) -> None:
-        if step == WARM_UP:
-            self.begin = time.perf_counter()
-        if step == WARM_UP + STEPS:
-            self.seconds = time.perf_counter() - self.begin
+def do_nothing(self: Callback, *args: object) -> None:
+    """A hook of the callback below."""
 
 
-def by_trainer(backend: Backend, width: int) -> float:
-    """Seconds that STEPS steps take in Trainer.fit."""
+Idle: type[Callback] = type("Idle", (Callback,), dict.fromkeys(HOOKS, do_nothing))
+"""A callback of a user that overrides every hook."""
+
+
+def by_trainer(
+    backend: Backend, width: int, callbacks: tuple[type[Callback], ...] = (), **options: Any
+) -> Stopwatch:
+    """Take the steps in Trainer.fit."""
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = backend.broadcast_object(folder) + "/run"
         config = TrainConfig(
-            batch_size=BATCH, epochs=1, run_dir=run_dir, log_every=50, threads=1, eval_every=2
+            batch_size=BATCH,
+            epochs=1,
+            run_dir=backend.broadcast_object(folder) + "/run",
+            log_every=50,
+            threads=1,
+            eval_every=2,
+            **options,
         )
-        trainer = Trainer(make_task(width), backend, config)
+        own = [kind() for kind in callbacks]
+        trainer = Trainer(make_task(width), backend, config, callbacks=own)
         trainer.console = watch = Stopwatch()
         trainer.fit()
         backend.barrier()
-    return watch.seconds
+    return watch
 
 
-ARMS = {"hand": by_hand, "hand again": by_hand, "trainer": by_trainer}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "a callback with empty hooks": {"callbacks": (Idle,)},
+    "--tensorboard": {"tensorboard": True},
+    "--log-gradients 50": {"log_gradients": 50},
+    "--on-nonfinite skip": {"on_nonfinite": "skip"},
+    "--spike 1000000": {"spike": 1e6},  # which no step of this task reaches
+    "--ema 0.999": {"ema": 0.999},
+    "--rank-logs": {"rank_logs": True},
+    "--stragglers": {"stragglers": True},
+}
+PROFILE = "--profile 50:5"
+TRAINER = {"trainer": {}, **OPTIONS, PROFILE: {"profile": "50:5"}}
+ARMS: dict[str, Callable[[Backend, int], Stopwatch]] = {
+    "hand": by_hand,
+    "hand again": by_hand,
+    **{name: partial(by_trainer, **options) for name, options in TRAINER.items()},
+}
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
@@ -99,46 +139,67 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 def measure(backend: Backend, blocks: int, width: int) -> None:
     torch.set_num_threads(1)
     order = random.Random(0)  # the same on every rank
-    times: dict[str, list[float]] = {name: [] for name in ARMS}
+    wall: dict[str, list[float]] = {name: [] for name in ARMS}
+    cpu: dict[str, list[float]] = {name: [] for name in ARMS}
     for block in range(blocks + 1):
         names = list(ARMS)
         order.shuffle(names)
         for name in names:
             backend.barrier()
-            seconds = ARMS[name](backend, width)
-            slowest = float(backend.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max"))
+            watch = ARMS[name](backend, width)
+            both = torch.tensor([watch.seconds, watch.cpu_s], dtype=torch.float64)
             if block > 0:  # the first is the warm-up
-                times[name].append(1000 * slowest / STEPS)
+                wall[name].append(1000 * float(backend.all_reduce(both, "max")[0]) / STEPS)
+                cpu[name].append(1000 * float(backend.all_reduce(both, "mean")[1]) / STEPS)
         if backend.world.rank == 0 and block > 0:
-            print(
-                f"block {block}/{blocks}: "
-                + "  ".join(f"{n} {t[-1]:.2f} ms" for n, t in times.items())
-            )
+            last = "  ".join(f"{name} {ms[-1]:.2f} ms" for name, ms in wall.items())
+            print(f"block {block}/{blocks}: {last}", flush=True)
     if backend.world.rank == 0:
-        report(times, width, backend)
+        report(wall, cpu, width, backend)
 
 
-def report(times: dict[str, list[float]], width: int, backend: Backend) -> None:
+def compare(times: dict[str, list[float]]) -> dict[str, tuple[float, float, float]]:
+    """Return the ratios by pair of arms, and the seconds of a profile, with intervals."""
     pairs = {"trainer / hand": ("trainer", "hand"), "A/A: hand / hand": ("hand again", "hand")}
-    ratios = {
-        name: [a / b for a, b in zip(times[over], times[under], strict=True)]
+    pairs |= {f"{name} / trainer": (name, "trainer") for name in OPTIONS}
+    found = {
+        name: interval([a / b for a, b in zip(times[over], times[under], strict=True)])
         for name, (over, under) in pairs.items()
     }
+    both = zip(times[PROFILE], times["trainer"], strict=True)
+    found[f"{PROFILE}, s a run"] = interval([(a - b) * STEPS / 1000 for a, b in both])
+    return found
+
+
+def with_names(found: dict[str, tuple[float, float, float]]) -> dict[str, dict[str, float]]:
+    names = ("median", "low", "high")
+    return {pair: dict(zip(names, values, strict=True)) for pair, values in found.items()}
+
+
+def report(
+    wall: dict[str, list[float]], cpu: dict[str, list[float]], width: int, backend: Backend
+) -> None:
+    in_time, in_cpu = compare(wall), compare(cpu)
     print(
-        f"\nstep by hand: {np.median(times['hand']):.2f} ms (median of {len(times['hand'])} blocks)"
+        f"\nstep by hand: {np.median(wall['hand']):.2f} ms, processor time "
+        f"{np.median(cpu['hand']):.2f} ms (medians of {len(wall['hand'])} blocks)"
     )
-    summary = {}
-    for name, values in ratios.items():
-        median, low, high = interval(values)
-        summary[name] = {"median": median, "low": low, "high": high}
-        print(f"{name:18}  {median:.3f}  [{low:.3f}, {high:.3f}]")
+    print(f"{'':38}  {'time':22}  processor time")
+    for name in in_time:
+        cells = (
+            f"{m:.3f} [{low:.3f}, {high:.3f}]" for m, low, high in (in_time[name], in_cpu[name])
+        )
+        print(f"{name:38}  {'  '.join(f'{cell:22}' for cell in cells)}")
     record = {
-        "summary": summary,
-        "step_ms": times,
+        "summary": with_names(in_time),
+        "summary_cpu": with_names(in_cpu),
+        "step_ms": wall,
+        "step_cpu_ms": cpu,
         "ranks": backend.world.size,
         "width": width,
         "backend": backend.describe(),
         "cpus": os.cpu_count(),
+        "load_average": os.getloadavg(),
         "machine": platform.machine(),
         "torch": torch.__version__,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

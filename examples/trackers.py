@@ -2,6 +2,9 @@ r"""Experiment trackers as a callback: Weights & Biases, MLflow, or one of your 
 
 pip install wandb     # or mlflow
 torchrun --nproc-per-node 2 -m hvdtrain --callback examples/trackers.py:wandb
+
+Tried with wandb 0.31.0 (WANDB_MODE=offline) and mlflow 3.17.2 (MLFLOW_TRACKING_URI=sqlite:///mlflow.db;
+its file store wants MLFLOW_ALLOW_FILE_STORE=true).
 """
 
 from collections.abc import Mapping

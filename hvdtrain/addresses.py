@@ -1,7 +1,9 @@
-"""Network addresses of this host: which of them other ranks can reach.
+"""Network addresses of this host: which of them other ranks can reach, and which one Gloo uses.
 
 Used by the rendezvous, by Gloo groups and by the Horovod engine. A host's own name may resolve to a
-loopback address (Debian maps it to 127.0.1.1), so routes and interfaces are asked, too.
+loopback address (Debian maps it to 127.0.1.1), to one that others cannot reach, or not at all. So
+addresses are taken from routes and interfaces, too. Gloo's is the one on this host's route to rank
+0, over which the store is connected already.
 """
 
 from __future__ import annotations
@@ -10,51 +12,102 @@ import ipaddress
 import os
 import socket
 from contextlib import suppress
+from dataclasses import dataclass
 
 import psutil
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.world import World
+from hvdtrain.peers import ask_rank0
+from hvdtrain.world import World, launch_env
 
 _MAX_ADDRESSES = 8  # so that they fit into the message that rank 0 publishes
 # Reserved for documentation (RFC 5737, RFC 3849): the route to them is the default route.
 _OUTSIDE = ("192.0.2.1", "2001:db8::1")
 
 
+@dataclass(frozen=True)
+class Network:
+    """This host's address in the network that Gloo uses, its interface, and why it was chosen."""
+
+    interface: str
+    address: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.interface} {self.address}: {self.reason}"
+
+
+def host_identity(*namespaces: str) -> str:
+    """Return a text that is equal only for processes of one boot of one host which share these
+    Linux namespaces: containers are hosts of their own if they do not share "net", for example.
+    """
+    parts = []
+    with suppress(OSError):
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            parts.append(file.read().strip())
+    for kind in namespaces:
+        with suppress(OSError):
+            parts.append(os.readlink(f"/proc/self/ns/{kind}"))
+    return " ".join(parts)
+
+
 def own_addresses(world: World) -> list[str]:
     """Return the addresses at which other ranks may reach this host, the likeliest first.
 
-    Raises LaunchError if it has none.
+    With unknown hosts (see `World.is_complete`) "localhost" is one of them. Raises LaunchError if
+    there is none.
     """
     if world.one_host:
         return ["localhost", "127.0.0.1"]
     name = socket.gethostname()
-    addresses = [name]
-    with suppress(OSError):  # the name may not resolve; the routes below still help
+    addresses = []
+    with suppress(OSError):  # the name may not resolve; the routes and interfaces still help
         infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        addresses += [str(info[4][0]) for info in infos]
+        addresses = [str(info[4][0]) for info in infos]
     addresses += [source for host in _OUTSIDE if (source := route_source(host)) is not None]
-    usable = [a for a in dict.fromkeys(addresses) if not is_local(a)]
+    # The name itself comes late: without DNS, each attempt to resolve it may take seconds.
+    usable = [a for a in dict.fromkeys([*addresses, *_interface_addresses()]) if not is_local(a)]
+    usable = [*usable[: _MAX_ADDRESSES - 1], *([] if is_local(name) else [name])]
+    if not world.is_complete:
+        usable = [*usable[: _MAX_ADDRESSES - 1], "localhost"]
     if not usable:
         raise LaunchError(
             f"{name} has no address that other hosts could reach; set MASTER_ADDR and MASTER_PORT"
         )
-    return usable[:_MAX_ADDRESSES]
+    return usable
+
+
+def _interface_addresses() -> list[str]:
+    """Return the addresses of this host's interfaces, those of bridges such as docker0 last: they
+    may be the same on every host.
+    """
+    stats = psutil.net_if_stats()
+    names = [name for name in psutil.net_if_addrs() if name in stats and stats[name].isup]
+    names.sort(key=lambda name: os.path.isdir(f"/sys/class/net/{name}/bridge"))
+    return [address for name in names for address in _addresses_of(name)]
+
+
+def _addresses_of(interface: str) -> list[str]:
+    """Return an interface's addresses, IPv4 first; without link-local ones."""
+    own = psutil.net_if_addrs().get(interface, [])
+    found = [
+        a.address for kind in (socket.AF_INET, socket.AF_INET6) for a in own if a.family == kind
+    ]
+    return [a for a in found if not ipaddress.ip_address(a).is_link_local]
 
 
 def listen_addresses(world: World) -> list[str]:
     """Return the IP addresses at which rank 0 listens for the other ranks.
 
-    Those of the interface in use, if it is known, else all that other hosts may reach. Raises
+    That of the network in use, if it is known, else all that other hosts may reach. Raises
     LaunchError if there is none.
     """
     if world.one_host:
         return ["127.0.0.1"]
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    if ipv4 := [a for a in psutil.net_if_addrs().get(name, []) if a.family == socket.AF_INET]:
-        return [ipv4[0].address]
-    host = os.environ.get("MASTER_ADDR")  # all other ranks have reached the store there
+    if (network := network_in_use()) is not None:
+        return [network.address]
+    host = launch_env().get("MASTER_ADDR")  # all other ranks have reached the store there
     if host and (source := route_source(host)) is not None:
         return [source]
     addresses = [address for address in own_addresses(world) if _parse(address) is not None]
@@ -63,34 +116,58 @@ def listen_addresses(world: World) -> list[str]:
     return addresses
 
 
-_reachable_address: list[str] = []
+# Gloo's network
+
+_routed: list[Network] = []  # of the route to rank 0; at most one
 
 
-def reachable_address() -> str | None:
-    """Return the address at which other hosts reach this one, if its host name does not resolve to
-    one; else None. Not collective. Known after `rendezvous.open_store`.
+def network_in_use() -> Network | None:
+    """Return the network that Gloo uses: the user's interface, else the one on the route to rank 0.
+
+    Not collective. Routes are known after `find_route`; without one, or on one host, return None:
+    Gloo then takes the address of this host's name. Raises LaunchError if GLOO_SOCKET_IFNAME or
+    HOROVOD_GLOO_IFACE names no interface of this host.
     """
-    return _reachable_address[0] if _reachable_address else None
+    for variable in ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
+        if name := os.environ.get(variable, "").partition(",")[0].strip():
+            if found := _addresses_of(name):
+                return Network(name, found[0], variable)
+            names = ", ".join(n for n in psutil.net_if_addrs() if _addresses_of(n))
+            raise LaunchError(
+                f"{variable}={name} is no interface with an address on {socket.gethostname()}, "
+                f"which has {names}; correct it, or unset it to take the route to rank 0"
+            )
+    # NCCL's own rules: a list of prefixes, of names after "=", or of exclusions after "^"
+    text = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    for wanted in text.removeprefix("=").split(",") if text and text[0] != "^" else []:
+        for name in psutil.net_if_addrs():
+            matches = name == wanted if text[0] == "=" else name.startswith(wanted)
+            if wanted and matches and (found := _addresses_of(name)):
+                return Network(name, found[0], "NCCL_SOCKET_IFNAME")
+    return _routed[0] if _routed else None
 
 
-def find_reachable_address(store: Store, world: World) -> None:
-    """Find `reachable_address`: the source address of a route to the store, or to a rank that has
-    such a route. Collective.
+def find_route(store: Store, world: World) -> None:
+    """Find this host's address on its route to rank 0's host, which itself takes the route to
+    another host. Collective. Raises LaunchError like `network_in_use`.
     """
+    network_in_use()
+    _routed.clear()
     if world.one_host:
         return
     base = store
     while isinstance(base, PrefixStore):
         base = base.underlying_store
-    mine = route_source(base.host) if isinstance(base, TCPStore) else None
-    store.set(f"address/{world.rank}", mine or "")
-    others = store.multi_get([f"address/{rank}" for rank in range(world.size)])
-    mine = mine or next(filter(None, (route_source(o.decode()) for o in others if o)), None)
-    with suppress(OSError):
-        infos = socket.getaddrinfo(socket.gethostname(), None)
-        if not all(is_local(str(info[4][0])) for info in infos):
-            mine = None  # Gloo finds a usable address by the name
-    _reachable_address[:] = [mine] if mine else []
+    mine, reason = route_source(base.host) if isinstance(base, TCPStore) else None, "rank 0"
+
+    def first(sources: list[str]) -> list[str]:
+        return [next(filter(None, sources), "")] * world.size
+
+    other = ask_rank0(store, "address", world, mine or "", first)
+    if mine is None and other:
+        mine, reason = route_source(other), f"another host, {other}"
+    if mine is not None and (interface := find_interface(mine)) is not None:
+        _routed.append(Network(interface, mine, f"on the route to {reason}"))
 
 
 def route_source(host: str) -> str | None:

@@ -9,11 +9,13 @@
       TrainingDiverged            3   the loss is not finite
       WorldError                  4   a peer died, or did not arrive in time
       BuildFailed, CheckFailed    1   of `hvdtrain install-horovod` (see hvdtrain.horovod_build)
+      RankFailed                      of `hvdtrain launch`: the rank's own (see hvdtrain.launch)
 
 Any other exception is a bug, in hvdtrain or in the task. The command prints its traceback (for an
 exception from a task's code, without the frames of libraries) and ends with exit code 1.
-Ctrl-C ends with 130, SIGTERM with 143; a rank whose launcher has ended sends itself SIGTERM. Each
-message is one line: what happened, the values, and what to do. Imports no torch.
+Ctrl-C ends with 130, SIGTERM with 143; a rank whose launcher has ended sends itself SIGTERM. A run
+that a signal ends after a checkpoint raises Preempted, which is no error. Each message is one line:
+what happened, the values, and what to do. Imports no torch.
 """
 
 from __future__ import annotations
@@ -80,6 +82,17 @@ class WorldError(HvdtrainError):
     exit_code = 4
     launcher_ended = False
     """True if the lost peer is the launcher: then no one would end the other ranks."""
+
+
+class Preempted(SystemExit):
+    """A signal has ended the run, on every rank after the same step. `code` is the exit code."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def first_line(error: BaseException) -> str:

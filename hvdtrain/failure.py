@@ -27,7 +27,7 @@ from types import FrameType
 from typing import NoReturn
 
 from hvdtrain import signals
-from hvdtrain.errors import HvdtrainError, WorldError, notes_of
+from hvdtrain.errors import HvdtrainError, Preempted, WorldError, notes_of
 from hvdtrain.launcher_watch import launcher_has_ended
 from hvdtrain.world import World
 
@@ -63,18 +63,27 @@ def exit_code(error: BaseException) -> int:
 
 
 @contextmanager
+def ended_by(*numbers: signal.Signals) -> Iterator[None]:
+    """Let these signals end the block as SIGTERM does inside `guard`."""
+    with signals.handled(_raise_once(), *numbers):
+        yield
+
+
+@contextmanager
 def guard(world: World) -> Iterator[None]:
     """End the job, with one report, if the block raises or exits with an error. Not collective.
 
     Inside the block SIGTERM raises SystemExit(143), and Ctrl-C KeyboardInterrupt, so that files are
-    closed and the end of the run is recorded. A second signal ends the process at once.
+    closed and the end of the run is recorded. A second signal ends the process at once. (The
+    Trainer handles them itself: see `training.preemption`. Its Preempted, which all ranks raise,
+    leaves without a report.)
     """
     with signals.handled(_raise_once(), *signals.STOP):
         try:
             yield
         except BaseException as error:
             error = cause_of(error)
-            if exit_code(error) == 0:
+            if exit_code(error) == 0 or isinstance(error, Preempted):
                 raise
             end_job(world, error)
         finally:
@@ -152,7 +161,11 @@ def _abort(code: int) -> NoReturn:
 def _wait_until_output_is_read() -> None:
     """Wait until the launcher has read this rank's output from its pipes."""
     deadline = time.monotonic() + _MAX_FORWARD_S
-    for fd in (1, 2):
+    fds = {1, 2}
+    for stream in (sys.stdout, sys.stderr):  # elsewhere if `--rank-logs` reads 1 and 2
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            fds.add(stream.fileno())
+    for fd in fds:
         with contextlib.suppress(OSError):  # closed
             while stat.S_ISFIFO(os.fstat(fd).st_mode) and time.monotonic() < deadline:
                 if struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4))) == (0,):
@@ -174,6 +187,8 @@ def report(world: World, error: BaseException) -> None:
         text += f"{where}error: {_shorten(str(error))}\n"
     elif isinstance(error, KeyboardInterrupt):
         text = "interrupted\n" if world.rank == 0 else ""
+    elif isinstance(error, Preempted):  # every rank has it
+        text = f"error: {error}\n" if world.rank == 0 else ""
     elif isinstance(error, SystemExit):
         text = "" if error.code is None or isinstance(error.code, int) else f"{error.code}\n"
         if world.size > 1 and not launcher_has_ended.is_set():  # that has been reported
@@ -249,6 +264,19 @@ def _format_all(error: BaseException) -> str:
         parts += getattr(part, "exceptions", None) or []  # an ExceptionGroup, from Python 3.11 on
     notes = [f"{note}\n" for note in notes_of(error)] if sys.version_info < (3, 11) else []
     return "".join([*summary.format(), *notes])
+
+
+def line_of(stack: traceback.StackSummary) -> str:
+    """Return where a stack is: its innermost line of user code, else its innermost line, such as
+    "model.py:12, forward", with a note if that is within torch's loading of data.
+    """
+    frames = list(stack)
+    if not frames:
+        return "no Python code"
+    frame = (_of_user(frames) or frames)[-1]
+    loads = any("/torch/utils/data/" in other.filename for other in frames)
+    line = f"{os.path.basename(frame.filename)}:{frame.lineno}, {frame.name}"
+    return f"the data loader, at {line}" if loads else line
 
 
 # Of an error in a loader process, torch's text has the traceback.

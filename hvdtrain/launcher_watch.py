@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import socket
@@ -17,7 +18,7 @@ import time
 import psutil
 
 from hvdtrain.processes import is_running
-from hvdtrain.world import World, agent_keeps_store, is_mpi, rank_variable
+from hvdtrain.world import World, agent_keeps_store, is_mpi, launch_env, rank_variable
 
 _POLL_S = 1.0
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL of a rank whose launcher has ended
@@ -56,7 +57,8 @@ def end_with_launcher(world: World) -> None:
 
 
 def _name(world: World, launcher: psutil.Process) -> str:
-    return f"{'mpirun' if is_mpi(world) else world.launcher} (process {launcher.pid})"
+    own_name = not is_mpi(world) or world.launcher in ("jsrun", "pals")
+    return f"{world.launcher if own_name else 'mpirun'} (process {launcher.pid})"
 
 
 def _watch(world: World, watched: dict[str, psutil.Process]) -> None:
@@ -72,9 +74,20 @@ def _watch(world: World, watched: dict[str, psutil.Process]) -> None:
     with contextlib.suppress(OSError):  # stderr may have ended with the launcher
         if select.select([], [2], [], 0)[1]:  # a full pipe must not block this thread
             os.write(2, message.encode())
+    _delete_segments()
     os.kill(os.getpid(), signal.SIGTERM)  # lets the run record its end
     time.sleep(_GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _delete_segments() -> None:
+    """Delete the files of Open MPI's shared memory that this rank has mapped: mpirun does so as it
+    ends, but not if it is killed. The mappings stay until the ranks end.
+    """
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        for path in set(re.findall(r"(/dev/shm/vader_segment\S+)\n", maps.read())):
+            with contextlib.suppress(OSError):  # another rank has
+                os.unlink(path)
 
 
 def _first_ancestor_without(variable: str) -> psutil.Process:
@@ -119,7 +132,7 @@ def _agent_has_ended(world: World) -> bool:
     if not (world.one_host and agent_keeps_store(world)):
         return False
     try:
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        place = launch_env()["MASTER_ADDR"], int(launch_env()["MASTER_PORT"])
         socket.create_connection(place, timeout=2).close()
     except ConnectionRefusedError:
         return True

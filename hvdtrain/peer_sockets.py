@@ -51,6 +51,10 @@ _UNREACHABLE = (
 )
 
 
+class InvalidMessage(ValueError):
+    """A rank has sent what no rank of this version sends. `peers` drops its connection."""
+
+
 def listen(addresses: Sequence[str]) -> list[socket.socket]:
     """Listen on a free port of each address. Raises OSError if no address can be bound."""
     listeners: list[socket.socket] = []
@@ -263,11 +267,14 @@ class Connection:
         return self._error is not None and self._error.errno in _UNREACHABLE
 
     def frames(self) -> Iterator[tuple[Header, bytes]]:
-        """Remove and yield the complete frames that have arrived. Raises ValueError for others."""
+        """Remove and yield the complete frames that have arrived.
+
+        Raises InvalidMessage for bytes that are no frame.
+        """
         while len(self._received) >= _SIZES.size:
             header_size, payload_size = _SIZES.unpack_from(self._received)
             if header_size + payload_size > _MAX_FRAME_BYTES:
-                raise ValueError(f"{header_size + payload_size} bytes")
+                raise InvalidMessage(f"{header_size + payload_size} bytes")
             body = _SIZES.size + header_size
             if len(self._received) < body + payload_size:
                 return
@@ -290,7 +297,9 @@ def _decode(text: bytearray) -> Header:
     try:
         header = json.loads(text)
     except RecursionError:
-        raise ValueError("too deeply nested") from None
+        raise InvalidMessage("too deeply nested") from None
+    except ValueError as error:
+        raise InvalidMessage(str(error)) from None
     if not isinstance(header, list) or not header:
-        raise ValueError(f"a JSON {type(header).__name__}")
+        raise InvalidMessage(f"a JSON {type(header).__name__}")
     return header

@@ -4,6 +4,7 @@ The rendezvous, the transports and the Horovod engine use it. All that it needs 
 
     await_ranks    all ranks of a world, started at any time -> a key prefix of their own
     exchange       every rank's value, through the store
+    ask_rank0      rank 0's answer to this rank, from every rank's value: for many ranks
     Peers          connections between the ranks: messages, status, and a callback on a lost rank
 
 `Peers` is a star around rank 0 (the control plane of `hvd`) or a mesh (the heartbeat between the
@@ -20,6 +21,7 @@ hosts of `shm`). One thread per process reads all connections; sending never blo
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
@@ -28,6 +30,7 @@ import socket
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -36,9 +39,9 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
-from hvdtrain import peer_sockets
+from hvdtrain import elastic_world, peer_sockets
 from hvdtrain.errors import LaunchError, WorldError
-from hvdtrain.peer_sockets import Connection, Header, encode
+from hvdtrain.peer_sockets import Connection, Header, InvalidMessage, encode
 from hvdtrain.world import World, agent_keeps_store
 
 ENDED = "has ended: its connection is closed"
@@ -47,6 +50,10 @@ _ALIVE: Header = ["alive"]
 _TICK_S = 0.5
 _CONNECT_S = 5.0  # one attempt to connect to one address
 _THREAD_END_S = 5.0
+_MAX_NAMED = 32  # missing ranks in a message
+# Ranks that poll rank 0's store: at most so many a second, together
+_RANKS_PER_S = 5000
+_OUTCOME_S = 2.0  # from a rank's own deadline to that of rank 0, which names the missing ranks
 
 
 class PeerLost(RuntimeError):
@@ -81,8 +88,33 @@ def exchange(
     return [json.loads(text) for text in store.multi_get(keys)]
 
 
+def ask_rank0(
+    store: Store,
+    name: str,
+    world: World,
+    value: Any,
+    answers: Callable[[list[Any]], list[Any]],
+) -> Any:
+    """Send a JSON `value` to rank 0; return its answer to this rank. Collective.
+
+    Rank 0 calls `answers` with all values, for one answer to each rank. So N ranks read N values
+    and not N * N, as they would in an exchange. `name` must be new for this store's key prefix.
+    Raises DistError after the store's timeout.
+    """
+    keys = [f"{name}/{rank}" for rank in range(world.size)]
+    store.set(keys[world.rank], json.dumps(value))
+    if world.rank == 0:
+        store.wait(keys)
+        texts = [json.dumps(a) for a in answers([json.loads(v) for v in store.multi_get(keys)])]
+        answer_keys = [f"answer/{key}" for key in keys]
+        store.multi_set(answer_keys, texts)  # type: ignore[attr-defined]
+    return json.loads(store.get(f"answer/{keys[world.rank]}"))
+
+
 def _timed_out(timeout_s: float, missing: Sequence[int], size: int) -> str:
-    ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+    named = f"{', '.join(map(str, missing[:_MAX_NAMED]))}{more}"
+    ranks = f"rank{'s' * (len(missing) > 1)} {named}"
     return (
         f"timed out after {timeout_s:g} s waiting for {ranks} "
         f"({len(missing)} of {size} ranks missing)"
@@ -105,7 +137,8 @@ def await_ranks(
         set arrived/r = nonce        ->
                                      <-   set round/<nonce> = round, for every nonce it reads
         set <round>/answer/r = nonce ->
-                                     <-   set <round>/begin, once the answers equal arrived/*
+                                     <-   set <round>/outcome: "" once the answers equal
+                                          arrived/*, or at the deadline the missing ranks
 
     Raises WorldError naming the missing ranks, LaunchError if two processes have the same rank.
     """
@@ -115,18 +148,18 @@ def await_ranks(
     nonce = uuid.uuid4().hex
     store.set(f"arrived/{world.rank}", nonce)
     run_round = _coordinate_round if world.rank == 0 else _join_round
-    round_id, missing = run_round(store, world, nonce, deadline)
-    if missing:
-        raise WorldError(f"{world} {_timed_out(timeout_s, missing, world.size)}")
+    round_id, problem = run_round(store, world, nonce, deadline, timeout_s)
+    if problem:
+        raise WorldError(f"{world} {problem}")
     if store.get(f"arrived/{world.rank}").decode() != nonce:
         raise LaunchError(f"two processes say that they are rank {world.rank} ({world.source})")
     return PrefixStore(round_id, store)
 
 
 def _coordinate_round(
-    store: Store, world: World, nonce: str, deadline: float
-) -> tuple[str, list[int]]:
-    """Run rank 0's side. Return the round's id and the ranks that did not answer in time."""
+    store: Store, world: World, nonce: str, deadline: float, timeout_s: float
+) -> tuple[str, str]:
+    """Run rank 0's side. Return the round's id, and which ranks did not answer in time or ""."""
     round_id = uuid.uuid4().hex
     ranks = range(world.size)
     arrived = [f"arrived/{rank}" for rank in ranks]
@@ -136,34 +169,43 @@ def _coordinate_round(
         for key in keys:
             store.compare_set(key, "", placeholder)  # multi_get blocks on a missing key
     notified = {b"not arrived"}
-    for _ in poll_until(deadline):
+    has_lost = False
+    for _ in poll_until(deadline, pause_s=max(0.01, world.size / _RANKS_PER_S)):
         values = store.multi_get(arrived + answers)
         nonces, answered = values[: world.size], values[world.size :]
         if nonces == answered:
-            store.set(f"{round_id}/begin", "")
-            return round_id, []
+            store.set(f"{round_id}/outcome", "")
+            return round_id, ""
         for other in {*nonces} - notified:
             store.set(f"round/{other.decode()}", round_id)
             notified.add(other)
-    return round_id, [rank for rank in ranks if nonces[rank] != answered[rank]]
+        if has_lost := elastic_world.lost_a_rank():  # it will not arrive: all ask for a new world
+            break
+    missing = [rank for rank in ranks if nonces[rank] != answered[rank]]
+    problem = _timed_out(timeout_s, missing, world.size)
+    if has_lost:
+        problem = f"meets no more, as a rank has ended; {len(missing)} had not arrived"
+    store.set(f"{round_id}/outcome", problem)
+    return round_id, problem
 
 
-def _join_round(store: Store, world: World, nonce: str, deadline: float) -> tuple[str, list[int]]:
+def _join_round(
+    store: Store, world: World, nonce: str, deadline: float, timeout_s: float
+) -> tuple[str, str]:
     """Run the side of all other ranks. Return what `_coordinate_round` returns."""
     round_key, round_id = f"round/{nonce}", ""
-    for _ in poll_until(deadline, pause_s=0.02):
-        if round_id and store.check([f"{round_id}/begin"]):
-            return round_id, []
+    pause_s = max(0.02, world.size / _RANKS_PER_S)
+    for _ in poll_until(deadline + _OUTCOME_S, pause_s):
+        if round_id and store.check([f"{round_id}/outcome"]):
+            return round_id, store.get(f"{round_id}/outcome").decode()
+        if not round_id and time.monotonic() > deadline:
+            break
         # Read again each time: a restarted rank 0 begins a new round.
         newest = store.get(round_key).decode() if store.check([round_key]) else ""
         if newest != round_id:
             round_id = newest
             store.set(f"{round_id}/answer/{world.rank}", nonce)
-    if not round_id:
-        return round_id, [0]
-    pairs = [[f"arrived/{rank}", f"{round_id}/answer/{rank}"] for rank in range(world.size)]
-    missing = [rank for rank, pair in enumerate(pairs) if len({*store.multi_get(pair)}) > 1]
-    return round_id, missing or [0]
+    return round_id, _timed_out(timeout_s, [0], world.size)
 
 
 def _check_unique(store: Store, world: World) -> None:
@@ -230,6 +272,8 @@ class Peers:
         for end in (self._wake_recv, self._wake_send):
             end.setblocking(False)
         self._selector.register(self._wake_recv, selectors.EVENT_READ)
+        _register_at_fork()
+        _open.add(self)
         deadline = time.monotonic() + timeout_s
         try:
             lower = range(rank if is_mesh else min(rank, 1))
@@ -254,8 +298,8 @@ class Peers:
         """Start the thread, which calls all of these: `on_start` first, `on_tick` after each wait.
 
         `on_message(rank, header, payload)`: `rank` is the sender. `on_lost(rank, why)`: `why` is a
-        predicate, e.g. `ENDED`. An exception in any of them goes to `on_failure`, and ends the
-        thread.
+        predicate, e.g. `ENDED`. An InvalidMessage of `on_message` drops the sender. Any other
+        exception goes to `on_failure`, and ends the thread.
         """
         self._on_message, self._on_lost, self._on_tick = on_message, on_lost, on_tick
         self._on_start, self._on_failure = on_start, on_failure
@@ -293,6 +337,11 @@ class Peers:
             with suppress(OSError):  # the buffer is full, so it will wake up; or it has ended
                 self._wake_send.send(b"\0")
 
+    def silent_s(self, rank: int) -> float:
+        """Return for how many seconds nothing has arrived from a connected rank; else 0."""
+        peer = self._peers.get(rank)
+        return 0.0 if peer is None else time.monotonic() - peer.last_received
+
     def is_current_thread(self) -> bool:
         """Return whether the caller is the thread of these connections."""
         return threading.current_thread() is self._thread
@@ -306,11 +355,8 @@ class Peers:
         if self._thread is None or self.is_current_thread() or not self._thread.is_alive():
             self._release()
 
-    def close_in_child(self) -> None:
-        """Close this process's copies of the connections, in a forked child."""
-        self._close_sockets()
-
     def _close_sockets(self) -> None:
+        _open.discard(self)
         connected = [peer.sock for peer in self._peers.values()]
         for sock in (*connected, self._wake_recv, self._wake_send):
             sock.close()
@@ -363,13 +409,13 @@ class Peers:
         while not self._stopping:
             try:
                 header, payload = next(frames)
+                if header != _ALIVE or payload:
+                    self._on_message(peer.rank, header, payload)
             except StopIteration:
                 break
-            except ValueError as error:
+            except InvalidMessage as error:
                 why = f"has sent an invalid message: {error}"
                 break
-            if header != _ALIVE or payload:
-                self._on_message(peer.rank, header, payload)
         if why is not None and not self._stopping:
             self._drop_lost(peer, why)
 
@@ -398,6 +444,23 @@ class Peers:
         self._close_sockets()
         self._peers.clear()
         self._selector.close()
+
+
+_open: weakref.WeakSet[Peers] = weakref.WeakSet()
+
+
+@functools.cache
+def _register_at_fork() -> None:
+    """Make a forked child, e.g. a DataLoader worker, close its copies of the connections.
+
+    It cannot use them, and would hold them open after its parent has died.
+    """
+
+    def close_copies() -> None:
+        for peers in list(_open):
+            peers._close_sockets()
+
+    os.register_at_fork(after_in_child=close_copies)
 
 
 def _connect(

@@ -1,17 +1,22 @@
 """Other processes: whether one still runs, and how to stop a child with all that it has started.
 
-Used by `launcher_watch` and `horovod_build`. Imports no torch.
+Used by `launcher_watch`, `horovod_build`, `launch` and `hvd.job`. Imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import select
 import signal
 import subprocess
 import time
 
 import psutil
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def is_running(process: psutil.Process) -> bool:
@@ -21,6 +26,39 @@ def is_running(process: psutil.Process) -> bool:
         return process.is_running() and process.status() not in ended
     except psutil.Error:
         return False
+
+
+def wait_for_end(pid: int) -> None:
+    """Return once a process, which need not be a child, has ended."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        waiting = select.poll()
+        waiting.register(os.pidfd_open(pid), select.POLLIN)
+        waiting.poll()
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its descendants whose own parent ends: they stay below it."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "cannot adopt orphans (prctl)")
+
+
+def end_with_parent() -> None:
+    """Let the kernel send SIGKILL to this process when the thread that has started it ends."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "cannot end with the parent (prctl)")
+
+
+def end_descendants(number: signal.Signals, grace_s: float = 5.0) -> None:
+    """Send a signal to every process below this one, and SIGKILL to those that have not ended after
+    `grace_s`. Return when none is left, or after two times `grace_s`.
+    """
+    myself, deadline = psutil.Process(), time.monotonic() + 2 * grace_s
+    while (left := myself.children(recursive=True)) and time.monotonic() < deadline:
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+        psutil.wait_procs(left, 0.1 if number == signal.SIGKILL else grace_s)
+        number = signal.SIGKILL  # also for what they have started meanwhile
 
 
 def stop_tree(child: subprocess.Popen[str], grace_s: float = 5.0) -> None:

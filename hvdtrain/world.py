@@ -1,16 +1,22 @@
 """World: a process's rank, size and host, read from its launcher's environment variables.
 
 Every command and every backend starts from `detect(env)`. It is a pure function of a mapping:
-nothing is imported, started or written. A launcher is a row of `LAUNCHERS`. A partial row, or two
-rows that contradict each other, is an error that names the variables, never a silent world of one.
+nothing is imported, started or written. A launcher is a row of `LAUNCHERS`. A partial row, two rows
+that contradict each other, or a cluster's variables without a rank are an error that names the
+variables, never a silent world of one. Some launchers do not say which ranks share a host: then
+`rendezvous.complete_world` asks all ranks.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from hvdtrain.errors import LaunchError
 
@@ -21,7 +27,8 @@ class World:
 
     `cross_rank` and `cross_size` number the hosts; horovodrun counts only those that have this
     local rank. Open MPI, MPICH and MVAPICH do not set them: they are then computed for equally
-    filled hosts in rank order, the default of these launchers.
+    filled hosts in rank order, the default of these launchers. If the launcher does not give
+    `local_size`, it is 0, and the hosts are unknown until `rendezvous.complete_world`.
     """
 
     rank: int = 0
@@ -43,7 +50,13 @@ class World:
         it from the mpirun that it executes.
         """
         names = {"none": "no launcher", "openmpi": "mpirun (Open MPI, also by horovodrun --mpi)"}
+        names |= {row.name: row.command for row in LAUNCHERS if row.command}
         return names.get(self.launcher, self.launcher)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is known which ranks share a host."""
+        return self.local_size > 0
 
     @property
     def one_host(self) -> bool:
@@ -59,11 +72,22 @@ class Launcher:
     rank: str
     size: str
     local_rank: str
-    local_size: str
+    local_size: str = ""
+    """Empty if the launcher does not set it: see `World.is_complete`."""
     cross_rank: str = ""
     cross_size: str = ""
     required: tuple[str, ...] = ()
     """Further variables that this launcher always sets: without one, the environment is partial."""
+    optional: tuple[str, ...] = ()
+    """Variables that it does not always set."""
+    marks: tuple[str, ...] = ()
+    """The variables that show this launcher; all that identify a rank, if it shares none of them
+    with another launcher.
+    """
+    command: str = ""
+    """The command that starts it, if not its name."""
+    advice: str = ""
+    """What to do about a partial environment, if not to start the job with that command."""
     proof: str = ""
     """A variable that the launcher sets, and users who set the others by hand do not."""
     starts_agents: bool = False
@@ -71,6 +95,8 @@ class Launcher:
     or the daemons of another launcher. Its own rank and size are then those of the agents.
     """
     is_mpi: bool = False
+    may_be_mpi: bool = False
+    """Whether it can start MPI programs; only initialising MPI shows whether it has."""
     shares_terminal: bool = False
     """Whether the ranks write to the user's own terminal. Other launchers forward lines, some (Open
     MPI) through a pseudo-terminal, for which isatty() is true as well.
@@ -79,7 +105,8 @@ class Launcher:
     @property
     def variables(self) -> tuple[str, ...]:
         """The variables that identify a rank of this launcher."""
-        return (self.rank, self.size, self.local_rank, self.local_size)
+        names = (self.rank, self.size, self.local_rank, self.local_size)
+        return tuple(name for name in names if name)
 
 
 def _names(prefix: str) -> tuple[str, str, str, str]:
@@ -89,7 +116,7 @@ def _names(prefix: str) -> tuple[str, str, str, str]:
 
 # Innermost first: a launcher that can run inside another comes before it. torchrun is started by
 # mpirun or srun (one agent per host), horovodrun and mpirun by srun. MVAPICH may be started by
-# Hydra, which also sets MPICH's variables.
+# Hydra, which also sets MPICH's variables; Spectrum MPI's ranks by jsrun have Open MPI's, too.
 LAUNCHERS = (
     Launcher(
         "torchrun",
@@ -100,7 +127,20 @@ LAUNCHERS = (
         cross_rank="GROUP_RANK",
         cross_size="GROUP_WORLD_SIZE",
         required=("MASTER_ADDR", "MASTER_PORT"),
+        marks=("LOCAL_WORLD_SIZE",),
         proof="TORCHELASTIC_RUN_ID",
+        shares_terminal=True,
+    ),
+    Launcher(  # a cluster's, or set by hand: Kubeflow's PyTorchJob without torchrun, AzureML
+        "env://",
+        rank="RANK",
+        size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        required=("MASTER_ADDR", "MASTER_PORT"),
+        optional=("LOCAL_RANK",),
+        proof="TORCHELASTIC_RUN_ID",  # never set here: no process of a launcher can be watched
+        command="the variables RANK and WORLD_SIZE",
+        advice="start the job with torchrun, or set or unset them all",
         shares_terminal=True,
     ),
     Launcher(
@@ -122,6 +162,36 @@ LAUNCHERS = (
         starts_agents=True,
         is_mpi=True,
     ),
+    Launcher(  # LSF; with Spectrum MPI also Open MPI's variables
+        "jsrun",
+        rank="JSM_NAMESPACE_RANK",
+        size="JSM_NAMESPACE_SIZE",
+        local_rank="JSM_NAMESPACE_LOCAL_RANK",
+        starts_agents=True,
+        is_mpi=True,
+    ),
+    Launcher(  # HPE Cray's mpiexec, under PBS
+        "pals",
+        rank="PALS_RANKID",
+        size="PMI_SIZE",
+        local_rank="PALS_LOCAL_RANKID",
+        local_size="PALS_LOCAL_SIZE",
+        marks=("PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+        command="mpiexec (PALS)",
+        advice="give the number of ranks, such as: mpiexec -n 8 env PMI_SIZE=8 hvdtrain",
+        starts_agents=True,
+        is_mpi=True,
+    ),
+    Launcher(
+        "flux",
+        rank="FLUX_TASK_RANK",
+        size="FLUX_JOB_SIZE",
+        local_rank="FLUX_TASK_LOCAL_ID",
+        cross_size="FLUX_JOB_NNODES",
+        command="flux run",
+        starts_agents=True,
+        may_be_mpi=True,
+    ),
     Launcher(
         "srun",
         rank="SLURM_PROCID",
@@ -132,10 +202,24 @@ LAUNCHERS = (
         cross_size="SLURM_NNODES",
         required=("SLURM_NODEID",),
         starts_agents=True,
+        may_be_mpi=True,
     ),
 )
 
 _SRUN = LAUNCHERS[-1]
+
+# What Kubeflow sets for torchrun, which sets RANK from it
+_KUBEFLOW = tuple(f"PET_{n}" for n in "NNODES NPROC_PER_NODE NODE_RANK MASTER_ADDR".split())
+
+# Resource managers that allocate slots and start no ranks: the variable with their number, or with
+# the path of a file that has a line for each, and what starts ranks there.
+_ALLOCATIONS = (
+    ("Slurm", "SLURM_TASKS_PER_NODE", "srun"),
+    ("LSF", "LSB_DJOB_NUMPROC", "hvdrun"),
+    ("Grid Engine", "NSLOTS", "hvdrun"),
+    ("PBS", "PBS_NODEFILE", "hvdrun"),
+    ("Kubeflow's MPIJob", "OMPI_MCA_orte_default_hostfile", "mpirun"),
+)
 
 _MAX_DIGITS = 9  # in a rank or a size; more are certainly a mistake
 
@@ -145,12 +229,14 @@ _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 
 
 def detect(env: Mapping[str, str] | None = None) -> World:
-    """Return the World of this process. Not collective; reads only `env` (`os.environ` when None).
+    """Return the World of this process. Not collective; reads only `env` (`launch_env()` if None).
 
-    Raises LaunchError if a launcher's variables are partial, contradictory or not numbers.
+    Raises LaunchError if a launcher's variables are partial, contradictory or not numbers, or if a
+    cluster has set its own without a rank.
     """
-    env = os.environ if env is None else env
+    env = launch_env() if env is None else env
     found = [world for row in LAUNCHERS if (world := _read(row, env)) is not None]
+    _check_kubeflow(env, found)
     if not found:
         return World()
     inner = found[0]
@@ -161,12 +247,80 @@ def detect(env: Mapping[str, str] | None = None) -> World:
                 f"unset the variables that are left over from another job, or start one "
                 f"{inner.launcher} per host under {outer.launcher}"
             )
-    return inner
+    # The same ranks as another launcher numbers them, which may know the hosts: RANK set by hand
+    # from SLURM_PROCID, for example.
+    same = (w for w in found if (w.rank, w.size) == (inner.rank, inner.size) and w.is_complete)
+    return next(same, inner)
+
+
+RESTART_VARIABLE = "HVDTRAIN_RESTART"
+"""What `hvdrun --max-restarts` gives its ranks, in JSON: the job's id ("job"), how often it has
+started them again ("number") of how many times ("of"), and why ("cause").
+"""
+
+
+def told_by_hvdrun(env: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the content of RESTART_VARIABLE; None without it. Raises LaunchError."""
+    text = env.get(RESTART_VARIABLE)
+    if text is None:
+        return None
+    try:
+        told = json.loads(text)
+        return {"job": str(told["job"]), "number": int(told["number"]), **told}
+    except (ValueError, LookupError, TypeError):
+        raise LaunchError(
+            f"{RESTART_VARIABLE}={text!r} is not what hvdrun sets; unset it"
+        ) from None
+
+
+_launch_env: dict[int, dict[str, str]] = {}  # by process id, so that a forked child has its own
+
+
+def launch_env() -> Mapping[str, str]:
+    """Return the environment that the launcher has given: os.environ, but once this process has
+    opened a World, as it was then. Not collective.
+
+    Scripts write RANK or LOCAL_RANK into os.environ later, which must not change a re-init or who
+    ends the job. HOROVOD_* count as they are now: elastic Horovod gives a process a new rank.
+    """
+    first = _launch_env.get(os.getpid())
+    if first is None:
+        return os.environ
+    return first | {name: os.environ[name] for name in os.environ if name.startswith("HOROVOD_")}
+
+
+def keep_launch_env() -> None:
+    """Make `launch_env` return today's os.environ from now on. A second call does nothing."""
+    _launch_env.setdefault(os.getpid(), dict(os.environ))
+
+
+def unused_allocation(env: Mapping[str, str] | None = None) -> str:
+    """Return, for a World without a launcher, what a resource manager has allocated to this job and
+    how to use it; "" if that is one slot at most, or nothing. Not collective.
+    """
+    env = launch_env() if env is None else env
+    for name, variable, command in _ALLOCATIONS:
+        text = env.get(variable, "")
+        count = sum(expand_tasks_per_node(text))
+        with suppress(OSError, UnicodeError):
+            if text.startswith("/"):
+                count = len([*filter(str.strip, Path(text).read_text().splitlines())])
+        if count > 1:
+            return (
+                f"{name} has allocated {count} slots ({variable}={text}), and this is one process: "
+                f"{command} hvdtrain starts a rank in each"
+            )
+    return ""
 
 
 def is_mpi(world: World) -> bool:
     """Return whether an MPI launcher started this process, so that MPI_Init joins its peers."""
     return any(row.is_mpi for row in LAUNCHERS if row.name == world.launcher)
+
+
+def may_be_mpi(world: World) -> bool:
+    """Return whether MPI_Init may join this process's peers: see `Launcher.may_be_mpi`."""
+    return any(row.is_mpi or row.may_be_mpi for row in LAUNCHERS if row.name == world.launcher)
 
 
 def shares_terminal(world: World) -> bool:
@@ -179,7 +333,7 @@ def rank_variable(world: World, env: Mapping[str, str] | None = None) -> str | N
     """Return the `NAME=value` that a launcher sets in its ranks but not in its own process; None if
     no launcher started this process.
     """
-    env = os.environ if env is None else env
+    env = launch_env() if env is None else env
     for row in LAUNCHERS:
         if row.name == world.launcher and row.rank in env and (not row.proof or row.proof in env):
             return f"{row.rank}={env[row.rank]}"
@@ -188,7 +342,7 @@ def rank_variable(world: World, env: Mapping[str, str] | None = None) -> str | N
 
 def agent_keeps_store(world: World, env: Mapping[str, str] | None = None) -> bool:
     """Whether torchrun's agent serves the store, from before the ranks start until they end."""
-    env = os.environ if env is None else env
+    env = launch_env() if env is None else env
     return world.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -198,36 +352,72 @@ def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
         if not _is_srun_task(env):
             return None
         env = _srun_facts(env)
-    elif not any(name in env for name in row.variables):
+    elif not _shows(row, env):
         return None
-    wanted = (*row.variables, *row.required)
+    elif row.name == "env://" and "LOCAL_WORLD_SIZE" in env:
+        return None  # torchrun's
+    wanted = [n for n in (*row.variables, *row.required) if n not in row.optional]
     missing = [name for name in wanted if name not in env]
-    if missing and row.name == "mpich" and _is_srun_task(env):
-        return None  # `srun --mpi=pmi2` sets PMI_RANK and PMI_SIZE without Hydra's local ones
+    if missing and row.name == "mpich" and _has_pmi_of_another(env):
+        return None
     if missing:
-        present = [f"{name}={env[name]}" for name in wanted if name in env]
+        present = [f"{n}={env[n]}" for n in (*row.variables, *row.required) if n in env]
+        command = row.command or row.name
         raise LaunchError(
             f"an incomplete {row.name} environment: {', '.join(present)} set, but "
-            f"{', '.join(missing)} missing; start the job with {row.name}, or set or unset them all"
+            f"{', '.join(missing)} missing; "
+            + (row.advice or f"start the job with {command}, or set or unset them all")
         )
-    rank, size, local_rank, local_size = (_number(env, name) for name in row.variables)
+    rank, size = _number(env, row.rank), _number(env, row.size)
+    local_rank, num_hosts = _number(env, row.local_rank, 0), _number(env, row.cross_size, 0)
+    local_size = _number(env, row.local_size, size if 1 in (size, num_hosts) else 0)
     # For launchers that set no cross variables: equally filled hosts, in rank order.
     cross_rank = rank // local_size if local_size else 0
     cross_size = -(-size // local_size) if local_size else 0
     if row.cross_rank in env and row.cross_size in env:
-        cross_rank, cross_size = _number(env, row.cross_rank), _number(env, row.cross_size)
+        cross_rank, cross_size = _number(env, row.cross_rank), num_hosts
     told = [name for name in (*row.variables, row.cross_rank, row.cross_size) if name in env]
     source = ", ".join(f"{name}={env[name]}" for name in told)
     world = World(rank, size, local_rank, local_size, cross_rank, cross_size, row.name, source)
-    possible = (
-        0 <= rank < size
-        and 0 <= local_rank < local_size <= size
-        and 0 <= cross_rank < cross_size <= size
-        and local_rank <= rank
-    )
+    # A rank that replaces a lost one on an elastic host has its slot, behind older ranks.
+    is_elastic = row.name == "horovodrun" and env.get("HOROVOD_ELASTIC") == "1"
+    possible = 0 <= rank < size and 0 <= local_rank <= (size if is_elastic else rank)
+    if row.local_size or world.is_complete:
+        hosts_fit = 0 <= cross_rank < cross_size <= size
+        possible = possible and local_rank < local_size <= size and hosts_fit
     if not possible:
         raise LaunchError(f"an impossible {row.name} environment: {source}")
     return world
+
+
+def _shows(row: Launcher, env: Mapping[str, str]) -> bool:
+    return any(name in env for name in row.marks or row.variables)
+
+
+def _has_pmi_of_another(env: Mapping[str, str]) -> bool:
+    """Return whether PMI_RANK and PMI_SIZE are not Hydra's, but of PALS, Flux or `srun --mpi=pmi2`,
+    which set no MPI_LOCALRANKID.
+    """
+    return _is_srun_task(env) or any(
+        _shows(row, env) for row in LAUNCHERS if row.name in ("pals", "flux")
+    )
+
+
+def _check_kubeflow(env: Mapping[str, str], found: list[World]) -> None:
+    """Raise LaunchError in a pod that Kubeflow has started for torchrun, but without torchrun."""
+    given = {name: env[name] for name in _KUBEFLOW if name in env}
+    per_pod = given.get("PET_NPROC_PER_NODE")
+    if found:  # torchrun has numbered them, or each pod is one rank: PyTorchJob without torchrun
+        is_rank = found[0].launcher != "env://" or "LOCAL_RANK" in env
+        if is_rank or per_pod in (None, "1", "auto"):
+            return
+    elif not given or (per_pod, given.get("PET_NNODES")) == ("1", "1"):
+        return
+    variables = ", ".join(f"{name}={value}" for name, value in given.items())
+    raise LaunchError(
+        f"Kubeflow started this pod for torchrun ({variables}): use torchrun -m hvdtrain, or "
+        f"torchrun with your script"
+    )
 
 
 def guess_world(env: Mapping[str, str] | None = None) -> World:
@@ -237,7 +427,7 @@ def guess_world(env: Mapping[str, str] | None = None) -> World:
     Take the largest rank of any launcher: variables left over from another job are equal on all
     ranks.
     """
-    env = os.environ if env is None else env
+    env = launch_env() if env is None else env
     ranks, local_ranks = [0], [0]
     for row in LAUNCHERS:
         ranks.append(_number_or_zero(env, row.rank))
@@ -245,7 +435,10 @@ def guess_world(env: Mapping[str, str] | None = None) -> World:
     return World(max(ranks), max(ranks) + 1, max(local_ranks), max(local_ranks) + 1)
 
 
-def _number(env: Mapping[str, str], name: str) -> int:
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return the number in a variable; without it, `default` if given. Raises LaunchError."""
+    if default is not None and name not in env:
+        return default
     text = env[name]
     try:
         if len(text) <= _MAX_DIGITS:
@@ -320,12 +513,13 @@ def expand_tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def first_slurm_host(nodelist: str) -> str:
-    """Return the first host of Slurm's compressed list: "gpu[03-05,9],login1" gives "gpu03".
+def first_host(nodelist: str, source: str) -> str:
+    """Return the first host of a compressed list, of Slurm or Flux: "gpu[03-05,9],login1" gives
+    "gpu03". `source` is where the list is from.
 
     Raises LaunchError for text in another format.
     """
     match = re.match(r"(?:[^,\[\]]|\[\w[^\[\]]*\])+(?=,|$)", nodelist.strip())
     if match is None:
-        raise LaunchError(f"cannot read the first host of SLURM_STEP_NODELIST={nodelist!r}")
+        raise LaunchError(f"cannot read the first host of {source}={nodelist!r}")
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from hvdtrain import world
 from tests import forkserver
 from tests.hvd.pool import HvdRanks
 from tests.launching import descendants, is_mapped, no_shared_memory_left
@@ -22,8 +23,8 @@ from tests.rerun_failed import STAYED_BEHIND
 
 PoolT = TypeVar("PoolT", bound=Pool[Any])
 
-# A shell starts what it runs in the background with Ctrl-C ignored, and all that starts below it
-# inherits that; then a test of Ctrl-C waits in vain.
+# A shell starts background jobs with SIGINT ignored, and their child processes inherit that. The
+# tests of Ctrl-C need the default handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -96,14 +97,27 @@ def _idle_ranks_end(request: pytest.FixtureRequest) -> None:
             pool.close()
 
 
+@pytest.hookimpl(tryfirst=True)  # before the one of pytest-xdist, which reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Send the tests of one pool to one worker of pytest-xdist."""
+    """Send the tests of one pool to one worker of pytest-xdist.
+
+    Those of all pools of real Horovod, too: its ranks poll without a pause, and two pools at a time
+    make each other several times slower.
+    """
     for item in items:
         callspec = getattr(item, "callspec", None)
         for fixture in ("ranks", "hvd_ranks", "peers"):
             if callspec is not None and fixture in callspec.params:
                 arm = "-".join(map(str, callspec.params[fixture]))
-                item.add_marker(pytest.mark.xdist_group(f"{fixture}-{arm}"))
+                group = "horovod" if arm.startswith("horovod") else f"{fixture}-{arm}"
+                item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fail if pytest-xdist ignores the groups: each worker would start every pool."""
+    marked = [item for item in session.items if item.get_closest_marker("xdist_group")]
+    if getattr(session.config.option, "loadgroup", False) and marked:
+        assert "@" in marked[0].nodeid, "pytest-xdist has not grouped the tests of one pool"
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
@@ -121,6 +135,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _launch_env_is_forgotten() -> Iterator[None]:
+    """Let every test have a launch environment of its own: see `world.launch_env`."""
+    yield
+    world._launch_env.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -97,7 +97,7 @@ os._exit(code)
 """
 
 
-def warm(command: Sequence[str | Path]) -> list[str]:
+def warm(command: Iterable[str | Path]) -> list[str]:
     """Return the command with its Python programs forked from one server, which this starts."""
     client = _client()
     replaced: list[str] = []
@@ -252,8 +252,36 @@ def _receive(client: socket.socket) -> tuple[list[str], dict[str, str], str, lis
 
 
 def _kill(group: int) -> None:
+    """Kill what is left of a program's process group, but for multiprocessing's resource tracker.
+
+    The tracker ends by itself after the others, and then removes their semaphores.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
+        while True:
+            os.killpg(group, 0)  # it raises when nothing is left, which is the usual case
+            left = {pid for pid in _group(group) if b"resource_tracker" not in _command(pid)}
+            if not left:
+                return
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+
+
+def _group(group: int) -> set[int]:
+    """Return the processes of a group, but for those that have ended."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, its_group, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(its_group) == group and state != "Z":
+                found.add(int(entry.name))
+    return found
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""  # it has just ended
 
 
 # The child

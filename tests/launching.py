@@ -20,7 +20,8 @@ BIN = Path(sys.executable).parent
 # Prefixes of variables that a launcher, or an earlier test, may have left in our environment.
 _FOREIGN = tuple(
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_ ROLE_ MASTER_ TORCHELASTIC_ OMPI_ PMIX_ "
-    "PMI_ MPI_ MV2_ SLURM_ HOROVOD_ HVDTRAIN_ OMP_ TORCH_".split()
+    "PMI_ MPI_ MV2_ SLURM_ HOROVOD_ HVDTRAIN_ OMP_ TORCH_ PALS_ FLUX_ JSM_ PET_ PBS_ LSB_ NSLOTS "
+    "NODE_RANK".split()
 )
 
 
@@ -42,12 +43,14 @@ def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     first on PATH.
 
     Open MPI by default refuses to run as root, or more ranks than cores: test machines need both.
+    Of the launchers, torchrun alone limits a rank's threads to one; those of Horovod's ranks would
+    wait for each other ten times as long, because Horovod polls on the cores that they need.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     env["PATH"] = f"{BIN}{os.pathsep}{env.get('PATH', '')}"
     env["OMPI_ALLOW_RUN_AS_ROOT"] = env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     env["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
-    env["PYTHONUNBUFFERED"] = "1"
+    env["OMP_NUM_THREADS"] = env["PYTHONUNBUFFERED"] = "1"
     return {**env, **(extra or {})}
 
 
@@ -115,6 +118,14 @@ def run(
         return Finished(code, output, seconds)
 
 
+def wait_for(log: Path, text: str, times: int = 1, seconds: float = 60) -> None:
+    """Wait until the output of a command contains a text, as often as `times`."""
+    deadline = time.monotonic() + seconds
+    while log.read_text(errors="replace").count(text) < times:
+        assert time.monotonic() < deadline, log.read_text(errors="replace")
+        time.sleep(0.02)
+
+
 def _stragglers(marker: str) -> dict[int, str]:
     """Return the processes that a command has left behind; allow them three seconds to end."""
     deadline = time.monotonic() + 3
@@ -151,16 +162,21 @@ def descendants(ancestor: int) -> dict[int, str]:
 
 
 @contextlib.contextmanager
-def no_shared_memory_left() -> Iterator[None]:
-    """Fail if the block leaves files in /dev/shm that no process uses.
+def no_shared_memory_left(but: str = "\0") -> Iterator[None]:
+    """Fail if the block leaves files in /dev/shm that no process uses, but for those that begin so.
 
-    Other workers of pytest-xdist, and other programs, may use some of their own.
+    Other workers of pytest-xdist, and other programs, may use some of their own. A resource tracker
+    of multiprocessing, which removes semaphores, ends some time after their users: it gets 15 s.
     """
     shared = Path("/dev/shm")
     before = {*shared.iterdir()}
     yield
-    deadline = time.monotonic() + 3
-    while left := [path for path in {*shared.iterdir()} - before if not _in_use(path)]:
+    deadline = time.monotonic() + 15
+    while left := [
+        path
+        for path in {*shared.iterdir()} - before
+        if not path.name.startswith(but) and not _in_use(path)
+    ]:
         assert time.monotonic() < deadline, f"shared memory stayed behind: {left}"
         time.sleep(0.1)
 
@@ -186,7 +202,7 @@ def kill(marker: str) -> None:
     horovodrun's resource tracker gets ten seconds: it ends after the others, and removes their
     semaphores.
     """
-    deadline = 0.0
+    deadline = time.monotonic() + 10
     # Repeated until none is left: a process may fork before it is killed.
     while found := members(marker):
         trackers = {p for p, line in found.items() if "multiprocessing.resource_tracker" in line}

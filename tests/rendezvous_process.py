@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.rendezvous import open_store
+from hvdtrain.rendezvous import complete_world, open_store
 from hvdtrain.world import detect
 
 
@@ -25,6 +25,8 @@ def main() -> None:
     begin = time.monotonic()
     answer: dict[str, object] = {"rank": world.rank}
     try:
+        world = complete_world(world, float(timeout_s))
+        answer["place"] = [world.local_rank, world.local_size, world.cross_rank, world.cross_size]
         stores = []  # kept open, as a process group keeps its store
         for meeting in range(int(times[0]) if times else 1):
             store = open_store(world, float(timeout_s))

@@ -1,4 +1,5 @@
-"""The commands that follow a run: evaluate, predict, export, runs and show; and `--init-from`.
+"""The commands that follow a run: evaluate, predict, export, runs, show and checkpoints; and
+`--init-from`.
 
 The commands of one test share a folder with a run of two ranks. tests/methods/test_inference.py has
 what ranks compute.
@@ -9,10 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 from hvdtrain.errors import InputError
 from hvdtrain.training import run_dir
 from tests.forkserver import warm
-from tests.launching import ROOT, Finished, run
+from tests.launching import ROOT, run
 from tests.test_cli import Lines
 
 TASK = """
@@ -282,6 +281,8 @@ WIDER = "of another shape: 0.weight (4, 2) instead of (3, 2), 0.bias (4,) instea
         (nothing, "runs none", "no folder none"),
         (nothing, "runs empty", "no run in empty"),
         (nothing, "show none", "no run in none: No such file or directory"),
+        (nothing, "checkpoints none", "no folder none; give a run directory"),
+        (nothing, "checkpoints empty", "no run in empty; give a run directory"),
         (nothing, "show run --png no/x.png", "cannot write no/x.png: No such file or directory"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
@@ -352,50 +353,43 @@ def test_a_run_that_has_logged_nothing(line: Lines) -> None:
     assert "nothing to draw" in refused(line, "show", "run", "--png", "run.png")
 
 
+def test_checkpoints_are_listed_and_verified(line: Lines) -> None:
+    finished = line("checkpoints", "run")
+    assert finished.code == 0, finished.output
+    last = record(line)["last_step"]
+    *_, newest = finished.output.splitlines()
+    path = f"run/checkpoints/step-{last:08d}"
+    assert re.fullmatch(rf"{path}  step {last}  epoch 3  0\.\d+ MB  \d+ (s|min) old  valid", newest)
+    (line.folder / "more" / "empty").mkdir(parents=True)
+    (line.folder / "more" / "empty" / "run.json").write_text("{}")
+    shutil.copytree(line.folder / "run", line.folder / "more" / "damaged")
+    damaged = line.folder / "more" / "damaged" / "checkpoints" / f"step-{last:08d}"
+    os.truncate(damaged / "model.pt", 9)
+    size = (line.folder / path / "model.pt").stat().st_size
+    before = line.files()
+    finished = line("checkpoints", ".", "--json")
+    assert finished.code == 1, "the newest of a run is damaged, and one has none"
+    assert line.files() == before
+    entries = {entry["path"]: entry for entry in json.loads(finished.output)}
+    assert entries.pop(f"more/damaged/checkpoints/step-{last:08d}") | {"written": ""} == {
+        "path": f"more/damaged/checkpoints/step-{last:08d}",
+        "step": last,
+        "epoch": None,
+        "bytes": sum(file.stat().st_size for file in damaged.iterdir()),
+        "written": "",
+        "valid": False,
+        "reason": f"model.pt has 9 bytes instead of {size}",
+    }
+    assert all(entry["valid"] for entry in entries.values())
+    assert line("checkpoints", path).code == 2
+    finished = line("checkpoints", "more")
+    assert finished.lines("more/empty/checkpoints  no checkpoint")
+    assert finished.lines("NOT VALID: model.pt has 9 bytes")
+
+
 def test_metrics_of_a_killed_run(tmp_path: Path) -> None:
     assert run_dir.read_metrics(tmp_path) == []
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n[1]\n\n{"step": 2, "lo')
     assert run_dir.read_metrics(tmp_path) == [{"step": 1}]
     with pytest.raises(InputError, match="no run in"):
         run_dir.read(tmp_path)
-
-
-# The manual
-
-MANUAL = ROOT / "hvdtrain" / "training" / "README.md"
-
-
-def transcript() -> Iterator[tuple[str, list[str]]]:
-    """Yield the commands of the section "After training", each with its output; not the one of a
-    task that fails.
-    """
-    section = MANUAL.read_text().partition("\n## After training\n")[2].partition("\n## ")[0]
-    for block in re.findall(r"^```\n(.*?)^```", section, re.MULTILINE | re.DOTALL):
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            command, *output = part.strip("\n").split("\n")
-            if "my.py" not in command:
-                yield command, output
-
-
-def plain(output: list[str]) -> list[str]:
-    """Replace what differs between two machines: numbers, hashes, the host, bars of a plot."""
-    hashes = re.compile(r"(params_sha256) [0-9a-f]{12}|^(backend .* on) \S+$")
-    lines = (hashes.sub(r"\1\2 #", re.sub(r"[ ▁▂▃▄▅▆▇█]+", " ", text)) for text in output)
-    numbers = (re.sub(r"-?\d[\d.:e+T-]*", "#", text).strip() for text in lines)
-    return [text for text in numbers if text]
-
-
-def test_the_manual_shows_what_the_commands_print(tmp_path: Path) -> None:
-    found = list(transcript())
-    assert len(found) > 8
-    for command, expected in found:
-        program = shlex.split(command)
-        finished: Finished = run(
-            warm(program), cwd=tmp_path, env={"COLUMNS": "80", "OMP_NUM_THREADS": "1"}
-        )
-        printed = plain(finished.output.splitlines())
-        if "..." in expected:
-            missing = [text for text in plain(expected) if text not in (*printed, "...")]
-            assert not missing, f"{command}\n{finished.output}"
-        else:
-            assert printed == plain(expected), f"{command}\n{finished.output}"

@@ -21,24 +21,30 @@ ROOT = Path(__file__).resolve().parents[1] / "hvdtrain"
 LAYERS = (
     "errors files signals trees processes provenance _torch global_batch_norm",
     "world",
-    "addresses launcher_watch peer_sockets",
-    "peers",
-    "failure",
+    "launcher_watch peer_sockets elastic_world",
+    "peers addresses",
+    "failure hang_watch",
+    "launch",
     "rendezvous",
     "transports",
+    "shared_tensors",
+    "sharded_optimizer",
     "hvd",
     "horovod_build",
     "backends",
     "tasks training",
     "compare",
+    "doctor",
     "cli __main__",
 )
 
 # Commands that print help, and what they import, must start fast: importing torch takes seconds.
 WITHOUT_TORCH = """errors files signals trees processes provenance world launcher_watch failure
     peer_sockets backends tasks horovod_build horovod_build.install training.config cli cli.train
-    cli.compare cli.report cli.install_horovod cli.evaluate cli.predict cli.export cli.runs cli.show
-    training.run_dir""".split()
+    elastic_world launch.elastic launch.elastic_server launch.elastic_worker launch.discovery
+    launch.host_list launch.ssh launch.launcher launch.supervisor launch.other_launchers cli.launch
+    cli.compare cli.doctor cli.report cli.install_horovod cli.evaluate cli.predict cli.export
+    cli.runs cli.show cli.checkpoints training.run_dir training.background""".split()
 
 PUBLIC = """Backend BackendOptions Callback HvdtrainError Task TrainConfig Trainer World detect
     open_backend run shard_bounds""".split()

@@ -38,7 +38,7 @@ class Lines:
 
     def __call__(self, *arguments: object, env: Mapping[str, str] | None = None) -> Finished:
         command = warm([*HVDTRAIN, *map(str, arguments)])
-        return run(command, cwd=self.folder, env={"OMP_NUM_THREADS": "1", **(env or {})})
+        return run(command, cwd=self.folder, env=env)
 
     def files(self) -> list[Path]:
         """Return the files in the folder, without Python's __pycache__."""
@@ -276,7 +276,7 @@ def test_a_whole_number_in_a_file_may_be_a_float(line: Lines) -> None:
         ("HVDTRAIN_EPOCHS", "0", "--epochs 0"),
         ("HVDTRAIN_DETERMINISTIC", "perhaps", "not a valid bool"),
         ("HVDTRAIN_CONFIG", "no.toml", "cannot read --config no.toml"),
-        ("WORLD_SIZE", "2", "incomplete torchrun environment: WORLD_SIZE=2"),
+        ("WORLD_SIZE", "2", "incomplete env:// environment: WORLD_SIZE=2"),
         ("PMI_RANK", "1" * 10_000, "incomplete mpich environment"),
     ],
     ids=lambda text: text[:30],

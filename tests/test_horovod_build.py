@@ -612,7 +612,10 @@ def test_no_index_is_explained(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("machine_can_build")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.exhaustive)],
+)
 def test_an_interrupted_build_leaves_nothing_behind(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:

@@ -31,6 +31,7 @@ from tests.forkserver import warm
     [
         ("torch.nn.modules.batchnorm", "_BatchNorm"),
         ("torch", "_foreach_copy_"),
+        ("torch:Tensor", "_version"),
         ("torch:UntypedStorage", "_cdata"),
         ("torch:UntypedStorage", "_share_fd_cpu_"),
         ("torch.multiprocessing.reductions", "StorageWeakRef"),
@@ -49,9 +50,17 @@ from tests.forkserver import warm
         ("torch.distributed:ProcessGroup", "_reduce_scatter_base"),
         ("torch.distributed:ProcessGroupGloo", "_set_default_timeout"),
         ("torch.distributed.distributed_c10d:Work", "_source_rank"),
+        ("torch._C._distributed_c10d", "_dump_fr_trace"),
         # and hvd/job.py: where torch's launcher sends the output of ranks.
         ("torch.distributed.elastic.multiprocessing.api:DefaultLogsSpecs", "reify"),
         ("torch.distributed.elastic.multiprocessing.api", "SignalException"),
+        # launch/agent.py: a failed rank is reported at once, and output goes to pipes.
+        (
+            "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent",
+            "_monitor_workers",
+        ),
+        ("torch.distributed.elastic.multiprocessing.api", "LogsDest"),
+        ("torch.distributed.elastic.rendezvous.registry", "get_rendezvous_handler"),
     ],
 )
 def test_the_name_exists(owner: str, name: str) -> None:

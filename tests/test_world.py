@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -16,10 +18,13 @@ from hvdtrain.world import (
     World,
     detect,
     expand_tasks_per_node,
-    first_slurm_host,
+    first_host,
     guess_world,
     is_mpi,
+    rank_variable,
+    unused_allocation,
 )
+from tests.forkserver import warm
 from tests.launching import run
 
 Env = dict[str, str]
@@ -59,16 +64,37 @@ SRUN = {
     "SLURM_NNODES": "2",
     "SLURM_STEP_ID": "0",
 }
+# The same four ranks on two hosts, by launchers that do not say which ranks share a host
+ENV = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "3",
+    "JSM_NAMESPACE_SIZE": "4",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+}
+FLUX = {
+    "FLUX_TASK_RANK": "3",
+    "FLUX_JOB_SIZE": "4",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_NNODES": "2",
+}
+PALS = {
+    "PALS_RANKID": "3",
+    "PMI_SIZE": "4",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_LOCAL_SIZE": "2",
+}
+INCOMPLETE: dict[str, Env] = {"env://": ENV, "jsrun": JSRUN, "flux": FLUX}
 ROWS: dict[str, Env] = {
     "torchrun": TORCHRUN,
     "horovodrun": HOROVODRUN,
     "openmpi": OPENMPI,
     "mvapich": MVAPICH,
     "mpich": MPICH,
+    "pals": PALS,
     "srun": SRUN,
 }
 # Without these variables the launcher's row does not apply at all, rather than being partial.
-EVIDENCE = {"srun": {"SLURM_STEP_ID"}}
+EVIDENCE = {"srun": {"SLURM_STEP_ID"}, "torchrun": {"LOCAL_WORLD_SIZE"}}
 # Alone, these are no evidence of the launcher: users set MASTER_* by hand, too, and the others can
 # be computed from the rest.
 OPTIONAL = {
@@ -88,8 +114,28 @@ def test_every_launcher_is_read(name: str) -> None:
     assert numbers(world) == (3, 4, 1, 2)
     assert (world.cross_rank, world.cross_size, world.launcher) == (1, 2, name)
     assert not world.one_host
-    assert is_mpi(world) == (name in ("openmpi", "mvapich", "mpich"))
+    assert is_mpi(world) == (name in ("openmpi", "mvapich", "mpich", "pals"))
     assert "=3" in world.source
+
+
+@pytest.mark.parametrize("name", INCOMPLETE)
+def test_launchers_that_do_not_name_the_hosts(name: str) -> None:
+    world = detect(INCOMPLETE[name])
+    assert (world.rank, world.size, world.local_rank, world.launcher) == (3, 4, 1, name)
+    assert not world.is_complete
+    assert not world.one_host
+    one = {k: {"3": "0", "4": "1", "1": "0"}.get(v, v) for k, v in INCOMPLETE[name].items()}
+    assert numbers(detect(one)) == (0, 1, 0, 1)  # one rank is on one host
+    for missing in sorted(INCOMPLETE[name].keys() - {"LOCAL_RANK", "FLUX_JOB_NNODES"}):
+        env = {key: value for key, value in INCOMPLETE[name].items() if key != missing}
+        with pytest.raises(LaunchError, match=f"incomplete {name}.*{missing} missing"):
+            detect(env)
+
+
+def test_flux_on_one_host_is_complete() -> None:
+    world = detect({**FLUX, "FLUX_TASK_LOCAL_ID": "3", "FLUX_JOB_NNODES": "1"})
+    assert numbers(world) == (3, 4, 3, 4)
+    assert (world.cross_rank, world.cross_size, world.one_host) == (0, 1, True)
 
 
 def test_no_launcher_is_a_world_of_one() -> None:
@@ -114,10 +160,11 @@ def test_a_missing_variable_is_named(name: str) -> None:
             assert numbers(detect(env)) == (3, 4, 1, 2), missing
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if name != "srun"])
+@pytest.mark.parametrize("name", [name for name in (*ROWS, *INCOMPLETE) if name != "srun"])
 def test_a_variable_alone_is_never_a_world_of_one(name: str) -> None:
-    for alone in sorted(ROWS[name].keys() - OPTIONAL.get(name, set())):
-        with pytest.raises(LaunchError, match=f"incomplete {name}.*{alone}="):
+    names = {**ROWS, **INCOMPLETE}[name].keys() - OPTIONAL.get(name, set())
+    for alone in sorted(names - {"MASTER_ADDR", "MASTER_PORT", "FLUX_JOB_NNODES"}):
+        with pytest.raises(LaunchError, match=f"incomplete .*{alone}="):
             detect({alone: "0"})
 
 
@@ -230,14 +277,170 @@ def test_tasks_per_node_that_do_not_reach_this_node(text: str) -> None:
         ("10.0.0.1", "10.0.0.1"),
     ],
 )
-def test_first_slurm_host(nodes: str, first: str) -> None:
-    assert first_slurm_host(nodes) == first
+def test_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes, "SLURM_STEP_NODELIST") == first
 
 
 @pytest.mark.parametrize("nodes", ["", ",a", "[", "gpu[", "gpu[]"])
 def test_a_node_list_that_is_none(nodes: str) -> None:
     with pytest.raises(LaunchError, match="SLURM_STEP_NODELIST"):
-        first_slurm_host(nodes)
+        first_host(nodes, "SLURM_STEP_NODELIST")
+
+
+# Clusters: what each sets for a rank, by its documentation, and what `detect` makes of it. The
+# table of launchers/README.md has the same rows.
+
+MPIJOB = {
+    "K_MPI_JOB_ROLE": "launcher",
+    "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile",
+    "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
+    "OMPI_MCA_orte_set_default_slots": "4",
+    "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
+}
+PET = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29500",
+}
+PYTORCHJOB = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+    "PYTHONUNBUFFERED": "1",
+}
+CLUSTERS = {
+    "MPIJob, a rank": ({**MPIJOB, **OPENMPI}, "openmpi 3/4, local 1/2, host 1/2"),
+    "MPIJob of Intel MPI": (
+        {"I_MPI_HYDRA_HOST_FILE": "/etc/mpi/hostfile", "I_MPI_PERHOST": "2", **MPICH},
+        "mpich 3/4, local 1/2, host 1/2",
+    ),
+    "TrainJob, torch, by torchrun": ({**PET, **TORCHRUN}, "torchrun 3/4, local 1/2, host 1/2"),
+    "TrainJob, torch, by python": (PET, r"Kubeflow started this pod for torchrun .*torchrun -m hv"),
+    "TrainJob, torch, one process": (
+        {**PET, "PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"},
+        "none 0/1, local 0/1, host 0/1",
+    ),
+    "TrainJob, torch, any number": (
+        {**PET, "PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"},
+        r"for torchrun \(PET_NNODES=1, PET_NPROC_PER_NODE=auto",
+    ),
+    "TrainJob, mpi": ({**MPIJOB, **OPENMPI}, "openmpi 3/4, local 1/2, host 1/2"),
+    "TrainJob, flux": (
+        {**FLUX, "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "5"},
+        "flux 3/4, local 1/0, host 0/0",
+    ),
+    "PyTorchJob, by python": (PYTORCHJOB, "env:// 1/2, local 0/0, host 0/0"),
+    "PyTorchJob, one process a pod": (
+        {**PYTORCHJOB, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "1"},
+        "env:// 1/2, local 0/0, host 0/0",
+    ),
+    "PyTorchJob, several a pod": (
+        {**PYTORCHJOB, "WORLD_SIZE": "8", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"},
+        "PET_NPROC_PER_NODE=4.*: use torchrun",
+    ),
+    "Slurm": (SRUN, "srun 3/4, local 1/2, host 1/2"),
+    "Slurm, RANK set by hand": (
+        {**SRUN, "RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        "srun 3/4, local 1/2, host 1/2",
+    ),
+    "PALS": (
+        {**PALS, "PMI_RANK": "3", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "PALS_NODEID": "1"},
+        "pals 3/4, local 1/2, host 1/2",
+    ),
+    "PALS without PMI": (
+        {k: v for k, v in PALS.items() if k != "PMI_SIZE"},
+        "incomplete pals.*PALS_RANKID=3.*PMI_SIZE missing; .*mpiexec -n 8 env PMI_SIZE=8 hvdtrain",
+    ),
+    "jsrun": (JSRUN, "jsrun 3/4, local 1/0, host 0/0"),
+    "jsrun, Spectrum MPI": ({**JSRUN, **OPENMPI}, "openmpi 3/4, local 1/2, host 1/2"),
+    "jsrun, in part": ({"JSM_NAMESPACE_LOCAL_RANK": "1"}, "start the job with jsrun"),
+    "Flux": (FLUX, "flux 3/4, local 1/0, host 0/0"),
+    "SageMaker, torchrun": ({"SM_HOSTS": '["a"]', **TORCHRUN}, "torchrun 3/4, local 1/2, host 1/2"),
+    "SageMaker, mpirun": ({"SM_HOSTS": '["a"]', **OPENMPI}, "openmpi 3/4, local 1/2, host 1/2"),
+    "AzureML": ({**ENV, "NODE_RANK": "1"}, "env:// 3/4, local 1/0, host 0/0"),
+    "PBS, no launcher": ({"PBS_NODEFILE": "/x", "PBS_JOBID": "1"}, "none 0/1, local 0/1, host 0/1"),
+    "LSF, no launcher": ({"LSB_DJOB_HOSTFILE": "/x"}, "none 0/1, local 0/1, host 0/1"),
+    "Grid Engine": ({"PE_HOSTFILE": "/x", "NSLOTS": "8"}, "none 0/1, local 0/1, host 0/1"),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_cluster(name: str) -> None:
+    env, expected = CLUSTERS[name]
+    try:
+        w = detect(env)
+        place = f"local {w.local_rank}/{w.local_size}, host {w.cross_rank}/{w.cross_size}"
+        found = f"{w.launcher} {w.rank}/{w.size}, {place}"
+    except LaunchError as error:
+        found = str(error)
+    assert re.search(expected, found), found
+
+
+def test_variables_set_by_hand_name_no_process_to_watch() -> None:
+    """The shell that set them may end first. Other launchers' processes are watched."""
+    assert rank_variable(detect(ENV), ENV) is None
+    assert rank_variable(detect(FLUX), FLUX) == "FLUX_TASK_RANK=3"
+
+
+# Resource managers that only allocate
+
+
+def test_an_allocation_without_a_launcher_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a\na\nb\n\n")
+    shell = {key: value for key, value in SRUN.items() if key != "SLURM_STEP_ID"}
+    for env, said in (
+        (shell, "Slurm has allocated 4 slots (SLURM_TASKS_PER_NODE=2(x2)), .*: srun hvdtrain"),
+        ({"PBS_NODEFILE": str(file)}, f"PBS has allocated 3 slots .PBS_NODEFILE={file}.*hvdrun"),
+        ({"LSB_DJOB_HOSTFILE": str(file), "LSB_DJOB_NUMPROC": "8"}, "LSF has allocated 8 slots"),
+        ({"PE_HOSTFILE": str(file), "NSLOTS": "8"}, "Grid Engine has allocated 8 slots"),
+        ({"OMPI_MCA_orte_default_hostfile": str(file)}, "MPIJob has allocated 3.*mpirun hvdtrain"),
+    ):
+        assert detect(env) == World()
+        assert re.search(said.replace("(", r"\(").replace(")", r"\)"), unused_allocation(env))
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{}, {"SLURM_TASKS_PER_NODE": "1"}, {"PBS_NODEFILE": "/no/such/file"}, {"NSLOTS": "1"}],
+)
+def test_an_allocation_of_one_slot_is_not(env: Env) -> None:
+    assert unused_allocation(env) == ""
+
+
+# The launch environment: what scripts write into os.environ later
+
+
+LATER = """
+import os
+import hvdtrain.hvd as hvd
+from hvdtrain.world import detect
+hvd.init()
+before = detect()
+os.environ |= {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5", "OMPI_COMM_WORLD_RANK": "1"}
+os.environ |= {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
+hvd.shutdown()
+hvd.init()
+assert detect() == before, detect()
+print("same", hvd.rank(), hvd.size(), before.launcher)
+if before.launcher == "horovodrun":
+    os.environ["HOROVOD_LOCAL_SIZE"] = os.environ["HOROVOD_SIZE"] = "2"
+    print("elastic", detect().size)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["none", "env://", "horovodrun"])
+def test_variables_that_a_script_writes_after_init_change_nothing(launcher: str) -> None:
+    zeros = {name: "1" if name.endswith("SIZE") else "0" for name in HOROVODRUN}
+    one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    env = {"none": {}, "env://": one, "horovodrun": zeros}[launcher]
+    finished = run(warm([sys.executable, "-c", LATER]), env=env)
+    assert f"same 0 1 {launcher}" in finished.output, finished.output
+    assert ("elastic 2" in finished.output) == (launcher == "horovodrun"), finished.output
+    assert finished.code == 0, finished.output
 
 
 # One launcher inside another
@@ -287,7 +490,7 @@ def test_leftovers_of_another_job_are_named(outer: str) -> None:
 
 
 def test_a_lone_leftover_rank_is_named() -> None:
-    with pytest.raises(LaunchError, match="incomplete torchrun.*RANK=0 set.*WORLD_SIZE"):
+    with pytest.raises(LaunchError, match="incomplete env://.*RANK=0 set.*WORLD_SIZE"):
         detect({**OPENMPI, "RANK": "0"})
 
 

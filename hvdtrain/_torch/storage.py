@@ -1,6 +1,6 @@
 """The storage behind a tensor: its identity, whether it still exists, its file in shared memory.
 
-Used by the transport `shm`.
+Used by the transport `shm`, and by the copies of `--checkpoint-async`.
 
 Relies on `UntypedStorage._cdata`, the address of the C++ object, else the address of the data;
 on `UntypedStorage._share_fd_cpu_`, as torch.multiprocessing does; and on `StorageWeakRef` of

@@ -14,8 +14,15 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hvdtrain.errors import BackendUnavailable, InputError, WorldMismatch, did_you_mean
-from hvdtrain.world import World, detect
+from hvdtrain import elastic_world
+from hvdtrain.errors import (
+    BackendUnavailable,
+    InputError,
+    LaunchError,
+    WorldMismatch,
+    did_you_mean,
+)
+from hvdtrain.world import World, detect, unused_allocation
 
 if TYPE_CHECKING:
     from hvdtrain.backends.base import Backend, BackendOptions
@@ -38,6 +45,10 @@ PREFERRED = {
     "openmpi": ("horovod", "compat"),
     "mpich": ("horovod", "compat"),
     "mvapich": ("horovod", "compat"),
+    "jsrun": ("horovod", "compat"),
+    "pals": ("horovod", "compat"),
+    "flux": ("ddp",),
+    "env://": ("ddp",),
 }
 
 
@@ -79,7 +90,9 @@ def choose(name: str, world: World) -> tuple[str, str]:
         if problem is not None:
             raise BackendUnavailable(f"backend {name} cannot be used here: {problem}")
         return name, "as requested"
-    started = world.started_by if world.launcher == "none" else f"started by {world.started_by}"
+    started = f"started by {world.started_by}"
+    if world.launcher == "none":
+        started = "; ".join(filter(None, [world.started_by, unused_allocation()]))
     skipped = ""
     for candidate in PREFERRED[world.launcher]:
         problem = _problem(candidate, world)
@@ -107,8 +120,14 @@ def open_backend(
     Raises InputError, LaunchError, BackendUnavailable and WorldError.
     """
     from hvdtrain import transports
-    from hvdtrain.backends.base import BackendOptions, convert_peer_errors
+    from hvdtrain.backends.base import BackendOptions, convert_peer_errors, start_hang_watch
+    from hvdtrain.rendezvous import complete_world
 
+    if elastic_world.has_no_place():
+        raise LaunchError(
+            "hvdrun has started an elastic job (--host-discovery-script), whose world changes; "
+            "train with hvdtrain --elastic, or with @hvd.elastic.run of hvdtrain.hvd"
+        )
     world = detect() if world is None else world
     name, reason = choose(name, world)
     _check_descriptors(world)
@@ -120,6 +139,9 @@ def open_backend(
             f"backend {name} cannot send gradients as {options.compression}; it has: "
             f"{', '.join(kind.compressions)}"
         )
+    if options.shard_optimizer and not kind.can_shard_optimizer:
+        raise InputError(f"backend {name} cannot shard the optimizer; use ddp or compat")
+    world = complete_world(world, options.timeout_s)
     backend = kind(world, options)
     if options.transport not in ("auto", backend.transport):
         reason += f"; transport {options.transport} was asked for, but {name} has none to choose"
@@ -131,11 +153,17 @@ def open_backend(
         backend.open()
         try:
             _shake_hands(backend, agree_on or {})
+            start_hang_watch(backend)
         except BaseException:
             # The process group is open already: leave it without waiting for the other ranks.
             backend.close(failed=True)
             raise
     return backend
+
+
+def descriptors_needed(size: int) -> int:
+    """Return how many open files and sockets each of `size` ranks needs. Not collective."""
+    return 64 + 2 * size if size > 1 else 0
 
 
 def _check_descriptors(world: World) -> None:
@@ -144,7 +172,7 @@ def _check_descriptors(world: World) -> None:
     Increases the soft limit if the hard limit allows it. A library that runs out of descriptors
     hangs, or fails with an unrelated message. Not collective.
     """
-    wanted = 64 + 2 * world.size if world.size > 1 else 0
+    wanted = descriptors_needed(world.size)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return

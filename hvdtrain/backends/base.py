@@ -18,13 +18,27 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from hvdtrain import failure
+from hvdtrain import failure, sharded_optimizer
 from hvdtrain._torch.batch_norm import BatchNormBase
+from hvdtrain._torch.peer_errors import is_peer_error
+from hvdtrain.addresses import network_in_use
 from hvdtrain.backends import backend_batch_norm, model_sync
 from hvdtrain.backends.model_sync import uncompiled, with_sparse_gradients
-from hvdtrain.errors import HvdtrainError, InputError, WorldMismatch
+from hvdtrain.errors import (
+    HvdtrainError,
+    InputError,
+    Preempted,
+    WorldError,
+    WorldMismatch,
+    first_line,
+)
+from hvdtrain.hang_watch import HangWatch, RankProgress
+from hvdtrain.peers import PeerLost
+from hvdtrain.rendezvous import open_store_over
+from hvdtrain.shared_tensors import Group
 from hvdtrain.world import World, is_mpi
 
 Op = Literal["mean", "sum", "min", "max"]
@@ -55,6 +69,10 @@ class BackendOptions:
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """How gradients are sent: as they are, in half precision, or as PowerSGD's low-rank factors.
     `hvdtrain.training.methods` has the table of the backends that can.
+    """
+    shard_optimizer: bool = False
+    """Whether the ranks of a host share one copy of the parameters, and each steps a part of them:
+    see `hvdtrain.sharded_optimizer`.
     """
     ps_servers: Literal["rank0", "all"] = "rank0"
     """For `ps`: rank 0 owns all parameters, or every rank owns some."""
@@ -98,6 +116,9 @@ class Backend(ABC):
     compressions: ClassVar[tuple[str, ...]] = ("none",)
     """The values of `options.compression` that the backend has."""
 
+    can_shard_optimizer: ClassVar[bool] = False
+    """Whether the backend has `options.shard_optimizer`."""
+
     is_asynchronous: bool = False
     """Whether ranks step at different times, and so have different parameters in between."""
 
@@ -116,6 +137,13 @@ class Backend(ABC):
         """What the engine measures while it trains: fields of metrics.jsonl."""
         self.hosts: list[str] = []
         """The host of every rank, in rank order; empty before the handshake."""
+        self.progress = RankProgress()
+        """What errors about a lost or late rank say of this rank: the step, if the loop sets it."""
+        self.optimizer_shares: list[int] = []
+        """With `options.shard_optimizer`, once `prepare` was called: the ranks on each host."""
+        self.store: Store | None = None
+        """The engine's store, under a key prefix of these ranks; None if it has none."""
+        self._hang_watch: HangWatch | None = None
         self._prepared: dict[int, _Prepared] = {}
         """What `prepare` has returned, keyed by id(optimizer)."""
 
@@ -141,15 +169,26 @@ class Backend(ABC):
     def open(self) -> None:
         """Join the world. Collective. Raises WorldError, WorldMismatch or BackendUnavailable."""
 
-    def close(self, failed: bool = False) -> None:  # noqa: B027 -- single has nothing to leave
+    def close(self, failed: bool = False) -> None:
         """Leave the world. Collective. Safe to call twice, and after a failure.
 
-        `failed`: do not wait for the other ranks.
+        `failed`: do not wait for the other ranks. A subclass calls this last.
         """
+        if self._hang_watch is not None:
+            self._hang_watch.close()
+            self._hang_watch = None
 
     def describe(self) -> dict[str, Any]:
         """Return the versions, the transport and the sizes in use, for run.json. Not collective."""
-        return {"name": self.name, "device": str(self.device), "torch": torch.__version__}
+        about: dict[str, Any] = {
+            "name": self.name,
+            "device": str(self.device),
+            "torch": torch.__version__,
+        }
+        if self.options.shard_optimizer and self.optimizer_shares:
+            about["optimizer_shares"] = self.optimizer_shares
+        network = None if self.world.one_host else network_in_use()
+        return about if network is None else {**about, "network": str(network)}
 
     def _peer_error(self, error: Exception) -> HvdtrainError | None:
         """Return a WorldError if `error` means that a peer died or is late, else None.
@@ -183,14 +222,36 @@ class Backend(ABC):
         model_sync.convert_sync_batch_norm(model, kind)
         model_sync.check_same_model(self, model)
         model_sync.broadcast_state(self, model, optimizer)
+        names: dict[Tensor, str] = {p: uncompiled(name) for name, p in model.named_parameters()}
+        if self.options.shard_optimizer:
+            self._shard(optimizer, names, gradients)
         if gradients == "local":
             net, wrapped = model, optimizer
         else:
             net, wrapped = self._wrap(model, optimizer)
-        names: dict[Tensor, str] = {p: uncompiled(name) for name, p in model.named_parameters()}
         sparse = with_sparse_gradients(model)
         self._prepared[id(wrapped)] = _Prepared(wrapped, model, names, sparse, gradients)
         return net, wrapped
+
+    def _shard(self, optimizer: Optimizer, names: dict[Tensor, str], gradients: Gradients) -> None:
+        """Make each rank step its share of the parameters. Collective."""
+        if gradients == "local":
+            raise InputError("--shard-optimizer: the ranks step on gradients of their own")
+        group = Group(
+            self.world.rank,
+            self.world.size,
+            self.all_gather_object,
+            lambda flags: self.all_reduce(flags, "sum"),
+        )
+        self.optimizer_shares = sharded_optimizer.shard(optimizer, group, names)
+
+    def _unshare_parameters(self) -> None:
+        """Give this rank parameters of its own again, if it shares some: after `close` no other
+        rank can change them. Not collective; called before the last barrier.
+        """
+        for made in self._prepared.values():
+            if isinstance(made.optimizer, sharded_optimizer.ShardedOptimizer):
+                made.optimizer.unshare_parameters()
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Wrap both in what the engine needs; by default return them as they are. Collective."""
@@ -313,13 +374,14 @@ class Backend(ABC):
                 self.close()
             return
         error = failure.cause_of(error)
-        known = self._peer_error(error) if isinstance(error, Exception) else None
-        shared = False
+        known = named_peer_error(self, error) if isinstance(error, Exception) else None
+        shared = is_preempted = isinstance(error, Preempted)
         if isinstance(error, HvdtrainError):
             error.after_open, shared = True, error.on_all_ranks
         # Every rank leaves its block by a shared error: they can still wait for each other.
         self.close(failed=not shared)
-        if self.world.size > 1 and is_mpi(self.world) and failure.exit_code(error) != 0:
+        is_error = failure.exit_code(error) != 0 and not is_preempted
+        if self.world.size > 1 and is_mpi(self.world) and is_error:
             failure.end_job(self.world, known or error)
         if known is not None:
             raise known from error
@@ -365,10 +427,42 @@ def convert_peer_errors(backend: Backend) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        known = backend._peer_error(error)
+        known = named_peer_error(backend, error)
         if known is None:
             raise
         raise known from error
+
+
+def start_hang_watch(backend: Backend) -> None:
+    """Start to watch for ranks that keep the others waiting. Collective."""
+    world, timeout_s = backend.world, backend.options.timeout_s
+    if world.size > 1:
+        store = backend.store or open_store_over(world, timeout_s, backend.broadcast_object)
+        about = world, store, backend.hosts, backend.progress
+        backend._hang_watch = HangWatch(*about, timeout_s)
+
+
+def named_peer_error(backend: Backend, error: Exception) -> HvdtrainError | None:
+    """Return the backend's WorldError for a lost or late peer, and what the peer does, else None.
+
+    Not collective. It may take some seconds.
+    """
+    known = backend._peer_error(error)
+    if known is None or backend._hang_watch is None:
+        return known
+    return type(known)(f"{known}; {backend._hang_watch.explain(error)}")
+
+
+def lost_contact(error: Exception) -> WorldError | None:
+    """Return a WorldError for an error of a transport or a store about a lost or late peer, else
+    None. Not collective.
+    """
+    if not (isinstance(error, PeerLost) or is_peer_error(error)):
+        return None
+    text = f"lost contact with a peer, which has ended or hangs: {first_line(error)}"
+    if "connectFullMesh" in text and (network := network_in_use()) is not None:
+        text += f" (Gloo uses {network}; GLOO_SOCKET_IFNAME can name another interface)"
+    return WorldError(text)
 
 
 def check_op(t: Tensor, op: Op) -> None:

@@ -10,10 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdtrain import transports
-from hvdtrain._torch.peer_errors import is_peer_error
-from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
-from hvdtrain.errors import HvdtrainError, WorldError, WorldMismatch, first_line
-from hvdtrain.peers import PeerLost
+from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op, lost_contact
+from hvdtrain.errors import HvdtrainError, WorldMismatch
 from hvdtrain.rendezvous import open_store
 from hvdtrain.transports.gloo import gloo_reachable
 from hvdtrain.world import World
@@ -57,7 +55,7 @@ class C10d(Backend):
         if dist.is_initialized():
             self._adopt_group()
             return
-        store = open_store(self.world, self.options.timeout_s)
+        self.store = store = open_store(self.world, self.options.timeout_s)
         with gloo_reachable():
             dist.init_process_group(
                 transports.TRANSPORTS[self.transport],
@@ -83,12 +81,13 @@ class C10d(Backend):
 
     def close(self, failed: bool = False) -> None:
         """Destroy the group that `open` created; first wait, unless `failed`. Collective."""
-        if not (self._owns_group and dist.is_initialized()):
-            return
-        self._owns_group = False
-        if not failed:
-            self.barrier()
-        dist.destroy_process_group()
+        if self._owns_group and dist.is_initialized():
+            self._owns_group = False
+            if not failed:
+                self._unshare_parameters()
+                self.barrier()
+            dist.destroy_process_group()
+        super().close(failed)
 
     def describe(self) -> dict[str, Any]:
         """Add the transport, the reason for its choice, and the version of NCCL."""
@@ -100,11 +99,7 @@ class C10d(Backend):
 
     def _peer_error(self, error: Exception) -> HvdtrainError | None:
         """Return a WorldError for an error of a transport or store about a lost or late peer."""
-        if isinstance(error, PeerLost) or is_peer_error(error):
-            return WorldError(
-                f"lost contact with a peer, which has ended or hangs: {first_line(error)}"
-            )
-        return None
+        return lost_contact(error)
 
     # Small values
 

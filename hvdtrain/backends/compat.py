@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 from torch import nn
 from torch.optim import Optimizer
 
-from hvdtrain import transports
+from hvdtrain import elastic_world, transports
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.backends.base import Backend, BackendOptions
 from hvdtrain.backends.horovod import Horovod
@@ -23,6 +23,7 @@ class Compat(Horovod):
 
     name: ClassVar[str] = "compat"
     compressions: ClassVar[tuple[str, ...]] = ("none", "fp16", "bf16")
+    can_shard_optimizer: ClassVar[bool] = True
 
     def __init__(self, world: World, options: BackendOptions) -> None:
         super().__init__(world, options)
@@ -72,6 +73,16 @@ class Compat(Horovod):
         if self.device.type == "cpu":
             changes["transport"] = self.transport
         basics.start(replace(settings, **changes))
+        self.store = basics.engine.store
+
+    def close(self, failed: bool = False) -> None:
+        """Close as `horovod` does. In an elastic job also stop the engine after a failure, which
+        waits for no rank: this process joins another world.
+        """
+        hvd = self._hvd
+        super().close(failed)
+        if failed and hvd is not None and elastic_world.is_elastic():
+            hvd.shutdown()
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         from hvdtrain.hvd.reducers.bucket_reducer import BucketReducer

@@ -24,6 +24,7 @@ class DDP(C10d):
 
     name: ClassVar[str] = "ddp"
     compressions: ClassVar[tuple[str, ...]] = ("none", "fp16", "bf16", "powersgd")
+    can_shard_optimizer: ClassVar[bool] = True
 
     def __init__(self, world: World, options: BackendOptions) -> None:
         super().__init__(world, options)

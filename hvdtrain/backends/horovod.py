@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain import failure
+from hvdtrain import elastic_world, failure
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
 from hvdtrain.backends.model_sync import with_sparse_gradients
@@ -77,14 +77,16 @@ class Horovod(Backend):
         """Return the problem with torchrun, with no launcher, and with mpirun if Horovod was built
         without MPI.
         """
-        if world.launcher == "torchrun" and world.size > 1:
+        if elastic_world.by_hvdrun():
+            return "Horovod joins the elastic worlds of horovodrun alone; use --backend compat"
+        if world.launcher in ("torchrun", "env://") and world.size > 1:
             return (
-                f"Horovod does not know torchrun's ranks and would train {world.size} models; "
-                "start it with horovodrun or mpirun, or use --backend ddp"
+                f"Horovod does not know the ranks of {world.started_by} and would train "
+                f"{world.size} models; start it with horovodrun or mpirun, or use --backend ddp"
             )
         # Horovod initialises MPI at once. Without mpirun that works in some installations only; in
         # the others Open MPI ends the process with pages of text.
-        if world.launcher in ("none", "torchrun"):
+        if world.launcher in ("none", "torchrun", "env://"):
             return (
                 "Horovod's own launcher has not started this process; start it with: "
                 "horovodrun -np 2 hvdtrain --backend horovod, or mpirun -np 2 hvdtrain --backend "
@@ -164,10 +166,10 @@ class Horovod(Backend):
             before = now
             wait = self._wait
             if wait is not None and now - max(wait[0], resumed) > limit_s:
-                error = WorldError(
-                    f"timed out after {limit_s:g} s in {wait[1]}: another rank is stopped, late or "
-                    "has ended"
-                )
+                text = f"timed out after {limit_s:g} s in {wait[1]}: another rank is stopped, late "
+                error = WorldError(f"{text}or has ended")
+                if self._hang_watch is not None:
+                    error = WorldError(f"{error}; {self._hang_watch.explain(error)}")
                 failure.end_job(self.world, error)
 
     def close(self, failed: bool = False) -> None:
@@ -177,11 +179,13 @@ class Horovod(Backend):
             skip.close()
         try:
             if not failed and hvd is not None and hvd.is_initialized():
+                self._unshare_parameters()
                 with self._waiting("hvd.shutdown"):
                     hvd.barrier()
                     hvd.shutdown()
         finally:
             self._hvd = None  # this also ends the thread of `_enforce_timeout`
+        super().close(failed)
 
     def describe(self) -> dict[str, Any]:
         """Add Horovod's version, its controller, and its settings from the environment."""

@@ -86,39 +86,41 @@ class OneRankBatchNorm(BatchNormBase):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
-def broadcast_state(backend: Backend, model: nn.Module, optimizer: Optimizer) -> None:
-    """Broadcast rank 0's weights, buffers and optimizer state, in place. Collective.
+def broadcast_state(
+    backend: Backend, model: nn.Module, optimizer: Optimizer, root: int = 0
+) -> None:
+    """Broadcast the root's weights, buffers and optimizer state, in place. Collective.
 
     Optimizer state is only copied. It is never created by a step on zero gradients, which would
     decay the weights.
     """
     if backend.world.size == 1:
         return
-    broadcast_weights(backend, model)
-    state = broadcast_tree(backend, to_cpu(optimizer.state_dict()))
-    if backend.world.rank > 0:
+    broadcast_weights(backend, model, root)
+    state = broadcast_tree(backend, to_cpu(optimizer.state_dict()), root)
+    if backend.world.rank != root:
         optimizer.load_state_dict(state)
 
 
-def broadcast_tree(backend: Backend, tree: Any) -> Any:
-    """Return rank 0's nested structure of values and CPU tensors. Collective."""
+def broadcast_tree(backend: Backend, tree: Any, root: int = 0) -> Any:
+    """Return the root's nested structure of values and CPU tensors. Collective."""
     skeleton, tensors = _extract_tensors(tree)
-    skeleton = backend.broadcast_object(skeleton)
-    if backend.world.rank > 0:
+    skeleton = backend.broadcast_object(skeleton, root)
+    if backend.world.rank != root:
         tree, tensors = _insert_tensors(skeleton)
     for tensor in tensors:  # one by one: a single pickled object may exceed 2 GiB
-        backend.broadcast_(tensor)
+        backend.broadcast_(tensor, root)
     return tree
 
 
-def broadcast_weights(backend: Backend, model: nn.Module) -> None:
-    """Broadcast rank 0's weights and buffers, in place. Collective."""
+def broadcast_weights(backend: Backend, model: nn.Module, root: int = 0) -> None:
+    """Broadcast the root's weights and buffers, in place. Collective."""
     with torch.no_grad():
         for t in (*model.parameters(), *model.buffers()):
             if t.is_contiguous():
-                backend.broadcast_(t.detach())
+                backend.broadcast_(t.detach(), root)
             else:  # another memory format, such as channels_last
-                t.copy_(backend.broadcast_(t.detach().contiguous()))
+                t.copy_(backend.broadcast_(t.detach().contiguous(), root))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -11,14 +12,12 @@ from torch import Tensor, nn
 from torch.distributed import DistError
 from torch.optim import Optimizer
 
-from hvdtrain._torch.peer_errors import is_peer_error
 from hvdtrain.addresses import listen_addresses
 from hvdtrain.backends import model_sync
-from hvdtrain.backends.base import Backend, Gradients, Op, check_op
+from hvdtrain.backends.base import Backend, Gradients, Op, check_op, lost_contact
 from hvdtrain.backends.ps_messages import Messages, decode, encode
 from hvdtrain.backends.server_optimizer import ServerOptimizer, owners_of
 from hvdtrain.errors import HvdtrainError, InputError, WorldError, first_line
-from hvdtrain.peers import PeerLost
 from hvdtrain.rendezvous import open_store
 
 T = TypeVar("T")
@@ -33,6 +32,7 @@ class ParameterServer(Backend):
 
     name: ClassVar[str] = "ps"
     _messages: Messages
+    _lost: Mapping[int, str] = {}
 
     @property
     def is_asynchronous(self) -> bool:  # type: ignore[override]
@@ -46,12 +46,13 @@ class ParameterServer(Backend):
         self._optimizers: list[ServerOptimizer] = []
         self._all_staleness: Counter[int] = Counter()
         self._steps = 0
-        store = open_store(self.world, self.options.timeout_s)
+        self.store = store = open_store(self.world, self.options.timeout_s)
         try:
             addresses = listen_addresses(self.world)
             self._messages = Messages(self.world, store, addresses, self.options.timeout_s)
         except DistError as error:
             raise WorldError(f"lost rank 0's store: {first_line(error)}") from None
+        self._lost = self._messages.lost
         self._messages.spares = self._spares
         self._messages.on_lost = self._on_lost
 
@@ -70,6 +71,7 @@ class ParameterServer(Backend):
             messages = self._messages
             del self._messages
             messages.close(failed)
+        super().close(failed)
 
     def describe(self) -> dict[str, Any]:
         """Add the servers, what they wait for, the staleness that occurred, and lost ranks."""
@@ -83,21 +85,13 @@ class ParameterServer(Backend):
             note = f"server: {servers}; asynchronous, staleness "
             note += "without limit" if limit is None else f"of at most {limit} steps"
             about["staleness"] = _figures(self._all_staleness)
-        lost = dict(self._messages.lost)
-        return {
-            **super().describe(),
-            **about,
-            "note": note,
-            **({"lost_ranks": lost} if lost else {}),
-        }
+        if self._lost:
+            about["lost_ranks"] = dict(self._lost)
+        return {**super().describe(), **about, "note": note}
 
     def _peer_error(self, error: Exception) -> HvdtrainError | None:
         """Return a WorldError for a lost or late rank."""
-        if isinstance(error, PeerLost) or is_peer_error(error):
-            return WorldError(
-                f"lost contact with a peer, which has ended or hangs: {first_line(error)}"
-            )
-        return None
+        return lost_contact(error)
 
     # Training
 
@@ -143,7 +137,8 @@ class ParameterServer(Backend):
         """Start the servers before the first step, and read what this rank's has measured."""
         if not optimizer.has_started:
             optimizer.start_server()
-            self._messages.collect(b"")
+            self.barrier()
+            optimizer.has_started = True
         self.log_fields = {f"staleness_{k}": v for k, v in _figures(optimizer.staleness).items()}
 
     def _after_asynchronous_step(self, optimizer: ServerOptimizer) -> None:

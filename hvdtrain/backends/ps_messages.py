@@ -62,8 +62,6 @@ class Messages:
         self.spares: Callable[[int], bool] = lambda rank: False
         """Whether the job goes on without a rank that ends."""
         self.on_lost: Callable[[int], None] = lambda rank: None
-        self.sent_bytes: dict[int, int] = {}
-        """The bytes of all messages to each rank."""
         self._failure: str | None = None
         self._gone: set[int] = set()  # ranks that have said goodbye
         self._parts: dict[int, bytearray] = {}
@@ -98,8 +96,6 @@ class Messages:
                 self._peers.send(rank, ["part"], payload[begin : begin + _PART_BYTES])
             last = (len(payload) - 1) // _PART_BYTES * _PART_BYTES if payload else 0
             self._peers.send(rank, header, payload[last:])
-            if rank != self.rank:
-                self.sent_bytes[rank] = self.sent_bytes.get(rank, 0) + len(payload)
 
     def wait(self, ready: Callable[[], T | None], missing: Callable[[], str]) -> T:
         """Return what `ready` returns once that is not None. It is called while `changed` is held.
@@ -138,17 +134,25 @@ class Messages:
 
     def close(self, failed: bool) -> None:
         """Close all connections. Collective unless `failed`; twice is safe."""
-        if not failed and self._failure is None:
-            self.collect(b"")
-            for rank in sorted(self.live - {self.rank}):
-                self.send(rank, ["bye"])
-            # Closing a socket with unread data makes the kernel drop what was sent before.
-            with suppress(PeerLost):
-                self.wait(
-                    lambda: True if self.live <= {*self._gone, self.rank} else None,
-                    lambda: "the other ranks' goodbye",
-                )
-        self._peers.close()
+        try:
+            if not failed and self._failure is None:
+                self.collect(b"")
+                self._say_goodbye()
+        finally:
+            self._peers.close()
+
+    def _say_goodbye(self) -> None:
+        """Tell the others that this rank ends, and wait until they have told it, too.
+
+        Closing a socket with unread data makes the kernel drop what was sent before.
+        """
+        for rank in sorted(self.live - {self.rank}):
+            self.send(rank, ["bye"])
+        with suppress(PeerLost):
+            self.wait(
+                lambda: True if self.live <= {*self._gone, self.rank} else None,
+                lambda: "the other ranks' goodbye",
+            )
 
     # In the thread of the messages
 
@@ -158,7 +162,8 @@ class Messages:
             return
         parts = self._parts.pop(rank, None)
         with self.changed:
-            payload = bytes(parts or b"") + payload
+            if parts is not None:
+                payload = bytes(parts + payload)
             if (handler := self.handlers.get(header[0])) is not None:
                 handler(rank, header, payload)
             else:

@@ -74,6 +74,7 @@ class ServerOptimizer(Optimizer):
         self.staleness: Counter[int] = Counter()
         """How often each staleness occurred at this rank's server."""
         self.has_started = False
+        """Whether the servers of all ranks have started."""
         self.steps = 0
         """Asynchronous steps of this rank."""
         self.after_step: Callable[[], None] = lambda: None
@@ -201,14 +202,15 @@ class ServerOptimizer(Optimizer):
     def _receive_from_all(self, kind: str) -> dict[int, Grads]:
         """Return what all other living ranks have sent in this round, by rank."""
         inbox, live = self._messages.inbox, self._messages.live
-        keys = {rank: (f"{kind}/{self._number}", self._round, rank) for rank in live}
-        del keys[self._messages.rank]
+        # A sorted copy: the thread of the messages removes lost ranks at any time.
+        others = sorted(live - {self._messages.rank})
+        keys = {rank: (f"{kind}/{self._number}", self._round, rank) for rank in others}
 
         def late() -> list[int]:
-            return [rank for rank in sorted(keys) if rank in live and keys[rank] not in inbox]
+            return [rank for rank in others if rank in live and keys[rank] not in inbox]
 
         arrived = self._messages.wait(
-            lambda: None if late() else [rank for rank in keys if keys[rank] in inbox],
+            lambda: None if late() else [rank for rank in others if keys[rank] in inbox],
             lambda: f"the gradients of rank {', '.join(map(str, late()))}",
         )
         return {rank: decode(inbox.pop(keys[rank])) for rank in arrived}
@@ -233,7 +235,6 @@ class ServerOptimizer(Optimizer):
 
         Not collective: all ranks call it before any rank pushes.
         """
-        self.has_started = True
         if not self._mine:
             return
         with self._messages.changed:
@@ -244,13 +245,12 @@ class ServerOptimizer(Optimizer):
             # A rank has one request at a time, so that its round, 0, need not distinguish two.
             server.reply = lambda rank: self._send(rank, "fresh", server.values())
             self._server = server
-            for kind in ("push", "pull", "rest"):
-                self._messages.handlers[f"{kind}/{self._number}"] = self._serve
 
-    def _serve(self, rank: int, header: list[Any], payload: bytes) -> None:
-        """Handle a request, in the thread of the messages."""
-        if self._server is not None:
-            self._server.receive(rank, header[0].partition("/")[0], decode(payload))
+            def serve(rank: int, header: list[Any], payload: bytes) -> None:
+                server.receive(rank, header[0].partition("/")[0], decode(payload))
+
+            for kind in ("push", "pull", "rest"):
+                self._messages.handlers[f"{kind}/{self._number}"] = serve
 
     def _push_and_pull(self) -> None:
         parameters = self._parameters()
@@ -282,9 +282,9 @@ class ServerOptimizer(Optimizer):
                 parameters[i].copy_(value)
 
     def forget(self, rank: int) -> None:
-        """Wait no longer for the gradient of a lost rank. In the thread of the messages."""
+        """Wait no longer for the gradients of a lost rank. In the thread of the messages."""
         if self._server is not None:
-            self._server.receive(rank, "rest", [])
+            self._server.forget(rank)
 
     # The state in checkpoints
 
@@ -310,6 +310,7 @@ class _Server:
         self.reply: Callable[[int], None] = lambda rank: None
         self._version = 0
         self._max_staleness = max_staleness
+        self._lost: set[int] = set()
         self._held: dict[int, tuple[int, Grads]] = {}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._parameters = [parameters[i] for i in mine]
@@ -329,6 +330,11 @@ class _Server:
         if kind == "push":
             self._held[rank] = version, grads
         self._step()
+
+    def forget(self, rank: int) -> None:
+        """Expect nothing more of a lost rank. A gradient that it has sent still counts."""
+        self._lost.add(rank)
+        self.receive(rank, "rest", [])
 
     def _step(self) -> None:
         """Step with the gradients at hand, unless another rank's would become too old by it."""
@@ -353,6 +359,8 @@ class _Server:
             self._answer(rank)
 
     def _answer(self, rank: int) -> None:
+        if rank in self._lost:  # a version that it has pulled would hold back all others
+            return
         self.pulled[rank] = self._version
         self.reply(rank)
 

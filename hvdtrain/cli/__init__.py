@@ -18,7 +18,9 @@ from hvdtrain.world import detect, guess_world
 
 COMMANDS = {
     "train": "hvdtrain.cli.train",
+    "launch": "hvdtrain.cli.launch",
     "compare": "hvdtrain.cli.compare",
+    "doctor": "hvdtrain.cli.doctor",
     "install-horovod": "hvdtrain.cli.install_horovod",
     "report": "hvdtrain.cli.report",
     "evaluate": "hvdtrain.cli.evaluate",
@@ -26,6 +28,7 @@ COMMANDS = {
     "export": "hvdtrain.cli.export",
     "runs": "hvdtrain.cli.runs",
     "show": "hvdtrain.cli.show",
+    "checkpoints": "hvdtrain.cli.checkpoints",
 }
 _COMPLETE = "_HVDTRAIN_COMPLETE"
 
@@ -88,6 +91,12 @@ def cli() -> None:
     horovodrun -np 2 hvdtrain                                 real Horovod
     mpirun -np 2 hvdtrain --backend horovod                   real Horovod over MPI
     """
+
+
+def hvdrun() -> None:
+    """Run `hvdtrain launch`: the console script `hvdrun`."""
+    sys.argv[1:1] = ["launch"]
+    main()
 
 
 def main() -> None:

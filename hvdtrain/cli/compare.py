@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from hvdtrain import files
 from hvdtrain.cli.train_options import train_option
 from hvdtrain.compare.compare_options import CompareOptions, flag
 from hvdtrain.compare.record import Record
 from hvdtrain.errors import HvdtrainError, InputError
+from hvdtrain.launch.host_list import parse_host_list
 from hvdtrain.signals import uninterrupted
 from hvdtrain.world import detect
 
@@ -53,16 +55,21 @@ def _option(item: dataclasses.Field[Any]) -> click.Option:
     "2 bad input, 130 Ctrl-C, 143 SIGTERM.",
 )
 def command(**values: Any) -> None:
-    """Compare backends side by side on this host: do they train the same thing, and how fast?
+    """Compare backends side by side: do they train the same thing, and how fast?
 
     \b
     hvdtrain compare
     hvdtrain compare --task my.py:MyTask -np 8 --arms ddp,horovod,compat --budget 10m
     hvdtrain compare --np 1,2,4 --scaling strong
+    hvdtrain compare -H a:4,b:4 --arms ddp/gloo,ddp/mpi
     """
     if detect().size > 1:
         raise InputError("hvdtrain compare starts the launchers itself; run it without one")
     options = CompareOptions(**values)
+    context = click.get_current_context()
+    if options.hosts and context.get_parameter_source("ranks") is ParameterSource.DEFAULT:
+        slots = sum(host.slots for host in parse_host_list(options.hosts))
+        options = dataclasses.replace(options, ranks=(slots,))
     options.check()
     run(options)
 

@@ -75,6 +75,7 @@ def _facts(path: Path, run: dict[str, Any]) -> list[tuple[str, str]]:
         "started": f"{run.get('start')}",
         "ended": f"{run.get('end') or ''}",
         "earlier": ", ".join(f"{a.get('outcome')} at step {a.get('last_step')}" for a in attempts),
+        "restarts": str(run.get("restarts") or ""),
         "outcome": f"{run_dir.outcome_of(run)}, {steps}  {scores}{digest}",
         "best": f"step {best['step']}, {score}" if best else "",
         "kept": ", ".join(kept) or "no checkpoint",

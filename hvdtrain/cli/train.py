@@ -9,11 +9,11 @@ from typing import Any
 
 import click
 
-from hvdtrain import failure
+from hvdtrain import elastic_world, failure, signals
 from hvdtrain.cli.train_options import FIELDS, kind_of, train_option
 from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.world import detect
+from hvdtrain.world import RESTART_VARIABLE, detect
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -85,6 +85,7 @@ def _quote(item: object) -> str:
 def check_environment() -> None:
     """Raise InputError for a variable HVDTRAIN_* that is none of an option."""
     known = {f"{PREFIX}_{name.upper()}": name for name in (*FIELDS, "config")}
+    known |= dict.fromkeys((RESTART_VARIABLE, *elastic_world.VARIABLES), "a variable of hvdrun")
     unknown = [name for name in os.environ if name.startswith(f"{PREFIX}_") and name not in known]
     if unknown:
         from hvdtrain.hvd.engine.settings import OWN  # imports torch, which is slow
@@ -133,7 +134,9 @@ def command(ctx: click.Context, /, **values: Any) -> None:
     config = TrainConfig(**values)
     failure.show_all_frames(config.debug)
     config.check()
-    run(config, origins)
+    # `failure.guard` handles the others, so that Ctrl-C and a SIGTERM after it count as one.
+    with failure.ended_by(*(n for n in config.signal_numbers() if n not in signals.STOP)):
+        run(config, origins)
 
 
 def run(config: TrainConfig, origins: dict[str, str]) -> None:
@@ -141,9 +144,15 @@ def run(config: TrainConfig, origins: dict[str, str]) -> None:
     from hvdtrain.backends import choose, open_backend
     from hvdtrain.training import methods
     from hvdtrain.training.task import load_task
-    from hvdtrain.training.trainer import Trainer
 
     methods.check(config, choose(config.backend, detect())[0])
+    if config.elastic and elastic_world.is_elastic():
+        from hvdtrain.training import elastic_training
+
+        elastic_training.run(config, origins)
+        return
+    from hvdtrain.training.trainer import Trainer
+
     options, agreed = config.backend_options(), config.agreed()
     with open_backend(config.backend, options=options, agree_on=agreed) as backend:
         with backend.share_errors():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hvdtrain.errors import InputError
+from hvdtrain.launch.host_list import Host, choose_slots, parse_host_list
 from hvdtrain.training.config import TrainConfig
 
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h)?")
@@ -21,10 +22,12 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 # 93.75 %, less than the 95 % that an interval needs.
 MIN_BLOCKS = 6
 METHOD_OPTIONS = (
-    "precision opt_level sync_bn compression sync_every local_warmup local_state outer_optimizer "
-    "outer_lr outer_momentum".split()
+    "precision opt_level sync_bn compression shard_optimizer sync_every local_warmup local_state "
+    "outer_optimizer outer_lr outer_momentum".split()
 )
 """Options of `hvdtrain train` that all arms share unless an arm has its own: `ddp/shm+sync-bn`."""
+EXACT_METHODS = ("shard_optimizer",)
+"""Those that change no bits: an arm with one must compute what the others do."""
 # Options that mean the same to `hvdtrain train`.
 _SHARED_WITH_TRAIN = (
     "task set accumulate device lr clip_norm buffers unused_parameters uneven workers seed".split()
@@ -81,10 +84,16 @@ class CompareOptions:
     set: tuple[str, ...] = ()
     ranks: tuple[int, ...] = _option(
         "2",
-        "Ranks of every arm, all on this host; several to compare world sizes.",
+        "Ranks of every arm; several to compare world sizes. [with -H: all slots]",
         _world_sizes,
         flags="-np --np",
         metavar="N[,N...]",
+    )
+    hosts: str = _option(
+        "",
+        "Start the ranks on these hosts, over ssh, in place of this one.",
+        flags="-H --hosts",
+        metavar="HOST:SLOTS,...",
     )
     scaling: Literal["weak", "strong"] = _option(
         "weak",
@@ -122,6 +131,7 @@ class CompareOptions:
     opt_level: str = "none"
     sync_bn: bool = False
     compression: str = "none"
+    shard_optimizer: bool = False
     sync_every: int = 0
     local_warmup: int = 0
     local_state: str = "local"
@@ -172,6 +182,16 @@ class CompareOptions:
             )
         for size in self.ranks:
             TrainConfig(**self.training(size)).check()
+            self.hosts_of(size)
+
+    def hosts_of(self, ranks: int) -> tuple[Host, ...]:
+        """Return the hosts of a world size, with as many slots as ranks; none without --hosts.
+
+        Raise InputError if they are too few.
+        """
+        return tuple(
+            choose_slots(parse_host_list(self.hosts), ranks, None, None) if self.hosts else ()
+        )
 
     def batch_of(self, ranks: int) -> int:
         """Return the micro-batch size of one rank at a world size.
@@ -190,8 +210,13 @@ class CompareOptions:
         return whole // ranks
 
     def threads_of(self, ranks: int) -> int:
-        """Return the CPU threads per rank: as requested, or cores divided by the largest world."""
-        return self.threads or max(1, len(os.sched_getaffinity(0)) // max(self.ranks + (ranks,)))
+        """Return the CPU threads per rank: as requested, or this host's cores divided by the most
+        ranks of a host.
+        """
+        if self.threads:
+            return self.threads
+        sizes = [host.slots for size in (*self.ranks, ranks) for host in self.hosts_of(size)]
+        return max(1, len(os.sched_getaffinity(0)) // max(sizes or (*self.ranks, ranks)))
 
     def training(self, ranks: int, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the options of `hvdtrain train` that all arms of a world size share. `own`: those

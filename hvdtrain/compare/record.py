@@ -167,6 +167,8 @@ class Config:
     task: str | None = None
     set: dict[str, str] = field(default_factory=dict)
     ranks: list[int] = field(default_factory=list)
+    hosts: str | None = None
+    """As given; None for this host."""
     scaling: str | None = None
     """None with a single world size."""
     arms: list[str] = field(default_factory=list)
@@ -187,6 +189,7 @@ class Config:
     opt_level: str | None = None
     sync_bn: bool | None = None
     compression: str | None = None
+    shard_optimizer: bool | None = None
     sync_every: int | None = None
     local_warmup: int | None = None
     local_state: str | None = None

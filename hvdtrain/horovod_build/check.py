@@ -69,7 +69,7 @@ class Row:
 
 def probe() -> Built | str:
     """Import Horovod in a child process; return what it reports, or why it does not import."""
-    done = run([sys.executable, "-c", PROBE], env=_check_environment(), timeout_s=TIME_LIMIT_S)
+    done = run([sys.executable, "-c", PROBE], env=check_environment(), timeout_s=TIME_LIMIT_S)
     match = re.search(r"^probe(\{.*\})$", done.stdout, re.MULTILINE)
     if done.code != 0 or match is None:
         return _reason(done)
@@ -100,7 +100,7 @@ def check(installed: InstalledHorovod) -> list[Row]:
 
 def allreduce(controller: str, device: str = "cpu") -> Row:
     """Run a sum over two ranks under the real launcher of one controller; return its row."""
-    env = _check_environment()
+    env = check_environment()
     launcher, *options = LAUNCHERS[controller]
     name = "nccl" if device == "cuda" else controller
     path = shutil.which(launcher, path=env["PATH"])
@@ -126,7 +126,7 @@ def _gpu(built: Built) -> str:
     return "NCCL" if built.gpus >= 2 else f"NCCL, not tried: it takes 2 GPUs, here are {built.gpus}"
 
 
-def _check_environment() -> Mapping[str, str]:
+def check_environment() -> Mapping[str, str]:
     """Return an environment in which the checks do not depend on the user or the machine.
 
     The shell's HOROVOD_ variables would configure the ranks. mpirun refuses more ranks than cores,

@@ -39,11 +39,15 @@ def own_environment() -> dict[str, str]:
 
 
 def run(
-    command: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 60.0
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    timeout_s: float = 60.0,
+    cwd: str = os.sep,
 ) -> CommandResult:
     """Run a command until it exits or its time is up; return its output. Never raises OSError."""
     try:
-        with started(command, env=env, stderr=subprocess.PIPE) as child:
+        with started(command, env=env, stderr=subprocess.PIPE, cwd=cwd) as child:
             try:
                 out, err = child.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
@@ -60,16 +64,20 @@ def run(
 
 @contextlib.contextmanager
 def started(
-    command: Sequence[str], *, env: Mapping[str, str], stderr: int = subprocess.STDOUT
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stderr: int = subprocess.STDOUT,
+    cwd: str = os.sep,
 ) -> Iterator[subprocess.Popen[str]]:
     """Start a command in its own session; if it still runs after the block, stop its whole tree.
 
-    Its working directory is /, so that no local file shadows a Python module.
+    By default its working directory is /, so that no local file shadows a Python module.
     """
     child = subprocess.Popen(
         command,
         env=dict(env),
-        cwd=os.sep,
+        cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=stderr,

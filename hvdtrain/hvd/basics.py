@@ -7,8 +7,10 @@ module of this package uses it.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,19 +19,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from hvdtrain import transports
+from hvdtrain import elastic_world, transports
 from hvdtrain.addresses import own_addresses
-from hvdtrain.errors import LaunchError, WorldError
+from hvdtrain.errors import LaunchError, WorldError, first_line
 from hvdtrain.hvd.engine.engine import Engine
 from hvdtrain.hvd.engine.settings import EXACT, Settings, announce, apply_log_level
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.exceptions import NOT_INITIALIZED, HorovodInternalError
-from hvdtrain.rendezvous import load_mpi, open_store
-from hvdtrain.world import World, detect, is_mpi
+from hvdtrain.peers import PeerLost
+from hvdtrain.rendezvous import complete_world, load_mpi, open_store
+from hvdtrain.world import World, detect, is_mpi, keep_launch_env, unused_allocation
 
 if TYPE_CHECKING:
     from hvdtrain.hvd.process_sets import ProcessSet
 
+_log = logging.getLogger("hvdtrain")
 _NOT_ON_MPI = "Horovod MPI is not enabled; Please make sure it's installed and enabled."
 
 
@@ -41,9 +45,12 @@ class HorovodBasics:
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._stores: dict[World, Store] = {}
+        self._asked = 0  # how often this process had asked for an elastic world when they were made
         self.generation = 0  # number of engines started in this process
+        self.process_sets: Sequence[ProcessSet] | str | None = None  # of the last `init`
         self._set_interface = False
         self._at_exit = False
+        self._was_elastic = False  # whether this process has entered an elastic world
 
     # Life cycle
 
@@ -62,7 +69,39 @@ class HorovodBasics:
 
         sets.check(process_sets)
         if self._engine is None:
-            self.start(Settings.from_env(os.environ), comm, process_sets)
+            self.process_sets = process_sets
+            settings = Settings.from_env(os.environ)
+            if elastic_world.is_elastic() and comm in (None, []):
+                self._start_elastic(settings, process_sets)
+            else:
+                self.start(settings, comm, process_sets)
+
+    def _start_elastic(
+        self, settings: Settings, process_sets: Sequence[ProcessSet] | str | None
+    ) -> None:
+        """Start the engine in the next generation of the world, and in a later one if it loses a
+        rank before all have met. Raises SystemExit(0) if this process has no rank in it any more.
+        """
+        keep_launch_env()
+        if not self._was_elastic:
+            # The first optimizer of a process imports for seconds, and the other ranks would wait.
+            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        deadline = time.monotonic() + settings.elastic_timeout_s
+        while True:
+            try:
+                elastic_world.enter(settings.elastic_timeout_s)
+            except elastic_world.RemovedFromJob as removed:
+                _log.warning("elastic: %s; this process ends", removed)
+                raise SystemExit(0) from None
+            self._was_elastic = True
+            try:
+                self.start(settings, None, process_sets)
+                return
+            except (WorldError, PeerLost, HorovodInternalError, dist.DistError) as error:
+                self.shutdown()
+                if time.monotonic() > deadline:
+                    raise
+                _log.warning("elastic: asks for another world after: %s", first_line(error))
 
     def start(
         self,
@@ -81,6 +120,8 @@ class HorovodBasics:
         apply_log_level(settings)
         world, store = self._rendezvous(comm, settings)
         announce(settings, world.rank)
+        if world.launcher == "none" and (unused := unused_allocation()):
+            logging.getLogger("hvdtrain").warning(unused)
         self.generation += 1
         hello = {
             "host": socket.gethostname(),
@@ -94,6 +135,7 @@ class HorovodBasics:
             "no_shm": transports.shm_unavailable(),
             "no_mpi": transports.mpi_unavailable(world),
             "exact": settings.exact_horovod,
+            "is_new": self.generation == 1,
         }
         self._engine = Engine(world, PrefixStore("hvd", store), settings, hello)
         if not self._at_exit:
@@ -142,6 +184,10 @@ class HorovodBasics:
 
     def _rendezvous(self, comm: Any, settings: Settings) -> tuple[World, Store]:
         """Return the world that `comm` selects, and its store. Collective over its ranks."""
+        keep_launch_env()
+        if self._asked != elastic_world.times_asked():
+            self._asked = elastic_world.times_asked()
+            self._stores.clear()  # those of the generation before, whose rank 0 may have died
         world = detect()
         if comm is None or comm == []:
             pass
@@ -156,6 +202,7 @@ class HorovodBasics:
                 "Invalid type of argument comm. Expected list of rank integers or mpi4py.MPI.Comm "
                 "object."
             )
+        world = complete_world(world, settings.gloo_timeout_s)
         if world not in self._stores:
             # Kept until the process exits: rank 0 serves the store, and the next init reuses it.
             self._stores[world] = open_store(world, settings.gloo_timeout_s)
@@ -165,7 +212,7 @@ class HorovodBasics:
         self, world: World, ranks: list[int], settings: Settings
     ) -> tuple[World, Store]:
         """Return the world and store of some of the launcher's ranks. Collective over them."""
-        sub_world = _sub_world(world, ranks)
+        _check_part(world, ranks)
         if is_mpi(world):
             everyone = load_mpi(world).COMM_WORLD
             return self._rendezvous_over(everyone.Create_group(everyone.group.Incl(ranks)))
@@ -174,6 +221,7 @@ class HorovodBasics:
                 f"comm={ranks} are not all {world.size} ranks, which needs torchrun or mpirun, not "
                 f"{world.launcher}; hvd.add_process_set makes sets of ranks under every launcher"
             )
+        sub_world = _sub_world(world, ranks)
         if sub_world not in self._stores:
             name = "-".join(map(str, ranks))
             self._stores[sub_world] = open_store(sub_world, settings.gloo_timeout_s, name)
@@ -327,12 +375,16 @@ class HorovodBasics:
         return members
 
 
-def _sub_world(world: World, ranks: list[int]) -> World:
-    """Return the world of some of the launcher's ranks, renumbered in the order given."""
+def _check_part(world: World, ranks: list[int]) -> None:
+    """Raise ValueError unless these are different ranks, and this rank is one of them."""
     if len(set(ranks)) < len(ranks) or not all(0 <= r < world.size for r in ranks):
         raise ValueError(f"comm={ranks} is not a list of different ranks below {world.size}")
     if world.rank not in ranks:
         raise ValueError(f"comm={ranks} leaves out rank {world.rank}, which must not call hvd.init")
+
+
+def _sub_world(world: World, ranks: list[int]) -> World:
+    """Return the world of some of the launcher's ranks, renumbered in the order given."""
     # Assumes ranks numbered host by host, as torchrun does; `_rendezvous_over` serves MPI.
     here = [r for r in ranks if world.one_host or r // world.local_size == world.cross_rank]
     return replace(

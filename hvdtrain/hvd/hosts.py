@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.launch.host_list import parse_host_file
+
 
 class HostInfo:
     """A host and its number of process slots."""
@@ -49,14 +51,10 @@ INVALID_SLOT_INFO = SlotInfo("", -1, -1, -1, -1, -1, -1)
 def parse_host_files(filename: str) -> str:
     """Return the lines "host slots=n" of a file as "host:n,host:n".
 
-    Unlike Horovod's, it accepts comments, empty lines and hosts without slots, which have one.
+    Unlike Horovod's, it accepts comments, empty lines and hosts without slots, which have one, and
+    the other forms of `hvdtrain launch --hostfile`. Raises InputError for a file without hosts.
     """
-    hosts = []
-    for line in Path(filename).read_text().splitlines():
-        name, _, slots = line.partition("#")[0].strip().partition(" ")
-        if name:
-            hosts.append(f"{name}:{slots.strip().removeprefix('slots=') or 1}")
-    return ",".join(hosts)
+    return ",".join(map(str, parse_host_file(Path(filename).read_text(), filename)))
 
 
 def parse_hosts_and_slots(hosts: str) -> tuple[list[str], dict[str, int]]:

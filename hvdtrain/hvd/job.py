@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import sys
 import tempfile
@@ -18,7 +17,7 @@ import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import cloudpickle
 from hvdtrain import signals
 from hvdtrain.files import write_atomically
 from hvdtrain.hvd.alias import install, installed
+from hvdtrain.processes import wait_for_end
 
 # Once a rank has failed, the time between SIGTERM and SIGKILL for the other ranks.
 _SHUTDOWN_S = 5
@@ -121,10 +121,7 @@ def _rank_main(alias: bool) -> None:
 
 def _end_with(parent: int) -> None:
     """Kill this rank once the process that started the job has died. Runs in a daemon thread."""
-    with suppress(ProcessLookupError):  # it has died already
-        waiting = select.poll()
-        waiting.register(os.pidfd_open(parent), select.POLLIN)
-        waiting.poll()
+    wait_for_end(parent)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -17,14 +17,18 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hvdtrain import sharded_optimizer
 from hvdtrain._torch.step_mark import without_step_hooks
 from hvdtrain.hvd import reducers
 from hvdtrain.hvd.adasum_optimizer import make_adasum
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.compression import Compression
-from hvdtrain.hvd.engine.request import ADASUM, AVERAGE
+from hvdtrain.hvd.engine.request import ADASUM, AVERAGE, SUM
+from hvdtrain.hvd.functions import allgather_object
+from hvdtrain.hvd.ops.allreduce import allreduce
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer
+from hvdtrain.shared_tensors import Group
 
 _SYNCHRONIZED_TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -48,6 +52,7 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    shard: bool = False,
 ) -> Any:
     """Return an optimizer of the same class, with the same parameter groups, state and defaults,
     whose `step` averages the gradients over all ranks first.
@@ -56,6 +61,9 @@ def DistributedOptimizer(
     `backward_passes_per_step` passes are summed before they are averaged. Ranks match gradients by
     the names in `named_parameters`; `groups` are sent together. `op=Adasum` combines the updates
     instead of the gradients. Raises ValueError for invalid arguments.
+
+    An extension: with `shard` the ranks of a host share one copy of parameters and state, and
+    each steps its share (see `hvdtrain.sharded_optimizer`); this call is then collective.
     """
     if gradient_predivide_factor != 1.0 and op != AVERAGE:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
@@ -68,6 +76,10 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
+    if shard:
+        if named_parameters is not None:
+            named_parameters = list(named_parameters)  # it is read again
+        _shard(optimizer, op, process_set, _names(optimizer, named_parameters))
     if op == ADASUM and basics.size() > 1:
         names = _names(optimizer, named_parameters)
         if process_set is not global_process_set:
@@ -87,6 +99,30 @@ def DistributedOptimizer(
     vars(wrapped).update(own)
     wrapped._begin(*how)
     return wrapped
+
+
+def _shard(
+    optimizer: Optimizer, op: int, process_set: ProcessSet, names: dict[Tensor, str]
+) -> None:
+    """Let the ranks share the parameters of an optimizer that is not wrapped yet. Collective.
+
+    Raises ValueError where not all ranks step at the same time, on equal parameters.
+    """
+    refused = {
+        "op=Adasum combines updates that differ between ranks": op == ADASUM,
+        "the ranks of a process set step alone": process_set is not global_process_set,
+        "the ranks of an elastic job change": basics.engine.settings.elastic,
+        "Horovod's own optimizer has no such argument": basics.is_exact,
+    }
+    if why := [reason for reason, holds in refused.items() if holds]:
+        raise ValueError(f"shard=True: {why[0]}; leave it out")
+    group = Group(
+        basics.rank(),
+        basics.size(),
+        lambda value: allgather_object(value, "hvdtrain.shard"),
+        lambda flags: allreduce(flags, name="hvdtrain.shard.flags", op=SUM),
+    )
+    sharded_optimizer.shard(optimizer, group, names)
 
 
 # Methods that Horovod's class calls and ours does not: overriding one would have no effect.
@@ -309,7 +345,9 @@ class _DistributedOptimizer(Optimizer):
             "sparse_as_dense": spec.sparse_as_dense,
             "process_set": spec.process_set,
         }
-        return _restore, (type(self).__base__, Optimizer.__getstate__(self), arguments)
+        # A copy of a sharded optimizer shares nothing.
+        plain = sharded_optimizer.plain_class(type(self).__mro__[1])
+        return _restore, (plain, Optimizer.__getstate__(self), arguments)
 
 
 def _restore(cls: type[Optimizer], state: dict[str, Any], arguments: dict[str, Any]) -> Any:

@@ -5,11 +5,15 @@ Used by `basics` and by every operation. Registration is collective, and rank 0 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from hvdtrain import elastic_world
 from hvdtrain.hvd.basics import HorovodBasics, basics
 from hvdtrain.hvd.engine.request import GLOBAL_SET
+
+_log = logging.getLogger("hvdtrain")
 
 _NOT_DYNAMIC = (
     "Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {} process sets after Horovod initialization."
@@ -156,6 +160,9 @@ def begin(own: HorovodBasics, process_sets: Any) -> None:
     if process_sets is None or isinstance(process_sets, str):
         return
     for i, process_set in enumerate(process_sets):
+        if elastic_world.is_elastic() and not _fits(process_set, engine.world.size):
+            _log.warning("elastic: %s is not registered in %s", process_set, engine.world)
+            continue
         if process_set.ranks == global_process_set.ranks:
             raise ValueError(_duplicate_at(i, process_set))
         _register(process_set)
@@ -181,6 +188,12 @@ def _register(process_set: ProcessSet) -> None:
     process_set.process_set_id = engine.request(_next_name(), "add_set", ranks).wait()
     assert process_set.process_set_id is not None
     _registered[process_set.process_set_id] = process_set
+
+
+def _fits(process_set: ProcessSet, size: int) -> bool:
+    """Return whether a set is a proper part of a world of this size, which may have shrunk."""
+    ranks = process_set.ranks or []
+    return len(ranks) < size and max(ranks, default=0) < size
 
 
 def _next_name() -> str:

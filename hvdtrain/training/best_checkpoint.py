@@ -36,7 +36,7 @@ class BestCheckpoint(Callback):
 
     def on_checkpoint(self, trainer: Trainer, path: Path | None) -> None:
         """Record the path of the best checkpoint."""
-        if self._best.step == trainer.progress.step:
+        if self._best.step == trainer.saved_step:
             self._path = path
             trainer.record(best_checkpoint=self._about())
 

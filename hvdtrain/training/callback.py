@@ -81,8 +81,10 @@ class Callback:
     def on_checkpoint(self, trainer: Trainer, path: Path | None) -> None:
         """Follow each checkpoint that was written. Collectives may be called.
 
-        `path` is that of the checkpoint on rank 0, and None on the others. The state of the
-        callback is in it already.
+        `path` is that of the checkpoint on rank 0, and None on the others; `trainer.saved_step` is
+        its step. The state of the callback is in it already. With `--checkpoint-async` it follows
+        some steps later: the step that is logged next once the files are written, the next
+        checkpoint, or the end.
         """
 
     def on_log(self, trainer: Trainer, record: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,6 +35,7 @@ _MAX = {
     "ema": 1,
 }
 _MAX_OF_ALL = 10**30
+_SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT", "QUIT", "XCPU")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,11 @@ class TrainConfig:
         "fp16",
         "bf16",
         "powersgd",
+    )
+    shard_optimizer: bool = _option(
+        False,
+        "The ranks of a host share the memory of the parameters and of the optimizer's state, "
+        "and each steps its part of them.",
     )
     sync_every: int = _option(
         0, "Steps between averages of the parameters (local SGD). 0: average gradients every step."
@@ -246,11 +253,41 @@ class TrainConfig:
         0, "Steps between checkpoints, or epochs, such as 2e. 0: at the end of every epoch."
     )
     keep: int = _option(2, "Checkpoints to keep.")
+    checkpoint_async: bool = _option(
+        False,
+        "Copy the state of a checkpoint in memory, and write it while the next steps are taken.",
+    )
+    checkpoint_signals: str = _option(
+        "TERM,USR1,USR2",
+        "After one of these signals to any rank, all ranks save after the same step, and end. Or "
+        "none.",
+    )
+    grace: int | str = _option(
+        "30s", "The time for that, such as 90s or 5m: then the run ends without a new checkpoint."
+    )
+    requeue_exit_code: int = _option(143, "The exit code of a run that such a signal has ended.")
     resume: str = _option(
         "none",
         "auto: the newest valid checkpoint of --run-dir, if any. must: the same, or an error. Or "
         "the path of one.",
         fingerprint=False,
+    )
+
+    # Elastic training
+    elastic: bool = _option(
+        False,
+        "Go on in the next world when a rank is lost or hosts change, under hvdrun --min-np or an "
+        "elastic horovodrun.",
+    )
+    commit_every: int = _option(
+        50, "For --elastic: steps between copies of the state in memory; hosts join at one."
+    )
+    lr_on_resize: str = _option(
+        "keep",
+        "For --elastic: the learning rate in a world of another size: as it was, or multiplied by "
+        "the ratio of the sizes.",
+        "keep",
+        "linear",
     )
 
     debug: bool = _option(False, "Show every frame of an error, not those of your own code alone.")
@@ -259,7 +296,7 @@ class TrainConfig:
         """Raise InputError for an invalid value, or an invalid combination of values."""
         positive = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size
             accumulate lr step_factor clip_norm eval_every log_every keep outer_lr ema
-            spike""".split()
+            spike commit_every""".split()
         for name in positive:
             value = getattr(self, name)
             if value is not None and not value > 0:  # not `value <= 0`: NaN is refused, too
@@ -294,12 +331,21 @@ class TrainConfig:
             raise InputError(
                 "--stragglers with --ps-async: no rank waits for another one; leave one out"
             )
+        if self.elastic and (self.rank_logs or self.profile is not None):
+            name = "--rank-logs" if self.rank_logs else "--profile"
+            raise InputError(
+                f"{name} with --elastic: the ranks get other numbers when the world changes; leave "
+                "one out (hvdrun --output-filename keeps what each process prints)"
+            )
         if self.outer_optimizer == "nesterov" and not self.outer_momentum:
             raise InputError("--outer-optimizer nesterov wants an --outer-momentum above zero")
         if self.spike is not None and self.spike <= 1:
             raise InputError(f"--spike {self.spike} must be greater than 1, such as 10")
+        if self.requeue_exit_code not in range(256):
+            raise InputError(f"--requeue-exit-code {self.requeue_exit_code} is not one of 0 to 255")
         self.profile_steps()
         self.checkpoint_interval()
+        self.grace_s()
         self.drop_epochs()
         if self.schedule == "one-cycle" and self.warmup_steps:
             raise InputError(
@@ -318,15 +364,20 @@ class TrainConfig:
     def _check_effects(self) -> None:
         """Raise InputError for an option that would have no effect beside the others."""
         drops = self.schedule in ("step", "plateau")
+        has_signals = bool(self.signal_numbers())
         needs = {
             "local_warmup": ("--sync-every", self.sync_every > 0),
             "local_state": ("--sync-every", self.sync_every > 0),
             "outer_optimizer": ("--sync-every", self.sync_every > 0),
             "outer_lr": ("--outer-optimizer sgd or nesterov", self.outer_optimizer != "none"),
             "outer_momentum": ("--outer-optimizer sgd or nesterov", self.outer_optimizer != "none"),
+            "grace": ("--checkpoint-signals", has_signals),
+            "requeue_exit_code": ("--checkpoint-signals", has_signals),
             "plateau": ("--schedule plateau", self.schedule == "plateau"),
             "ps_max_staleness": ("--ps-async", self.ps_async),
             "ps_sync_every": ("--ps-async", self.ps_async),
+            "commit_every": ("--elastic", self.elastic),
+            "lr_on_resize": ("--elastic", self.elastic),
             "step_epochs": ("--schedule step", self.schedule == "step"),
             "step_factor": ("--schedule step or plateau", drops),
         }
@@ -359,6 +410,26 @@ class TrainConfig:
         if number < 0:
             raise InputError(f"--checkpoint-every {number} must not be negative")
         return (0, number or 1) if found[2] or not number else (number, 0)
+
+    def signal_numbers(self) -> tuple[signal.Signals, ...]:
+        """Return `checkpoint_signals`. Raises InputError for a signal that cannot be one."""
+        names = [part.strip().upper() for part in self.checkpoint_signals.split(",")]
+        if names == ["NONE"]:
+            return ()
+        known = {name: signal.Signals[f"SIG{name}"] for name in _SIGNALS}
+        try:
+            return tuple(known[name.removeprefix("SIG")] for name in names)
+        except KeyError as error:
+            raise InputError(
+                f"--checkpoint-signals has {error}; it is a list of {', '.join(known)}, or none"
+            ) from None
+
+    def grace_s(self) -> float:
+        """Return `grace` in seconds. Raises InputError if it is no time."""
+        found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)(s|m|h|)", str(self.grace).strip())
+        if found is None or not float(found[1]):
+            raise InputError(f"--grace {self.grace!r} is not a time, such as 30s or 5m")
+        return float(found[1]) * {"m": 60, "h": 3600}.get(found[2], 1)
 
     def profile_steps(self) -> tuple[int, int] | None:
         """Return the first step of `profile` and their number, if it is given.
@@ -441,6 +512,7 @@ class TrainConfig:
             buffers=cast("Any", self.buffers),
             unused_parameters=cast("Any", self.unused_parameters),
             compression=cast("Any", self.compression),
+            shard_optimizer=self.shard_optimizer,
             ps_servers=cast("Any", self.ps_servers),
             ps_async=self.ps_async,
             ps_max_staleness=self.ps_max_staleness,

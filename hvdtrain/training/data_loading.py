@@ -8,6 +8,10 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
+from hvdtrain import signals
 from hvdtrain.backends.base import Backend, check_same
 from hvdtrain.errors import InputError
 from hvdtrain.training import determinism
@@ -481,11 +486,30 @@ def make_loader(
         collate_fn=collate,
         num_workers=workers,
         pin_memory=device.type == "cuda",
+        worker_init_fn=outlive_signals,
         # A process that is forked after MPI_Init can crash in its first MPI call.
         multiprocessing_context="forkserver" if workers and is_mpi(world) else None,
         # It seeds the loader processes, so that random augmentation differs by rank.
         generator=torch.Generator().manual_seed(derive_seed(seed, world.rank)),
     )
+
+
+def outlive_signals(worker: int) -> None:
+    """Let a loader process outlive a signal to all processes of a job, of which its rank knows.
+
+    The rank still needs it, for the steps before its last checkpoint. Only a SIGTERM of the rank
+    itself ends it, and the end of the rank, which torch's loader processes watch.
+    """
+    signals.set_handler(signal.SIG_IGN, signal.SIGUSR1, signal.SIGUSR2)
+    rank = multiprocessing.parent_process()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait() -> None:
+        while rank is not None and signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
+            pass
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
 @contextmanager

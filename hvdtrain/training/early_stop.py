@@ -23,8 +23,17 @@ class EarlyStop(Callback):
         self._trainer: Trainer | None = None
 
     def on_start(self, trainer: Trainer) -> None:
-        """Keep the Trainer for `load_state_dict`, which may stop at once."""
+        """Keep the Trainer for `load_state_dict`, which may stop at once. Print a line if the run
+        has too few evaluations. They still count in a run that continues this one.
+        """
         self._trainer = trainer
+        # The first evaluation is the best so far.
+        num, earliest = num_evaluations(trainer), 1 + self._best.criterion.patience
+        if trainer.resumed_from is None and num <= earliest:
+            trainer.console.print_line(
+                f"stop     --early-stop {trainer.config.early_stop} has no effect in this run: it "
+                f"ends one after evaluation {earliest} at the earliest, and this has {num}"
+            )
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
         """Count an evaluation. Raises InputError, on every rank, if the metric is missing."""
@@ -56,3 +65,12 @@ class EarlyStop(Callback):
             return
         if self.is_over():
             self._trainer.stop(self.reason())
+
+
+def num_evaluations(trainer: Trainer) -> int:
+    """Return how many evaluations a run has that starts afresh; of a stream, at most."""
+    config, per_epoch = trainer.config, trainer.ledger.steps_per_epoch
+    epochs = config.epochs
+    if config.max_steps is not None and per_epoch:
+        epochs = min(epochs, -(-config.max_steps // per_epoch))
+    return -(-epochs // config.eval_every)

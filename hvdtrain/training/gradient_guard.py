@@ -46,11 +46,13 @@ class GradientGuard(Callback):
         self._skipped: list[dict[str, Any]] = []
         self._own: list[tuple[str, Tensor]] = []
         """The norms of this rank's own gradients in this step, in the order of backward."""
+        self._parameters: list[Tensor] = []
         self._buffers: list[Tensor] = []
         self._handles: list[Any] = []
 
     def on_start(self, trainer: Trainer) -> None:
         """Watch the gradients of this rank, and remember the buffers."""
+        self._parameters = list(trainer.model.parameters())
         for name, p in trainer.model.named_parameters():
             if p.requires_grad:
                 self._handles.append(p.register_hook(self._noter(uncompiled(name))))  # type: ignore[no-untyped-call]
@@ -71,7 +73,7 @@ class GradientGuard(Callback):
         backend, scaler = trainer.backend, trainer.precision.scaler
         backend.synchronize(trainer.optimizer, "gradients")
         own, self._own = self._own, []
-        grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+        grads = [p.grad for p in self._parameters if p.grad is not None]
         norms = torch.stack([norm_of(grad) for grad in grads])
         norm = torch.linalg.vector_norm(norms) / scaler.get_scale()
         total = torch.stack([loss.double().reshape(()) for loss in losses]).sum()

@@ -17,7 +17,7 @@ def norm_of(grad: Tensor) -> Tensor:
     """Return the norm, in float64, on the gradient's device. Does not synchronise that."""
     values = values_of(grad)
     # A half's squares overflow. Float64 for all would take nine times as long.
-    wide = torch.promote_types(values.dtype, torch.float32)
+    wide = torch.float32 if values.dtype.itemsize < 4 else None
     norm: Tensor = torch.linalg.vector_norm(values, dtype=wide)
     return norm.double()
 

@@ -71,7 +71,7 @@ class MasterWeights:
         for name, p in model.named_parameters():
             if p in stepped and p.dtype in (torch.float16, torch.bfloat16):
                 master = nn.Parameter(p.detach().float(), requires_grad=p.requires_grad)
-                self._by_name[uncompiled(name)] = master.detach()
+                self._by_name[uncompiled(name)] = master
                 self._master_of[p] = master
                 if p in optimizer.state:
                     optimizer.state[master] = _to(torch.float32, optimizer.state.pop(p))
@@ -82,7 +82,8 @@ class MasterWeights:
         """Put the masters into the optimizer's groups, and yield them by name."""
         _replace(optimizer, self._master_of)
         try:
-            yield self._by_name
+            # Not kept: a sharded optimizer moves the masters into other memory.
+            yield {name: master.detach() for name, master in self._by_name.items()}
         finally:
             _replace(optimizer, self._weight_of)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,14 +75,14 @@ class Meter:
         step: int,
         norm: Tensor | None,
         norm_may_overflow: bool,
-        suspect: Callable[[], str],
+        suspect: tuple[int, str] | None,
     ) -> dict[str, Any]:
         """Average the loss over all ranks, return the numbers since the last call, and reset.
 
         Collective. Raises TrainingDiverged, on every rank, if the loss of any rank is not finite,
         or the norm of the averaged gradient, which is equal on all ranks. `norm_may_overflow`: an
-        fp16 loss scaler skips such a step, so that its norm may be infinite. `suspect` returns the
-        parameter whose gradient is not finite in this step.
+        fp16 loss scaler skips such a step, so that its norm may be infinite. `suspect`: the step
+        in which this rank first found a loss or norm that is not finite, and the parameter.
 
         If ranks step at different times, nothing is collective, and the loss is this rank's own.
         """
@@ -112,23 +112,21 @@ class Meter:
         self._reset()
         return {**numbers, **timing}
 
-    def _where(self, name: str, step: int, suspect: Callable[[], str], together: bool) -> str:
+    def _where(self, name: str, step: int, suspect: tuple[int, str] | None, together: bool) -> str:
         """Return which rank and micro-batch had the first loss that is not finite, and the first
         parameter. Collective if `together`.
         """
-        first = step
-        about = []
-        if name == "loss":
-            mine = next(((at, m) for at, m, loss in self._losses if not is_finite(loss)), None)
-            rank = self._backend.world.rank
-            found = self._backend.all_gather_object((rank, mine)) if together else [(rank, mine)]
-            # A step of one rank spoils the parameters of all: later losses say nothing.
-            losses = sorted((*at, rank) for rank, at in found if at is not None)
-            if not losses:
-                return ""
-            at, micro, rank = losses[0]
-            first = step - self._steps + 1 + at
-            about.append(f"first in step {first} on rank {rank}, micro-batch {micro}")
-        if first == step and (parameter := suspect()):
-            about.append(f"first in the gradient of {parameter}")
-        return "".join(f", {text}" for text in about)
+        if name != "loss":
+            return f", first in {suspect[1]}" if suspect is not None and suspect[1] else ""
+        mine = next(((at, m) for at, m, loss in self._losses if not is_finite(loss)), None)
+        own = self._backend.world.rank, mine, suspect
+        everyone = self._backend.all_gather_object(own) if together else [own]
+        # A step of one rank spoils the parameters of all: later losses say nothing.
+        losses = sorted((*at, rank, found) for rank, at, found in everyone if at is not None)
+        if not losses:
+            return ""
+        at, micro, rank, found = losses[0]
+        first = step - self._steps + 1 + at
+        text = f", first in step {first} on rank {rank}, micro-batch {micro}"
+        # What is found later, on a GPU, is what it has spread to.
+        return f"{text}, in {found[1]}" if found and found[1] and found[0] <= first else text

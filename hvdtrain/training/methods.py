@@ -36,6 +36,7 @@ NO_SERVER = dict.fromkeys(
 NO_RANKS_STEP = "the server alone steps; use --backend ddp"
 SENDS_ALL = {"ps": "a parameter server is sent the gradients as they are; use --backend ddp"}
 
+KEPT_BY_RANK = "each rank keeps state of its own, which is lost with it"
 NOT_HELD = "an evaluation is of averaged parameters, which no rank has until the next average"
 
 
@@ -195,6 +196,17 @@ METHODS = (
         ),
     ),
     Method(
+        "sharded optimizer",
+        "--shard-optimizer",
+        lambda c: c.shard_optimizer,
+        refused={
+            **ONE_PROCESS,
+            "horovod": "Horovod's ranks share no memory; use --backend ddp or compat",
+            "ps": "its servers step for all ranks, --ps-servers all in parts; use --backend ddp",
+        },
+        not_with={"local SGD": "each rank steps on its own"},
+    ),
+    Method(
         "local SGD",
         "--sync-every 8",
         lambda c: c.sync_every > 0,
@@ -237,6 +249,21 @@ METHODS = (
             "average of weights": "the ranks have different weights between two evaluations",
         },
     ),
+    Method(
+        "elastic training",
+        "--elastic",
+        lambda c: c.elastic,
+        refused={
+            "horovod": "Horovod's engine is not opened again in one process; use --backend compat "
+            "or ddp",
+            "ps": "a lost server takes its parameters along; use --backend compat or ddp",
+        },
+        not_with={
+            "PowerSGD": KEPT_BY_RANK,
+            "local SGD": KEPT_BY_RANK,
+            "sharded optimizer": KEPT_BY_RANK,
+        },
+    ),
 )
 
 
@@ -263,18 +290,22 @@ def check(config: TrainConfig, backend: str) -> None:
             raise InputError(f"{method.option}: {method.refused[backend]}")
         for other in methods:
             if why := method.not_with.get(other.name):
-                raise InputError(f"{method.option} with {other.option}: {why}")
+                raise InputError(
+                    f"{method.option} with {other.option}: {why}; leave one of them out"
+                )
 
 
 def check_weighted_loss(config: TrainConfig) -> None:
-    """Raise InputError, on every rank, if a chosen method excludes losses with weights.
+    """Raise InputError if a chosen method excludes losses with weights: on every rank, as all have
+    weights or none (see `Stepper`), unless they step at different times.
 
     Not collective. No option says it: the first loss does.
     """
     for method in chosen(config):
         if why := NOT_WEIGHTED.get(method.name):
             raise InputError(
-                f"{method.option} with a loss that has a weight: {why}", on_all_ranks=True
+                f"{method.option} with a loss that has a weight: {why}",
+                on_all_ranks=not config.ps_async,
             )
 
 

@@ -7,8 +7,9 @@ takes back what it kept for itself. `run_state` says what is in a checkpoint.
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.backends.model_sync import broadcast_state, broadcast_tree
@@ -17,8 +18,12 @@ from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console
 from hvdtrain.training.data_loading import ShardedBatches
 from hvdtrain.training.prepared_model import PreparedModel
+from hvdtrain.training.restart import Restart
 from hvdtrain.training.run_dir import RunDirectory
 from hvdtrain.training.streams import StreamBatches
+
+if TYPE_CHECKING:
+    from hvdtrain.training.commits import Commits
 
 
 class Resumption:
@@ -33,37 +38,45 @@ class Resumption:
         progress: run_state.Progress,
         run_dir: RunDirectory | None,
         console: Console,
+        restart: Restart | None,
+        commits: Commits | None = None,
     ) -> None:
-        """`run_dir`: None on the ranks that write none."""
+        """`run_dir` and `restart`: None on the ranks that write none. `commits`: of an elastic run,
+        which continues from the newest one, if there is one.
+        """
         self._backend, self._config = backend, config
         self._prepared, self._batches, self._progress = prepared, batches, progress
-        self._run_dir, self._console = run_dir, console
+        self._run_dir, self._console, self._restart = run_dir, console, restart
+        self._commits = commits
         self.path: Path | None = None
-        """The checkpoint that the run continues from; on rank 0."""
+        """The checkpoint that the run continues from, or that of a commit's step; on rank 0."""
 
     def load(self) -> dict[str, Any]:
-        """Load a checkpoint on rank 0 and broadcast it. Collective.
+        """Load a checkpoint on rank 0, or the newest commit on its rank, and broadcast it.
+        Collective.
 
         Returns the trainer's part of the checkpoint; empty for a fresh start. Raises
         CheckpointError, on every rank, if it cannot be used.
         """
         loaded: dict[str, Any] = {}
-        if self._config.resume == "none":
-            return loaded
         backend, prepared = self._backend, self._prepared
+        root = None if self._commits is None else self._commits.root
         with backend.share_errors():
-            if self._run_dir is not None:
-                loaded = self._restore(self._run_dir.checkpoints)
+            if self._commits is not None and root is not None:
+                loaded = self._restore_commit(self._commits, backend.world.rank == root)
+            elif self._run_dir is not None and (self._config.resume != "none" or self._restart):
+                loaded = self._restore(self._run_dir)
+        root = root or 0
         states = loaded.pop("callbacks", {})
-        loaded = backend.broadcast_object(loaded)
+        loaded = backend.broadcast_object(loaded, root)
         if not loaded:
             return loaded
-        loaded["callbacks"] = broadcast_tree(backend, states)
+        loaded["callbacks"] = broadcast_tree(backend, states, root)
         optimizer, precision = prepared.optimizer, prepared.precision
         with precision.masters_in(optimizer) as masters:
-            broadcast_state(backend, prepared.model, optimizer)
+            broadcast_state(backend, prepared.model, optimizer, root)
             for master in masters.values():
-                master.copy_(backend.broadcast_(master.contiguous()))
+                master.copy_(backend.broadcast_(master.contiguous(), root))
         # Learning rates are those of this run's options, not those of the checkpoint.
         for group, lr in zip(optimizer.param_groups, prepared.lr_after, strict=True):
             group["lr"] = group["initial_lr"] = lr
@@ -77,18 +90,75 @@ class Resumption:
             self._resume_data(loaded.get("data"))
         return loaded
 
-    def _restore(self, root: Path) -> dict[str, Any]:
+    def _restore_commit(self, commits: Commits, is_root: bool) -> dict[str, Any]:
+        """Restore the newest commit on its rank, and set later checkpoints aside on rank 0."""
+        step = commits.agreed.step
+        if self._run_dir is not None:
+            root = self._run_dir.checkpoints
+            for old in checkpoint.set_aside(root, step):
+                self._console.print_line(f"resume   set aside {old.name}")
+            self.path = checkpoint.path_of(root, step)
+        parts = self._prepared.model, self._prepared.optimizer, self._prepared.precision
+        return run_state.restore(commits.parts, *parts) if is_root else {}
+
+    def _restore(self, run_dir: RunDirectory) -> dict[str, Any]:
         """Restore the chosen checkpoint, and set later ones aside; return the trainer's part."""
-        path = run_state.choose(root, self._config.resume, self._console.print_line)
+        root, resume, print_line = (
+            run_dir.checkpoints,
+            self._config.resume,
+            self._console.print_line,
+        )
+        if self._restart is None:
+            path = run_state.choose(root, resume, print_line)
+        else:
+            path = self._choose_after_restart(self._restart, run_dir)
         parts = self._prepared.model, self._prepared.optimizer, self._prepared.precision
         loaded = {} if path is None else run_state.restore(path, *parts)
         step = loaded["position"]["step"] if loaded else -1
         for old in checkpoint.set_aside(root, step):
             self._console.print_line(f"resume   set aside {old.name}")
-        if path is not None:
-            self._console.print_line(f"resume   from {path}, step {step}")
-            self.path = path
+        if path is not None and self._restart is None:
+            print_line(f"resume   from {path}, step {step}")
+        self.path = path
         return loaded
+
+    def _choose_after_restart(self, restart: Restart, run_dir: RunDirectory) -> Path | None:
+        """Return the newest valid checkpoint of this run, if there is one; else do what --resume
+        says. Print which. Raises CheckpointError for `--resume must` without a checkpoint.
+        """
+        root, resume, print_line = (
+            run_dir.checkpoints,
+            self._config.resume,
+            self._console.print_line,
+        )
+        is_path = resume not in ("none", "auto", "must")
+        path: Path | None = None
+        skipped: list[checkpoint.Skipped] = []
+        if run_dir.continues or not is_path:
+            path, skipped = checkpoint.newest(root)
+        for item in skipped:
+            print_line(f"resume   skipped {item.path.name}: {item.reason}")
+        if path is not None:
+            print_line(restart.line(f"continues from {path}"))
+        elif is_path:
+            path = Path(resume)
+            print_line(restart.line(f"starts from {path} again, as it has no checkpoint yet"))
+        elif resume == "must":
+            run_state.choose(root, resume, print_line)  # raises
+        elif restart.run_dir is None:
+            print_line(restart.line("starts from step 0: no run directory is known"))
+        elif restart.made_on not in ("", socket.gethostname()) and not run_dir.run["attempts"]:
+            text = (
+                f"WARNING: {run_dir.path} of host {restart.made_on} is not on this host; TRAINING "
+            )
+            text += "STARTS AGAIN FROM STEP 0; put it on a file system that all hosts share"
+            print_line(restart.line(text))
+        else:
+            why = f"there is no checkpoint in {root} yet"
+            if skipped:
+                why = f"WARNING: none of the {len(skipped)} checkpoints in {root} is valid"
+            print_line(restart.line(f"starts from step 0: {why}"))
+        return path
 
     def _resume_data(self, states: list[Any] | None) -> None:
         """Continue in the middle of an epoch. Collective."""

@@ -1,8 +1,9 @@
 """The run directory: `run.json`, `metrics.jsonl` and checkpoints.
 
-It is the only link between training and reports. Rank 0 alone creates and writes it. `run.json` is
-replaced atomically, and first written before the first step, so that a killed run has one, too: its
-outcome stays "running", with the id of a dead process, and a resumed run corrects it to "killed".
+It is the only link between training and reports. Rank 0 alone creates and writes it; a thread may
+write a checkpoint meanwhile, and nothing else. `run.json` is replaced atomically, and first written
+before the first step, so that a killed run has one, too: its outcome stays "running", with the id
+of a dead process, and a resumed run corrects it to "killed".
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,8 +22,9 @@ from typing import Any, TextIO
 import psutil
 
 from hvdtrain import files
-from hvdtrain.errors import HvdtrainError, InputError, notes_of
+from hvdtrain.errors import HvdtrainError, InputError, Preempted, notes_of
 from hvdtrain.failure import cause_of
+from hvdtrain.training.background import BackgroundCall
 
 FORMAT = 1
 
@@ -29,46 +32,58 @@ FORMAT = 1
 class RunDirectory:
     """An open run directory. Holds a lock on it, which the kernel releases even after kill -9."""
 
-    def __init__(self, path: Path, resuming: bool) -> None:
-        """Create and lock `path`.
+    def __init__(self, path: Path, resuming: bool, wait_s: float = 0.0) -> None:
+        """Create and lock `path`; wait up to `wait_s` for the lock of another process.
 
         Raises InputError if it cannot be written, is in use, or, unless `resuming`, holds a run.
         """
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.background = BackgroundCall()
+        """What writes a checkpoint while the run takes steps."""
         self._metrics: TextIO | None = None
         self.run: dict[str, Any] = {}
+        self.continues = False
+        """Whether this is a restart of a run that had chosen the checkpoint of --resume: it goes on
+        from its own newest one.
+        """
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = (path / ".lock").open("w")
+            self._lock = os.open(path / ".lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            self._acquire()
+            self._acquire(time.monotonic() + wait_s)
             if not resuming and ((path / "run.json").exists() or self.checkpoints.exists()):
                 raise InputError(
                     f"{path} holds a run already; continue it with --resume auto, or choose "
                     f"another --run-dir"
                 )
         except InputError:
-            self._lock.close()
+            self._unlock()
             raise
 
-    def _acquire(self) -> None:
-        try:
-            # Not flock: loader processes inherit its lock, and keep it after the run is killed.
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise InputError(
-                    f"another run is writing to {self.path}; choose another --run-dir"
-                ) from None
-            raise InputError(
-                f"cannot lock the run directory {self.path}: {error.strerror}; choose a --run-dir "
-                "on a file system with locks"
-            ) from None
+    def _acquire(self, deadline: float) -> None:
+        while True:
+            try:
+                # Not flock: loader processes inherit its lock, and keep it after the run is killed.
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    raise InputError(
+                        f"cannot lock the run directory {self.path}: {error.strerror}; choose a "
+                        "--run-dir on a file system with locks"
+                    ) from None
+            if time.monotonic() >= deadline:
+                raise InputError(f"another run is writing to {self.path}; choose another --run-dir")
+            time.sleep(0.1)
 
-    def start(self, about: dict[str, Any]) -> None:
-        """Write run.json, with the earlier attempts of a resumed run."""
-        earlier = self._earlier_attempts()
+    def start(self, about: dict[str, Any], is_restart: bool = False) -> None:
+        """Write run.json, with the earlier attempts of a resumed run. `is_restart`: the launcher
+        that has made the last of them starts this one.
+        """
+        before = self._read_before()
+        earlier = _attempts(before)
+        self.continues = is_restart and (before.get("continues", False) or "resumed_from" in before)
         process = {"pid": os.getpid(), "host": os.uname().nodename}
         self.run = {
             "format": FORMAT,
@@ -76,8 +91,16 @@ class RunDirectory:
             "start": now(),
             "process": process,
             **about,
+            "restarts": before.get("restarts", 0) + is_restart,
+            "continues": self.continues,
             "attempts": earlier,
         }
+        self.write()
+
+    def rejoin(self, about: dict[str, Any]) -> None:
+        """Go on with the run.json of an elastic run, from another process or another world."""
+        process = {"pid": os.getpid(), "host": os.uname().nodename}
+        self.run = {**self._read_before(), **about, "process": process, "outcome": "running"}
         self.write()
 
     def open_metrics(self, first_step: int) -> None:
@@ -99,7 +122,9 @@ class RunDirectory:
         self.write()
 
     def finish(self, outcome: str, **more: Any) -> None:
-        """Record how the run ended: `finished`, `failed`, `interrupted` or `terminated`."""
+        """Record how the run ended: `finished`, `failed`, `interrupted`, `terminated` or
+        `preempted`.
+        """
         # Write once without waiting for the disk: mpirun kills the ranks a second after SIGTERM.
         self.run.update(outcome=outcome, end=now(), **more)
         self.write(sync=False)
@@ -111,7 +136,7 @@ class RunDirectory:
         if isinstance(error, KeyboardInterrupt):
             outcome = "interrupted"
         elif isinstance(error, SystemExit):
-            outcome = "terminated"
+            outcome = "preempted" if isinstance(error, Preempted) else "terminated"
         text = "; ".join([f"{type(error).__name__}: {error}", *notes_of(error)])
         with contextlib.suppress(HvdtrainError):  # a full disk must not hide the error itself
             self.finish(outcome, error=text, last_step=step)
@@ -122,35 +147,68 @@ class RunDirectory:
             files.write_atomically(self.path / "run.json", _dump(self.run, indent=1) + "\n", sync)
 
     def close(self) -> None:
-        """Close metrics.jsonl and release the lock. Safe to call twice."""
+        """Close metrics.jsonl and release the lock. Safe to call twice.
+
+        While a checkpoint is still being written, the lock is held until the process ends: no other
+        run may clean up here meanwhile.
+        """
         if self._metrics is not None:
             with contextlib.suppress(OSError):  # the disk is full: a buffered line fails again
                 self._metrics.close()
-        self._lock.close()
+        if not self.background.is_running():
+            self._unlock()
 
-    def _earlier_attempts(self) -> list[dict[str, Any]]:
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+    def _read_before(self) -> dict[str, Any]:
+        """Return the run.json of the run that is resumed; empty if there is none."""
         try:
             before = json.loads((self.path / "run.json").read_text())
         except (OSError, ValueError):
-            return []
-        if not isinstance(before, dict):
-            return []
-        # This process holds the lock, so the process of a run that is still "running" has died.
-        outcome = "killed" if before.get("outcome") == "running" else before.get("outcome")
-        keys = {"start", "end", "error", "resumed_from", "last_step", "process"}
-        keys |= {"metrics", "params_sha256", "seen"}
-        last = {key: before[key] for key in before if key in keys}
-        return [*before.get("attempts", []), {**last, "outcome": outcome}]
+            return {}
+        return before if isinstance(before, dict) else {}
+
+    def drop_evaluation(self, step: int) -> None:
+        """Delete the evaluation after `step` from metrics.jsonl: it is done again."""
+        if self._metrics is not None:
+            self._metrics.close()
+            file = self.path / "metrics.jsonl"
+            delete_lines(file, step, lambda record: not any(n.startswith("eval_") for n in record))
+            with _writing(self.path):
+                self._metrics = file.open("a", buffering=1)
 
 
-def delete_lines(file: Path, step: int) -> None:
+def _attempts(before: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the attempts of a run.json, with its own as the last."""
+    if not before:
+        return []
+    # This process holds the lock, so the process of a run that is still "running" has died.
+    outcome = "killed" if before.get("outcome") == "running" else before.get("outcome")
+    keys = {"start", "end", "error", "resumed_from", "last_step", "process"}
+    keys |= {"metrics", "params_sha256", "seen"}
+    last = {key: before[key] for key in before if key in keys}
+    return [*before.get("attempts", []), {**last, "outcome": outcome}]
+
+
+def delete_lines(
+    file: Path, step: int, keep: Callable[[dict[str, Any]], bool] | None = None
+) -> None:
     """Delete the records after `step` from a file in the run directory, if there is one: those
-    steps are taken again. Raises InputError if it cannot be written.
+    steps are taken again. Of `step` itself keep those for which `keep` returns true. Raises
+    InputError if it cannot be written.
     """
+
+    def is_kept(line: str) -> bool:
+        own = _step(line)
+        return own < step or (own == step and (keep is None or keep(json.loads(line))))
+
     with _writing(file.parent):
         if file.exists():
             lines = file.read_text(errors="replace").splitlines()
-            kept = (f"{line}\n" for line in lines if _step(line) <= step)
+            kept = (f"{line}\n" for line in lines if is_kept(line))
             files.write_atomically(file, "".join(kept))
 
 

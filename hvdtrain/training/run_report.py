@@ -10,14 +10,19 @@ import socket
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hvdtrain import provenance
+from hvdtrain import elastic_world, provenance
 from hvdtrain.backends.base import Backend
 from hvdtrain.training import checkpoint, run_state
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.ledger import Ledger
+from hvdtrain.training.restart import Start
 from hvdtrain.training.run_dir import RunDirectory, make_default
+from hvdtrain.world import World
+
+if TYPE_CHECKING:
+    from hvdtrain.training.commits import Commits
 
 
 @dataclass(frozen=True)
@@ -40,18 +45,47 @@ class Result:
 
 
 def open_run_dir(
-    backend: Backend, config: TrainConfig, origins: dict[str, str], threads: str
+    backend: Backend,
+    config: TrainConfig,
+    origins: dict[str, str],
+    threads: str,
+    start: Start,
+    known: str = "",
 ) -> RunDirectory:
     """Check the path in --resume, then create and lock the run directory, and write run.json.
 
-    One rank calls. `origins`: the source of each option. Raises CheckpointError or InputError.
+    One rank calls. `origins`: the source of each option. After a restart it is the run directory
+    of the ranks before; `known`: that of an elastic run, from the world before. Raises
+    CheckpointError or InputError.
     """
-    run_state.check(config.resume)
-    path = Path(config.run_dir) if config.run_dir else make_default(config.task, backend.name)
-    run_dir = RunDirectory(path, resuming=config.resume != "none")
+    if known:
+        run_dir = RunDirectory(Path(_relative(Path(known))), True, _LOCKED_S)
+        run_dir.rejoin(_about(backend, config, origins, threads))
+        return run_dir
+    before = None if start.restart is None else start.restart.run_dir
+    if config.run_dir and before is not None and Path(config.run_dir).absolute() != before:
+        before = None  # that of another run of the same script
+    if before is None:
+        run_state.check(config.resume)
+        path = Path(config.run_dir) if config.run_dir else make_default(config.task, backend.name)
+    else:
+        path = Path(config.run_dir or _relative(before))
+    is_resumed = config.resume != "none" or before is not None
+    run_dir = RunDirectory(path, is_resumed, 0.0 if before is None else _LOCKED_S)
+    start.keep(path)
     checkpoint.remove_leftovers(run_dir.checkpoints)
-    run_dir.start(_about(backend, config, origins, threads))
+    about = _about(backend, config, origins, threads)
+    run_dir.start({**about, "job": start.job} if start.job else about, before is not None)
     return run_dir
+
+
+# On a shared file system the lock of a rank on a lost host may outlive it.
+_LOCKED_S = 30.0
+
+
+def _relative(path: Path) -> Path:
+    """Return a path relative to the working folder, if it is below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _about(
@@ -76,24 +110,83 @@ def about_backend(backend: Backend) -> dict[str, Any]:
 
 
 def header(
-    backend: Backend, task: str, ledger: Ledger, threads: str, run_dir: Path | None
+    backend: Backend,
+    task: str,
+    ledger: Ledger,
+    threads: str,
+    run_dir: Path | None,
+    config: TrainConfig,
+    commits: Commits | None,
 ) -> list[str]:
-    """Return the first lines of a run: task, backend, ledger, threads and run directory."""
+    """Return the first lines of a run: task, backend, ledger, threads and run directory; in a later
+    world of an elastic run, what has changed.
+    """
+    if commits is not None and (change := commits.describe()):
+        return [f"elastic  {change}", *_resized(config, commits), *ledger.lines()]
     about, world = backend.describe(), backend.world
     hosts = len(set(backend.hosts)) or 1
     over = about.get("transport") or about.get("controller")
     reasons = [backend.reason, about.get("note", "")]
     if why := about.get("transport_reason"):
         reasons.append(f"{over}: {why}")
-    ranks, on, by = _count(world.size, "rank"), _count(hosts, "host"), world.started_by
+    if "network" in about:
+        reasons.append(f"network {about['network']}")
+    ranks, on = _count(world.size, "rank"), _count(hosts, "host")
+    by = "hvdrun" if elastic_world.by_hvdrun() else world.started_by
     return [
         f"task     {task}, {ranks} on {on}, started by {by}",
         f"backend  {about['name']}{f' over {over}' if over else ''} on "
         f"{backend.device.type} ({'; '.join(filter(None, reasons))})",
+        *_shares_line(about.get("optimizer_shares", [])),
         *ledger.lines(),
         f"threads  {threads}",
+        *_elastic_lines(world, config, commits is not None),
         *([] if run_dir is None else [f"run      {run_dir}"]),
     ]
+
+
+def _shares_line(sizes: list[int]) -> list[str]:
+    """Return what `--shard-optimizer` does, from the number of ranks on each host."""
+    if not sizes:
+        return []
+    if max(sizes) == 1:
+        where = "there is one rank" if len(sizes) == 1 else "each host has one rank"
+        return [f"shares   --shard-optimizer does nothing: {where}"]
+    if len(sizes) == 1:
+        return [f"shares   each rank steps 1/{sizes[0]} of the parameters, which all ranks share"]
+    parts = ", ".join(f"1/{size}" for size in sizes)
+    return [
+        f"shares   the ranks of a host share its parameters; each steps {parts} of them, by host"
+    ]
+
+
+def _resized(config: TrainConfig, commits: Commits) -> list[str]:
+    """Return the line about `--lr-on-resize linear`, if it changes the learning rate."""
+    before, now = commits.agreed.size, commits.mine.size
+    if config.lr_on_resize == "keep" or before == now:
+        return []
+    ranks = _count(now, "rank")
+    return [f"lr       x {now / before:.4g}: {before} -> {ranks} (--lr-on-resize linear)"]
+
+
+def _elastic_lines(world: World, config: TrainConfig, is_elastic: bool) -> list[str]:
+    """Return what `--elastic` means in this world, if it is given."""
+    if not config.elastic:
+        return []
+    text = f"a commit every {config.commit_every} steps and after each epoch"
+    if world.launcher == "torchrun":
+        text = (
+            "torchrun ends all ranks when the world changes; started again, they go on from the "
+            "newest checkpoint (--max-restarts), without commits"
+        )
+    elif elastic_world.is_elastic() and not is_elastic:
+        text = "the number of ranks is fixed: a Trainer alone is of one world, as its backend is"
+    elif not is_elastic:
+        text = (
+            "the number of ranks is fixed, as no elastic launcher has started them: hvdrun "
+            "--min-np 1 --host-discovery-script ./hosts.sh does"
+        )
+    return [f"elastic  {text}"]
 
 
 def _count(number: int, noun: str) -> str:

@@ -2,17 +2,27 @@
 
 The Trainer's loop uses it. `run_state` says what is in a checkpoint, `checkpoint` how its files are
 written. Each rank sends what it keeps for itself to rank 0, which alone writes.
+
+With `--checkpoint-async` a thread of rank 0 writes, and the ranks agree later that the files are
+there. The thread calls no collective, and does not write run.json.
+
+    all ranks   save                 gather, synchronize        collective
+    rank 0                           copy, start the thread
+    rank 0      raise_error          after each step            not collective
+    all ranks   complete(wait=...)   at a logged step, before the next save, at the end; collective
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain import provenance
 from hvdtrain.backends.base import Backend
 from hvdtrain.backends.model_sync import to_cpu
+from hvdtrain.errors import CheckpointError
 from hvdtrain.training import checkpoint, run_state
 from hvdtrain.training.callback_list import CallbackList
 from hvdtrain.training.config import TrainConfig
@@ -20,7 +30,11 @@ from hvdtrain.training.data_loading import ShardedBatches
 from hvdtrain.training.lr_schedule import RateSchedule
 from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.run_dir import RunDirectory
+from hvdtrain.training.snapshot import Snapshot
 from hvdtrain.training.streams import StreamBatches
+
+if TYPE_CHECKING:
+    from hvdtrain.training.commits import Commits
 
 
 class Saver:
@@ -36,17 +50,27 @@ class Saver:
         schedule: RateSchedule,
         callbacks: CallbackList,
         run_dir: RunDirectory | None,
+        commits: Commits | None = None,
     ) -> None:
-        """`run_dir`: None on the ranks that write none."""
+        """`run_dir`: None on the ranks that write none. `commits`: of an elastic run."""
         self._backend, self._config = backend, config
         self._prepared, self._batches, self._progress = prepared, batches, progress
         self._schedule, self._callbacks = schedule, callbacks
-        self._run_dir = run_dir
+        self._run_dir, self._commits = run_dir, commits
         self._every, self._epochs = config.checkpoint_interval()
+        self._snapshot = Snapshot()
+        self._versions = provenance.versions()
         self._is_due = False
         self._requested: int | None = None
         """The step after which a callback wants a checkpoint."""
-        self._saved_step = progress.step or -1  # a resumed run has a checkpoint of its step
+        # A run that resumes has a checkpoint of its step; from a commit it may have none.
+        is_saved = commits is None or commits.root is None
+        self._begun_step = progress.step if is_saved and progress.step else -1
+        self._is_writing = False
+        self.saved_step = self._begun_step
+        """The step of the newest checkpoint that is complete; -1 without one."""
+        self.saved_path: Path | None = None
+        """Its path, on rank 0, if this run has written it."""
 
     def is_due(self, step: int) -> bool:
         """Return whether `--checkpoint-every` asks for a checkpoint after a step."""
@@ -66,9 +90,12 @@ class Saver:
         return self.is_due(step) or (waits and self._prepared.is_in_sync(step))
 
     def may_save_next(self) -> bool:
-        """Return whether a checkpoint may follow the next step, in the middle of an epoch."""
+        """Return whether a checkpoint, or a commit, may follow the next step, in the middle of an
+        epoch.
+        """
         step = self._progress.step + 1
         waits = self._is_due or self._requested is not None
+        waits |= self._commits is not None and self._commits.is_due(step)
         return waits or self.is_due(step) or step == self._config.max_steps
 
     def falls_due(self, is_due: bool) -> bool:
@@ -85,14 +112,45 @@ class Saver:
         return True
 
     def has_saved(self) -> bool:
-        """Return whether this step has a checkpoint."""
-        return self._saved_step == self._progress.step
+        """Return whether this step has a checkpoint, or one that is being written."""
+        return self._begun_step == self._progress.step
 
-    def save(self, stop: run_state.Stop | None) -> Path | None:
-        """Write a checkpoint and return its path, on rank 0; None elsewhere. `stop`: a request to
-        end the run, which is saved as long as it is not carried out.
+    def save(self, stop: run_state.Stop | None) -> None:
+        """Write a checkpoint; with `--checkpoint-async` copy its content, and begin to write.
+        `stop`: a request to end the run, which is saved as long as it is not carried out.
 
-        Collective: an error on rank 0 is raised on all ranks.
+        `complete` must follow, before the next `save`. Collective: an error on rank 0 is raised on
+        all ranks.
+        """
+        ranks, data = self._gather()
+        step, run_dir = self._progress.step, self._run_dir
+        with self._backend.share_errors():
+            if run_dir is not None:
+                parts = self._collect(ranks, data, stop)
+                if self._config.checkpoint_async:
+                    parts = self._snapshot.take(parts)
+                write = partial(
+                    _write, run_dir.checkpoints, step, parts, self._about(), self._config.keep
+                )
+                if self._config.checkpoint_async:
+                    run_dir.background.start(write)
+                else:
+                    write()
+                    run_dir.update(last_step=step)
+        self._begun_step, self._is_writing = step, True
+
+    def commit(self, stop: run_state.Stop | None, data: list[Any] | None = None) -> None:
+        """Copy what a checkpoint would hold, on every rank of an elastic run. Collective.
+
+        `data`: the positions in a stream that a world begins with, before its first step.
+        """
+        assert self._commits is not None
+        ranks, now = self._gather()
+        self._commits.take(self._progress.step, self._collect(ranks, data or now, stop))
+
+    def _gather(self) -> tuple[list[Any], list[Any] | None]:
+        """Return what each rank keeps for itself, and the position of each in a stream.
+        Collective.
         """
         for what in ("parameters", "state"):
             self._backend.synchronize(self._prepared.optimizer, what)
@@ -102,25 +160,58 @@ class Saver:
         data = None
         if self._batches.has_state and self._progress.sample:
             data = self._backend.all_gather_object(self._batches.state())
-        step, path = self._progress.step, None
-        is_pending = stop is not None and stop.after > step
-        with self._backend.share_errors():
-            if self._run_dir is not None:
-                path = self._write(self._run_dir, ranks, data, stop if is_pending else None)
-        self._saved_step = step
-        return path
+        return ranks, data
 
-    def _write(
-        self,
-        run_dir: RunDirectory,
-        ranks: list[Any],
-        data: list[Any] | None,
-        stop: run_state.Stop | None,
-    ) -> Path:
-        """Write a checkpoint. `ranks`: what each rank keeps for itself, in rank order; `data`: the
-        position of each in a stream.
+    def raise_error(self) -> None:
+        """Raise what the thread has failed with, on rank 0, after any step: an error of one rank
+        ends the job. Not collective.
         """
-        prepared, step = self._prepared, self._progress.step
+        if self._run_dir is not None:
+            self._run_dir.background.raise_error()
+
+    def complete(self, wait: bool = True) -> bool:
+        """Return whether the checkpoint that `save` began is complete now; False if there is none.
+        Unless `wait`, return False if it is still being written.
+
+        Collective: an error on rank 0 is raised on all ranks. Raises CheckpointError if writing
+        takes longer than `--timeout`.
+        """
+        if not self._is_writing:
+            return False
+        step, run_dir = self._begun_step, self._run_dir
+        if self._config.checkpoint_async:
+            if not wait:
+                has_ended = run_dir is not None and not run_dir.background.is_running()
+                if not self._backend.broadcast_object(has_ended):
+                    return False
+            with self._backend.share_errors():
+                if run_dir is not None:
+                    self._wait(run_dir, step)
+        self._is_writing = False
+        self.saved_step = step
+        if run_dir is not None:
+            self.saved_path = checkpoint.path_of(run_dir.checkpoints, step)
+        return True
+
+    def _wait(self, run_dir: RunDirectory, step: int) -> None:
+        timeout_s = self._config.timeout
+        try:
+            run_dir.background.wait(timeout_s)
+        except TimeoutError:
+            raise CheckpointError(
+                f"the checkpoint of step {step} is not written yet, {timeout_s:g} s after the next "
+                f"one or the end was due (--timeout): the disk of {run_dir.checkpoints} hangs, or "
+                "is too slow for --checkpoint-every"
+            ) from None
+        run_dir.update(last_step=step)
+
+    def _collect(
+        self, ranks: list[Any], data: list[Any] | None, stop: run_state.Stop | None
+    ) -> dict[str, Any]:
+        """Return the parts of a checkpoint. `ranks`: what each rank keeps for itself, in rank
+        order; `data`: the position of each in a stream.
+        """
+        prepared = self._prepared
         parts = run_state.collect(
             prepared.model,
             prepared.optimizer,
@@ -135,17 +226,25 @@ class Saver:
         if prepared.local is not None:
             parts["trainer"]["outer"] = prepared.local.outer_state()
         parts["trainer"]["data"] = data
-        parts["trainer"]["stop"] = None if stop is None else asdict(stop)
+        is_pending = stop is not None and stop.after > self._progress.step
+        parts["trainer"]["stop"] = asdict(stop) if stop is not None and is_pending else None
+        return parts
+
+    def _about(self) -> dict[str, Any]:
+        """Return what the manifest says of the run."""
         about = {
             "task": self._config.task,
             "world_size": self._backend.world.size,
             "backend": self._backend.name,
             "global_batch": self._batches.global_micro_batch * self._config.accumulate,
-            "versions": provenance.versions(),
+            "versions": self._versions,
         }
         if kept := self._callbacks.kept_steps():
             about["kept_steps"] = kept
-        path = checkpoint.save(run_dir.checkpoints, step, parts, about)
-        checkpoint.prune(run_dir.checkpoints, self._config.keep)
-        run_dir.update(last_step=step)
-        return path
+        return about
+
+
+def _write(root: Path, step: int, parts: dict[str, Any], about: dict[str, Any], keep: int) -> None:
+    """Write a checkpoint, and remove old ones. May run in a thread."""
+    checkpoint.save(root, step, parts, about)
+    checkpoint.prune(root, keep)

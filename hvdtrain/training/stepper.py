@@ -6,9 +6,10 @@ The Trainer's loop calls `Stepper.take`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -47,6 +48,10 @@ class Stepper:
         self._task, self._backend, self._config = task, backend, config
         self._clip_norm, self._seed = config.clip_norm, config.seed
         self._clips = not math.isinf(config.clip_norm)
+        self._has_compared_losses = backend.is_asynchronous  # whose ranks do not wait in a step
+        self._names_suspects = config.on_nonfinite == "stop"
+        self._suspect: tuple[int, str] | None = None
+        """The first step seen with a loss or norm that is not finite, and the parameter."""
         self._model, self._net = prepared.model, prepared.net
         self._optimizer, self._precision = prepared.optimizer, prepared.precision
         self._local, self._schedule = prepared.local, schedule
@@ -71,6 +76,9 @@ class Stepper:
         step = progress.step + 1
         self._average(step)
         skips = self._on_gradients is not None and self._on_gradients(losses)
+        # On a GPU only a step that logs: each look waits for the device.
+        if not skips and (logs or self._backend.device.type == "cpu"):
+            self._check(step, losses)
         norm, scale = self._update(step, logs, skips)
         progress.step = step
         progress.sample += window.samples
@@ -103,6 +111,8 @@ class Stepper:
             ):
                 with self._precision.autocast():
                     loss = self._task.loss(self._net, batch)
+                    if not self._has_compared_losses:
+                        self._compare_losses(isinstance(loss, tuple))
                     # Divided by this step's number of micro-batches, not by the option
                     # `accumulate`: an epoch's last step may have fewer.
                     if isinstance(loss, tuple):
@@ -116,6 +126,20 @@ class Stepper:
                 self._precision.backward(loss)
             losses.append(loss.detach())
         return losses if weighted is None else [weighted.mean().detach()]
+
+    def _compare_losses(self, has_weight: bool) -> None:
+        """Raise InputError, on every rank, if the first loss has a weight on some ranks only: these
+        would wait in a collective that the others do not call. Collective.
+        """
+        self._has_compared_losses = True
+        everyone = self._backend.all_gather_object(has_weight)
+        if len(set(everyone)) > 1:
+            raise InputError(
+                f"loss returned a weight on rank {everyone.index(True)}, and none on rank "
+                f"{everyone.index(False)}; return a weight with every loss on every rank, or with "
+                "none",
+                on_all_ranks=True,
+            )
 
     def _begin_weighted(self, num_micro_batches: int) -> WeightedLosses:
         """Begin a step whose losses have weights. Raises InputError if a method excludes them."""
@@ -163,29 +187,42 @@ class Stepper:
         self._precision.step(optimizer)
         return norm
 
-    def _suspect(self) -> str:
-        """Return the name of the first parameter whose gradient is not finite; "" if clipping has
-        spread that to all.
+    def _check(self, step: int, values: Iterable[Tensor]) -> None:
+        """Note the step and a parameter, once, if a loss or norm is not finite. Before the update:
+        that of one bad gradient spreads it to the weights, and clipping to all gradients.
         """
-        if self._clips:
-            return ""
-        named = ((n, p.grad) for n, p in self._model.named_parameters() if p.grad is not None)
-        return next((uncompiled(n) for n, grad in named if not is_finite(grad)), "")
+        if not self._names_suspects or self._suspect is not None:
+            return
+        if not all(math.isfinite(value.item()) for value in values):
+            self._suspect = step, self._find_suspect()
+
+    def _find_suspect(self) -> str:
+        """Return the first parameter that is not finite, by its gradient in the step before; else
+        the first gradient that is not. "" if there is none. First is, as in backward, the last.
+        """
+        named = [(uncompiled(name), p) for name, p in self._model.named_parameters()][::-1]
+        weights = (f"the weights of {name}" for name, p in named if not is_finite(p))
+        grads = ((name, p.grad) for name, p in named if p.grad is not None)
+        found = (f"the gradient of {name}" for name, grad in grads if not is_finite(grad))
+        return next(itertools.chain(weights, found), "")
 
     def _clip(self, wanted: bool) -> Tensor | None:
         """Clip the gradients, which are equal on all ranks by now, and return their norm.
 
         Without clipping, compute the norm only if it is `wanted`; else return None.
         """
-        clip = self._clip_norm
         if not wanted and not self._clips:
             return None
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         grads = [p.grad for p in parameters if p.grad is not None]
-        if not self._clips:
-            return nn.utils.get_total_norm(
-                [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
-            )
-        if any(grad.is_sparse for grad in grads):
+        if self._clips and any(grad.is_sparse for grad in grads):
             raise InputError("--clip-norm cannot clip sparse gradients; leave it out")
-        return nn.utils.clip_grad_norm_(parameters, clip)
+        norm = nn.utils.get_total_norm(
+            [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+        )
+        # The loss scale leaves a step out that overflows.
+        if not self._precision.scaler.is_enabled() and (wanted or norm.device.type == "cpu"):
+            self._check(self._progress.step + 1, [norm])
+        if self._clips:
+            nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)
+        return norm

@@ -28,7 +28,7 @@ from hvdtrain._torch.worker_info import take_worker_info
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import Window, derive_seed
+from hvdtrain.training.data_loading import Window, derive_seed, outlive_signals
 from hvdtrain.training.determinism import RandomState
 from hvdtrain.trees import map_tree
 from hvdtrain.world import World, is_mpi
@@ -390,6 +390,7 @@ def make_stream_loader(
             collate_fn=_as_it_is,
             num_workers=workers,
             pin_memory=device.type == "cuda",
+            worker_init_fn=outlive_signals,
             # A process that is forked after MPI_Init can crash in its first MPI call.
             multiprocessing_context="forkserver" if workers and is_mpi(world) else None,
             generator=torch.Generator(),

@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.training import determinism, methods, run_report, run_state, weights
+from hvdtrain.training import determinism, methods, restart, run_report, run_state, weights
 from hvdtrain.training.callback import Callback
 from hvdtrain.training.callback_list import CallbackList, from_options
 from hvdtrain.training.config import TrainConfig
@@ -36,6 +36,7 @@ from hvdtrain.training.ledger import format_rates
 from hvdtrain.training.meter import Meter, StepTaken
 from hvdtrain.training.metrics import agreed_fingerprint
 from hvdtrain.training.precision import Precision
+from hvdtrain.training.preemption import Preemption
 from hvdtrain.training.prepared_model import build_model, prepare_model
 from hvdtrain.training.resumption import Resumption
 from hvdtrain.training.run_data import RunData
@@ -47,12 +48,16 @@ from hvdtrain.training.stepper import Stepper
 from hvdtrain.training.task import CheckedTask, Task
 from hvdtrain.transports.malloc import keep_freed_memory
 
+if TYPE_CHECKING:
+    from hvdtrain.training.commits import Commits
+
 
 class Trainer:
     """Trains one task on one open backend. Every method is collective: every rank calls it.
 
     `origins` maps each option to its source (flag, variable, file), for run.json. `callbacks` are
     called after those of the options; they are the same on every rank (see `Callback`).
+    `commits` is given by `elastic_training`: the run goes on from the newest, and takes others.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class Trainer:
         config: TrainConfig,
         origins: dict[str, str] | None = None,
         callbacks: Sequence[Callback] = (),
+        commits: Commits | None = None,
     ) -> None:
         config.check()
         methods.check(config, backend.name)
@@ -82,6 +88,7 @@ class Trainer:
         self._records = True
         self._origins = origins or {}
         self._given_callbacks = callbacks
+        self._commits = commits
         self._run_dir: RunDirectory | None = None
         self._recorded: dict[str, Any] = {}
         self._own_samples = 0
@@ -90,24 +97,35 @@ class Trainer:
         """Whether a callback leaves this step out."""
         self._follows = 0
         """How many steps a stop takes yet: 1 in the middle of an epoch, else 0."""
+        self._preemption = Preemption(backend, config)
+        self._start_of_run = restart.unknown(self.world)
+        self._is_preempted = False
+        """Whether the run ends as soon as it has a checkpoint."""
 
     def fit(self) -> Result:
         """Train to the end and return the outcome. Collective.
 
-        Raises InputError, CheckpointError or TrainingDiverged, and records every exception in
-        run.json.
+        Raises InputError, CheckpointError or TrainingDiverged, and Preempted (a SystemExit) after
+        a signal of `--checkpoint-signals`. Records every exception in run.json.
         """
         try:
-            self.set_up()
-            result = self._train()
+            with self._preemption:
+                self.set_up()
+                self._preemption.connect()
+                result = self._train()
         except BaseException as error:
+            lost = self.backend._peer_error(error) if isinstance(error, Exception) else None
+            self._start_of_run.note_end(lost or error)
             if self._run_dir is not None:
-                self._run_dir.fail(error, self.progress.step)
+                if self._commits is None or not self._commits.ends_world(error):
+                    self._run_dir.fail(error, self.progress.step)
+                self._finish_writing(self._run_dir)
             raise
         finally:
             self.console.stop()
             if self._run_dir is not None:
                 self._run_dir.close()
+        self._start_of_run.note_end(None)
         return result
 
     def set_up(self, record: bool = True) -> None:
@@ -121,11 +139,17 @@ class Trainer:
             self._build()
         check_same_plan(self.backend, *self._data.datasets, self.config)
         self._callbacks.check(self.backend)
+        if record:
+            self._start_of_run = restart.begin(self.backend, self.config.run_dir)
         with self.backend.share_errors():
             if self.world.rank == 0 and record:  # only now: invalid input creates no directory
-                self._run_dir = run_report.open_run_dir(
-                    self.backend, self.config, self._origins, self._threads
-                )
+                about = self._origins, self._threads, self._start_of_run
+                known = self._commits.agreed.run_dir if self._commits is not None else ""
+                self._run_dir = run_report.open_run_dir(self.backend, self.config, *about, known)
+                self.backend.progress.run_dir = str(self._run_dir.path.absolute())
+        self._start_of_run.keep_on_all_hosts(self.backend, self.run_dir)
+        if self._commits is not None:
+            self._commits.keep_run_dir(self.run_dir)
         self._start()
 
     def steps(self) -> Iterator[StepTaken]:
@@ -173,6 +197,11 @@ class Trainer:
         return None if self._run_dir is None else self._run_dir.path
 
     @property
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint that is complete; -1 without one."""
+        return self._saver.saved_step
+
+    @property
     def last_lrs(self) -> list[float]:
         """The learning rates of the last step that was logged, by parameter group."""
         return self._stepper.last_lrs
@@ -193,7 +222,9 @@ class Trainer:
         )
         self.batches = self._data.batches
         self.model = build_model(self._checked, config, self.precision, self.backend)
-        if config.init_from is not None and self.world.rank == 0:  # `prepare` broadcasts them
+        has_commit = self._commits is not None and self._commits.root is not None
+        if config.init_from is not None and self.world.rank == 0 and not has_commit:
+            # `prepare` broadcasts them.
             found = weights.find(Path(config.init_from))
             weights.load_into(self.model, weights.read(found), found.path)
             self.console.print_line(f"init     from {found.path}")
@@ -204,10 +235,15 @@ class Trainer:
     def _start(self) -> None:
         """Prepare the backend, then load state, then build the scheduler: the order matters."""
         config, backend, progress = self.config, self.backend, self.progress
-        prepared = prepare_model(self.model, self._checked, config, self.precision, backend)
+        commits = self._commits
+        first_size = None if commits is None else commits.agreed.first_size
+        prepared = prepare_model(
+            self.model, self._checked, config, self.precision, backend, first_size
+        )
         self.net, self.optimizer, self._local = prepared.net, prepared.optimizer, prepared.local
         common = backend, config, prepared, self.batches, progress
-        resumption = Resumption(*common, self._run_dir, self.console)
+        again = self._start_of_run.restart
+        resumption = Resumption(*common, self._run_dir, self.console, again, commits)
         loaded = resumption.load()
         plan = RunPlan(config, self.world.size, self.batches, progress, prepared)
         self.schedule = plan.make_schedule(self.task, self._checked, loaded)
@@ -218,15 +254,26 @@ class Trainer:
         self._stepper = Stepper(
             self._checked, backend, config, prepared, self.schedule, progress, hook
         )
-        self._saver = Saver(*common, self.schedule, self._callbacks, self._run_dir)
+        self._saver = Saver(*common, self.schedule, self._callbacks, self._run_dir, commits)
         if self._run_dir is not None:
-            path = None if resumption.path is None else str(resumption.path)
-            self._run_dir.update(ledger=self.ledger.as_dict(), resumed_from=path)
+            about: dict[str, Any] = {
+                "ledger": self.ledger.as_dict(),
+                "backend": run_report.about_backend(backend),
+            }
+            if commits is None or commits.root is None:
+                path = None if resumption.path is None else str(resumption.path)
+                about["resumed_from"] = path
+            if commits is not None:
+                worlds = self._run_dir.run.get("worlds", [])
+                about["worlds"] = [*worlds, commits.as_dict(progress)]
+            self._run_dir.update(**about)
             self._run_dir.open_metrics(progress.step)
         self._start_callbacks(resumption.path, loaded)
+        if commits is not None:
+            self._saver.commit(self._stop, loaded.get("data"))
         if self._records:
             parts = self.config.task, self.ledger, self._threads, self.run_dir
-            for line in run_report.header(self.backend, *parts):
+            for line in run_report.header(self.backend, *parts, config, commits):
                 self.console.print_line(line)
 
     def _start_callbacks(self, resumed_from: Path | None, loaded: dict[str, Any]) -> None:
@@ -248,9 +295,12 @@ class Trainer:
         while not self._is_finished():
             metrics = self._run_epoch()
         if metrics is None:  # resumed from the last step: there was none to take
+            if self._run_dir is not None:
+                self._run_dir.drop_evaluation(self.progress.step)
             metrics = self._evaluate()
         self._save()
         digest = agreed_fingerprint(self.backend, self.model)
+        self._complete_save()
         self.console.stop()
         about = self._outcome()
         self._callbacks.call("on_end", self)
@@ -297,6 +347,9 @@ class Trainer:
         for last in self._take_epoch(Meter(self.backend)):
             if not last:
                 self._save_if_due(self._saver.is_due(progress.step))
+                if self._may_end():
+                    self._record_samples(epoch, start)
+                    self._end_preempted()
         self._record_samples(epoch, start)
         done = self._is_finished()
         metrics = None
@@ -310,7 +363,24 @@ class Trainer:
             self._callbacks.call("on_epoch_end", self)
         epoch_is_due = done or self._saver.is_due_after_epoch(progress.epoch)
         self._save_if_due(epoch_is_due or self._saver.is_due(progress.step))
+        if self._may_end() and not done:
+            self._end_preempted()
         return metrics
+
+    def _may_end(self) -> bool:
+        """Return whether a preempted run has the checkpoint that it was to write."""
+        return self._is_preempted and self._saver.has_saved()
+
+    def _end_preempted(self) -> NoReturn:
+        """Say which signal has ended the run, and raise Preempted, on every rank. Collective."""
+        self._complete_save()
+        ended, step = self._preemption.end(self.progress.step), self.progress.step
+        total = self.ledger.total_steps or "?"
+        self.console.print_line(
+            f"stopped  at step {step} of {total}: {self._preemption.cause}; saved; exit code "
+            f"{ended.code}; --resume auto goes on from here"
+        )
+        raise ended
 
     def _is_finished(self) -> bool:
         """Return whether no step follows."""
@@ -326,6 +396,9 @@ class Trainer:
         self.meter = meter
         is_last = False
         while not is_last:
+            if self._preemption.begin_step(progress.step + 1) and not self._is_preempted:
+                self._is_preempted = True
+                self._saver.request(progress.step + 1)
             waited = time.perf_counter()
             window = next(windows, None)
             meter.data_s += time.perf_counter() - waited
@@ -356,7 +429,7 @@ class Trainer:
 
     def _take_step(self, window: Window, meter: Meter, last: bool) -> None:
         """Take one step; `last`: it is the last of the epoch or run."""
-        step = self.progress.step + 1
+        self.backend.progress.step = step = self.progress.step + 1
         # Log before every checkpoint: that checks the loss, so that no diverged state is saved.
         due = last or step % self.config.log_every == 0 or self._saver.will_save(step)
         record = self._stepper.take(window, meter, self._records and due, self.on_batch)
@@ -365,6 +438,10 @@ class Trainer:
         if record is not None:
             self.log(record)
         self._callbacks.call("on_step_end", self)
+        self._saver.raise_error()
+        # Ranks that step at different times agree at the next save.
+        if due and not self.backend.is_asynchronous:
+            self._complete_save(wait=False)
         self._follows = 0
         self.optimizer.zero_grad()
         self.console.advance(step)
@@ -405,11 +482,40 @@ class Trainer:
         self._callbacks.call("on_log", self, record)
 
     def _save_if_due(self, is_due: bool) -> None:
-        if self._saver.falls_due(is_due):
+        saves = self._saver.falls_due(is_due)
+        if saves:
             self._save()
+        commits, progress = self._commits, self.progress
+        if commits is None or not (saves or not progress.sample or commits.is_due(progress.step)):
+            return
+        self._saver.commit(self._stop)
+        if not (self._is_finished() or self._is_preempted):
+            commits.check_hosts()
 
     def _save(self) -> None:
-        """Write a checkpoint, unless this step has one. Collective."""
-        if not self._saver.has_saved():
-            path = self._saver.save(self._stop)
-            self._callbacks.call("on_checkpoint", self, path)
+        """Write a checkpoint, or begin to, unless this step has one. Collective."""
+        if self._saver.has_saved():
+            return
+        self._complete_save()  # at most one is being written
+        self._saver.save(self._stop)
+        if not self.config.checkpoint_async:
+            self._complete_save()
+
+    def _complete_save(self, wait: bool = True) -> None:
+        """Follow a checkpoint that is complete now; unless `wait`, if it is. Collective."""
+        if self._saver.complete(wait):
+            self._callbacks.call("on_checkpoint", self, self._saver.saved_path)
+
+    def _finish_writing(self, run_dir: RunDirectory) -> None:
+        """Wait for the checkpoint that is being written while the run fails, for `--grace` at most.
+        Not collective.
+        """
+        grace_s = self.config.grace_s()
+        try:
+            run_dir.background.wait(grace_s)
+        except TimeoutError:
+            self.console.print_line(
+                f"saved    no: the checkpoint takes over {grace_s:g} s (--grace)"
+            )
+        except Exception as error:  # the error that ends the run must be reported
+            self.console.print_line(f"saved    no: {error}")

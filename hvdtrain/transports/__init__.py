@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.errors import BackendUnavailable, InputError, did_you_mean
 from hvdtrain.transports.env_rendezvous import rendezvous_by_launcher as rendezvous_by_launcher
-from hvdtrain.world import World, is_mpi
+from hvdtrain.world import World, is_mpi, may_be_mpi
 
 # The c10d backend of each transport. torch's own backend "mpi" is missing from its wheels.
 TRANSPORTS = {"nccl": "nccl", "gloo": "gloo", "shm": "shm", "mpi": "mpi4py"}
@@ -89,9 +89,9 @@ def shm_unavailable() -> str | None:
 def mpi_unavailable(world: World) -> str | None:
     """Return why this world cannot use MPI, or None.
 
-    srun may have started its ranks with MPI; only initialising MPI shows whether it has.
+    srun and flux may have started their ranks with MPI; only initialising MPI shows it.
     """
-    if world.launcher != "srun" and not is_mpi(world):
+    if not may_be_mpi(world):
         by = "no launcher" if world.launcher == "none" else world.launcher
         return f"{by} has started the ranks, not mpirun"
     if find_spec("mpi4py") is None:
@@ -127,7 +127,18 @@ def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 # The constructors of the transports that torch does not have.
 OPEN = {"shm": open_shm, "mpi": open_mpi}
 
+
+def register() -> None:
+    """Register "shm" and "mpi4py" as c10d backends; twice is safe. Not collective.
+
+    Importing this package calls it. So does torch from 2.14.1 on, through the entry points in
+    `torch.distributed.backends`, when a script names a backend that torch does not know.
+    """
+    for name, opener in OPEN.items():
+        # Not dist.is_backend_available: it would look for the entry points, and so call this.
+        if TRANSPORTS[name] not in dist.Backend.backend_list:
+            dist.Backend.register_backend(TRANSPORTS[name], opener, devices=["cpu"])
+
+
 if dist.is_available():
-    for _name, _open in OPEN.items():
-        if not dist.is_backend_available(TRANSPORTS[_name]):
-            dist.Backend.register_backend(TRANSPORTS[_name], _open, devices=["cpu"])
+    register()

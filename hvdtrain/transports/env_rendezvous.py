@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from hvdtrain._torch.env_handler import Handler, replace_env_handler
-from hvdtrain.rendezvous import open_store
+from hvdtrain.rendezvous import complete_world, open_store
 from hvdtrain.world import detect
 
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -37,6 +37,7 @@ def _replacement(torch_handler: Handler) -> Handler:
         if world is None or world.launcher == "none":
             yield from torch_handler(url, timeout=timeout, **more)
             return
+        world = complete_world(world, timeout.total_seconds())
         yield open_store(world, timeout.total_seconds()), world.rank, world.size
         raise RuntimeError("env:// has no second rendezvous")  # torch's handler raises here, too
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from hvdtrain.addresses import find_interface, reachable_address
+from hvdtrain.addresses import network_in_use
 from hvdtrain.peers import exchange
 
 _FDS = "/proc/self/fd"
@@ -80,8 +80,8 @@ def gloo_options(timeout: timedelta) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     places = [{"interface": name} for name in names]
-    if not names and (address := reachable_address()) is not None:
-        places = [{"hostname": address}]
+    if not names and (network := network_in_use()) is not None:
+        places = [{"hostname": network.address}]
     options = gloo._Options()
     options._devices = [_eager(gloo.create_device, **place) for place in places] or [
         _eager(gloo.create_default_device)
@@ -105,12 +105,11 @@ def gloo_reachable() -> Iterator[None]:
 
     It accepts only the name of an interface, and only from the environment.
     """
-    name, address = "GLOO_SOCKET_IFNAME", reachable_address()
-    interface = None if address is None else find_interface(address)
-    if interface is None or name in os.environ:
+    name, network = "GLOO_SOCKET_IFNAME", network_in_use()
+    if network is None or name in os.environ:
         yield
         return
-    os.environ[name] = interface
+    os.environ[name] = network.interface
     try:
         yield
     finally:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from hvdtrain.peer_sockets import InvalidMessage
 from hvdtrain.peers import UNREACHABLE as HOST_UNREACHABLE
 from hvdtrain.peers import Peers
 
@@ -129,7 +130,10 @@ class Heartbeat:
         return b"".join(_ROW.pack(s.entered, s.state, s.life, 0) for s in statuses)
 
     def _on_rows(self, host: int, header: list[str], rows: bytes) -> None:
-        for rank, row in zip(self._table.hosts[host], _ROW.iter_unpack(rows), strict=True):
+        ranks = self._table.hosts[host]
+        if len(rows) != len(ranks) * _ROW.size:
+            raise InvalidMessage(f"{len(rows)} bytes for {len(ranks)} ranks")
+        for rank, row in zip(ranks, _ROW.iter_unpack(rows), strict=True):
             self._table.write(rank, RankStatus(*row[:3]))
 
     def _on_lost(self, host: int, why: str) -> None:

@@ -1,9 +1,11 @@
-"""The setting that makes glibc keep the memory of gradients between steps.
+"""The setting that makes glibc keep the memory of gradients between steps, and its opposite, once.
 
-Used by the transports, the Trainer and `compat`'s optimizer.
+Used by the transports, the Trainer and `compat`'s optimizer; the latter by `sharded_optimizer`.
 """
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 
@@ -18,3 +20,13 @@ def keep_freed_memory() -> None:
     and with another malloc nothing happens. Not collective.
     """
     torch.empty(31 << 20, dtype=torch.uint8)
+
+
+def return_freed_memory() -> None:
+    """Make glibc return the memory that is free now to the kernel. Not collective.
+
+    Nothing happens with another malloc.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

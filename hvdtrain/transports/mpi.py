@@ -57,7 +57,7 @@ from hvdtrain.transports.transport import (
     mismatch,
     share_bounds,
 )
-from hvdtrain.world import detect, is_mpi
+from hvdtrain.world import detect, may_be_mpi
 
 PIECE_BYTES = 4 << 20
 _GATHERED_BYTES = 64 << 10  # up to this total, ranks send all data to all, which saves a step
@@ -86,16 +86,16 @@ def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """
     from hvdtrain.transports.process_group import TransportGroup
 
-    mpi = _init_mpi()
+    mpi = init_mpi()
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, gloo_options(timeout))
     comm = _connect(mpi, store, rank, size, timeout)
     return TransportGroup(Mpi(mpi, comm, timeout.total_seconds()), gloo)
 
 
-def _init_mpi() -> Any:
+def init_mpi() -> Any:
     """Return `mpi4py.MPI`, initialised with thread support. Collective on the first call."""
     world = detect()
-    if world.launcher != "srun" and not is_mpi(world):
+    if not may_be_mpi(world):
         starter = "no launcher" if world.launcher == "none" else world.launcher
         raise BackendUnavailable(
             f"mpi4py needs ranks that MPI's own launcher has started, and {starter} has started "
@@ -147,6 +147,7 @@ class Mpi(Transport):
         self._reason = ""  # why this rank gave up
         self._alive_sent: set[int] = set()  # ranks that were sent an "alive" message
         self._combine = Combiner().combine
+        self._closed = False
         self._closing = threading.Lock()
         self._peers = [r for r in range(self.size) if r != self.rank]
         # A header must hold all_to_all's plan: the number of bytes to and from every rank.
@@ -167,13 +168,14 @@ class Mpi(Transport):
     def close(self, failed: bool) -> None:
         """Release everything. Twice is safe. Collective, as MPI_Comm_free is, unless `failed`."""
         with self._closing:
-            comm, self._comm = self._comm, None
-        if comm is None or failed or self._broken or self._mpi.Is_finalized():
-            _abandoned.append((comm, self._header_requests, self._headers))
+            was_closed, self._closed = self._closed, True
+        if was_closed or failed or self._broken or self._mpi.Is_finalized():
+            # An operation that still runs in another thread uses the communicator.
+            _abandoned.append((self._comm, self._header_requests, self._headers))
             return
         for request in self._header_requests:
             request.Free()
-        comm.Free()
+        self._comm.Free()
 
     # Operations
 
@@ -436,7 +438,11 @@ class Mpi(Transport):
     def _check_peers(
         self, signature: str, started: _Requests, late: bool, liveness_check: bool
     ) -> None:
-        """Raise PeerLost if a peer gave up, or if this wait is `late`; answer peers' checks."""
+        """Raise PeerLost if a peer gave up, if this wait is `late`, or if another thread has closed
+        the group; answer peers' checks.
+        """
+        if self._closed:
+            raise PeerLost(f"{signature}: the group was closed meanwhile")
         status = self._mpi.Status()
         if self._comm.Iprobe(self._mpi.ANY_SOURCE, _GAVE_UP, status):
             text = bytearray(status.Get_count(self._mpi.BYTE))

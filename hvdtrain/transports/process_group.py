@@ -35,6 +35,9 @@ from hvdtrain.transports.work_queue import (
     is_in_use,
 )
 
+_MOST_CALLS = 1000  # kinds of small calls whose checks and signature are kept
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_C10D_SUM = dist.ReduceOp.SUM
 _C10dGroup: Any = dist.ProcessGroup  # torch's stubs have overloads that no override could have
 
 
@@ -50,6 +53,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         self.transport = transport
         self._gloo = gloo
         self._group_name = self._group_desc = ""
+        self._small_calls: dict[tuple[torch.dtype, torch.Size, Any], tuple[str, str, int]] = {}
         self._queue = WorkQueue(
             f"{transport.name}-group", functools.partial(transport.close, failed=True)
         )
@@ -98,8 +102,12 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
     # Collectives of the transport
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> QueuedWork:
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> QueuedWork | None:
+        """Reduce in place. Collective; None if it has completed, as torch's NCCL group returns."""
         tensors, op = _as_list(tensors), _op(opts)
+        is_awaited = not getattr(opts, "asyncOp", True)  # torch 2.7 lacks it
+        if is_awaited and len(tensors) == 1 and self._all_reduce_now(tensors[0], op):
+            return None
         if tensors[0].is_sparse:
             signature = f"all_reduce(sparse {_describe(tensors)}, {_op_name(op)})"
             opts = opts or dist.AllreduceOptions()
@@ -109,9 +117,34 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> QueuedWork:
         return self._queue_all_reduce(list(tensors), _op(opts), opts)
 
-    def _queue_all_reduce(self, tensors: list[Tensor], op: Any, opts: Any) -> QueuedWork:
+    def _all_reduce_now(self, t: Tensor, op: Any) -> bool:
+        """Reduce a small tensor in the caller's thread; return False if it must be queued instead.
+
+        The checks, and the signature, are kept for the next tensor of the same kind.
+        """
+        if t.numel() > self.transport.small_bytes or not _is_plain(t):
+            return False
+        key = t.dtype, t.shape, SUM if op == _C10D_SUM else op.op
+        call = self._small_calls.get(key)
+        if call is None:
+            if t.numel() * t.element_size() > self.transport.small_bytes or t.is_complex():
+                return False
+            if len(self._small_calls) >= _MOST_CALLS:
+                self._small_calls.clear()
+            call = self._small_calls[key] = self._all_reduce_call([t], op)
+        is_flat = t.dim() == 1 and t.stride(0) == 1 and not t.requires_grad
+        flat = t if is_flat else _flat(t)
+        signature, name, divisor = call
+        run = self.transport.all_reduce
+        return self._queue.run_now(t.data_ptr(), run, signature, flat, name, divisor)
+
+    def _all_reduce_call(self, tensors: list[Tensor], op: Any) -> tuple[str, str, int]:
+        """Return an all-reduce's signature, the transport's name for the operation, the divisor."""
         name, divisor = self._reduction(op, tensors)
-        signature = f"all_reduce({_describe(tensors)}, {name}{'/n' * (divisor > 1)})"
+        return f"all_reduce({_describe(tensors)}, {name}{'/n' * (divisor > 1)})", name, divisor
+
+    def _queue_all_reduce(self, tensors: list[Tensor], op: Any, opts: Any) -> QueuedWork:
+        signature, name, divisor = self._all_reduce_call(tensors, op)
         self._prepare(tensors)
 
         def run() -> None:
@@ -282,7 +315,11 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
         return self._put(run, outputs, inputs, opts)
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> QueuedWork:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> QueuedWork | None:
+        """Wait for all ranks. Collective; None if it has completed."""
+        is_awaited = not getattr(opts, "asyncOp", True)
+        if is_awaited and self._queue.run_now(0, self.transport.barrier, "barrier()"):
+            return None
         return self._put(lambda: self.transport.barrier("barrier()"), [], [], opts)
 
     # Operations of the Gloo group
@@ -436,14 +473,33 @@ def _describe(tensors: Sequence[Tensor]) -> str:
     return " ".join(shown)
 
 
+def _is_plain(t: Tensor) -> bool:
+    """Return whether the bytes of a real `t` are its elements, and may be written here and now.
+
+    An inference tensor can be written in inference mode only, and a normal one outside it.
+    """
+    return (
+        type(t) in _PLAIN_TYPES
+        and t.is_cpu
+        and t.layout == torch.strided
+        and t.is_contiguous()
+        and not (t.is_neg() or t.is_inference())
+        and not torch.is_inference_mode_enabled()
+    )
+
+
 def _flat(t: Tensor) -> Tensor:
-    """Return the elements in one dimension: a view if `t` is contiguous, else a copy."""
-    return t.detach().contiguous().view(-1)
+    """Return the elements in one dimension: a view if they are `t`'s memory, else a copy."""
+    if t.is_neg() or t.is_conj():
+        t = t.resolve_conj().resolve_neg()
+    flat = t.detach().contiguous().view(-1)
+    # A single element may have any stride, but can be viewed as bytes with stride 1 only.
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
 
 
 def _copy_back(t: Tensor, flat: Tensor) -> None:
     """Copy the result to `t` if `_flat` had to make a copy."""
-    if not t.is_contiguous():
+    if not t.is_contiguous() or t.is_neg() or t.is_conj():
         with torch.no_grad():
             t.copy_(flat.view(t.shape))
 

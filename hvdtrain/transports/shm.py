@@ -7,6 +7,9 @@ and writes as many bytes as its tensor has, which is the lower bound for tensors
 memory already (see `shm_buffers`); others are copied through a staging area. With several hosts
 each share is also reduced across hosts, by Gloo, before it is written, so that every rank does its
 part of the traffic (reduce-scatter, all-reduce, all-gather, as in NCCL's and BlueConnect's trees).
+The other operations follow the same scheme: what a host's ranks have in common crosses the network
+once, in equal shares by all of them, and is published in the host's shared memory. So H hosts move
+2 (H - 1) / H of the tensor's bytes per host for an all-reduce, however many ranks they have.
 
 Every operation begins with a comparison of call signatures:
 
@@ -14,9 +17,15 @@ Every operation begins with a comparison of call signatures:
     several hosts:  local rank 0 all-gathers the hosts' calls by Gloo;  local barrier
     each rank:      read all calls; raise Mismatch if they mismatch
 
+A small tensor is in the staging area by then, so that this is all that an all_reduce, all_gather or
+broadcast on one host has to wait for. Of an all_reduce the last rank to arrive in the barrier adds
+up all elements, and the others read the sum: with more ranks than cores that takes the least time.
+
     operation                                  one host        several hosts
-    all_reduce, reduce_scatter, barrier        shared memory   shared memory, Gloo between
-    broadcast, all_gather, all_to_all          shared memory   Gloo
+    all_reduce, broadcast, barrier             shared memory   shared memory, Gloo between
+    reduce_scatter, all_gather                 shared memory   the same, if all hosts have as many
+                                                               ranks; else all_reduce, and Gloo
+    all_to_all                                 shared memory   Gloo
     reduce, gather, scatter, send, recv,
     sparse tensors                             Gloo            Gloo
 """
@@ -25,35 +34,31 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import secrets
-import struct
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from ctypes import memmove
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.errors import first_line
-from hvdtrain.peers import PeerLost, exchange
+from hvdtrain.peers import PeerLost
 from hvdtrain.transports.arrivals import Arrivals
 from hvdtrain.transports.gloo import Connections, open_gloo
 from hvdtrain.transports.heartbeat import Heartbeat, HeartbeatTable
 from hvdtrain.transports.shm_buffers import SharedBuffers
+from hvdtrain.transports.shm_calls import TEXT_BYTES, Call, CallSlots
 from hvdtrain.transports.shm_sync import (
     CHECK_S,
     HEADER_BYTES,
-    SLOT_BYTES,
     HostBarrier,
     LivenessCheck,
-    RankMemory,
-    SharedMapping,
-    create_memfd,
-    map_peer,
+    group_by_host,
 )
 from hvdtrain.transports.transport import (
     HALVES,
@@ -61,6 +66,7 @@ from hvdtrain.transports.transport import (
     MIN,
     PRODUCT,
     SUM,
+    SUMMED_AS_THEY_ARE,
     Combiner,
     Transport,
     as_bytes,
@@ -71,27 +77,11 @@ from hvdtrain.transports.transport import (
 )
 
 STAGING_BYTES = 4 << 20  # a rank has two such areas: one is filled while the other is read
-_SMALL_BYTES = 64 << 10  # up to here every rank adds up all elements, which saves a barrier
-# A call: number of the tensor's shared buffer (0: none), its descriptor and size, the tensor's
-# offset in it; lengths of the two fields that follow: freed buffers, text of the call.
-_SLOT = struct.Struct("<QiQQHH")
-_MAX_FREED = 16  # freed buffers that one operation can report
-_TEXT_BYTES = SLOT_BYTES - _SLOT.size - 8 * _MAX_FREED
+_MOST_VIEWS = 1000  # sizes of small tensors whose views of the staging areas are kept
 _CAUSE_S = 4.0  # how long after a failure of Gloo to look for the lost rank
 _HOST_CALLS_BYTES = 2048  # the calls of one host's ranks, in the all-gather across hosts
 # Dtypes that Gloo cannot add up, or not well, and the wider ones that are used instead.
 _WIDER = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32)}
-
-
-@dataclass
-class _Call:
-    """The content of a rank's slot: its call, and the shared buffer that contains its tensor."""
-
-    signature: bytes
-    buffer: int
-    fd: int
-    buffer_bytes: int
-    offset: int
 
 
 class Shm(Transport):
@@ -118,15 +108,23 @@ class Shm(Transport):
         self._connections = [connections]
         self._sequence = 0
         self.buffers = SharedBuffers()
-        self.hosts, memories = _group_by_host(store, rank, size, timeout_s)
+        total = HEADER_BYTES + 2 * STAGING_BYTES + HeartbeatTable.size_bytes(size)
+        self.hosts, memories = group_by_host(store, rank, size, total, timeout_s)
         hosts, local_ranks = self.hosts, next(host for host in self.hosts if rank in host)
         self.local_rank = local_ranks.index(rank)
         self._barrier = HostBarrier(memories, self.local_rank, local_ranks, timeout_s)
         # Local ranks below this number own a share. Each needs a partner on every host, so there
         # are as many as the smallest host has ranks.
         self._num_owners = min(map(len, hosts)) if len(hosts) > 1 else len(local_ranks)
+        self._equal_hosts = len(set(map(len, hosts))) == 1
         self._combine = Combiner().combine
+        self._slots = CallSlots(memories, self.local_rank, self.buffers)
         self._staging_areas = [torch.split(memory.staging, STAGING_BYTES) for memory in memories]
+        self._first_addresses = [a.data_ptr() for a in self._staging_areas[0]]
+        self._own_addresses = [a.data_ptr() for a in self._staging_areas[self.local_rank]]
+        self._is_pair = len(memories) == 2
+        self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
+        self._arrays: dict[tuple[int, int, torch.dtype], list[Any]] = {}
         self._cross_host_group: Any = None
         self._heartbeat: Heartbeat | None = None
         if len(hosts) > 1:
@@ -182,10 +180,8 @@ class Shm(Transport):
         self._compare_calls(signature)
 
     def all_reduce(self, signature: str, t: Tensor, op: str, divisor: int = 1) -> None:
-        num_bytes = t.numel() * t.element_size()
-        if len(self.hosts) == 1 and num_bytes <= _SMALL_BYTES:
-            self._compare_calls(signature, staged=as_bytes(t))
-            self._combine(self._all_staged(num_bytes, t.dtype), op, divisor, [t])
+        if len(self.hosts) == 1 and t.numel() * t.element_size() <= self.small_bytes:
+            self._all_reduce_small(signature, t, op, divisor)
             return
         calls, shared = self._compare_calls(signature, t)
         if shared:
@@ -199,6 +195,29 @@ class Shm(Transport):
             self._reduce_shared(signature, self._all_staged(staged.numel(), t.dtype), op, divisor)
             self._barrier.wait(signature)
             piece.copy_(staged.view(t.dtype))
+
+    def _all_reduce_small(self, signature: str, t: Tensor, op: str, divisor: int) -> None:
+        """Add up all elements on one rank, into the first rank's staging area; of two, on both."""
+        num_bytes, dtype = t.numel() * t.element_size(), t.dtype
+        if self._is_pair:
+            self._compare_calls(signature, staged=t)
+            self._combine(self._small_staged(num_bytes, dtype), op, divisor, [t])
+            return
+
+        def reduce_into_first() -> None:
+            if op == SUM and divisor == 1 and dtype in SUMMED_AS_THEY_ARE:
+                # The same bits as torch's, in half the time.
+                total, *others = self._small_arrays(num_bytes, dtype)
+                with np.errstate(all="ignore"):
+                    for other in others:
+                        np.add(total, other, total)
+                return
+            staged = self._small_staged(num_bytes, dtype)
+            self._combine(staged, op, divisor, staged[:1])
+
+        self._compare_calls(signature, staged=t, if_same=reduce_into_first)
+        memmove(t.data_ptr(), self._first_addresses[self._sequence % 2], num_bytes)
+        increment_version(t)
 
     def _reduce_shared(self, signature: str, buffers: list[Tensor], op: str, divisor: int) -> None:
         """Reduce this rank's share of the local ranks' buffers, and write it to all of them."""
@@ -230,15 +249,14 @@ class Shm(Transport):
     def reduce_scatter(
         self, signature: str, out: Tensor, t: Tensor, op: str, divisor: int = 1
     ) -> None:
-        if len(self.hosts) > 1:
+        if not self._equal_hosts:
             everything = t.clone()
             self.all_reduce(signature, everything, op, divisor)
             out.copy_(everything.view(self.size, -1)[self.rank])
             return
         calls, shared = self._compare_calls(signature, t)
         if shared:
-            theirs = [b.view(self.size, -1)[self.rank] for b in self._map_buffers(calls, t)]
-            self._combine(theirs, op, divisor, [out])
+            self._reduce_part(signature, self._map_buffers(calls, t), op, divisor, out)
             self._barrier.wait(signature)
             return
         columns = STAGING_BYTES // self.size // t.element_size()
@@ -248,43 +266,94 @@ class Shm(Transport):
             self._next_staging()[:num_bytes].view(t.dtype).view(piece.shape).copy_(piece)
             self._barrier.wait(signature)
             staged = self._all_staged(num_bytes, t.dtype)
-            theirs = [s.view(self.size, -1)[self.rank] for s in staged]
-            self._combine(theirs, op, divisor, [out[begin : begin + columns]])
+            self._reduce_part(signature, staged, op, divisor, out[begin : begin + columns])
+
+    def _reduce_part(
+        self, signature: str, buffers: list[Tensor], op: str, divisor: int, out: Tensor
+    ) -> None:
+        """Reduce this rank's part of the local ranks' buffers, and of all hosts, into `out`.
+
+        Across hosts it exchanges partial sums with the ranks of the same local rank, and adds
+        those it receives in the order of the hosts.
+        """
+        parts = [b.view(self.size, -1) for b in buffers]
+        if self._cross_host_group is None:
+            self._combine([part[self.rank] for part in parts], op, divisor, [out])
+            return
+        dtype = torch.float32 if out.dtype in HALVES else out.dtype
+        sent = torch.empty(len(self.hosts), out.numel(), dtype=dtype)
+        for host, row in zip(self.hosts, sent, strict=True):
+            self._combine([part[host[self.local_rank]] for part in parts], op, 1, [row])
+        received = torch.empty_like(sent)
+        into, of = as_bytes(received.view(-1)), as_bytes(sent.view(-1))
+        self.wait_for(signature, self._cross_host_group.alltoall_base(into, of, [], []))
+        self._combine(list(received), op, divisor, [received[0]])
+        out.copy_(received[0])
 
     def broadcast(self, signature: str, data: Tensor, root: int) -> None:
-        self._compare_calls(signature)
-        if len(self.hosts) > 1:
-            options = dist.BroadcastOptions()
-            options.rootRank = root
-            self.wait_for(signature, self._gloo.broadcast([data], options))
+        if len(self.hosts) == 1 and data.numel() <= self.small_bytes:
+            self._compare_calls(signature, staged=data if self.rank == root else None)
+            if self.rank != root:
+                data.copy_(self._small_staged(data.numel(), torch.uint8)[root])
             return
+        self._compare_calls(signature)
+        from_here = root in self._barrier.ranks
+        root_host = next(i for i, host in enumerate(self.hosts) if root in host)
         for piece in torch.split(data, STAGING_BYTES):
             mine = self._next_staging()
+            staged = self._all_staged(piece.numel(), torch.uint8)
+            whole = staged[self._barrier.ranks.index(root)] if from_here else mine
             if self.rank == root:
-                mine[: piece.numel()].copy_(piece)
+                whole.copy_(piece)
+            if from_here:
+                self._barrier.wait(signature)
+            if self._cross_host_group is not None:
+                begin, end = share_bounds(piece.numel(), self._num_owners, self.local_rank)
+                self._broadcast_across_hosts(signature, whole[begin:end], root_host)
+            if from_here:
+                if self.rank != root:
+                    piece.copy_(whole)
+                continue
             self._barrier.wait(signature)
-            if self.rank != root:
-                piece.copy_(self._all_staged(piece.numel(), torch.uint8)[root])
+            for owner, theirs in enumerate(staged[: self._num_owners]):
+                begin, end = share_bounds(piece.numel(), self._num_owners, owner)
+                piece[begin:end].copy_(theirs[begin:end])
+
+    def _broadcast_across_hosts(self, signature: str, share: Tensor, root_host: int) -> None:
+        """Overwrite the owners' share on all hosts with that of the root's host."""
+        if share.numel() == 0:  # on every host, so no partner waits
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = root_host
+        self.wait_for(signature, self._cross_host_group.broadcast([share], options))
 
     def all_gather(self, signature: str, out: Tensor, data: Tensor) -> None:
-        if len(self.hosts) > 1:
+        if not self._equal_hosts:
             self._compare_calls(signature)
             self.wait_for(signature, self._gloo._allgather_base(out, data))
             return
-        rows = out.view(self.size, -1)
-        if data.numel() <= _SMALL_BYTES:
+        rows, num_hosts = out.view(self.size, -1), len(self.hosts)
+        if num_hosts == 1 and data.numel() <= self.small_bytes:
             self._compare_calls(signature, staged=data)
-            for row, theirs in zip(rows, self._all_staged(data.numel(), torch.uint8), strict=True):
+            for row, theirs in zip(
+                rows, self._small_staged(data.numel(), torch.uint8), strict=True
+            ):
                 row.copy_(theirs)
             return
         self._compare_calls(signature)
-        for begin in range(0, data.numel(), STAGING_BYTES):
-            piece = data[begin : begin + STAGING_BYTES]
-            self._next_staging()[: piece.numel()].copy_(piece)
+        columns = STAGING_BYTES // num_hosts
+        for begin in range(0, data.numel(), columns):
+            piece = data[begin : begin + columns]
+            num_bytes = num_hosts * piece.numel()
+            mine = self._next_staging()[:num_bytes]
+            if self._cross_host_group is None:
+                mine.copy_(piece)
+            else:
+                self.wait_for(signature, self._cross_host_group._allgather_base(mine, piece))
             self._barrier.wait(signature)
-            staged = self._all_staged(piece.numel(), torch.uint8)
-            for row, theirs in zip(rows, staged, strict=True):
-                row[begin : begin + STAGING_BYTES].copy_(theirs)
+            for i, theirs in enumerate(self._all_staged(num_bytes, torch.uint8)):
+                for host, row in zip(self.hosts, theirs.view(num_hosts, -1), strict=True):
+                    rows[host[i], begin : begin + columns].copy_(row)
 
     def all_to_all(
         self,
@@ -333,30 +402,69 @@ class Shm(Transport):
         """Return what the local ranks have put into their current staging areas."""
         return [areas[self._sequence % 2][:num_bytes].view(dtype) for areas in self._staging_areas]
 
+    def _small_staged(self, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return the same views as `_all_staged`, which are kept for the next call."""
+        key = self._sequence % 2, num_bytes, dtype
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            # A view made in inference mode could not be written outside that mode.
+            with torch.inference_mode(False):
+                views = self._views[key] = self._all_staged(num_bytes, dtype)
+        return views
+
+    def _small_arrays(self, num_bytes: int, dtype: torch.dtype) -> list[Any]:
+        """Return `_small_staged` as NumPy arrays."""
+        key = self._sequence % 2, num_bytes, dtype
+        arrays = self._arrays.get(key)
+        if arrays is None:
+            if len(self._arrays) >= _MOST_VIEWS:
+                self._arrays.clear()
+            arrays = self._arrays[key] = [v.numpy() for v in self._small_staged(num_bytes, dtype)]
+        return arrays
+
     # The comparison of calls
 
     def _compare_calls(
-        self, signature: str, t: Tensor | None = None, staged: Tensor | None = None
-    ) -> tuple[list[_Call], bool]:
+        self,
+        signature: str,
+        t: Tensor | None = None,
+        staged: Tensor | None = None,
+        if_same: Callable[[], None] | None = None,
+    ) -> tuple[list[Call], bool]:
         """Wait for all ranks and compare their calls.
 
-        `staged` are bytes to put into the staging area before. Return the slots of this host's
-        ranks, and whether `t` is in shared memory on all ranks of all hosts. Raises Mismatch on all
-        ranks if they called different collectives.
+        `staged` is a contiguous tensor to copy into the staging area before. If the calls are the
+        same, the last rank to arrive calls `if_same` before the others go on; not with two ranks.
+        Return the slots of this host's ranks, and whether `t` is in shared memory on all ranks of
+        all hosts; no slots if it is on none. Raises Mismatch on all ranks if they called different
+        collectives.
         """
-        area = self._next_staging()
+        sequence = self._sequence = self._sequence + 1
         if staged is not None:
-            area[: staged.numel()].copy_(staged)
-        self._write_slot(signature, t)
+            num_bytes = staged.numel() * staged.element_size()
+            memmove(self._own_addresses[sequence % 2], staged.data_ptr(), num_bytes)
+        self._slots.write(sequence, signature, t)
         recorder = Arrivals.current
         begin = time.monotonic() if recorder is not None else 0.0
-        self._barrier.wait(signature)
-        slots = [self._read_slot(i) for i in range(len(self._barrier.ranks))]
+        if self._is_pair:
+            self._barrier.wait(signature)
+            alike = self._slots.compare(sequence)
+        else:
+            self._barrier.wait(signature, lambda: self._slots.judge(sequence, if_same))
+            alike = self._slots.verdict()
+        one_host = len(self.hosts) == 1
+        if one_host and alike:
+            if recorder is not None:
+                recorder.add_wait(begin)
+            return [], False
+        slots = self._slots.read_all(sequence)
         shared = all(slot.buffer for slot in slots)
         calls = {
             rank: slot.signature for rank, slot in zip(self._barrier.ranks, slots, strict=True)
         }
-        if len(self.hosts) > 1:
+        if not one_host:
             calls, shared = self._compare_across_hosts(signature, calls, shared)
         if recorder is not None:
             recorder.add_wait(begin)
@@ -377,7 +485,7 @@ class Shm(Transport):
         num_bytes = len(self.hosts) * _HOST_CALLS_BYTES
         if self.local_rank == 0:
             alike = len(set(calls.values())) == 1
-            limit = _TEXT_BYTES if alike else (_HOST_CALLS_BYTES - 32) // len(calls) // 2 - 4
+            limit = TEXT_BYTES if alike else (_HOST_CALLS_BYTES - 32) // len(calls) // 2 - 4
             texts = [call[:limit].hex() for call in calls.values()][: 1 if alike else None]
             text = json.dumps([texts, shared]).encode().ljust(_HOST_CALLS_BYTES)
             theirs = torch.empty(num_bytes, dtype=torch.uint8)
@@ -393,32 +501,7 @@ class Shm(Transport):
             calls |= zip(ranks, itertools.cycle(bytes.fromhex(text) for text in texts))
         return dict(sorted(calls.items())), shared
 
-    def _write_slot(self, signature: str, t: Tensor | None) -> None:
-        """Write this rank's call to its slot, with its tensor's buffer and the freed buffers."""
-        slot = self._barrier.memories[self.local_rank].slot(self._sequence)
-        buffer = self.buffers.find(t) if t is not None else None
-        number, fd, num_bytes, offset = 0, -1, 0, 0
-        if buffer is not None and t is not None:
-            number, fd, num_bytes = buffer.number, buffer.fd, buffer.num_bytes
-            offset = int(t.storage_offset()) * t.element_size()
-        freed = self.buffers.take_freed(_MAX_FREED)
-        text = signature.encode()[:_TEXT_BYTES]
-        _SLOT.pack_into(slot, 0, number, fd, num_bytes, offset, len(freed), len(text))
-        if freed:
-            struct.pack_into(f"<{len(freed)}Q", slot, _SLOT.size, *freed)
-        at = _SLOT.size + 8 * len(freed)
-        slot[at : at + len(text)] = text
-
-    def _read_slot(self, i: int) -> _Call:
-        """Return the slot of local rank `i`, and unmap the buffers that it reports as freed."""
-        slot = self._barrier.memories[i].slot(self._sequence)
-        number, fd, num_bytes, offset, num_freed, length = _SLOT.unpack_from(slot)
-        if num_freed:
-            self.buffers.unmap(i, struct.unpack_from(f"<{num_freed}Q", slot, _SLOT.size))
-        at = _SLOT.size + 8 * num_freed
-        return _Call(bytes(slot[at : at + length]), number, fd, num_bytes, offset)
-
-    def _map_buffers(self, calls: list[_Call], t: Tensor) -> list[Tensor]:
+    def _map_buffers(self, calls: list[Call], t: Tensor) -> list[Tensor]:
         """Return the same tensor of every rank of this host, as views of their shared memory."""
         size = t.numel() * t.element_size()
         buffers = []
@@ -473,57 +556,3 @@ class Shm(Transport):
         """Shut the Gloo connections down: pending operations fail here and on the peers."""
         for connections in self._connections:
             connections.shut_down()
-
-
-# Rendezvous: which ranks share memory
-
-
-def _group_by_host(
-    store: Store, rank: int, size: int, timeout_s: float
-) -> tuple[list[list[int]], list[RankMemory]]:
-    """Return the ranks grouped by host, and the memories of this host's ranks. Collective."""
-    total = HEADER_BYTES + 2 * STAGING_BYTES + HeartbeatTable.size_bytes(size)
-    fd = create_memfd(total)
-    try:
-        mapping = SharedMapping(fd, total)
-        mine = RankMemory(mapping, os.getpid())
-        mine.init()
-        secret = secrets.token_bytes(16)
-        mine.staging[:16].copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
-        own = {"pid": os.getpid(), "fd": fd, "secret": secret.hex(), "host": _shared_namespace()}
-        process_info = exchange(store, "process", rank, size, own, timeout_s)
-        memories = {rank: mine}
-        for r, other in enumerate(process_info):
-            if r != rank and other["host"] == own["host"]:
-                with suppress(OSError, ValueError):
-                    peer = RankMemory(map_peer(other["pid"], other["fd"], total), other["pid"])
-                    if bytes(peer.staging[:16].tolist()).hex() == other["secret"]:
-                        memories[r] = peer
-        reached = exchange(store, "reached", rank, size, sorted(memories), timeout_s)
-    finally:
-        os.close(fd)
-    groups: list[list[int]] = []
-    for r, ranks in enumerate(reached):
-        if all(reached[other] == ranks for other in ranks):
-            if ranks not in groups:
-                groups.append(ranks)
-        else:
-            groups.append([r])  # a peer reached other memories: this rank counts as its own host
-    groups.sort()
-    here = next(group for group in groups if rank in group)
-    return groups, [memories[r] for r in here]
-
-
-def _shared_namespace() -> str:
-    """Return a text that is equal only for processes that can share memory and a network.
-
-    It combines the boot id with the network and PID namespaces.
-    """
-    parts = []
-    with suppress(OSError):
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            parts.append(file.read().strip())
-    for kind in ("net", "pid"):
-        with suppress(OSError):
-            parts.append(os.readlink(f"/proc/self/ns/{kind}"))
-    return " ".join(parts)

@@ -159,6 +159,8 @@ class SharedBuffers:
 
     def take_freed(self, most: int) -> list[int]:
         """Return up to `most` numbers of freed buffers to report to the peers; each number once."""
+        if not self._own and not self._freed:
+            return []
         with _lock:
             self._sweep()
             numbers, self._freed = self._freed[:most], self._freed[most:]

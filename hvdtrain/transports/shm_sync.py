@@ -5,7 +5,7 @@ have mapped it through /proc/PID/fd/N. It has no name, so nothing of it remains,
 kill -9, and it does not count against the size of /dev/shm. A peer that can read a secret in it is
 on the same host.
 
-A rank waits on semaphores in its own memory. Every 0.2 s it checks its peers: their state (HERE,
+A rank waits on a semaphore in its own memory. Every 0.2 s it checks its peers: their state (HERE,
 GAVE_UP, LEFT) from their memory, their life (ALIVE, ENDED, STOPPED) from the kernel, and both from
 the heartbeat table for ranks of other hosts.
 """
@@ -16,15 +16,20 @@ import ctypes
 import errno
 import mmap
 import os
+import secrets
 import select
 import struct
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from hvdtrain.peers import PeerLost
+from hvdtrain.addresses import host_identity
+from hvdtrain.peers import PeerLost, exchange
 from hvdtrain.transports.heartbeat import (
     ALIVE,
     ENDED,
@@ -39,10 +44,11 @@ from hvdtrain.transports.heartbeat import (
 )
 
 _SEM_BYTES = 64  # a sem_t has 32 bytes; one per cache line
-_ROUNDS = 16  # of the dissemination barrier: enough for 65,536 ranks
+_NUM_SEMS = 3  # `released`, `arrived` and `early`: see HostBarrier
 _WORDS = struct.Struct("<QQ")  # barriers entered, state
+_FLAG = _WORDS.size  # one byte
 _SEMS = 64
-_SLOTS = _SEMS + _ROUNDS * _SEM_BYTES
+_SLOTS = _SEMS + _NUM_SEMS * _SEM_BYTES
 SLOT_BYTES = 768
 HEADER_BYTES = 4096
 assert _SLOTS + 2 * SLOT_BYTES <= HEADER_BYTES
@@ -50,18 +56,23 @@ assert _SLOTS + 2 * SLOT_BYTES <= HEADER_BYTES
 _EXITED = -2  # instead of a pidfd: the process had exited already
 _HEARTBEAT_DELAY_S = 1.0  # the longest delay of a heartbeat between hosts
 CHECK_S = 0.2  # interval of the liveness checks of a waiting rank
-# Sleeping and waking up takes as long as this many polls; more would take CPU time from the peers.
-_SPINS = 30
+# The polls of a rank before it sleeps: some 20 us. After each poll it yields its core to another
+# process. Without polls an operation takes longer, whether each rank has a core or not; more polls
+# save 10 us at most.
+_POLLS = 30
 _libc = ctypes.CDLL(None, use_errno=True)
 for _name, _types in {
     "sem_init": [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint],
-    "sem_post": [ctypes.c_void_p],
-    "sem_trywait": [ctypes.c_void_p],
     "sem_timedwait": [ctypes.c_void_p, ctypes.c_void_p],
     "sem_clockwait": [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p],
 }.items():
     if hasattr(_libc, _name):
         getattr(_libc, _name).argtypes = _types
+# These two are called often: without a copy of errno. They release the GIL, so that the process's
+# other threads run while a rank polls.
+_sem_post = ctypes.CDLL(None).sem_post
+_sem_trywait = ctypes.CDLL(None).sem_trywait
+_sem_post.argtypes = _sem_trywait.argtypes = [ctypes.c_void_p]
 # From glibc 2.30 a wait can use the monotonic clock. Otherwise setting the clock back prolongs it.
 _BY_MONOTONIC_CLOCK = hasattr(_libc, "sem_clockwait")
 
@@ -106,14 +117,20 @@ class RankMemory:
         self.memory = memoryview(mapping.map)
         self.staging = mapping.bytes[HEADER_BYTES:]
         self._keep = mapping
+        self.flag = self.memory[_FLAG : _FLAG + 1]  # for shm_calls
         base = mapping.bytes.data_ptr()
-        self.sems = [ctypes.c_void_p(base + _SEMS + k * _SEM_BYTES) for k in range(_ROUNDS)]
+        self.sems = [ctypes.c_void_p(base + _SEMS + k * _SEM_BYTES) for k in range(_NUM_SEMS)]
 
     def init(self) -> None:
         """Initialise the semaphores. Called by the owner before any peer maps the memory."""
         for sem in self.sems:
             if _libc.sem_init(sem, 1, 0):
                 raise OSError(ctypes.get_errno(), "sem_init")
+
+    def set_size(self, num_ranks: int) -> None:
+        """Put tokens for all ranks but one into `early`. Called before any rank uses it."""
+        for _ in range(num_ranks - 1):
+            _sem_post(self.sems[2])
 
     def status(self) -> RankStatus:
         """Return the owner's barrier count and state."""
@@ -146,9 +163,14 @@ class Missing:
 class HostBarrier:
     """The memories of one host's ranks, by local rank, and the barrier over them.
 
-    It is a dissemination barrier (Hensgen, Finkel and Manber, 1988): in round k each rank posts the
-    semaphore of the rank 2^k places after it. A rank that completes log2(n) rounds has an indirect
-    signal from every other.
+    Two ranks post each other's semaphore. With more, a rank sleeps once at most, and the last to
+    arrive does not. The last finds no token left; the posts of `arrived`, which it takes, make the
+    others' memory visible to it:
+
+        each rank:      post `arrived`;  try to take one of the n - 1 tokens of `early`
+        with a token:   wait for `released`, its own semaphore
+        without one:    take the n posts of `arrived`;  call `when_all_are_here`
+                        put the n - 1 tokens back;  post each other rank's `released`
     """
 
     def __init__(
@@ -162,29 +184,50 @@ class HostBarrier:
         self.heartbeats: HeartbeatTable | None = None  # the ranks of other hosts, if any
         self._closed = self._gave_up = False
         self._pidfds = {i: _pidfd(w.pid) for i, w in enumerate(memories) if i != local_rank}
-        n = len(memories)
-        mine = memories[local_rank].sems
-        rounds = range((n - 1).bit_length())
-        self._steps = [(memories[(local_rank + (1 << k)) % n].sems[k], mine[k]) for k in rounds]
+        self._mine = memories[local_rank]
+        self._others = [m.sems[0] for i, m in enumerate(memories) if i != local_rank]
+        self._released = self._mine.sems[0]
+        _, self._arrived, self._early = memories[0].sems
         self._soon = _Timespec()
 
-    def wait(self, signature: str) -> None:
-        """Wait for all local ranks. Raises PeerLost with the missing ranks and the call."""
+    def wait(self, signature: str, when_all_are_here: Callable[[], None] | None = None) -> None:
+        """Wait for all local ranks. Raises PeerLost with the missing ranks and the call.
+
+        Unless there are two, the last rank to arrive calls `when_all_are_here`, and the others wait
+        until it returns.
+        """
         if self._closed:
             raise PeerLost(f"{signature}: the group was closed meanwhile")
         self.entered += 1
-        self.memories[self.local_rank].set_status(self.entered)
+        self._mine.set_status(self.entered)
         if self._closed:  # by another thread just now: `set_status` has overwritten its state
             self.leave(failed=True)
             raise PeerLost(f"{signature}: the group was closed meanwhile")
-        for theirs, mine in self._steps:
-            _libc.sem_post(theirs)
-            for _ in range(_SPINS):
-                if _libc.sem_trywait(mine) == 0:
-                    break
-                os.sched_yield()
-            else:
-                self._wait(mine, signature)
+        if len(self._others) == 1:
+            _sem_post(self._others[0])
+            self._take(self._released, signature)
+            return
+        if self._others:
+            _sem_post(self._arrived)
+            if _sem_trywait(self._early) == 0:
+                self._take(self._released, signature)
+                return
+            for _ in self.memories:
+                self._take(self._arrived, signature)
+        if when_all_are_here is not None:
+            when_all_are_here()
+        for _ in self._others:
+            _sem_post(self._early)
+        for theirs in self._others:
+            _sem_post(theirs)
+
+    def _take(self, sem: ctypes.c_void_p, signature: str) -> None:
+        """Poll for a semaphore, then sleep until it is posted."""
+        for _ in range(_POLLS):
+            if _sem_trywait(sem) == 0:
+                return
+            os.sched_yield()
+        self._wait(sem, signature)
 
     def _wait(self, sem: ctypes.c_void_p, signature: str) -> None:
         liveness = LivenessCheck(self, signature)
@@ -345,3 +388,46 @@ def _is_stopped(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] in ("T", "t")
     except OSError:
         return False
+
+
+# Rendezvous: which ranks share memory
+
+
+def group_by_host(
+    store: Store, rank: int, size: int, num_bytes: int, timeout_s: float
+) -> tuple[list[list[int]], list[RankMemory]]:
+    """Return the ranks grouped by host, and the memories of this host's ranks. Collective.
+
+    Each rank's memory has `num_bytes`.
+    """
+    fd = create_memfd(num_bytes)
+    try:
+        mapping = SharedMapping(fd, num_bytes)
+        mine = RankMemory(mapping, os.getpid())
+        mine.init()
+        secret = secrets.token_bytes(16)
+        mine.staging[:16].copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
+        host = host_identity("net", "pid")  # ranks that share both can share memory, too
+        own = {"pid": os.getpid(), "fd": fd, "secret": secret.hex(), "host": host}
+        process_info = exchange(store, "process", rank, size, own, timeout_s)
+        memories = {rank: mine}
+        for r, other in enumerate(process_info):
+            if r != rank and other["host"] == own["host"]:
+                with suppress(OSError, ValueError):
+                    peer = RankMemory(map_peer(other["pid"], other["fd"], num_bytes), other["pid"])
+                    if bytes(peer.staging[:16].tolist()).hex() == other["secret"]:
+                        memories[r] = peer
+        mine.set_size(len(memories))
+        reached = exchange(store, "reached", rank, size, sorted(memories), timeout_s)
+    finally:
+        os.close(fd)
+    groups: list[list[int]] = []
+    for r, ranks in enumerate(reached):
+        if all(reached[other] == ranks for other in ranks):
+            if ranks not in groups:
+                groups.append(ranks)
+        else:
+            groups.append([r])  # a peer reached other memories: this rank counts as its own host
+    groups.sort()
+    here = next(group for group in groups if rank in group)
+    return groups, [memories[r] for r in here]

@@ -2,7 +2,7 @@
 
 `process_group` uses it. One worker thread per group runs collectives in the order of their calls.
 A caller that would only wait runs its collective itself if the queue is empty, which saves two
-thread switches.
+thread switches; a small one, whose tensor needs no preparation, without a `QueuedWork` (`run_now`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ observer: Callable[[WorkQueue, str, int, int, int], None] | None = None
 # The storages that pending operations read or write, one entry per operation. One list for the
 # process, because groups may share a storage. CPython's list.extend and .remove are atomic.
 _in_use: list[int] = []
+_in_use_now: list[int] = []  # the same of `run_now`: addresses in the storages, which cost less
 
 
 class StorageUse:
@@ -50,7 +51,12 @@ class StorageUse:
 
 def is_in_use(t: Tensor) -> bool:
     """Return whether a pending operation reads or writes the tensor's storage."""
-    return storage_key(t.untyped_storage()) in _in_use
+    storage = t.untyped_storage()
+    if storage_key(storage) in _in_use:
+        return True
+    addresses = _in_use_now.copy()
+    begin = storage.data_ptr() if addresses else 0
+    return any(begin <= at < begin + storage.nbytes() for at in addresses)
 
 
 _C10dWork: Any = dist.Work  # torch's stubs have overloads that no override in Python could have
@@ -203,6 +209,33 @@ class WorkQueue:
             self._execute(run, work)
         return work
 
+    def run_now(self, address: int, run: Callable[..., None], *arguments: Any) -> bool:
+        """Run a collective in the caller's thread; return False if it must be queued instead.
+
+        That is so if others are pending, or if somebody records the collectives. `address` is that
+        of the tensor's data. Raises what the collective raises.
+        """
+        if observer is not None or Arrivals.current is not None:
+            return False
+        with self._count:
+            if self._pending or self._closed:
+                return False
+            self._pending = 1
+        _in_use_now.append(address)
+        try:
+            with self._turn:
+                if self._broken is not None:
+                    raise PeerLost(str(self._broken))
+                run(*arguments)
+        except BaseException as error:
+            self._record(error)
+            raise
+        finally:
+            _in_use_now.remove(address)
+            with self._count:
+                self._pending -= 1
+        return True
+
     def drain_to(self, work: QueuedWork) -> None:
         """Drain the queue up to and including `work` if called in the worker thread itself."""
         if threading.current_thread() is not self._thread:
@@ -258,17 +291,20 @@ class WorkQueue:
                     run()
                 else:
                     self._run_observed(run, work, observer)
-        except PeerLost as lost:
-            self._broken = error = lost
-        except (Mismatch, TransportError) as problem:
-            error = problem
         except BaseException as problem:
-            # An unexpected error or an interrupt: the peers may be at any point of this operation.
             error = problem
-            self._broken = PeerLost(f"this rank gave up in a collective before: {problem!r}")
-            self._fail()
+            self._record(problem)
         with self._count:
             self._pending -= 1
         work.finish(error)
         if error is not None and not isinstance(error, Exception):
             raise error
+
+    def _record(self, error: BaseException) -> None:
+        """Decide from a collective's error whether the group can still be used."""
+        if isinstance(error, PeerLost):
+            self._broken = error
+        elif not isinstance(error, (Mismatch, TransportError)):
+            # An unexpected error or an interrupt: the peers may be at any point of this operation.
+            self._broken = PeerLost(f"this rank gave up in a collective before: {error!r}")
+            self._fail()

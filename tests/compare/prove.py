@@ -37,7 +37,8 @@ def trainer(opened: Backend, name: str, task: str, changes: dict[str, Any]) -> T
     """`name`: a backend on the opened one's process group; empty for that itself."""
     config = replace(CONFIG, **changes)
     asked = config.backend_options()
-    options = replace(opened.options, buffers=asked.buffers, compression=asked.compression)
+    names = ("buffers", "compression", "shard_optimizer")
+    options = replace(opened.options, **{name: getattr(asked, name) for name in names})
     backend = opened
     backend.options = options
     if name:

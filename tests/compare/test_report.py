@@ -258,10 +258,10 @@ def test_an_arm_that_was_refused_at_the_end_is_on_top() -> None:
     "found",
     [
         {"arms": {}, "blocks": []},
-        make_record(blocks=0),
+        pytest.param(make_record(blocks=0), marks=pytest.mark.exhaustive),
         make_record(blocks=1),
-        make_record(blocks=6, failed="ddp/gloo"),
-        make_record(blocks=6, ranks=(1,)),
+        pytest.param(make_record(blocks=6, failed="ddp/gloo"), marks=pytest.mark.exhaustive),
+        pytest.param(make_record(blocks=6, ranks=(1,)), marks=pytest.mark.exhaustive),
         make_record(blocks=6, ranks=(1, 2, 3), scaling="strong"),
     ],
     ids=["nothing", "no blocks", "one block", "no baseline", "one rank", "three sizes"],

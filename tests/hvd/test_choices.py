@@ -75,7 +75,7 @@ def remove_sets_while_channels_come(hvd: Any) -> int:
     adding = threading.Thread(target=add)
     adding.start()
     try:
-        for _ in range(20):
+        for _ in range(8):
             hvd.remove_process_set(hvd.add_process_set([0]))
     finally:
         stop.set()

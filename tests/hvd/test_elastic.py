@@ -425,8 +425,33 @@ def test_signatures_are_horovods() -> None:
     )
 
 
-def test_horovods_driver_is_refused() -> None:
-    from hvdtrain.hvd.elastic.common import notification_manager
+def test_notices_of_horovods_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own client tells the address and key to a driver, and sends the notice."""
+    worker = pytest.importorskip("horovod.runner.elastic.worker")
+    client = worker.WorkerNotificationClient
+    rendezvous = import_module("horovod.runner.http.http_server").KVStoreServer(verbose=0)
+    codec = import_module("horovod.runner.common.util.codec")
+    from hvdtrain.hvd.elastic.common import HostUpdateResult, WorkerNotificationManager
 
-    with pytest.raises(NotImplementedError, match="handle_hosts_updated"):
-        notification_manager.init("10.0.0.1", 1234)
+    class Heard:
+        def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+            heard.append((timestamp, update_res))
+
+    heard: list[tuple[float, HostUpdateResult]] = []
+    for name in ("ADDR", "PORT"):
+        monkeypatch.setenv(f"HOROVOD_GLOO_RENDEZVOUS_{name}", "")
+    for name in ("GLOO_IFACE", "HOSTNAME", "LOCAL_RANK"):
+        monkeypatch.setenv(f"HOROVOD_{name}", "")
+    port = rendezvous.start_server()
+    try:
+        manager = WorkerNotificationManager()
+        manager.register_listener(Heard())
+        manager.init("127.0.0.1", port, "lo", "here", 1)
+        told = rendezvous.httpd.cache["worker_addresses"]["here:1"]
+        addresses, key = codec.loads_base64(told)
+        client(addresses, key, 0).notify_hosts_updated(12, worker.HostUpdateResult.added)
+        with pytest.raises(Exception, match="unable to connect"):
+            client(addresses, b"another key", 0)
+        assert heard == [(12.0, HostUpdateResult.added)]
+    finally:
+        rendezvous.shutdown_server()

@@ -41,6 +41,7 @@ LEFT_OUT = {
 }
 # Parameters at the end, with defaults, that Horovod does not have.
 MORE = {
+    "DistributedOptimizer": ["shard"],
     "allgather_object": ["process_set"],
     "broadcast_parameters": ["process_set"],
     "broadcast_optimizer_state": ["process_set"],

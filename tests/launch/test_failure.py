@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.forkserver import warm
-from tests.launching import Finished, Started, members, run, started
+from tests.launching import Finished, Started, members, no_shared_memory_left, run, started
 
 LAUNCHERS = {
     "mpirun": "mpirun -np {n} {python}",
@@ -197,7 +198,9 @@ def test_a_backend_that_torchrun_cannot_carry(tmp_path: Path, backend: str, fix:
     assert not list(tmp_path.iterdir())
 
 
-# Signals
+# Signals that end a run at once: see test_preemption.py for those that save first
+
+AT_ONCE = ["--checkpoint-signals", "none"]
 
 
 def ended_by(
@@ -235,7 +238,7 @@ def test_a_signal_to_one_process(
     tmp_path: Path, number: signal.Signals, code: int, outcome: str
 ) -> None:
     arguments = map(str, failing(tmp_path, "loop", "wait", -1))
-    command = [sys.executable, "-m", "hvdtrain", *arguments]
+    command = [sys.executable, "-m", "hvdtrain", *arguments, *AT_ONCE]
     got_code, output, got = ended_by(tmp_path, command, number, "launcher")
     assert (got_code, got) == (code, outcome), output
     assert not traces(output), output
@@ -245,7 +248,7 @@ def test_a_signal_to_one_process(
     ("launcher", "number", "whom"),
     [
         *((name, signal.SIGTERM, "launcher") for name in ("mpirun", "torchrun", "horovodrun")),
-        ("mpirun", signal.SIGINT, "group"),
+        pytest.param("mpirun", signal.SIGINT, "group", marks=EXHAUSTIVE),
         pytest.param("torchrun", signal.SIGTERM, "rank 0", marks=EXHAUSTIVE),
         pytest.param("torchrun", signal.SIGINT, "group", marks=EXHAUSTIVE),
         pytest.param("horovodrun", signal.SIGINT, "group", marks=EXHAUSTIVE),
@@ -254,7 +257,7 @@ def test_a_signal_to_one_process(
     ],
 )
 def test_a_signal(tmp_path: Path, launcher: str, number: signal.Signals, whom: str) -> None:
-    command = train(launcher, 2, "ddp", *failing(tmp_path, "loop", "wait", -1))
+    command = train(launcher, 2, "ddp", *failing(tmp_path, "loop", "wait", -1), *AT_ONCE)
     code, output, outcome = ended_by(tmp_path, command, number, whom)
     assert code != 0
     assert outcome in ("interrupted", "terminated"), output
@@ -292,7 +295,7 @@ while True:
         ("mpirun", signal.SIGKILL, True),
         ("horovodrun", signal.SIGKILL, True),
         ("horovodrun-mpi", signal.SIGKILL, True),
-        ("horovodrun-mpi", signal.SIGINT, False),
+        pytest.param("horovodrun-mpi", signal.SIGINT, False, marks=EXHAUSTIVE),
         pytest.param("torchrun", signal.SIGKILL, True, marks=EXHAUSTIVE),
         pytest.param("mpirun", signal.SIGKILL, False, marks=EXHAUSTIVE),
         pytest.param("horovodrun", signal.SIGKILL, False, marks=EXHAUSTIVE),
@@ -309,11 +312,13 @@ def test_ranks_end_with_their_launcher(
         (tmp_path / "script.py").write_text(ORPHAN)
         what: list[object] = ["-m", "hvdtrain.hvd", tmp_path / "script.py", mark]
     else:
-        what = ["-m", "hvdtrain", "--backend", "ddp", *failing(tmp_path, "loop", "wait", -1)]
+        backend = "horovod" if launcher == "mpirun" else "ddp"
+        what = ["-m", "hvdtrain", "--backend", backend, *failing(tmp_path, "loop", "wait", -1)]
     command = line(launcher, 2, *what)
     if launcher == "mpirun":
         command = [*command[:3], "sh", "-c", f"{shlex.join(command[3:])}; exit $?"]
-    check_orphans_end(command, mark, number)
+    with no_shared_memory_left(but="vader_segment."):  # those of this job are looked at there
+        check_orphans_end(command, mark, number)
 
 
 REAPER = "unshare --pid --fork --mount-proc --kill-child sh -c".split()
@@ -385,12 +390,25 @@ def check_orphans_end(command: list[str], mark: Path, number: signal.Signals) ->
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
+        segments = mapped_segments(process)
         if number == signal.SIGINT:  # as from a terminal
             os.killpg(process.pid, number)
         else:
             process.send_signal(number)
-        check_ended_soon(process, log, 5, RANK)
-        check_ended_soon(process, log, 3)  # what the launcher itself leaves
+        check_ended_soon(process, log, 8, RANK)  # a poll each second, then 3 s to end
+        check_ended_soon(process, log, 8)  # horovodrun's own processes wait for 5 s
+        left = [path for path in segments if path.exists()]
+        assert not left, "Open MPI's shared memory, which mpirun deletes as it ends"
+
+
+def mapped_segments(process: Started) -> set[Path]:
+    """Return the files of Open MPI's shared memory that the command's processes have mapped."""
+    found: set[Path] = set()
+    for pid in members(process.marker):
+        with contextlib.suppress(OSError):  # it has ended
+            text = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+            found |= {Path(name) for name in re.findall(r"/dev/shm/vader_segment\S+", text)}
+    return found
 
 
 RANK = re.compile(r"\S*python\S* (-u )?-m hvdtrain")
@@ -445,9 +463,7 @@ def test_a_peer_that_is_lost_outside_the_training(
     ("launcher", "backend", "rank"),
     [
         ("torchrun", "compat", 0),
-        pytest.param("torchrun", "compat", 1, marks=EXHAUSTIVE),
         pytest.param("mpirun", "horovod", 1, marks=EXHAUSTIVE),
-        pytest.param("horovodrun", "horovod", 0, marks=EXHAUSTIVE),
         pytest.param("torchrun", "ddp", 1, marks=EXHAUSTIVE),
         pytest.param("horovodrun", "compat", 1, marks=EXHAUSTIVE),
     ],
@@ -476,5 +492,6 @@ def test_the_timeout_holds_for_a_stopped_rank(
     assert 7 < after_s < 30, output
     assert len([line for line in output.splitlines() if "error: " in line]) == 1, output
     assert code == 4 or re.search(r"[Ee]xit ?code\s*: 4", output), output
+    assert re.search(rf"rank {rank} \(\S+\) has not run for \d+ s", output), output
     if backend != "horovod":
         assert re.search(rf"[Rr]ank {rank} \(process ", output), output

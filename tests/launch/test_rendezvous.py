@@ -27,6 +27,7 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.world import World
 from tests.forkserver import warm
 from tests.launching import Started, clean_env, run, started
+from tests.mpich import mpich
 
 Env = dict[str, str]
 Answer = dict[str, Any]
@@ -98,7 +99,7 @@ def job_id() -> str:
 
 
 def first_port(job: str) -> int:
-    return rendezvous._slurm_ports("", f"{job}.0")[0]
+    return rendezvous._job_ports("", f"{job}.0")[0]
 
 
 @contextlib.contextmanager
@@ -294,6 +295,130 @@ def test_an_address_that_is_none(rank: int, host: str, port: object, said: str) 
     assert got["seconds"] < 8
 
 
+# Launchers that do not say which ranks share a host
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("local_rank", [True, False])
+def test_ranks_of_a_cluster_find_who_shares_their_host(size: int, local_rank: bool) -> None:
+    """As PyTorchJob's pods (without LOCAL_RANK) and AzureML's processes are started."""
+    with listening() as port:
+        pass
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    envs = [{"RANK": str(rank), **address} for rank in range(size)]
+    if local_rank:
+        envs = [{**env, "LOCAL_RANK": env["RANK"]} for env in envs]
+    got = rendezvous_of(*envs, times=2)
+    assert [answer.get("place") for answer in got] == [[r, size, 0, 1] for r in range(size)], got
+    assert [answer.get("read") for answer in got] == [["x-1"] * size] * size, got
+
+
+def test_a_rank_that_never_comes_is_named_before_the_hosts_are_known() -> None:
+    with listening() as port:
+        pass
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
+    got = rendezvous_of(*({"RANK": rank, **address} for rank in "02"), timeout_s=4)
+    assert all("waiting for rank 1 (1 of 3 ranks missing)" in a["error"] for a in got), got
+    assert all(answer["seconds"] < 8 for answer in got), got
+
+
+# Real MPI launchers, whose variables are replaced by those of another that starts the same MPI
+JSRUN = """
+export JSM_NAMESPACE_RANK=$OMPI_COMM_WORLD_RANK JSM_NAMESPACE_SIZE=$OMPI_COMM_WORLD_SIZE
+export JSM_NAMESPACE_LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK
+unset OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK
+unset OMPI_COMM_WORLD_LOCAL_SIZE
+exec "$@"
+"""
+PALS = """
+export PALS_RANKID=$PMI_RANK PALS_LOCAL_RANKID=$MPI_LOCALRANKID PALS_LOCAL_SIZE=$MPI_LOCALNRANKS
+unset MPI_LOCALRANKID MPI_LOCALNRANKS
+exec "$@"
+"""
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_jsrun_over_mpi(size: int) -> None:
+    command = ["mpirun", "-np", str(size), "sh", "-c", JSRUN, "sh", *PROCESS, "30", "v", "2"]
+    got = answers(run(warm(command)).output)
+    assert [answer.get("place") for answer in got] == [[r, size, 0, 1] for r in range(size)], got
+    assert [answer.get("read") for answer in got] == [["v1"] * size] * size, got
+
+
+def test_pals_over_mpi() -> None:
+    folder, packages = mpich()
+    process = [str(folder / "python"), *PROCESS[1:]]
+    command: list[str | Path] = [folder / "mpiexec", "-n", "2", "sh", "-c", PALS, "sh", *process]
+    command += ["30", "v", "2"]
+    got = answers(run(command, env=packages).output)
+    assert [answer.get("place") for answer in got] == [[r, 2, 0, 1] for r in range(2)], got
+    assert [answer.get("read") for answer in got] == [["v1", "v1"]] * 2, got
+
+
+def flux(rank: int, size: int, job: str, folder: Path, hosts: str) -> Env:
+    """What Flux sets for a task of a job on two hosts, and a `flux` that names these."""
+    program = folder / "flux"
+    program.write_text(f'#!/bin/sh\n[ "$*" = "hostlist {job}" ] && echo "{hosts}"\n')
+    program.chmod(0o755)
+    return {
+        "FLUX_TASK_RANK": str(rank),
+        "FLUX_JOB_SIZE": str(size),
+        "FLUX_TASK_LOCAL_ID": "0",
+        "FLUX_JOB_NNODES": "2",
+        "FLUX_JOB_ID": job,
+        "PATH": f"{folder}:{clean_env()['PATH']}",
+    }
+
+
+def test_a_flux_that_names_no_host(tmp_path: Path) -> None:
+    (got,) = rendezvous_of({**flux(1, 2, "f1", tmp_path, ""), "FLUX_JOB_ID": "f2"}, timeout_s=4)
+    assert "LaunchError: flux hostlist f2 does not name the job's first host" in got["error"]
+
+
+TRAIN = "-m hvdtrain --task digits --epochs 1 --threads 1 --run-dir".split()
+
+
+def test_training_in_the_pods_of_a_cluster(tmp_path: Path) -> None:
+    """Threads, device and transport are chosen from the hosts that the ranks have found."""
+    with listening() as port:
+        pass
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with contextlib.ExitStack() as stack:
+        line = warm([sys.executable, *TRAIN, tmp_path / "run"])
+        ranks = [stack.enter_context(started(line, env={"RANK": rank, **shared})) for rank in "01"]
+        codes = [process.wait(60) for process, _ in ranks]
+        output = "".join(log.read_text() for _, log in ranks)
+    assert codes == [0, 0], output
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (record["world"]["launcher"], record["world"]["local_size"]) == ("env://", 2)
+    assert record["backend"]["name"] == "ddp"
+    assert record["backend"]["transport"] == "shm"
+    assert "started by the variables RANK and WORLD_SIZE" in output
+
+
+OWN_GROUP = """
+import torch
+torch.distributed.init_process_group("gloo")
+from hvdtrain import open_backend
+with open_backend("ddp") as backend:
+    print("sum", backend.all_reduce(torch.ones(1), "sum").item(), backend.world.local_size)
+"""
+
+
+def test_the_hosts_are_found_over_the_store_of_the_programs_own_group() -> None:
+    """The address is then in use by torch's store."""
+    with listening() as port:
+        pass
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with contextlib.ExitStack() as stack:
+        line = warm([sys.executable, "-c", OWN_GROUP])
+        ranks = [stack.enter_context(started(line, env={"RANK": rank, **shared})) for rank in "01"]
+        codes = [process.wait(60) for process, _ in ranks]
+        output = "".join(log.read_text() for _, log in ranks)
+    assert codes == [0, 0], output
+    assert output.count("sum 2.0 2") == 2, output
+
+
 # Real launchers
 
 
@@ -366,9 +491,12 @@ def test_a_world_without_a_launcher_needs_an_address() -> None:
 # Two hosts, which are two network namespaces
 
 
-@pytest.fixture
-def two_hosts() -> Iterator[tuple[str, str]]:
-    """Names of two namespaces, with the addresses 10.77.0.1 and 10.77.0.2."""
+@contextlib.contextmanager
+def namespaces(more: str = "") -> Iterator[tuple[str, str]]:
+    """Make two namespaces with the addresses 10.77.0.1 and 10.77.0.2, and run `more` commands.
+
+    In these, {0} and {1} are the names of the namespaces; their interfaces are {link}a and {link}b.
+    """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces want root and iproute2")
     names = f"hvdtrain-{os.getpid()}-1", f"hvdtrain-{os.getpid()}-2"
@@ -382,6 +510,7 @@ def two_hosts() -> Iterator[tuple[str, str]]:
             f"ip -n {name} link set lo up",
             f"ip -n {name} route add default dev {link}{end}",
         ]
+    commands += [line for line in more.format(*names, link=link).splitlines() if line]
     try:
         for command in commands:
             made = subprocess.run(command.split(), capture_output=True, text=True)
@@ -391,6 +520,13 @@ def two_hosts() -> Iterator[tuple[str, str]]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[str, str]]:
+    """Names of two namespaces, with the addresses 10.77.0.1 and 10.77.0.2."""
+    with namespaces() as names:
+        yield names
 
 
 def test_two_hosts_under_srun(two_hosts: tuple[str, str]) -> None:
@@ -407,6 +543,36 @@ def test_two_hosts_under_srun(two_hosts: tuple[str, str]) -> None:
             process.wait(40)
         got = answers("\n".join(log.read_text() for _, log in running))
     assert [answer.get("read") for answer in got] == [[f"{job}-0"] * 2] * 2, got
+
+
+def test_two_hosts_under_flux(two_hosts: tuple[str, str], tmp_path: Path) -> None:
+    job = job_id()
+    with contextlib.ExitStack() as stack:
+        running = []
+        for rank, host in enumerate(two_hosts):
+            env = flux(rank, 2, job, tmp_path, "10.77.0.[1-2]")
+            command = warm(["ip", "netns", "exec", host, *PROCESS, "20", f"{job}-"])
+            running.append(stack.enter_context(started(command, env=env)))
+        for process, _ in running:
+            process.wait(40)
+        got = answers("\n".join(log.read_text() for _, log in running))
+    assert [answer.get("read") for answer in got] == [[f"{job}-0"] * 2] * 2, got
+    assert [answer.get("place") for answer in got] == [[0, 1, 0, 2], [0, 1, 1, 2]], got
+
+
+def test_hosts_with_unequal_numbers_of_ranks_in_any_order(two_hosts: tuple[str, str]) -> None:
+    address = {"MASTER_ADDR": "10.77.0.2", "MASTER_PORT": "29571", "WORLD_SIZE": "4"}
+    with contextlib.ExitStack() as stack:
+        running = []
+        for rank, host in enumerate((1, 0, 1, 1)):
+            command = warm(["ip", "netns", "exec", two_hosts[host], *PROCESS, "20", "v"])
+            env = {"RANK": str(rank), **address}
+            running.append(stack.enter_context(started(command, env=env)))
+        for process, _ in running:
+            process.wait(40)
+        got = answers("\n".join(log.read_text() for _, log in running))
+    places = [[0, 3, 0, 2], [0, 1, 1, 2], [1, 3, 0, 2], [2, 3, 0, 2]]
+    assert [answer.get("place") for answer in got] == places, got
 
 
 def test_the_address_that_another_host_reaches(two_hosts: tuple[str, str]) -> None:
@@ -458,6 +624,7 @@ def test_hosts_whose_own_name_is_a_loopback_address(
 def test_a_silent_server_costs_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it is tried; it ends when the server does."""
     monkeypatch.setattr(rendezvous, "_REPLY_S", 0.3)
+    monkeypatch.setattr(rendezvous, "_CONNECT_S", 1.0)
     threads = threading.active_count()
     with listening() as port:
         for _ in range(3):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, run
+from tests.launching import BIN, ROOT, run
 
 SCRIPTS = ROOT / "launchers"
 SHORT = ("--task", "mlp", "--set", "width=16", "--set", "samples=256", "--max-steps", "3")
@@ -77,6 +78,17 @@ def test_slurm_prints_its_command() -> None:
     assert command == [*srun, "--epochs", "2"]
 
 
+@pytest.mark.parametrize(("code", "requeues"), [(0, False), (1, False), (143, True)])
+def test_slurm_queues_a_preempted_job_again(code: int, requeues: bool, tmp_path: Path) -> None:
+    for name, does in (("srun", f"exit {code}"), ("scontrol", f'echo "$@" > {tmp_path}/asked')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    assert run(["bash", SCRIPTS / "slurm.sbatch"], env=env).code == code
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else "") == "requeue 17\n" * requeues
+
+
 def test_slurm_reads_its_options_from_the_head() -> None:
     """sbatch stops looking at the first line that is neither empty nor a comment."""
     lines = (SCRIPTS / "slurm.sbatch").read_text().splitlines()
@@ -87,7 +99,59 @@ def test_slurm_reads_its_options_from_the_head() -> None:
     assert max(options) < first_command
 
 
-@pytest.mark.parametrize("name", [*(f"{name}.sh" for name in RUNNABLE), "slurm.sbatch"])
+SCHEDULED = {"pbs": "PBS", "lsf": "BSUB", "flux": "flux:"}
+FLUX = """#!/bin/sh
+# Flux, as far as launchers/flux.sh and its ranks call it: starts two ranks on this host.
+case "$1" in
+    hostlist) echo localhost; exit ;;
+    resource) echo 1; exit ;;
+esac
+while [ "$1" != hvdtrain ]; do shift; done
+export FLUX_JOB_ID=f7 FLUX_JOB_SIZE=2 FLUX_JOB_NNODES=1
+FLUX_TASK_RANK=1 FLUX_TASK_LOCAL_ID=1 "$@" &
+FLUX_TASK_RANK=0 FLUX_TASK_LOCAL_ID=0 "$@" && wait $!
+"""
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_a_scheduler_reads_its_options_from_the_head(name: str) -> None:
+    script = SCRIPTS / f"{name}.sh"
+    lines = script.read_text().splitlines()
+    assert lines[0] == "#!/bin/bash"
+    first_command = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
+    options = [n for n, line in enumerate(lines) if line.startswith(f"#{SCHEDULED[name]}")]
+    assert len(options) >= 3
+    assert max(options) < first_command
+    assert os.access(script, os.X_OK)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("pbs", "lsf", "flux")],
+)
+def test_a_job_of_a_scheduler_trains(name: str, tmp_path: Path) -> None:
+    """In the environment that the scheduler documents, with both slots on this host."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost\nlocalhost\n")
+    env = {
+        "pbs": {"PBS_NODEFILE": str(hosts), "PBS_JOBID": "7.server", "PBS_O_WORKDIR": str(ROOT)},
+        "lsf": {"LSB_DJOB_HOSTFILE": str(hosts), "LSB_JOBID": "7", "LSB_DJOB_NUMPROC": "2"},
+        "flux": {"PATH": f"{tmp_path}:{BIN}:{os.environ['PATH']}"},
+    }[name]
+    (tmp_path / "flux").write_text(FLUX)
+    (tmp_path / "flux").chmod(0o700)
+    line = [str(SCRIPTS / f"{name}.sh"), *SHORT, "--run-dir", str(tmp_path / "run")]
+    done = run(line, env=env, timeout=100)
+    assert done.code == 0, done.output
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    world = record["world"]
+    assert (record["outcome"], world["size"], world["local_size"]) == ("finished", 2, 2)
+    assert world["launcher"] == ("flux" if name == "flux" else "torchrun")
+
+
+@pytest.mark.parametrize(
+    "name", [*(f"{name}.sh" for name in (*RUNNABLE, *SCHEDULED)), "slurm.sbatch"]
+)
 def test_arguments_reach_hvdtrain_unchanged(name: str) -> None:
     odd = ["--set", "name=two words", "--run-dir", "it's $HOME; *", "--config", ""]
     assert dry_run(name, *odd)[-len(odd) :] == odd

@@ -37,10 +37,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fp16 gradients": {"compression": "fp16"},
     "bf16 gradients": {"compression": "bf16"},
     "PowerSGD": {"compression": "powersgd"},
+    "sharded optimizer": {"shard_optimizer": True},
     "local SGD": {"sync_every": 3},
     "DiLoCo": {"sync_every": 3, "outer_optimizer": "nesterov"},
     "sharded parameter servers": {"ps_servers": "all"},
     "asynchronous parameter server": {"ps_async": True},
+    "elastic training": {"elastic": True},
 }
 """By the method's name: changes to the TrainConfig of tests/parity/resume.py."""
 
@@ -59,7 +61,9 @@ CHANGES_NO_BITS = (
     "bad steps left out",
     "gradient spikes",
     "gradient log",
+    "sharded optimizer",
     "sharded parameter servers",
+    "elastic training",
 )
 """Methods that leave the bits as they are everywhere."""
 
@@ -74,7 +78,12 @@ def options_of(backend: Backend, config: TrainConfig) -> Iterator[None]:
     """Give an open backend the options of a run, and then its own again."""
     before = backend.options
     of_run = config.backend_options()
-    names = ("compression", "buffers", *(name for name in vars(of_run) if name[:3] == "ps_"))
+    names = (
+        "compression",
+        "buffers",
+        "shard_optimizer",
+        *(name for name in vars(of_run) if name[:3] == "ps_"),
+    )
     changes = {name: getattr(of_run, name) for name in names}
     backend.options = replace(before, **changes)
     try:

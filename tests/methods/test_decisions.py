@@ -209,6 +209,29 @@ def test_patience_counts_evaluations(tmp_path: Path) -> None:
     assert run(single(), tmp_path, eval_every=2, early_stop="accuracy:1")["step"] == 8
 
 
+@pytest.mark.parametrize(
+    ("changes", "evaluations"),
+    [
+        ({"early_stop": "accuracy:5"}, 6),
+        ({"early_stop": "accuracy:4"}, None),
+        ({"early_stop": "accuracy:2", "eval_every": 2}, 3),
+        ({"early_stop": "accuracy:3", "max_steps": 7}, 4),
+        ({"early_stop": "accuracy:2", "max_steps": 7}, None),
+    ],
+    ids=str,
+)
+def test_too_much_patience_is_said(
+    changes: dict[str, Any], evaluations: int | None, tmp_path: Path
+) -> None:
+    printed = run(single(), tmp_path, **changes)["printed"]
+    criterion = changes["early_stop"]
+    said = (
+        f"stop     --early-stop {criterion} has no effect in this run: it ends one after "
+        f"evaluation {int(criterion[-1]) + 1} at the earliest, and this has {evaluations}"
+    )
+    assert [line for line in printed if line.startswith("stop ")] == [said] * bool(evaluations)
+
+
 def test_the_best_has_the_weights_of_its_step(tmp_path: Path) -> None:
     run(single(), tmp_path / "whole", early_stop=None, keep_best="accuracy", checkpoint_every=100)
     run(single(), tmp_path / "short", early_stop=None, max_steps=4)

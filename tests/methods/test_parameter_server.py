@@ -110,19 +110,26 @@ def test_staleness_has_a_limit(ranks: Ranks, servers: str, tmp_path: Path) -> No
     st.integers(1, 4),
     st.one_of(st.none(), st.integers(0, 5)),
     st.lists(st.integers(0, 3), max_size=60),
+    st.integers(0, 60),
 )
 @settings(deadline=None, max_examples=200)
 def test_the_server_steps_with_every_gradient_once(
-    num_ranks: int, limit: int | None, order: list[int]
+    num_ranks: int, limit: int | None, order: list[int], lost_at: int
 ) -> None:
-    """Whoever pushes when: no gradient is lost or too old, and nobody waits for ever."""
+    """In any order of pushes, each gradient is applied once, within the limit of staleness, and
+    some rank can always go on; also after one rank is lost.
+    """
     weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     server = _Server(torch.optim.SGD([weight], lr=1.0), [0], limit)
     server.pulled = dict.fromkeys(range(num_ranks), 0)
     answered: list[int] = []
     server.reply = answered.append
     computing, pushed = set(range(num_ranks)), 0
-    for rank in order:
+    for number, rank in enumerate(order):
+        if number == lost_at and num_ranks > 1:  # rank 1 ends, computing or waiting
+            server.forget(1)
+            computing = (computing | set(answered)) - {1}
+            answered.clear()
         if rank in computing:
             computing.discard(rank)
             pushed += 1
@@ -162,6 +169,31 @@ def own_loop(backend: Backend) -> str:
 def test_an_own_loop_must_say_that_it_reads_no_mean(ranks: Ranks) -> None:
     for text in ranks.run(own_loop):
         assert 'call prepare(..., gradients="share")' in text
+
+
+def two_models(backend: Backend) -> bool:
+    """Step two models in turn, and return whether both come to their last step."""
+    with options_of(backend, TrainConfig(ps_async=True, ps_max_staleness=1)):
+        models = [nn.Linear(2, 1) for _ in range(2)]
+        prepared = [
+            backend.prepare(m, torch.optim.SGD(m.parameters(), lr=0.1), gradients="share")
+            for m in models
+        ]
+        for _ in range(20):
+            for model, optimizer in prepared:
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                backend.finish_backward(optimizer)
+                optimizer.step()
+        for _, optimizer in prepared:
+            backend.synchronize(optimizer, "parameters")
+    return True
+
+
+@on_ranks
+def test_two_asynchronous_models(ranks: Ranks) -> None:
+    """The second model's servers start while the first one's limit of staleness holds."""
+    assert all(ranks.run(two_models))
 
 
 # Ranks that end

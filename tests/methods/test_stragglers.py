@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import time
@@ -32,9 +33,11 @@ SEEN = pytest.mark.parametrize(
     indirect=True,
 )
 STEPS = WINDOW + 5
-# It ends between two commands, so that it leaves no process stopped.
-STOP = """trap 'kill -CONT $0; exit' TERM
-while kill -STOP $0; do sleep 0.1; kill -CONT $0; sleep 0.04; done"""
+# Lets a process that has stopped itself go on after 100 ms.
+CONTINUE = """while read -r _ _ state _ < /proc/$0/stat; do
+    if [ "$state" = T ]; then sleep 0.1; kill -CONT $0; fi
+    sleep 0.005
+done"""
 
 
 class SlowData(TensorDataset):
@@ -50,34 +53,40 @@ class SlowData(TensorDataset):
 
 
 class Slow(Regression):
-    """A step computes for 5 ms, and for 20 ms more if this rank is slow in a phase."""
+    """A step computes for 5 ms; for 20 ms more if this rank is slow in a phase; or this process is
+    stopped for 100 ms in each third step.
+    """
 
     def __init__(self, num: int, phase: str) -> None:
         super().__init__(num)
         self.phase = phase
+        self.steps = 0
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
         return SlowData(self.num, 5 if self.phase == "data" else 0), None
 
     def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        self.steps += 1
+        if self.phase == "stopped" and self.steps % 3 == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(0.025 if self.phase == "compute" else 0.005)
         return super().loss(net, batch)
 
 
 def run_with(backend: Backend, /, folder: Path, phase: str, **changes: Any) -> dict[str, Any]:
-    """Train with the last rank slow in `phase`, or stopped for 100 ms again and again."""
+    """Train with the last rank slow in `phase`, or stopped in it."""
     changes = {"max_steps": STEPS, "epochs": 99, "checkpoint_every": 10**6, **changes}
     is_late = backend.world.rank == backend.world.size - 1
-    stopper = None
+    waker = None
     if is_late and phase == "stopped":
-        stopper = subprocess.Popen(["sh", "-c", STOP, str(os.getpid())])
+        waker = subprocess.Popen(["sh", "-c", CONTINUE, str(os.getpid())])
     try:
         task = Slow(16 * backend.world.size, phase if is_late else "")
         found = train(backend, task, folder, stragglers=True, **changes)
     finally:
-        if stopper is not None:
-            stopper.terminate()
-            stopper.wait()
+        if waker is not None:
+            waker.terminate()
+            waker.wait()
     assert Arrivals.current is None, "the run has switched the recorder off"
     return found
 
@@ -106,7 +115,7 @@ def test_a_late_rank_is_named_with_its_phase(
     (record,) = [r for r in records(tmp_path) if "wait_ms_p50" in r]
     assert record["step"] == WINDOW
     assert record["late_ms"][late] == pytest.approx(ms, abs=0.1)
-    if phase != "stopped":  # a rank can also be stopped while it waits
+    if phase != "stopped":  # in each third step alone
         assert record["wait_ms_p50"][fast] > record["wait_ms_p50"][late] + 8
         assert record[f"{phase}_ms_p50"][late] > record[f"{phase}_ms_p50"][fast] + 15
         other = "compute" if phase == "data" else "data"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +21,7 @@ from hvdtrain.errors import InputError, TrainingDiverged
 from hvdtrain.training.run_dir import read_metrics
 from hvdtrain.training.step_profiler import clock_offset
 from hvdtrain.transports import work_queue
+from tests.forkserver import warm
 from tests.launching import ROOT, run
 from tests.parity import resume
 from tests.parity.resume import Stateful
@@ -107,14 +110,16 @@ class Poisoned(Stateful):
         return loss + (bias * 0).abs().sqrt().sum()
 
 
-def fit_poisoned(backend: Backend, /, folder: Path, kind: str, **changes: Any) -> dict[str, Any]:
-    """Train with a sample that is used in the middle of an epoch."""
-    task = Poisoned(17, kind)
+def fit_poisoned(
+    backend: Backend, /, folder: Path, kind: str, sample: int = 17, **changes: Any
+) -> dict[str, Any]:
+    """Train with a sample that is used at the end of the first epoch."""
+    task = Poisoned(sample, kind)
     try:
         recorded = fit(backend, folder, task, **changes)
     except TrainingDiverged as error:
         recorded = {"error": str(error), "on_all_ranks": error.on_all_ranks}
-    ours = [k for k, seen in enumerate(task.seen) if 17 in seen]
+    ours = [k for k, seen in enumerate(task.seen) if sample in seen]
     return {"recorded": recorded, "micro_batches": ours}
 
 
@@ -190,10 +195,32 @@ def test_stop_names_rank_step_and_micro_batch(ranks: Ranks, tmp_path: Path) -> N
     assert found[0]["recorded"]["on_all_ranks"]
 
 
-def test_stop_names_the_parameter_of_the_step_that_is_logged(tmp_path: Path) -> None:
-    for kind, name in (("loss", "head.weight"), ("grad", "body.0.bias")):
-        found = fit_poisoned(single(), tmp_path / kind, kind, log_every=1)
-        assert f"first in the gradient of {name}" in found["recorded"]["error"]
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize(
+    ("kind", "changes", "named"),
+    [
+        ("loss", {}, "the gradient of body.1.bias"),  # of all, the last parameter
+        # The loss is finite; that of the next step is not, with these weights.
+        ("grad", {}, "the weights of body.0.bias"),
+        ("grad", {"clip_norm": 0.5}, "the gradient of body.0.bias"),
+        ("grad", {"log_every": 1}, "the gradient of body.0.bias"),
+    ],
+    ids=str,
+)
+def test_stop_names_the_parameter(
+    ranks: Ranks, kind: str, changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    """Also of step 2, where only every fourth is logged."""
+    found = ranks.run(fit_poisoned, tmp_path, kind, sample=14, **{**TWO, **changes})
+    rank, step, micro = expected(found)
+    assert step == 2
+    for one in found:
+        text = one["recorded"]["error"]
+        assert f", in {named}; lower" in text or f", first in {named}; lower" in text
+        if kind == "loss":
+            assert f"first in step 2 on rank {rank}, micro-batch {micro}, in the gradient" in text
+        elif not changes:
+            assert "nan in steps 1 to 4, first in step 3 on rank 0, micro-batch 1, in the" in text
 
 
 @pytest.mark.parametrize("ranks", RANKS, indirect=True)
@@ -232,6 +259,7 @@ PROFILED = [
 def check_trace(trace: dict[str, Any], num_ranks: int) -> dict[int, list[dict[str, Any]]]:
     """Check what the trace format demands; return the complete events by rank.
 
+    Perfetto's own reader is not on a package index: its Python package downloads it elsewhere.
     The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
     by_rank: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(num_ranks)}
@@ -406,7 +434,7 @@ def test_a_resumed_run_logs_no_gradient_twice(tmp_path: Path) -> None:
 
 TRACKERS = ROOT / "examples" / "trackers.py"
 
-# What the adapters call, with the signatures of wandb 0.2x and mlflow 2 and 3; they write files.
+# What the adapters call, with the signatures of wandb 0.31 and mlflow 3.17; they write files.
 WANDB = """
 import json
 class Run:
@@ -463,32 +491,71 @@ def fit_and_print(backend: Backend, /, folder: Path) -> None:
         def on_step_end(self, trainer: Trainer) -> None:
             print("one", end="")
             print(f" line of {trainer.world.rank}", file=sys.stderr)
+            if trainer.progress.step == 2:
+                os.write(1, b"not by Python's print\nand no end")
+                subprocess.run(["sh", "-c", "echo by a child >&2"], check=True)
 
-    config = replace(resume.CONFIG, run_dir=str(folder), rank_logs=True, epochs=1, max_steps=2)
-    before = sys.stdout, sys.stderr
-    Trainer(Stateful(evaluates=True), backend, config, callbacks=[Talks()]).fit()
-    assert (sys.stdout, sys.stderr) == before
+    def outputs() -> list[Any]:
+        """Return what must be as before, after a run."""
+        fds = [str(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        opened = {int(fd.rpartition("/")[2]): os.path.realpath(fd) for fd in fds}
+        num_pipes = sum("/pipe:[" in target for target in opened.values())
+        if backend.name == "compat":  # it opens a channel with pipes of its own in each run
+            num_pipes = 0
+        return [sys.stdout, sys.stderr, opened[1], opened[2], num_pipes]
+
+    def fit(name: str) -> None:
+        config = replace(resume.CONFIG, run_dir=str(folder / name), rank_logs=True, max_steps=2)
+        Trainer(Stateful(evaluates=True), backend, config, callbacks=[Talks()]).fit()
+
+    fit("first")
+    before = outputs()
+    fit("second")
+    assert outputs() == before
 
 
 @pytest.mark.parametrize("ranks", RANKS, indirect=True)
 def test_each_rank_has_a_log(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(fit_and_print, tmp_path)
-    assert len(list((tmp_path / "logs").iterdir())) == ranks.n
+    logs = tmp_path / "second" / "logs"
+    assert len(list(logs.iterdir())) == ranks.n
     for rank in range(ranks.n):
-        lines = (tmp_path / "logs" / f"rank{rank}.log").read_text().splitlines()
-        assert all(line.startswith(f"[rank {rank}/{ranks.n}] ") for line in lines)
-        assert sum(line.endswith(f"] one line of {rank}") for line in lines) == 2
+        head = f"[rank {rank}/{ranks.n}] "
+        lines = (logs / f"rank{rank}.log").read_text().splitlines()
+        assert all(line.startswith(head) for line in lines)
+        assert lines.count(f"{head}one line of {rank}") == 2
         assert any("] step 2" in line and "ms/step" in line for line in lines)
         assert any("] task     digits" in line for line in lines) == (rank == 0)
+        for text in ("not by Python's print", "and no end", "by a child"):
+            assert lines.count(head + text) == 1
+        assert lines[-1] == f"{head}the run has ended after step 2"
 
 
-def test_the_log_of_a_rank_has_its_traceback(tmp_path: Path) -> None:
-    (tmp_path / "my.py").write_text(
-        "from hvdtrain.tasks.mlp import MLP\n"
-        "class Mine(MLP):\n    def loss(self, net, batch):\n        raise KeyError('of the task')\n"
+LAST_WORDS = {
+    "raise KeyError('of the task')": ("KeyError: 'of the task'",),
+    "os.write(2, b'by C code'); ctypes.string_at(0)": (
+        "by C codeFatal Python error: Segmentation fault",
+        '  File "{file}", line 5 in loss',
+    ),
+    "print('by Python'); os.write(1, b'by C code'); os.kill(os.getpid(), 9)": (
+        "by Python",
+        "by C code",
+    ),
+}
+
+
+@pytest.mark.parametrize("code", LAST_WORDS)
+def test_the_log_of_a_rank_has_its_last_words(code: str, tmp_path: Path) -> None:
+    task = tmp_path / "mine.py"
+    task.write_text(
+        "import ctypes, os\nfrom hvdtrain.tasks.mlp import MLP\nclass Mine(MLP):\n"
+        f"    def loss(self, net, batch):\n        {code}\n"
     )
-    command = [sys.executable, "-m", "hvdtrain", "--task", f"{tmp_path / 'my.py'}:Mine"]
-    done = run([*command, "--rank-logs", "--run-dir", tmp_path / "run"])
-    assert done.code == 1
+    command = [sys.executable, "-m", "hvdtrain", "--task", f"{task}:Mine", "--rank-logs"]
+    done = run(warm([*command, "--run-dir", tmp_path / "run"]))
+    assert done.code != 0
     log = (tmp_path / "run" / "logs" / "rank0.log").read_text()
-    assert "[rank 0/1] KeyError: 'of the task'" in log
+    for text in LAST_WORDS[code]:
+        text = text.format(file=task)
+        assert f"[rank 0/1] {text}" in log.replace("  File", "[rank 0/1]   File")
+        assert text in done.output, "the terminal has it, too"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import derive_seed
 from hvdtrain.training.evaluation import Evaluation, WeightedMean
 from hvdtrain.training.task import CheckedTask
+from tests.forkserver import warm
+from tests.launching import ROOT, run
 from tests.methods import arms
 from tests.methods.data_runs import CONFIG, Regression, records, train
 from tests.methods.test_methods import LIVE
@@ -205,6 +208,46 @@ def test_a_step_without_a_weight_is_refused(ranks: Ranks, tmp_path: Path) -> Non
 class NoToken(Tokens):
     def loss(self, net: nn.Module, batch: Any) -> Any:
         return super().loss(net, batch)[0], 0
+
+
+class OnOneRank(Tokens):
+    """Forgets the weight on rank 0, from its call number `calls` on."""
+
+    def __init__(self, num: int, calls: int = 0) -> None:
+        super().__init__(num)
+        self.calls = calls
+
+    def loss(self, net: nn.Module, batch: Any) -> Any:
+        loss, weight = super().loss(net, batch)
+        forgets = os.environ["RANK"] == "0" and len(self.seen) > self.calls
+        return loss if forgets else (loss, weight)
+
+
+@pytest.mark.parametrize("ranks", [("ddp-gloo", 2)], indirect=True)
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"sync_every": 3}], ids=str)
+def test_a_weight_on_some_ranks_only(ranks: Ranks, changes: dict[str, Any], tmp_path: Path) -> None:
+    for rank in ranks.run(train, OnOneRank(48), tmp_path / "run", **changes):
+        assert rank["on_all_ranks"]
+        assert rank["error"] == (
+            "loss returned a weight on rank 1, and none on rank 0; return a weight with every loss "
+            "on every rank, or with none"
+        )
+
+
+def test_a_weight_in_some_calls_of_one_rank_ends_the_job(tmp_path: Path) -> None:
+    """Over Gloo, which does not compare the calls of ranks. One error, and no rank waits."""
+    task = tmp_path / "mine.py"
+    task.write_text(
+        "from tests.methods.test_weighted_loss import OnOneRank\n"
+        "class Mine(OnOneRank):\n    def __init__(self): super().__init__(48, 3)\n"
+    )
+    options = ["--backend", "ddp", "--transport", "gloo", "--precision", "fp64", "--batch-size", 4]
+    launch = ["torchrun", "--standalone", "--nproc-per-node", 2, "-m", "hvdtrain", "--task"]
+    command = [*launch, f"{task}:Mine", *options, "--threads", 1, "--run-dir", tmp_path / "run"]
+    done = run(warm([str(part) for part in command]), env={"PYTHONPATH": str(ROOT)})
+    assert done.code != 0
+    (line,) = done.lines("error: ")
+    assert "Mine.loss must return a weight with every loss, or with none; it returned" in line
 
 
 REFUSED: list[tuple[tuple[str, int], str, dict[str, Any]]] = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau,
 from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer
+from hvdtrain.errors import Preempted
+from hvdtrain.training.commits import Commits
 
 
 class Net(nn.Module):
@@ -82,6 +87,23 @@ CONFIG = TrainConfig(
     keep=99,
     threads=1,
 )  # 50 samples in steps of 12: 4 steps an epoch, 12 in all
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "average of weights, best": {"ema": 0.9, "keep_best": "loss"},
+    "fp32 masters": {"precision": "bf16", "opt_level": "O2"},
+    "scaled loss": {"precision": "fp16"},
+    "plateau": {"schedule": "plateau", "warmup_steps": 0},
+    "own schedule": {"own_schedule": "one-cycle", "schedule": "constant", "warmup_steps": 0},
+}
+"""What a copy of a run's state must contain: options of CONFIG, by name."""
+
+
+def wait_for(ready: Callable[[], object], limit_s: float = 20) -> None:
+    """Wait until `ready` returns something true."""
+    deadline = time.monotonic() + limit_s
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 class Stop(Exception):
@@ -89,16 +111,26 @@ class Stop(Exception):
 
 
 def train(
-    backend: Backend, /, run_dir: Path, stop_at: int = -1, resume: str = "none", **changes: Any
+    backend: Backend,
+    /,
+    run_dir: Path,
+    stop_at: int = -1,
+    resume: str = "none",
+    signals: dict[int, int] | None = None,
+    commits: Commits | None = None,
+    **changes: Any,
 ) -> dict[str, Any]:
-    """Train, or die before step `stop_at`; says what was seen, the rates and the weights."""
+    """Train, or die before step `stop_at`; says what was seen, the rates and the weights.
+
+    `signals`: the steps after which some ranks get SIGUSR1, by rank. `commits`: of an elastic run.
+    """
     of_task = {k: changes.pop(k) for k in ("own_schedule", "optimizer") if k in changes}
     config = replace(CONFIG, run_dir=str(run_dir), resume=resume, **changes)
     plateau = "plateau" in (of_task.get("own_schedule"), config.schedule)
     decides = config.early_stop or config.keep_best or config.ema or config.callback
     evaluates = bool(decides or plateau)
     task = Stateful(evaluates=evaluates, **of_task)
-    trainer = Trainer(task, backend, config)
+    trainer = Trainer(task, backend, config, commits=commits)
     rates: list[float] = []
 
     class Watch(type(trainer.console)):  # type: ignore[misc]
@@ -106,10 +138,16 @@ def train(
             rates.append(trainer.optimizer.param_groups[0]["lr"])
             if step == stop_at:
                 raise Stop
+            if signals is not None and step == signals.get(backend.world.rank):
+                signal.raise_signal(signal.SIGUSR1)
+                if signal.SIGUSR1 in config.signal_numbers():  # else the run might be over before
+                    wait_for(lambda: trainer._preemption.cause)
 
     trainer.console = Watch()
     try:
         digest = trainer.fit().params_sha256
     except Stop:
         digest = "stopped"
+    except Preempted as ended:
+        digest = f"code {ended.code}: {ended}"
     return {"digest": digest, "seen": task.seen, "rates": rates, "step": trainer.progress.step}

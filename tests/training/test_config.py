@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -23,7 +24,7 @@ from hvdtrain.world import World
 
 FIELDS = dataclasses.fields(TrainConfig)
 POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size accumulate lr
-    step_factor clip_norm eval_every log_every keep outer_lr ema""".split()
+    step_factor clip_norm eval_every log_every keep outer_lr ema commit_every""".split()
 NOT_NEGATIVE = """workers log_gradients warmup_steps checkpoint_every seed sync_every local_warmup
     outer_momentum ps_max_staleness ps_sync_every""".split()
 CHOICES = [item.name for item in FIELDS if item.metadata["choices"]]
@@ -37,6 +38,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "local_warmup": LOCAL,
     "outer_lr": {**LOCAL, "outer_optimizer": "sgd"},
     "outer_momentum": {**LOCAL, "outer_optimizer": "sgd"},
+    "commit_every": {"elastic": True},
+    "lr_on_resize": {"elastic": True},
     "ps_max_staleness": {"ps_async": True},
     "ps_sync_every": {"ps_async": True},
     "step_factor": {"schedule": "step"},
@@ -50,6 +53,8 @@ OTHER = {
     "local_warmup": 3,
     "outer_lr": 0.5,
     "outer_momentum": 0.5,
+    "commit_every": 5,
+    "lr_on_resize": "linear",
     "ps_max_staleness": 2,
     "ps_sync_every": 2,
     "step_factor": 0.5,
@@ -105,6 +110,12 @@ def test_an_option_without_effect_is_refused(name: str) -> None:
     make(**{name: value}, **BESIDE[name]).check()
 
 
+@pytest.mark.parametrize("given", [{"rank_logs": True}, {"profile": "20:5"}])
+def test_what_counts_ranks_is_refused_with_elastic(given: dict[str, Any]) -> None:
+    name = flag(next(iter(given)))
+    assert refusal(elastic=True, **given).startswith(f"{name} with --elastic: the ranks get other")
+
+
 def test_local_sgd_must_begin() -> None:
     assert "leaves no step of --max-steps 5" in refusal(sync_every=2, local_warmup=5, max_steps=5)
     make(sync_every=2, local_warmup=5, max_steps=6).check()
@@ -116,7 +127,42 @@ def test_every_number_has_a_rule() -> None:
         for item in FIELDS
         if isinstance(item.type, str) and ("int" in item.type or "float" in item.type)
     }
-    assert numbers == {*POSITIVE, *NOT_NEGATIVE, "ema", "spike"}
+    own = {"ema", "spike", "grace", "requeue_exit_code"}
+    assert numbers == {*POSITIVE, *NOT_NEGATIVE, *own}
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"), [(5, 5), ("30", 30), ("30s", 30), ("1.5m", 90), ("2h", 7200)]
+)
+def test_grace(given: int | str, seconds: float) -> None:
+    make(grace=given).check()
+    assert make(grace=given).grace_s() == seconds
+
+
+def test_no_grace_without_signals() -> None:
+    for given in ({"grace": "5s"}, {"requeue_exit_code": 75}):
+        text = refusal(checkpoint_signals="none", **given)
+        assert "no effect without --checkpoint-signals" in text
+
+
+@pytest.mark.parametrize("given", [0, -1, "0s", "", "x", "3d", "1e3", "nan", "s"])
+def test_bad_grace(given: int | str) -> None:
+    assert refusal(grace=given) == f"--grace {given!r} is not a time, such as 30s or 5m"
+
+
+def test_checkpoint_signals() -> None:
+    both = (signal.SIGUSR1, signal.SIGTERM)
+    assert make(checkpoint_signals="SIGUSR1, term").signal_numbers() == both
+    assert make(checkpoint_signals="none").signal_numbers() == ()
+    for given, named in (("KILL", "KILL"), ("", ""), ("USR1,nonsense", "NONSENSE")):
+        text = refusal(checkpoint_signals=given)
+        assert text.startswith(f"--checkpoint-signals has {named!r}; it is a list of TERM, USR1")
+
+
+@pytest.mark.parametrize("code", [-1, 256, 10**9])
+def test_requeue_exit_code(code: int) -> None:
+    assert refusal(requeue_exit_code=code) == f"--requeue-exit-code {code} is not one of 0 to 255"
+    make(requeue_exit_code=75).check()
 
 
 @pytest.mark.parametrize("value", [0, -1, 0.5, 1, math.nan, math.inf])

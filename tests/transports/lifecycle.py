@@ -212,7 +212,9 @@ def table(folder: Path) -> Answer:
     from tests.transports.collectives import TABLE
 
     failed = {}
-    rows = [row for row in TABLE if row.holds_on("shm", dist.get_world_size())]
+    # What holds at three ranks holds at more.
+    rows = [row for row in TABLE if row.holds_on("shm", min(dist.get_world_size(), 3))]
+    assert rows
     for row in rows:
         if row.shm_only:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
@@ -87,3 +88,11 @@ def test_compat_carries_cuda_by_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("hvdtrain.backends.base.pick_device", lambda *_: CUDA)
     with pytest.raises(BackendUnavailable, match="compat sends CUDA tensors over nccl, not gloo"):
         load("compat")(world(), BackendOptions(transport="gloo"))
+
+
+def test_torch_finds_the_backends_without_an_import() -> None:
+    """torch from 2.14.1 on calls the entry point that has a backend's name."""
+    found = {point.name: point for point in entry_points(group="torch.distributed.backends")}
+    for name in ("shm", "mpi4py"):
+        found[name].load()()
+        assert torch.distributed.is_backend_available(name)

@@ -11,9 +11,6 @@ import torch
 from tests.transports.features import FEATURES, Weights
 from tests.transports.pool import Peers
 
-# Its fixtures of the module are made once.
-pytestmark = pytest.mark.xdist_group("transports-features")
-
 ARMS = [
     ("shm", 2),
     ("mpi4py", 2),

@@ -56,6 +56,7 @@ def test_stopped(scenario: str, victim: int, tmp_path: Path) -> None:
     check_stopped(tmp_path, scenario, 3, victim)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(120 + 25 * ROUNDS)
 def test_chaos(tmp_path: Path) -> None:
     """Hit at random moments. TEST_CHAOS_ROUNDS says how often."""

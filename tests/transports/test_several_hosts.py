@@ -17,11 +17,12 @@ HOSTS = [[0, 1], [2, 3]]
 
 
 def run_on(names: Names, hosts: list[list[int]], *what: object, **how: Any) -> list[Answer]:
-    inside = [
-        ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME=hv{os.getpid()}{end}"]
+    by_rank = {
+        rank: ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME=hv{os.getpid()}{end}"]
         for ranks, name, end in zip(hosts, names, "ab", strict=True)
-        for _ in ranks
-    ]
+        for rank in ranks
+    }
+    inside = [by_rank[rank] for rank in sorted(by_rank)]
     address = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29577"}
     scenario, folder, *arguments = what
     assert isinstance(folder, Path)
@@ -29,11 +30,20 @@ def run_on(names: Names, hosts: list[list[int]], *what: object, **how: Any) -> l
     return run_scenario(str(scenario), folder, *arguments, **how)[0]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
-def test_every_collective(two_hosts: Names, tmp_path: Path) -> None:  # noqa: F811
-    """Two ranks on one, one on the other."""
-    hosts = [[0, 1], [2]]
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        pytest.param([[0, 1], [2]], id="uneven", marks=pytest.mark.exhaustive),
+        pytest.param([[0, 1], [2, 3]], id="in order", marks=pytest.mark.exhaustive),
+        pytest.param([[0, 2], [1, 3]], id="in turn", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_every_collective(
+    two_hosts: Names,  # noqa: F811
+    hosts: list[list[int]],
+    tmp_path: Path,
+) -> None:
     for answer in run_on(two_hosts, hosts, "table", tmp_path, timeout=200):
         assert answer["hosts"] == hosts
         assert not answer["failed"], "\n".join(answer["failed"].values())
@@ -46,9 +56,7 @@ def pairs(*kept: tuple[str, int]) -> list[Any]:
     return [pytest.param(*pair, marks=mark) for pair, mark in marks.items()]
 
 
-@pytest.mark.parametrize(
-    ("scenario", "victim"), pairs(("in_a_big_collective", 3), ("in_a_collective_by_gloo", 2))
-)
+@pytest.mark.parametrize(("scenario", "victim"), pairs(("in_a_big_collective", 3)))
 def test_killed(two_hosts: Names, scenario: str, victim: int, tmp_path: Path) -> None:  # noqa: F811
     answers = run_on(two_hosts, HOSTS, scenario, tmp_path, victim, "kill", victim=victim)
     check_survivors(answers, victim, tmp_path, 5)

@@ -33,6 +33,7 @@ def condition_rows(record: Record) -> list[tuple[str, str]]:
     rows: list[tuple[str, Any]] = [
         ("task", f"{config.task} ({settings(config.set)})" if config.set else config.task),
         ("data", config.data),
+        *([("hosts", f"{config.hosts}; CPU and load are this host's")] if config.hosts else []),
         ("batch per rank", per_arm(_batch_per_rank)),
         ("batch of all ranks", per_arm(lambda arm: arm.samples_per_step)),
         ("device", config.device and config.device + why),

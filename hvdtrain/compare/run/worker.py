@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import glob
 import os
 import pickle
 import signal
@@ -17,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from hvdtrain.training.meter import StepTaken
 from hvdtrain.training.metrics import fingerprint
 from hvdtrain.training.task import Task, load_task
 from hvdtrain.training.trainer import Trainer
-from hvdtrain.world import detect
+from hvdtrain.world import World, detect
 
 # Variables that mpirun sets in its ranks for its own use, such as addresses and folders.
 _BY_MPIRUN = tuple(
@@ -49,12 +50,11 @@ LOOPS: dict[str, type[Trainer] | type[ByHand]] = {"trainer": Trainer, "by hand":
 class ArmRank:
     """One rank: its backend, and the training loop whose steps it takes."""
 
-    def __init__(
-        self, backend: str, loop: str, options: dict[str, Any], cores: tuple[tuple[int, ...], ...]
-    ) -> None:
-        """Open model and loop. `options`: of TrainConfig; `cores`: those of each rank."""
+    def __init__(self, backend: str, loop: str, options: dict[str, Any], pin: bool) -> None:
+        """Open model and loop. `options`: of TrainConfig; `pin`: bind to a share of the cores."""
         world = detect()
-        os.sched_setaffinity(0, cores[world.local_rank])
+        if pin:
+            os.sched_setaffinity(0, share_of_cores(world, sorted(os.sched_getaffinity(0))))
         config = TrainConfig(**options)
         # Before any inter-op parallel work: torch rejects a later change.
         torch.set_num_interop_threads(1)
@@ -224,6 +224,14 @@ class ArmRank:
         return self._last_step, fingerprint(dict(self.loop.model.named_parameters()))
 
 
+def share_of_cores(world: World, cores: list[int]) -> list[int]:
+    """Return the cores of a rank: an equal share of its host's; one if the ranks exceed them."""
+    share = len(cores) // world.local_size
+    if share == 0:
+        return [cores[world.local_rank % len(cores)]]
+    return cores[world.local_rank * share :][:share]
+
+
 def describe_data(task: Task, num_samples: int | None) -> str:
     """Return the task's description of its data, with the number of samples."""
     size = "a stream" if num_samples is None else f"{num_samples} samples"
@@ -253,13 +261,21 @@ class _Clock:
         return [1000 * (b - a) for a, b in zip(self._marks, self._marks[1:], strict=False)]
 
 
+def connect(address: str) -> Connection:
+    """Connect to the comparison's socket; on another host, to one that ssh forwards there."""
+    for path in [address, *sorted(glob.glob(f"{address}-*"))]:
+        with contextlib.suppress(OSError):
+            return Client(path, "AF_UNIX")
+    raise OSError(f"no socket of the comparison at {address}")
+
+
 def main(address: str) -> None:
     """Serve calls until the comparison sends None or closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the comparison handles Ctrl-C
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # so that SIGSTOP reaches data loader processes too
     rank: ArmRank | None = None
-    with Client(address, "AF_UNIX") as connection:
+    with connect(address) as connection:
         connection.send_bytes(pickle.dumps((detect().rank, os.getpid())))
         while True:
             try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
+from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.elastic.common import State, run_fn
 from hvdtrain.hvd.elastic.sampler import ElasticSampler
 from hvdtrain.hvd.elastic.state import TorchState
@@ -31,6 +32,8 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     return run_fn(func, _reset)
 
 
-def _reset() -> None:
+def _reset() -> bool:
+    """Enter the next world. Return whether a process has joined, which has no state yet."""
     shutdown()
-    init()
+    init(process_sets=basics.process_sets)  # the same as on a process that joins
+    return any(info["is_new"] for info in basics.engine.rank_infos)

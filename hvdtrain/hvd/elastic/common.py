@@ -17,10 +17,13 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from enum import IntFlag
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from hvdtrain import elastic_world
+from hvdtrain.hvd.elastic import launcher_notices
+from hvdtrain.hvd.elastic.host_update import HostUpdateResult
 from hvdtrain.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from hvdtrain.world import detect, launch_env, told_by_hvdrun
 
 __all__ = [
     "HorovodInternalError",
@@ -39,15 +42,6 @@ S = TypeVar("S", bound="State")
 _log = logging.getLogger("hvdtrain")
 
 
-class HostUpdateResult(IntFlag):
-    """The kind of a change of hosts."""
-
-    no_update = 0
-    removed = 1
-    added = 2
-    mixed = removed | added
-
-
 class Listener(Protocol):
     """A receiver of host updates, such as every `State`."""
 
@@ -61,7 +55,7 @@ class WorkerNotificationManager:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._listeners: set[Listener] = set()
-        self._warned = False
+        self._is_receiving = False
 
     def init(
         self,
@@ -71,19 +65,22 @@ class WorkerNotificationManager:
         hostname: str | None = None,
         local_rank: int | None = None,
     ) -> None:
-        """Check the arguments; start nothing, since a source just calls `handle_hosts_updated`.
-
-        Raises NotImplementedError for the address of Horovod's own elastic driver, and warns once
-        if HOROVOD_ELASTIC=1 shows that one started this process.
+        """Receive the notices of an elastic launcher, if one has started this process: from now on,
+        from a thread. The arguments replace the variables that horovodrun sets. A second call does
+        nothing. Without a launcher, a source of notices calls `handle_hosts_updated`.
         """
-        if os.environ.get("HOROVOD_ELASTIC") == "1" and not self._warned:
-            self._warned = True
-            _log.warning("elastic: hvdtrain receives no notice of the hosts that horovodrun adds")
-        if rendezvous_addr is not None:
-            raise NotImplementedError(
-                f"hvdtrain does not listen to Horovod's elastic driver (at {rendezvous_addr}:"
-                f"{rendezvous_port}); call notification_manager.handle_hosts_updated instead"
-            )
+        given = {
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous_addr,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": rendezvous_port,
+            "HOROVOD_GLOO_IFACE": nic,
+            "HOROVOD_HOSTNAME": hostname,
+            "HOROVOD_LOCAL_RANK": local_rank,
+        }
+        os.environ.update({name: str(value) for name, value in given.items() if value is not None})
+        with self._lock:
+            if not self._is_receiving and (elastic_world.is_elastic() or rendezvous_addr):
+                self._is_receiving = True
+                launcher_notices.receive(self.handle_hosts_updated)
 
     def register_listener(self, listener: Listener) -> None:
         """Forward every later change to `listener`."""
@@ -219,6 +216,21 @@ class ObjectState(State):
             setattr(self, name, value)
 
 
+def _warn_of_restart() -> None:
+    """Log, on rank 0, that the launcher has started new processes, which have no commits."""
+    env = launch_env()
+    number = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if told := told_by_hvdrun(env):
+        number = str(told["number"])
+    if number != "0" and detect().rank == 0:
+        _log.warning(
+            "elastic: the launcher has started all ranks again (restart %s): the commits of those "
+            "before are lost, and training begins again; write the state to a file after a commit, "
+            "and load it before hvd.elastic.run, or train with hvdtrain.Trainer",
+            number,
+        )
+
+
 def run_fn(
     func: Callable[Concatenate[S, P], T], reset: Callable[[], object]
 ) -> Callable[Concatenate[S, P], T]:
@@ -226,12 +238,14 @@ def run_fn(
 
     The wrapper is collective. HorovodInternalError restores the last commit, however often it is
     raised; HostsUpdatedInterrupt keeps the current state. After both, `reset` enters a new world,
-    and `func` is called again. Any other error is raised.
+    and `func` is called again. Any other error is raised. `reset` returns whether a process has
+    joined that needs the state; the state is then synchronised whatever has happened.
     """
 
     @functools.wraps(func)
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
         notification_manager.init()
+        _warn_of_restart()
         notification_manager.register_listener(state)
         try:
             is_synced = False  # whether all ranks have the same state, so that no sync is needed
@@ -246,7 +260,7 @@ def run_fn(
                     is_synced = False
                 except HostsUpdatedInterrupt as interrupt:
                     is_synced = interrupt.skip_sync
-                reset()
+                is_synced = not reset() and is_synced
                 state.on_reset()
         finally:
             notification_manager.remove_listener(state)

@@ -6,12 +6,10 @@ thread handles the answers: an answer "run" in `_on_run`, and so on.
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
 import traceback
-import weakref
 from collections import OrderedDict, deque
 from contextlib import suppress
 from typing import Any
@@ -78,6 +76,8 @@ class Engine:
         self._pid = os.getpid()
         limits = settings.gloo_timeout_s, settings.peer_limit_s
         self.control, store = connect_control(world, store, hello, *limits)
+        self.store = store
+        """The store of these ranks, with a key prefix of this engine."""
         self.rank_infos = self.control.members
         self.process_groups = ProcessGroups(
             store,
@@ -105,8 +105,6 @@ class Engine:
         self.control.start(
             self._receive, self._lost, self._tick, self.bind_to_core, self.thread_failed
         )
-        _register_at_fork()
-        _engines.add(self)
 
     def _choose_transport(self) -> str:
         """Return the transport of CPU tensors: rank 0's setting, or the best that all ranks have.
@@ -198,7 +196,6 @@ class Engine:
         self.control.close()
         self.disconnect()
         self.timeline.close()
-        _engines.discard(self)
 
     def disconnect(self) -> None:
         """Close the process groups' connections. Those of the control plane stay open."""
@@ -447,20 +444,3 @@ def connect_control(
     except (PeerLost, DistError) as error:
         raise WorldError(f"{world} lost a rank in hvd.init: {error}") from None
     return peers, store
-
-
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-@functools.cache
-def _register_at_fork() -> None:
-    """Make a forked child, e.g. a DataLoader worker, close its copies of the connections.
-
-    It cannot use them, and would hold them open after its parent has died.
-    """
-
-    def close_copies() -> None:
-        for engine in list(_engines):
-            engine.control.close_in_child()
-
-    os.register_at_fork(after_in_child=close_copies)

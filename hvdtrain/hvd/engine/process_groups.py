@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_any
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +37,7 @@ _SLICE_S = 1.0
 _LIMIT_S = 24 * 3600.0
 # In error texts for tensors that a transport does not support: the connections stay intact.
 _REFUSALS = ("scalar type", "not supported", "nsupported")
+_CONNECT_CHECK_S = 0.05
 _CLOSE_S = 0.5  # the longest time to close a group without pending operations
 _SHUT_DOWN_S = 3.0  # the same once its connections have been shut down
 
@@ -82,18 +85,40 @@ class ProcessGroups:
             try:
                 if transport == "nccl":
                     group = _open_nccl(store, rank, len(members), self._connect_s)
-                elif transport == "gloo":
-                    group, connections = open_gloo(store, rank, len(members), self._connect_s)
-                    self._shut_down_gloo[name] = connections.shut_down
                 else:
-                    limit = timedelta(seconds=self._connect_s)
-                    group = transports.OPEN[transport](store, rank, len(members), limit)
+                    group, connections = self._open(transport, store, rank, len(members))
+                    if connections is not None:
+                        self._shut_down_gloo[name] = connections.shut_down
+            except ConnectionBroken:
+                raise
             except RuntimeError as error:
                 raise ConnectionBroken(f"could not connect {name}: {error}") from None
             group._set_default_timeout(self._limit)
             with self._lock:
                 self._groups[name] = group
         return group
+
+    def _open(self, transport: str, store: Store, rank: int, size: int) -> tuple[Any, Any]:
+        """Return a group, and Gloo's connections. Raises ConnectionBroken as soon as the control
+        plane has lost a peer: Gloo itself would wait for it until the timeout.
+        """
+        opened: Future[tuple[Any, Any]] = Future()
+
+        def connect() -> None:
+            try:
+                if transport == "gloo":
+                    opened.set_result(open_gloo(store, rank, size, self._connect_s))
+                else:
+                    limit = timedelta(seconds=self._connect_s)
+                    opened.set_result((transports.OPEN[transport](store, rank, size, limit), None))
+            except BaseException as error:
+                opened.set_exception(error)
+
+        threading.Thread(target=connect, name="hvd-connect", daemon=True).start()
+        while not wait_for_any([opened], _CONNECT_CHECK_S).done:
+            if (reason := self._abort_reason()) is not None:
+                raise ConnectionBroken(reason)  # the thread ends at the timeout
+        return opened.result()
 
     def _transport(self, device: str) -> str:
         if device == "CPU":

@@ -86,6 +86,7 @@ class Settings:
     stall_shutdown_time_s: float = _variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _decimal, 0.0)
     dynamic_process_sets: bool = _variable("HOROVOD_DYNAMIC_PROCESS_SETS", _boolean, False)
     elastic: bool = _variable("HOROVOD_ELASTIC", _boolean, False)
+    elastic_timeout_s: float = _variable("HOROVOD_ELASTIC_TIMEOUT", _decimal, 600.0)
     gloo_timeout_s: float = _variable("HOROVOD_GLOO_TIMEOUT_SECONDS", _decimal, 30.0)
     gloo_iface: str | None = _variable("HOROVOD_GLOO_IFACE", _text, None)
     log_level: str | None = _variable("HOROVOD_LOG_LEVEL", partial(_one_of, LOG_LEVELS), None)

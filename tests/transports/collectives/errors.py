@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 
@@ -59,6 +60,22 @@ def different_tensors(dist: Dist) -> None:
     with refused(RuntimeError, "reduce(float32[4]", "reduce(float32[5]"):
         dist.reduce(torch.ones(count), 0)
     usable(dist)
+
+
+@case(unlike_gloo=WRONG_SUMS)
+def a_small_and_a_large_tensor(dist: Dist) -> None:
+    """Transports handle them in different ways; the comparison must be the same."""
+    rank = dist.get_rank()
+    counts = (10, 30_000, 500_000)
+    for turn in range(4):
+        for a, b in ((0, 1), (1, 2), (2, 0)):
+            if turn % 2 == rank % 2:
+                time.sleep(0.002)  # each side arrives last at times
+            with refused(RuntimeError, f"float32[{counts[a]}]", f"float32[{counts[b]}]"):
+                dist.all_reduce(torch.ones(counts[a if rank == 0 else b]))
+            with refused(RuntimeError, f"float32[{counts[a]}]", "barrier()"):
+                dist.all_reduce(torch.ones(counts[a])) if rank == 0 else dist.barrier()
+            usable(dist)
 
 
 @case(unlike_gloo=WRONG_SUMS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import time
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from tests.transports.collectives.table import (
     case,
     close,
     computed,
+    refused,
     same,
     values,
 )
@@ -105,7 +109,8 @@ def all_reduce_around_the_borders_of_paths(dist: Dist) -> None:
 @case(unlike_gloo="it adds up half by half")
 def halves_are_added_up_in_float32(dist: Dist) -> None:
     """1 + 2^-11 + 2^-11 is 1 in steps of float16, and 1 + 2^-10 rightly."""
-    if dist.get_world_size() < 3:
+    n = dist.get_world_size()
+    if n < 3:
         return
     for dtype, eps in ((torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)):
         for count in (5, 50_000, 1_000_000):
@@ -113,7 +118,7 @@ def halves_are_added_up_in_float32(dist: Dist) -> None:
             for _ in range(3):
                 t.fill_(1.0 if dist.get_rank() == 0 else eps)
                 dist.all_reduce(t)
-                same(t, torch.full((count,), 1 + 2 * eps, dtype=dtype))
+                same(t, torch.full((count,), 1 + (n - 1) * eps, dtype=dtype))
 
 
 @case()
@@ -166,3 +171,75 @@ def all_reduce_coalesced(dist: Dist) -> None:
             dist.all_reduce_coalesced(tensors)
         for t, shape in zip(tensors, shapes, strict=True):
             same(t, computed(dist, "SUM", shape, torch.float32))
+
+
+@case(shm_only=True)
+def small_sums_are_by_rank_order(dist: Dist) -> None:
+    """Bit by bit, on one host, and whatever rank arrives last. Two ranks have no order."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for turn in range(20):
+        parts = [
+            torch.randn(250, generator=torch.Generator().manual_seed(7 * turn + r))
+            for r in range(n)
+        ]
+        if turn % n == rank:
+            time.sleep(0.002)
+        for op, divisor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, n)):
+            t = parts[rank].clone()
+            dist.all_reduce(t, op)
+            same(t, functools.reduce(torch.add, parts).div(divisor))
+
+
+@case(unlike_gloo="it reduces a strided tensor as if its elements had no gaps")
+def all_reduce_of_every_kind_of_small_tensor(dist: Dist) -> None:
+    n = dist.get_world_size()
+    base = torch.ones(40)
+    parameter = torch.nn.Parameter(torch.ones(3, 4))
+    kinds = {
+        "scalar": torch.tensor(1.0),
+        "empty": torch.ones(0),
+        "view": base[4:9],
+        "strided": base[10::3],
+        "transposed": torch.ones(3, 4).t(),
+        "matrix": torch.ones(5, 2),
+        "expanded": torch.ones(1).expand(1),
+        "parameter": parameter,
+        "complex": torch.ones(3, dtype=torch.complex64),
+        "negative view": torch.tensor([-1j], dtype=torch.complex64).conj().imag,
+    }
+    for _ in range(3):
+        for name, t in kinds.items():
+            before = t.detach().clone()
+            dist.all_reduce(t)
+            assert torch.equal(t.detach(), before * n), name
+    assert base[0] == 1
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            inside = torch.ones(3)
+            dist.all_reduce(inside)
+            dist.all_reduce(base)
+            same(inside, torch.full((3,), float(n)))
+    dist.all_reduce(inside)
+    same(inside, torch.full((3,), float(n * n)))
+
+
+@case(unlike_gloo="it changes tensors that autograd has saved, unnoticed")
+def autograd_notices_a_small_all_reduce(dist: Dist) -> None:
+    """A tensor that is saved for the backward pass must not change unnoticed."""
+    weight = torch.ones(3, requires_grad=True)
+    for t in (torch.ones(3), weight.detach()):
+        loss: Any = (weight * t).sum()
+        dist.all_reduce(t)
+        with refused(RuntimeError, "modified by an inplace operation"):
+            loss.backward()
+
+
+@case(unlike_gloo="it polls")
+def waiting_takes_no_cpu_time(dist: Dist) -> None:
+    for call in (dist.barrier, lambda: dist.all_reduce(torch.ones(3))):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            time.sleep(0.3)
+        begin = time.process_time()
+        call()
+        assert time.process_time() - begin < 0.1

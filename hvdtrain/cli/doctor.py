@@ -1,0 +1,137 @@
+"""`hvdtrain doctor`: what works on this machine, and how to repair what does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+from collections.abc import Callable, Iterator, Sequence
+
+import click
+
+from hvdtrain.doctor.finding import Finding, is_blocked, unmet
+from hvdtrain.errors import InputError
+from hvdtrain.launch.host_list import Host, choose_slots, parse_host_list
+
+
+@click.command("doctor")
+@click.option(
+    "-np",
+    "--np",
+    "ranks",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Ranks of each collective.  [default: 2, or all slots of --hosts]",
+)
+@click.option(
+    "-H", "--hosts", metavar="A:2,B:2", help="Check these hosts, by ssh, and their ranks."
+)
+@click.option(
+    "--need",
+    metavar="NAME,...",
+    default="",
+    help="What must work: names of checks, backends, transports or arms, such as horovod,mpi.  "
+    "[default: training over one transport]",
+)
+@click.option("--no-collectives", is_flag=True, help="Start no ranks.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=1),
+    default=20.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time of one collective, after which it is a failure.",
+)
+@click.option("--clean", is_flag=True, help="First remove what killed jobs have left behind.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
+def command(
+    ranks: int | None,
+    hosts: str | None,
+    need: str,
+    no_collectives: bool,
+    timeout_s: float,
+    clean: bool,
+    as_json: bool,
+) -> None:
+    """Check what works on this machine: software, limits, network, and every collective.
+
+    Each problem comes with the command that repairs it. The collectives run on real ranks, under
+    each launcher, on every backend and transport; their answers are checked, and their times are
+    of 1 MiB of a rank.
+
+    \b
+    exit code 0   what was asked for works: --need, else training over at least one transport
+              1   it does not
+              2   an option is wrong
+    """
+    from hvdtrain.doctor import remains
+    from hvdtrain.doctor.findings_display import FindingsDisplay
+    from hvdtrain.doctor.software import versions
+
+    named = parse_host_list(hosts) if hosts else []
+    chosen = choose_slots(named, ranks, None, None) if named else []
+    size = ranks or sum(host.slots for host in chosen) or 2
+    if size < 2 and not no_collectives:
+        raise InputError("--np 1: a collective takes 2 ranks; or give --no-collectives")
+    needs = _needs(need)
+    for path in remains.clean() if clean else ():
+        click.echo(f"removed {path}", err=as_json)
+    found: list[Finding] = []
+    with FindingsDisplay(is_silent=as_json) as display:
+        for finding in _check(size, chosen):
+            found.append(finding)
+            display.add(finding)
+        if not no_collectives and not is_blocked(found):
+            for finding in _check_collectives(size, chosen, timeout_s, display.show):
+                found.append(finding)
+                display.add(finding)
+    problems = unmet(found, needs)
+    if as_json:
+        report = {"host": socket.gethostname(), "works": not problems, "problems": problems}
+        report["versions"] = versions()
+        report["findings"] = [dataclasses.asdict(finding) for finding in found]
+        click.echo(json.dumps(report, indent=1))
+    else:
+        works = [f.name for f in found if f.is_arm and f.works] or ["all that was asked for"]
+        click.echo(f"{'does not work' if problems else 'works'}: {', '.join(problems or works)}")
+    if problems:
+        raise click.exceptions.Exit(1)
+
+
+def _check(size: int, hosts: Sequence[Host]) -> Iterator[Finding]:
+    """Check this host, or `hosts`."""
+    from hvdtrain.doctor.checks import run_checks
+    from hvdtrain.doctor.host_checks import check_hosts
+
+    return check_hosts(hosts) if hosts else run_checks(size)
+
+
+def _check_collectives(
+    size: int, hosts: Sequence[Host], timeout_s: float, show: Callable[[str], None]
+) -> Iterator[Finding]:
+    """Check every backend over every transport."""
+    from hvdtrain.compare.run.machine import usable_gpus
+    from hvdtrain.doctor.arm_checks import all_arms, check_arms
+
+    arms, left_out = all_arms(size, usable_gpus(), hosts)
+    yield from check_arms(arms, timeout_s, show)
+    yield from left_out
+
+
+def _needs(text: str) -> list[str]:
+    """Return the names in --need. Raises InputError for one that no finding can have."""
+    from hvdtrain.compare.run.arms import LAUNCHER_OF
+    from hvdtrain.doctor.checks import CHECKS
+    from hvdtrain.errors import did_you_mean
+
+    known = dict.fromkeys(CHECKS)
+    for backend, transports in LAUNCHER_OF.items():
+        known |= dict.fromkeys((backend, *filter(None, transports)))
+        known |= dict.fromkeys(f"{backend}/{transport}" for transport in transports if transport)
+    needs = [name.strip() for name in text.split(",") if name.strip()]
+    for need in needs:
+        if need not in known:
+            hint = did_you_mean(need, known)
+            raise InputError(f"--need {need}: {hint}one of: {', '.join(known)}")
+    return needs

@@ -1,0 +1,257 @@
+"""`hvdtrain launch`, also installed as `hvdrun`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import click
+
+from hvdtrain.errors import InputError
+from hvdtrain.launch.elastic import ElasticJob, ElasticOptions
+from hvdtrain.launch.host_list import (
+    Host,
+    choose_slots,
+    hosts_of_scheduler,
+    parse_host_list,
+    read_host_file,
+)
+from hvdtrain.launch.launcher import Job
+from hvdtrain.launch.other_launchers import LAUNCHERS, command_line
+from hvdtrain.launch.ssh import Ssh, environment
+from hvdtrain.world import detect
+
+
+@click.command(
+    "launch",
+    # What follows the command's name belongs to the command.
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+    epilog="Ends with the exit code of the first rank that failed, 128 + number for a signal; "
+    "2 bad input, or a host that did not start; 4 a lost host; 130 Ctrl-C, 143 SIGTERM.",
+)
+@click.option("-np", "--num-proc", type=click.IntRange(min=1), metavar="N", help="Ranks.")
+@click.option(
+    "-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts, and the ranks that fit there."
+)
+@click.option("--hostfile", metavar="FILE", help="Lines `host slots=4`, `host:4` or `host`.")
+@click.option("--nnodes", type=click.IntRange(min=1), metavar="N", help="Use the first N hosts.")
+@click.option(
+    "--nproc-per-node", type=click.IntRange(min=1), metavar="N", help="Ranks on each host."
+)
+@click.option("-m", "--module", is_flag=True, help="COMMAND is a module: python -m COMMAND.")
+@click.option(
+    "-x", "named", multiple=True, metavar="NAME[=VALUE]", help="A variable for all ranks."
+)
+@click.option("-p", "--ssh-port", type=click.IntRange(1, 65535), metavar="PORT")
+@click.option("-i", "--ssh-identity-file", metavar="FILE")
+@click.option(
+    "--start-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="From the start to the start of the ranks on all hosts.",
+)
+@click.option("--output-filename", metavar="DIR", help="Also write DIR/rank.N/stdout and stderr.")
+@click.option(
+    "--network-interfaces",
+    "--network-interface",
+    metavar="NAME,...",
+    help="For Gloo, NCCL and Horovod. [default: by the route to rank 0]",
+)
+@click.option(
+    "--master-port", type=click.IntRange(1, 65535), metavar="PORT", help="[default: a free one]"
+)
+@click.option(
+    "--via",
+    type=click.Choice(LAUNCHERS),
+    default=LAUNCHERS[0],
+    show_default=True,
+    help="torchrun: an agent of torch.distributed on each host, over ssh.",
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Start all ranks again, up to N times, when one fails or a host is lost.",
+)
+@click.option(
+    "--host-discovery-script",
+    metavar="COMMAND",
+    help="Elastic: a command that prints `host:slots` lines, run each second.",
+)
+@click.option(
+    "--min-np", "--min-num-proc", type=click.IntRange(min=1), metavar="N", help="Elastic: ranks."
+)
+@click.option(
+    "--max-np", "--max-num-proc", type=click.IntRange(min=1), metavar="N", help="Elastic: ranks."
+)
+@click.option(
+    "--elastic-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Elastic: to wait for hosts, and for ranks to meet anew.",
+)
+@click.option(
+    "--reset-limit",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Elastic: changes of the world, after which the job ends. [default: no limit]",
+)
+@click.option(
+    "--blacklist-cooldown-range",
+    nargs=2,
+    type=click.FloatRange(min=0),
+    default=(10.0, 300.0),
+    show_default=True,
+    metavar="MIN MAX",
+    help="Elastic: seconds without new ranks on a host after a failure; doubles with each.",
+)
+@click.option("--verbose", is_flag=True, help="Print the command lines, and the agents' messages.")
+@click.option("--dry-run", is_flag=True, help="Print the command lines; start nothing.")
+@click.argument("arguments", nargs=-1, required=True, metavar="COMMAND ...", type=click.UNPROCESSED)
+def command(
+    num_proc: int | None,
+    hosts: str | None,
+    hostfile: str | None,
+    nnodes: int | None,
+    nproc_per_node: int | None,
+    module: bool,
+    named: tuple[str, ...],
+    ssh_port: int | None,
+    ssh_identity_file: str | None,
+    start_timeout: float,
+    output_filename: str | None,
+    network_interfaces: str | None,
+    master_port: int | None,
+    via: str,
+    max_restarts: int,
+    host_discovery_script: str | None,
+    min_np: int | None,
+    max_np: int | None,
+    elastic_timeout: float,
+    reset_limit: int | None,
+    blacklist_cooldown_range: tuple[float, float],
+    verbose: bool,
+    dry_run: bool,
+    arguments: tuple[str, ...],
+) -> None:
+    """Start a command on the ranks of one host or several.
+
+    \b
+    hvdrun -np 8 python train.py
+    hvdrun -np 8 -H a:4,b:4 python train.py
+    hvdrun -np 8 --hostfile hosts -m hvdtrain --task my.py:MyTask
+    hvdrun --min-np 1 --max-np 8 --host-discovery-script ./hosts.sh python train.py
+
+    Without -H or --hostfile the hosts are those of PBS, LSF, SGE or Slurm, else this host.
+    """
+    if detect().size > 1:
+        raise InputError("hvdtrain launch starts the ranks itself; run it without a launcher")
+    env = environment(named, network_interfaces)
+    if via == LAUNCHERS[0]:  # mpirun gives its ranks a terminal; horovodrun sets this itself
+        env.setdefault("PYTHONUNBUFFERED", "1")
+    elastic: ElasticOptions | None = None
+    chosen: list[Host] = []
+    if host_discovery_script is not None:
+        fixed = {"-H": hosts, "--hostfile": hostfile, "--nnodes": nnodes, "--dry-run": dry_run}
+        if wrong := [name for name, value in fixed.items() if value]:
+            raise InputError(f"{wrong[0]} does not go with --host-discovery-script")
+        if via != LAUNCHERS[0]:
+            raise InputError(f"--host-discovery-script needs --via {LAUNCHERS[0]}, not {via}")
+        least = min_np or num_proc or 1
+        if max_np is not None and max(least, num_proc or 1) > max_np:
+            raise InputError(
+                f"--max-np {max_np} is less than the {max(least, num_proc or 1)} ranks of --min-np "
+                "or -np; raise --max-np"
+            )
+        elastic = ElasticOptions(
+            script=host_discovery_script,
+            min_np=least,
+            max_np=max_np,
+            first_np=num_proc,
+            slots=nproc_per_node or 1,
+            timeout_s=elastic_timeout,
+            reset_limit=reset_limit,
+            cooldown_s=blacklist_cooldown_range,
+        )
+    elif min_np or max_np:
+        raise InputError(
+            "--min-np and --max-np need a --host-discovery-script that names the hosts"
+        )
+    else:
+        found = _hosts(hosts, hostfile, num_proc, nproc_per_node)
+        chosen = choose_slots(found, num_proc, nnodes, nproc_per_node)
+    job = Job(
+        hosts=chosen,
+        command=_command(arguments, module, env["PATH"]),
+        env=env,
+        named=named,
+        ssh=Ssh(ssh_port, ssh_identity_file, int(start_timeout) or 1),
+        start_timeout_s=start_timeout,
+        output=Path(output_filename).absolute() if output_filename else None,
+        verbose=verbose,
+        master_port=master_port,
+        max_restarts=max_restarts,
+    )
+    if elastic is not None:
+        if max_restarts:
+            raise InputError(
+                "--max-restarts with --host-discovery-script: an elastic job replaces lost ranks"
+            )
+        ElasticJob(job, elastic).run()
+        return
+    if via != LAUNCHERS[0] and max_restarts:
+        raise InputError(
+            f"--max-restarts is of the agents of --via {LAUNCHERS[0]}; {via} starts no rank again"
+        )
+    if via != LAUNCHERS[0]:
+        line = command_line(via, job, network_interfaces)
+        if dry_run:
+            click.echo(shlex.join(line))
+            return
+        os.execve(line[0], line, env)
+    if dry_run:
+        for line in job.command_lines(master_port or 29500):
+            click.echo(shlex.join(line))
+        return
+    job.run()
+
+
+def _hosts(
+    hosts: str | None, hostfile: str | None, num_proc: int | None, per_host: int | None
+) -> list[Host]:
+    """Return the hosts that are named, else the scheduler's, else this one."""
+    if hosts is not None and hostfile is not None:
+        raise InputError("-H and --hostfile both name the hosts; give one of them")
+    if hosts is not None:
+        return parse_host_list(hosts)
+    if hostfile is not None:
+        return read_host_file(hostfile)
+    if found := hosts_of_scheduler(os.environ)[0]:
+        return found
+    if num_proc is None and per_host is None:
+        raise InputError("how many ranks? give -np N, or hosts with -H")
+    return [Host("localhost", num_proc or per_host or 1)]
+
+
+def _command(arguments: tuple[str, ...], module: bool, path: str) -> list[str]:
+    """Return the command of a rank: a module and a .py file are run by this interpreter."""
+    name = arguments[0]
+    if module:
+        return [sys.executable, "-m", *arguments]
+    if name.endswith(".py"):
+        if not os.path.isfile(name):
+            raise InputError(f"no such file: {name}")
+        return [sys.executable, *arguments]
+    program = shutil.which(name, path=path)
+    if program is None:
+        raise InputError(f"no such command: {name}")
+    return [os.path.abspath(program), *arguments[1:]]

@@ -1,0 +1,119 @@
+"""The other hosts of a comparison: sockets for their ranks, and signals to these, over ssh.
+
+`arm_pool` opens it, `arm_process` uses it. One ssh connection to each host stays open, with a shell
+that runs the commands. A rank there connects to a Unix socket in a private folder, which ssh
+forwards to the comparison's own: so no port is open, and who may use the socket is who may log in.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import select
+import shlex
+import signal
+import subprocess
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.host_list import Host
+from hvdtrain.launch.ssh import Ssh, is_this_host
+
+_REPLY_S = 30.0  # to a command on another host, or to the start of a connection
+_PDEATHSIG = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+class RemoteHosts:
+    """Connections to all hosts but this one. A context manager that closes them."""
+
+    def __init__(self, hosts: Sequence[Host], folder: Path) -> None:
+        """Prepare; `folder` is private to this comparison, and is made on the other hosts, too."""
+        self._names = [host.name for host in hosts if not is_this_host(host.name)]
+        self._folder = folder
+        self._shells: dict[str, subprocess.Popen[bytes]] = {}
+        self._to_clear: list[str] = []
+
+    def __enter__(self) -> RemoteHosts:
+        """Connect. Raises LaunchError that names a host which cannot be reached."""
+        for name in self._names:
+            with self._log(name).open("wb") as log:
+                self._shells[name] = subprocess.Popen(
+                    ["ssh", *Ssh().options(), "-M", "-S", self._control(name), name, "sh"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,  # Ctrl-C reaches the comparison alone
+                    preexec_fn=partial(ctypes.CDLL(None).prctl, _PDEATHSIG, signal.SIGTERM),
+                )
+        try:
+            for name in self._names:
+                # It exists already where hosts share their temporary files.
+                reply = self._run(name, f"mkdir -m 700 {shlex.quote(str(self._folder))} 2>&-")
+                if reply is None:
+                    lines = self._log(name).read_text(errors="replace").split("\n")
+                    why = " ".join(line.strip() for line in lines) or f"no reply in {_REPLY_S:g} s"
+                    raise LaunchError(f"ssh to {name}: {why.strip()}")
+                if reply == 0:
+                    self._to_clear.append(name)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._to_clear:
+            self._run(name, f"rm -rf {shlex.quote(str(self._folder))}")
+        for shell in self._shells.values():
+            shell.terminate()
+            shell.communicate()
+        self._shells = {}
+
+    def host_of_ranks(self, hosts: Sequence[Host]) -> list[str | None]:
+        """Return each rank's host; None for this one. Launchers fill the slots in order."""
+        names = [host.name if host.name in self._names else None for host in hosts]
+        slots = [host.slots for host in hosts]
+        return [name for name, count in zip(names, slots, strict=True) for _ in range(count)]
+
+    def forward(self, socket: Path) -> None:
+        """Make a socket on every host that leads to `socket` here; see `worker.connect`.
+
+        Raises LaunchError.
+        """
+        for number, name in enumerate(self._names):
+            line = ["ssh", "-S", self._control(name), "-O", "forward", "-R"]
+            line += [f"{socket}-{number}:{socket}", name]
+            try:
+                done = subprocess.run(line, capture_output=True, text=True, timeout=_REPLY_S)
+                why = done.stderr.strip() or f"code {done.returncode}" if done.returncode else ""
+            except subprocess.TimeoutExpired:
+                why = f"no reply in {_REPLY_S:g} s"
+            if why:
+                raise LaunchError(f"ssh to {name} cannot forward a socket: {why}")
+
+    def send_signal(self, name: str, groups: Sequence[int], number: signal.Signals) -> None:
+        """Send a signal to process groups on a host; those that have ended do not matter."""
+        targets = " ".join(f"-{group}" for group in groups)
+        self._run(name, f"kill -s {number.name.removeprefix('SIG')} -- {targets} 2>&-")
+
+    def _run(self, name: str, command: str) -> int | None:
+        """Run a command on a host; return its exit code, None if the connection does not reply."""
+        shell = self._shells[name]
+        assert shell.stdin is not None
+        assert shell.stdout is not None
+        try:
+            shell.stdin.write(f"{command}; echo $?\n".encode())
+            shell.stdin.flush()
+        except OSError:  # ssh has ended
+            return None
+        if not select.select([shell.stdout], [], [], _REPLY_S)[0]:
+            return None
+        line = shell.stdout.readline().strip()
+        return int(line) if line.isdigit() else None
+
+    def _control(self, name: str) -> str:
+        return str(self._folder / f"ssh-{self._names.index(name)}")
+
+    def _log(self, name: str) -> Path:
+        return Path(f"{self._control(name)}.log")

@@ -1,0 +1,95 @@
+"""The checks of `hvdtrain doctor` on several hosts, and what must be equal on all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from hvdtrain.doctor.finding import Finding
+from hvdtrain.horovod_build.process import CommandResult, last_line, own_environment, run
+from hvdtrain.launch.host_list import Host
+from hvdtrain.launch.ssh import Ssh, is_this_host, travelling
+
+_HOST_S = 120.0
+_SSH = Ssh(connect_timeout_s=10)
+
+
+def check_hosts(hosts: Sequence[Host]) -> Iterator[Finding]:
+    """Run the checks on every host, by ssh; yield their findings, and whether versions are equal.
+
+    The slots of `hosts` are their ranks.
+    """
+    commands = {
+        host.name: [
+            "-m",
+            "hvdtrain",
+            "doctor",
+            "--json",
+            "--no-collectives",
+            "-np",
+            str(host.slots),
+        ]
+        for host in hosts
+    }
+    reports: dict[str, dict[str, Any]] = {}
+    for host, done in on_hosts(commands).items():
+        report = _report(done)
+        if report is None:
+            how = f"no end in {_HOST_S:.0f} s" if done.code is None else last_line(done.output)
+            fix = shlex.join(["ssh", *_SSH.options(), host, f"{sys.executable} -m hvdtrain doctor"])
+            yield Finding(
+                "failure", f"hvdtrain doctor does not run: {how}", fix, f"hvdtrain on {host}"
+            )
+            continue
+        reports[host] = report
+        found = [Finding(**values) for values in report["findings"]]
+        broken = sum(finding.status in ("warning", "failure") for finding in found)
+        text = f"{report['host']}: {len(found)} checks, {broken} with a warning or failure"
+        yield Finding("ok", text, name=f"hvdtrain on {host}")
+        yield from (replace(finding, name=f"{finding.name} on {host}") for finding in found)
+    yield _compare({host: report["versions"] for host, report in reports.items()})
+
+
+def _compare(versions: Mapping[str, Mapping[str, str]]) -> Finding:
+    """Return whether the versions of all hosts are equal. The first host's are the right ones."""
+    hosts = list(versions)
+    for host in hosts[1:]:
+        first, other = versions[hosts[0]], versions[host]
+        for package in sorted({*first, *other}):
+            here, there = first.get(package, "none"), other.get(package, "none")
+            if here != there:
+                text = f"{package} is {here} on {hosts[0]} and {there} on {host}"
+                line = f"{sys.executable} -m pip install {package}=={here}"
+                return Finding("failure", text, f"ssh {host} {line}", "versions")
+    return Finding("ok", f"equal on {', '.join(hosts) or 'no host'}", name="versions")
+
+
+def _report(done: CommandResult) -> dict[str, Any] | None:
+    try:
+        found = json.loads(done.stdout)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and "findings" in found else None
+
+
+def on_hosts(commands: Mapping[str, Sequence[str]]) -> dict[str, CommandResult]:
+    """Run this Python with the arguments of each host, on all hosts at once; return the results.
+
+    In the working folder of this process, with the variables that travel. This host needs no ssh.
+    """
+    variables = travelling(os.environ, ())
+
+    def on(host: str) -> CommandResult:
+        command = [sys.executable, *commands[host]]
+        if not is_this_host(host):
+            command = _SSH.command(host, command, variables)
+        return run(command, env=own_environment(), timeout_s=_HOST_S)
+
+    with ThreadPoolExecutor(len(commands)) as pool:
+        return dict(zip(commands, pool.map(on, commands), strict=True))

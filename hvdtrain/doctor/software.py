@@ -1,0 +1,153 @@
+"""Checks of `hvdtrain doctor`: what is installed, and whether it is usable."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from importlib.util import find_spec
+
+import hvdtrain
+from hvdtrain import provenance
+from hvdtrain.compare.run.arm_pool import ALLOW_ROOT, launch_environment
+from hvdtrain.compare.run.arms import INSTALL_COMMANDS, LAUNCHERS
+from hvdtrain.compare.run.machine import gpus
+from hvdtrain.doctor.finding import Finding
+from hvdtrain.errors import BackendUnavailable, first_line
+from hvdtrain.horovod_build import INSTALL, check, installed_horovod
+from hvdtrain.horovod_build.facts import find_torch
+from hvdtrain.horovod_build.process import last_line, own_environment, run
+from hvdtrain.world import World
+
+_INSTALL = {
+    **INSTALL_COMMANDS,
+    "ssh": "apt-get install openssh-client",
+}
+# One rank under mpirun, as the transport starts MPI.
+_MPI = """
+import json
+from hvdtrain.transports.mpi import init_mpi
+library = init_mpi().Get_library_version().splitlines()[0].split(",")[0]
+print("\\nhvdtrain-mpi" + json.dumps(" ".join(library.split())), flush=True)
+"""
+_MPI_S = 60.0
+
+
+def torch_itself(ranks: int) -> Finding:
+    """Import torch, and find its collectives."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except (ImportError, OSError) as error:
+        _, problem = find_torch(own_environment())
+        text = problem or f"torch does not import: {first_line(error)}"
+        return Finding("failure", text.partition("; ")[0], f"{sys.executable} -m pip install torch")
+    if not dist.is_available():
+        text = f"{torch.__version__} was built without torch.distributed"
+        fix = f"{sys.executable} -m pip install --force-reinstall torch"
+        return Finding("failure", text, fix)
+    commit = provenance.commit()
+    own = f"hvdtrain {versions()['hvdtrain']}" + (f" ({commit})" if commit else "")
+    return Finding("ok", f"{torch.__version__}, {own}, Python {versions()['python']}")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be equal on all hosts of a job."""
+    found = {"hvdtrain": hvdtrain.__version__, **provenance.versions()}
+    if torch := sys.modules.get("torch"):  # with +cpu or +cu130, which the metadata may lack
+        found["torch"] = str(torch.__version__)
+    return found
+
+
+def launcher(name: str) -> Finding:
+    """Find a launcher, or a program that launchers need."""
+    path = shutil.which(name, path=own_environment()["PATH"])
+    if path is not None:
+        return Finding("ok", path)
+    return Finding("note", f"{name} is not on the PATH", _INSTALL.get(name, ""))
+
+
+def horovod(ranks: int) -> Finding:
+    """Import the installed Horovod, and list its controllers."""
+    import torch
+
+    found = installed_horovod()
+    if found is None:
+        return Finding("note", "Horovod is not installed", INSTALL)
+    if problem := found.problem(str(torch.__version__)):
+        return Finding("failure", problem.rpartition(";")[0], INSTALL)
+    built = check.probe()
+    if isinstance(built, str):
+        return Finding("failure", f"Horovod {found.version}: {built}", f"{INSTALL} --force")
+    parts = [name for name in ("gloo", "mpi", "nccl") if getattr(built, name)]
+    return Finding("ok", f"Horovod {found.version} for torch {found.torch}: {', '.join(parts)}")
+
+
+def mpi(ranks: int) -> Finding:
+    """Start one rank by mpirun, and initialise MPI there with threads."""
+    command, env = [part.format(ranks=1) for part in LAUNCHERS["mpirun"]], launch_environment()
+    if shutil.which(command[0], path=env["PATH"]) is None:
+        return Finding("note", "mpirun is not on the PATH", _INSTALL["mpirun"])
+    if find_spec("mpi4py") is None:
+        return Finding("note", "mpi4py is not installed", f"{sys.executable} -m pip install mpi4py")
+    command += [sys.executable, "-c", _MPI]
+    done = run(command, env=env, timeout_s=_MPI_S, cwd=os.getcwd())
+    found = re.search(r"^hvdtrain-mpi(.*)$", done.stdout, re.MULTILINE)
+    if done.code != 0 or found is None:
+        how = f"does not end in {_MPI_S:.0f} s" if done.code is None else last_line(done.output)
+        fix = _INSTALL["mpirun"].replace("install", "install --force-reinstall")
+        return Finding("failure", f"one rank under mpirun: {how}", fix)
+    text = f"{json.loads(found[1])}, MPI_THREAD_MULTIPLE"
+    if os.geteuid() == 0 and (missing := [name for name in ALLOW_ROOT if name not in os.environ]):
+        sets = " ".join(f"{name}=1" for name in missing)
+        return Finding("warning", f"{text}; mpirun refuses to run as root", f"export {sets}")
+    return Finding("ok", text)
+
+
+def transport(name: str) -> Finding:
+    """Ask the transports whether this one is available; `mpi` has a check of its own."""
+    import torch
+
+    from hvdtrain import transports
+
+    device = torch.device("cuda" if name == "nccl" else "cpu")
+    try:
+        transports.choose(name, device, World(0, 2, 0, 2, launcher="torchrun"))
+    except BackendUnavailable as error:
+        optional = name == "nccl"
+        fix = "" if optional else "mount -t proc proc /proc"
+        return Finding("note" if optional else "failure", first_line(error), fix)
+    if name == "nccl":
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        return Finding("ok", f"NCCL {'.'.join(map(str, version))}")
+    return Finding("ok", "available")
+
+
+def gpu(ranks: int) -> Finding:
+    """Compare the GPUs that the driver lists with those that torch can use."""
+    import torch
+
+    listed, usable = gpus(), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if usable:
+        text = f"{usable}: {', '.join(dict.fromkeys(listed)) or torch.cuda.get_device_name(0)}"
+        if usable < ranks:
+            fix = f"torchrun --nproc-per-node {usable} -m hvdtrain  # or --device cpu"
+            return Finding("warning", f"{text}; too few for {ranks} ranks", fix)
+        return Finding("ok", text)
+    if not listed:
+        return Finding("note", "none")
+    if torch.version.cuda is None:
+        fix = f"{sys.executable} -m pip install --force-reinstall torch"
+        text = f"{len(listed)} that torch {torch.__version__}, a CPU build, cannot use"
+        return Finding("warning", text, fix)
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    text = f"torch {torch.__version__} can use none of {len(listed)}"
+    if seen is not None:
+        return Finding(
+            "warning", f"{text}: CUDA_VISIBLE_DEVICES={seen}", "unset CUDA_VISIBLE_DEVICES"
+        )
+    return Finding(
+        "warning", f"{text}; is the driver older than CUDA {torch.version.cuda}?", "nvidia-smi"
+    )

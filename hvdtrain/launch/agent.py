@@ -1,0 +1,136 @@
+"""`python -m hvdtrain.launch.agent`: torch.distributed's agent of one host, which starts its ranks.
+
+Started by `supervisor`, with the write ends of its pipes: stdout and stderr of each rank, then one
+for the lines "[rank]<start>:" (all hosts have met) and "[rank]<exit>:code" (a rank has failed).
+torchrun runs the same agent with the same static rendezvous: ranks are numbered in host order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from hvdtrain._torch.elastic_agent import ReportingAgent
+from hvdtrain.launch.supervisor import GRACE_S, parse
+from hvdtrain.processes import adopt_orphans, end_descendants, wait_for_end
+
+PORT_IS_BUSY = 75  # EX_TEMPFAIL of sysexits.h
+# The ranks of one host may end long before those of another, and their agent has the store.
+_EXIT_BARRIER_S = 30 * 24 * 3600
+
+
+class _Pipes(LogsSpecs):
+    """Connects the ranks to the supervisor's pipes, given by the numbers of their write ends."""
+
+    def __init__(self, ends: Sequence[int], report: int) -> None:
+        super().__init__()
+        self._ends = ends
+        self._report = report
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return a path of each rank's stdout and stderr. torch calls it as the ranks start."""
+        os.write(self._report, f"[{envs[0]['RANK']}]<start>:\n".encode())
+        paths = [f"/dev/fd/{end}" for end in self._ends]
+        ranks = sorted(envs)
+        return LogsDest(
+            stdouts=dict(zip(ranks, paths[::2], strict=True)),
+            stderrs=dict(zip(ranks, paths[1::2], strict=True)),
+            error_files=dict.fromkeys(ranks, ""),
+        )
+
+    @property
+    def root_log_dir(self) -> str:
+        """Return "": nothing is written to files."""
+        return ""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the ranks to their end; return the exit code of the first that failed, else 0.
+
+    That is 128 + number for a rank that a signal has killed, or if this agent got one itself.
+    """
+    watch = threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True)
+    watch.start()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until torch handles it: no traceback
+    *ends, report = (int(end) for end in arguments[0].split(","))
+    options = parse(arguments[1:])
+    if not options.verbose:  # the launcher says in one line what failed
+        logging.disable()
+    if len(options.ranks) > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    codes: list[int] = []
+
+    def report_failure(rank: int, code: int) -> None:
+        os.write(report, f"[{rank}]<exit>:{code}\n".encode())
+        codes.append(code)
+
+    agent = ReportingAgent(
+        _specification(options),
+        _Pipes(ends, report),
+        exit_barrier_timeout=_EXIT_BARRIER_S,
+        on_failure=report_failure,
+    )
+    try:
+        failed = agent.run().is_failed()
+    except SignalException as error:
+        end_descendants(signal.SIGKILL)
+        return 128 + error.sigval
+    except DistNetworkError as error:
+        if "EADDRINUSE" in str(error) and options.node_rank == 0:
+            return PORT_IS_BUSY
+        raise
+    first = codes[0] if codes else int(failed)
+    return first if first >= 0 else 128 - first
+
+
+def _specification(options: argparse.Namespace) -> WorkerSpec:
+    """Return what the agent starts, and where it meets the agents of other hosts."""
+    address, port = options.master_addr, options.master_port
+    rendezvous = RendezvousParameters(
+        backend="static",
+        endpoint=f"[{address}]:{port}" if ":" in address else f"{address}:{port}",
+        run_id="hvdtrain",
+        min_nodes=len(options.slots),
+        max_nodes=len(options.slots),
+        rank=options.node_rank,
+        timeout=options.start_timeout,
+    )
+    return WorkerSpec(
+        role="default",
+        local_world_size=len(options.ranks),
+        entrypoint=options.command[0],
+        args=tuple(options.command[1:]),
+        rdzv_handler=get_rendezvous_handler(rendezvous),
+        max_restarts=0,
+        monitor_interval=0.1,
+        master_addr=address,
+        master_port=port,
+    )
+
+
+def _end_with(supervisor: int) -> None:
+    """End the ranks, all that they have started, and this agent, once the supervisor has ended."""
+    wait_for_end(supervisor)
+    adopt_orphans()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)  # the main thread ends this process if the ranks end before
+    end_descendants(signal.SIGKILL)
+    os._exit(128 + signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)  # torch's teardown takes half a second

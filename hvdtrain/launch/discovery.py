@@ -1,0 +1,127 @@
+"""Hosts of an elastic job: a script that is run each second, and hosts put aside after failures.
+
+Used by `elastic`. The script is that of Horovod: it prints a line `host` or `host:slots` for each
+host that the job may use now. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hvdtrain.errors import InputError, first_line
+from hvdtrain.launch.host_list import Host, parse_host_list
+
+_PERIOD_S = 1.0
+_SCRIPT_S = 60.0
+
+
+@dataclass
+class Discovery:
+    """Runs the script from a thread.
+
+    `report(hosts)` is called with each new answer, `fail(text)` once for each run of failures: the
+    last good answer stands meanwhile.
+    """
+
+    script: str
+    slots: int
+    """Of a host that the script prints without a number."""
+    report: Callable[[list[Host]], object]
+    fail: Callable[[str], object]
+    _stopped: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        """Run the script once, in this thread, and then each second. Raises InputError."""
+        hosts = self.run_script()
+        self.report(hosts)
+        threading.Thread(target=self._poll, args=(hosts,), daemon=True, name="discovery").start()
+
+    def stop(self) -> None:
+        """Run the script no more."""
+        self._stopped.set()
+
+    def run_script(self) -> list[Host]:
+        """Return the hosts that the script prints now, none if that is nothing. Raises InputError
+        if it fails, or prints something else.
+        """
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", self.script],
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            output, complaint = process.communicate(timeout=_SCRIPT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            raise InputError(f"{self.script} did not end within {_SCRIPT_S:g} s") from None
+        if process.returncode:
+            why = complaint.strip().splitlines()[-1:] or ["it printed no error"]
+            raise InputError(f"{self.script} ended with code {process.returncode}: {why[0]}")
+        lines = [line for line in map(str.strip, output.splitlines()) if line]
+        hosts = [host for line in dict.fromkeys(lines) for host in self._parse(line)]
+        return [Host(*pair) for pair in {host.name: host.slots for host in hosts}.items()]
+
+    def _parse(self, line: str) -> list[Host]:
+        if line.endswith(":0"):  # a host without a free slot
+            return []
+        try:
+            found = parse_host_list(line)
+        except InputError as error:
+            raise InputError(f"{self.script} printed {line!r}: {error}") from None
+        return [host if str(host) in line else Host(host.name, self.slots) for host in found]
+
+    def _poll(self, last: list[Host]) -> None:
+        has_failed = False
+        while not self._stopped.wait(_PERIOD_S):
+            try:
+                hosts = self.run_script()
+            except (InputError, OSError) as error:
+                if not has_failed:
+                    self.fail(first_line(error))
+                has_failed = True
+                continue
+            has_failed = False
+            if hosts != last:
+                last = hosts
+                self.report(hosts)
+
+
+@dataclass
+class FailedHosts:
+    """Hosts that get no new ranks for a while after a rank has failed there, and none for ever.
+
+    The first time is `shortest_s`; each failure doubles it, up to `longest_s`. After `longest_s`
+    without a failure it begins anew.
+    """
+
+    shortest_s: float
+    longest_s: float
+    _until: dict[str, float] = field(default_factory=dict)
+    _times_s: dict[str, float] = field(default_factory=dict)
+
+    def add(self, host: str) -> float:
+        """Put a host aside; return for how many seconds. Ranks that fail together count once."""
+        now = time.monotonic()
+        until, time_s = self._until.get(host, 0.0), self._times_s.get(host, 0.0)
+        if now >= until:
+            is_first = not time_s or now > until + self.longest_s
+            time_s = self.shortest_s if is_first else min(2 * time_s, self.longest_s)
+            self._times_s[host] = time_s
+            self._until[host] = now + time_s
+        return self._until[host] - now
+
+    def has(self, host: str) -> bool:
+        """Return whether a host is put aside now."""
+        return time.monotonic() < self._until.get(host, 0.0)

@@ -1,0 +1,501 @@
+"""The elastic launcher: a world that changes while its ranks keep their processes and memory.
+
+Used by `hvdtrain launch --host-discovery-script`. Each rank is a process of its own, below an
+`elastic_worker` on its host. A generation is a world of fixed ranks; the launcher forms the next
+one when every live rank has asked for its place in it:
+
+    a rank ends           its peers lose it, go back to their last commit, and ask
+    a host comes          the launcher starts a process there, and tells rank 0 once that process
+                          asks (see `elastic_server.update`); all ranks ask at their next commit
+    a host goes           the launcher tells rank 0; ranks of that host get the rank -1, and end
+
+Ranks that have been there keep their order, so rank 0 is the oldest and has the state. No rank
+waits for a process that starts: until it asks, the others train on. All decisions are made by one
+thread, from the state of the workers. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import queue
+import selectors
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import BinaryIO
+
+from hvdtrain import signals
+from hvdtrain.elastic_world import SECRET, WORKER
+from hvdtrain.errors import HvdtrainError, WorldError
+from hvdtrain.launch.discovery import Discovery, FailedHosts
+from hvdtrain.launch.elastic_server import ElasticServer, Question
+from hvdtrain.launch.host_list import Host
+from hvdtrain.launch.launcher import END_S, MARK, STOP_S, Job, RankFailed, signal_name
+from hvdtrain.launch.ssh import is_this_host, master_address, travelling
+
+_POLL_S = 0.5
+_JOIN_S = 10.0  # a process that has asked waits so long for others that are starting, to join once
+_LEAVE_S = 30.0  # for a rank that has no place any more, to end
+_ADDED, _REMOVED = 2, 1  # of Horovod's HostUpdateResult
+
+
+@dataclass(frozen=True)
+class ElasticOptions:
+    """How the world of a job may change."""
+
+    script: str
+    min_np: int
+    max_np: int | None = None
+    first_np: int | None = None
+    """Ranks that the first generation waits for; `min_np` if None."""
+    slots: int = 1
+    timeout_s: float = 600.0
+    reset_limit: int | None = None
+    cooldown_s: tuple[float, float] = (10.0, 300.0)
+
+
+class Worker:
+    """One process, and its place."""
+
+    def __init__(self, number: int, host: str, slot: int, process: subprocess.Popen[bytes]) -> None:
+        self.name = f"{host}:{number}"
+        """By which it asks; new for each process."""
+        self.number, self.host, self.slot, self.process = number, host, slot, process
+        self.rank = -1
+        """In the present generation; -1 until it is part of one."""
+        self.question: Question | None = None
+        self.asked_at = math.inf
+        self.end_by = math.inf
+        """When it is killed, as it has no place any more or does not answer."""
+        self.is_leaving = False
+        self.code: int | None = None
+        self.rest: dict[int, bytes] = {}
+
+    @property
+    def is_member(self) -> bool:
+        """Whether it is part of the present generation."""
+        return self.rank >= 0
+
+    @property
+    def age(self) -> tuple[bool, int]:
+        """The order of seniority: members by rank, then the others by their start."""
+        return (not self.is_member, self.rank if self.is_member else self.number)
+
+    def send(self, text: str) -> None:
+        """Write a line to its supervisor, if that still runs."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.write(f"{text}\n".encode())
+            self.process.stdin.flush()
+
+    def end(self) -> None:
+        """Let its supervisor end it: SIGTERM, then SIGKILL."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+
+class ElasticJob:
+    """A job whose world changes. `job.hosts` is not used: the script names the hosts."""
+
+    def __init__(self, job: Job, options: ElasticOptions) -> None:
+        self.job, self.options = job, options
+        self.workers: list[Worker] = []  # those that have not ended
+        self.hosts: list[Host] = []
+        self.generation = 0
+        self.size = 0
+        self.error: HvdtrainError | None = None
+        self.stopped_by: int | None = None
+        self._last_failure: RankFailed | None = None
+        self._is_finished = False  # a rank has ended with 0: the job does not grow any more
+        self._is_ending = False
+        self._failed_hosts = FailedHosts(*options.cooldown_s)
+        self._num_started = 0
+        self._causes: list[str] = []  # of the next generation
+        self._changed_at = time.monotonic()  # the first of them
+        self._told: tuple[frozenset[int], frozenset[int]] | None = None
+        self._short_since: float | None = None
+        self._deadline = math.inf
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._selector = selectors.DefaultSelector()
+        self._files: dict[str, BinaryIO] = {}
+
+    def run(self) -> None:
+        """Run until the ranks have ended. Raises RankFailed, WorldError, InputError, and what
+        `Job.run` raises for signals.
+        """
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._server = ElasticServer(lambda question: self._post(lambda: self._ask(question)))
+        discovery = Discovery(
+            self.options.script,
+            self.options.slots,
+            lambda hosts: self._post(lambda: self._find(hosts)),
+            lambda why: self._post(lambda: _say(f"{why}; the hosts stay as they were")),
+        )
+        with signals.handled(self._forward, *signals.STOP):
+            try:
+                discovery.start()
+                while not self._is_over():
+                    self._relay()
+                    self._advance()
+            except BrokenPipeError:  # `hvdrun ... | head`
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                raise SystemExit(128 + signal.SIGPIPE) from None
+            finally:
+                discovery.stop()
+                self._end()
+                self._server.stop()
+        if self.stopped_by == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.stopped_by is not None:
+            raise SystemExit(128 + self.stopped_by)
+        if self.error is not None:
+            raise self.error
+
+    # What happens
+
+    def _post(self, call: Callable[[], object]) -> None:
+        """Let the main thread make a call. From any thread."""
+        self._calls.put(call)
+        with contextlib.suppress(BlockingIOError):  # full: it wakes anyway
+            os.write(self._wake_write, b".")
+
+    def _find(self, hosts: list[Host]) -> None:
+        self.hosts = hosts
+
+    def _ask(self, question: Question) -> None:
+        for worker in self.workers:
+            if worker.name == question.worker:
+                worker.question, worker.asked_at = question, time.monotonic()
+
+    def _relay(self) -> None:
+        """Print what the ranks print, and note what has happened, for half a second at most."""
+        for key, _ in self._selector.select(_POLL_S):
+            if key.data is None:
+                os.read(key.fd, 1 << 16)
+                continue
+            worker = key.data
+            if worker not in self.workers:  # ended by an event before, with both of its pipes
+                continue
+            data = os.read(key.fd, 1 << 16)
+            *lines, worker.rest[key.fd] = (worker.rest.get(key.fd, b"") + data).split(b"\n")
+            for line in lines:
+                self._take(worker, line)
+            sys.stdout.flush()
+            if not data:
+                self._selector.unregister(key.fileobj)
+                if key.fileobj is worker.process.stdout:
+                    self._has_ended(worker)
+        while not self._calls.empty():
+            self._calls.get()()
+
+    def _take(self, worker: Worker, line: bytes) -> None:
+        """Print a line of a rank, or note its end."""
+        match = MARK.fullmatch(line)
+        if match is None:  # of ssh, or of the remote shell
+            print(f"{worker.host}: {line.decode(errors='replace')}", file=sys.stderr, flush=True)
+        elif match[2] == b"exit":
+            self._note_exit(worker, int(match[4]))
+        else:
+            stream, text = match[2].decode(), match[4] + (b"\n" if match[3] == b":" else b"")
+            who = worker.rank if worker.is_member else f"{worker.host}:{worker.slot}"
+            out = sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer
+            out.write(f"[{who}]<{stream}>:".encode() + text)
+            out.flush()
+            if self.job.output is not None:
+                path = self.job.output / f"{worker.host}.{worker.slot}" / stream
+                if str(path) not in self._files:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    self._files[str(path)] = path.open("ab", buffering=0)
+                self._files[str(path)].write(text)
+
+    def _note_exit(self, worker: Worker, code: int) -> None:
+        """Note a rank's end: of a job that is done, of a rank that had to leave, or a failure."""
+        if worker.code is not None:
+            return
+        worker.code = code
+        if self.stopped_by is not None or self._is_ending or worker.is_leaving:
+            return
+        if code == 0 and (worker.is_member or self.generation == 0):
+            self._is_finished = True
+            return
+        who = (
+            f"rank {worker.rank} on {worker.host}"
+            if worker.is_member
+            else f"a new rank on {worker.host}"
+        )
+        failure = RankFailed(who, code)
+        if self._is_finished:
+            self.error = self.error or failure
+            return
+        if self.generation == 0 and all(other.code is not None for other in self.workers):
+            self.error = failure
+        how = f"died ({signal_name(-code)})" if code < 0 else f"ended with code {code}"
+        if worker.is_member:
+            self._changed_at = self._changed_at if self._causes else time.monotonic()
+            self._causes.append(f"{who} {how}")
+            self._last_failure = failure
+            self._server.is_broken = True
+        else:
+            _say(f"{who} {how}")
+        rest_s = self._failed_hosts.add(worker.host)
+        _say(f"{worker.host} gets no new ranks for {rest_s:.0f} s")
+
+    def _has_ended(self, worker: Worker) -> None:
+        """Note the end of a supervisor, or of its ssh."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its stdout
+            worker.process.wait(END_S)
+        self._note_exit(worker, worker.process.poll() or 255)
+        assert worker.process.stdout is not None
+        assert worker.process.stderr is not None
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(worker.process.stderr)
+            os.set_blocking(worker.process.stderr.fileno(), False)
+            for line in (worker.process.stderr.read() or b"").splitlines():
+                self._take(worker, line)
+        worker.process.stdout.close()
+        worker.process.stderr.close()
+        worker.end()
+        self.workers.remove(worker)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        """Send the signal to all ranks, as the handler of it; at the next one end them."""
+        if self.stopped_by is not None:
+            self._deadline = 0.0
+            return
+        self.stopped_by = number
+        self._deadline = time.monotonic() + STOP_S
+        for worker in self.workers:
+            worker.send(signal.Signals(number).name)
+
+    # What follows
+
+    @property
+    def _live(self) -> list[Worker]:
+        return sorted((w for w in self.workers if w.code is None), key=lambda worker: worker.age)
+
+    def _is_over(self) -> bool:
+        if self.stopped_by is not None:
+            return not self._live or time.monotonic() > self._deadline
+        if self.error is not None and not self._is_finished:
+            return True
+        if self.generation == 0:
+            return self._is_finished and not self._live
+        if any(worker.is_member for worker in self._live):
+            return False
+        if not self._is_finished:
+            self.error = self._last_failure
+        return True
+
+    def _advance(self) -> None:
+        """Decide from the state of all workers what is to be done now."""
+        if self.stopped_by is not None or (self.error is not None and not self._is_finished):
+            return
+        now = time.monotonic()
+        for worker in self._live:
+            if now > worker.end_by:
+                worker.end_by = math.inf
+                worker.end()
+        stay, leave = self._divide()
+        if not self._is_finished:
+            self._fill(stay)
+        for worker in leave:
+            if not worker.is_member and not worker.is_leaving:
+                worker.is_leaving = True
+                worker.end()
+        self._tell(stay, leave)
+        self._form(stay, leave)
+
+    def _divide(self) -> tuple[list[Worker], list[Worker]]:
+        """Return the live workers that have a place in the next generation, and the others."""
+        stay: list[Worker] = []
+        leave: list[Worker] = []
+        room = {host.name: host.slots for host in self.hosts}
+        live = [worker for worker in self._live if not worker.is_leaving]
+        members = [worker for worker in live if worker.is_member]
+        listed = [worker for worker in members if room.get(worker.host)]
+        for worker in live:
+            # Without a member that stays, the state would be lost: then the oldest stays.
+            is_last = not listed and members[:1] == [worker]
+            has_room = room.get(worker.host, 0) > 0 and len(stay) < (self.options.max_np or 1 << 30)
+            may_join = not self._is_finished or self.generation == 0
+            if is_last or (has_room and (worker.is_member or may_join)):
+                room[worker.host] = room.get(worker.host, 0) - 1
+                stay.append(worker)
+            else:
+                leave.append(worker)
+        return stay, leave
+
+    def _fill(self, stay: list[Worker]) -> None:
+        """Start a process in each free slot: the lowest of a host first, so that its number is the
+        local rank, and so the GPU, of no other.
+        """
+        count = len(stay)
+        for host in self.hosts:
+            used = {worker.slot for worker in self._live if worker.host == host.name}
+            for slot in (slot for slot in range(host.slots) if slot not in used):
+                wanted = self.options.max_np is None or count < self.options.max_np
+                if wanted and len(used) < host.slots and not self._failed_hosts.has(host.name):
+                    used.add(slot)
+                    self._start(host, slot, count)
+                    count += 1
+
+    def _start(self, host: Host, slot: int, rank: int) -> None:
+        job, is_local = self.job, is_this_host(host.name)
+        line = [sys.executable, "-m", "hvdtrain.launch.elastic_worker", *job.command]
+        if not is_local:
+            line = job.ssh.command(host.name, line, travelling(job.env, job.named))
+        if job.verbose:
+            print(f"{host.name}: {shlex.join(line)}", file=sys.stderr)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            line, env=job.env, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+        worker = Worker(self._num_started, host.name, slot, process)
+        self._num_started += 1
+        self.workers.append(worker)
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            self._selector.register(stream, selectors.EVENT_READ, worker)
+        # Until it has asked, its rank is a guess, for scripts that print it before `hvd.init`.
+        variables = {
+            "HOROVOD_ELASTIC": "1",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": (
+                "127.0.0.1" if is_local else master_address(["localhost", host.name])
+            ),
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self._server.port),
+            "HOROVOD_HOSTNAME": host.name,
+            "HOROVOD_ELASTIC_TIMEOUT": f"{self.options.timeout_s + _LEAVE_S:g}",
+            SECRET: self._server.secret,
+            WORKER: worker.name,
+        }
+        for name, value in zip(
+            ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
+            (rank, rank + 1, slot, max(slot + 1, 1), 0, 1),
+            strict=True,
+        ):
+            variables[f"HOROVOD_{name}"] = str(value)
+        if host.slots > 1 and "OMP_NUM_THREADS" not in job.env:
+            variables["OMP_NUM_THREADS"] = "1"  # as under torchrun
+        worker.send(json.dumps(variables))
+
+    def _tell(self, stay: list[Worker], leave: list[Worker]) -> None:
+        """Let rank 0 know, when it polls, that the world is to change."""
+        ready = [w for w in stay if not w.is_member and w.question is not None]
+        starting = any(not w.is_member and w.question is None for w in stay)
+        waited_s = time.monotonic() - min((w.asked_at for w in ready), default=math.inf)
+        joining = frozenset(w.number for w in ready if not starting or waited_s > _JOIN_S)
+        going = frozenset(w.number for w in leave if w.is_member)
+        size = len(joining) + len([w for w in stay if w.is_member])
+        if not (joining or going) or size < self.options.min_np:
+            self._told, self._server.update = None, ""
+        elif (joining, going) != self._told and self.generation > 0:
+            self._told = joining, going
+            kind = (_ADDED if joining else 0) | (_REMOVED if going else 0)
+            self._server.update = f"{time.time()},{kind}"
+
+    def _form(self, stay: list[Worker], leave: list[Worker]) -> None:
+        """Form the next generation if every member, or at the start every worker, has asked."""
+        now, options = time.monotonic(), self.options
+        members = [worker for worker in self._live if worker.is_member and not worker.is_leaving]
+        must_ask = members or stay
+        asked = [worker for worker in must_ask if worker.question is not None]
+        ready = [worker for worker in stay if worker.question is not None]
+        wanted = (options.first_np if self.generation == 0 else None) or options.min_np
+        wanted = 1 if self._is_finished else wanted  # the ranks that are left end as well
+        if members and not asked:
+            self._short_since = None
+            return
+        late = [worker for worker in must_ask if worker.question is None]
+        since = min((worker.asked_at for worker in asked), default=self._changed_at)
+        if late and self.generation > 0:
+            if now > since + options.timeout_s:
+                for worker in late:
+                    who = f"rank {worker.rank} on {worker.host}"
+                    _say(f"{who} has not asked for its next rank within --elastic-timeout: ended")
+                    worker.end()
+                    self._note_exit(worker, -signal.SIGKILL)
+        elif len(ready) >= wanted and not late:
+            self._begin(ready, [worker for worker in leave if worker.question is not None])
+        else:
+            self._short_since = self._short_since or now
+            if now > self._short_since + options.timeout_s:
+                self.error = WorldError(
+                    f"{len(ready)} ranks are ready, fewer than {wanted} (--min-np), and no more "
+                    f"have come within --elastic-timeout {options.timeout_s:g} s"
+                )
+
+    def _begin(self, ready: list[Worker], gone: list[Worker]) -> None:
+        """Number the ranks of the next generation, host by host, and answer all of them."""
+        options, joined = self.options, [worker for worker in ready if not worker.is_member]
+        if self.generation and not self._causes:
+            self._changed_at = min(worker.asked_at for worker in ready if worker.is_member)
+        for worker in gone:
+            self._causes.append(f"rank {worker.rank} on {worker.host} leaves")
+        if self.generation and joined:
+            names = ", ".join(dict.fromkeys(worker.host for worker in joined))
+            self._causes.append(f"{_ranks(len(joined))} joined on {names}")
+        if self.generation and not self._causes:
+            self._causes.append("the ranks have lost each other")
+        if options.reset_limit is not None and self.generation > options.reset_limit:
+            self.error = WorldError(
+                f"{'; '.join(self._causes)}, after --reset-limit {options.reset_limit} changes"
+            )
+            return
+        self._short_since = self._told = None
+        self.generation += 1
+        self._server.begin(self.generation)
+        hosts = list(dict.fromkeys(worker.host for worker in ready))
+        ordered = [worker for host in hosts for worker in ready if worker.host == host]
+        for rank, worker in enumerate(ordered):
+            here = sorted(other.slot for other in ordered if other.host == worker.host)
+            place = (rank, len(ordered), here.index(worker.slot), len(here))
+            where = (hosts.index(worker.host), len(hosts), self.generation)
+            worker.rank = rank
+            self._answer(worker, (*place, *where))
+        for worker in gone:
+            worker.is_leaving, worker.end_by = True, time.monotonic() + _LEAVE_S
+            self._answer(worker, (-1,) * 6)
+        after_s = time.monotonic() - self._changed_at
+        before, self.size = self.size, len(ordered)
+        change = f"world {before} -> {_ranks(self.size)}" if before else _ranks(self.size)
+        causes = "; ".join([*self._causes, change])
+        _say(f"{causes}, generation {self.generation}, after {after_s:.1f} s")
+        self._causes.clear()
+
+    def _answer(self, worker: Worker, numbers: Sequence[int]) -> None:
+        assert worker.question is not None
+        worker.question.answer(",".join(map(str, numbers)))
+        worker.question, worker.asked_at = None, math.inf
+
+    def _end(self) -> None:
+        """End what is left, and wait for it."""
+        self._is_ending = True
+        for worker in self.workers:
+            worker.end()
+        deadline = time.monotonic() + END_S
+        while self.workers and time.monotonic() < deadline:
+            self._relay()
+        for worker in self.workers:
+            worker.process.kill()
+            worker.process.wait()
+        for file in self._files.values():
+            file.close()
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def _say(text: str) -> None:
+    print(f"elastic: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,161 @@
+"""Hosts and their slots: from the command line, a hostfile, or the variables of a scheduler.
+
+Used by `hvdtrain launch` and by `hvd.hosts`. A slot is room for one rank. Hosts that are named
+twice have the sum of their slots. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from hvdtrain.errors import InputError
+from hvdtrain.world import expand_tasks_per_node
+
+# Of PBS, LSF and SGE: a variable with the path of a file that lists the hosts of the job.
+_SCHEDULER_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
+# host, host:2, user@host, [fe80::1]:2; a bare IPv6 address has no slots
+_HOST = re.compile(
+    r"(\[[^\s\]]+\]|[^\s\[\]:,]+)(?::(\d{1,6}))?|([0-9a-fA-F]*:[0-9a-fA-F]*:[\w:.]*)"
+)
+_NODE = r"(?:[^\s,\[\]]|\[[^\s\[\]]*\])+"  # of Slurm: gpu[03-05,9]
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host, and the number of ranks on it."""
+
+    name: str
+    slots: int
+
+    def __str__(self) -> str:
+        return f"[{self.name}]:{self.slots}" if ":" in self.name else f"{self.name}:{self.slots}"
+
+
+def parse_host_list(text: str) -> list[Host]:
+    """Return the hosts of "a:4,b:4"; a host without a number has one slot. Raises InputError."""
+    return _merge(_parse_host(part.strip(), f"-H {text}") for part in text.split(","))
+
+
+def read_host_file(path: str | Path) -> list[Host]:
+    """Return the hosts of a file. Raises InputError if it cannot be read or names no host."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the hostfile {path}: {error}") from None
+    return parse_host_file(text, path)
+
+
+def parse_host_file(text: str, path: str | Path) -> list[Host]:
+    """Return the hosts in the text of a hostfile. Raises InputError if it names none.
+
+    A line is `host`, `host slots=4` (horovodrun, Open MPI), `host:4` (MPICH), or `host 4 QUEUE ...`
+    (SGE); what follows `#` is a comment. PBS and LSF repeat the line of a host for each slot.
+    """
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        host = _parse_host(words[0], f"{path}, line {number}")
+        given = next((word[6:] for word in words[1:] if word.startswith("slots=")), None)
+        if given is None and len(words) > 1 and words[1].isdigit():
+            given = words[1]
+        if given is not None:
+            host = _parse_host(f"{str(host).rpartition(':')[0]}:{given}", f"{path}, line {number}")
+        found.append(host)
+    if not found:
+        raise InputError(f"the hostfile {path} names no host")
+    return _merge(found)
+
+
+def hosts_of_scheduler(env: Mapping[str, str]) -> tuple[list[Host], str]:
+    """Return the hosts that a scheduler has allocated, and the variable that names them; no hosts
+    and "" without a scheduler. Raises InputError.
+    """
+    for name in _SCHEDULER_FILES:
+        if name in env:
+            return read_host_file(env[name]), name
+    if "SLURM_JOB_NODELIST" not in env:
+        return [], ""
+    names = expand_node_list(env["SLURM_JOB_NODELIST"])
+    text = env.get("SLURM_TASKS_PER_NODE", "1" if len(names) == 1 else f"1(x{len(names)})")
+    slots = expand_tasks_per_node(text)
+    if len(slots) != len(names):
+        raise InputError(
+            f"SLURM_TASKS_PER_NODE={text} does not fit the {len(names)} hosts of "
+            f"SLURM_JOB_NODELIST={env['SLURM_JOB_NODELIST']}; give the hosts with -H"
+        )
+    return [Host(*pair) for pair in zip(names, slots, strict=True)], "SLURM_JOB_NODELIST"
+
+
+def expand_node_list(text: str) -> list[str]:
+    """Return the hosts of Slurm's list: "gpu[03-05,9],login1" gives gpu03, gpu04, gpu05, gpu9,
+    login1. Raises InputError for text in another format.
+    """
+    names: list[str] = []
+    for part in re.findall(_NODE, text) if re.fullmatch(f"{_NODE}(,{_NODE})*", text) else []:
+        pieces = [_expand_ranges(piece) for piece in re.split(r"(\[[^\]]*\])", part)]
+        names += ["".join(name) for name in product(*pieces)]
+    if not names or any("[" in name for name in names):
+        raise InputError(f"cannot read SLURM_JOB_NODELIST={text!r}; give the hosts with -H")
+    return names
+
+
+def _expand_ranges(piece: str) -> list[str]:
+    """Return the numbers of "[03-05,9]" as text; any other text as it is."""
+    if not piece.startswith("["):
+        return [piece]
+    found = []
+    for part in piece[1:-1].split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
+        if match is None:
+            return [piece]  # which the caller refuses
+        first, last = match[1], match[2] or match[1]
+        found += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
+    return found
+
+
+def choose_slots(
+    hosts: list[Host], num_proc: int | None, num_hosts: int | None, per_host: int | None
+) -> list[Host]:
+    """Return the hosts to use, with the number of ranks on each: slots are filled in order.
+
+    `num_hosts` takes the first hosts only; `per_host` replaces their slots. Raises InputError if
+    there are fewer hosts or slots than asked for.
+    """
+    names = ",".join(map(str, hosts))
+    if num_hosts is not None and num_hosts > len(hosts):
+        raise InputError(f"--nnodes {num_hosts} is more than the hosts of {names}; name more")
+    hosts = [Host(host.name, per_host or host.slots) for host in hosts[:num_hosts]]
+    room = sum(host.slots for host in hosts)
+    wanted = room if num_proc is None else num_proc
+    if wanted > room:
+        raise InputError(
+            f"-np {wanted} is more than the {room} slots of {','.join(map(str, hosts))}; give more "
+            f"slots, such as -H {hosts[0].name}:{wanted}"
+        )
+    chosen = []
+    for host in hosts:
+        if taken := min(host.slots, wanted):
+            chosen.append(Host(host.name, taken))
+        wanted -= taken
+    return chosen
+
+
+def _parse_host(text: str, where: str) -> Host:
+    match = _HOST.fullmatch(text)
+    slots = int(match[2] or 1) if match else 0
+    if match is None or slots < 1 or text.startswith("-"):
+        raise InputError(f"{where}: {text!r} is no host; write host or host:slots, such as gpu01:4")
+    return Host((match[1] or match[3]).strip("[]"), slots)
+
+
+def _merge(hosts: Iterable[Host]) -> list[Host]:
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    return [Host(*item) for item in slots.items()]

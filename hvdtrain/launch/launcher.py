@@ -1,0 +1,308 @@
+"""The launcher: a supervisor on every host, their output, and the end of the job.
+
+Used by `hvdtrain launch`; `supervisor` has the picture. The launcher closes a supervisor's stdin to
+end its host's ranks, and its own death does the same. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+import re
+import selectors
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO, Literal
+
+from hvdtrain import signals
+from hvdtrain.errors import HvdtrainError, InputError, LaunchError, WorldError
+from hvdtrain.launch.host_list import Host
+from hvdtrain.launch.ssh import Ssh, is_this_host, master_address, travelling
+from hvdtrain.world import RESTART_VARIABLE
+
+_PORTS = range(20000, 30000)  # below the ports that the kernel gives to clients
+_PORT_TRIES = 5
+_PORT_IS_BUSY = 75  # the agent's exit code
+STOP_S = 40.0  # after Ctrl-C or SIGTERM: torch's agent allows its ranks 30
+END_S = 12.0  # after a failure: a supervisor needs up to 10
+_POLL_S = 1.0  # a signal may set an earlier deadline
+MARK = re.compile(rb"\[(\d+)\]<(stdout|stderr|start|exit|agent)>([:+])(.*)", re.DOTALL)
+
+
+class RankFailed(HvdtrainError):
+    """A rank that failed. `exit_code` is its own, 128 + number if a signal has killed it."""
+
+    def __init__(self, who: str, code: int) -> None:
+        self.exit_code = code if code >= 0 else 128 - code
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        super().__init__(f"{who} {how}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start, and where. `hosts` have as many slots as ranks."""
+
+    hosts: Sequence[Host]
+    command: Sequence[str]
+    env: Mapping[str, str]
+    """The environment of the ranks on this host, and, of `named` variables, on others."""
+    named: Sequence[str] = ()
+    ssh: Ssh = field(default_factory=Ssh)
+    start_timeout_s: float = 120.0
+    output: Path | None = None
+    verbose: bool = False
+    master_port: int | None = None
+    max_restarts: int = 0
+    """How often to start all ranks again, after a failed rank or a lost host."""
+
+    def command_lines(self, port: int) -> list[list[str]]:
+        """Return the command line of each host's supervisor. Raises InputError."""
+        options = ["--nproc-per-node", ",".join(str(host.slots) for host in self.hosts)]
+        options += ["--master-addr", master_address([host.name for host in self.hosts])]
+        options += ["--master-port", str(port), "--start-timeout", f"{self.start_timeout_s:g}"]
+        options += ["--verbose"] if self.verbose else []
+        variables = travelling(self.env, self.named)
+        lines = []
+        for node, host in enumerate(self.hosts):
+            line = [sys.executable, "-m", "hvdtrain.launch.supervisor", *options]
+            line += ["--node-rank", str(node), *self.command]
+            is_local = is_this_host(host.name)
+            lines.append(line if is_local else self.ssh.command(host.name, line, variables))
+        return lines
+
+    def run(self) -> None:
+        """Run the ranks to their end, again if they fail and `max_restarts` allows it. Raises
+        RankFailed for the first that failed, WorldError for a lost host, LaunchError for one that
+        did not start, KeyboardInterrupt for Ctrl-C, and SystemExit for SIGTERM.
+        """
+        try:
+            if self.output is not None:
+                self.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--output-filename {self.output}: {error.strerror}") from None
+        job, cause = uuid.uuid4().hex, ""
+        for number in range(self.max_restarts + 1):
+            about = {"job": job, "number": number, "of": self.max_restarts, "cause": cause}
+            env = (
+                {**self.env, RESTART_VARIABLE: json.dumps(about)} if self.max_restarts else self.env
+            )
+            try:
+                replace(self, env=env)._run_once(is_restart=number > 0)
+                return
+            except (RankFailed, WorldError) as error:
+                if number == self.max_restarts:
+                    raise
+                cause = str(error)
+                said = (
+                    f"restart {number + 1} of {self.max_restarts}: {cause}; all ranks start again"
+                )
+                print(said, file=sys.stderr, flush=True)
+
+    def _run_once(self, is_restart: bool) -> None:
+        for _ in range(_PORT_TRIES):
+            attempt = _Attempt(self, self.master_port or random.choice(_PORTS), is_restart)
+            attempt.run()
+            if not attempt.port_is_busy or self.master_port:
+                break
+        if attempt.port_is_busy:
+            raise LaunchError(
+                f"port {attempt.port} of {self.hosts[0].name} is in use; give another --master-port"
+            )
+        if attempt.stopped_by == signal.SIGINT:
+            raise KeyboardInterrupt
+        if attempt.stopped_by is not None:
+            raise SystemExit(128 + attempt.stopped_by)
+        if attempt.error is not None:
+            raise attempt.error
+
+
+class _Attempt:
+    """One start of the job: its processes, and the first error."""
+
+    def __init__(self, job: Job, port: int, is_restart: bool) -> None:
+        self.job = job
+        self.port = port
+        self._mode: Literal["ab", "wb"] = "ab" if is_restart else "wb"
+        """How to open the files of --output-filename."""
+        self.error: HvdtrainError | None = None
+        self.stopped_by: int | None = None
+        self.port_is_busy = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._not_started = [host.name for host in job.hosts]
+        self._deadline = time.monotonic() + job.start_timeout_s
+        self._is_ending = False
+        self._files: dict[str, BinaryIO] = {}
+
+    def run(self) -> None:
+        """Run until all supervisors have ended, and leave none behind."""
+        lines = self.job.command_lines(self.port)
+        with signals.handled(self._forward, *signals.STOP), selectors.DefaultSelector() as selector:
+            try:
+                for node, line in enumerate(lines):
+                    if self.stopped_by is None:
+                        self._start(node, line, selector)
+                self._relay(selector)
+            except BrokenPipeError:  # `hvdrun ... | head`
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                raise SystemExit(128 + signal.SIGPIPE) from None
+            finally:
+                self._end()
+                self._wait()
+                for file in self._files.values():
+                    file.close()
+
+    def _start(self, node: int, line: list[str], selector: selectors.BaseSelector) -> None:
+        if self.job.verbose:
+            print(f"{self.job.hosts[node].name}: {shlex.join(line)}", file=sys.stderr)
+        # In a session of its own: Ctrl-C reaches this process alone, which forwards it.
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            line, env=self.job.env, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+        self._processes.append(process)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        selector.register(process.stdout, selectors.EVENT_READ, (node, True))
+        selector.register(process.stderr, selectors.EVENT_READ, (node, False))
+
+    def _relay(self, selector: selectors.BaseSelector) -> None:
+        """Take what the supervisors send, until the stdout of each has closed."""
+        running = set(range(len(self._processes)))
+        rest: dict[int, bytes] = {}
+        while running:
+            left_s = self._deadline - time.monotonic()
+            ready = selector.select(min(max(left_s, 0.0), _POLL_S))
+            if time.monotonic() >= self._deadline:
+                self._is_late()
+            for key, _ in ready:
+                node, is_stdout = key.data
+                data = os.read(key.fd, 1 << 16)
+                *lines, rest[key.fd] = (rest.get(key.fd, b"") + data).split(b"\n")
+                for line in lines:
+                    self._take(node, line)
+                sys.stdout.flush()
+                if not data:
+                    selector.unregister(key.fileobj)
+                    if is_stdout:
+                        running.discard(node)
+                        self._has_ended(node)
+
+    def _take(self, node: int, line: bytes) -> None:
+        """Print a line of a rank, or note what a supervisor reports."""
+        host = self.job.hosts[node].name
+        match = MARK.fullmatch(line)
+        if match is None:  # of ssh, of the remote shell, or of the agent
+            print(f"{host}: {line.decode(errors='replace')}", file=sys.stderr, flush=True)
+            return
+        number, kind, text = int(match[1]), match[2].decode(), match[4]
+        if kind in ("stdout", "stderr"):
+            self._print(number, kind, text + (b"\n" if match[3] == b":" else b""))
+        elif kind == "start":
+            self._not_started.remove(host)
+            if not self._not_started and self.stopped_by is None and not self._is_ending:
+                self._deadline = math.inf
+        else:
+            who = f"rank {number}" if kind == "exit" else "the agent"
+            self._fail(RankFailed(f"{who} on {host}", int(text)))
+
+    def _print(self, rank: int, stream: str, text: bytes) -> None:
+        out = sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer
+        out.write(f"[{rank}]<{stream}>:".encode() + text)
+        out.flush()
+        if self.job.output is not None:
+            width = len(str(sum(host.slots for host in self.job.hosts) - 1))
+            path = self.job.output / f"rank.{rank:0{width}d}" / stream  # as horovodrun
+            if str(path) not in self._files:
+                path.parent.mkdir(exist_ok=True)
+                self._files[str(path)] = path.open(self._mode, buffering=0)
+            self._files[str(path)].write(text)
+
+    def _has_ended(self, node: int) -> None:
+        """Note the end of a supervisor, or of its ssh."""
+        host, process = self.job.hosts[node].name, self._processes[node]
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its stdout
+            process.wait(END_S)
+        code = process.poll()
+        what = f"the supervisor on {host}" if is_this_host(host) else f"ssh to {host}"
+        if code is not None and code < 0:
+            self._fail(RankFailed(what, code))
+        elif code == _PORT_IS_BUSY and host in self._not_started:
+            self.port_is_busy = self.error is None
+            self._end()
+        elif code:
+            text = f"{what} ended with code {code}"
+            if host in self._not_started:
+                self._fail(LaunchError(f"{text} before its ranks started; see its lines above"))
+            else:
+                self._fail(WorldError(text))
+
+    def _is_late(self) -> None:
+        """Go on to the next stage, as a deadline has passed: an error, the end, SIGKILL."""
+        if self._is_ending:
+            self._deadline = math.inf
+            for process in self._processes:
+                process.kill()
+        elif self.stopped_by is not None:
+            self._end()
+        else:
+            names, limit = ", ".join(self._not_started), f"{self.job.start_timeout_s:g} s"
+            self._fail(LaunchError(f"no ranks on {names} within --start-timeout {limit}"))
+
+    def _fail(self, error: HvdtrainError) -> None:
+        """Keep the first error, and end the ranks of all hosts."""
+        if self.error is None and self.stopped_by is None and not self.port_is_busy:
+            self.error = error
+        self._end()
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        """Send the signal to all agents, as the handler of it; at the next one end the ranks."""
+        if self.stopped_by is not None:
+            self._end()
+            return
+        self.stopped_by = number
+        self._deadline = time.monotonic() + STOP_S
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(OSError, ValueError):  # it has ended
+                process.stdin.write(f"{signal.Signals(number).name}\n".encode())
+                process.stdin.flush()
+
+    def _end(self) -> None:
+        """Let every supervisor end its host's ranks, by closing its stdin."""
+        if not self._is_ending:
+            self._is_ending = True
+            self._deadline = time.monotonic() + END_S
+            for process in self._processes:
+                assert process.stdin is not None
+                with contextlib.suppress(OSError):  # it has ended
+                    process.stdin.close()
+
+    def _wait(self) -> None:
+        """Wait for the supervisors, after their stdin has closed; kill those that do not end."""
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, self._deadline - time.monotonic()))
+            process.kill()
+            process.wait()
+            for stream in (process.stdout, process.stderr):
+                assert stream is not None
+                stream.close()
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, such as SIGKILL."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,127 @@
+"""The command line that runs a program on another host, and what travels there with it.
+
+Used by `hvdtrain launch`. The working folder and some variables travel; the interpreter is named by
+its absolute path, so a virtual environment must exist at the same path. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+from hvdtrain.errors import InputError
+
+# Variables with these prefixes travel to other hosts, as horovodrun's and mpirun's users expect.
+TRAVELLING = tuple("HVDTRAIN_ HOROVOD_ NCCL_ GLOO_ OMP_ MKL_ TORCH_ PYTHON".split())
+_PATHS = ("PATH", "LD_LIBRARY_PATH")
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """How to reach other hosts."""
+
+    port: int | None = None
+    identity_file: str | None = None
+    connect_timeout_s: int = 30
+
+    def options(self) -> list[str]:
+        """Return ssh's options. A host that is not known yet is accepted, a changed key is not."""
+        options = ["-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new"]
+        options += ["-o", f"ConnectTimeout={self.connect_timeout_s}"]
+        options += ["-o", "ServerAliveInterval=10"]  # three are missed: the host is lost
+        options += ["-p", str(self.port)] if self.port else []
+        return options + (["-i", self.identity_file] if self.identity_file else [])
+
+    def command(self, host: str, command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+        """Return the command line that runs `command` on `host`, in this working folder. Raises
+        InputError without an ssh.
+        """
+        if shutil.which("ssh") is None:
+            raise InputError(
+                f"{host} is another host, and there is no ssh on PATH; install OpenSSH"
+            )
+        settings = [f"{name}={value}" for name, value in variables.items()]
+        inner = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *settings, *command])}"
+        return ["ssh", *self.options(), host, inner]
+
+
+def environment(names: Sequence[str], interfaces: str | None) -> dict[str, str]:
+    """Return this environment as the ranks get it: this interpreter's folder first on PATH.
+
+    `names` are of -x: NAME, or NAME=VALUE. Raises InputError for a NAME that is not set.
+    """
+    env = {**os.environ, **dict(name.split("=", 1) for name in names if "=" in name)}
+    if missing := [name for name in names if "=" not in name and name not in env]:
+        raise InputError(f"-x {missing[0]}: the variable is not set; give -x {missing[0]}=VALUE")
+    if interfaces:
+        env |= {"GLOO_SOCKET_IFNAME": interfaces, "NCCL_SOCKET_IFNAME": interfaces}
+        env |= {"HOROVOD_GLOO_IFACE": interfaces.partition(",")[0]}
+    folder = str(Path(sys.executable).parent)
+    folders = [part for part in env.get("PATH", os.defpath).split(os.pathsep) if part != folder]
+    env["PATH"] = os.pathsep.join([folder, *folders])
+    return env
+
+
+def travelling(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """Return the variables that go to other hosts: those of the table above and of -x."""
+    named = {name.partition("=")[0] for name in names}
+    wanted = (n for n in env if n.startswith(TRAVELLING) or n in _PATHS or n in named)
+    return {name: env[name] for name in sorted(wanted)}
+
+
+@cache
+def is_this_host(name: str) -> bool:
+    """Return whether a name is this host's: it resolves to one of its own addresses."""
+    if name in (*_LOCAL_NAMES, socket.gethostname()):
+        return True
+    own = {a.address.partition("%")[0] for each in psutil.net_if_addrs().values() for a in each}
+    addresses = _resolve(name)
+    return any(address in own or address.startswith("127.") for address in addresses)
+
+
+def master_address(names: Sequence[str]) -> str:
+    """Return the address at which all these hosts reach the first one.
+
+    Its own name may mean loopback there (Debian's 127.0.1.1), so this resolves names here. If the
+    first host is this one, it is the address on the route to the next.
+    """
+    others = [name for name in names if not is_this_host(name)]
+    if len(names) == 1:
+        return "127.0.0.1"
+    if names[0] in others:
+        return (_resolve(names[0]) or [names[0]])[0]
+    for address in (address for name in others for address in _resolve(name)):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing: the kernel chooses the source address
+            return str(probe.getsockname()[0])
+    raise InputError(f"no route from {names[0]} to {', '.join(others)}; is the name right?")
+
+
+def _resolve(name: str) -> list[str]:
+    """Return the addresses of a host, which may be an alias of ssh's configuration; [] if none."""
+    name = name.rpartition("@")[2]
+    with contextlib.suppress(OSError):
+        return _addresses(name)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        settings = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, timeout=10)
+        real = [line.split()[1] for line in settings.stdout.splitlines() if line[:9] == "hostname "]
+        return _addresses(real[0]) if real else []
+    return []
+
+
+def _addresses(name: str) -> list[str]:
+    infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return [str(info[4][0]) for info in infos]

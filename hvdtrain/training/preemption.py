@@ -1,0 +1,219 @@
+"""Preemption: after a signal to any rank, all ranks save after the same step, and end.
+
+The Trainer uses it. No step asks whether a signal has arrived: the ranks agree only once there is
+one, over connections of their own to rank 0.
+
+    rank r   ["signal", "SIGUSR1 at rank 1"]  ->  rank 0
+    rank 0   ["hold", "SIGUSR1 at rank 1"]    ->  all     after the first signal
+    rank r   ["begun", 41]                    ->  rank 0  it begins no step after 41 for now
+    rank 0   ["last", 43]                     ->  all     1 + the largest of the answers
+    rank r   ["bye"]                          ->  all     it has ended as it should
+
+The thread of the connections answers, so a rank that waits in a collective answers, too, and the
+ranks that have begun a step finish it. Every rank knows the last step before it begins it. Once a
+rank is lost there is no step to agree on: a signal, also one from before, ends the others at once.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import time
+from contextlib import ExitStack
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+from hvdtrain import failure, signals
+from hvdtrain.addresses import listen_addresses
+from hvdtrain.backends.base import Backend
+from hvdtrain.errors import Preempted
+from hvdtrain.peers import Peers
+from hvdtrain.rendezvous import open_store_over
+from hvdtrain.training.config import TrainConfig
+
+# A launcher may pass on a signal that the rank has received directly, too.
+_REPEATED_SIGNAL_S = 2.0
+_TICK_S = 10.0  # between two "alive" messages, which only show that a host is lost
+
+
+class Preemption:
+    """The signals of one run. A context manager: inside the block it handles them."""
+
+    def __init__(self, backend: Backend, config: TrainConfig) -> None:
+        self._backend, self._world = backend, backend.world
+        self._numbers = config.signal_numbers()
+        self._grace_s, self._exit_code = config.grace_s(), config.requeue_exit_code
+        self._pid = os.getpid()
+        self._stack = ExitStack()
+        self._before: dict[int, Any] = {}  # the handlers outside of the block
+        self._first_at: float | None = None
+        self._first = signal.SIGTERM
+        # Its methods may interrupt themselves in a signal handler, unlike those of queue.Queue.
+        self._events: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        """Names of signals; "" once the ranks hold; None at the end."""
+        self._thread: threading.Thread | None = None
+        self._peers: Peers | None = None
+        self._changed = threading.Condition()  # guards what follows
+        self._begun = 0
+        self._last: int | None = None
+        self._live = set(range(self._world.size))
+        self._answers: dict[int, int] = {}  # on rank 0
+        self._said_bye: set[int] = set()
+        self._has_lost = False
+        """Whether a rank has ended otherwise."""
+        self.cause = ""
+        """The signal and the rank that it came to; empty as long as there was none."""
+
+    def __enter__(self) -> Preemption:
+        self._before = {number: signal.getsignal(number) for number in self._numbers}
+        self._stack.enter_context(signals.handled(self._on_signal, *self._numbers))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._thread is not None:
+            self._events.put(None)
+            self._thread.join()
+        if self._peers is not None:
+            if error is None or isinstance(error, Preempted):
+                self._peers.send_all([*self._live - {self._world.rank}], ["bye"])
+            self._peers.close()
+        self._stack.close()
+        is_by_launcher = self._first_at is not None and self._has_lost
+        if is_by_launcher and isinstance(error, Exception) and self._backend._peer_error(error):
+            # The signal is that of the launcher, which ends the job after another rank's end.
+            raise SystemExit(128 + self._first) from error
+
+    def connect(self) -> None:
+        """Connect the ranks; a signal that has arrived before counts. Collective.
+
+        Raises PeerLost or DistError, which the backend converts.
+        """
+        if not self._numbers:
+            return
+        world, timeout_s = self._world, self._backend.options.timeout_s
+        if world.size > 1:
+            store = open_store_over(world, timeout_s, self._backend.broadcast_object)
+            addresses = listen_addresses(world)
+            rank, size = world.rank, world.size
+            self._peers = Peers(
+                store, rank, size, None, addresses, timeout_s, tick_s=_TICK_S, thread_name="preempt"
+            )
+            self._peers.start(self._on_message, self._on_lost)
+        self._thread = threading.Thread(target=self._watch, name="grace", daemon=True)
+        self._thread.start()
+
+    def begin_step(self, step: int) -> bool:
+        """Begin a step, once that is agreed; return whether a preempted run ends with it, or ends
+        as soon as it can be saved. Not collective.
+        """
+        with self._changed:
+            while self.cause and self._last is None and step > self._begun:
+                self._changed.wait()
+            self._begun = max(step, self._begun)
+            return self._last is not None and step >= self._last
+
+    def end(self, step: int) -> Preempted:
+        """Return what ends the run after `step`, which is saved."""
+        return Preempted(self._exit_code, f"{self.cause}; saved after step {step}")
+
+    # Signals
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        is_forked = os.getpid() != self._pid  # a child of this rank
+        if self._has_lost and not is_forked:
+            self._act_as_before(signal.Signals(number), frame)
+        elif self._first_at is None and not is_forked:
+            self._first_at, self._first = now, signal.Signals(number)
+            self._events.put(signal.Signals(number).name)
+        elif self._first_at is None or now - self._first_at > _REPEATED_SIGNAL_S:
+            self._act_as_before(signal.Signals(number), frame)
+
+    def _act_as_before(self, number: signal.Signals, frame: FrameType | None) -> None:
+        before = self._before[number]
+        if callable(before):
+            before(number, frame)
+        else:
+            signals.set_handler(signal.SIG_DFL, number)
+            signal.raise_signal(number)
+
+    def _watch(self) -> None:
+        """Pass signals on, and end this process when the grace period is over. Runs in a thread."""
+        deadline: float | None = None
+        while True:
+            try:
+                left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+                event = self._events.get(timeout=left_s)
+            except queue.Empty:
+                self._end_now()
+            if event is None:
+                return
+            if event:
+                self._send([0], ["signal", f"{event} at rank {self._world.rank}"])
+            elif deadline is None:
+                deadline = time.monotonic() + self._grace_s
+
+    def _end_now(self) -> NoReturn:
+        error = Preempted(
+            self._exit_code,
+            f"{self.cause}, and no checkpoint within {self._grace_s:g} s (--grace); --resume auto "
+            "goes on from the one before",
+        )
+        if self._world.size > 1:
+            failure.end_job(self._world, error)
+        failure.report(self._world, error)
+        os._exit(self._exit_code)  # sys.exit would end this thread alone
+
+    # Agreement. These methods run in the thread of the connections; with one rank, in `_watch`.
+
+    def _send(self, ranks: list[int], header: list[Any]) -> None:
+        if self._peers is not None:
+            self._peers.send_all(ranks, header)
+        else:
+            self._on_message(0, header, b"")
+
+    def _on_message(self, rank: int, header: list[Any], payload: bytes) -> None:
+        kind, *values = header
+        value: Any = values[0] if values else None
+        with self._changed:
+            if kind == "signal" and not self.cause:
+                self._send([*self._live], ["hold", value])
+            elif kind == "hold" and not self.cause:
+                self.cause = value
+                self._events.put("")
+                self._send([0], ["begun", self._begun])
+            elif kind == "begun":
+                self._answers[rank] = value
+                self._decide()
+            elif kind == "last":
+                self._last = value
+                self._changed.notify_all()
+            elif kind == "bye":
+                self._said_bye.add(rank)
+
+    def _on_lost(self, rank: int, why: str) -> None:
+        """Go on without a rank, as an asynchronous parameter server does. Others end the job: a
+        signal that has come is that of the launcher, or saves nothing any more.
+        """
+        with self._changed:
+            self._live.discard(rank)
+            if rank == 0:  # no one decides: let the next collective report it
+                self.cause = ""
+                self._changed.notify_all()
+            elif self._world.rank == 0:
+                self._decide()
+            self._has_lost |= rank not in self._said_bye and not self._backend.is_asynchronous
+        main = threading.main_thread().ident
+        if self._has_lost and self._first_at is not None and main is not None:
+            signal.pthread_kill(main, self._first)  # its handler ends the wait for the lost rank
+
+    def _decide(self) -> None:
+        if self._last is None and self._answers and self._live <= set(self._answers):
+            self._send([*self._live], ["last", 1 + max(self._answers.values())])

@@ -1,0 +1,115 @@
+"""The calls of one host's ranks in shared memory, and their comparison.
+
+`shm` uses it at the beginning of every operation. Each rank writes its call to a slot of its own
+memory before a barrier, and reads the others' after it. Two slots alternate, so that no second
+barrier is needed: a slot is written again only after a barrier that every reader has entered.
+
+The last rank to arrive compares the slots. If they are alike, and carry nothing but the text of the
+call, the others need not read them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hvdtrain.transports.shm_buffers import SharedBuffers
+from hvdtrain.transports.shm_sync import SLOT_BYTES, RankMemory
+
+# A call: number of the tensor's shared buffer (0: none), its descriptor and size, the tensor's
+# offset in it; lengths of the two fields that follow: freed buffers, text of the call.
+_SLOT = struct.Struct("<QiQQHH")
+_MAX_FREED = 16  # freed buffers that one operation can report
+TEXT_BYTES = SLOT_BYTES - _SLOT.size - 8 * _MAX_FREED
+_MOST_TEXTS = 1000  # calls without a buffer that are kept packed
+
+
+@dataclass
+class Call:
+    """The content of a rank's slot: its call, and the shared buffer that contains its tensor."""
+
+    signature: bytes
+    buffer: int
+    fd: int
+    buffer_bytes: int
+    offset: int
+
+
+class CallSlots:
+    """The slots of one host's ranks, by local rank."""
+
+    def __init__(self, memories: list[RankMemory], local_rank: int, buffers: SharedBuffers) -> None:
+        self._memories = memories
+        self._local_rank = local_rank
+        self._buffers = buffers
+        self._slots = [[memory.slot(number) for memory in memories] for number in range(2)]
+        self._verdict = memories[0].flag
+        self._packed: dict[str, bytes] = {}
+        self._plain = b""  # what this rank has written, if it carries nothing but its text
+
+    def write(self, sequence: int, signature: str, t: Tensor | None) -> None:
+        """Write this rank's call to its slot, with its tensor's buffer and the freed buffers."""
+        slot = self._slots[sequence % 2][self._local_rank]
+        buffer = self._buffers.find(t) if t is not None else None
+        freed = self._buffers.take_freed(_MAX_FREED)
+        if buffer is None and not freed:
+            self._plain = self._packed.get(signature) or self._pack(signature)
+            slot[: len(self._plain)] = self._plain
+            return
+        self._plain = b""
+        number, fd, num_bytes, offset = 0, -1, 0, 0
+        if buffer is not None and t is not None:
+            number, fd, num_bytes = buffer.number, buffer.fd, buffer.num_bytes
+            offset = int(t.storage_offset()) * t.element_size()
+        text = signature.encode()[:TEXT_BYTES]
+        _SLOT.pack_into(slot, 0, number, fd, num_bytes, offset, len(freed), len(text))
+        if freed:
+            struct.pack_into(f"<{len(freed)}Q", slot, _SLOT.size, *freed)
+        at = _SLOT.size + 8 * len(freed)
+        slot[at : at + len(text)] = text
+
+    def _pack(self, signature: str) -> bytes:
+        if len(self._packed) >= _MOST_TEXTS:
+            self._packed.clear()
+        text = signature.encode()[:TEXT_BYTES]
+        packed = _SLOT.pack(0, -1, 0, 0, 0, len(text)) + text
+        self._packed[signature] = packed
+        return packed
+
+    def read(self, sequence: int, i: int) -> Call:
+        """Return the slot of local rank `i`, and unmap the buffers that it reports as freed."""
+        slot = self._slots[sequence % 2][i]
+        number, fd, num_bytes, offset, num_freed, length = _SLOT.unpack_from(slot)
+        if num_freed:
+            self._buffers.unmap(i, struct.unpack_from(f"<{num_freed}Q", slot, _SLOT.size))
+        at = _SLOT.size + 8 * num_freed
+        return Call(bytes(slot[at : at + length]), number, fd, num_bytes, offset)
+
+    def read_all(self, sequence: int) -> list[Call]:
+        """Return the slots of all local ranks."""
+        return [self.read(sequence, i) for i in range(len(self._memories))]
+
+    def compare(self, sequence: int) -> bool:
+        """Return whether all ranks have written the same text and nothing else."""
+        plain, end = self._plain, len(self._plain)
+        return bool(plain) and all(slot[:end] == plain for slot in self._slots[sequence % 2])
+
+    def judge(self, sequence: int, if_same: Callable[[], None] | None) -> None:
+        """Store the result of `compare`, for `verdict`.
+
+        Called by the last rank to arrive, while the others wait. If the ranks made the same call,
+        `if_same` is called.
+        """
+        alike = self.compare(sequence)
+        if if_same is not None and (
+            alike or len({call.signature for call in self.read_all(sequence)}) == 1
+        ):
+            if_same()
+        self._verdict[0] = alike
+
+    def verdict(self) -> bool:
+        """Return the result of the last `compare`, by the last rank to arrive."""
+        return bool(self._verdict[0])

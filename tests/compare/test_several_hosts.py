@@ -1,0 +1,81 @@
+"""`hvdtrain compare` over two hosts: network namespaces with an sshd in each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forkserver import warm
+from tests.launch.hosts import Hosts, running_hosts
+from tests.launching import run, started, wait_for
+
+SHORT = "--blocks 6 --steps 5 --proof-steps 4 --max-foreign 100% --threads 1 --timeout 60".split()
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with running_hosts(2) as made:
+        yield made
+
+
+def compare(hosts: Hosts, folder: Path, at: str, arms: str) -> tuple[int, str, dict[str, Any]]:
+    """Compare on a host, or beside them for "", without sharing temporary files with the others."""
+    own = Path(tempfile.mkdtemp(prefix="own-", dir="/tmp"))  # a socket's path must be short
+    for name in set(hosts.sshd) - {at}:
+        subprocess.run(hosts.on(name, "mount", "-t", "tmpfs", "tmpfs", own), check=True)
+    command = [sys.executable, "-m", "hvdtrain", "compare", *SHORT, "-H", "a:1,b:1"]
+    command += ["--arms", arms, "--output", str(folder / "found")]
+    line = hosts.on(at, *command) if at else hosts.on_login(*command)
+    done = run(line, env={"TMPDIR": str(own)}, timeout=170)
+    record = json.loads((folder / "found" / "compare.json").read_text())
+    hosts.wait_until_gone(10)
+    shutil.rmtree(own)
+    return done.code, done.output, record
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("at", "arms"),
+    [
+        ("", "ddp/gloo,compat/shm"),
+        # horovodrun wants an interface of the same name where it runs.
+        ("a", "ddp/mpi,horovod/gloo,horovod/mpi"),
+    ],
+)
+def test_arms_on_two_hosts(hosts: Hosts, at: str, arms: str, tmp_path: Path) -> None:
+    code, output, record = compare(hosts, tmp_path, at, arms)
+    assert code == 0, output
+    assert {row["status"] for row in record["arms"].values()} == {"measured"}, output
+    assert {row["ranks"] for row in record["arms"].values()} == {2}, "as many as slots"
+    verdicts = {row["arm"]: row["verdict"] for row in record["parity"]}
+    base = arms.partition(",")[0]
+    assert {verdicts[arm] for arm in (*arms.split(",")[1:], f"{base} again")} == {"bitwise"}, output
+    assert record["config"]["hosts"] == "a:1,b:1"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(240)
+def test_nothing_outlives_a_killed_comparison(hosts: Hosts, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hvdtrain", "compare", *SHORT, "-H", "a:1,b:1"]
+    command += ["--arms", "ddp/gloo,ddp/shm", "--output", str(tmp_path / "found")]
+    with started(hosts.on_login(*command)) as (process, log):
+        wait_for(log, "block 2", seconds=150)  # all arms but one are stopped
+        process.kill()
+    hosts.wait_until_gone(20)
+
+
+def test_a_host_that_cannot_be_reached(hosts: Hosts, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hvdtrain", "compare", *SHORT, "-H", "a:1,nowhere:1"]
+    done = run(hosts.on_login(*warm(command), "--output", tmp_path / "found"), timeout=60)
+    assert done.code == 2
+    assert "error: ssh to nowhere: " in done.output
+    assert "Could not resolve hostname nowhere" in done.output

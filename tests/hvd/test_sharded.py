@@ -1,0 +1,89 @@
+"""`hvd.DistributedOptimizer(shard=True)`, our extension: a script's bits are those without it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.hvd.pool import HvdRanks
+
+RANKS = [("hvd-torchrun", 2), pytest.param(("hvd-torchrun", 3), marks=pytest.mark.exhaustive)]
+
+
+def train(hvd: Any, shard: bool) -> tuple[list[torch.Tensor], dict[str, Any], bool]:
+    """Train as Horovod's examples do, with two passes a step and clipping in some steps."""
+    torch.manual_seed(hvd.rank())
+    model = nn.Sequential(nn.Linear(6, 131), nn.Tanh(), nn.Linear(131, 3))
+    plain = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(
+        plain,
+        named_parameters=model.named_parameters(),
+        backward_passes_per_step=2,
+        shard=shard,
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    seed = torch.Generator().manual_seed(7 + hvd.rank())
+    for step in range(5):
+        for _ in range(2):
+            model(torch.randn(4, 6, generator=seed)).square().mean().backward()
+        if step % 2:
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step == 2:  # as after a checkpoint is loaded on every rank
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    state = copy.deepcopy(optimizer.state_dict()) if hvd.rank() == 0 else {}  # not collective
+    if hvd.rank() == 0:
+        torch.save(model.state_dict(), "/dev/null")
+    again = pickle.loads(pickle.dumps(optimizer))
+    is_plain = isinstance(again, torch.optim.AdamW) and not hasattr(again, "unshare_parameters")
+    weights = [p.detach().clone() for p in model.parameters()]
+    hvd.barrier()
+    return weights, state, is_plain
+
+
+@pytest.mark.parametrize("hvd_ranks", RANKS, indirect=True)
+def test_a_script_has_the_bits_of_one_without_it(hvd_ranks: HvdRanks) -> None:
+    mine, plain = hvd_ranks.run(train, True), hvd_ranks.run(train, False)
+    for (weights, _, is_plain), (others, _, _) in zip(mine, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+        assert is_plain
+    a, b = mine[0][1], plain[0][1]
+    assert a["param_groups"] == b["param_groups"]
+    assert list(a["state"]) == list(b["state"])
+    for entry, other in zip(a["state"].values(), b["state"].values(), strict=True):
+        assert list(entry) == list(other)
+        assert all(torch.equal(entry[key], other[key]) for key in entry)
+
+
+def refusals(hvd: Any) -> list[str]:
+    """Return why `shard` is refused, for each argument that excludes it."""
+    texts = []
+    for changes in (
+        {"op": hvd.Adasum},
+        {"process_set": hvd.add_process_set(list(range(hvd.size() - 1)))},
+    ):
+        model = nn.Linear(2, 2)
+        with pytest.raises(ValueError, match="shard=True") as refused:
+            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), shard=True, **changes)
+        texts.append(str(refused.value))
+    return texts
+
+
+@pytest.mark.parametrize("hvd_ranks", RANKS[:1], indirect=True)
+def test_what_excludes_it(hvd_ranks: HvdRanks) -> None:
+    for adasum, process_set in hvd_ranks.run(refusals):
+        assert "op=Adasum combines updates that differ between ranks" in adasum
+        assert "the ranks of a process set step alone" in process_set

@@ -1,0 +1,134 @@
+"""A task whose ranks die as told, once each: see test_restart.py and benchmarks/chaos.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.data import Dataset, TensorDataset
+
+from hvdtrain import Task, detect
+from hvdtrain.sharded_optimizer import _Sharding
+
+SAMPLES, STEPS = 256, 8  # an epoch of two ranks with micro-batches of 16 has 8 steps
+
+
+class Dying(Task):
+    """`deaths`: "1:12,0:3" kills rank 1 in its 12th step, and after the restart rank 0 in its
+    third; in step 0 while it makes the model; "1:2!" raises instead, "1:2+" waits for a file "go".
+    `folder` keeps which have been.
+    """
+
+    def __init__(self, folder: str, deaths: str = "") -> None:
+        self.folder = Path(folder)
+        self.steps = 0
+        self.death, self.mark = "", self.folder / "no"
+        for number, death in enumerate(filter(None, deaths.split(","))):
+            self.mark = self.folder / f"dead-{number}"
+            if not self.mark.exists():
+                self.death = death
+                break
+
+    def _maybe_die(self) -> None:
+        if self.death.rstrip("!+") == f"{detect().rank}:{self.steps}":
+            self.mark.touch()
+            if self.death.endswith("!"):
+                raise ArithmeticError("as told")
+            while self.death.endswith("+"):
+                if (self.folder / "go").exists():
+                    return
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def model(self) -> nn.Module:
+        self._maybe_die()
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        torch.manual_seed(2)
+        x = torch.randn(SAMPLES, 4)
+        data = TensorDataset(x, (x.sum(1) > 0).long())
+        return data, data
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        self.steps += 1
+        self._maybe_die()
+        return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+    def metrics(self, net: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"loss": nn.functional.cross_entropy(net(batch[0]), batch[1])}
+
+
+class Observed(Dying):
+    """Appends "PHASE RANK PID TIME" to the file `events` of `folder` as it begins each step,
+    checkpoint and batch of an evaluation. A step sleeps for 5 ms.
+    """
+
+    def _observe(self, phase: str) -> None:
+        with (self.folder / "events").open("a") as events:
+            events.write(f"{phase} {detect().rank} {os.getpid()} {time.time()}\n")
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 2))
+        hook = self._before_checkpoint
+        model.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+        return model
+
+    def _before_checkpoint(self, *unused: Any) -> None:
+        if self.steps:
+            self._observe("checkpoint")
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        self._observe("training")
+        time.sleep(0.005)
+        return super().loss(net, batch)
+
+    def metrics(self, net: nn.Module, batch: Any) -> dict[str, Tensor]:
+        self._observe("evaluation")
+        return super().metrics(net, batch)
+
+
+class DyingInSharedStep(Dying):
+    """With `--shard-optimizer` a rank dies in the middle of the optimizer's step: the others have
+    updated their shares of the parameters, and its own is old. The file `pids` gets all processes.
+    """
+
+    def model(self) -> nn.Module:
+        with (self.folder / "pids").open("a") as pids:
+            pids.write(f"{os.getpid()}\n")
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 97), nn.Dropout(0.2), nn.Linear(97, 2))
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        step_pieces = _Sharding._step_pieces
+
+        def maybe_die(sharding: _Sharding, *arguments: Any) -> None:
+            if self._dies_now():
+                while all(torch.equal(p, old) for p, old in self.before):
+                    time.sleep(0.002)
+                self.mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            step_pieces(sharding, *arguments)
+
+        _Sharding._step_pieces = maybe_die  # type: ignore[method-assign, assignment]
+        return AdamW(model.parameters(), lr=0.01)
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        self.steps += 1
+        if self._dies_now():
+            self.before = [(p, p.detach().clone()) for p in net.parameters()]
+        return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+    def _dies_now(self) -> bool:
+        return self.death == f"{detect().rank}:{self.steps}"

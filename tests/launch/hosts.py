@@ -1,0 +1,238 @@
+"""Hosts for tests: network namespaces on a bridge, with a real sshd in each.
+
+Each host has its own network, PID, UTS and mount namespace: its own name, /etc/hosts, host key,
+/dev/shm and processes. /tmp, the interpreter and the sources are shared, as on a cluster with NFS.
+
+    login 10.77.0.254 ---- bridge ---- eth0 10.77.0.1 a      `login` is a network namespace alone;
+                              |------- eth0 10.77.0.2 b      commands run there, or on a host
+                              `------- eth0 10.77.0.3 c
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+NAMES = "abc"
+RELAY = Path(__file__).with_name("delay_relay.py")
+START_S = 20
+
+SSHD = """\
+HostKey {folder}/key-{name}
+AuthorizedKeysFile {folder}/user.pub
+PasswordAuthentication no
+StrictModes no
+UseDNS no
+PidFile none
+MaxStartups 100
+"""
+SSH = """\
+IdentityFile {folder}/user
+UserKnownHostsFile {folder}/known_hosts
+StrictHostKeyChecking accept-new
+"""
+# What a host does first. The test's own /etc/ssh and /etc/hosts stay as they are.
+ENTER = """\
+set -e
+mount --bind {folder}/etc-ssh /etc/ssh
+mount --bind {folder}/hosts /etc/hosts
+mount --bind {folder}/resolv.conf /etc/resolv.conf
+"""
+BOOT = """\
+hostname {name}
+mount -t tmpfs tmpfs /dev/shm
+mount -t tmpfs tmpfs /run
+mkdir /run/sshd
+exec /usr/sbin/sshd -D -e -f {folder}/sshd-{name}
+"""
+
+
+LOSS = """\
+table inet loss {{
+    chain arriving {{
+        type filter hook input priority 0
+        iifname "eth0" numgen random mod 100 < {percent} counter drop
+    }}
+}}
+"""
+
+
+@dataclass
+class Hosts:
+    """The running hosts, by name."""
+
+    folder: Path
+    space: str
+    """The name of login's network namespace, with which those of the hosts begin."""
+    sshd: dict[str, int] = field(default_factory=dict)
+    """The process of each host's sshd, which is process 1 there."""
+
+    def on_login(self, *command: object) -> list[str]:
+        """Return a command that runs beside the hosts, and resolves their names."""
+        script = ENTER.format(folder=self.folder) + 'exec "$@"'
+        enter = ["nsenter", f"--net=/run/netns/{self.space}", "unshare", "--mount"]
+        return [*enter, "sh", "-c", script, "sh", *map(str, command)]
+
+    def on(self, name: str, *command: object) -> list[str]:
+        """Return a command that runs on a host. Signals do not reach it."""
+        enter = f'exec nsenter --target {self.sshd[name]} -m -u -n -p --wdns="$PWD" -- "$@"'
+        return ["sh", "-c", enter, "sh", *map(str, command)]
+
+    def processes(self, name: str) -> dict[int, str]:
+        """Return the processes on a host, sshd itself excluded, with their commands."""
+        space = _pid_namespace(self.sshd[name])
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            pid = int(entry.name)
+            if pid != self.sshd[name] and space and _pid_namespace(pid) == space:
+                with contextlib.suppress(OSError):
+                    words = (entry / "cmdline").read_bytes().split(b"\0")
+                    found[pid] = b" ".join(words).decode(errors="replace")
+        return found
+
+    def find(self, name: str, text: str) -> int:
+        """Return the one process on a host whose command contains a text."""
+        (pid,) = [pid for pid, line in self.processes(name).items() if text in line]
+        return pid
+
+    def wait_until_gone(self, seconds: float) -> None:
+        """Fail unless all processes on all hosts end in time, and sshd's sessions with them."""
+        deadline = time.monotonic() + seconds
+        while left := [p for name in self.sshd for p in self.processes(name).items() if p[1]]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+
+
+def _pid_namespace(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return ""
+
+
+@contextlib.contextmanager
+def running_hosts(count: int, delay_ms: float = 0, loss_percent: int = 0) -> Iterator[Hosts]:
+    """Make hosts a, b, ... and remove them at the end. Skip the test where that is impossible.
+
+    `delay_ms`: of each packet on its way to or from a host. `loss_percent`: of those that arrive.
+    """
+    programs = ["ip", "unshare", "nsenter", "ssh", "ssh-keygen", "/usr/sbin/sshd"]
+    if os.geteuid() != 0 or (missing := [p for p in programs if shutil.which(p) is None]):
+        pytest.skip(f"hosts with sshd need root, and {missing}")
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-hosts-")))
+        login = folder.name
+        hosts = Hosts(folder, login)
+        names = NAMES[:count]
+        _write_files(folder, names)
+        stack.callback(subprocess.run, ["ip", "netns", "del", login], capture_output=True)
+        made = subprocess.run(["ip", "netns", "add", login], capture_output=True, text=True)
+        if made.returncode:
+            pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
+        _ip(f"-n {login} link set lo up")
+        _ip(f"-n {login} link add bridge type bridge")
+        _ip(f"-n {login} addr add 10.77.0.254/24 dev bridge")
+        _ip(f"-n {login} link set bridge up")
+        for number, name in enumerate(names, start=1):
+            stack.enter_context(_running_host(hosts, name, number, delay_ms))
+            if loss_percent:
+                line = hosts.on(name, "nft", LOSS.format(percent=loss_percent))
+                done = subprocess.run(line, capture_output=True, text=True)
+                if done.returncode:
+                    pytest.skip(f"nft cannot drop packets here: {done.stderr}")
+        for name in names:
+            _wait_for_sshd(folder / f"log-{name}")
+        yield hosts
+
+
+def _write_files(folder: Path, names: str) -> None:
+    (folder / "etc-ssh").mkdir()
+    (folder / "etc-ssh" / "ssh_config").write_text(SSH.format(folder=folder))
+    lines = [f"10.77.0.{number} {name}\n" for number, name in enumerate(names, start=1)]
+    (folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.254 login\n" + "".join(lines))
+    # No DNS, and no waiting for it: torch looks up the name of every address that connects.
+    (folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
+    for key in ("user", *(f"key-{name}" for name in names)):
+        make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
+        subprocess.run(make, check=True)
+    for name in names:
+        (folder / f"sshd-{name}").write_text(SSHD.format(folder=folder, name=name))
+
+
+@contextlib.contextmanager
+def _running_host(hosts: Hosts, name: str, number: int, delay_ms: float) -> Iterator[None]:
+    boot = (ENTER + BOOT).format(folder=hosts.folder, name=name)
+    space, link = f"{hosts.space}-{name}", f"to-{name}"
+    with contextlib.ExitStack() as stack:
+        stack.callback(subprocess.run, ["ip", "netns", "del", space], capture_output=True)
+        _ip(f"netns add {space}")
+        if delay_ms:  # this kernel's tc may have no netem
+            stack.enter_context(_delaying(hosts.space, link, delay_ms))
+            _ip(f"-n {hosts.space} link set {link}0 netns {space} name eth0")
+        else:
+            _ip(f"-n {hosts.space} link add {link} type veth peer eth0 netns {space}")
+        _ip(f"-n {hosts.space} link set {link} master bridge up")
+        _ip(f"-n {space} addr add 10.77.0.{number}/24 dev eth0")
+        _ip(f"-n {space} link set eth0 up")
+        _ip(f"-n {space} link set lo up")
+        _ip(f"-n {space} route add default via 10.77.0.254")
+        inner = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--uts"]
+        log = stack.enter_context((hosts.folder / f"log-{name}").open("wb"))
+        # Without a terminal's session: Ctrl-C in it would end the hosts.
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", space, *inner, "sh", "-c", boot],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            hosts.sshd[name] = _first_child(process)
+            yield
+        finally:
+            process.kill()  # of process 1 of the namespace the kernel ends all others
+            process.wait()
+
+
+@contextlib.contextmanager
+def _delaying(space: str, link: str, delay_ms: float) -> Iterator[None]:
+    """Two TAP devices; a process copies the frames of each to the other, with a delay."""
+    line = ["ip", "netns", "exec", space, sys.executable, str(RELAY), link, f"{link}0"]
+    with subprocess.Popen([*line, str(delay_ms / 1000)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            if process.stdout.readline() != b"ready\n":
+                pytest.skip("no TAP devices here")
+            yield
+        finally:
+            process.kill()
+
+
+def _first_child(process: subprocess.Popen[bytes]) -> int:
+    deadline = time.monotonic() + START_S
+    while not (text := Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()):
+        assert process.poll() is None, "a host did not start"
+        assert time.monotonic() < deadline, "a host did not start"
+        time.sleep(0.01)
+    return int(text.split()[0])
+
+
+def _wait_for_sshd(log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while "Server listening on 0.0.0.0" not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.01)
+
+
+def _ip(arguments: str) -> None:
+    subprocess.run(["ip", *arguments.split()], check=True)

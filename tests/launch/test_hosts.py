@@ -1,0 +1,384 @@
+"""Several hosts, each with an sshd: `hvdrun`, torchrun, mpirun and horovodrun. See hosts.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.forkserver import warm
+from tests.launch.host_parity import CASE, CONFIG
+from tests.launch.hosts import Hosts, running_hosts
+from tests.launching import BIN, descendants, run, started, wait_for
+from tests.methods.test_sharded_training import assert_same_files
+from tests.parity.reference import CASES, reference
+
+pytestmark = [pytest.mark.xdist_group("hosts"), pytest.mark.timeout(240)]
+
+HVDRUN = [sys.executable, "-m", "hvdtrain", "launch"]
+PARITY = Path(__file__).with_name("host_parity.py")
+SHARDED = Path(__file__).with_name("host_sharded.py")
+DYING = f"{Path(__file__).with_name('dying.py')}:Dying"
+EXHAUSTIVE = pytest.mark.exhaustive
+ROUNDS = int(os.environ.get("TEST_CHAOS_ROUNDS", "1"))
+DIGITS = "--seed 1 --max-steps 10 --global-batch-size 64 --transport gloo --threads 1".split()
+# Ends at SIGTERM, and starts a process that is in no group or session of its rank.
+RANK = """
+import os, subprocess, time
+subprocess.Popen(["sleep", "301"], start_new_session=True)
+code = "import time; print('ready'); time.sleep(300)"
+os.execvp("python", ["python", "-c", code, os.environ["RANK"]])
+"""
+STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{RANK}"  # inherited
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    """a and b."""
+    with running_hosts(2) as hosts:
+        yield hosts
+
+
+# hvdrun
+
+
+def test_ranks_are_numbered_in_the_order_of_the_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    """With another number of them on each, from a host that has some itself, and from one of none.
+    Working folder and variables travel; output goes to the files of the host of `hvdrun`.
+    """
+    code = (
+        "import os, socket, sys; e = os.environ; print(socket.gethostname(), e['LOCAL_RANK'], "
+        "e['WORLD_SIZE'], os.getcwd(), e['HVDTRAIN_X'], e['MINE'], e['YOURS'], sys.executable)"
+    )
+    options = ["-np", 3, "-H", "b:1,a:2", "-x", "MINE=1", "-x", "YOURS"]
+    options += ["--output-filename", tmp_path / "out"]
+    line = hosts.on("a", *HVDRUN, *options, sys.executable, "-c", code)
+    finished = run(line, cwd=tmp_path, env={"HVDTRAIN_X": "a b'c", "YOURS": "2"})
+    assert finished.code == 0, finished.output
+    for rank, place in enumerate(["b 0", "a 0", "a 1"]):
+        text = f"{place} 3 {tmp_path} a b'c 1 2 {sys.executable}\n"
+        assert f"[{rank}]<stdout>:{text}" in finished.output
+        assert (tmp_path / "out" / f"rank.{rank}" / "stdout").read_text() == text
+    hosts.wait_until_gone(5)
+
+
+VICTIMS = {
+    "rank": ("error: rank 3 on b was killed by SIGKILL", 137),
+    "agent": ("error: the agent on b was killed by SIGKILL", 137),
+    "supervisor": ("error: ssh to b ended with code 255", 4),
+    "ssh": ("error: ssh to b was killed by SIGKILL", 137),
+    "hvdrun": ("", -signal.SIGKILL),
+}
+KILLS = [
+    *(pytest.param(v, RANK, marks=() if v in ("rank", "hvdrun") else EXHAUSTIVE) for v in VICTIMS),
+    *(pytest.param(v, STUBBORN, marks=EXHAUSTIVE) for v in VICTIMS),
+]
+
+
+def process_of(victim: str, hosts: Hosts, launcher: int) -> int:
+    """Return the process to kill, on b where there are several."""
+    if victim == "hvdrun":
+        return launcher
+    if victim == "ssh":
+        (pid,) = [
+            p
+            for p, line in descendants(launcher).items()
+            if line.startswith("ssh ") and " b cd " in line
+        ]
+        return pid
+    texts = {"rank": "time.sleep(300) 3", "agent": "-m hvdtrain.launch.agent"}
+    return hosts.find("b", texts.get(victim, "python -m hvdtrain.launch.supervisor"))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("round_", range(ROUNDS))
+@pytest.mark.parametrize(
+    ("victim", "code"), KILLS, ids=lambda v: "stubborn" * (v == STUBBORN) if "\n" in v else v
+)
+def test_kill_9(hosts: Hosts, victim: str, code: str, round_: int) -> None:
+    check_kill(hosts, victim, code)
+
+
+def check_kill(hosts: Hosts, victim: str, code: str) -> None:
+    """All is gone on both hosts in 10 s, the cause is named, and the exit code is right."""
+    message, expected = VICTIMS[victim]
+    line = hosts.on_login(*HVDRUN, "-np", 4, "-H", "a:2,b:2", sys.executable, "-c", code)
+    with started(line) as (process, log):
+        wait_for(log, "ready", 4)
+        os.kill(process_of(victim, hosts, process.pid), signal.SIGKILL)
+        begin = time.monotonic()
+        assert process.wait(15) == expected, log.read_text()
+        hosts.wait_until_gone(10 - (time.monotonic() - begin))
+        assert lines_of(log, "error: ") == ([message] if message else []), log.read_text()
+
+
+def lines_of(log: Path, start: str) -> list[str]:
+    return [line for line in log.read_text().splitlines() if line.startswith(start)]
+
+
+TALKING = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print("ready")
+while True:
+    dist.all_reduce(torch.ones(1000))
+"""
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("round_", range(ROUNDS))
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_first_rank_is_named_and_not_those_that_lose_it(
+    hosts: Hosts, rank: int, round_: int
+) -> None:
+    """They exit with 1 when the connection closes, on the other host, too."""
+    line = hosts.on_login(*HVDRUN, "-H", "a:2,b:2", sys.executable, "-c", TALKING)
+    name = "a" if rank == 0 else "b"
+    with started(line) as (process, log):
+        wait_for(log, "ready", 4)
+        ranks = [
+            pid
+            for pid, command in hosts.processes(name).items()
+            if "all_reduce" in command and "hvdtrain" not in command
+        ]
+        os.kill(next(p for p in ranks if variable(p, "RANK") == str(rank)), signal.SIGKILL)
+        assert process.wait(20) == 137, log.read_text()
+        hosts.wait_until_gone(10)
+        expected = f"error: rank {rank} on {name} was killed by SIGKILL"
+        assert lines_of(log, "error: ") == [expected], log.read_text()
+
+
+def variable(pid: int, name: str) -> str:
+    """Return a variable in the environment of a process."""
+    pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(pair.partition("=")[::2] for pair in pairs)[name]
+
+
+def test_hosts_that_cannot_be_reached(hosts: Hosts, tmp_path: Path) -> None:
+    """By ssh, and by the agents of others, which have started."""
+    line = hosts.on_login(*HVDRUN, "-np", 2, "-H", "a:1,nohost:1", sys.executable, "-c", "pass")
+    finished = run(line)
+    assert finished.code == 2
+    assert finished.lines("error: ") == [
+        "error: ssh to nohost ended with code 255 before its ranks started; see its lines above"
+    ]
+    assert finished.lines("nohost: ssh: Could not resolve hostname"), finished.output
+    hosts.wait_until_gone(5)
+
+
+@EXHAUSTIVE
+def test_a_host_that_does_not_answer_in_time(hosts: Hosts) -> None:
+    """10.77.0.9 is on the bridge, and nobody has it."""
+    options = ["-np", 2, "-H", "a:1,10.77.0.9:1", "--start-timeout", 2]
+    finished = run(hosts.on_login(*HVDRUN, *options, sys.executable, "-c", "pass"))
+    assert finished.code == 2
+    (line,) = finished.lines("error: ")
+    assert "10.77.0.9" in line, finished.output
+    assert finished.seconds < 15
+    hosts.wait_until_gone(5)
+
+
+# Training
+
+
+def start_on(hosts: Hosts, launcher: str, slots: str, *command: object) -> list[list[str]]:
+    """Return the command lines, to be run at once, that start a Python command on "a:2,b:2"."""
+    if launcher == "torchrun":
+        pairs = [part.split(":") for part in slots.split(",")]
+        address = ["--master-addr", "a", "--master-port", 29533]
+        line = [BIN / "torchrun", "--nnodes", len(pairs), *address]
+        return [
+            hosts.on(name, *line, "--node-rank", node, "--nproc-per-node", number, *command)
+            for node, (name, number) in enumerate(pairs)
+        ]
+    via = [] if launcher == "hvdrun" else ["--via", launcher]
+    line = [*HVDRUN, *via, "-H", slots, sys.executable, *command]
+    # horovodrun wants an interface of the same name on its own host.
+    return [hosts.on("a", *line) if launcher == "horovodrun" else hosts.on_login(*line)]
+
+
+def run_on(hosts: Hosts, *what: Any, timeout: float = 200) -> str:
+    """Start a command on a and b and return its output. Fail if it fails or leaves processes."""
+    with contextlib.ExitStack() as stack:
+        started_ = [stack.enter_context(started(line)) for line in start_on(hosts, *what)]
+        deadline = time.monotonic() + timeout
+        for process, log in started_:
+            try:
+                assert process.wait(deadline - time.monotonic()) == 0, log.read_text()
+            except subprocess.TimeoutExpired:
+                raise AssertionError(log.read_text()) from None
+        output = "".join(log.read_text() for _, log in started_)
+    hosts.wait_until_gone(10)
+    return output
+
+
+def params_of(run_dir: Path, size: int) -> str:
+    about = json.loads((run_dir / "run.json").read_text())
+    assert about["outcome"] == "finished"
+    assert about["world"]["size"] == size
+    return str(about["params_sha256"])
+
+
+def test_digits_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    """Two ranks end with the bits of two ranks on one host."""
+    options = [*DIGITS, "--backend", "ddp", "--run-dir"]
+    run_on(hosts, "hvdrun", "a:1,b:1", "-m", "hvdtrain", *options, tmp_path / "two")
+    one = ["torchrun", "--nproc-per-node", "2", "-m", "hvdtrain", *options, tmp_path / "one"]
+    assert run(warm(map(str, one))).code == 0
+    assert params_of(tmp_path / "two", 2) == params_of(tmp_path / "one", 2)
+
+
+@EXHAUSTIVE
+def test_restarts_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    """A rank dies on b: all ranks start again, and the run goes on to the same bits."""
+    options = "--global-batch-size 32 --epochs 3 --checkpoint-every 5 --threads 1 --backend ddp"
+    hashes = []
+    for name, deaths in (("whole", ""), ("killed", "1:12")):
+        folder = tmp_path / name
+        folder.mkdir()
+        task = ["--task", DYING, "--set", f"folder={folder}", "--set", f"deaths={deaths}"]
+        words = ["-m", "hvdtrain", *options.split(), *task, "--run-dir", folder / "run"]
+        line = [*HVDRUN, "-H", "a:1,b:1", "--max-restarts", 1, sys.executable, *words]
+        finished = run(hosts.on_login(*line), timeout=100)
+        assert finished.code == 0, finished.output
+        hashes.append(params_of(folder / "run", 2))
+    who = "rank 1 on b was killed by SIGKILL"
+    assert finished.lines(f"restart 1 of 1: {who}; all ranks start again"), finished.output
+    (said,) = finished.lines("restart  1 of 1: continues from ")
+    assert said.endswith(f"/step-00000010 ({who})")
+    assert hashes[0] == hashes[1]
+    hosts.wait_until_gone(10)
+
+
+@EXHAUSTIVE
+def test_digits_have_torchruns_bits(hosts: Hosts, tmp_path: Path) -> None:
+    """`hvdrun -np 4 -H a:2,b:2` ends with the same bits as `torchrun --nnodes 2`."""
+    for launcher in ("torchrun", "hvdrun"):
+        options = [*DIGITS, "--backend", "ddp", "--run-dir", tmp_path / launcher]
+        run_on(hosts, launcher, "a:2,b:2", "-m", "hvdtrain", *options)
+    assert params_of(tmp_path / "hvdrun", 4) == params_of(tmp_path / "torchrun", 4)
+
+
+@EXHAUSTIVE
+def test_hosts_whose_ranks_share_parameters(hosts: Hosts, tmp_path: Path) -> None:
+    """`--shard-optimizer` changes no bits, and runs are resumed with and without it."""
+    output = run_on(hosts, "hvdrun", "a:2,b:2", SHARDED, "ddp", "shm", tmp_path)
+    assert "trained 5 times to 1 digest: " in output, output
+    assert "ranks by host [2, 2]" in output, output
+    assert_same_files(tmp_path / "False-False", tmp_path / "True-True")
+
+
+# Every launcher with each transport that it has between hosts, and each backend with both engines.
+PARITY_ROWS = [
+    ("hvdrun", "compat", "gloo"),
+    ("hvdrun", "ddp", "shm"),
+    ("torchrun", "ddp", "gloo"),
+    ("torchrun", "compat", "shm"),
+    ("mpirun", "compat", "gloo"),
+    ("mpirun", "compat", "mpi"),
+    ("mpirun", "ddp", "shm"),
+    ("mpirun", "horovod", "auto"),
+    ("horovodrun", "ddp", "gloo"),
+    ("horovodrun", "compat", "shm"),
+    ("horovodrun", "horovod", "auto"),
+]
+# Two ranks, and other places where few rows are enough.
+SOME_ROWS = [
+    ("hvdrun", "ddp", "gloo"),
+    ("hvdrun", "compat", "shm"),
+    ("mpirun", "ddp", "mpi"),
+    ("horovodrun", "horovod", "auto"),
+]
+
+
+@pytest.fixture
+def parity_case(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, CASE, CONFIG)
+
+
+def check_parity(
+    hosts: Hosts, launcher: str, slots: str, backend: str, transport: str, folder: Path
+) -> None:
+    """Bitwise the hand-written loop on two ranks; on more within 1e-12 of one process."""
+    size, count = sum(int(part.split(":")[1]) for part in slots.split(",")), slots.count(":")
+    output = run_on(hosts, launcher, slots, PARITY, backend, transport, folder)
+    # Open MPI's variables do not tell the number of hosts that are not equally filled.
+    count = size if launcher == "mpirun" and count == 3 else count
+    told = "" if transport == "auto" else f" {transport}"
+    assert f"trained {size} {count}{told}" in output, output
+    if size == 2:
+        state, expected = torch.load(folder / "fp32.pt"), reference(CASE, 2, "fp32")
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+    state, expected = torch.load(folder / "fp64.pt"), reference(CASE, 1, "fp64")
+    for name in expected:
+        assert (state[name] - expected[name]).abs().max() <= 1e-12, name
+
+
+@EXHAUSTIVE
+@pytest.mark.usefixtures("parity_case")
+@pytest.mark.parametrize(
+    ("launcher", "backend", "transport", "slots"),
+    [
+        *((*row, "a:2,b:2") for row in PARITY_ROWS),
+        *((*row, "a:1,b:1") for row in SOME_ROWS),
+    ],
+)
+def test_parity(
+    hosts: Hosts, launcher: str, backend: str, transport: str, slots: str, tmp_path: Path
+) -> None:
+    check_parity(hosts, launcher, slots, backend, transport, tmp_path)
+
+
+@EXHAUSTIVE
+@pytest.mark.usefixtures("parity_case")
+@pytest.mark.parametrize(("launcher", "backend", "transport"), SOME_ROWS[1:3])
+def test_parity_on_three_hosts(launcher: str, backend: str, transport: str, tmp_path: Path) -> None:
+    """With another number of ranks on each."""
+    with running_hosts(3) as hosts:
+        check_parity(hosts, launcher, "a:1,b:2,c:1", backend, transport, tmp_path)
+
+
+@EXHAUSTIVE
+@pytest.mark.usefixtures("parity_case")
+@pytest.mark.parametrize(
+    ("launcher", "backend", "transport", "network"),
+    [
+        (*SOME_ROWS[0], {"loss_percent": 1}),
+        (*SOME_ROWS[1], {"delay_ms": 10}),
+        (*SOME_ROWS[2], {"loss_percent": 1}),
+    ],
+)
+def test_parity_on_a_bad_network(
+    launcher: str, backend: str, transport: str, network: dict[str, Any], tmp_path: Path
+) -> None:
+    """1 % of packets lost, or a round trip of 40 ms between a and b."""
+    with running_hosts(2, **network) as hosts:
+        check_parity(hosts, launcher, "a:2,b:2", backend, transport, tmp_path)
+
+
+@EXHAUSTIVE
+def test_a_delay_is_one() -> None:
+    with running_hosts(2, delay_ms=10) as hosts:
+        code = (
+            "import socket, time; t = time.monotonic(); socket.create_connection(('b', 22)); "
+            "print(time.monotonic() - t)"
+        )
+        assert float(run(hosts.on("a", sys.executable, "-c", code)).output) >= 0.04
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("victim", ["rank", "agent", "hvdrun"])
+def test_kill_9_with_loss(victim: str) -> None:
+    with running_hosts(2, loss_percent=1) as hosts:
+        check_kill(hosts, victim, RANK)

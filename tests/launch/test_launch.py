@@ -1,0 +1,352 @@
+"""`hvdtrain launch` on one host: hosts and slots, command lines, output, signals and exit codes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import InputError
+from hvdtrain.launch import launcher
+from hvdtrain.launch.host_list import (
+    Host,
+    choose_slots,
+    expand_node_list,
+    hosts_of_scheduler,
+    parse_host_list,
+    read_host_file,
+)
+from hvdtrain.launch.supervisor import mark_lines
+from tests.launching import BIN, Finished, clean_env, members, run, started, wait_for
+
+HVDRUN = [sys.executable, "-m", "hvdtrain", "launch"]
+
+
+def pairs(hosts: list[Host]) -> list[tuple[str, int]]:
+    return [(host.name, host.slots) for host in hosts]
+
+
+# Hosts and slots
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a:4,b:2", [("a", 4), ("b", 2)]),
+        ("a, b", [("a", 1), ("b", 1)]),
+        ("a,b,a:2", [("a", 3), ("b", 1)]),
+        ("me@node-1.x:2,10.0.0.1:3", [("me@node-1.x", 2), ("10.0.0.1", 3)]),
+        ("[fd00::1]:2,fd00::2", [("fd00::1", 2), ("fd00::2", 1)]),
+    ],
+)
+def test_host_lists(text: str, hosts: list[tuple[str, int]]) -> None:
+    found = parse_host_list(text)
+    assert pairs(found) == hosts
+    assert parse_host_list(",".join(map(str, found))) == found
+
+
+@pytest.mark.parametrize("text", ["", "a:", "a:0", "a:x", "a:-1", "-oProxyCommand=x:1", "a b:2"])
+def test_host_lists_that_are_none(text: str) -> None:
+    with pytest.raises(InputError, match="is no host; write host or host:slots"):
+        parse_host_list(text)
+
+
+@pytest.mark.parametrize(
+    ("lines", "hosts"),
+    [
+        ("# ours\na slots=4\n\nb slots=2 max_slots=4 # half\n", [("a", 4), ("b", 2)]),
+        ("a:4\nb\n", [("a", 4), ("b", 1)]),
+        ("n1\nn1\nn2\nn1\n", [("n1", 3), ("n2", 1)]),
+        ("n1 4 all.q@n1 UNDEFINED\nn2 2 all.q@n2 UNDEFINED\n", [("n1", 4), ("n2", 2)]),
+    ],
+    ids=["openmpi", "mpich", "pbs", "sge"],
+)
+def test_hostfiles(lines: str, hosts: list[tuple[str, int]], tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(lines)
+    assert pairs(read_host_file(path)) == hosts
+    for name in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE"):
+        assert hosts_of_scheduler({name: str(path)}) == (read_host_file(path), name)
+
+
+def test_hostfiles_that_are_none(tmp_path: Path) -> None:
+    for text, said in (("# none\n", "names no host"), ("a\nb slots=many\n", "line 2: 'b:many'")):
+        (tmp_path / "hosts").write_text(text)
+        with pytest.raises(InputError, match=said):
+            read_host_file(tmp_path / "hosts")
+    with pytest.raises(InputError, match="cannot read the hostfile"):
+        read_host_file(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tasks", "hosts"),
+    [
+        ("gpu[1-2]", "4(x2)", [("gpu1", 4), ("gpu2", 4)]),
+        ("gpu[09-10],login", "2,1,3", [("gpu09", 2), ("gpu10", 1), ("login", 3)]),
+        ("r[1-2]n[1,3]", None, [("r1n1", 1), ("r1n3", 1), ("r2n1", 1), ("r2n3", 1)]),
+        ("one", None, [("one", 1)]),
+    ],
+)
+def test_slurm(nodes: str, tasks: str | None, hosts: list[tuple[str, int]]) -> None:
+    env = {"SLURM_JOB_NODELIST": nodes} | ({"SLURM_TASKS_PER_NODE": tasks} if tasks else {})
+    assert pairs(hosts_of_scheduler(env)[0]) == hosts
+
+
+def test_slurm_lists_that_are_none() -> None:
+    for text in ("", "a[1-", "a[x]", "a]", "a b"):
+        with pytest.raises(InputError, match="cannot read SLURM_JOB_NODELIST"):
+            expand_node_list(text)
+    with pytest.raises(InputError, match="does not fit the 2 hosts"):
+        hosts_of_scheduler({"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "1"})
+    assert hosts_of_scheduler({}) == ([], "")
+
+
+def test_slots_are_filled_in_order() -> None:
+    hosts = parse_host_list("a:4,b:2,c:2")
+    assert pairs(choose_slots(hosts, 5, None, None)) == [("a", 4), ("b", 1)]
+    assert pairs(choose_slots(hosts, None, None, None)) == [("a", 4), ("b", 2), ("c", 2)]
+    assert pairs(choose_slots(hosts, None, 2, 8)) == [("a", 8), ("b", 8)]
+    with pytest.raises(InputError, match="-np 9 is more than the 8 slots of a:4,b:2,c:2"):
+        choose_slots(hosts, 9, None, None)
+    with pytest.raises(InputError, match="--nnodes 4 is more than the hosts"):
+        choose_slots(hosts, None, 4, None)
+
+
+def test_marked_lines() -> None:
+    """Whole lines after a colon, pieces of lines after a plus."""
+    assert mark_lines(b"[1]", b"one\ntwo\rthree\r\nfour", False) == (
+        b"[1]:one\n[1]+two\r\n[1]:three\r\n",
+        b"four",
+    )
+    assert mark_lines(b"[1]", b"four", True) == (b"[1]+four\n", b"")
+    assert mark_lines(b"[1]", b"", True) == (b"", b"")
+    assert mark_lines(b"[1]", b"x" * 70000, False) == (b"[1]+" + b"x" * 70000 + b"\n", b"")
+
+
+# Command lines
+
+
+def dry_run(*arguments: object, **env: str) -> list[list[str]]:
+    finished = run([*HVDRUN, "--dry-run", *map(str, arguments)], env=env)
+    assert finished.code == 0, finished.output
+    return [shlex.split(line) for line in finished.output.splitlines()]
+
+
+def test_a_dry_run_prints_what_would_be_started(tmp_path: Path) -> None:
+    ssh = ["-p", 2222, "-i", "key", "--start-timeout", 40]
+    there, here = dry_run("-H", "10.1.2.3:2,localhost", *ssh, "-x", "A=b c", "python", "-c", "pass")
+    assert here[:3] == [sys.executable, "-m", "hvdtrain.launch.supervisor"]
+    assert here[-4:] == ["1", str(BIN / "python"), "-c", "pass"]
+    assert there[0] == "ssh"
+    assert " ".join(there).count("-o ConnectTimeout=40") == 1
+    assert there[-5:-1] == ["2222", "-i", "key", "10.1.2.3"]
+    folder, _, inner = there[-1].partition(" && exec env ")
+    assert folder == f"cd {os.getcwd()}"
+    words = shlex.split(inner)
+    assert "A=b c" in words
+    start = words.index(sys.executable)
+    assert words[start : start + 5] == [*here[:3], "--nproc-per-node", "2,1"]
+    assert words[words.index("--master-addr") + 1] == "10.1.2.3"
+    assert words[words.index("--node-rank") + 1] == "0"
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        (["python", "t.py"], [str(BIN / "python"), "t.py"]),
+        (["t.py", "--np", "3"], [sys.executable, "t.py", "--np", "3"]),
+        (["-m", "hvdtrain", "-x"], [sys.executable, "-m", "hvdtrain", "-x"]),
+        (["hvdtrain", "--help"], [str(BIN / "hvdtrain"), "--help"]),
+        (["sh", "-c", "true"], ["/usr/bin/sh", "-c", "true"]),
+    ],
+    ids=lambda value: value[0],
+)
+def test_the_command_of_a_rank(
+    given: list[str], taken: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.py").touch()
+    line = [*HVDRUN, "--dry-run", "-np", "2", *given]
+    (words,) = run(line, cwd=tmp_path, env={"PYTHONPATH": os.getcwd()}).output.splitlines()
+    assert shlex.split(words)[-len(taken) :] == taken
+
+
+def test_other_launchers() -> None:
+    """Their lines; the ranks of each have the same variables and interface."""
+    hosts = ["-H", "a:2,b:2", "-p", 22, "--network-interface", "eth1", "-x", "A=1"]
+    (mpirun,) = dry_run("--via", "mpirun", *hosts, "hvdtrain", HVDTRAIN_EPOCHS="3")
+    text = " ".join(mpirun)
+    assert text.startswith(f"{BIN}/mpirun -np 4 -H a:2,b:2 --bind-to none --tag-output")
+    assert "--mca btl_tcp_if_include eth1" in text
+    assert mpirun[mpirun.index("plm_rsh_args") + 1].endswith("-p 22")
+    for name in ("PATH", "A", "HVDTRAIN_EPOCHS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        assert f"-x {name} " in text
+    (horovodrun,) = dry_run("--via", "horovodrun", *hosts, "hvdtrain")
+    text = " ".join(horovodrun)
+    assert text.startswith(f"{BIN}/horovodrun --gloo -np 4 -H a:2,b:2 --start-timeout 120 -p 22")
+    assert text.endswith(f"--network-interfaces eth1 {BIN}/hvdtrain")
+
+
+def test_srun(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{clean_env()['PATH']}", "SLURM_CPUS_PER_TASK": "8"}
+    hosts = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
+    line = [*HVDRUN, "--via", "srun", "hvdtrain", "--epochs", "1"]
+    finished = run(line, env={**env, **hosts})
+    assert finished.output == (
+        "--nodelist n1,n2 --ntasks 8 --ntasks-per-node 4 --nodes 2 --cpus-per-task 8 "
+        f"--kill-on-bad-exit=1 --label {BIN}/hvdtrain --epochs 1\n"
+    )
+    assert run([*line[:6], "-np", "5", *line[6:]], env={**env, **hosts}).lines(
+        "error: --via srun starts as many ranks on each host, which n1:4,n2:1 does not"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["python"], "how many ranks? give -np N, or hosts with -H"),
+        (["-np", "2"], "Missing argument 'COMMAND ...'"),
+        (["-np", "2", "absent-command"], "no such command: absent-command"),
+        (["-np", "2", "absent.py"], "no such file: absent.py"),
+        (["-np", "3", "-H", "a:2", "python"], "-np 3 is more than the 2 slots of a:2"),
+        (["-H", "a", "--hostfile", "b", "python"], "-H and --hostfile both name the hosts"),
+        (["-np", "1", "-x", "NO_SUCH", "python"], "-x NO_SUCH: the variable is not set"),
+        (["-np", "1", "--via", "srun", "python"], "--via srun: there is no srun on PATH"),
+        (["-np", "0", "python"], "'-np'"),
+        (["-np", "1", "--output-filename", "/dev/null/x", "python"], "--output-filename /dev/null"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line(arguments: list[str], said: str) -> None:
+    finished = run([*HVDRUN, *arguments])
+    assert finished.code == 2
+    (line,) = finished.output.splitlines()
+    assert line.startswith(f"error: {said}") or said in line
+
+
+# Ranks on this host. Their commands do not import torch: the agent alone takes a second.
+
+
+def launch(*arguments: object, code: str, **env: str) -> Finished:
+    line = [*HVDRUN, *map(str, arguments), sys.executable, "-c", code]
+    return run(line, env=env)
+
+
+def test_output(tmp_path: Path) -> None:
+    """Lines in the order of each rank, with its number; without it in the files."""
+    code = (
+        "import os, sys; r = os.environ['RANK']; sys.stderr.write(f'late {r}\\n'); "
+        "print('1%', end='\\r'); print('2%', end='\\r'); print('done', r); print('ä' * 70000); "
+        "os.write(1, b'\\xff\\n[9]<exit>:1\\n'); print(end='no newline'); sys.stdin.read()"
+    )
+    finished = launch("-np", 2, "--output-filename", tmp_path / "out", code=code)
+    assert finished.code == 0, finished.output
+    for rank in "01":
+        assert finished.output.count(f"[{rank}]<stderr>:late {rank}\n") == 1
+        assert f"[{rank}]<stdout>:[9]<exit>:1\n" in finished.output
+        folder = tmp_path / "out" / f"rank.{rank}"
+        assert (folder / "stderr").read_text() == f"late {rank}\n"
+        text = f"1%\r2%\rdone {rank}\n{'ä' * 70000}\n".encode()
+        assert (folder / "stdout").read_bytes() == text + b"\xff\n[9]<exit>:1\nno newline"
+
+
+def test_the_first_failure_is_named() -> None:
+    code = (
+        "import os, sys, time; r = os.environ['RANK']; time.sleep(300 if r != '1' else 0); "
+        "sys.exit(3)"
+    )
+    finished = launch("-np", 3, code=code)
+    assert finished.code == 3
+    assert finished.lines("error: ") == ["error: rank 1 on localhost exited with code 3"]
+    assert finished.seconds < 20
+
+
+def test_a_busy_port_is_replaced_or_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Given by the user it is an error; else the next one is tried."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            ports = [port, other.getsockname()[1]]
+        chosen = iter(ports)
+        monkeypatch.setattr("random.choice", lambda _: next(chosen))
+        code = "import os; print(os.environ['MASTER_PORT'])"
+        launcher.Job([Host("localhost", 1)], [sys.executable, "-c", code], clean_env()).run()
+        assert f"[0]<stdout>:{ports[1]}\n" in capfd.readouterr().out
+        finished = launch("-np", 1, "--master-port", port, code="print('never')")
+    assert finished.code == 2
+    assert finished.lines("error: ") == [
+        f"error: port {port} of localhost is in use; give another --master-port"
+    ]
+    assert "never" not in finished.output
+
+
+WAIT = """
+import os, signal, sys, time
+def count(number, frame):
+    print(f"rank {os.environ['RANK']} got {signal.Signals(number).name}", flush=True)
+    leave.append(time.monotonic() + 1.5)  # a second signal would arrive meanwhile
+leave = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, count)
+print("ready", flush=True)
+while not leave or time.monotonic() < leave[0]:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "whom", "code"),
+    [
+        (signal.SIGINT, "group", 130),
+        pytest.param(signal.SIGTERM, "launcher", 143, marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGINT, "launcher", 130, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_signal_reaches_each_rank_once(number: signal.Signals, whom: str, code: int) -> None:
+    """To the process group, as Ctrl-C in a terminal, or to the launcher alone."""
+    with started([*HVDRUN, "-np", "2", sys.executable, "-c", WAIT]) as (process, log):
+        wait_for(log, "ready", 2)
+        if whom == "group":
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        assert process.wait(20) == code, log.read_text()
+        for rank in range(2):
+            assert log.read_text().count(f"rank {rank} got {number.name}\n") == 1, log.read_text()
+        assert log.read_text().count(" got ") == 2, log.read_text()
+        assert not members(process.marker)
+
+
+@pytest.mark.exhaustive
+def test_a_second_signal_ends_ranks_that_ignore_the_first() -> None:
+    code = "import signal, time; signal.signal(2, signal.SIG_IGN); print('ready'); time.sleep(300)"
+    with started([*HVDRUN, "-np", "2", sys.executable, "-c", code]) as (process, log):
+        wait_for(log, "ready", 2)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)  # as a user would
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130, log.read_text()
+        assert not members(process.marker)
+
+
+@pytest.mark.exhaustive
+def test_a_reader_that_ends() -> None:
+    """`hvdrun ... | head -1` ends the ranks, too."""
+    code = "import time\nfor _ in range(1000): print('x' * 1000); time.sleep(0.01)"
+    line = shlex.join([*HVDRUN, "-np", "1", sys.executable, "-c", code])
+    with started(["bash", "-c", f"{line} | head -1; echo ${{PIPESTATUS[0]}}"]) as (process, log):
+        assert process.wait(30) == 0
+        assert log.read_text().splitlines()[-1] == "141", log.read_text()
+        assert not members(process.marker)

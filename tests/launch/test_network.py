@@ -1,0 +1,176 @@
+"""Which network the ranks use: several interfaces, IPv6 alone, no DNS; hosts are namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import addresses
+from hvdtrain.errors import LaunchError
+from tests.forkserver import warm
+from tests.launch.test_rendezvous import PROCESS, answers, job_id, namespaces, srun
+from tests.launching import started
+
+SCRIPT = """
+import torch
+import hvdtrain.hvd as hvd
+from hvdtrain import open_backend
+with open_backend("ddp") as backend:
+    print(f"ddp {backend.all_reduce(torch.ones(3), 'sum').tolist()} on", backend.transport)
+    print(backend.world, "network", backend.describe()["network"])
+hvd.init()
+print("hvd", hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist())
+"""
+# One host's name and /etc/hosts, which the other does not share
+HOST = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
+
+
+def run_on(hosts: tuple[str, str], names: str, address: str, folder: Path) -> str:
+    """Run SCRIPT as one rank on each host, which has these names; return the output of both."""
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}\n")
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": "29581"}
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank, host in enumerate(hosts):
+            inside = ["ip", "netns", "exec", host, "unshare", "--mount", "--uts", "sh", "-c", HOST]
+            inside += ["sh", f"node{rank}", str(folder / "hosts")]
+            line = warm([*inside, sys.executable, str(folder / "script.py")])
+            ranks.append(stack.enter_context(started(line, env={"RANK": str(rank), **env})))
+        codes = [process.wait(60) for process, _ in ranks]
+        output = "".join(log.read_text() for _, log in ranks)
+    assert codes == [0, 0], output
+    assert output.count("ddp [2.0, 2.0, 2.0] on gloo") == 2, output
+    assert output.count("hvd [2.0, 2.0, 2.0]") == 2, output
+    return output
+
+
+# A second interface with the default route, over which the other host cannot be reached
+WRONG = """
+ip -n {0} link add wrong type veth peer nowhere
+ip -n {1} link add wrong type veth peer nowhere
+ip -n {0} link set nowhere up
+ip -n {1} link set nowhere up
+ip -n {0} addr add 10.78.0.1/24 dev wrong
+ip -n {1} addr add 10.78.0.2/24 dev wrong
+ip -n {0} link set wrong up
+ip -n {1} link set wrong up
+ip -n {0} route replace default dev wrong
+ip -n {1} route replace default dev wrong
+"""
+# A bridge with the same address on both, as Docker's
+BRIDGE = """
+ip -n {0} link add docker0 type bridge
+ip -n {1} link add docker0 type bridge
+ip -n {0} addr add 172.17.0.1/16 dev docker0
+ip -n {1} addr add 172.17.0.1/16 dev docker0
+ip -n {0} link set docker0 up
+ip -n {1} link set docker0 up
+"""
+IPV6 = """
+ip -n {0} addr flush dev {link}a
+ip -n {1} addr flush dev {link}b
+ip -n {0} addr add fd77::1/64 dev {link}a nodad
+ip -n {1} addr add fd77::2/64 dev {link}b nodad
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("commands", "names"),
+    [
+        pytest.param(WRONG, "10.78.0.1 node0\n10.78.0.2 node1", id="a wrong link"),
+        pytest.param(BRIDGE, "172.17.0.1 node0 node1", id="a bridge", marks=pytest.mark.exhaustive),
+        pytest.param(WRONG, "", id="names that do not resolve", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_gloo_takes_the_route_to_rank_0(commands: str, names: str, tmp_path: Path) -> None:
+    """Not the address of the host's name, over which the other host cannot be reached."""
+    with namespaces(commands) as hosts:
+        output = run_on(hosts, names, "10.77.0.1", tmp_path)
+    link = f"hv{os.getpid()}"
+    to_rank1 = f"{link}a 10.77.0.1: on the route to another host, 10.77.0.2"
+    assert f"rank 0/2 network {to_rank1}" in output, output
+    assert f"rank 1/2 network {link}b 10.77.0.2: on the route to rank 0" in output, output
+
+
+@pytest.mark.timeout(120)
+def test_hosts_without_ipv4(tmp_path: Path) -> None:
+    with namespaces(IPV6) as hosts:
+        output = run_on(hosts, "::1 localhost\nfd77::1 first", "first", tmp_path)
+    assert f"rank 1/2 network hv{os.getpid()}b fd77::2: on the route to rank 0" in output, output
+
+
+def test_addresses_that_are_published_do_not_depend_on_the_default_route() -> None:
+    """Rank 0 under mpirun offers all; those of bridges last, for every host may have them."""
+    code = (
+        "from hvdtrain.addresses import own_addresses as a; from hvdtrain.world import World; "
+        "print('offers', a(World(0, 2, 0, 1, 0, 2, 'openmpi')))"
+    )
+    with namespaces(BRIDGE + WRONG) as hosts:
+        line = warm(["ip", "netns", "exec", hosts[0], sys.executable, "-c", code])
+        with started(line) as (process, log):
+            assert process.wait(60) == 0, log.read_text()
+            found = re.findall(r"'([\d.]+)'", log.read_text().partition("offers")[2])
+    assert found.index("10.77.0.1") < found.index("172.17.0.1"), found
+    assert "10.78.0.1" in found
+
+
+@pytest.mark.parametrize("known", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_srun_without_dns(known: bool) -> None:
+    """srun's own host is the first of the job, and its address is in the environment."""
+    job = job_id()
+    more = {"SLURM_LAUNCH_NODE_IPADDR": "10.77.0.1"} if known else {}
+    nodes = {"SLURM_STEP_NODELIST": "no-such-host[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    with namespaces() as hosts, contextlib.ExitStack() as stack:
+        running = []
+        for rank, host in enumerate(hosts):
+            env = srun(rank, 2, job, **nodes, **more, SLURM_LOCALID="0", SLURM_NODEID=str(rank))
+            env |= {"SLURM_STEP_NUM_NODES": "2"}
+            line = warm(["ip", "netns", "exec", host, *PROCESS, "20" if known else "4", f"{job}-"])
+            running.append(stack.enter_context(started(line, env=env)))
+        for process, _ in running:
+            process.wait(60)
+        got = answers("\n".join(log.read_text() for _, log in running))
+    if known:
+        assert [answer.get("read") for answer in got] == [[f"{job}-0"] * 2] * 2, got
+    else:
+        said = "no-such-host1 does not resolve; set MASTER_ADDR and MASTER_PORT"
+        assert said in got[1]["error"], got
+
+
+# The user's own choice
+
+
+@pytest.mark.parametrize(
+    ("env", "reason"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "lo,eth7", "NCCL_SOCKET_IFNAME": "eth7"}, "GLOO_SOCKET_IFNAME"),
+        ({"HOROVOD_GLOO_IFACE": "lo"}, "HOROVOD_GLOO_IFACE"),
+        ({"NCCL_SOCKET_IFNAME": "=lo"}, "NCCL_SOCKET_IFNAME"),
+        ({"NCCL_SOCKET_IFNAME": "ib,l"}, "NCCL_SOCKET_IFNAME"),
+        ({"NCCL_SOCKET_IFNAME": "=l"}, None),
+        ({"NCCL_SOCKET_IFNAME": "^lo"}, None),
+        ({}, None),
+    ],
+)
+def test_the_interface_that_the_user_names(
+    env: dict[str, str], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    found = addresses.network_in_use()
+    assert (found and str(found)) == (reason and f"lo 127.0.0.1: {reason}")
+
+
+def test_an_interface_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with pytest.raises(LaunchError, match="GLOO_SOCKET_IFNAME=eth7 is no interface .* has lo"):
+        addresses.network_in_use()

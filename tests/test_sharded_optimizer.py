@@ -1,0 +1,524 @@
+"""The sharded step against the plain one, bit by bit. The ranks are threads of this process: they
+map one another's memory by its descriptor, as processes do. On live ranks: tests/methods.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain import shared_tensors
+from hvdtrain.errors import HvdtrainError, InputError, WorldError, WorldMismatch
+from hvdtrain.sharded_optimizer import ELEMENTWISE, ShardedOptimizer, shard
+from hvdtrain.shared_tensors import Group
+from hvdtrain.transports import shm_sync
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Threads:
+    """Ranks that are threads, and their collectives; `hosts` has a letter for each rank."""
+
+    def __init__(self, size: int, hosts: str = "") -> None:
+        self.size, self._hosts = size, hosts or "a" * size
+        self._barrier = threading.Barrier(size, timeout=20)
+        self._values: list[Any] = [None] * size
+
+    def group(self, rank: int) -> Group:
+        def all_gather(value: Any) -> list[Any]:
+            self._values[rank] = pickle.dumps(value)
+            self._barrier.wait()
+            everyone = [pickle.loads(other) for other in self._values]
+            self._barrier.wait()
+            return everyone
+
+        def all_sum(flags: Tensor) -> Tensor:
+            return torch.stack(all_gather(flags)).sum(0)
+
+        return Group(rank, self.size, all_gather, all_sum, self._hosts[rank])
+
+    def run(self, function: Callable[[Group], Any]) -> list[Any]:
+        """Call `function` on every rank; return what each returned or raised."""
+
+        def call(rank: int) -> Any:
+            try:
+                return function(self.group(rank))
+            except HvdtrainError as error:
+                return error
+            except BaseException:
+                self._barrier.abort()  # as a lost rank: the others' collectives fail
+                raise
+
+        with ThreadPoolExecutor(self.size) as pool:
+            futures = [pool.submit(call, rank) for rank in range(self.size)]
+        return [future.exception() or future.result() for future in futures]
+
+
+class Model(nn.Module):
+    """Parameters of one element, of less than a chunk, of many chunks, and not contiguous."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        seed = torch.Generator().manual_seed(0)  # the threads share torch's own
+        shapes = {"scalar": (), "small": (7,), "large": (33, 61), "odd": (517,), "empty": (0,)}
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape, generator=seed).to(dtype)))
+        image = (
+            torch.randn(8, 4, 3, 3, generator=seed).to(dtype).to(memory_format=torch.channels_last)
+        )
+        self.image = nn.Parameter(image)
+
+
+def set_gradients(model: nn.Module, step: int, missing: tuple[str, ...] = ()) -> None:
+    """Give the parameters the same gradients on every rank, in the default memory format."""
+    generator = torch.Generator().manual_seed(step)
+    for name, p in model.named_parameters():
+        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        p.grad = None if name in missing else grad
+
+
+def copy_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def assert_equal(mine: Any, other: Any) -> None:
+    """Compare two nested structures bit by bit, and the order of their keys."""
+    assert type(mine) is type(other)
+    if isinstance(mine, dict):
+        assert list(mine) == list(other)
+        for key in mine:
+            assert_equal(mine[key], other[key])
+    elif isinstance(mine, list):
+        assert len(mine) == len(other)
+        for a, b in zip(mine, other, strict=True):
+            assert_equal(a, b)
+    elif isinstance(mine, Tensor):
+        assert mine.dtype == other.dtype
+        assert torch.equal(mine, other)
+    else:
+        assert mine == other
+
+
+def both(
+    size: int,
+    make: Callable[[nn.Module], Optimizer],
+    train: Callable[[Any, Any], Any],
+    hosts: str = "",
+    **of: Any,
+) -> tuple[list[Any], Any]:
+    """Return what `train(model, optimizer)` returns on sharded ranks, and in a plain process."""
+    plain = Model(**of)
+    expected = train(plain, make(plain))
+
+    def rank(group: Group) -> Any:
+        model = Model(**of)
+        optimizer = make(model)
+        shard(optimizer, group, {p: name for name, p in model.named_parameters()})
+        return train(model, optimizer)
+
+    return Threads(size, hosts).run(rank), expected
+
+
+def take_steps(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
+    found = []
+    for step in range(4):
+        set_gradients(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(copy_of(model, optimizer))
+    return found
+
+
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "SGD": [
+        {"lr": 0.1},
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "fused": True},
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "foreach": True, "maximize": True},
+    ],
+    "Adam": [{}, {"amsgrad": True, "weight_decay": 0.1}, {"fused": True}, {"foreach": True}],
+    "AdamW": [{}, {"amsgrad": True, "fused": True}, {"foreach": True, "maximize": True}],
+    "Adagrad": [{}, {"fused": True, "lr_decay": 0.1}, {"initial_accumulator_value": 0.1}],
+    "RMSprop": [{}, {"centered": True, "momentum": 0.9}],
+}
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(n, marks=() if n == 3 else pytest.mark.exhaustive) for n in (2, 3, 4)]
+)
+@pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
+def test_each_optimizer_has_the_bits_of_its_plain_step(kind: Any, size: int) -> None:
+    for options in VARIANTS.get(kind.__name__, [{}, {"weight_decay": 0.1}, {"foreach": True}]):
+        if kind is torch.optim.Rprop and "weight_decay" in options:
+            continue
+
+        def make(model: nn.Module, options: dict[str, Any] = options) -> Optimizer:
+            made: Optimizer = kind(model.parameters(), **options)
+            return made
+
+        found, expected = both(size, make, take_steps)
+        for rank in found:
+            assert_equal(rank, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+def test_each_dtype_has_the_bits_of_the_plain_step(dtype: torch.dtype) -> None:
+    found, expected = both(3, adamw, take_steps, dtype=dtype)
+    for rank in found:
+        assert_equal(rank, expected)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def test_groups_schedules_frozen_late_and_added_parameters() -> None:
+    def make(model: Any) -> Optimizer:
+        groups = [
+            {"params": [model.large, model.odd], "weight_decay": 0.3},
+            {"params": [model.small, model.scalar], "lr": 0.01},
+        ]
+        return torch.optim.AdamW(groups, lr=0.1)
+
+    def train(model: Any, optimizer: Optimizer) -> Any:
+        found = []
+        schedule: Any = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=9)
+        for step in range(8):
+            if step == 3:
+                optimizer.add_param_group({"params": [model.image], "lr": 0.5})
+                schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            late = ("odd",) if step < 2 else ()
+            frozen = ("small",) if step > 3 else ()
+            set_gradients(model, step, missing=late + frozen)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            found.append(copy_of(model, optimizer))
+        return found
+
+    found, expected = both(2, make, train)
+    for rank in found:
+        assert_equal(rank, expected)
+
+
+def test_state_is_loaded_and_replaced_between_steps() -> None:
+    def train(model: Any, optimizer: Optimizer) -> Any:
+        first = take_steps(model, optimizer)[1]
+        optimizer.load_state_dict(copy.deepcopy(first["optimizer"]))
+        take_steps(model, optimizer)
+        for entry in optimizer.state.values():  # a restart of the momentum
+            entry["exp_avg"] = torch.zeros_like(entry["exp_avg"])
+        take_steps(model, optimizer)
+        optimizer.state.clear()
+        found = take_steps(model, optimizer)
+        optimizer.state[model.odd] = {}
+        return found + take_steps(model, optimizer)
+
+    found, expected = both(3, adamw, train)
+    for rank in found:
+        assert_equal(rank, expected)
+
+
+def test_the_loss_scale_of_a_fused_optimizer() -> None:
+    def train(model: Any, optimizer: Optimizer) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(4):
+            set_gradients(model, step)
+            scaler.scale(torch.ones(()))  # makes the scale
+            if step == 2:
+                model.small.grad.fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+        return copy_of(model, optimizer)
+
+    def fused_adamw(model: nn.Module) -> Optimizer:
+        return torch.optim.AdamW(model.parameters(), fused=True)
+
+    for make in (adamw, fused_adamw):
+        found, expected = both(2, make, train)
+        for rank in found:
+            assert_equal(rank, expected)
+
+
+def test_step_hooks_see_the_whole_optimizer() -> None:
+    """They run outside the shared step, so that what they change is found, too."""
+    seen: list[tuple[bool, int]] = []
+
+    def rank(group: Group) -> None:
+        model: Any = Model()
+        optimizer = adamw(model)
+        shard(optimizer, group, {p: name for name, p in model.named_parameters()})
+
+        def note(*_: Any) -> None:
+            same = all(
+                a is b
+                for a, b in zip(
+                    optimizer.param_groups[0]["params"], model.parameters(), strict=True
+                )
+            )
+            seen.append((same, len(optimizer.state)))
+
+        optimizer.register_step_pre_hook(note)
+        optimizer.register_step_post_hook(note)
+        take_steps(model, optimizer)
+
+        def prune(*_: Any) -> None:
+            model.large.detach().mul_(0.5)
+
+        optimizer.register_step_post_hook(prune)
+        take_steps(model, optimizer)
+
+    for error in Threads(2).run(rank):
+        assert "large was changed outside step" in str(error)
+    num = len(list(Model().parameters()))
+    assert [same for same, _ in seen] == [True] * len(seen)
+    assert [states for _, states in seen].count(0) == 2
+    assert set(states for _, states in seen) == {0, num}
+
+
+def test_the_ranks_share_memory_and_divide_the_work() -> None:
+    everyone: dict[int, Any] = {}
+    steps: list[int] = []
+
+    def rank(group: Group) -> None:
+        model: Any = Model()
+        optimizer = adamw(model)
+        shard(optimizer, group, {})
+        take_steps(model, optimizer)
+        pieces = optimizer._sharding._pieces.values()  # type: ignore[attr-defined]
+        steps.append(sum(piece.numel() for piece, _, _ in pieces))
+        group.all_gather_object(None)
+        everyone[group.rank] = model, optimizer
+        group.all_gather_object(None)
+        if group.rank == 0:
+            with torch.no_grad():
+                model.large.fill_(3.0)
+        group.all_gather_object(None)
+        assert bool((model.large == 3.0).all())
+
+    assert Threads(2).run(rank) == [None, None]
+    total = sum(p.numel() for p in Model().parameters())
+    assert len(steps) == 2
+    assert sum(steps) == total
+    assert max(steps) < 0.55 * total
+    for model, _ in everyone.values():
+        for p in model.parameters():  # torch.save writes the whole storage
+            assert p.untyped_storage().nbytes() == max(p.numel(), 1) * p.element_size()
+
+
+def test_parameters_of_ones_own_may_be_changed() -> None:
+    def train(model: Any, optimizer: Any) -> Any:
+        found = []
+        for _ in range(3):
+            take_steps(model, optimizer)
+            if isinstance(optimizer, ShardedOptimizer):
+                optimizer.unshare_parameters()
+            with torch.no_grad():
+                model.large.clamp_(-0.1, 0.1)
+                model.odd.data.mul_(0.5)
+                optimizer.state[model.odd]["exp_avg"].mul_(0.5)
+            found.append(copy_of(model, optimizer))
+        return found + take_steps(model, optimizer)
+
+    found, expected = both(2, adamw, train)
+    for rank in found:
+        assert_equal(rank, expected)
+
+
+def _clamp(model: Any, group: Group, optimizer: Any) -> None:
+    with torch.no_grad():
+        model.large.clamp_(-0.01, 0.01)
+
+
+def _data(model: Any, group: Group, optimizer: Any) -> None:
+    model.small.data.mul_(0.5)
+
+
+def _state(model: Any, group: Group, optimizer: Any) -> None:
+    optimizer.state[model.large]["exp_avg"].zero_()
+
+
+def _other_memory(model: Any, group: Group, optimizer: Any) -> None:
+    model.odd.data = model.odd.data.clone()
+
+
+def _on_one_rank(model: Any, group: Group, optimizer: Any) -> None:
+    if group.rank == 1:
+        _clamp(model, group, optimizer)
+
+
+def _sparse(model: Any, group: Group, optimizer: Any) -> None:
+    model.odd.grad = torch.ones(517).to_sparse()
+
+
+def _state_on_one_rank(model: Any, group: Group, optimizer: Any) -> None:
+    if group.rank == 0:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _differing(model: Any, group: Group, optimizer: Any) -> None:
+    optimizer.unshare_parameters()
+    model.large.data[3, 5] += group.rank
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        (_clamp, InputError, "large was changed outside step"),
+        (_on_one_rank, InputError, "large was changed outside step"),
+        (_data, InputError, "small was changed outside step"),
+        (_state, InputError, "the optimizer's state of large was changed outside step"),
+        (_other_memory, InputError, "odd was given other memory outside step"),
+        (_sparse, InputError, "the gradient of odd is sparse"),
+        (_state_on_one_rank, WorldMismatch, "1 of 2 ranks have another state of the optimizer"),
+        (_differing, InputError, "large differs between rank 0 and rank 1"),
+    ],
+)
+def test_changes_outside_a_step_are_refused_on_all_ranks(
+    change: Callable[..., None], kind: type[HvdtrainError], text: str
+) -> None:
+    def rank(group: Group) -> None:
+        model = Model()
+        optimizer = adamw(model)
+        shard(optimizer, group, {p: name for name, p in model.named_parameters()})
+        take_steps(model, optimizer)
+        set_gradients(model, 4)
+        change(model, group, optimizer)
+        optimizer.step()
+
+    for error in Threads(2).run(rank):
+        assert type(error) is kind
+        assert error.on_all_ranks
+        assert text in str(error)
+        assert "\n" not in str(error)
+
+
+class _Own(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda m: _Own(m.parameters(), lr=0.1), "_Own may read other elements"),
+        (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS may read other elements"),
+        (lambda m: torch.optim.Adafactor(m.parameters()), "Adafactor may read other elements"),
+        (
+            lambda m: torch.optim.SGD(m.parameters(), lr=0.1, differentiable=True),
+            "set differentiable=False",
+        ),
+    ],
+)
+def test_what_cannot_be_sharded_says_why(make: Any, text: str) -> None:
+    for error in Threads(2).run(lambda group: shard(make(nn.Linear(3, 3)), group, {})):
+        assert isinstance(error, InputError)
+        assert text in str(error)
+        assert "leave --shard-optimizer out" in str(error)
+
+
+def test_a_closure_is_refused() -> None:
+    def rank(group: Group) -> None:
+        optimizer: Any = adamw(Model())
+        shard(optimizer, group, {})
+        optimizer.step(lambda: 0.0)
+
+    for error in Threads(2).run(rank):
+        assert "call step()" in str(error)
+
+
+def test_memory_that_cannot_be_mapped_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = shm_sync.map_peer
+
+    def other_file(pid: int, fd: int, num_bytes: int) -> Any:
+        mapping = real(pid, fd, num_bytes)
+        mapping.map[:16] = bytes(16)  # as another process would have
+        return mapping
+
+    monkeypatch.setattr(shared_tensors, "map_peer", other_file)
+    for error in Threads(2).run(lambda group: shard(adamw(Model()), group, {})):
+        assert "rank 1 cannot map the memory of rank 0" in str(error)
+
+
+def test_a_lost_rank_leaves_no_state_to_save() -> None:
+    is_in_step = threading.Event()
+
+    class Steps(tuple[float, float]):
+        def __iter__(self) -> Iterator[float]:
+            is_in_step.set()
+            return super().__iter__()
+
+    class Dies(tuple[float, float]):
+        """In the middle of the step, when the other rank is there as well."""
+
+        def __iter__(self) -> Iterator[float]:
+            assert is_in_step.wait(20)
+            raise KeyboardInterrupt
+
+    def rank(group: Group) -> Any:
+        model = Model()
+        optimizer = adamw(model)
+        shard(optimizer, group, {})
+        take_steps(model, optimizer)
+
+        optimizer.param_groups[0]["betas"] = (Steps, Dies)[group.rank]((0.9, 0.99))
+        set_gradients(model, 4)
+        try:
+            optimizer.step()
+        except threading.BrokenBarrierError:
+            for call in (optimizer.state_dict, optimizer.step):
+                with pytest.raises(WorldError, match="some parameters are old and some new"):
+                    call()
+            return "refused"
+
+    assert Threads(2).run(rank)[0] == "refused"
+
+
+def test_a_copy_is_a_plain_optimizer() -> None:
+    def rank(group: Group) -> None:
+        model = Model()
+        optimizer = adamw(model)
+        shard(optimizer, group, {})
+        take_steps(model, optimizer)
+        other_model, other = copy.deepcopy((model, optimizer))
+        assert type(other) is torch.optim.AdamW
+        assert_equal(copy_of(other_model, other), copy_of(model, optimizer))
+        group.all_gather_object(None)
+        take_steps(other_model, other)  # not collective, and changes nothing of the others
+        assert type(pickle.loads(pickle.dumps(optimizer))) is torch.optim.AdamW
+        set_gradients(model, 4)
+        optimizer.step()
+
+    assert Threads(2).run(rank) == [None, None]
+
+
+def test_descriptors_and_memory_are_given_back() -> None:
+    import gc
+    import os
+
+    def count() -> tuple[int, int]:
+        gc.collect()
+        with open("/proc/self/maps") as file:
+            return len(os.listdir("/proc/self/fd")), file.read().count("memfd:hvdtrain")
+
+    before = count()
+    both(2, adamw, take_steps)
+    assert count() == before
+
+
+@pytest.mark.parametrize("hosts", ["a", "ab"])
+def test_one_rank_on_each_host_changes_nothing(hosts: str) -> None:
+    def rank(group: Group) -> None:
+        optimizer = adamw(Model())
+        assert shard(optimizer, group, {}) == [1] * len(hosts)
+        assert type(optimizer) is torch.optim.AdamW
+
+    assert Threads(len(hosts), hosts).run(rank) == [None] * len(hosts)

@@ -1,0 +1,429 @@
+"""Full, slow, broken and read-only disks, crashes and cuts: some valid checkpoint always loads.
+
+The disks are real file systems, mounted by a forked process in a mount namespace of its own. Errors
+that no file system gives at will (a quota, a bad sector) are injected into the calls of Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.errors import CheckpointError, InputError
+from hvdtrain.training import checkpoint
+from hvdtrain.training.run_dir import RunDirectory
+from tests.training.test_checkpoint import FILES, assert_loads, names, save
+
+PAGE = 4096
+STEPS = ["step-00000010", "step-00000020"]
+
+
+def save_and_prune(root: Path, step: int, keep: int = 1) -> None:
+    save(root, step)
+    checkpoint.prune(root, keep)
+
+
+def refusal(action: Callable[[], object]) -> str:
+    """Return the one line that an action ends with; "" if it succeeds."""
+    try:
+        action()
+    except (CheckpointError, InputError) as error:
+        text = str(error)
+    else:
+        text = ""
+    assert "\n" not in text
+    return text
+
+
+def assert_some_is_valid(root: Path, least: int = 20) -> None:
+    path, _ = checkpoint.newest(root)
+    assert path is not None, names(root)
+    step = int(path.name[5:])
+    assert step >= least, names(root)
+    assert_loads(path, step)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A checkpoint directory with the steps 10 and 20."""
+    root = tmp_path / "checkpoints"
+    save(root, 10)
+    save(root, 20)
+    return root
+
+
+# Disks
+
+
+def in_namespace(function: Callable[..., None], *arguments: object) -> None:
+    """Call a function in a forked process with mounts of its own; raise its AssertionError."""
+    receiver, sender = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            enter_mount_namespace()
+            function(*arguments)
+        except BaseException:
+            os.write(sender, traceback.format_exc().encode()[-4000:])
+        os._exit(0)
+    os.close(sender)
+    with open(receiver, "rb") as pipe:
+        text = pipe.read().decode()
+    os.waitpid(pid, 0)
+    assert not text, text
+
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+NEWNS, NEWUSER, REMOUNT, READ_ONLY, PRIVATE = 0x20000, 0x10000000, 32, 1, 0x44000
+
+
+def call(name: str, *arguments: Any) -> None:
+    if getattr(LIBC, name)(*arguments):
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+
+
+def enter_mount_namespace() -> None:
+    """Unprivileged users get it within a user namespace."""
+    call("unshare", NEWNS if os.geteuid() == 0 else NEWNS | NEWUSER)
+    call("mount", b"none", b"/", None, PRIVATE, None)
+
+
+def mount(at: Path, options: str, flags: int = 0) -> None:
+    at.mkdir(exist_ok=True)
+    call("mount", b"tmpfs", bytes(at), b"tmpfs", flags, options.encode())
+
+
+def fill(root: Path) -> None:
+    """Save beside a file that leaves one page more each time, until there is room."""
+    disk = root.parent
+    mount(disk, "size=400k")
+    save(root, 10)
+    save(root, 20)
+    filler = disk / "filler"
+    filler.write_bytes(bytes(os.statvfs(disk).f_bavail * PAGE))
+    refused = 0
+    while text := refusal(partial(save, root, 20 if refused % 3 == 0 else 30)):
+        assert text.startswith(f"cannot write the checkpoint {root}/step-000000"), text
+        assert "No space left on device" in text
+        assert names(root) == STEPS
+        assert_some_is_valid(root)
+        refused += 1
+        os.truncate(filler, filler.stat().st_size - PAGE)
+    assert refused > 4
+    checkpoint.prune(root, 1)  # which makes room
+    save_and_prune(root, 40)
+    filler.write_bytes(bytes(os.statvfs(disk).f_bavail * PAGE + filler.stat().st_size))
+    assert "No space left" in refusal(lambda: save_and_prune(root, 50))
+    assert names(root) == ["step-00000040"]
+    assert_some_is_valid(root, 40)
+    text = refusal(lambda: RunDirectory(disk / "run", resuming=False).start({"x": "y" * PAGE}))
+    assert "cannot write the run directory" in text
+    assert "No space left on device" in text
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    in_namespace(fill, tmp_path / "disk" / "checkpoints")
+
+
+def run_out_of_files(root: Path) -> None:
+    for inodes in range(16, 24):
+        mount(root.parent, f"size=400k,nr_inodes={inodes}")
+        save(root, 10)
+        save(root, 20)
+        text = refusal(lambda: save(root, 30))
+        if not text:
+            assert inodes > 18
+            return
+        assert "No space left on device" in text
+        assert names(root) == STEPS
+        assert_some_is_valid(root)
+    raise AssertionError("never enough inodes")
+
+
+def test_a_disk_without_inodes(tmp_path: Path) -> None:
+    in_namespace(run_out_of_files, tmp_path / "disk" / "checkpoints")
+
+
+def become_read_only(root: Path) -> None:
+    """As a kernel makes a file system after an error."""
+    mount(root.parent, "size=400k")
+    save(root, 10)
+    save(root, 20)
+    shutil.copytree(root / "step-00000010", root / ".staging-step-00000030-1")
+    mount(root.parent, "size=400k", REMOUNT | READ_ONLY)
+    before = names(root)
+    for action in (
+        lambda: save(root, 20),
+        lambda: save(root, 30),
+        lambda: checkpoint.prune(root, 1),
+        lambda: checkpoint.set_aside(root, 10),
+        lambda: RunDirectory(root.parent / "run", resuming=False),
+        lambda: RunDirectory(root.parent, resuming=True),
+        lambda: checkpoint.remove_leftovers(root),
+    ):
+        assert "Read-only file system" in refusal(action)
+    assert names(root) == before
+    assert_some_is_valid(root)
+
+
+def test_a_read_only_disk(tmp_path: Path) -> None:
+    in_namespace(become_read_only, tmp_path / "disk" / "checkpoints")
+
+
+def drop_override() -> None:
+    """Give up what lets root ignore mode bits, as `setpriv --inh-caps -dac_override` does."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice 32 bits
+    call("capget", header, sets)
+    for k in range(3):
+        sets[k] &= ~0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    call("capset", header, sets)
+
+
+def obey_mode_bits(root: Path) -> None:
+    drop_override()
+    newest = root / "step-00000020"
+    os.chmod(newest / "model.pt", 0)
+    path, (skipped,) = checkpoint.newest(root)
+    assert path == root / "step-00000010"
+    assert "Permission denied" in skipped.reason
+    os.chmod(newest / "model.pt", 0o400)
+    os.chmod(root, 0o500)
+    for action in (
+        lambda: save(root, 20),
+        lambda: save(root, 30),
+        lambda: checkpoint.prune(root, 1),
+        lambda: checkpoint.set_aside(root, 10),
+    ):
+        assert "Permission denied" in refusal(action)
+    assert names(root) == STEPS
+    assert_some_is_valid(root)
+    os.chmod(root, 0)
+    assert "cannot read" in refusal(lambda: checkpoint.newest(root))
+    os.chmod(root, 0o700)
+    os.chmod(newest, 0o500)  # its files cannot be removed, but it can be replaced
+    save_and_prune(root, 30)
+    assert_some_is_valid(root, 30)
+    os.chmod(root.parent, 0o500)
+    text = refusal(lambda: RunDirectory(root.parent / "run", resuming=False))
+    assert "Permission denied" in text
+
+
+def test_mode_bits(root: Path) -> None:
+    try:
+        in_namespace(obey_mode_bits, root)
+    finally:
+        for folder in (root.parent, root, *root.rglob("step-*")):
+            folder.chmod(0o700)
+
+
+# Errors and crashes, at every call that changes the disk
+
+
+CALLS = "mkdir rename replace rmdir unlink fsync open".split()
+
+
+@contextmanager
+def hooked(before: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Call `before(name, arguments)` at the start of each call that changes the disk."""
+    undo: list[Callable[[], None]] = []
+
+    def hook(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            before(name, args)
+            return real(*args, **kwargs)
+
+        inherited = name not in vars(owner)
+        setattr(owner, name, wrapped)
+        undo.append(lambda: delattr(owner, name) if inherited else setattr(owner, name, real))
+
+    for name in CALLS:
+        hook(os, name)
+    for owner, name in ((checkpoint._MeasuredFile, "write"), (Path, "write_text")):
+        hook(owner, name)
+    hook(checkpoint._MeasuredFile, "flush")
+    try:
+        yield
+    finally:
+        for step in reversed(undo):
+            step()
+
+
+SCENARIOS: dict[str, Callable[[Path], object]] = {
+    "next step": lambda root: save_and_prune(root, 30),
+    "same step": lambda root: save_and_prune(root, 20),
+    "set aside": lambda root: checkpoint.set_aside(root, 10),
+    "leftovers": checkpoint.remove_leftovers,
+}
+
+
+KEPT_SCENARIOS = [
+    pytest.param(name, marks=pytest.mark.exhaustive) if name == "same step" else name
+    for name in SCENARIOS
+]
+
+
+def prepare(root: Path, template: Path, scenario: str) -> None:
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.copytree(template, root)
+    if scenario == "leftovers":  # a run that was killed between two renames
+        shutil.move(root / "step-00000020", root / ".staging-step-00000020-1")
+        shutil.copytree(root / "step-00000010", root / ".trash-step-00000020-1")
+
+
+ERRORS = [(errno.EDQUOT, False), (errno.EIO, True)]
+
+
+@pytest.mark.parametrize("scenario", KEPT_SCENARIOS)
+@pytest.mark.parametrize(("code", "lasts"), ERRORS, ids=["quota, once", "bad disk, from then on"])
+def test_an_error_at_any_call(
+    root: Path, scenario: str, code: int, lasts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # counted, but it takes its time
+    template = root.rename(root.with_name("template"))
+    n, calls = 0, 0
+    while calls >= n:
+        n, calls = n + 1, 0
+        prepare(root, template, scenario)
+
+        def fail(name: str, _: tuple[Any, ...]) -> None:
+            nonlocal calls
+            calls += 1
+            if (lasts and calls >= n) or calls == n:  # noqa: B023
+                raise OSError(code, os.strerror(code))
+
+        with hooked(fail):
+            text = refusal(lambda: SCENARIOS[scenario](root))
+        assert not text or os.strerror(code) in text, text
+        checkpoint.remove_leftovers(root)  # as a resumed run does first
+        assert_some_is_valid(root, 10 if scenario == "set aside" else 20)
+        save_and_prune(root, 40)
+        assert [name for name in names(root) if not name.startswith("aside")] == ["step-00000040"]
+    assert n > {"set aside": 1, "leftovers": 5}.get(scenario, 25), "too few calls counted"
+
+
+class PowerFailure(BaseException):
+    """Ends an action. It is no Exception: nothing catches it, and nothing is cleaned up."""
+
+
+class UnsyncedDisk:
+    """What a disk holds for sure: the files up to their last fsync, and their names as they were at
+    the last fsync of a folder. A power failure may lose the rest.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        found = (file.stat() for file in root.rglob("*") if file.is_file())
+        self.sizes = {about.st_ino: about.st_size for about in found}
+        self.renames: list[tuple[Path, Path]] = []
+
+    def record(self, name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "rename":
+            self.renames.append((Path(arguments[0]), Path(arguments[1])))
+        elif name == "fsync":
+            about = os.fstat(arguments[0])
+            self.sizes[about.st_ino] = about.st_size
+            if about.st_ino == self.root.stat().st_ino:
+                self.renames.clear()
+
+    def fail(self, loses_renames: bool) -> None:
+        for source, target in reversed(self.renames if loses_renames else []):
+            if target.exists() and not source.exists():
+                target.rename(source)
+        for file in self.root.rglob("*"):
+            if file.is_file():
+                about = file.stat()
+                os.truncate(file, min(about.st_size, self.sizes.get(about.st_ino, 0)))
+
+
+def ends_at_call(n: int, action: Callable[[], object], disk: UnsyncedDisk) -> bool:
+    """Run `action`, and end it before its n-th call. True: it had as many."""
+    left = n
+
+    def count(name: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        left -= 1
+        if left <= 0:
+            raise PowerFailure
+        disk.record(name, arguments)
+
+    with hooked(count):
+        try:
+            action()
+        except PowerFailure:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("scenario", KEPT_SCENARIOS)
+@pytest.mark.parametrize("loses_renames", [False, True], ids=["files", "files and renames"])
+def test_a_power_failure_at_any_call(
+    root: Path, scenario: str, loses_renames: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """test_checkpoint.py has the kills."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    template = root.rename(root.with_name("template"))
+    n, failed = 0, True
+    while failed:
+        n += 1
+        prepare(root, template, scenario)
+        disk = UnsyncedDisk(root)
+        failed = ends_at_call(n, lambda: SCENARIOS[scenario](root), disk)
+        disk.fail(loses_renames)
+        checkpoint.remove_leftovers(root)
+        assert_some_is_valid(root, 10 if scenario == "set aside" else 20)
+        save_and_prune(root, 40)
+        assert [name for name in names(root) if not name.startswith("aside")] == ["step-00000040"]
+    assert n > {"set aside": 1, "leftovers": 5}.get(scenario, 25), "too few calls counted"
+
+
+# A checkpoint that is cut
+
+
+def boundaries(path: Path) -> set[int]:
+    """Return where records of a file begin and end, and offsets in between."""
+    size = path.stat().st_size
+    found = {*range(0, size, 97), 1, size - 1}
+    if path.suffix == ".pt":
+        with zipfile.ZipFile(path) as archive:
+            for record in archive.infolist():
+                found |= {record.header_offset, record.header_offset + 30, record.file_size}
+            found.add(archive.start_dir)
+    return {offset for offset in found if 0 <= offset < size}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_cut_at_any_offset(root: Path, name: str) -> None:
+    file = root / "step-00000020" / name
+    whole = file.read_bytes()
+    for offset in sorted(boundaries(file)):
+        # The rest is missing; or is there as zeros, like blocks that never reached the disk.
+        for content in (whole[:offset], whole[:offset] + bytes(len(whole) - offset)):
+            if content == whole or content == whole.rstrip(b"\n"):
+                continue
+            file.write_bytes(content)
+            path, skipped = checkpoint.newest(root)
+            assert path == root / "step-00000010", offset
+            assert name in skipped[0].reason
+            if name.endswith(".pt"):  # load the damaged file although `newest` skips it
+                text = refusal(lambda: checkpoint.load_file(file))
+                assert not text or text.startswith(f"cannot load {file}: "), offset
+            if len(content) < len(whole):
+                checkpoint.prune(root, keep=1)
+                assert (root / "step-00000010").exists()
+    file.write_bytes(whole)
+    assert_some_is_valid(root)

@@ -1,0 +1,99 @@
+"""The barrier of `shm`, between threads that have a rank's part of it each."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hvdtrain.peers import PeerLost
+from hvdtrain.transports import shm_sync
+
+ROUNDS = 300
+
+
+def barriers(n: int, timeout_s: float) -> list[shm_sync.HostBarrier]:
+    """Return the barrier of `n` ranks, as each of them has it."""
+    memories = []
+    for _ in range(n):
+        fd = shm_sync.create_memfd(shm_sync.HEADER_BYTES)
+        mapping = shm_sync.SharedMapping(fd, shm_sync.HEADER_BYTES)
+        memories.append(shm_sync.RankMemory(mapping, os.getpid()))
+        memories[-1].init()
+        memories[-1].set_size(n)
+        os.close(fd)
+    return [shm_sync.HostBarrier(memories, r, list(range(n)), timeout_s) for r in range(n)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 9])
+def test_nobody_passes_before_all_have_arrived(n: int) -> None:
+    """And the last rank's call is finished by then, once each time."""
+    arrived, calls = [0] * n, [0]
+
+    def enter(rank: int, barrier: shm_sync.HostBarrier) -> None:
+        chance = random.Random(rank)
+
+        def when_all_are_here() -> None:
+            assert arrived == [turn] * n
+            if chance.random() < 0.1:
+                time.sleep(0.001)
+            calls[0] += 1
+
+        for turn in range(1, ROUNDS + 1):
+            if chance.random() < 0.05:
+                time.sleep(0.002)  # longer than a rank polls
+            arrived[rank] = turn
+            barrier.wait("barrier()", when_all_are_here)
+            assert min(arrived) >= turn
+            if n != 2:
+                assert calls[0] >= turn
+
+    with ThreadPoolExecutor(n) as pool:
+        for end in [pool.submit(enter, *part) for part in enumerate(barriers(n, 20))]:
+            end.result()
+    assert arrived == [ROUNDS] * n
+    assert calls[0] == (0 if n == 2 else ROUNDS)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_who_is_late_is_named(n: int) -> None:
+    *present, late = barriers(n, 0.5)
+
+    def enter(barrier: shm_sync.HostBarrier) -> None:
+        with pytest.raises(PeerLost) as raised:
+            barrier.wait("barrier()")
+        assert f"barrier(): rank {n - 1} (process " in str(raised.value)
+        assert "did not come within 0.5 s" in str(raised.value)
+
+    with ThreadPoolExecutor(n) as pool:
+        for end in [pool.submit(enter, barrier) for barrier in present]:
+            end.result()
+    late.close()
+
+
+def test_a_rank_that_fails_in_its_call_releases_nobody() -> None:
+    """The others raise, too, and do not take its work for done."""
+    parts = barriers(3, 20)
+    passed, lost = threading.Event(), list[str]()
+
+    def fail() -> None:
+        raise MemoryError
+
+    def enter(barrier: shm_sync.HostBarrier) -> None:
+        try:
+            barrier.wait("all_reduce()", fail)
+            passed.set()
+        except MemoryError:
+            barrier.leave(failed=True)
+        except PeerLost as error:
+            lost.append(str(error))
+
+    with ThreadPoolExecutor(3) as pool:
+        for end in [pool.submit(enter, barrier) for barrier in parts]:
+            end.result()
+    assert not passed.is_set()
+    assert len(lost) == 2
