@@ -88,7 +88,9 @@ def test_what_excludes_each_other() -> None:
             backend = next(b for b in ("ddp", *methods.BACKENDS) if b not in refused_by)
             with pytest.raises(InputError) as refused:
                 methods.check(TrainConfig(**both), backend)
-            assert str(refused.value) == f"{method.option} with {names[other].option}: {why}"
+            assert str(refused.value) == (
+                f"{method.option} with {names[other].option}: {why}; leave one of them out"
+            )
 
 
 def test_the_manual_has_the_table() -> None:
