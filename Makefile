@@ -13,9 +13,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
-# Tests wait more than they compute: three at a time, and four of the longer ones, which wait for
-# launchers and timeouts. Those of one pool of live ranks stay together.
-SUITE := $(BIN)/python -m pytest --dist loadgroup --numprocesses
+# Tests wait more than they compute: three at a time. Those of one pool of live ranks stay together.
+SUITE := $(BIN)/python -m pytest --dist loadgroup --numprocesses 3
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # Open MPI refuses root, and more ranks than cores, unless it is told otherwise.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
@@ -29,13 +28,13 @@ demo: $(VENV)/demo.installed
 	$(BIN)/hvdtrain compare --arms ddp/gloo,ddp/shm,compat/shm --budget 45s
 
 test: $(VENV)/all.installed $(VENV)-mpich/installed
-	$(SUITE) 3 -m "not exhaustive" --durations=10 $(PYTEST)
+	$(SUITE) -m "not exhaustive" --durations=10 $(PYTEST)
 
 test-rest: $(VENV)/all.installed $(VENV)-mpich/installed
-	$(SUITE) 4 -m exhaustive --durations=10 $(PYTEST)
+	$(SUITE) -m exhaustive --durations=10 $(PYTEST)
 
 test-all: $(VENV)/all.installed $(VENV)-mpich/installed
-	$(SUITE) 3 $(PYTEST)
+	$(SUITE) $(PYTEST)
 
 again:
 	$(BIN)/python tests/rerun_failed.py
