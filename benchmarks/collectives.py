@@ -8,8 +8,9 @@ Every transport stays alive under its own launcher; in a block every transport d
 some times, in random order, the others stopped meanwhile. The tensor stays the same, as a bucket
 does. A block's time is the median of the slowest rank. The bound is what both ranks need, at the
 same time, for a `copy_` of as many bytes: an all-reduce in memory must read and write them once.
-Two arms show what is possible for small messages: `raw`, mpi4py's Allreduce on NumPy arrays without
-torch, and `empty`, a process group in Python that does nothing, the floor for every other.
+Three arms show what is possible: `raw`, mpi4py's collectives on NumPy arrays without torch, over
+Open MPI; `mpich`, the same over MPICH; and `empty`, a process group in Python that does nothing,
+the floor for every other arm.
 """
 
 from __future__ import annotations
@@ -41,11 +42,15 @@ ARMS: dict[str, tuple[str, dict[str, str]]] = {
         "mpirun unbound",
         {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"},
     ),
+    "mpich": ("mpich", live.MPICH_ENV),
     "empty": ("torchrun", {}),
 }
-SIZES = {"64 B": 64, "1 KB": 1 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20, "25 MB": 25 << 20}
-SIZES["100 MB"] = 100 << 20
+RAW = ("raw", "mpich")  # the arms without torch.distributed
+SIZES = {"64 B": 64, "1 KB": 1 << 10, "8 KB": 8 << 10, "64 KB": 64 << 10, "256 KB": 256 << 10}
+SIZES |= {"1 MB": 1 << 20, "4 MB": 4 << 20, "25 MB": 25 << 20, "100 MB": 100 << 20}
 BOUND = "memcpy"
+COLOURS = {"gloo": "#0072B2", "shm": "#D55E00", "mpi": "#009E73", "raw": "#CC79A7"}
+COLOURS |= {"mpich": "#E69F00", BOUND: "#000000"}
 
 
 _C10dGroup: Any = dist.ProcessGroup  # torch's stubs have overloads that no override could have
@@ -88,16 +93,21 @@ class RawRank:
 
     def run(self, operation: str, num_bytes: int, times: int) -> float:
         """Median seconds of one operation, all ranks beginning together."""
-        array = np.zeros(num_bytes // 4, np.float32)
-        call: Callable[[], Any] = self._comm.Barrier
-        if operation == "all_reduce":
-
-            def call() -> None:
-                self._comm.Allreduce(self._in_place, array)
-
+        comm, size = self._comm, self._comm.Get_size()
+        count = num_bytes // 4 // size * size
+        array, other = np.zeros(count, np.float32), np.zeros(count, np.float32)
+        mine = np.zeros(count // size, np.float32)
+        call: Callable[[], Any] = {
+            "all_reduce": lambda: comm.Allreduce(self._in_place, array),
+            "barrier": comm.Barrier,
+            "broadcast": lambda: comm.Bcast(array, 0),
+            "all_gather": lambda: comm.Allgather(mine, array),
+            "reduce_scatter": lambda: comm.Reduce_scatter_block(array, mine),
+            "all_to_all": lambda: comm.Alltoall(array, other),
+        }[operation]
         for _ in range(3):
             call()
-        return timed(call, self._comm.Barrier, times)
+        return timed(call, comm.Barrier, times)
 
 
 def timed(call: Callable[[], Any], barrier: Callable[[], Any], times: int) -> float:
@@ -161,7 +171,7 @@ def cases(operation: str, largest: int) -> dict[str, int]:
 
 
 def can(name: str, operation: str) -> bool:
-    return name not in ("raw", "empty") or operation in ("all_reduce", "barrier")
+    return name != "empty" or operation in ("all_reduce", "barrier")
 
 
 def measure(
@@ -172,7 +182,7 @@ def measure(
     todo = [(operation, *case) for operation in operations
             for case in cases(operation, largest).items()]  # fmt: skip
     with live.arms(str(Path(__file__).resolve()), {n: ARMS[n] for n in names}, ranks) as arms:
-        copies = next(name for name in names if name != "raw")
+        copies = next(name for name in names if name not in RAW)
         for operation, case, size in todo:
             times = 100 if size <= 100 << 10 else 30 if size <= 1 << 20 else 6
             able = [name for name in names if can(name, operation)]
@@ -218,36 +228,34 @@ def report(case: str, found: dict[str, list[float]]) -> None:
 
 
 def draw(seconds: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Draw the bandwidth of all_reduce over the size."""
+    """Draw each operation's time over the size: where the lines cross, another arm is faster."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    styles = {
-        "gloo": "#0072B2",
-        "shm": "#D55E00",
-        "mpi": "#009E73",
-        BOUND: "#000000",
-        "raw": "#CC79A7",
-    }
-    for name, colour in styles.items():
-        cases = [(SIZES[c.removeprefix("all_reduce ")], f) for c, f in seconds.items()
-                 if c.startswith("all_reduce ") and name in f]  # fmt: skip
-        rates = [size / np.median(found[name]) / 1e9 for size, found in cases]
-        axes.plot([s for s, _ in cases], rates, "o-", color=colour, label=name)
-    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="GB/s, bytes over time")
-    axes.set_title("all_reduce through torch.distributed")
-    axes.grid(True, alpha=0.3)
-    axes.legend()
+    drawn = [o for o in OPERATIONS if any(case.startswith(f"{o} ") for case in seconds)]
+    figure, panels = pyplot.subplots(
+        1, len(drawn), figsize=(3.4 * len(drawn), 3.8), sharey=True, squeeze=False
+    )
+    for axes, operation in zip(panels[0], drawn, strict=True):
+        of_it = [case for case in seconds if case.startswith(f"{operation} ")]
+        found = {SIZES[case.removeprefix(f"{operation} ")]: seconds[case] for case in of_it}
+        for name, colour in COLOURS.items():
+            medians = [(size, np.median(t[name]) * 1e6) for size, t in found.items() if name in t]
+            if medians:
+                axes.plot(*zip(*medians, strict=True), "o-", ms=3, color=colour, label=name)
+        axes.set(xscale="log", yscale="log", xlabel="bytes", title=operation)
+        axes.grid(True, alpha=0.3)
+    panels[0][0].set_ylabel("us")
+    panels[0][0].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
     if len(sys.argv) == 3 and sys.argv[2].startswith("/"):
-        rank = RawRank() if sys.argv[1] == "raw" else Rank(sys.argv[1])
+        rank = RawRank() if sys.argv[1] in RAW else Rank(sys.argv[1])
         live.serve(sys.argv[2], rank.rank, {"run": rank.run})
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

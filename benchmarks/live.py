@@ -27,7 +27,11 @@ LAUNCHERS = {
     "mpirun": "mpirun -np {n} {python}",  # binds each of two ranks to a core
     "mpirun unbound": "mpirun --bind-to none -np {n} {python}",  # as Horovod's manual has it
     "horovodrun-gloo": "horovodrun -np {n} --gloo {python}",
+    "mpich": "{mpich}/mpiexec -n {n} {mpich}/python",
 }
+# The environment that `make` installs for the tests: mpi4py loads the MPI of its Python's prefix.
+MPICH = Path(__file__).resolve().parent.parent / ".venv-mpich" / "bin"
+MPICH_ENV = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if "site-packages" in path)}
 
 
 @contextlib.contextmanager
@@ -43,7 +47,8 @@ def arms(
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name, (launcher, own) in names.items():
-                line = LAUNCHERS[launcher].format(n=ranks, python=sys.executable).split()
+                paths = {"python": sys.executable, "mpich": MPICH}
+                line = LAUNCHERS[launcher].format(n=ranks, **paths).split()
                 socket, log = Path(folder) / f"{len(live)}", Path(folder) / f"{len(live)}.log"
                 live[name] = ArmProcess([*line, script, name], ranks, {**env, **own}, socket, log)
                 live[name].meet(START_S)

@@ -48,6 +48,7 @@ from hvdtrain.peers import PeerLost, exchange
 from hvdtrain.rendezvous import load_mpi
 from hvdtrain.transports.arrivals import Arrivals
 from hvdtrain.transports.gloo import gloo_options
+from hvdtrain.transports.malloc import use_huge_pages
 from hvdtrain.transports.transport import (
     Combiner,
     Transport,
@@ -59,7 +60,10 @@ from hvdtrain.transports.transport import (
 )
 from hvdtrain.world import detect, may_be_mpi
 
-PIECE_BYTES = 4 << 20
+# Large data go in pieces of so many bytes a rank, and at most so many: small enough for two of them
+# in scratch memory, and large enough that ranks which share a core seldom wait for each other.
+SHARE_BYTES, MAX_PIECE_BYTES = 4 << 20, 32 << 20
+_HUGE_BYTES = 4 << 20  # tensors of at least so many bytes are moved into huge pages
 _GATHERED_BYTES = 64 << 10  # up to this total, ranks send all data to all, which saves a step
 _HEADER_BYTES = 2048  # sent eagerly by every MPI, and takes little longer than one byte
 _CALL = struct.Struct("<8sQ")  # digest of the call, size in bytes
@@ -71,6 +75,7 @@ _HEADER, _DATA, _GAVE_UP, _ALIVE = range(4)  # tags
 _SPIN_S = 50e-6
 _YIELD_S = 1e-3
 _SHORTEST_S, _LONGEST_S = 20e-6, 200e-6
+_MOVED_S = 100e-6  # a test that takes longer has moved data, and more are likely to come at once
 _CHECK_S = 0.5  # interval of the checks for a failure notice
 _LIVENESS_S = 1.5  # duration of a liveness check: three such intervals
 
@@ -143,6 +148,7 @@ class Mpi(Transport):
         self.timeout_s = timeout_s
         self._mpi = mpi
         self._comm = comm
+        self._piece_bytes = min(SHARE_BYTES * self.size, MAX_PIECE_BYTES)
         self._broken = False
         self._reason = ""  # why this rank gave up
         self._alive_sent: set[int] = set()  # ranks that were sent an "alive" message
@@ -164,6 +170,7 @@ class Mpi(Transport):
         ]
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._in_huge_pages: set[tuple[int, int]] = set()  # address and bytes of large tensors
 
     def close(self, failed: bool) -> None:
         """Release everything. Twice is safe. Collective, as MPI_Comm_free is, unless `failed`."""
@@ -199,7 +206,8 @@ class Mpi(Transport):
             self._exchange(signature, recv_tensors, dict.fromkeys(self._peers, t))
             self._combine(list(every_rank), op, divisor, [t])
             return
-        pieces = [_shares(p, self.size) for p in _pieces(t, PIECE_BYTES // t.element_size())]
+        self._use_huge_pages(t)
+        pieces = [_shares(p, self.size) for p in _pieces(t, self._piece_bytes // t.element_size())]
         sums = [shares[self.rank] for shares in pieces]
         self._reduce_pieces(signature, pieces, sums, op, divisor, gather=True)
 
@@ -216,7 +224,8 @@ class Mpi(Transport):
 
         `pieces[k][r]` is rank r's share of piece k. `gather`: send the sums to all ranks, too.
         """
-        buffers = [self._receive_buffers(f"share {k}", pieces[0][self.rank]) for k in (0, 1)]
+        two = range(min(2, len(pieces)))
+        buffers = [self._receive_buffers(f"share {k}", pieces[0][self.rank]) for k in two]
         pending = self._start_share(pieces[0], buffers[0])
         for k, shares in enumerate(pieces):
             self._wait(signature, pending)
@@ -242,7 +251,8 @@ class Mpi(Transport):
             self._combine(mine, op, divisor, [out])
             return
         self._compare_calls(signature, num_bytes)
-        columns = max(1, PIECE_BYTES // self.size // t.element_size())
+        self._use_huge_pages(out, t)
+        columns = max(1, self._piece_bytes // self.size // t.element_size())
         outs = _pieces(out, columns)
         pieces = [list(rows) for rows in zip(*(_pieces(p, columns) for p in parts), strict=True)]
         self._reduce_pieces(signature, pieces, outs, op, divisor, gather=False)
@@ -256,9 +266,10 @@ class Mpi(Transport):
         self._compare_calls(signature, data.numel())
         if not self._peers:
             return
+        self._use_huge_pages(data)
         # The root sends each peer one share, and the peers exchange their shares.
         others = [r for r in range(self.size) if r != root]
-        for piece in _pieces(data, PIECE_BYTES):
+        for piece in _pieces(data, self._piece_bytes):
             shares = dict(zip(others, _shares(piece, len(others)), strict=True))
             if self.rank == root:
                 self._exchange(signature, {}, shares)
@@ -274,11 +285,13 @@ class Mpi(Transport):
             rows.copy_(self._payloads[:, : data.numel()])
             return
         self._compare_calls(signature, data.numel())
-        rows[self.rank].copy_(data)
-        for begin in range(0, data.numel(), PIECE_BYTES):
-            end = begin + PIECE_BYTES
+        self._use_huge_pages(out, data)
+        for begin in range(0, data.numel(), MAX_PIECE_BYTES):
+            end = begin + MAX_PIECE_BYTES
             recv_tensors = {r: rows[r][begin:end] for r in self._peers}
-            self._exchange(signature, recv_tensors, dict.fromkeys(self._peers, data[begin:end]))
+            pending = self._start(recv_tensors, dict.fromkeys(self._peers, data[begin:end]))
+            rows[self.rank][begin:end].copy_(data[begin:end])
+            self._wait(signature, pending)
 
     def all_to_all(
         self,
@@ -291,13 +304,15 @@ class Mpi(Transport):
         self._compare_calls(signature, 0, as_bytes(torch.tensor([send_bytes, recv_bytes]).view(-1)))
         views = self._payload_views(16 * self.size, torch.int64)
         check_splits(signature, [view.view(2, self.size).tolist() for view in views])
+        self._use_huge_pages(out, data)
         outs, datas = torch.split(out, recv_bytes), torch.split(data, send_bytes)
-        outs[self.rank].copy_(datas[self.rank])
-        for begin in range(0, max(recv_bytes + send_bytes), PIECE_BYTES):
-            end = begin + PIECE_BYTES
+        for begin in range(0, max(recv_bytes + send_bytes), MAX_PIECE_BYTES):
+            end = begin + MAX_PIECE_BYTES
             recv_tensors = {r: outs[r][begin:end] for r in self._peers if begin < recv_bytes[r]}
             send_tensors = {r: datas[r][begin:end] for r in self._peers if begin < send_bytes[r]}
-            self._exchange(signature, recv_tensors, send_tensors)
+            pending = self._start(recv_tensors, send_tensors)
+            outs[self.rank][begin:end].copy_(datas[self.rank][begin:end])
+            self._wait(signature, pending)
 
     def _scratch_for(self, use: str, count: int, dtype: torch.dtype) -> Tensor:
         """Return scratch memory, kept for each use: new memory costs more than the work in it."""
@@ -305,7 +320,18 @@ class Mpi(Transport):
         if scratch is None or scratch.numel() < count:
             with torch.inference_mode(False):
                 scratch = self._scratch[use, dtype] = torch.empty(count, dtype=dtype)
+            self._use_huge_pages(scratch)
         return scratch[:count]
+
+    def _use_huge_pages(self, *tensors: Tensor) -> None:
+        """Move large tensors into huge pages, each the first time that it is used."""
+        for t in tensors:
+            memory = t.data_ptr(), t.nbytes
+            if t.nbytes >= _HUGE_BYTES and memory not in self._in_huge_pages:
+                if len(self._in_huge_pages) >= _MAX_VIEWS:
+                    self._in_huge_pages.clear()
+                self._in_huge_pages.add(memory)
+                use_huge_pages(t)
 
     def _receive_buffers(self, use: str, share: Tensor) -> dict[int, Tensor]:
         """Return a receive buffer for every peer's version of this rank's share, by peer."""
@@ -413,20 +439,25 @@ class Mpi(Transport):
         try:
             if test(requests):
                 return
-            begin = now = time.monotonic()
+            begin = idle_since = time.monotonic()
             next_check = begin + min(_CHECK_S, self.timeout_s)
             pause_s = _SHORTEST_S
-            while not test(requests):
+            while True:
+                tested = time.monotonic()
+                if test(requests):
+                    return
                 now = time.monotonic()
-                if now - begin < _SPIN_S:
-                    continue
-                if now - begin < _YIELD_S:
-                    os.sched_yield()
-                    continue
+                if now - tested > _MOVED_S:
+                    idle_since, pause_s = now, _SHORTEST_S
                 if now > next_check:
                     late = now - begin > (_LIVENESS_S if liveness_check else self.timeout_s)
                     self._check_peers(signature, started, late, liveness_check)
                     next_check = now + min(_CHECK_S, self.timeout_s)
+                if now - idle_since < _SPIN_S:
+                    continue
+                if now - idle_since < _YIELD_S:
+                    os.sched_yield()
+                    continue
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_S)
         except BaseException as error:  # Ctrl-C leaves requests pending, too

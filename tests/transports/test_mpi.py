@@ -5,9 +5,12 @@ what every transport does is in collectives/.
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from hvdtrain.errors import BackendUnavailable
 from hvdtrain.peers import PeerLost
+from hvdtrain.transports.malloc import use_huge_pages
 from hvdtrain.transports.mpi import open_mpi
 from hvdtrain.transports.transport import Mismatch, TransportError
 from tests.launching import run
@@ -41,7 +45,7 @@ TYPES = (
 )
 ARMS = (("openmpi", 2), ("openmpi", 3))
 # In the slot or just not; gathered or just not; in one piece and in several; and odd ones.
-SIZES = (1, 508, 509, 1000, 16_384, 16_385, 750_001, (2 << 20) + 3)
+SIZES = (1, 508, 509, 1000, 16_384, 16_385, 750_001, (3 << 20) + 3)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +119,7 @@ def test_values(pools: Pools, arm: tuple[str, int], count: int) -> None:
     ranks(pools, arm).run(moves, count)
 
 
-@pytest.mark.parametrize("count", [1, (2 << 20) + 3])
+@pytest.mark.parametrize("count", [1, (3 << 20) + 3])
 def test_values_under_mpich(pools: Pools, count: int) -> None:
     ranks(pools, ("mpich", 2)).run(all_reduces, count)
     ranks(pools, ("mpich", 2)).run(moves, count)
@@ -321,3 +325,32 @@ def agrees_with_gloo(dist: Dist) -> list[bool]:
 
 def test_ddp_trains_as_over_gloo(pools: Pools) -> None:
     assert all(all(equal) for equal in ranks(pools, ("openmpi", 2)).run(agrees_with_gloo))
+
+
+def kernel() -> tuple[int, ...]:
+    """Return the version of the kernel."""
+    return tuple(int(part) for part in os.uname().release.split(".")[:2])
+
+
+def huge_bytes(t: Tensor) -> int:
+    """Return how many bytes of the mappings of a tensor are in huge pages."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            low, high = (int(bound, 16) for bound in bounds.groups())
+            inside = low < t.data_ptr() + t.nbytes and t.data_ptr() < high
+        elif inside and line.startswith("AnonHugePages:"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+@pytest.mark.skipif(kernel() < (6, 1), reason="Linux cannot collapse pages before 6.1")
+def test_huge_pages_change_no_byte() -> None:
+    base = torch.randint(0, 256, (24 << 20,), dtype=torch.uint8)
+    part = base[(5 << 20) + 3 : (17 << 20) - 1]
+    before = base.clone()
+    use_huge_pages(part)
+    assert huge_bytes(part) >= part.nbytes
+    assert torch.equal(base, before)
+    use_huge_pages(part[:0])
+    use_huge_pages(part[:1])
