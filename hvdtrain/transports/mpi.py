@@ -224,8 +224,10 @@ class Mpi(Transport):
 
         `pieces[k][r]` is rank r's share of piece k. `gather`: send the sums to all ranks, too.
         """
-        two = range(min(2, len(pieces)))
-        buffers = [self._receive_buffers(f"share {k}", pieces[0][self.rank]) for k in two]
+        num_in_flight = min(2, len(pieces))
+        buffers = [
+            self._receive_buffers(f"share {k}", pieces[0][self.rank]) for k in range(num_in_flight)
+        ]
         pending = self._start_share(pieces[0], buffers[0])
         for k, shares in enumerate(pieces):
             self._wait(signature, pending)
