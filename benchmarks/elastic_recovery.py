@@ -1,6 +1,6 @@
 """How long an elastic job stands still when a rank is killed.
 
-    python benchmarks/elastic_recovery.py --kills 10      # some six minutes
+    python benchmarks/elastic_recovery.py --kills 10      # some eight minutes
 
 Under each launcher `hvdtrain --elastic` trains; a rank that is not rank 0 dies by SIGKILL, the
 others form a smaller world, and the launcher adds a rank again, which is the next to die. A
@@ -27,7 +27,8 @@ from tests.launch.test_elastic_training import training
 RESULTS = Path(__file__).parent / "results" / "elastic_recovery.json"
 # horovodrun ends all ranks of a host that loses one, so its two ranks have two names of this host.
 LAUNCHERS = {
-    "hvdrun, 3 ranks": (3, [*HVDRUN, "--min-np", "1"], ["localhost:3"]),
+    "hvdrun, 2 ranks": (2, [*HVDRUN, "--min-np", "1"], ["localhost:2"]),
+    "hvdrun, 4 ranks": (4, [*HVDRUN, "--min-np", "1"], ["localhost:4"]),
     "horovodrun, 2 ranks": (
         2,
         ["horovodrun", "--min-np", "1", "-np", "2", "--network-interfaces", "lo"],
