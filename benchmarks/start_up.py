@@ -32,6 +32,7 @@ torch.distributed.init_process_group("gloo")
 torch.distributed.destroy_process_group()
 """
 ONE_STEP = """
+import time
 import torch
 torch.distributed.init_process_group("gloo")
 model = torch.nn.Linear(64, 10)
@@ -40,6 +41,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 net(torch.randn(32, 64)).sum().backward()
 optimizer.step()
 torch.distributed.destroy_process_group()
+time.sleep(0.1)  # a thread of Gloo that still ends its work when the interpreter ends aborts
 """
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
