@@ -36,6 +36,7 @@ over Gloo and Horovod do not. With `--keep-freed-memory` all do, as under hvdtra
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -203,6 +204,8 @@ class Rank:
             else:
                 self.steps[workload] = lambda: self.hvd.allreduce(tensor, name="latency")
         elif workload not in self.steps:
+            self.steps.clear()  # frees the memory of the workload before
+            gc.collect()
             self.steps[workload] = self.step_of(workload)
         step = self.steps[workload]
         step()

@@ -77,6 +77,7 @@ from hvdtrain.transports.transport import (
 )
 
 STAGING_BYTES = 4 << 20  # a rank has two such areas: one is filled while the other is read
+_ADDED_BYTES = 2 << 20  # of all ranks' small tensors, which one rank adds up
 _MOST_VIEWS = 1000  # sizes of small tensors whose views of the staging areas are kept
 _CAUSE_S = 4.0  # how long after a failure of Gloo to look for the lost rank
 _HOST_CALLS_BYTES = 2048  # the calls of one host's ranks, in the all-gather across hosts
@@ -104,6 +105,7 @@ class Shm(Transport):
     ) -> None:
         self.rank = rank
         self.size = size
+        self.small_bytes = max(_ADDED_BYTES // size, Transport.small_bytes)
         self._gloo = gloo
         self._connections = [connections]
         self._sequence = 0

@@ -97,7 +97,7 @@ def all_reduce_of_every_size_again_and_again(dist: Dist) -> None:
 
 @case()
 def all_reduce_around_the_borders_of_paths(dist: Dist) -> None:
-    for num_bytes in (64 << 10, 1 << 20, 4 << 20):
+    for num_bytes in (64 << 10, (2 << 20) // dist.get_world_size(), 1 << 20, 4 << 20):
         for count in (num_bytes // 4 - 1, num_bytes // 4, num_bytes // 4 + 1):
             t = torch.empty(count)
             for _ in range(3):
