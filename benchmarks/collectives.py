@@ -1,7 +1,7 @@
 """Collectives through torch.distributed on every transport, beside one memcpy.
 
     python benchmarks/collectives.py              # 2 ranks, some five minutes
-    python benchmarks/collectives.py --ranks 4
+    python benchmarks/collectives.py --ranks 4 --bind
     python benchmarks/collectives.py --only all_reduce,barrier --arms shm,raw,empty --largest 25
 
 Every transport stays alive under its own launcher; in a block every transport does every operation
@@ -10,13 +10,15 @@ does. A block's time is the median of the slowest rank. The bound is what both r
 same time, for a `copy_` of as many bytes: an all-reduce in memory must read and write them once.
 Three arms show what is possible: `raw`, mpi4py's collectives on NumPy arrays without torch, over
 Open MPI; `mpich`, the same over MPICH; and `empty`, a process group in Python that does nothing,
-the floor for every other arm.
+the floor for every other arm. `--bind` gives the ranks cores in turn: a launcher that binds none
+leaves two ranks on one core for some milliseconds now and then, which takes small messages 30 us.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -45,6 +47,7 @@ ARMS: dict[str, tuple[str, dict[str, str]]] = {
     "mpich": ("mpich", live.MPICH_ENV),
     "empty": ("torchrun", {}),
 }
+BINDS = "COLLECTIVES_BIND"
 RAW = ("raw", "mpich")  # the arms without torch.distributed
 SIZES = {"64 B": 64, "1 KB": 1 << 10, "8 KB": 8 << 10, "64 KB": 64 << 10, "256 KB": 256 << 10}
 SIZES |= {"1 MB": 1 << 20, "4 MB": 4 << 20, "25 MB": 25 << 20, "100 MB": 100 << 20}
@@ -196,7 +199,7 @@ def measure(
                         found[name].append(slowest)
             seconds[case] = found
             report(case, found)
-    record = {"seconds": seconds, "ranks": ranks, **live.machine()}
+    record = {"seconds": seconds, "ranks": ranks, "bound": BINDS in os.environ, **live.machine()}
     record["ratios"] = {case: ratios(found) for case, found in seconds.items()}
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
@@ -256,6 +259,9 @@ def draw(seconds: dict[str, dict[str, list[float]]], path: Path) -> None:
 def main() -> None:
     if len(sys.argv) == 3 and sys.argv[2].startswith("/"):
         rank = RawRank() if sys.argv[1] in RAW else Rank(sys.argv[1])
+        if BINDS in os.environ:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[rank.rank % len(cores)]})
         live.serve(sys.argv[2], rank.rank, {"run": rank.run})
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -264,8 +270,11 @@ def main() -> None:
     parser.add_argument("--arms", default=",".join(ARMS), help="separated by commas")
     parser.add_argument("--only", default=",".join(OPERATIONS), help="operations, by commas")
     parser.add_argument("--largest", type=int, default=100, help="the largest tensor, in MB")
+    parser.add_argument("--bind", action="store_true", help="ranks to cores, in turn")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if options.bind:
+        os.environ[BINDS] = "1"
     arms, operations = options.arms.split(","), options.only.split(",")
     largest = options.largest << 20
     measure(options.blocks, options.ranks, arms, operations, largest, options.output)

@@ -299,8 +299,9 @@ def draw(ratios_by_workload: dict[str, dict[str, dict[str, float]]], path: Path)
             if not name.endswith(base):
                 continue
             arm = name.removesuffix(base)
+            colour = COLOURS.get(arm.split("/")[0], "#777777")
             spread = [[r["median"] - r["low"]], [r["high"] - r["median"]]]
-            axes.barh(at, r["median"], xerr=spread, color=COLOURS[arm.split("/")[0]], capsize=3)
+            axes.barh(at, r["median"], xerr=spread, color=colour, capsize=3)
             labels.append((at, f"{workload}  {arm}"))
             at -= 1
         at -= 1
