@@ -47,7 +47,7 @@ check: $(VENV)/all.installed
 bench: $(VENV)/all.installed
 	$(BIN)/python benchmarks/trainer_overhead.py
 	$(BIN)/python benchmarks/checkpoint_async.py
-	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/collectives.py --bind
 	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/comparisons.py
 

@@ -273,7 +273,10 @@ def ratios(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
         )
         for under in BASES
         for over in found
-        if under in found and over != under and not (over.startswith("horovod"))
+        if under in found
+        and over != under
+        and not over.startswith("horovod")
+        and not np.isnan(found[over]).any()
     }
 
 
