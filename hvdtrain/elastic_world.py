@@ -124,8 +124,9 @@ def request(path: str, message: bytes = b"", timeout_s: float = _REQUEST_S) -> b
     that does not exist. Raises OSError.
     """
     address, port = (os.environ[name] for name in _ADDRESS)
+    host = f"[{address}]" if ":" in address else address
     made = urllib.request.Request(
-        f"http://{address}:{port}/{path}", message or None, method="PUT" if message else "GET"
+        f"http://{host}:{port}/{path}", message or None, method="PUT" if message else "GET"
     )
     made.add_header(SECRET_HEADER, os.environ.get(SECRET, ""))
     # The server is the launcher's own: ignore the proxies of the environment.

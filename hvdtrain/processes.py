@@ -17,6 +17,8 @@ import psutil
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_LIBC = ctypes.CDLL(None, use_errno=True)  # not loaded between fork and exec, which can deadlock
+_POLL_S = 0.5
 
 
 def is_running(process: psutil.Process) -> bool:
@@ -30,21 +32,33 @@ def is_running(process: psutil.Process) -> bool:
 
 def wait_for_end(pid: int) -> None:
     """Return once a process, which need not be a child, has ended."""
-    with contextlib.suppress(ProcessLookupError):  # it has ended already
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:  # it has ended already
+        return
+    except (AttributeError, OSError):  # an old kernel, or a Python that was built for one
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            while is_running(process):
+                time.sleep(_POLL_S)
+        return
+    try:
         waiting = select.poll()
-        waiting.register(os.pidfd_open(pid), select.POLLIN)
+        waiting.register(fd, select.POLLIN)
         waiting.poll()
+    finally:
+        os.close(fd)
 
 
 def adopt_orphans() -> None:
     """Make this process the parent of its descendants whose own parent ends: they stay below it."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+    if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "cannot adopt orphans (prctl)")
 
 
-def end_with_parent() -> None:
-    """Let the kernel send SIGKILL to this process when the thread that has started it ends."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send this signal to this process when the thread that has started it ends."""
+    if _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "cannot end with the parent (prctl)")
 
 

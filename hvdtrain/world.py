@@ -212,7 +212,7 @@ _SRUN = LAUNCHERS[-1]
 _KUBEFLOW = tuple(f"PET_{n}" for n in "NNODES NPROC_PER_NODE NODE_RANK MASTER_ADDR".split())
 
 # Resource managers that allocate slots and start no ranks: the variable with their number, or with
-# the path of a file that has a line for each, and what starts ranks there.
+# the path of a file that has a line for each or for each host, and what starts ranks there.
 _ALLOCATIONS = (
     ("Slurm", "SLURM_TASKS_PER_NODE", "srun"),
     ("LSF", "LSB_DJOB_NUMPROC", "hvdrun"),
@@ -220,6 +220,8 @@ _ALLOCATIONS = (
     ("PBS", "PBS_NODEFILE", "hvdrun"),
     ("Kubeflow's MPIJob", "OMPI_MCA_orte_default_hostfile", "mpirun"),
 )
+
+_SLOTS = re.compile(r"\bslots=(\d{1,6})")  # in a line of a hostfile; one without is one slot
 
 _MAX_DIGITS = 9  # in a rank or a size; more are certainly a mistake
 
@@ -304,7 +306,9 @@ def unused_allocation(env: Mapping[str, str] | None = None) -> str:
         count = sum(expand_tasks_per_node(text))
         with suppress(OSError, UnicodeError):
             if text.startswith("/"):
-                count = len([*filter(str.strip, Path(text).read_text().splitlines())])
+                lines = [*filter(str.strip, Path(text).read_text().splitlines())]
+                slots = [_SLOTS.search(line) for line in lines]
+                count = sum(1 if match is None else int(match[1]) for match in slots)
         if count > 1:
             return (
                 f"{name} has allocated {count} slots ({variable}={text}), and this is one process: "
@@ -464,10 +468,13 @@ def _consistent(inner: World, outer: World) -> bool:
     row = next(row for row in LAUNCHERS if row.name == outer.launcher)
     if not row.starts_agents:
         return False
+    if inner.launcher == "env://":
+        return inner.size > outer.size  # a task that spawns ranks; else a leftover in every task
     if row is _SRUN and inner.launcher != "torchrun":
         return True  # mpirun and horovodrun start daemons by `srun`: `outer` is a daemon's
-    # Ranks cannot be compared: torchrun numbers its agents in the order of their arrival.
-    return inner.cross_size == outer.size
+    # Ranks cannot be compared: torchrun numbers its agents in the order of their arrival. With
+    # --nnodes MIN:MAX it goes on without an agent that is lost.
+    return 1 < inner.cross_size <= outer.size
 
 
 # Slurm

@@ -25,7 +25,9 @@ from hvdtrain.doctor import arm_checks
 from hvdtrain.doctor.arm_checks import all_arms, check_arms
 from hvdtrain.doctor.checks import CHECKS
 from hvdtrain.doctor.finding import Finding, unmet
+from hvdtrain.doctor.host_checks import _compare, _report
 from hvdtrain.horovod_build import installed_horovod
+from hvdtrain.horovod_build.process import CommandResult
 from tests.forkserver import warm
 from tests.launching import Finished, descendants, run
 
@@ -364,6 +366,25 @@ def test_hosts_are_checked_and_compared(doctor: Doctor, path_with_ssh: str) -> N
     assert "pip install numpy==" in found["versions"].fix
     assert doctor.report["problems"] == ["hvdtrain on c", "versions"]
     assert not any(finding.is_arm for finding in found.values())
+
+
+@pytest.mark.parametrize("hosts", [(), ("a",)])
+def test_versions_of_one_host_are_not_compared(hosts: tuple[str, ...]) -> None:
+    assert _compare(dict.fromkeys(hosts, {"torch": "1"})).status == "note"
+
+
+def test_what_a_login_shell_prints_is_left_out() -> None:
+    report = json.dumps({"findings": []}, indent=1)
+    assert _report(CommandResult(0, f"Welcome to {{node}}\n{report}\n")) == {"findings": []}
+    assert _report(CommandResult(0, "Welcome\n")) is None
+
+
+def test_an_incomplete_environment_is_a_finding(doctor: Doctor) -> None:
+    """The commands that train refuse it."""
+    found = doctor("--no-collectives", env={"RANK": "0"})
+    assert found["launch variables"].status == "warning"
+    assert "an incomplete env:// environment: RANK=0 set" in found["launch variables"].text
+    assert doctor.code == 0
 
 
 def test_hosts_that_are_no_list(doctor: Doctor) -> None:

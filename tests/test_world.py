@@ -391,13 +391,15 @@ def test_variables_set_by_hand_name_no_process_to_watch() -> None:
 def test_an_allocation_without_a_launcher_is_said(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("a\na\nb\n\n")
+    pods = tmp_path / "pods"
+    pods.write_text("worker-0.svc slots=8\nworker-1.svc\n")
     shell = {key: value for key, value in SRUN.items() if key != "SLURM_STEP_ID"}
     for env, said in (
         (shell, "Slurm has allocated 4 slots (SLURM_TASKS_PER_NODE=2(x2)), .*: srun hvdtrain"),
         ({"PBS_NODEFILE": str(file)}, f"PBS has allocated 3 slots .PBS_NODEFILE={file}.*hvdrun"),
         ({"LSB_DJOB_HOSTFILE": str(file), "LSB_DJOB_NUMPROC": "8"}, "LSF has allocated 8 slots"),
         ({"PE_HOSTFILE": str(file), "NSLOTS": "8"}, "Grid Engine has allocated 8 slots"),
-        ({"OMPI_MCA_orte_default_hostfile": str(file)}, "MPIJob has allocated 3.*mpirun hvdtrain"),
+        ({"OMPI_MCA_orte_default_hostfile": str(pods)}, "MPIJob has allocated 9.*mpirun hvdtrain"),
     ):
         assert detect(env) == World()
         assert re.search(said.replace("(", r"\(").replace(")", r"\)"), unused_allocation(env))
@@ -466,6 +468,25 @@ def agent(launcher: str, rank: int, size: int) -> Env:
 def test_torchrun_by_one_agent_a_host(outer: str, node: int) -> None:
     # torchrun numbers its agents in the order of their arrival, so either node may be group 1.
     assert detect({**TORCHRUN, **agent(outer, node, 2)}).launcher == "torchrun"
+
+
+def test_torchrun_goes_on_without_a_lost_agent() -> None:
+    # torchrun --nnodes 1:3 below srun -N 3: after the loss of a host, its agents number two.
+    assert detect({**TORCHRUN, **agent("srun", 2, 3)}).size == 4
+
+
+@pytest.mark.parametrize(
+    "left", [{"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "4"}]
+)
+def test_a_leftover_rank_in_every_task_of_srun_is_no_world(left: Env) -> None:
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    with pytest.raises(LaunchError, match="RANK=0, WORLD_SIZE=.*SLURM_PROCID=3"):
+        detect({**SRUN, **left, **address})
+
+
+def test_a_task_of_srun_may_spawn_ranks() -> None:
+    spawned = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    assert detect({**agent("srun", 1, 2), **spawned}).rank == 5
 
 
 @pytest.mark.parametrize("inner", ["openmpi", "mpich", "horovodrun"])

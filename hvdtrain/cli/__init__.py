@@ -108,8 +108,8 @@ def main() -> None:
         sys.exit(shell_complete(cli, {}, "hvdtrain", _COMPLETE, instruction))
     try:
         world = detect()
-    except LaunchError as error:
-        failure.end_job(guess_world(), error)
+    except LaunchError:  # which the commands that need a World raise again; `doctor` reports it
+        world = guess_world()
     end_with_launcher(world)
     with failure.guard(world):
         try:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from hvdtrain.errors import InputError
 from hvdtrain.launch.elastic import ElasticJob, ElasticOptions
@@ -23,6 +24,18 @@ from hvdtrain.launch.launcher import Job
 from hvdtrain.launch.other_launchers import LAUNCHERS, command_line
 from hvdtrain.launch.ssh import Ssh, environment
 from hvdtrain.world import detect
+
+# Options that have no effect, and are refused: in a job whose hosts are fixed, in an elastic job,
+# and under each launcher of --via.
+_ELASTIC_ONLY = ("min_np", "max_np", "elastic_timeout", "reset_limit", "blacklist_cooldown_range")
+_FIXED_ONLY = ("hosts", "hostfile", "nnodes", "dry_run", "max_restarts", "master_port", "via")
+_AGENTS_ONLY = ("max_restarts", "master_port")
+_NOT_VIA = {
+    "torchrun": (),
+    "mpirun": (*_AGENTS_ONLY, "start_timeout", "verbose"),
+    "horovodrun": _AGENTS_ONLY,
+    "srun": (*_AGENTS_ONLY, "start_timeout", "verbose", "ssh_port", "ssh_identity_file"),
+}
 
 
 @click.command(
@@ -117,7 +130,9 @@ from hvdtrain.world import detect
 @click.option("--verbose", is_flag=True, help="Print the command lines, and the agents' messages.")
 @click.option("--dry-run", is_flag=True, help="Print the command lines; start nothing.")
 @click.argument("arguments", nargs=-1, required=True, metavar="COMMAND ...", type=click.UNPROCESSED)
+@click.pass_context
 def command(
+    context: click.Context,
     num_proc: int | None,
     hosts: str | None,
     hostfile: str | None,
@@ -161,11 +176,7 @@ def command(
     elastic: ElasticOptions | None = None
     chosen: list[Host] = []
     if host_discovery_script is not None:
-        fixed = {"-H": hosts, "--hostfile": hostfile, "--nnodes": nnodes, "--dry-run": dry_run}
-        if wrong := [name for name, value in fixed.items() if value]:
-            raise InputError(f"{wrong[0]} does not go with --host-discovery-script")
-        if via != LAUNCHERS[0]:
-            raise InputError(f"--host-discovery-script needs --via {LAUNCHERS[0]}, not {via}")
+        _refuse(context, _FIXED_ONLY, "has no effect with --host-discovery-script")
         least = min_np or num_proc or 1
         if max_np is not None and max(least, num_proc or 1) > max_np:
             raise InputError(
@@ -182,11 +193,9 @@ def command(
             reset_limit=reset_limit,
             cooldown_s=blacklist_cooldown_range,
         )
-    elif min_np or max_np:
-        raise InputError(
-            "--min-np and --max-np need a --host-discovery-script that names the hosts"
-        )
     else:
+        _refuse(context, _ELASTIC_ONLY, "needs a --host-discovery-script that names the hosts")
+        _refuse(context, _NOT_VIA[via], f"has no effect with --via {via}")
         found = _hosts(hosts, hostfile, num_proc, nproc_per_node)
         chosen = choose_slots(found, num_proc, nnodes, nproc_per_node)
     job = Job(
@@ -202,16 +211,8 @@ def command(
         max_restarts=max_restarts,
     )
     if elastic is not None:
-        if max_restarts:
-            raise InputError(
-                "--max-restarts with --host-discovery-script: an elastic job replaces lost ranks"
-            )
         ElasticJob(job, elastic).run()
         return
-    if via != LAUNCHERS[0] and max_restarts:
-        raise InputError(
-            f"--max-restarts is of the agents of --via {LAUNCHERS[0]}; {via} starts no rank again"
-        )
     if via != LAUNCHERS[0]:
         line = command_line(via, job, network_interfaces)
         if dry_run:
@@ -223,6 +224,14 @@ def command(
             click.echo(shlex.join(line))
         return
     job.run()
+
+
+def _refuse(context: click.Context, names: tuple[str, ...], why: str) -> None:
+    """Raise InputError if one of the options is given."""
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if option.name in names and source is not ParameterSource.DEFAULT:
+            raise InputError(f"{option.opts[0]} {why}; leave it out")
 
 
 def _hosts(

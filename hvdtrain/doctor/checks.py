@@ -19,6 +19,7 @@ def _without_ranks(check: Callable[[str], Finding], name: str) -> Check:
 
 CHECKS: dict[str, Check] = {
     "torch": software.torch_itself,
+    "launch variables": software.launch_variables,
     **{
         name: _without_ranks(software.launcher, name)
         for name in ("torchrun", "mpirun", "horovodrun", "srun", "ssh")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from hvdtrain.doctor.finding import Finding
+from hvdtrain.doctor.software import COMMIT
 from hvdtrain.horovod_build.process import CommandResult, last_line, own_environment, run
 from hvdtrain.launch.host_list import Host
 from hvdtrain.launch.ssh import Ssh, is_this_host, travelling
@@ -59,6 +61,8 @@ def check_hosts(hosts: Sequence[Host]) -> Iterator[Finding]:
 def _compare(versions: Mapping[str, Mapping[str, str]]) -> Finding:
     """Return whether the versions of all hosts are equal. The first host's are the right ones."""
     hosts = list(versions)
+    if len(hosts) < 2:
+        return Finding("note", "not compared: fewer than two hosts have reported", name="versions")
     for host in hosts[1:]:
         first, other = versions[hosts[0]], versions[host]
         for package in sorted({*first, *other}):
@@ -66,13 +70,15 @@ def _compare(versions: Mapping[str, Mapping[str, str]]) -> Finding:
             if here != there:
                 text = f"{package} is {here} on {hosts[0]} and {there} on {host}"
                 line = f"{sys.executable} -m pip install {package}=={here}"
-                return Finding("failure", text, f"ssh {host} {line}", "versions")
-    return Finding("ok", f"equal on {', '.join(hosts) or 'no host'}", name="versions")
+                fix = f"ssh {host} {line}" if package != COMMIT else ""
+                return Finding("failure", text, fix, "versions")
+    return Finding("ok", f"equal on {', '.join(hosts)}", name="versions")
 
 
 def _report(done: CommandResult) -> dict[str, Any] | None:
+    begin = re.search(r"^\{$", done.stdout, re.MULTILINE)  # after what a login shell prints
     try:
-        found = json.loads(done.stdout)
+        found = json.loads(done.stdout[begin.start() :] if begin else "")
     except ValueError:
         return None
     return found if isinstance(found, dict) and "findings" in found else None
@@ -89,7 +95,7 @@ def on_hosts(commands: Mapping[str, Sequence[str]]) -> dict[str, CommandResult]:
         command = [sys.executable, *commands[host]]
         if not is_this_host(host):
             command = _SSH.command(host, command, variables)
-        return run(command, env=own_environment(), timeout_s=_HOST_S)
+        return run(command, env=own_environment(), timeout_s=_HOST_S, cwd=os.getcwd())
 
     with ThreadPoolExecutor(len(commands)) as pool:
         return dict(zip(commands, pool.map(on, commands), strict=True))

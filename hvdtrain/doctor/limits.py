@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import tempfile
-from pathlib import Path
 
 from hvdtrain.backends import descriptors_needed
 from hvdtrain.doctor.finding import Finding
+from hvdtrain.horovod_build.cgroup_limits import cpu_quota
 
 SHM = "/dev/shm"
 _SHM_BYTES = (
@@ -77,20 +77,6 @@ def cores(ranks: int) -> Finding:
             "warning", f"{text}, and {ranks} ranks: mpirun refuses more ranks than cores", fix
         )
     return Finding("ok", text)
-
-
-def cpu_quota() -> float | None:
-    """Return how many cores' time the control group may use; None without a limit."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        if (root / "cpu.max").is_file():  # version 2
-            limit, period = (root / "cpu.max").read_text().split()
-        else:
-            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            limit, period = ((root / "cpu" / name).read_text() for name in names)
-        return int(limit) / int(period) if int(limit) > 0 else None
-    except (OSError, ValueError):  # "max", or no such controller
-        return None
 
 
 def threads(ranks: int) -> Finding:

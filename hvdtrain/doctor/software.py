@@ -15,11 +15,11 @@ from hvdtrain.compare.run.arm_pool import ALLOW_ROOT, launch_environment
 from hvdtrain.compare.run.arms import INSTALL_COMMANDS, LAUNCHERS
 from hvdtrain.compare.run.machine import gpus
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.errors import BackendUnavailable, first_line
+from hvdtrain.errors import BackendUnavailable, LaunchError, first_line
 from hvdtrain.horovod_build import INSTALL, check, installed_horovod
 from hvdtrain.horovod_build.facts import find_torch
 from hvdtrain.horovod_build.process import last_line, own_environment, run
-from hvdtrain.world import World
+from hvdtrain.world import World, detect
 
 _INSTALL = {
     **INSTALL_COMMANDS,
@@ -33,6 +33,7 @@ library = init_mpi().Get_library_version().splitlines()[0].split(",")[0]
 print("\\nhvdtrain-mpi" + json.dumps(" ".join(library.split())), flush=True)
 """
 _MPI_S = 60.0
+COMMIT = "hvdtrain's commit"  # in `versions`, if hvdtrain is a checkout
 
 
 def torch_itself(ranks: int) -> Finding:
@@ -56,9 +57,20 @@ def torch_itself(ranks: int) -> Finding:
 def versions() -> dict[str, str]:
     """Return the versions that must be equal on all hosts of a job."""
     found = {"hvdtrain": hvdtrain.__version__, **provenance.versions()}
+    if commit := provenance.commit():
+        found[COMMIT] = commit
     if torch := sys.modules.get("torch"):  # with +cpu or +cu130, which the metadata may lack
         found["torch"] = str(torch.__version__)
     return found
+
+
+def launch_variables(ranks: int) -> Finding:
+    """Read the variables that a launcher or a cluster has set for this process."""
+    try:
+        world = detect()
+    except LaunchError as error:
+        return Finding("warning", f"commands that train do not start here: {error}")
+    return Finding("ok", world.source)
 
 
 def launcher(name: str) -> Finding:

@@ -34,7 +34,7 @@ from typing import BinaryIO
 
 from hvdtrain import signals
 from hvdtrain.elastic_world import SECRET, WORKER
-from hvdtrain.errors import HvdtrainError, WorldError
+from hvdtrain.errors import HvdtrainError, InputError, WorldError
 from hvdtrain.launch.discovery import Discovery, FailedHosts
 from hvdtrain.launch.elastic_server import ElasticServer, Question
 from hvdtrain.launch.host_list import Host
@@ -345,13 +345,21 @@ class ElasticJob:
             used = {worker.slot for worker in self._live if worker.host == host.name}
             for slot in (slot for slot in range(host.slots) if slot not in used):
                 wanted = self.options.max_np is None or count < self.options.max_np
-                if wanted and len(used) < host.slots and not self._failed_hosts.has(host.name):
+                may_start = wanted and len(used) < host.slots
+                may_start = may_start and not self._failed_hosts.has(host.name)
+                if may_start and self._start(host, slot, count):
                     used.add(slot)
-                    self._start(host, slot, count)
                     count += 1
 
-    def _start(self, host: Host, slot: int, rank: int) -> None:
+    def _start(self, host: Host, slot: int, rank: int) -> bool:
+        """Start a rank's supervisor; return False, and put the host aside, if it has no address."""
         job, is_local = self.job, is_this_host(host.name)
+        try:
+            address = "127.0.0.1" if is_local else master_address(["localhost", host.name])
+        except InputError as error:  # a pod can be listed before its name is known
+            rest_s = self._failed_hosts.add(host.name)
+            _say(f"{error}; {host.name} gets no new ranks for {rest_s:.0f} s")
+            return False
         line = [sys.executable, "-m", "hvdtrain.launch.elastic_worker", *job.command]
         if not is_local:
             line = job.ssh.command(host.name, line, travelling(job.env, job.named))
@@ -370,9 +378,7 @@ class ElasticJob:
         # Until it has asked, its rank is a guess, for scripts that print it before `hvd.init`.
         variables = {
             "HOROVOD_ELASTIC": "1",
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": (
-                "127.0.0.1" if is_local else master_address(["localhost", host.name])
-            ),
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self._server.port),
             "HOROVOD_HOSTNAME": host.name,
             "HOROVOD_ELASTIC_TIMEOUT": f"{self.options.timeout_s + _LEAVE_S:g}",
@@ -388,6 +394,7 @@ class ElasticJob:
         if host.slots > 1 and "OMP_NUM_THREADS" not in job.env:
             variables["OMP_NUM_THREADS"] = "1"  # as under torchrun
         worker.send(json.dumps(variables))
+        return True
 
     def _tell(self, stay: list[Worker], leave: list[Worker]) -> None:
         """Let rank 0 know, when it polls, that the world is to change."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -40,6 +41,7 @@ class Question:
 class ElasticServer(ThreadingHTTPServer):
     """Serves on all interfaces at a free port until `stop`. Its threads call `ask(question)`."""
 
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     daemon_threads = True
     request_queue_size = 1024
 
@@ -56,6 +58,12 @@ class ElasticServer(ThreadingHTTPServer):
         """The change of hosts that rank 0 reads when it polls, as "timestamp,kind"; "" for none."""
         self.port = int(self.server_address[1])
         threading.Thread(target=self.serve_forever, daemon=True, name="elastic-server").start()
+
+    def server_bind(self) -> None:
+        """Bind the port for IPv4 as well as for IPv6."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
 
     def begin(self, generation: int) -> None:
         """Forget what an older generation has published."""

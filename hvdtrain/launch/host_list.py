@@ -19,7 +19,8 @@ from hvdtrain.world import expand_tasks_per_node
 _SCHEDULER_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
 # host, host:2, user@host, [fe80::1]:2; a bare IPv6 address has no slots
 _HOST = re.compile(
-    r"(\[[^\s\]]+\]|[^\s\[\]:,]+)(?::(\d{1,6}))?|([0-9a-fA-F]*:[0-9a-fA-F]*:[\w:.]*)"
+    r"((?:[^\s\[\]:,@]+@)?\[[^\s\]]+\]|[^\s\[\]:,]+)(?::(\d{1,6}))?"
+    r"|([0-9a-fA-F]*:[0-9a-fA-F]*:[\w:.]*)"
 )
 _NODE = r"(?:[^\s,\[\]]|\[[^\s\[\]]*\])+"  # of Slurm: gpu[03-05,9]
 
@@ -32,7 +33,10 @@ class Host:
     slots: int
 
     def __str__(self) -> str:
-        return f"[{self.name}]:{self.slots}" if ":" in self.name else f"{self.name}:{self.slots}"
+        user, at, address = self.name.rpartition("@")
+        return (
+            f"{user}{at}[{address}]:{self.slots}" if ":" in address else f"{self.name}:{self.slots}"
+        )
 
 
 def parse_host_list(text: str) -> list[Host]:
@@ -149,9 +153,10 @@ def choose_slots(
 def _parse_host(text: str, where: str) -> Host:
     match = _HOST.fullmatch(text)
     slots = int(match[2] or 1) if match else 0
-    if match is None or slots < 1 or text.startswith("-"):
+    name = re.sub(r"[\[\]]", "", match[1] or match[3]) if match else ""
+    if slots < 1 or name.startswith("-"):  # which ssh would read as an option
         raise InputError(f"{where}: {text!r} is no host; write host or host:slots, such as gpu01:4")
-    return Host((match[1] or match[3]).strip("[]"), slots)
+    return Host(name, slots)
 
 
 def _merge(hosts: Iterable[Host]) -> list[Host]:

@@ -246,6 +246,9 @@ class _Attempt:
                 self._fail(LaunchError(f"{text} before its ranks started; see its lines above"))
             else:
                 self._fail(WorldError(text))
+        elif host in self._not_started and not self._is_ending and self.stopped_by is None:
+            text = f"{what} ended with code 0, but has started no ranks"
+            self._fail(LaunchError(f"{text}; does its shell run commands?"))
 
     def _is_late(self) -> None:
         """Go on to the next stage, as a deadline has passed: an error, the end, SIGKILL."""

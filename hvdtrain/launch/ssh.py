@@ -83,11 +83,17 @@ def travelling(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
 
 @cache
 def is_this_host(name: str) -> bool:
-    """Return whether a name is this host's: it resolves to one of its own addresses."""
+    """Return whether a name is this host's: it resolves to one of its own addresses.
+
+    `user@host`, and an alias of ssh's configuration, are reached over ssh, wherever they lead: to
+    another user, or to a container behind a port of this host.
+    """
     if name in (*_LOCAL_NAMES, socket.gethostname()):
         return True
     own = {a.address.partition("%")[0] for each in psutil.net_if_addrs().values() for a in each}
-    addresses = _resolve(name)
+    addresses: list[str] = []
+    with contextlib.suppress(OSError):  # no host has the name `user@host`
+        addresses = _addresses(name)
     return any(address in own or address.startswith("127.") for address in addresses)
 
 
@@ -98,7 +104,7 @@ def master_address(names: Sequence[str]) -> str:
     first host is this one, it is the address on the route to the next.
     """
     others = [name for name in names if not is_this_host(name)]
-    if len(names) == 1:
+    if len(names) == 1 or not others:
         return "127.0.0.1"
     if names[0] in others:
         return (_resolve(names[0]) or [names[0]])[0]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pickle
 import random
 import re
 import signal
+import socket
 import sys
 import time
 import urllib.error
@@ -261,6 +263,14 @@ def test_too_few_hosts(tmp_path: Path) -> None:
     assert "0 ranks are ready, fewer than 3 (--min-np)" in few.output, few.output
 
 
+def test_a_host_without_an_address_is_put_aside(tmp_path: Path) -> None:
+    """MPI operator's script can list a pod before its name resolves."""
+    hosts = "echo localhost:1; echo no-such-host.invalid:1"
+    done = hvdrun(tmp_path, "import time; time.sleep(2); print('done')", hosts=hosts)
+    assert (done.code, len(done.lines(">:done"))) == (0, 1), done.output
+    assert len(done.lines("no-such-host.invalid gets no new ranks for 10 s")) == 1, done.output
+
+
 def test_more_ranks_needed_than_allowed(tmp_path: Path) -> None:
     refused = hvdrun(tmp_path, "", "--min-np", "3", "--max-np", "2")
     assert refused.code == 2, refused.output
@@ -364,10 +374,11 @@ def test_the_server_wants_the_secret_and_forgets_old_generations() -> None:
     asked: list[Question] = []
     server = ElasticServer(asked.append)
 
+    addresses = itertools.cycle(["127.0.0.1", *(["[::1]"] if socket.has_dualstack_ipv6() else [])])
+
     def answer(path: str, secret: str, data: bytes | None = None) -> int:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{server.port}/{path}", data, {"X-Hvdtrain-Secret": secret}
-        )
+        url = f"http://{next(addresses)}:{server.port}/{path}"
+        request = urllib.request.Request(url, data, {"X-Hvdtrain-Secret": secret})
         request.method = "PUT" if data else "GET"
         try:
             with urllib.request.urlopen(request, timeout=10) as reply:

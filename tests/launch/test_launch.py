@@ -43,6 +43,7 @@ def pairs(hosts: list[Host]) -> list[tuple[str, int]]:
         ("a,b,a:2", [("a", 3), ("b", 1)]),
         ("me@node-1.x:2,10.0.0.1:3", [("me@node-1.x", 2), ("10.0.0.1", 3)]),
         ("[fd00::1]:2,fd00::2", [("fd00::1", 2), ("fd00::2", 1)]),
+        ("me@[fd00::1]:2", [("me@fd00::1", 2)]),
     ],
 )
 def test_host_lists(text: str, hosts: list[tuple[str, int]]) -> None:
@@ -51,7 +52,9 @@ def test_host_lists(text: str, hosts: list[tuple[str, int]]) -> None:
     assert parse_host_list(",".join(map(str, found))) == found
 
 
-@pytest.mark.parametrize("text", ["", "a:", "a:0", "a:x", "a:-1", "-oProxyCommand=x:1", "a b:2"])
+@pytest.mark.parametrize(
+    "text", ["", "a:", "a:0", "a:x", "a:-1", "-oProxyCommand=x:1", "[-F/tmp/x]:1", "a b:2"]
+)
 def test_host_lists_that_are_none(text: str) -> None:
     with pytest.raises(InputError, match="is no host; write host or host:slots"):
         parse_host_list(text)
@@ -156,6 +159,29 @@ def test_a_dry_run_prints_what_would_be_started(tmp_path: Path) -> None:
     assert words[words.index("--node-rank") + 1] == "0"
 
 
+def test_another_user_and_an_alias_of_ssh_are_not_this_host(tmp_path: Path) -> None:
+    """An alias whose HostName is loopback may lead to a container behind a port of this host."""
+    (tmp_path / "ssh").write_text('#!/bin/sh\necho "hostname 127.0.0.1"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    path = f"{tmp_path}:{clean_env()['PATH']}"
+    for host in ("nobody@localhost", "alias.invalid"):
+        (line,) = dry_run("-H", f"{host}:1", "true", PATH=path)
+        assert line[0] == "ssh", line
+    here, too = dry_run("-H", "localhost,127.0.0.1", "true")
+    assert here[0] == too[0] == sys.executable
+
+
+@pytest.mark.parametrize("hosts", ["a.invalid:4", "a.invalid:2,b.invalid:2"])
+def test_an_ssh_that_runs_no_command_is_an_error(tmp_path: Path, hosts: str) -> None:
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "ssh").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{clean_env()['PATH']}"}
+    finished = run([*HVDRUN, "-np", "4", "-H", hosts, "/bin/false"], env=env)
+    assert finished.code == 2, finished.output
+    (said,) = finished.lines("error: ")
+    assert ".invalid ended with code 0, but has started no ranks" in said
+
+
 @pytest.mark.parametrize(
     ("given", "taken"),
     [
@@ -220,6 +246,11 @@ def test_srun(tmp_path: Path) -> None:
         (["-np", "1", "-x", "NO_SUCH", "python"], "-x NO_SUCH: the variable is not set"),
         (["-np", "1", "--via", "srun", "python"], "--via srun: there is no srun on PATH"),
         (["-np", "0", "python"], "'-np'"),
+        (["-np", "1", "--min-np", "1", "python"], "--min-np needs a --host-discovery-script"),
+        (["-np", "1", "--reset-limit", "1", "python"], "--reset-limit needs a --host-discovery"),
+        (["-np", "1", "--via", "mpirun", "--verbose", "python"], "--verbose has no effect with"),
+        (["-np", "1", "--via", "srun", "-p", "22", "python"], "-p has no effect with --via srun"),
+        (["--host-discovery-script", "x", "-H", "a", "python"], "-H has no effect with --host-"),
         (["-np", "1", "--output-filename", "/dev/null/x", "python"], "--output-filename /dev/null"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",

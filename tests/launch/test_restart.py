@@ -196,4 +196,4 @@ def test_other_launchers_start_nothing_again() -> None:
     finished = run(warm([sys.executable, *HVDRUN, "--via", "mpirun", "-np", "1", "true"]))
     assert finished.code == 2
     (said,) = finished.lines("error: ")
-    assert "--max-restarts is of the agents of --via torchrun; mpirun starts no rank" in said
+    assert "--max-restarts has no effect with --via mpirun; leave it out" in said
