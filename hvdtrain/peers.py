@@ -184,7 +184,7 @@ def _coordinate_round(
     missing = [rank for rank in ranks if nonces[rank] != answered[rank]]
     problem = _timed_out(timeout_s, missing, world.size)
     if has_lost:
-        problem = f"meets no more, as a rank has ended; {len(missing)} had not arrived"
+        problem = f"ended the rendezvous: a rank has exited; {len(missing)} had not arrived"
     store.set(f"{round_id}/outcome", problem)
     return round_id, problem
 

@@ -230,7 +230,7 @@ def test_few_open_files(doctor: Doctor) -> None:
 def test_wrong_interface(doctor: Doctor) -> None:
     found = doctor(env={"GLOO_SOCKET_IFNAME": "eth77"})["interface variables"]
     assert found.status == "failure"
-    assert "GLOO_SOCKET_IFNAME=eth77: no interface eth77 is up; up are lo" in found.text
+    assert "GLOO_SOCKET_IFNAME=eth77: no interface eth77 is up; interfaces up: lo" in found.text
     assert found.fix == "unset GLOO_SOCKET_IFNAME"
     assert doctor.report["problems"] == ["interface variables"]
 
@@ -275,7 +275,7 @@ def test_what_killed_jobs_leave(doctor: Doctor) -> None:
         with subprocess.Popen(["sleep", "100"], env=env) as user:
             try:
                 found = doctor("--no-collectives", first=first)["left behind"]
-                assert found.text == f"2 of ended jobs: {left}, {free}"
+                assert found.text == f"2 files of ended jobs: {left}, {free}"
                 assert found.fix == "hvdtrain doctor --clean"
                 found = doctor("--no-collectives", "--clean", first=first)["left behind"]
                 assert found.status == "ok"
@@ -313,7 +313,7 @@ def test_a_fault_is_named(fault: str, text: str, monkeypatch: pytest.MonkeyPatch
     """With the arm and the collective. The next arm is checked, with new ranks."""
     if fault != "Stops":
         monkeypatch.setattr(sys, "executable", warm([sys.executable])[0])
-    monkeypatch.setattr(arm_checks, "_MORE_S", 0.0 if fault == "Sleeps" else 20.0)
+    monkeypatch.setattr(arm_checks, "_MARGIN_S", 0.0 if fault == "Sleeps" else 20.0)
     faulty = f"tests.doctor_faults:{fault}/shm"
     first, second = check_here([faulty, "ps"])
     assert (first.name, first.status) == (faulty, "failure")

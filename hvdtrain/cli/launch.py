@@ -66,7 +66,7 @@ _NOT_VIA = {
     default=120.0,
     show_default=True,
     metavar="SECONDS",
-    help="From the start to the start of the ranks on all hosts.",
+    help="Time until the ranks of all hosts must have started.",
 )
 @click.option("--output-filename", metavar="DIR", help="Also write DIR/rank.N/stdout and stderr.")
 @click.option(
@@ -99,10 +99,18 @@ _NOT_VIA = {
     help="Elastic: a command that prints `host:slots` lines, run each second.",
 )
 @click.option(
-    "--min-np", "--min-num-proc", type=click.IntRange(min=1), metavar="N", help="Elastic: ranks."
+    "--min-np",
+    "--min-num-proc",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Elastic: the ranks that the job needs. [default: -np, else 1]",
 )
 @click.option(
-    "--max-np", "--max-num-proc", type=click.IntRange(min=1), metavar="N", help="Elastic: ranks."
+    "--max-np",
+    "--max-num-proc",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Elastic: the most ranks. [default: all slots]",
 )
 @click.option(
     "--elastic-timeout",
@@ -110,13 +118,14 @@ _NOT_VIA = {
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="Elastic: to wait for hosts, and for ranks to meet anew.",
+    help="Elastic: time to wait for --min-np ranks, and for a late rank at a change of the world.",
 )
 @click.option(
     "--reset-limit",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Elastic: changes of the world, after which the job ends. [default: no limit]",
+    help="Elastic: the changes of the world that are allowed; the next one ends the job. [default: "
+    "no limit]",
 )
 @click.option(
     "--blacklist-cooldown-range",

@@ -30,14 +30,14 @@ from hvdtrain.launch.host_list import Host
 
 REPORT = "hvdtrain-doctor-report "
 _START_S = 90.0  # for ranks to import torch, and to exit
-_MORE_S = 10.0  # than the ranks' own timeout, whose errors say which rank is late
+_MARGIN_S = 10.0  # waited beyond the ranks' own timeout, since their error names the late rank
 Show = Callable[[str], None]
 
 
 def all_arms(ranks: int, gpus: int, hosts: Sequence[Host] = ()) -> tuple[list[Arm], list[Finding]]:
     """Return every backend over every transport that can run here; and why others cannot.
 
-    `hosts`: those of the ranks, with as many slots; none for this host.
+    `hosts`: where the ranks run, with a slot for each rank; empty for this host.
     """
     arms, left_out = [], []
     for backend, transports in LAUNCHER_OF.items():
@@ -59,8 +59,8 @@ def all_arms(ranks: int, gpus: int, hosts: Sequence[Host] = ()) -> tuple[list[Ar
 def check_arms(arms: Sequence[Arm], timeout_s: float, show: Show) -> Iterator[Finding]:
     """Yield a finding for each arm, with the time of every collective.
 
-    Neighbours of one launcher share its ranks, which are started again after a failure.
-    `timeout_s`: of a rank in a collective. `show` is called with the current activity.
+    Consecutive arms of one launcher run in the same ranks, which are restarted after a failure.
+    `timeout_s` is the ranks' timeout in a collective. `show` is called with the current activity.
     """
     for _, group in groupby(arms, lambda arm: arm.launcher):
         left = list(group)
@@ -151,7 +151,7 @@ def _follow(
     with selectors.DefaultSelector() as selector:
         selector.register(child.stdout, selectors.EVENT_READ)
         while progress.problem is None:
-            limit = _START_S if progress.doing in ("start", "end") else timeout_s + _MORE_S
+            limit = _START_S if progress.doing in ("start", "end") else timeout_s + _MARGIN_S
             if not selector.select(max(0.0, last + limit - time.monotonic())):
                 progress.problem = f"the ranks hang: no answer in {limit:.0f} s"
                 return

@@ -31,26 +31,26 @@ from hvdtrain.doctor.arm_checks import REPORT
 from hvdtrain.errors import HvdtrainError, one_line
 from hvdtrain.world import detect
 
-NUMBERS = 1 << 18  # of each part: 1 MiB of float32
-TIMES = 5
+NUM_ELEMENTS = 1 << 18  # of each part: 1 MiB of float32
+NUM_CALLS = 5
 
 Collective = tuple[Callable[[], Any], Any]
-"""A call, and what it must return on this rank; None: anything."""
+"""A call, and the result that it must return on this rank; None: the result is not checked."""
 
 
 def data(multiple: int, device: torch.device) -> Tensor:
-    """Return the numbers of rank `multiple` - 1. They are small, so that float32 sums are exact."""
-    return (torch.arange(NUMBERS, dtype=torch.float32) % 97 * multiple).to(device)
+    """Return the input of rank `multiple` - 1: small whole numbers, so float32 sums are exact."""
+    return (torch.arange(NUM_ELEMENTS, dtype=torch.float32) % 97 * multiple).to(device)
 
 
-def of_c10d(backend: Backend) -> dict[str, Collective]:
+def c10d_collectives(backend: Backend) -> dict[str, Collective]:
     """Return the collectives of torch.distributed."""
     rank, size = backend.world.rank, backend.world.size
     each = [data(r + 1, backend.device) for r in range(size)]
     own, total = each[rank], data(size * (size + 1) // 2, backend.device)
     to_each = [own * (r + 1) for r in range(size)]  # what this rank sends to each rank
     to_all, from_all = torch.cat(to_each), torch.cat([t * (rank + 1) for t in each])
-    one, all_one, parts = own.clone(), from_all.clone(), [own.clone() for _ in each]
+    one, gathered, parts = own.clone(), from_all.clone(), [own.clone() for _ in each]
 
     def in_place(call: Callable[..., Any], *arguments: Any) -> Tensor:
         call(one.copy_(own), *arguments)
@@ -81,12 +81,12 @@ def of_c10d(backend: Backend) -> dict[str, Collective]:
         "all_gather": (lambda: into(parts, dist.all_gather, own), each),
         "gather": (lambda: gather(parts if root else None), each if root else None),
         "scatter": (lambda: into(one, dist.scatter, each if root else None), own),
-        "all_to_all": (lambda: into(all_one, dist.all_to_all_single, to_all), from_all),
+        "all_to_all": (lambda: into(gathered, dist.all_to_all_single, to_all), from_all),
         "send_recv": (send_recv, each[rank - 1]),
     }
 
 
-def of_horovod(backend: Horovod) -> dict[str, Collective]:
+def horovod_collectives(backend: Horovod) -> dict[str, Collective]:
     """Return the collectives of Horovod's API, real or hvdtrain's."""
     hvd: Any = backend.module()
     rank, size = backend.world.rank, backend.world.size
@@ -106,11 +106,11 @@ def of_horovod(backend: Horovod) -> dict[str, Collective]:
     }
 
 
-def of_any(backend: Backend) -> dict[str, Collective]:
+def backend_collectives(backend: Backend) -> dict[str, Collective]:
     """Return the collectives of every backend, the mean of the gradients first."""
     rank, size, device = backend.world.rank, backend.world.size, backend.device
     own, mean = data(rank + 1, device), data(1, device) * (size + 1) / 2
-    model = nn.Linear(NUMBERS, 1, bias=False, device=device)
+    model = nn.Linear(NUM_ELEMENTS, 1, bias=False, device=device)
     net, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
 
     def gradients() -> Tensor | None:
@@ -135,10 +135,10 @@ def collectives_of(backend: Backend) -> dict[str, Collective]:
     """Return every collective of an open backend, by name. Collective."""
     own: dict[str, Collective] = {}
     if isinstance(backend, Horovod):
-        own = of_horovod(backend)
+        own = horovod_collectives(backend)
     elif dist.is_initialized():
-        own = of_c10d(backend)
-    return {**own, **of_any(backend)}
+        own = c10d_collectives(backend)
+    return {**own, **backend_collectives(backend)}
 
 
 def check_and_time(collective: Collective, backend: Backend) -> float:
@@ -153,7 +153,7 @@ def check_and_time(collective: Collective, backend: Backend) -> float:
             found, expected, rtol=1e-6, atol=0, msg=lambda text: f"wrong result: {text}"
         )
     times = []
-    for _ in range(TIMES):
+    for _ in range(NUM_CALLS):
         backend.barrier()
         begin = time.perf_counter()
         call()

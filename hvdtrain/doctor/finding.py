@@ -39,7 +39,7 @@ class Finding:
         return self.name.count("/") == 1 and not self.name.startswith("/")
 
     def is_about(self, need: str) -> bool:
-        """Return whether `--need need` means this finding: its name, host excluded, or a part."""
+        """Return whether `need` is its name, without the host, or an arm's backend or transport."""
         name = self.name.partition(" on ")[0]
         return need == name or (self.is_arm and need in name.split("/"))
 

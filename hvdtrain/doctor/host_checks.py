@@ -40,7 +40,7 @@ def check_hosts(hosts: Sequence[Host]) -> Iterator[Finding]:
         for host in hosts
     }
     reports: dict[str, dict[str, Any]] = {}
-    for host, done in on_hosts(commands).items():
+    for host, done in run_on_hosts(commands).items():
         report = _report(done)
         if report is None:
             how = f"no end in {_HOST_S:.0f} s" if done.code is None else last_line(done.output)
@@ -59,7 +59,7 @@ def check_hosts(hosts: Sequence[Host]) -> Iterator[Finding]:
 
 
 def _compare(versions: Mapping[str, Mapping[str, str]]) -> Finding:
-    """Return whether the versions of all hosts are equal. The first host's are the right ones."""
+    """Return a finding: a failure for the first version that differs from the first host's."""
     hosts = list(versions)
     if len(hosts) < 2:
         return Finding("note", "not compared: fewer than two hosts have reported", name="versions")
@@ -84,10 +84,10 @@ def _report(done: CommandResult) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and "findings" in found else None
 
 
-def on_hosts(commands: Mapping[str, Sequence[str]]) -> dict[str, CommandResult]:
+def run_on_hosts(commands: Mapping[str, Sequence[str]]) -> dict[str, CommandResult]:
     """Run this Python with the arguments of each host, on all hosts at once; return the results.
 
-    In the working folder of this process, with the variables that travel. This host needs no ssh.
+    They run in this working folder, with the variables of `travelling`; on this host without ssh.
     """
     variables = travelling(os.environ, ())
 

@@ -58,7 +58,7 @@ def interface(ranks: int) -> Finding:
     by_variable = os.environ.get("GLOO_SOCKET_IFNAME")
     chosen = by_variable or find_interface(address)
     why = "GLOO_SOCKET_IFNAME" if by_variable else address
-    return Finding("ok", f"{chosen} ({why}) between hosts; up are {listed}")
+    return Finding("ok", f"{chosen} ({why}) is used between hosts; interfaces up: {listed}")
 
 
 def interface_variables(ranks: int) -> Finding:
@@ -71,7 +71,8 @@ def interface_variables(ranks: int) -> Finding:
             known = any(own.startswith(name) if starts else own == name for own in present)
             if known or value.startswith("^") or "/" in name:  # NCCL's "not", MPI's subnets
                 continue
-            text = f"{variable}={value}: no interface {name} is up; up are {', '.join(present)}"
+            up = ", ".join(present)
+            text = f"{variable}={value}: no interface {name} is up; interfaces up: {up}"
             return Finding("failure", text, f"unset {variable}")
     return Finding("ok", ", ".join(f"{n}={v}" for n, v in given.items()) or "none is set")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.limits import SHM
 
-# By folder: how the names of such files begin. torchrun leaves a folder even after a success.
+# By folder: the prefixes of such files. torchrun leaves a folder even after a success.
 PREFIXES = {
     SHM: ("vader_segment.", "mpich_shm_", "torch_", "sem.mp-"),
     tempfile.gettempdir(): ("torchelastic_", "hvdtrain-run-", "hvdtrain-horovod-"),
@@ -27,7 +27,7 @@ def remains(ranks: int) -> Finding:
     if not found:
         return Finding("ok", "nothing")
     in_memory = [path for path in found if path.parent == Path(SHM)]
-    text = f"{len(found)} of ended jobs: {', '.join(map(str, found[:3]))}"
+    text = f"{len(found)} files of ended jobs: {', '.join(map(str, found[:3]))}"
     text += f" and {len(found) - 3} more" * (len(found) > 3)
     return Finding("warning" if in_memory else "note", text, "hvdtrain doctor --clean")
 

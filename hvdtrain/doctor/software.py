@@ -119,7 +119,7 @@ def mpi(ranks: int) -> Finding:
 
 
 def transport(name: str) -> Finding:
-    """Ask the transports whether this one is available; `mpi` has a check of its own."""
+    """Check whether a transport is available; `mpi` has a check of its own."""
     import torch
 
     from hvdtrain import transports

@@ -27,7 +27,7 @@ from hvdtrain.launch.supervisor import GRACE_S, parse
 from hvdtrain.processes import adopt_orphans, end_descendants, wait_for_end
 
 PORT_IS_BUSY = 75  # EX_TEMPFAIL of sysexits.h
-# The ranks of one host may end long before those of another, and their agent has the store.
+# How long agents wait for each other at exit: host 0's agent serves the store of all hosts.
 _EXIT_BARRIER_S = 30 * 24 * 3600
 
 
@@ -59,7 +59,7 @@ class _Pipes(LogsSpecs):
 def main(arguments: Sequence[str]) -> int:
     """Run the ranks to their end; return the exit code of the first that failed, else 0.
 
-    That is 128 + number for a rank that a signal has killed, or if this agent got one itself.
+    If a signal killed that rank, or ended this agent, it is 128 + the signal's number.
     """
     watch = threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True)
     watch.start()

@@ -1,4 +1,4 @@
-"""Hosts of an elastic job: a script that is run each second, and hosts put aside after failures.
+"""Hosts of an elastic job: the discovery script, run each second, and cooldowns of failed hosts.
 
 Used by `elastic`. The script is that of Horovod: it prints a line `host` or `host:slots` for each
 host that the job may use now. Imports no torch.
@@ -23,15 +23,15 @@ _SCRIPT_S = 60.0
 
 @dataclass
 class Discovery:
-    """Runs the script from a thread.
+    """Runs the discovery script each second in a thread.
 
-    `report(hosts)` is called with each new answer, `fail(text)` once for each run of failures: the
-    last good answer stands meanwhile.
+    `report(hosts)` is called when the printed hosts change, `fail(text)` at the first of several
+    consecutive failures. During failures the hosts stay as they were.
     """
 
     script: str
     slots: int
-    """Of a host that the script prints without a number."""
+    """The slots of a host that the script prints without a number."""
     report: Callable[[list[Host]], object]
     fail: Callable[[str], object]
     _stopped: threading.Event = field(default_factory=threading.Event)
@@ -47,8 +47,9 @@ class Discovery:
         self._stopped.set()
 
     def run_script(self) -> list[Host]:
-        """Return the hosts that the script prints now, none if that is nothing. Raises InputError
-        if it fails, or prints something else.
+        """Run the script; return the hosts that it prints, [] if it prints nothing.
+
+        Raises InputError if it fails, or prints anything but hosts.
         """
         pipe = subprocess.PIPE
         process = subprocess.Popen(
@@ -61,13 +62,13 @@ class Discovery:
             start_new_session=True,
         )
         try:
-            output, complaint = process.communicate(timeout=_SCRIPT_S)
+            output, stderr = process.communicate(timeout=_SCRIPT_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             raise InputError(f"{self.script} did not end within {_SCRIPT_S:g} s") from None
         if process.returncode:
-            why = complaint.strip().splitlines()[-1:] or ["it printed no error"]
+            why = stderr.strip().splitlines()[-1:] or ["it printed no error"]
             raise InputError(f"{self.script} ended with code {process.returncode}: {why[0]}")
         lines = [line for line in map(str.strip, output.splitlines()) if line]
         hosts = [host for line in dict.fromkeys(lines) for host in self._parse(line)]
@@ -100,28 +101,28 @@ class Discovery:
 
 @dataclass
 class FailedHosts:
-    """Hosts that get no new ranks for a while after a rank has failed there, and none for ever.
+    """The cooldowns of hosts: until its cooldown ends, a host with a failed rank gets no new ranks.
 
-    The first time is `shortest_s`; each failure doubles it, up to `longest_s`. After `longest_s`
-    without a failure it begins anew.
+    The first cooldown lasts `shortest_s`; each further failure doubles it, up to `longest_s`. A
+    failure more than `longest_s` after the end of a cooldown starts with `shortest_s` again.
     """
 
     shortest_s: float
     longest_s: float
     _until: dict[str, float] = field(default_factory=dict)
-    _times_s: dict[str, float] = field(default_factory=dict)
+    _cooldowns_s: dict[str, float] = field(default_factory=dict)
 
     def add(self, host: str) -> float:
-        """Put a host aside; return for how many seconds. Ranks that fail together count once."""
+        """Start the host's cooldown, unless one runs; return the seconds until its end."""
         now = time.monotonic()
-        until, time_s = self._until.get(host, 0.0), self._times_s.get(host, 0.0)
+        until, time_s = self._until.get(host, 0.0), self._cooldowns_s.get(host, 0.0)
         if now >= until:
             is_first = not time_s or now > until + self.longest_s
             time_s = self.shortest_s if is_first else min(2 * time_s, self.longest_s)
-            self._times_s[host] = time_s
+            self._cooldowns_s[host] = time_s
             self._until[host] = now + time_s
         return self._until[host] - now
 
     def has(self, host: str) -> bool:
-        """Return whether a host is put aside now."""
+        """Return whether a host is in a cooldown."""
         return time.monotonic() < self._until.get(host, 0.0)

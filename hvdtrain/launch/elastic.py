@@ -4,14 +4,15 @@ Used by `hvdtrain launch --host-discovery-script`. Each rank is a process of its
 `elastic_worker` on its host. A generation is a world of fixed ranks; the launcher forms the next
 one when every live rank has asked for its place in it:
 
-    a rank ends           its peers lose it, go back to their last commit, and ask
-    a host comes          the launcher starts a process there, and tells rank 0 once that process
-                          asks (see `elastic_server.update`); all ranks ask at their next commit
-    a host goes           the launcher tells rank 0; ranks of that host get the rank -1, and end
+    a rank ends           its peers lose it, go back to their last commit, and request a new rank
+    a host comes          the launcher starts a process there; when that has requested a rank, the
+                          launcher notifies rank 0 (see `elastic_server.update`), and at their next
+                          commit all ranks request new ones
+    a host goes           the launcher notifies rank 0; ranks of that host get the rank -1, and exit
 
-Ranks that have been there keep their order, so rank 0 is the oldest and has the state. No rank
-waits for a process that starts: until it asks, the others train on. All decisions are made by one
-thread, from the state of the workers. Imports no torch.
+Ranks of the previous generation keep their order, so rank 0 is the oldest and has the state. No
+rank waits for a process that starts: until it requests a rank, the others train on. One thread
+makes all decisions, from the state of the workers. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from hvdtrain import signals
 from hvdtrain.elastic_world import SECRET, WORKER
 from hvdtrain.errors import HvdtrainError, InputError, WorldError
 from hvdtrain.launch.discovery import Discovery, FailedHosts
-from hvdtrain.launch.elastic_server import ElasticServer, Question
+from hvdtrain.launch.elastic_server import ElasticServer, RankRequest
 from hvdtrain.launch.host_list import Host
 from hvdtrain.launch.launcher import END_S, MARK, STOP_S, Job, RankFailed, signal_name
 from hvdtrain.launch.ssh import is_this_host, master_address, travelling
 
 _POLL_S = 0.5
-_JOIN_S = 10.0  # a process that has asked waits so long for others that are starting, to join once
-_LEAVE_S = 30.0  # for a rank that has no place any more, to end
+_JOIN_S = 10.0  # how long a ready process waits for starting ones, so that they join together
+_LEAVE_S = 30.0  # how long a rank that has lost its place may take to exit
 _ADDED, _REMOVED = 2, 1  # of Horovod's HostUpdateResult
 
 
@@ -63,18 +64,18 @@ class ElasticOptions:
 
 
 class Worker:
-    """One process, and its place."""
+    """One process of the job, and its rank in the current generation."""
 
     def __init__(self, number: int, host: str, slot: int, process: subprocess.Popen[bytes]) -> None:
         self.name = f"{host}:{number}"
-        """By which it asks; new for each process."""
+        """Its identity in requests to the server: HOST:NUMBER, unique for each process."""
         self.number, self.host, self.slot, self.process = number, host, slot, process
         self.rank = -1
-        """In the present generation; -1 until it is part of one."""
-        self.question: Question | None = None
+        """Its rank in the current generation; -1 until it is part of one."""
+        self.request: RankRequest | None = None
         self.asked_at = math.inf
         self.end_by = math.inf
-        """When it is killed, as it has no place any more or does not answer."""
+        """The time at which a worker without a place is ended, if it has not exited by itself."""
         self.is_leaving = False
         self.code: int | None = None
         self.rest: dict[int, bytes] = {}
@@ -121,7 +122,7 @@ class ElasticJob:
         self._num_started = 0
         self._causes: list[str] = []  # of the next generation
         self._changed_at = time.monotonic()  # the first of them
-        self._told: tuple[frozenset[int], frozenset[int]] | None = None
+        self._notified: tuple[frozenset[int], frozenset[int]] | None = None
         self._short_since: float | None = None
         self._deadline = math.inf
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -135,11 +136,13 @@ class ElasticJob:
         `Job.run` raises for signals.
         """
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
-        self._server = ElasticServer(lambda question: self._post(lambda: self._ask(question)))
+        self._server = ElasticServer(
+            lambda request: self._post(lambda: self._record_request(request))
+        )
         discovery = Discovery(
             self.options.script,
             self.options.slots,
-            lambda hosts: self._post(lambda: self._find(hosts)),
+            lambda hosts: self._post(lambda: self._set_hosts(hosts)),
             lambda why: self._post(lambda: _say(f"{why}; the hosts stay as they were")),
         )
         with signals.handled(self._forward, *signals.STOP):
@@ -162,24 +165,24 @@ class ElasticJob:
         if self.error is not None:
             raise self.error
 
-    # What happens
+    # Events
 
     def _post(self, call: Callable[[], object]) -> None:
-        """Let the main thread make a call. From any thread."""
+        """Queue a call for the main thread. Callable in any thread."""
         self._calls.put(call)
-        with contextlib.suppress(BlockingIOError):  # full: it wakes anyway
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: the thread wakes anyway
             os.write(self._wake_write, b".")
 
-    def _find(self, hosts: list[Host]) -> None:
+    def _set_hosts(self, hosts: list[Host]) -> None:
         self.hosts = hosts
 
-    def _ask(self, question: Question) -> None:
+    def _record_request(self, request: RankRequest) -> None:
         for worker in self.workers:
-            if worker.name == question.worker:
-                worker.question, worker.asked_at = question, time.monotonic()
+            if worker.name == request.worker:
+                worker.request, worker.asked_at = request, time.monotonic()
 
     def _relay(self) -> None:
-        """Print what the ranks print, and note what has happened, for half a second at most."""
+        """Relay the ranks' output and run the queued calls; wait for them up to half a second."""
         for key, _ in self._selector.select(_POLL_S):
             if key.data is None:
                 os.read(key.fd, 1 << 16)
@@ -190,16 +193,16 @@ class ElasticJob:
             data = os.read(key.fd, 1 << 16)
             *lines, worker.rest[key.fd] = (worker.rest.get(key.fd, b"") + data).split(b"\n")
             for line in lines:
-                self._take(worker, line)
+                self._handle_line(worker, line)
             sys.stdout.flush()
             if not data:
                 self._selector.unregister(key.fileobj)
                 if key.fileobj is worker.process.stdout:
-                    self._has_ended(worker)
+                    self._handle_exit(worker)
         while not self._calls.empty():
             self._calls.get()()
 
-    def _take(self, worker: Worker, line: bytes) -> None:
+    def _handle_line(self, worker: Worker, line: bytes) -> None:
         """Print a line of a rank, or note its end."""
         match = MARK.fullmatch(line)
         if match is None:  # of ssh, or of the remote shell
@@ -220,7 +223,7 @@ class ElasticJob:
                 self._files[str(path)].write(text)
 
     def _note_exit(self, worker: Worker, code: int) -> None:
-        """Note a rank's end: of a job that is done, of a rank that had to leave, or a failure."""
+        """Record a rank's exit: expected, the end of a finished job, or a failure."""
         if worker.code is not None:
             return
         worker.code = code
@@ -251,8 +254,8 @@ class ElasticJob:
         rest_s = self._failed_hosts.add(worker.host)
         _say(f"{worker.host} gets no new ranks for {rest_s:.0f} s")
 
-    def _has_ended(self, worker: Worker) -> None:
-        """Note the end of a supervisor, or of its ssh."""
+    def _handle_exit(self, worker: Worker) -> None:
+        """Handle the exit of a supervisor or its ssh: record it, and print the rest of stderr."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its stdout
             worker.process.wait(END_S)
         self._note_exit(worker, worker.process.poll() or 255)
@@ -262,14 +265,14 @@ class ElasticJob:
             self._selector.unregister(worker.process.stderr)
             os.set_blocking(worker.process.stderr.fileno(), False)
             for line in (worker.process.stderr.read() or b"").splitlines():
-                self._take(worker, line)
+                self._handle_line(worker, line)
         worker.process.stdout.close()
         worker.process.stderr.close()
         worker.end()
         self.workers.remove(worker)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        """Send the signal to all ranks, as the handler of it; at the next one end them."""
+        """Signal handler: send the first signal to all ranks; the next one ends them."""
         if self.stopped_by is not None:
             self._deadline = 0.0
             return
@@ -278,7 +281,7 @@ class ElasticJob:
         for worker in self.workers:
             worker.send(signal.Signals(number).name)
 
-    # What follows
+    # Decisions
 
     @property
     def _live(self) -> list[Worker]:
@@ -298,7 +301,7 @@ class ElasticJob:
         return True
 
     def _advance(self) -> None:
-        """Decide from the state of all workers what is to be done now."""
+        """Start, end and notify workers, and form the next generation, as their states require."""
         if self.stopped_by is not None or (self.error is not None and not self._is_finished):
             return
         now = time.monotonic()
@@ -306,17 +309,17 @@ class ElasticJob:
             if now > worker.end_by:
                 worker.end_by = math.inf
                 worker.end()
-        stay, leave = self._divide()
+        stay, leave = self._split_workers()
         if not self._is_finished:
-            self._fill(stay)
+            self._start_missing_workers(stay)
         for worker in leave:
             if not worker.is_member and not worker.is_leaving:
                 worker.is_leaving = True
                 worker.end()
-        self._tell(stay, leave)
-        self._form(stay, leave)
+        self._notify_rank_0(stay, leave)
+        self._form_generation(stay, leave)
 
-    def _divide(self) -> tuple[list[Worker], list[Worker]]:
+    def _split_workers(self) -> tuple[list[Worker], list[Worker]]:
         """Return the live workers that have a place in the next generation, and the others."""
         stay: list[Worker] = []
         leave: list[Worker] = []
@@ -336,9 +339,10 @@ class ElasticJob:
                 leave.append(worker)
         return stay, leave
 
-    def _fill(self, stay: list[Worker]) -> None:
-        """Start a process in each free slot: the lowest of a host first, so that its number is the
-        local rank, and so the GPU, of no other.
+    def _start_missing_workers(self, stay: list[Worker]) -> None:
+        """Start a process in each free slot, the lowest slot of a host first.
+
+        A new process gets its slot as local rank, and so a GPU that no other rank uses.
         """
         count = len(stay)
         for host in self.hosts:
@@ -396,81 +400,83 @@ class ElasticJob:
         worker.send(json.dumps(variables))
         return True
 
-    def _tell(self, stay: list[Worker], leave: list[Worker]) -> None:
-        """Let rank 0 know, when it polls, that the world is to change."""
-        ready = [w for w in stay if not w.is_member and w.question is not None]
-        starting = any(not w.is_member and w.question is None for w in stay)
+    def _notify_rank_0(self, stay: list[Worker], leave: list[Worker]) -> None:
+        """Set the notice of a change that rank 0 reads when it polls; clear it if there is none."""
+        ready = [w for w in stay if not w.is_member and w.request is not None]
+        starting = any(not w.is_member and w.request is None for w in stay)
         waited_s = time.monotonic() - min((w.asked_at for w in ready), default=math.inf)
         joining = frozenset(w.number for w in ready if not starting or waited_s > _JOIN_S)
         going = frozenset(w.number for w in leave if w.is_member)
         size = len(joining) + len([w for w in stay if w.is_member])
         if not (joining or going) or size < self.options.min_np:
-            self._told, self._server.update = None, ""
-        elif (joining, going) != self._told and self.generation > 0:
-            self._told = joining, going
+            self._notified, self._server.update = None, ""
+        elif (joining, going) != self._notified and self.generation > 0:
+            self._notified = joining, going
             kind = (_ADDED if joining else 0) | (_REMOVED if going else 0)
             self._server.update = f"{time.time()},{kind}"
 
-    def _form(self, stay: list[Worker], leave: list[Worker]) -> None:
+    def _form_generation(self, stay: list[Worker], leave: list[Worker]) -> None:
         """Form the next generation if every member, or at the start every worker, has asked."""
         now, options = time.monotonic(), self.options
         members = [worker for worker in self._live if worker.is_member and not worker.is_leaving]
         must_ask = members or stay
-        asked = [worker for worker in must_ask if worker.question is not None]
-        ready = [worker for worker in stay if worker.question is not None]
+        asked = [worker for worker in must_ask if worker.request is not None]
+        ready = [worker for worker in stay if worker.request is not None]
         wanted = (options.first_np if self.generation == 0 else None) or options.min_np
         wanted = 1 if self._is_finished else wanted  # the ranks that are left end as well
         if members and not asked:
             self._short_since = None
             return
-        late = [worker for worker in must_ask if worker.question is None]
+        late = [worker for worker in must_ask if worker.request is None]
         since = min((worker.asked_at for worker in asked), default=self._changed_at)
         if late and self.generation > 0:
             if now > since + options.timeout_s:
                 for worker in late:
                     who = f"rank {worker.rank} on {worker.host}"
-                    _say(f"{who} has not asked for its next rank within --elastic-timeout: ended")
+                    _say(f"{who} requested no next rank within --elastic-timeout; it is ended")
                     worker.end()
                     self._note_exit(worker, -signal.SIGKILL)
         elif len(ready) >= wanted and not late:
-            self._begin(ready, [worker for worker in leave if worker.question is not None])
+            self._start_generation(
+                ready, [worker for worker in leave if worker.request is not None]
+            )
         else:
             self._short_since = self._short_since or now
             if now > self._short_since + options.timeout_s:
                 self.error = WorldError(
-                    f"{len(ready)} ranks are ready, fewer than {wanted} (--min-np), and no more "
-                    f"have come within --elastic-timeout {options.timeout_s:g} s"
+                    f"{len(ready)} ranks are ready, fewer than {wanted} (--min-np), after "
+                    f"--elastic-timeout {options.timeout_s:g} s; add hosts, or lower --min-np"
                 )
 
-    def _begin(self, ready: list[Worker], gone: list[Worker]) -> None:
+    def _start_generation(self, ready: list[Worker], leaving: list[Worker]) -> None:
         """Number the ranks of the next generation, host by host, and answer all of them."""
         options, joined = self.options, [worker for worker in ready if not worker.is_member]
         if self.generation and not self._causes:
             self._changed_at = min(worker.asked_at for worker in ready if worker.is_member)
-        for worker in gone:
+        for worker in leaving:
             self._causes.append(f"rank {worker.rank} on {worker.host} leaves")
         if self.generation and joined:
             names = ", ".join(dict.fromkeys(worker.host for worker in joined))
             self._causes.append(f"{_ranks(len(joined))} joined on {names}")
         if self.generation and not self._causes:
-            self._causes.append("the ranks have lost each other")
+            self._causes.append("the ranks lost contact with each other")
         if options.reset_limit is not None and self.generation > options.reset_limit:
             self.error = WorldError(
                 f"{'; '.join(self._causes)}, after --reset-limit {options.reset_limit} changes"
             )
             return
-        self._short_since = self._told = None
+        self._short_since = self._notified = None
         self.generation += 1
         self._server.begin(self.generation)
         hosts = list(dict.fromkeys(worker.host for worker in ready))
         ordered = [worker for host in hosts for worker in ready if worker.host == host]
         for rank, worker in enumerate(ordered):
-            here = sorted(other.slot for other in ordered if other.host == worker.host)
-            place = (rank, len(ordered), here.index(worker.slot), len(here))
-            where = (hosts.index(worker.host), len(hosts), self.generation)
+            slots = sorted(other.slot for other in ordered if other.host == worker.host)
+            local = (slots.index(worker.slot), len(slots))
+            cross = (hosts.index(worker.host), len(hosts))
             worker.rank = rank
-            self._answer(worker, (*place, *where))
-        for worker in gone:
+            self._answer(worker, (rank, len(ordered), *local, *cross, self.generation))
+        for worker in leaving:
             worker.is_leaving, worker.end_by = True, time.monotonic() + _LEAVE_S
             self._answer(worker, (-1,) * 6)
         after_s = time.monotonic() - self._changed_at
@@ -481,12 +487,12 @@ class ElasticJob:
         self._causes.clear()
 
     def _answer(self, worker: Worker, numbers: Sequence[int]) -> None:
-        assert worker.question is not None
-        worker.question.answer(",".join(map(str, numbers)))
-        worker.question, worker.asked_at = None, math.inf
+        assert worker.request is not None
+        worker.request.answer(",".join(map(str, numbers)))
+        worker.request, worker.asked_at = None, math.inf
 
     def _end(self) -> None:
-        """End what is left, and wait for it."""
+        """End the workers that still run, and wait for them; SIGKILL those that do not exit."""
         self._is_ending = True
         for worker in self.workers:
             worker.end()

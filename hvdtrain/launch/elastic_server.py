@@ -19,7 +19,7 @@ _REQUEST_S = 10.0
 _MAX_BYTES = 1 << 16
 
 
-class Question:
+class RankRequest:
     """A rank that waits for its place in the next generation."""
 
     def __init__(self, worker: str) -> None:
@@ -28,12 +28,12 @@ class Question:
         self._text = ""
 
     def answer(self, text: str) -> None:
-        """Let the request end with `text`."""
+        """Send `text` as the response to the request."""
         self._text = text
         self._answered.set()
 
     def wait(self) -> str:
-        """Return the answer."""
+        """Block until `answer` is called; return its text."""
         self._answered.wait()
         return self._text
 
@@ -45,7 +45,7 @@ class ElasticServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024
 
-    def __init__(self, ask: Callable[[Question], object]) -> None:
+    def __init__(self, ask: Callable[[RankRequest], object]) -> None:
         super().__init__(("", 0), _Handler)
         self.ask = ask
         self.secret = secrets.token_hex(32)
@@ -53,7 +53,7 @@ class ElasticServer(ThreadingHTTPServer):
         self.values: dict[str, bytes] = {}
         self.generation = 0
         self.is_broken = False
-        """Whether the present generation has lost a rank."""
+        """Whether the current generation has lost a rank."""
         self.update = ""
         """The change of hosts that rank 0 reads when it polls, as "timestamp,kind"; "" for none."""
         self.port = int(self.server_address[1])
@@ -66,7 +66,7 @@ class ElasticServer(ThreadingHTTPServer):
         super().server_bind()
 
     def begin(self, generation: int) -> None:
-        """Forget what an older generation has published."""
+        """Start a generation: drop the values of older ones, and clear both flags."""
         with self.lock:
             self.values.clear()
             self.generation, self.is_broken, self.update = generation, False, ""
@@ -87,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._is_allowed():
             self._reply(403)
         elif path.startswith("rank_and_size/"):
-            question = Question(path.partition("/")[2])
+            question = RankRequest(path.partition("/")[2])
             server.ask(question)
             self._reply(200, question.wait().encode())
         elif path == "hosts/update":

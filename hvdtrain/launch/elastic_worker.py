@@ -1,4 +1,4 @@
-"""`python -m hvdtrain.launch.elastic_worker COMMAND`: run one elastic rank, and leave none behind.
+"""`python -m hvdtrain.launch.elastic_worker COMMAND`: run one elastic rank; end its descendants.
 
 The counterpart of `supervisor` for elastic jobs, in which every rank comes and goes by itself: it
 starts the command without an agent. The launcher writes to stdin, in this order: one line of JSON
@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from hvdtrain.launch.supervisor import GRACE_S, obey, relay, wait_for_child
+from hvdtrain.launch.supervisor import GRACE_S, forward_signals, relay, wait_for_child
 from hvdtrain.processes import adopt_orphans, end_descendants, end_with_parent
 
 
@@ -25,11 +25,11 @@ def main(command: Sequence[str]) -> int:
     """Run the command to its end, and end all that it has started; return its exit code."""
     variables = json.loads(sys.stdin.buffer.readline() or b"{}")
     adopt_orphans()
-    heads: dict[int, bytes] = {}
+    prefixes: dict[int, bytes] = {}
     ends = []
     for head in (b"[0]<stdout>", b"[0]<stderr>", b""):
         read, write = os.pipe()
-        heads[read] = head
+        prefixes[read] = head
         ends.append(write)
     rank = subprocess.Popen(
         command,
@@ -42,10 +42,10 @@ def main(command: Sequence[str]) -> int:
     )
     os.close(ends[0])
     os.close(ends[1])
-    relaying = threading.Thread(target=relay, args=(heads,), daemon=True)
+    relaying = threading.Thread(target=relay, args=(prefixes,), daemon=True)
     relaying.start()
     stdin_closed = threading.Event()
-    threading.Thread(target=obey, args=(rank.pid, stdin_closed), daemon=True).start()
+    threading.Thread(target=forward_signals, args=(rank.pid, stdin_closed), daemon=True).start()
     code = wait_for_child(rank)
     os.write(ends[2], f"[0]<exit>:{code}\n".encode())
     os.close(ends[2])

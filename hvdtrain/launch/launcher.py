@@ -1,7 +1,7 @@
 """The launcher: a supervisor on every host, their output, and the end of the job.
 
-Used by `hvdtrain launch`; `supervisor` has the picture. The launcher closes a supervisor's stdin to
-end its host's ranks, and its own death does the same. Imports no torch.
+Used by `hvdtrain launch`; `supervisor` has the diagram. To end a host's ranks the launcher closes
+the stdin of their supervisor; the kernel does the same when the launcher dies. Imports no torch.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ class Job:
             raise InputError(f"--output-filename {self.output}: {error.strerror}") from None
         job, cause = uuid.uuid4().hex, ""
         for number in range(self.max_restarts + 1):
-            about = {"job": job, "number": number, "of": self.max_restarts, "cause": cause}
-            env = (
-                {**self.env, RESTART_VARIABLE: json.dumps(about)} if self.max_restarts else self.env
-            )
+            restart = {"job": job, "number": number, "of": self.max_restarts, "cause": cause}
+            env = dict(self.env)
+            if self.max_restarts:
+                env[RESTART_VARIABLE] = json.dumps(restart)
             try:
                 replace(self, env=env)._run_once(is_restart=number > 0)
                 return
@@ -104,10 +104,8 @@ class Job:
                 if number == self.max_restarts:
                     raise
                 cause = str(error)
-                said = (
-                    f"restart {number + 1} of {self.max_restarts}: {cause}; all ranks start again"
-                )
-                print(said, file=sys.stderr, flush=True)
+                label = f"restart {number + 1} of {self.max_restarts}"
+                print(f"{label}: {cause}; all ranks start again", file=sys.stderr, flush=True)
 
     def _run_once(self, is_restart: bool) -> None:
         for _ in range(_PORT_TRIES):
@@ -177,28 +175,28 @@ class _Attempt:
         selector.register(process.stderr, selectors.EVENT_READ, (node, False))
 
     def _relay(self, selector: selectors.BaseSelector) -> None:
-        """Take what the supervisors send, until the stdout of each has closed."""
+        """Read and handle the supervisors' output until the stdout of each is closed."""
         running = set(range(len(self._processes)))
         rest: dict[int, bytes] = {}
         while running:
             left_s = self._deadline - time.monotonic()
             ready = selector.select(min(max(left_s, 0.0), _POLL_S))
             if time.monotonic() >= self._deadline:
-                self._is_late()
+                self._handle_deadline()
             for key, _ in ready:
                 node, is_stdout = key.data
                 data = os.read(key.fd, 1 << 16)
                 *lines, rest[key.fd] = (rest.get(key.fd, b"") + data).split(b"\n")
                 for line in lines:
-                    self._take(node, line)
+                    self._handle_line(node, line)
                 sys.stdout.flush()
                 if not data:
                     selector.unregister(key.fileobj)
                     if is_stdout:
                         running.discard(node)
-                        self._has_ended(node)
+                        self._handle_exit(node)
 
-    def _take(self, node: int, line: bytes) -> None:
+    def _handle_line(self, node: int, line: bytes) -> None:
         """Print a line of a rank, or note what a supervisor reports."""
         host = self.job.hosts[node].name
         match = MARK.fullmatch(line)
@@ -228,8 +226,8 @@ class _Attempt:
                 self._files[str(path)] = path.open(self._mode, buffering=0)
             self._files[str(path)].write(text)
 
-    def _has_ended(self, node: int) -> None:
-        """Note the end of a supervisor, or of its ssh."""
+    def _handle_exit(self, node: int) -> None:
+        """Handle the exit of a supervisor or its ssh: find out whether the job has failed."""
         host, process = self.job.hosts[node].name, self._processes[node]
         with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its stdout
             process.wait(END_S)
@@ -250,8 +248,8 @@ class _Attempt:
             text = f"{what} ended with code 0, but has started no ranks"
             self._fail(LaunchError(f"{text}; does its shell run commands?"))
 
-    def _is_late(self) -> None:
-        """Go on to the next stage, as a deadline has passed: an error, the end, SIGKILL."""
+    def _handle_deadline(self) -> None:
+        """Handle a passed deadline: a late start fails; after a signal end; at last SIGKILL."""
         if self._is_ending:
             self._deadline = math.inf
             for process in self._processes:
@@ -269,7 +267,7 @@ class _Attempt:
         self._end()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        """Send the signal to all agents, as the handler of it; at the next one end the ranks."""
+        """Signal handler: send the first signal to all agents; the next one ends the ranks."""
         if self.stopped_by is not None:
             self._end()
             return

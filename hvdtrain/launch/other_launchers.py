@@ -52,8 +52,8 @@ def _mpirun(job: Job, interfaces: str | None) -> list[str]:
 
 
 def _horovodrun(job: Job, interfaces: str | None) -> list[str]:
-    """Return the options of horovodrun. Without --gloo it may run mpirun, which is there to choose,
-    in a way that finds Open MPI's daemon only where it is on the PATH of ssh.
+    """Return the options of horovodrun. Always --gloo: else horovodrun may choose mpirun, and its
+    command line finds Open MPI's daemon on other hosts only if it is on the PATH of ssh.
     """
     line = ["--gloo", "-np", _num_proc(job), "-H", ",".join(map(str, job.hosts))]
     line += ["--start-timeout", f"{job.start_timeout_s:.0f}"]
@@ -69,7 +69,9 @@ def _srun(job: Job, interfaces: str | None) -> list[str]:
     slots = {host.slots for host in job.hosts}
     if len(slots) > 1:
         hosts = ",".join(map(str, job.hosts))
-        raise InputError(f"--via srun starts as many ranks on each host, which {hosts} does not")
+        raise InputError(
+            f"--via srun starts the same number of ranks on each host; the slots of {hosts} differ"
+        )
     line = ["--nodelist", ",".join(host.name for host in job.hosts), "--ntasks", _num_proc(job)]
     line += ["--ntasks-per-node", str(slots.pop()), "--nodes", str(len(job.hosts))]
     # srun takes --cpus-per-task from its own option or variable, not from sbatch's.

@@ -40,13 +40,13 @@ class Ssh:
         """Return ssh's options. A host that is not known yet is accepted, a changed key is not."""
         options = ["-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new"]
         options += ["-o", f"ConnectTimeout={self.connect_timeout_s}"]
-        options += ["-o", "ServerAliveInterval=10"]  # three are missed: the host is lost
+        options += ["-o", "ServerAliveInterval=10"]  # after three missed replies ssh exits
         options += ["-p", str(self.port)] if self.port else []
         return options + (["-i", self.identity_file] if self.identity_file else [])
 
     def command(self, host: str, command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
         """Return the command line that runs `command` on `host`, in this working folder. Raises
-        InputError without an ssh.
+        InputError if ssh is not on PATH.
         """
         if shutil.which("ssh") is None:
             raise InputError(
@@ -100,8 +100,8 @@ def is_this_host(name: str) -> bool:
 def master_address(names: Sequence[str]) -> str:
     """Return the address at which all these hosts reach the first one.
 
-    Its own name may mean loopback there (Debian's 127.0.1.1), so this resolves names here. If the
-    first host is this one, it is the address on the route to the next.
+    On the first host its own name may resolve to loopback (Debian's 127.0.1.1), so names are
+    resolved here. If the first host is this one, return its address on the route to another.
     """
     others = [name for name in names if not is_this_host(name)]
     if len(names) == 1 or not others:

@@ -7,9 +7,9 @@
 
 The agent is torch's; it can be killed, and its ranks lead sessions of their own. So this process
 adopts the orphans of its host: every process that the ranks have started, at any depth, stays its
-descendant. It ends them when the agent has ended, or 5 s after its stdin has closed, as it does at
-the death of the launcher or of ssh. If it is killed itself, the agent does the same. Imports no
-torch.
+descendant. The supervisor ends them when the agent has exited, or 5 s after stdin was closed; stdin
+is also closed when the launcher or ssh dies. If the supervisor is killed, the agent ends the ranks.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def main(arguments: Sequence[str]) -> int:
     """Run the agent to its end; return its exit code, 128 + number if a signal has killed it."""
     options = parse(arguments)
     adopt_orphans()
-    heads: dict[int, bytes] = {}  # by the read end of a pipe: what its lines are marked with
+    prefixes: dict[int, bytes] = {}  # by the read end of a pipe: what its lines are marked with
     ends = []
     for rank in options.ranks:
         for stream in ("stdout", "stderr"):
             read, write = os.pipe()
-            heads[read] = f"[{rank}]<{stream}>".encode()
+            prefixes[read] = f"[{rank}]<{stream}>".encode()
             ends.append(write)
     report, write = os.pipe()
-    heads[report] = b""  # the agent's lines have marks of their own
+    prefixes[report] = b""  # the agent's lines have marks of their own
     ends.append(write)
     agent = subprocess.Popen(
         [sys.executable, "-m", "hvdtrain.launch.agent", ",".join(map(str, ends)), *arguments],
@@ -73,10 +73,10 @@ def main(arguments: Sequence[str]) -> int:
     )
     for end in ends[:-1]:
         os.close(end)
-    relaying = threading.Thread(target=relay, args=(heads,), daemon=True)
+    relaying = threading.Thread(target=relay, args=(prefixes,), daemon=True)
     relaying.start()
     stdin_closed = threading.Event()
-    threading.Thread(target=obey, args=(agent.pid, stdin_closed), daemon=True).start()
+    threading.Thread(target=forward_signals, args=(agent.pid, stdin_closed), daemon=True).start()
     code = wait_for_child(agent)
     if code < 0:
         os.write(ends[-1], f"[{options.node_rank}]<agent>:{code}\n".encode())
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def wait_for_child(child: subprocess.Popen[bytes]) -> int:
-    """Return the child's exit code. Orphans that end before are waited for, as by process 1."""
+    """Wait for the child; return its exit code. Also reap adopted orphans, as init does."""
     while True:
         pid, status = os.wait()
         if pid == child.pid:
@@ -95,7 +95,7 @@ def wait_for_child(child: subprocess.Popen[bytes]) -> int:
             return child.returncode
 
 
-def obey(child: int, stdin_closed: threading.Event) -> None:
+def forward_signals(child: int, stdin_closed: threading.Event) -> None:
     """Pass on the signals that stdin names. When it closes, end the child: agent or rank."""
     with contextlib.suppress(OSError):
         for line in sys.stdin.buffer:
@@ -108,16 +108,16 @@ def obey(child: int, stdin_closed: threading.Event) -> None:
         os.kill(child, signal.SIGKILL)
 
 
-def relay(heads: dict[int, bytes]) -> None:
+def relay(prefixes: dict[int, bytes]) -> None:
     """Copy what the pipes hold to stdout, each line with the mark of its pipe, until all close."""
-    rest = dict.fromkeys(heads, b"")
+    rest = dict.fromkeys(prefixes, b"")
     with selectors.DefaultSelector() as selector:
-        for fd in heads:
+        for fd in prefixes:
             selector.register(fd, selectors.EVENT_READ)
         while selector.get_map():
             for key, _ in selector.select():
                 data = os.read(key.fd, _MAX_PIECE)
-                lines, rest[key.fd] = mark_lines(heads[key.fd], rest[key.fd] + data, not data)
+                lines, rest[key.fd] = mark_lines(prefixes[key.fd], rest[key.fd] + data, not data)
                 try:
                     sys.stdout.buffer.write(lines)
                     sys.stdout.buffer.flush()

@@ -24,7 +24,7 @@ import pytest
 from hvdtrain.hvd.elastic.host_update import HostUpdateResult
 from hvdtrain.hvd.elastic.launcher_notices import _Unpickler
 from hvdtrain.launch.discovery import Discovery, FailedHosts
-from hvdtrain.launch.elastic_server import ElasticServer, Question
+from hvdtrain.launch.elastic_server import ElasticServer, RankRequest
 from hvdtrain.launch.host_list import Host
 from tests.forkserver import warm
 from tests.launch.hosts import running_hosts
@@ -195,7 +195,7 @@ def test_a_stopped_rank_is_left_behind(tmp_path: Path) -> None:
         os.kill(first[1], signal.SIGSTOP)
         job.kill(first[2])
         assert job.pids(1) == {0: first[0]}
-        said = "rank 1 on localhost has not asked for its next rank within --elastic-timeout: ended"
+        said = "rank 1 on localhost requested no next rank within --elastic-timeout; it is ended"
         assert said in job.text
         assert job.finish() == 0, job.news
 
@@ -371,7 +371,7 @@ def test_a_failed_host_is_put_aside_for_longer_each_time(monkeypatch: pytest.Mon
 
 
 def test_the_server_wants_the_secret_and_forgets_old_generations() -> None:
-    asked: list[Question] = []
+    asked: list[RankRequest] = []
     server = ElasticServer(asked.append)
 
     addresses = itertools.cycle(["127.0.0.1", *(["[::1]"] if socket.has_dualstack_ipv6() else [])])

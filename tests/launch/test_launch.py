@@ -230,7 +230,7 @@ def test_srun(tmp_path: Path) -> None:
         f"--kill-on-bad-exit=1 --label {BIN}/hvdtrain --epochs 1\n"
     )
     assert run([*line[:6], "-np", "5", *line[6:]], env={**env, **hosts}).lines(
-        "error: --via srun starts as many ranks on each host, which n1:4,n2:1 does not"
+        "error: --via srun starts the same number of ranks on each host; the slots of n1:4,n2:1 differ"
     )
 
 
