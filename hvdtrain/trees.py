@@ -1,4 +1,5 @@
-"""The walk over nested dicts, lists, tuples and namedtuples: batches, and the state of optimizers.
+"""The walk over nested dicts, lists, tuples and namedtuples: batches, and the state of optimizers;
+and the parameters of an optimizer.
 
 Used by `backends`, `training`, `hvd` and `compare`. torch's own walk, torch.utils._pytree, is
 private. Imports no torch.
@@ -8,7 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
 
 T = TypeVar("T")
 
@@ -39,3 +44,8 @@ def map_tree(
         return value
 
     return walk(tree)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups of an optimizer, in their order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]

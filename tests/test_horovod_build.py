@@ -18,10 +18,12 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain.horovod_build import InstalledHorovod, installed_horovod
+from hvdtrain.doctor import limits
+from hvdtrain.horovod_build import InstalledHorovod, cgroup_limits, installed_horovod
 from hvdtrain.horovod_build.build import BuildProgress
 from hvdtrain.horovod_build.build_plan import (
     Built,
@@ -36,7 +38,7 @@ from hvdtrain.horovod_build.build_plan import (
     shortfall,
 )
 from hvdtrain.horovod_build.buildlog import Step, first_errors, hint, step_of
-from hvdtrain.horovod_build.facts import find_nccl, gather
+from hvdtrain.horovod_build.facts import _memory_gib, find_nccl, gather
 from hvdtrain.horovod_build.process import own_environment, run
 from hvdtrain.horovod_build.recipe import build_environment, cmake_files, wheel_command
 
@@ -149,6 +151,78 @@ def test_all_missing_things_are_listed_at_once() -> None:
         CPU, cxx=Tool(problem="c++"), make=Tool(problem="make"), managed=True, mpicxx=NO_MPICXX
     )
     assert len(decide(facts, Choices(mpi=True)).missing) == 4
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "memory_gib", "cpus"),
+    [
+        ("", {}, None, None),
+        # A container with a namespace of its own: the root alone.
+        ("0::/", {"memory.max": 8 * GIB, "cpu.max": "200000 100000"}, 8, 2.0),
+        ("0::/", {"memory.max": "max", "cpu.max": "max 100000"}, None, None),
+        # Slurm and systemd: the job's folder, or one above it.
+        (
+            "0::/system.slice/job_7/step_0/user",
+            {
+                "system.slice/cpu.max": "max 100000",
+                "system.slice/memory.max": 64 * GIB,
+                "system.slice/job_7/memory.max": 4 * GIB,
+                "system.slice/job_7/cpu.max": "350000 100000",
+                "system.slice/job_7/step_0/memory.max": "max",
+                "system.slice/job_7/step_0/user/memory.max": 16 * GIB,
+                "system.slice/job_7/step_0/user/cpu.max": "800000 100000",
+                "system.slice/job_8/memory.max": 1,  # another job's
+            },
+            4,
+            3.5,
+        ),
+        (
+            "12:memory:/slurm/job_7\n3:cpu,cpuacct:/slurm/job_7/step\n1:name=systemd:/x\n0::/x",
+            {
+                "memory/memory.limit_in_bytes": 9223372036854771712,
+                "memory/slurm/job_7/memory.limit_in_bytes": 2 * GIB,
+                "cpu/cpu.cfs_quota_us": -1,
+                "cpu/cpu.cfs_period_us": 100000,
+                "cpu/slurm/job_7/cpu.cfs_quota_us": 50000,
+                "cpu/slurm/job_7/cpu.cfs_period_us": 100000,
+                "cpu/slurm/job_7/step/cpu.cfs_quota_us": -1,
+                "cpu/slurm/job_7/step/cpu.cfs_period_us": 100000,
+            },
+            2,
+            0.5,
+        ),
+        # A container without one: its own folder is mounted as the root.
+        ("5:memory:/docker/abc", {"memory/memory.limit_in_bytes": GIB}, 1, None),
+        ("0::/../../abc", {"memory.max": GIB}, 1, None),
+    ],
+)
+def test_the_smallest_limit_up_to_the_root_holds(
+    membership: str,
+    files: dict[str, object],
+    memory_gib: int | None,
+    cpus: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = tmp_path / "cgroup"
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{content}\n")
+    (tmp_path / "membership").write_text(f"{membership}\n" if membership else "")
+    monkeypatch.setattr(cgroup_limits, "ROOT", root)
+    monkeypatch.setattr(cgroup_limits, "MEMBERSHIP", tmp_path / "membership")
+    memory = None if memory_gib is None else memory_gib * GIB
+    assert cgroup_limits.memory_limit_bytes() == memory
+    assert cgroup_limits.cpu_quota() == cpus
+    # Both commands use them.
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=128 * GIB))
+    assert _memory_gib() == (128 if memory_gib is None else memory_gib)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
+    throttled = f"the cgroup's quota is {cpus:g}: threads are throttled" if cpus else "64 of"
+    assert throttled in limits.cores(2).text
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
-"""SyncBatchNorm over the collectives of a backend: for those without a layer of their own.
+"""The SyncBatchNorm layers of the backends, which communicate in training only.
 
-torch's and Horovod's layers need CUDA; this one works on CPUs, too.
+`layer_of` is for backends without a layer of their own: torch's and Horovod's need CUDA, and this
+one works on CPUs, too. Horovod's layers communicate in eval mode if they have no running
+statistics; `local_in_evaluation` changes that.
 """
 
 from __future__ import annotations
@@ -42,4 +44,16 @@ def layer_of(backend: Backend) -> type[BatchNormBase]:
     the batches of all ranks of `backend`. Not collective.
     """
     kind = type("SyncBatchNorm", (_BackendBatchNorm,), {"backend": backend})
-    return cast("type[BatchNormBase]", kind)
+    return local_in_evaluation(cast("type[BatchNormBase]", kind))
+
+
+def local_in_evaluation(kind: type[BatchNormBase]) -> type[BatchNormBase]:
+    """Return a subclass of a class of layers that normalizes each batch by itself in eval mode.
+
+    Ranks have different numbers of batches in an evaluation, so that a collective would hang.
+    """
+
+    def forward(self: BatchNormBase, input: Tensor) -> Tensor:
+        return (kind if self.training else BatchNormBase).forward(self, input)
+
+    return type(kind.__name__, (kind,), {"forward": forward})

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from hvdtrain import elastic_world, transports
 from hvdtrain._torch.batch_norm import BatchNormBase
+from hvdtrain.backends.backend_batch_norm import local_in_evaluation
 from hvdtrain.backends.base import Backend, BackendOptions
 from hvdtrain.backends.horovod import Horovod
 from hvdtrain.errors import BackendUnavailable, InputError
@@ -94,8 +95,8 @@ class Compat(Horovod):
         return net, wrapped
 
     def _sync_batch_norm(self) -> type[BatchNormBase]:
-        """Return `hvdtrain.hvd.SyncBatchNorm`, which works on every device."""
-        return cast("type[BatchNormBase]", self._hvd.SyncBatchNorm)
+        """Return a subclass of `hvdtrain.hvd.SyncBatchNorm`, which works on every device."""
+        return local_in_evaluation(self._hvd.SyncBatchNorm)
 
     def describe(self) -> dict[str, Any]:
         """Add the transport, and Horovod's settings from the environment."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from hvdtrain.backends.base import BackendOptions
 from hvdtrain.backends.c10d import C10d
 from hvdtrain.backends.ddp_compression import PowerSGD
 from hvdtrain.errors import InputError
+from hvdtrain.trees import parameters_of
 from hvdtrain.world import World
 
 
@@ -91,8 +93,8 @@ class DDP(C10d):
         """
         if self.options.unused_parameters != "error":
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        late = [p for p in parameters if p.requires_grad and p not in self._with_gradient]
+        trained = [p for p in parameters_of(optimizer) if p.requires_grad]
+        late = [p for p in trained if p not in self._with_gradient]
         if late:
             names = self._prepared[id(optimizer)].names
             raise InputError(
@@ -120,8 +122,18 @@ class DDP(C10d):
             if hook is not None:
                 hook.paused = now
 
+        # The user's tensor hooks have changed these gradients already: undo a second time. Hooks
+        # run in the order of registration, so this one is the last.
+        undo = [p.register_hook(partial(_replace, grad)) for p, grad in grads.items()]  # type: ignore[no-untyped-call]
         reduce_in_rebuilt_buckets(net, grads, pause)
+        for handle in undo:
+            handle.remove()
 
     def describe(self) -> dict[str, Any]:
         """Add the bucket size, in MiB."""
         return {**super().describe(), "bucket_mib": self.options.bucket_mib}
+
+
+def _replace(grad: Tensor, changed: Tensor) -> Tensor:
+    """Return `grad` in place of what the tensor hooks before this one have made of it."""
+    return grad

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from hvdtrain import elastic_world, failure
 from hvdtrain._torch.batch_norm import BatchNormBase
+from hvdtrain.backends.backend_batch_norm import local_in_evaluation
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
 from hvdtrain.backends.model_sync import with_sparse_gradients
 from hvdtrain.errors import HvdtrainError, InputError, WorldError, WorldMismatch, first_line
@@ -236,9 +237,9 @@ class Horovod(Backend):
         return model, cast("Optimizer", wrapped)
 
     def _sync_batch_norm(self) -> type[BatchNormBase]:
-        """Return Horovod's layer on CUDA, its only device."""
+        """Return a subclass of Horovod's layer on CUDA, its only device."""
         if self.device.type == "cuda":
-            return cast("type[BatchNormBase]", self._hvd.SyncBatchNorm)
+            return local_in_evaluation(self._hvd.SyncBatchNorm)
         return super()._sync_batch_norm()
 
     def _coalesce(self, p: Tensor) -> None:

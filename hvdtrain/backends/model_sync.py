@@ -6,6 +6,7 @@ some of them too. Every rank calls a collective one, in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.errors import InputError, WorldMismatch
-from hvdtrain.trees import map_tree
+from hvdtrain.trees import map_tree, parameters_of
 
 if TYPE_CHECKING:
     from hvdtrain.backends.base import Backend
@@ -37,7 +38,7 @@ def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
         )
     if not trained:
         raise InputError(f"{type(model).__name__} has no parameter that requires a gradient")
-    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    stepped = set(parameters_of(optimizer))
     left_out = [name for name, p in trained.items() if p not in stepped]
     if left_out:
         raise InputError(
@@ -180,12 +181,7 @@ def fill_missing_gradients(
 
     Raises InputError with their `names` if the policy is "error".
     """
-    unused = [
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.grad is None and p.requires_grad
-    ]
+    unused = [p for p in parameters_of(optimizer) if p.grad is None and p.requires_grad]
     if not unused:
         return
     if policy == "error":
@@ -203,17 +199,33 @@ def sync_buffers(backend: Backend, model: nn.Module) -> None:
     policy = backend.options.buffers
     if policy == "local" or backend.world.size == 1:
         return
+
+    def combine(flat: Tensor) -> Tensor:
+        # Integer buffers, such as num_batches_tracked, have no exact mean.
+        if policy == "average" and flat.is_floating_point():
+            return backend.all_reduce(flat, "mean")
+        return backend.broadcast_(flat)
+
+    apply_flat(combine, model.buffers())
+
+
+def average(backend: Backend, tensors: Iterable[Tensor]) -> None:
+    """Replace tensors by their means over all ranks, in place: one collective for each dtype.
+    Collective.
+    """
+    apply_flat(lambda flat: backend.all_reduce(flat, "mean"), tensors)
+
+
+@torch.no_grad()
+def apply_flat(combine: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> None:
+    """Replace tensors, in place, by what `combine` makes of them, flattened into one tensor for
+    each dtype. Collective if `combine` is.
+    """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in model.buffers():
-        by_dtype.setdefault(buffer.dtype, []).append(buffer)
-    with torch.no_grad():
-        for dtype, buffers in by_dtype.items():
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            # Integer buffers, such as num_batches_tracked, have no exact mean.
-            if policy == "average" and dtype.is_floating_point:
-                flat = backend.all_reduce(flat, "mean")
-            else:
-                backend.broadcast_(flat)
-            parts = torch.split(flat, [buffer.numel() for buffer in buffers])
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer.copy_(part.view_as(buffer))
+    for t in tensors:
+        by_dtype.setdefault(t.dtype, []).append(t)
+    for same in by_dtype.values():
+        flat = combine(torch.cat([t.reshape(-1) for t in same]))
+        parts = torch.split(flat, [t.numel() for t in same])
+        for t, part in zip(same, parts, strict=True):
+            t.copy_(part.view_as(t))

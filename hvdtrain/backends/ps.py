@@ -19,6 +19,7 @@ from hvdtrain.backends.ps_messages import Messages, decode, encode
 from hvdtrain.backends.server_optimizer import ServerOptimizer, owners_of
 from hvdtrain.errors import HvdtrainError, InputError, WorldError, first_line
 from hvdtrain.rendezvous import open_store
+from hvdtrain.trees import parameters_of
 
 T = TypeVar("T")
 
@@ -107,7 +108,7 @@ class ParameterServer(Backend):
         return super().prepare(model, optimizer, gradients)
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         num_servers = self.world.size if self.options.ps_servers == "all" else 1
         # A class with the name of the wrapped optimizer's, as Horovod's is: it does the same.
         kind = type(type(optimizer).__name__, (ServerOptimizer,), {})

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hvdtrain.backends.ps_messages import Messages, decode, encode
+from hvdtrain.trees import parameters_of
 
 Grads = list[Tensor | None]
 _HALVES = (torch.float16, torch.bfloat16)
@@ -129,9 +130,6 @@ class ServerOptimizer(Optimizer):
     def _share_state(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
     def _share_hyperparameters(self) -> None:
         """Give the server's copy the learning rates and so on of this rank's groups."""
         if self._server is not None:
@@ -147,7 +145,7 @@ class ServerOptimizer(Optimizer):
         Collective.
         """
         self._round += 1
-        parameters = self._parameters()
+        parameters = parameters_of(self)
         for server, owned in self._owned.items():
             if server != self._messages.rank:
                 self._send(server, "push", [parameters[i].grad for i in owned])
@@ -171,7 +169,7 @@ class ServerOptimizer(Optimizer):
         self._publish("mean", lambda p: p.grad, lambda p, mean: setattr(p, "grad", mean))
 
     def _step_and_publish(self) -> None:
-        parameters = self._parameters()
+        parameters = parameters_of(self)
         foreign = [parameters[i] for i in {*range(len(parameters))} - {*self._mine}]
         for p in foreign:
             p.grad = None  # so that the optimizer skips it
@@ -187,7 +185,7 @@ class ServerOptimizer(Optimizer):
 
         Collective.
         """
-        parameters = self._parameters()
+        parameters = parameters_of(self)
         with self._messages.changed:
             others = sorted(self._messages.live - {self._messages.rank})
         if self._mine and others:
@@ -253,7 +251,7 @@ class ServerOptimizer(Optimizer):
                 self._messages.handlers[f"{kind}/{self._number}"] = serve
 
     def _push_and_pull(self) -> None:
-        parameters = self._parameters()
+        parameters = parameters_of(self)
         for server, owned in self._owned.items():
             self._send(server, "push", [parameters[i].grad for i in owned])
         self._take_fresh()
@@ -276,7 +274,7 @@ class ServerOptimizer(Optimizer):
 
     @torch.no_grad()
     def _take_fresh(self) -> None:
-        parameters = self._parameters()
+        parameters = parameters_of(self)
         for server, owned in self._owned.items():
             for i, value in zip(owned, self._take("fresh", server), strict=True):
                 parameters[i].copy_(value)
@@ -312,7 +310,7 @@ class _Server:
         self._max_staleness = max_staleness
         self._lost: set[int] = set()
         self._held: dict[int, tuple[int, Grads]] = {}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         self._parameters = [parameters[i] for i in mine]
         for p in parameters:
             p.grad = None

@@ -113,7 +113,7 @@ class CompareOptions:
     )
     budget_s: float = _option(
         "3m",
-        "Stop after this time, such as 90s or 10m, and 6 blocks at least...",
+        "Stop after this time, such as 90s or 10m, or twice it if fewer than 6 blocks count...",
         seconds,
         metavar="TIME",
     )
@@ -146,7 +146,7 @@ class CompareOptions:
     uneven: str = "drop"
     workers: int = 0
     threads: int | None = _option(
-        None, "CPU threads of each rank. [default: cores / ranks]", type=int
+        None, "CPU threads of each rank. [default: cores / ranks of its host]", type=int
     )
     pin: bool = _option(True, "Bind each rank to its share of the cores.", flags="--pin/--no-pin")
     """Unbound, a rank that wakes up may share a core with another for a while, which tripled the
@@ -209,14 +209,21 @@ class CompareOptions:
             )
         return whole // ranks
 
-    def threads_of(self, ranks: int) -> int:
+    def threads_of(self, ranks: int) -> int | None:
         """Return the CPU threads per rank: as requested, or this host's cores divided by the most
-        ranks of a host.
+        ranks of a host. None with --hosts alone: each rank divides the cores of its own host.
         """
-        if self.threads:
+        if self.threads or self.hosts:
             return self.threads
-        sizes = [host.slots for size in (*self.ranks, ranks) for host in self.hosts_of(size)]
-        return max(1, len(os.sched_getaffinity(0)) // max(sizes or (*self.ranks, ranks)))
+        return max(1, len(os.sched_getaffinity(0)) // self.ranks_of_a_host(ranks))
+
+    def ranks_of_a_host(self, ranks: int) -> int:
+        """Return the most ranks of a host, whatever the world size: threads depend on it, and are
+        the same at all sizes.
+        """
+        sizes = (*self.ranks, ranks)
+        slots = [host.slots for size in sizes for host in self.hosts_of(size)]
+        return max(slots or sizes)
 
     def training(self, ranks: int, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the options of `hvdtrain train` that all arms of a world size share. `own`: those

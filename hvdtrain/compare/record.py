@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import types
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 from hvdtrain import files
 from hvdtrain.errors import InputError
+from hvdtrain.launch.host_list import choose_slots, parse_host_list
 
 SCHEMA = 1
 NAME = "compare.json"
@@ -86,9 +87,9 @@ class ArmTimes:
     cpu_s: list[float] = field(default_factory=list)
     """CPU seconds of each rank."""
     foreign: float | None = None
-    """Share of all cores that other processes took meanwhile."""
+    """Share of the comparison's cores that other processes took meanwhile."""
     steal: float | None = None
-    """Share of all cores that the host of a virtual machine took meanwhile."""
+    """Share of the comparison's cores that the host of a virtual machine took meanwhile."""
 
 
 @dataclass
@@ -108,7 +109,7 @@ class Block:
 
 
 @dataclass
-class PhaseTimes:
+class BreakdownTimes:
     """The parts of one arm's steps."""
 
     input_ms: RankTimes = field(default_factory=list)
@@ -117,11 +118,11 @@ class PhaseTimes:
 
 
 @dataclass
-class PhasePass:
+class BreakdownPass:
     """One pass over all arms with a barrier before each step, timed part by part."""
 
     block: int
-    arms: dict[str, PhaseTimes] = field(default_factory=dict)
+    arms: dict[str, BreakdownTimes] = field(default_factory=dict)
     kept: bool = True
 
 
@@ -177,9 +178,11 @@ class Config:
     target_ci: float | None = None
     blocks: int | None = None
     min_blocks: int | None = None
-    """Blocks before narrow intervals may end the comparison."""
+    """Blocks that count before narrow intervals may end the comparison."""
     least_blocks: int | None = None
-    """Blocks before the end of the time may."""
+    """Blocks that count before the end of the time may; and blocks before that of `longest_s`."""
+    longest_s: float | None = None
+    """The time after which a comparison ends although fewer blocks count."""
     steps: int | None = None
     proof_steps: int | None = None
     max_foreign: float | None = None
@@ -217,6 +220,14 @@ class Config:
     starts: int | None = None
     stopped_by: str | None = None
 
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts with ranks of the largest world size. Raise InputError."""
+        if not self.hosts:
+            return 1
+        hosts = parse_host_list(self.hosts)
+        return len(choose_slots(hosts, max(self.ranks, default=None), None, None))
+
 
 @dataclass
 class Record:
@@ -244,7 +255,8 @@ class Record:
     parity: list[ParityRow] = field(default_factory=list)
     ends: list[dict[str, tuple[int, str]]] = field(default_factory=list)
     """Per start, by arm: steps taken, and the hash of the parameters, equal on all ranks."""
-    phases: list[PhasePass] = field(default_factory=list)
+    phases: list[BreakdownPass] = field(default_factory=list)
+    """The breakdown of steps."""
     anchors: dict[str, CopyTimes] = field(default_factory=dict)
     """By world size."""
 
@@ -253,16 +265,19 @@ class Record:
         """The blocks that count."""
         return [block for block in self.blocks if block.kept]
 
+    def key_of(self, role: str, ranks: int) -> str:
+        """Return the key of the arm with this role at a world size; "" if there is none."""
+        arms = self.arms.items()
+        return next((key for key, arm in arms if arm.role == role and arm.ranks == ranks), "")
+
     def period_of(self, key: str) -> int:
         """Return the steps after which the work of an arm repeats."""
         return self.arms[key].period if key in self.arms else 1
 
 
-def base_of(arms: Mapping[str, ArmRecord], key: str) -> str | None:
-    """Return the key of the baseline of an arm's world size; None if there is none."""
-    ranks = arms[key].ranks
-    found = (k for k, arm in arms.items() if arm.role == "baseline" and arm.ranks == ranks)
-    return next(found, None)
+def finite_or_none(value: float | None) -> float | None:
+    """Return a float that JSON can represent, or None."""
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def write(record: Record, folder: Path) -> Path:

@@ -5,7 +5,6 @@ Used by `install`. A missing tool does not raise: its `Tool` has the problem and
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from hvdtrain.horovod_build.build_plan import CMAKE_FIX, Cuda, Facts, Nccl, Tool, Torch
+from hvdtrain.horovod_build.cgroup_limits import memory_limit_bytes
 from hvdtrain.horovod_build.process import last_line, own_environment, run
 
 MODULES = {
@@ -236,8 +236,6 @@ def _is_managed(env: Mapping[str, str]) -> bool:
 
 
 def _memory_gib() -> float:
-    """Return the available memory in GiB, or a lower limit of the cgroup."""
-    limits = [psutil.virtual_memory().available]
-    with contextlib.suppress(OSError, ValueError):  # "max": no limit
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text("ascii")))
-    return float(min(limits)) / 2**30
+    """Return the available memory in GiB, or a lower limit of the control groups."""
+    available, limit = psutil.virtual_memory().available, memory_limit_bytes()
+    return float(available if limit is None else min(available, limit)) / 2**30

@@ -63,14 +63,18 @@ class BestCheckpoint(Callback):
         return self._best.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state, unless it is of another metric; on rank 0, find the checkpoint."""
+        """Restore the state, unless it is of another metric; on rank 0, find the checkpoint. Record
+        it: the run.json of a run that is resumed is a new one.
+        """
         trainer = self._trainer
         assert trainer is not None
         restored = self._best.load_state_dict(state, trainer.console.print_line)
-        if not restored or self._best.step < 0 or trainer.resumed_from is None:
+        if not restored or self._best.step < 0:
             return
-        path = checkpoint.path_of(trainer.resumed_from.parent, self._best.step)
-        if why := checkpoint.problem(path):
-            trainer.console.print_line(f"resume   WARNING: the best checkpoint {path}: {why}")
-        else:
-            self._path = path
+        if trainer.resumed_from is not None:
+            path = checkpoint.path_of(trainer.resumed_from.parent, self._best.step)
+            if why := checkpoint.problem(path):
+                trainer.console.print_line(f"resume   WARNING: the best checkpoint {path}: {why}")
+            else:
+                self._path = path
+        trainer.record(best_checkpoint=self._about())

@@ -22,7 +22,7 @@ from hvdtrain.training.rank_log import RankLog
 from hvdtrain.training.step_profiler import StepProfiler
 from hvdtrain.training.stragglers import Stragglers
 from hvdtrain.training.tensorboard import TensorBoard
-from hvdtrain.training.user_module import load_module
+from hvdtrain.training.user_module import load_named
 
 if TYPE_CHECKING:
     from hvdtrain.training.trainer import Trainer
@@ -61,20 +61,13 @@ def load_callback(spec: str) -> Callback:
     """Return the callback that `spec` names, `module:NAME` or `file.py:NAME`: a class without
     constructor arguments, or an object. Not collective. Raises InputError.
     """
-    where, _, name = spec.rpartition(":")
-    if not where or not name:
-        raise InputError(f"--callback {spec!r} is not module:Class or file.py:Class")
-    module = load_module(where, "callback")
-    found = getattr(module, name, None)
+    found: Callback | type[Callback] = load_named(spec, "callback", "Callback", _is_callback)
     if isinstance(found, Callback):
         return copy.deepcopy(found)  # the next run in this process has its own
-    if not (isinstance(found, type) and issubclass(found, Callback)):
-        own = (key for key, value in vars(module).items() if _is_own(value, module.__name__))
-        hint = ", ".join(own) or "none"
-        raise InputError(f"{where} has no Callback named {name!r}; it has: {hint}")
     try:
         inspect.signature(found).bind()
     except TypeError as error:
+        name = found.__name__
         raise InputError(
             f"--callback {spec}: {error}; name an object in place of the class, such as "
             f"{name.lower()} = {name}(...) in that file"
@@ -82,9 +75,8 @@ def load_callback(spec: str) -> Callback:
     return found()
 
 
-def _is_own(value: object, module: str) -> bool:
-    kind = value if isinstance(value, type) else type(value)
-    return issubclass(kind, Callback) and kind.__module__ == module
+def _is_callback(value: object) -> bool:
+    return issubclass(value if isinstance(value, type) else type(value), Callback)
 
 
 class CallbackList:

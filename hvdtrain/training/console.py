@@ -101,17 +101,19 @@ def make_console(world: World) -> Console:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """Return the numbers of one record in a line, without `step`, `time`, `data_ms` and lists."""
+    """Return the numbers of one record in a line, without `step`, `time` and `data_ms`. Leave out
+    other values, such as lists and texts.
+    """
     formats = {
         "lr": "lr {:.3g}",
         "samples_per_s": "{:.0f} samples/s",
         "step_ms": "{:.1f} ms/step",
-        "epoch": "epoch {:d}",
+        "epoch": "epoch {}",
         "loss_scale": "loss_scale {:g}",
     }
     skipped = {"step", "time", "data_ms"}
     return "  ".join(
         formats.get(key, key + (" {:d}" if isinstance(value, int) else " {:.4f}")).format(value)
         for key, value in record.items()
-        if key not in skipped and not isinstance(value, list)
+        if key not in skipped and isinstance(value, (int, float))
     )

@@ -212,10 +212,19 @@ Draw = Callable[[int], "list[Any]"]
 class SampledBatches(ShardedBatches):
     """The same slices of the order that a task's own sampler gives."""
 
-    def __init__(self, draw: Draw, batch_size: int, world: World, seed: int, uneven: str) -> None:
+    def __init__(
+        self,
+        draw: Draw,
+        first: list[Any],
+        batch_size: int,
+        world: World,
+        seed: int,
+        uneven: str,
+    ) -> None:
+        """`first`: what `draw` has returned for epoch 0."""
         self._draw = draw
-        self._items: list[Any] = draw(0)
-        super().__init__(len(self._items), batch_size, world, seed, uneven)
+        self._items = first
+        super().__init__(len(first), batch_size, world, seed, uneven)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Draw the order of the epoch, and select the position. Every rank passes the same."""
@@ -256,8 +265,8 @@ class OwnBatches(SampledBatches):
     Each is one micro-batch of one rank. Their sizes may differ: the losses are weighted by them.
     """
 
-    def __init__(self, draw: Draw, world: World, seed: int, uneven: str) -> None:
-        super().__init__(draw, 0, world, seed, uneven)
+    def __init__(self, draw: Draw, first: list[Any], world: World, seed: int, uneven: str) -> None:
+        super().__init__(draw, first, 0, world, seed, uneven)
         self.num_samples = self._count()
 
     def _count(self) -> int:
@@ -393,26 +402,38 @@ def _batches(
     sampler: MakeSampler | None,
 ) -> ShardedBatches:
     """Return the batches in the order of the task's sampler, else in a permutation."""
-    made = None if sampler is None else sampler(train, derive_seed(config.seed, 0))
-    if sampler is None or made is None:
-        return ShardedBatches(size, each, world, config.seed, config.uneven)
 
-    def draw(epoch: int) -> list[Any]:
+    def make_and_draw(epoch: int) -> tuple[str, list[Any]] | None:
+        """Return the class of the epoch's sampler, and its order; None if the task makes none."""
         seed = derive_seed(config.seed, epoch)
         # Most samplers draw from torch's generator: the ranks must draw the same.
         with determinism.RandomState(seed):
-            return draw_order(sampler(train, seed), epoch)
+            made = None if sampler is None else sampler(train, seed)
+            return None if made is None else (type(made).__name__, draw_order(made, epoch))
 
-    if not isinstance(draw(0)[0], list):
-        batches = SampledBatches(draw, each, world, config.seed, config.uneven)
+    def draw(epoch: int) -> list[Any]:
+        drawn = make_and_draw(epoch)
+        if drawn is None:
+            raise InputError(
+                f"the task's method sampler returned None in epoch {epoch + 1}, and a sampler in "
+                "epoch 1; return one in every epoch"
+            )
+        return drawn[1]
+
+    drawn = make_and_draw(0)
+    if drawn is None:
+        return ShardedBatches(size, each, world, config.seed, config.uneven)
+    name, first = drawn
+    if not isinstance(first[0], list):
+        batches = SampledBatches(draw, first, each, world, config.seed, config.uneven)
     elif config.batch_size is None and config.global_batch_size is None:
-        batches = OwnBatches(draw, world, config.seed, config.uneven)
+        batches = OwnBatches(draw, first, world, config.seed, config.uneven)
     else:
         raise InputError(
             "the task's batch sampler sets the batch size; leave out --batch-size and "
             "--global-batch-size"
         )
-    batches.order_name = type(made).__name__
+    batches.order_name = name
     return batches
 
 

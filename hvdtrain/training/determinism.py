@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
-from hvdtrain.world import World, is_mpi
+from hvdtrain import launcher_watch
+from hvdtrain.world import World, is_mpi, rank_variable
 
 
 def set_threads(requested: int | None, world: World, env: Mapping[str, str]) -> str:
@@ -29,13 +32,30 @@ def set_threads(requested: int | None, world: World, env: Mapping[str, str]) -> 
     elif given.isdecimal() and len(given) < 5 and int(given) > 0 and not by_torchrun:
         threads, why = int(given), "OMP_NUM_THREADS"
     else:
-        cores = len(os.sched_getaffinity(0))
-        if is_mpi(world) and cores < (os.cpu_count() or 1):
-            threads, why = cores, f"bound to {cores} cores"
-        else:
-            threads, why = max(1, cores // world.local_size), f"{cores} cores / {world.local_size}"
+        cores, of_host = len(os.sched_getaffinity(0)), cores_of_host(world)
+        share, why = of_host // world.local_size, f"{of_host} cores / {world.local_size}"
+        threads = max(1, min(cores, share))
+        if cores < share:
+            why = f"bound to {cores} of {of_host} cores"
     torch.set_num_threads(threads)
     return f"{threads} a rank ({why})"
+
+
+def cores_of_host(world: World) -> int:
+    """Return how many cores all ranks of this host have together. Not collective.
+
+    mpirun may bind each rank to a part of them: to one core, or to a socket that several ranks
+    share. Then they are the cores of its own process on this host. Not those of the machine: a job
+    of Slurm or a container may have only some.
+    """
+    own = launchers = os.sched_getaffinity(0)
+    variable = rank_variable(world) if is_mpi(world) else None
+    # The launcher may be in another PID namespace: the ranks' cores are then all that is known.
+    with contextlib.suppress(psutil.Error, OSError):
+        if variable is not None:
+            launcher = launcher_watch._first_ancestor_without(variable)
+            launchers = os.sched_getaffinity(launcher.pid)
+    return len(launchers if launchers > own else own)
 
 
 def seed_all(seed: int) -> None:

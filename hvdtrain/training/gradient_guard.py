@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hvdtrain.backends.model_sync import uncompiled
 from hvdtrain.errors import TrainingDiverged
 from hvdtrain.training.callback import Callback
-from hvdtrain.training.gradient_values import is_finite, norm_of
+from hvdtrain.training.gradient_values import is_finite, norm_of, watch
 
 if TYPE_CHECKING:
     from hvdtrain.training.trainer import Trainer
@@ -44,8 +44,10 @@ class GradientGuard(Callback):
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._in_a_row = 0
         self._skipped: list[dict[str, Any]] = []
-        self._own: list[tuple[str, Tensor]] = []
-        """The norms of this rank's own gradients in this step, in the order of backward."""
+        self._own: list[tuple[int, str, Tensor]] = []
+        """The norms of this rank's own gradients in this step, in the order of backward; with
+        micro-batch and name.
+        """
         self._parameters: list[Tensor] = []
         self._buffers: list[Tensor] = []
         self._handles: list[Any] = []
@@ -53,16 +55,11 @@ class GradientGuard(Callback):
     def on_start(self, trainer: Trainer) -> None:
         """Watch the gradients of this rank, and remember the buffers."""
         self._parameters = list(trainer.model.parameters())
-        for name, p in trainer.model.named_parameters():
-            if p.requires_grad:
-                self._handles.append(p.register_hook(self._noter(uncompiled(name))))  # type: ignore[no-untyped-call]
+        self._handles = watch(trainer, self._note)
         self._remember_buffers(trainer.model)
 
-    def _noter(self, name: str) -> Callable[[Tensor], None]:
-        def note(grad: Tensor) -> None:
-            self._own.append((name, norm_of(grad)))
-
-        return note
+    def _note(self, micro_batch: int, name: str, grad: Tensor) -> None:
+        self._own.append((micro_batch, name, norm_of(grad)))
 
     def _remember_buffers(self, model: nn.Module) -> None:
         if self._skips:
@@ -101,15 +98,13 @@ class GradientGuard(Callback):
         return norm > self._spike * statistics.median(self._norms)
 
     def _first_not_finite(
-        self, trainer: Trainer, own: list[tuple[str, Tensor]], losses: Sequence[Tensor]
+        self, trainer: Trainer, own: list[tuple[int, str, Tensor]], losses: Sequence[Tensor]
     ) -> dict[str, Any]:
         """Return the first rank, micro-batch and parameter that is not finite. Collective."""
         mine: dict[str, Any] = {}
-        passes: Counter[str] = Counter()
-        for name, norm in own:
-            passes[name] += 1
+        for micro_batch, name, norm in own:
             if not is_finite(norm):
-                mine = {"micro_batch": passes[name], "parameter": name}
+                mine = {"micro_batch": micro_batch, "parameter": name}
                 break
         else:
             bad = (k for k, loss in enumerate(losses, 1) if not is_finite(loss))
@@ -125,14 +120,13 @@ class GradientGuard(Callback):
         bad_names = [name for name, grad in grads if not is_finite(grad)]
         return {"parameter": uncompiled(bad_names[0])} if bad_names else {}
 
-    def _largest(self, trainer: Trainer, own: list[tuple[str, Tensor]]) -> dict[str, Any]:
+    def _largest(self, trainer: Trainer, own: list[tuple[int, str, Tensor]]) -> dict[str, Any]:
         """Return the rank, micro-batch and parameter with the largest gradient. Collective."""
-        passes: Counter[str] = Counter()
         largest, mine = -1.0, {}
-        for name, norm in own:
-            passes[name] += 1
-            if float(norm) > largest:
-                largest, mine = float(norm), {"micro_batch": passes[name], "parameter": name}
+        for micro_batch, name, noted in own:
+            norm = float(noted) * trainer._stepper.factor_of(micro_batch)
+            if norm > largest:
+                largest, mine = norm, {"micro_batch": micro_batch, "parameter": name}
         everyone = trainer.backend.all_gather_object((largest, -trainer.world.rank, mine))
         _, rank, found = max(everyone, key=lambda item: item[:2])
         return {"rank": -rank, **found}

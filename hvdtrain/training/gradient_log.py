@@ -1,13 +1,13 @@
 """`--log-gradients N`: a callback that writes a line per parameter into gradients.jsonl.
 
 Of every N-th step. The averaged gradient is read before it is clipped; the weights before and after
-the step. Each rank's own gradient is read as backward computes it, before any engine sends it: this
-works on every backend, as all of them average what autograd accumulates.
+the step. Each rank's own gradient is read before any engine sends it, as `p.grad` so far and what
+backward computes: this works on every backend, as all of them average what autograd accumulates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from hvdtrain.backends.model_sync import uncompiled
 from hvdtrain.training import run_dir
 from hvdtrain.training.callback import Callback
-from hvdtrain.training.gradient_values import norm_of, values_of
+from hvdtrain.training.gradient_values import norm_of, values_of, watch
 
 if TYPE_CHECKING:
     from hvdtrain.training.trainer import Trainer
@@ -35,8 +35,10 @@ class GradientLog(Callback):
     def __init__(self, every: int) -> None:
         self._every = every
         self._handles: list[Any] = []
-        self._own: dict[str, Tensor] = {}
-        """This rank's own gradients, summed over the micro-batches of the step."""
+        self._own: dict[str, tuple[int, Tensor]] = {}
+        """This rank's own gradients, summed over the micro-batches of the step, with the last one
+        that used the parameter.
+        """
         self._lines: list[dict[str, Any]] = []
         self._weights: dict[str, Tensor] = {}
         """Copies of the weights before the step."""
@@ -56,7 +58,10 @@ class GradientLog(Callback):
             handle.remove()
         trainer.backend.synchronize(trainer.optimizer, "gradients")
         scale = trainer.precision.scaler.get_scale()
-        own = {name: float(norm_of(grad)) / scale for name, grad in self._own.items()}
+        own = {
+            name: float(norm_of(grad)) * trainer._stepper.factor_of(micro_batch) / scale
+            for name, (micro_batch, grad) in self._own.items()
+        }
         everyone = trainer.backend.all_gather_object(own)
         self._own, self._weights, self._lines = {}, {}, []
         if trainer.world.rank > 0:
@@ -90,18 +95,13 @@ class GradientLog(Callback):
         """Note this rank's own gradients in the next step, if it is due."""
         if (trainer.progress.step + 1) % self._every:
             return
-        self._handles = [
-            p.register_hook(self._noter(uncompiled(name)))  # type: ignore[no-untyped-call]
-            for name, p in trainer.model.named_parameters()
-            if p.requires_grad
-        ]
+        parameters = {uncompiled(name): p for name, p in trainer.model.named_parameters()}
 
-    def _noter(self, name: str) -> Callable[[Tensor], None]:
-        def note(grad: Tensor) -> None:
-            known = self._own.get(name)
-            self._own[name] = grad.detach().clone() if known is None else known + grad.detach()
+        def note(micro_batch: int, name: str, grad: Tensor) -> None:
+            before = parameters[name].grad  # the sum until now, which a weight may have rescaled
+            self._own[name] = micro_batch, grad.clone() if before is None else before + grad
 
-        return note
+        self._handles = watch(trainer, note)
 
     def on_end(self, trainer: Trainer) -> None:
         """Stop to watch the gradients."""

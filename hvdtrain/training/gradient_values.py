@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
+
+from hvdtrain.backends.model_sync import uncompiled
+
+if TYPE_CHECKING:
+    from hvdtrain.training.trainer import Trainer
 
 
 def values_of(grad: Tensor) -> Tensor:
@@ -25,3 +33,29 @@ def norm_of(grad: Tensor) -> Tensor:
 def is_finite(value: Tensor) -> bool:
     """Return whether all elements are finite. Waits for the device."""
     return bool(values_of(value).isfinite().all())
+
+
+def watch(trainer: Trainer, note: Callable[[int, str, Tensor], None]) -> list[Any]:
+    """Call `note(micro_batch, name, grad)` for this rank's own gradient of each parameter in each
+    micro-batch, counted from 1, as backward computes it. Return the handles of the hooks.
+
+    Not collective. `Stepper.factor_of` has what a gradient is multiplied by after its backward
+    pass. A micro-batch of weight 0 has gradients of zeros.
+    """
+    stepper = trainer._stepper
+
+    def hook_of(name: str) -> Callable[[Tensor], None]:
+        def hook(grad: Tensor) -> None:
+            if not stepper.micro_batch:
+                return  # `ddp` sends the first step's gradients through the hooks again
+            grad = grad.detach()
+            # The hooks that make it zeros come after this one.
+            note(stepper.micro_batch, name, torch.zeros_like(grad) if stepper.is_weight_0 else grad)
+
+        return hook
+
+    return [
+        p.register_hook(hook_of(uncompiled(name)))  # type: ignore[no-untyped-call]
+        for name, p in trainer.model.named_parameters()
+        if p.requires_grad
+    ]

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.backends.model_sync import sync_buffers, to_cpu
+from hvdtrain.backends.model_sync import average, sync_buffers, to_cpu
 from hvdtrain.training.config import TrainConfig
+from hvdtrain.trees import parameters_of
 
 
 class LocalSGD:
@@ -52,7 +53,7 @@ class LocalSGD:
     def finish_backward(self, step: int) -> None:
         """Average the gradients if `step` belongs to the warm-up. Collective there."""
         if step <= self._config.local_warmup:
-            _average(self._backend, [p.grad for p in self._parameters if p.grad is not None])
+            average(self._backend, [p.grad for p in self._parameters if p.grad is not None])
 
     def finish_step(self, step: int) -> None:
         """Synchronize parameters, buffers and, if asked for, the optimizer's state, if `step` is
@@ -62,9 +63,9 @@ class LocalSGD:
             return
         with torch.no_grad():
             if step > self._config.local_warmup:
-                _average(self._backend, [p.detach() for p in self._parameters])
+                average(self._backend, [p.detach() for p in self._parameters])
                 if self._config.local_state == "average":
-                    _average(self._backend, _floating(self._optimizer))
+                    average(self._backend, _floating(self._optimizer))
                 if self._outer is not None:
                     self._take_outer_step(self._outer)
             elif self._outer is not None:
@@ -86,7 +87,7 @@ class LocalSGD:
         """
         own = [t.detach() for t in (*self._parameters, *self._model.buffers())]
         before = [t.clone() for t in own]
-        _average(self._backend, [p.detach() for p in self._parameters])
+        average(self._backend, [p.detach() for p in self._parameters])
         sync_buffers(self._backend, self._model)
         try:
             yield
@@ -132,20 +133,6 @@ def _of(optimizer: SGD) -> list[Tensor]:
 
 def _floating(optimizer: Optimizer) -> list[Tensor]:
     """Return the floating-point tensors of an optimizer's state, in the order of its parameters."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [optimizer.state[p] for p in parameters if p in optimizer.state]
+    states = [optimizer.state[p] for p in parameters_of(optimizer) if p in optimizer.state]
     tensors = [t for state in states for t in state.values() if isinstance(t, Tensor)]
     return [t for t in tensors if t.is_floating_point() and t.dim()]
-
-
-def _average(backend: Backend, tensors: list[Tensor]) -> None:
-    """Replace tensors by their means over all ranks, in place: one collective for each dtype."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for t in tensors:
-        by_dtype.setdefault(t.dtype, []).append(t)
-    with torch.no_grad():
-        for same in by_dtype.values():
-            flat = backend.all_reduce(torch.cat([t.reshape(-1) for t in same]), "mean")
-            parts = torch.split(flat, [t.numel() for t in same])
-            for t, part in zip(same, parts, strict=True):
-                t.copy_(part.view_as(t))

@@ -56,7 +56,8 @@ def lr_factors(
 ) -> Callable[[int], float]:
     """Return the function from a step to the factor of the learning rate that it is taken with.
 
-    `ahead`: by how many of this run's steps the progress in epochs exceeds the number of the step.
+    `ahead`: by how many of this run's steps the progress in epochs exceeds the number of the step;
+    not 0 after a resume at another batch size.
     """
 
     def factor(step: int) -> float:
@@ -112,15 +113,13 @@ def build_schedule(
     start_step: int,
     total_steps: int,
     steps_per_epoch: int,
-    epoch_steps: int | None = None,
+    ahead: int = 0,
 ) -> LRScheduler:
     """Return a scheduler that warms up, then holds, anneals or drops the learning rate.
 
     It is a function of the step, so it needs no saved state. The optimizer's groups must have
-    `initial_lr`. `epoch_steps` is the progress in epochs, as a number of this run's steps; it
-    differs from `start_step` after a resume at another batch size.
+    `initial_lr`. `ahead`: see `lr_factors`.
     """
-    ahead = 0 if epoch_steps is None else epoch_steps - start_step
     factor = lr_factors(config, total_steps, steps_per_epoch, ahead)
     # The constructor of LambdaLR takes one step, to `start_step`.
     return LambdaLR(optimizer, factor, last_epoch=start_step - 1)

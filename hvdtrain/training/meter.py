@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hvdtrain.backends.base import Backend
@@ -17,6 +19,8 @@ from hvdtrain.training.gradient_values import is_finite
 
 _MAX_LOSSES = 1000
 """Losses that are kept to name the first one that is not finite."""
+_WITHOUT_FP64 = ("mps",)
+"""Types of devices that have no float64."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,11 @@ class StepTaken:
 
 
 class Meter:
-    """Sums losses, times and samples."""
+    """Sums losses, times and samples.
+
+    The losses of one step are added in float32, as in a plain loop, and those of the steps in
+    float64: in a half type the sum of a thousand steps stops growing, or overflows.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -54,12 +62,26 @@ class Meter:
         `losses`: those of the micro-batches, divided by their number, or one mean of all that have
         weights; none for a step left out.
         """
+        of_step: Tensor | None = None
         for micro, value in enumerate(losses, 1):
-            self._loss = value if self._loss is None else self._loss + value
+            wide = value if value.dtype == torch.float64 else value.float()
+            of_step = wide if of_step is None else of_step + wide
             self._losses.append((self._steps, micro, value))
+        if of_step is not None:
+            # The first is converted; the sum with later ones is of the wider type.
+            self._loss = _widened(of_step) if self._loss is None else self._loss + of_step
         self._steps += 1
         self._skipped += not losses
         self._samples += samples
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time of the block out: that of a checkpoint, for example."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - began
 
     def take(self) -> tuple[float, Tensor]:
         """Return this rank's seconds of waiting for data and its mean loss since the last call, and
@@ -90,7 +112,7 @@ class Meter:
         together = not self._backend.is_asynchronous
         numbers = {}
         if self._loss is not None:  # else all of the steps were left out, on all ranks
-            mean = self._loss.double() / (steps - self._skipped)
+            mean = self._loss / (steps - self._skipped)
             numbers["loss"] = float(self._backend.all_reduce(mean, "mean") if together else mean)
         elapsed = time.perf_counter() - self._since
         if norm is not None:
@@ -130,3 +152,8 @@ class Meter:
         text = f", first in step {first} on rank {rank}, micro-batch {micro}"
         # What is found later, on a GPU, is what it has spread to.
         return f"{text}, in {found[1]}" if found and found[1] and found[0] <= first else text
+
+
+def _widened(loss: Tensor) -> Tensor:
+    """Return a loss in float64, or in float32 on a device that lacks it."""
+    return loss if loss.device.type in _WITHOUT_FP64 else loss.double()

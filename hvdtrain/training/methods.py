@@ -25,6 +25,10 @@ ONE_PROCESS = {
 }
 
 LEFT_OUT_BY_SCALE = "the loss scale leaves steps out itself"
+NO_DDP_BUCKETS = (
+    "it is the size of DDP's buckets, and Horovod's is the variable HOROVOD_FUSION_THRESHOLD; use "
+    "that, or --backend ddp"
+)
 NO_MASTERS = "the half weights are averaged, and the fp32 masters are not"
 NO_MEAN = "it reads the averaged gradient, and each rank steps on its own"
 NO_MEAN_AT_ONCE = "it reads the averaged gradient, and each rank's is applied by itself"
@@ -162,6 +166,18 @@ METHODS = (
         lambda c: c.sync_bn,
         refused={"dp": "nn.DataParallel's replicas cannot communicate; use --backend ddp"},
     ),
+    Method("buffers of each rank", "--buffers local", lambda c: c.buffers == "local"),
+    Method(
+        "size of buckets",
+        "--bucket-mib 10",
+        lambda c: c.bucket_mib != TrainConfig.bucket_mib,
+        refused={
+            **ONE_PROCESS,
+            **dict.fromkeys(("horovod", "compat"), NO_DDP_BUCKETS),
+            "ps": "a parameter server is sent whole parameters; use --backend ddp",
+        },
+        not_with={"local SGD": "no gradients are sent"},
+    ),
     Method(
         "fp16 gradients",
         "--compression fp16",
@@ -261,6 +277,7 @@ METHODS = (
         not_with={
             "PowerSGD": KEPT_BY_RANK,
             "local SGD": KEPT_BY_RANK,
+            "buffers of each rank": KEPT_BY_RANK,
             "sharded optimizer": KEPT_BY_RANK,
         },
     ),

@@ -14,7 +14,7 @@ from hvdtrain.errors import InputError, WorldMismatch
 
 
 class Mean:
-    """Weighted means, by name. Call `add` on each rank, then `reduce` once."""
+    """Weighted means, by name. Call `add` on each rank, and `combine` the `shares` of all ranks."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[Tensor]] = {}
@@ -34,17 +34,6 @@ class Mean:
                 )
             self._sums.setdefault(name, []).append(value.detach().double().reshape(()) * weight)
             self._weights[name] = self._weights.get(name, 0) + weight
-
-    def reduce(self, backend: Backend) -> dict[str, float]:
-        """Return the means over all samples of all ranks.
-
-        Collective: a rank that added nothing calls it, too.
-        """
-        everyone = backend.all_gather_object(self.shares())
-        names = dict.fromkeys(name for part in everyone for name in part)
-        return {
-            name: self.combine([part[name] for part in everyone if name in part]) for name in names
-        }
 
     def shares(self) -> dict[str, tuple[float, float]]:
         """Return the sum of each value times its weight on this rank, and the sum of weights."""

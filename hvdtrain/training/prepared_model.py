@@ -6,12 +6,14 @@ The Trainer builds the model before it opens the run directory, and prepares it 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.backends.base import Backend, Gradients, RankState
+from hvdtrain.backends.model_sync import uncompiled
 from hvdtrain.errors import InputError
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
@@ -44,6 +46,23 @@ class PreparedModel:
         SGD.
         """
         return self.local is None or self.local.is_in_sync(step)
+
+
+class RankBuffers:
+    """The buffers of one rank, where each keeps its own BatchNorm statistics: `--buffers local`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the buffers that the model's own state has. Not collective."""
+        saved = self._model.state_dict()
+        return {uncompiled(n): t for n, t in self._model.named_buffers() if n in saved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned. Not collective."""
+        for name, buffer in self.state_dict().items():
+            buffer.copy_(state[name])
 
 
 def build_model(
@@ -91,4 +110,6 @@ def prepare_model(
         local = LocalSGD(backend, model, optimizer, config)
         if config.local_state == "local":
             rank_states.append(local)
+    if config.buffers == "local" and size > 1:
+        rank_states.append(RankBuffers(model))
     return PreparedModel(model, net, optimizer, precision, local, rank_states, lr_before, lr_after)

@@ -67,6 +67,12 @@ class RunData:
     ) -> None:
         config, backend = self._config, self._backend
         if isinstance(train, IterableDataset):
+            if backend.is_asynchronous:
+                raise InputError(
+                    f"--ps-async with a stream ({type(train).__name__}): the ranks exchange the "
+                    "sizes of their batches before every step, so that all wait for each other; "
+                    "give the dataset __len__ and __getitem__, or leave --ps-async out"
+                )
             self.batches = StreamBatches(train, config, backend, task.collate, state_is_due)
             self._train_loader: DataLoader[Any] = self.batches.loader
         else:

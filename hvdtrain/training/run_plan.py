@@ -116,6 +116,13 @@ class RunPlan:
         loaded_groups = [dict(group) for group in self._optimizer.param_groups]
         own = checked.schedule(self._optimizer, per_epoch, total)
         if own is not None:
+            if self._config.warmup_steps:
+                raise InputError(
+                    f"--warmup-steps {self._config.warmup_steps} has no effect on the schedule of "
+                    f"the task, a {type(own).__name__}; leave --warmup-steps out, and put the "
+                    "warm-up into the task's schedule",
+                    on_all_ranks=True,
+                )
             unit: Unit = "epoch" if task.schedule_unit == "epoch" else "step"
             schedule = RateSchedule(own, unit, True, task.schedule_metric)
             start = None if loaded else [float(g["lr"]) for g in self._optimizer.param_groups]
@@ -152,9 +159,8 @@ class RunPlan:
     def _make_step_schedule(self) -> LRScheduler:
         """Return the scheduler of the options, a function of the step, at the current step."""
         step, per_epoch = self._progress.step, self.ledger.steps_per_epoch or 0
-        steps_done = step + self._steps_ahead(per_epoch)
-        total = self.ledger.total_steps or 0
-        return build_schedule(self._optimizer, self._config, step, total, per_epoch, steps_done)
+        total, ahead = self.ledger.total_steps or 0, self._steps_ahead(per_epoch)
+        return build_schedule(self._optimizer, self._config, step, total, per_epoch, ahead)
 
     def _check_schedule(self, has_own: bool) -> None:
         """Raise InputError for a schedule that needs a number of steps which is not known."""

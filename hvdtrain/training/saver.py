@@ -61,8 +61,8 @@ class Saver:
         self._snapshot = Snapshot()
         self._versions = provenance.versions()
         self._is_due = False
-        self._requested: int | None = None
-        """The step after which a callback wants a checkpoint."""
+        self._requested: set[int] = set()
+        """The steps after which callbacks, a stop or a preemption want checkpoints."""
         # A run that resumes has a checkpoint of its step; from a commit it may have none.
         is_saved = commits is None or commits.root is None
         self._begun_step = progress.step if is_saved and progress.step else -1
@@ -81,12 +81,12 @@ class Saver:
         return self._epochs > 0 and epoch % self._epochs == 0
 
     def request(self, step: int) -> None:
-        """Make a checkpoint due after `step`, which is the current or the next one."""
-        self._requested = step
+        """Make a checkpoint due after `step`. Requests for several steps may wait at a time."""
+        self._requested.add(step)
 
     def will_save(self, step: int) -> bool:
         """Return whether a checkpoint follows the next step, `step`, in the middle of an epoch."""
-        waits = self._is_due or self._requested is not None
+        waits = self._is_due or bool(self._requested)
         return self.is_due(step) or (waits and self._prepared.is_in_sync(step))
 
     def may_save_next(self) -> bool:
@@ -94,7 +94,7 @@ class Saver:
         epoch.
         """
         step = self._progress.step + 1
-        waits = self._is_due or self._requested is not None
+        waits = self._is_due or bool(self._requested)
         waits |= self._commits is not None and self._commits.is_due(step)
         return waits or self.is_due(step) or step == self._config.max_steps
 
@@ -103,9 +103,9 @@ class Saver:
         next step that synchronizes.
         """
         step = self._progress.step
-        self._is_due |= is_due
-        if self._requested is not None and step >= self._requested:
-            self._is_due, self._requested = True, None
+        later = {requested for requested in self._requested if requested > step}
+        self._is_due |= is_due or later != self._requested
+        self._requested = later
         if not (self._is_due and self._prepared.is_in_sync(step)):
             return False
         self._is_due = False

@@ -29,6 +29,7 @@ from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.run_state import Progress
 from hvdtrain.training.task import CheckedTask
 from hvdtrain.training.weighted_loss import WeightedLosses
+from hvdtrain.trees import parameters_of
 
 
 class Stepper:
@@ -57,8 +58,13 @@ class Stepper:
         self._local, self._schedule = prepared.local, schedule
         self._progress = progress
         self._on_gradients = on_gradients
+        self._weighted: WeightedLosses | None = None
+        """The losses of the last step, if they have weights."""
         self.last_lrs: list[float] = []
         """The rates of the last step that was logged, by parameter group."""
+        self.micro_batch = 0
+        """The micro-batch at work, counted from 1; 0 when the backward passes of a step are over.
+        """
 
     def take(
         self, window: Window, meter: Meter, logs: bool, on_batch: Callable[[Any], None] | None
@@ -89,6 +95,17 @@ class Stepper:
         record = {"step": step, "epoch": progress.epoch_number, "lr": self.last_lrs[0]}
         return {**record, **numbers, **scale, **self._backend.log_fields}
 
+    @property
+    def is_weight_0(self) -> bool:
+        """Whether the micro-batch at work has a loss of weight 0: its gradient counts nothing."""
+        return self._weighted is not None and self._weighted.is_weight_0
+
+    def factor_of(self, micro_batch: int) -> float:
+        """Return by how much the gradients of a micro-batch, counted from 1, were multiplied after
+        its backward pass. Not collective.
+        """
+        return 1.0 if self._weighted is None else self._weighted.factor_of(micro_batch)
+
     def _backward(
         self, window: Window, meter: Meter, on_batch: Callable[[Any], None] | None
     ) -> list[Tensor]:
@@ -97,8 +114,9 @@ class Stepper:
         """
         losses = []
         num_micro_batches, weights = window.num, window.weights
-        weighted: WeightedLosses | None = None
+        self._weighted = weighted = None
         for micro in range(num_micro_batches):
+            self.micro_batch = micro + 1
             waited = time.perf_counter()
             batch = next(window.batches)
             meter.data_s += time.perf_counter() - waited
@@ -125,6 +143,7 @@ class Stepper:
                         loss = loss * weights[micro]
                 self._precision.backward(loss)
             losses.append(loss.detach())
+        self.micro_batch = 0
         return losses if weighted is None else [weighted.mean().detach()]
 
     def _compare_losses(self, has_weight: bool) -> None:
@@ -144,7 +163,10 @@ class Stepper:
     def _begin_weighted(self, num_micro_batches: int) -> WeightedLosses:
         """Begin a step whose losses have weights. Raises InputError if a method excludes them."""
         methods.check_weighted_loss(self._config)
-        return WeightedLosses(self._backend, self._model.parameters(), num_micro_batches)
+        self._weighted = WeightedLosses(
+            self._backend, self._model.parameters(), num_micro_batches, self._config.sync_bn
+        )
+        return self._weighted
 
     def _accumulate(self, last: bool) -> AbstractContextManager[None]:
         if self._local is not None:
@@ -213,7 +235,7 @@ class Stepper:
         """
         if not wanted and not self._clips:
             return None
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(self._optimizer)
         grads = [p.grad for p in parameters if p.grad is not None]
         if self._clips and any(grad.is_sparse for grad in grads):
             raise InputError("--clip-norm cannot clip sparse gradients; leave it out")

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from ast import literal_eval
 from collections.abc import Iterable
 from numbers import Real
-from types import ModuleType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from hvdtrain.errors import InputError, did_you_mean, one_line
 from hvdtrain.tasks import TASKS
 from hvdtrain.training.evaluation import Sum, WeightedMean, is_metric_object
-from hvdtrain.training.user_module import load_module
+from hvdtrain.training.user_module import load_named
 
 Batch = Any
 """The collated samples: tensors in tuples, lists or dicts, on the device of the model."""
@@ -296,8 +295,7 @@ def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
     not take the arguments.
     """
     where = TASKS.get(spec, spec)
-    module_name, colon, class_name = where.rpartition(":")
-    if not colon:
+    if ":" not in where:
         package, dot, last = spec.rpartition(".")
         hint = did_you_mean(spec, TASKS)
         if dot:
@@ -307,14 +305,7 @@ def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
             f"unknown task {spec!r}; {hint}one of: {', '.join(TASKS)}, module:Class, or "
             f"file.py:Class"
         )
-    if not module_name or not class_name:
-        raise InputError(f"the task {spec!r} is not module:Class or file.py:Class")
-    module = load_module(module_name, "task")
-    cls = getattr(module, class_name, None)
-    if not (isinstance(cls, type) and issubclass(cls, Task)):
-        found = [n for n, c in vars(module).items() if _is_own_task(c, module)]
-        hint = f"; it has: {', '.join(found)}" if found else ""
-        raise InputError(f"{module_name} has no Task subclass named {class_name!r}{hint}")
+    cls: type[Task] = load_named(where, "task", "Task subclass", _is_task)
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise InputError(f"the task {spec!r} lacks the methods: {missing}")
@@ -325,10 +316,8 @@ def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
     return task
 
 
-def _is_own_task(value: object, module: ModuleType) -> bool:
-    return (
-        isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
-    )
+def _is_task(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Task)
 
 
 def _parse_setting(text: str) -> tuple[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +36,16 @@ class TensorBoard(Callback):
         self._writer: SummaryWriter | None = None
 
     def on_start(self, trainer: Trainer) -> None:
-        """Open an event file. A resumed run hides what was written after its checkpoint."""
+        """Open an event file. Hide what an earlier run here wrote after the step of this one."""
         if trainer.run_dir is None:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        again = trainer.progress.step + 1 if trainer.resumed_from is not None else None
-        folder = str(trainer.run_dir / FOLDER)
-        self._writer = SummaryWriter(folder, purge_step=again)
+        folder, first = str(trainer.run_dir / FOLDER), trainer.progress.step + 1
+        self._writer = SummaryWriter(folder, purge_step=first)
+        # A world of an elastic run that ends calls no `on_end`, and its process goes on: the
+        # writer has a thread and an open file.
+        weakref.finalize(self, self._writer.close).atexit = False
 
     def on_log(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
         """Write the numbers of a record."""

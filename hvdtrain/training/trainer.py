@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends.base import Backend
 from hvdtrain.training import determinism, methods, restart, run_report, run_state, weights
 from hvdtrain.training.callback import Callback
@@ -95,8 +96,14 @@ class Trainer:
         self._stop: run_state.Stop | None = None
         self._skips = False
         """Whether a callback leaves this step out."""
-        self._follows = 0
-        """How many steps a stop takes yet: 1 in the middle of an epoch, else 0."""
+        self._save_after = 0
+        """The step after which a checkpoint that is requested now can be saved: the last one begun
+        if it ends an epoch or the run, else the next one.
+        """
+        self._stop_after = 0
+        """The step after which a stop that is requested now can end the run: the same, or the next
+        one if the ranks are not in sync after that.
+        """
         self._preemption = Preemption(backend, config)
         self._start_of_run = restart.unknown(self.world)
         self._is_preempted = False
@@ -165,12 +172,14 @@ class Trainer:
     # For callbacks
 
     def stop(self, reason: str) -> None:
-        """End the run early; in `on_step_end`, after one more step, which is saved as any last one.
+        """End the run early, and save its last step: from `on_gradients` and `on_step_end` the step
+        that follows, unless an epoch ends with this one. Between two averages of local SGD, one
+        step follows in any case.
 
         Every rank calls it after the same step. The first `reason` is printed, and in run.json.
         """
         if self._stop is None:
-            self._stop = run_state.Stop(reason, self.progress.step + self._follows)
+            self._stop = run_state.Stop(reason, self._stop_after)
             self._saver.request(self._stop.after)
 
     def skip_step(self) -> None:
@@ -180,10 +189,11 @@ class Trainer:
         self._skips = True
 
     def request_checkpoint(self) -> None:
-        """Save a checkpoint after the evaluation or the epoch; from `on_step_end`, after the next
-        step. Every rank calls it after the same step.
+        """Save a checkpoint after the evaluation or the epoch; from `on_gradients` and
+        `on_step_end` after the step that follows, unless an epoch ends with this one. Every rank
+        calls it after the same step.
         """
-        self._saver.request(self.progress.step + self._follows)
+        self._saver.request(self._save_after)
 
     def record(self, **entries: Any) -> None:
         """Add entries to run.json, with the values of rank 0. Every rank calls it."""
@@ -245,6 +255,7 @@ class Trainer:
         again = self._start_of_run.restart
         resumption = Resumption(*common, self._run_dir, self.console, again, commits)
         loaded = resumption.load()
+        self._save_after = self._stop_after = progress.step
         plan = RunPlan(config, self.world.size, self.batches, progress, prepared)
         self.schedule = plan.make_schedule(self.task, self._checked, loaded)
         self.ledger = plan.ledger
@@ -344,9 +355,10 @@ class Trainer:
         """
         progress, config = self.progress, self.config
         self._own_samples, epoch, start = 0, progress.epoch, progress.sample
-        for last in self._take_epoch(Meter(self.backend)):
+        meter = Meter(self.backend)
+        for last in self._take_epoch(meter):
             if not last:
-                self._save_if_due(self._saver.is_due(progress.step))
+                self._save_if_due(self._saver.is_due(progress.step), meter)
                 if self._may_end():
                     self._record_samples(epoch, start)
                     self._end_preempted()
@@ -362,8 +374,8 @@ class Trainer:
         if not progress.sample:
             self._callbacks.call("on_epoch_end", self)
         epoch_is_due = done or self._saver.is_due_after_epoch(progress.epoch)
-        self._save_if_due(epoch_is_due or self._saver.is_due(progress.step))
-        if self._may_end() and not done:
+        self._save_if_due(epoch_is_due or self._saver.is_due(progress.step), meter)
+        if self._may_end() and not self._is_finished():  # a callback may have stopped it since
             self._end_preempted()
         return metrics
 
@@ -404,7 +416,8 @@ class Trainer:
             meter.data_s += time.perf_counter() - waited
             if window is None:
                 self._data.check_used(progress)
-                progress.end_epoch()
+                mark_as_stepped(self.optimizer)  # it was, in this epoch, before the run was resumed
+                self._end_epoch()
                 return
             ends_run = progress.step + 1 == config.max_steps or self._stop is not None
             is_last = window.last or ends_run
@@ -413,9 +426,13 @@ class Trainer:
                 self._local.last_step = progress.step + 1
             self._take_step(window, meter, is_last)
             if window.last:
-                progress.end_epoch()
-                self.schedule.after_epoch()
+                self._end_epoch()
             yield is_last
+
+    def _end_epoch(self) -> None:
+        """Move to the next epoch, and step a schedule by epoch."""
+        self.progress.end_epoch()
+        self.schedule.after_epoch()
 
     def _record_samples(self, epoch: int, start: int) -> None:
         """Add to run.json how many samples each rank used of this epoch. Collective.
@@ -432,17 +449,20 @@ class Trainer:
         self.backend.progress.step = step = self.progress.step + 1
         # Log before every checkpoint: that checks the loss, so that no diverged state is saved.
         due = last or step % self.config.log_every == 0 or self._saver.will_save(step)
+        # A request in this step is too late for it: the position in a stream is copied before.
+        self._save_after = self._stop_after = step if last else step + 1
+        if last and self._local is not None and not self._local.is_in_sync(step):
+            self._stop_after = step + 1
         record = self._stepper.take(window, meter, self._records and due, self.on_batch)
         self._own_samples += window.own
-        self._follows = 0 if last else 1
         if record is not None:
             self.log(record)
         self._callbacks.call("on_step_end", self)
         self._saver.raise_error()
         # Ranks that step at different times agree at the next save.
         if due and not self.backend.is_asynchronous:
-            self._complete_save(wait=False)
-        self._follows = 0
+            with meter.paused():
+                self._complete_save(wait=False)
         self.optimizer.zero_grad()
         self.console.advance(step)
 
@@ -475,20 +495,25 @@ class Trainer:
         return metrics
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write one record to metrics.jsonl and show it, on rank 0 only."""
+        """Write one record to metrics.jsonl and show it, on rank 0 only. A record without `step` is
+        one of the current step.
+        """
+        record = {"step": self.progress.step, **record}
         if self._run_dir is not None:
             self._run_dir.log(record)
         self.console.log(record)
         self._callbacks.call("on_log", self, record)
 
-    def _save_if_due(self, is_due: bool) -> None:
+    def _save_if_due(self, is_due: bool, meter: Meter) -> None:
         saves = self._saver.falls_due(is_due)
         if saves:
-            self._save()
+            with meter.paused():
+                self._save()
         commits, progress = self._commits, self.progress
         if commits is None or not (saves or not progress.sample or commits.is_due(progress.step)):
             return
-        self._saver.commit(self._stop)
+        with meter.paused():
+            self._saver.commit(self._stop)
         if not (self._is_finished() or self._is_preempted):
             commits.check_hosts()
 

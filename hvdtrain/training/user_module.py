@@ -1,14 +1,47 @@
-"""Importing a user's module or file, which `--task` and `--callback` name."""
+"""Importing what `--task` and `--callback` name: a class in a user's module or file.
+
+`load_task` and `load_callback` use `load_named`, which looks it up in what `load_module` imports.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from hvdtrain.errors import InputError
+
+
+def load_named(spec: str, what: str, kind: str, is_wanted: Callable[[object], bool]) -> Any:
+    """Return what `spec` names, `module:NAME` or `file.py:NAME`. Not collective.
+
+    `what`: the option, `kind`: what `is_wanted` looks for, in messages. Raises InputError if it is
+    not there, and lists what the module has.
+    """
+    where, _, name = spec.rpartition(":")
+    if not where or not name:
+        raise InputError(f"--{what} {spec!r} is not module:Class or file.py:Class")
+    module = load_module(where, what)
+    found = getattr(module, name, None)
+    if not is_wanted(found):
+        own = (
+            key
+            for key, value in vars(module).items()
+            if is_wanted(value) and _is_defined_in(value, module)
+        )
+        hint = ", ".join(own) or "none"
+        raise InputError(f"{where} has no {kind} named {name!r}; it has: {hint}")
+    return found
+
+
+def _is_defined_in(value: object, module: ModuleType) -> bool:
+    """Return whether a class, or that of an object, is defined in a module."""
+    defined = value if isinstance(value, type) else type(value)
+    return defined.__module__ == module.__name__
 
 
 def load_module(name: str, what: str) -> ModuleType:

@@ -14,43 +14,71 @@ The mean over the ranks is then sum(weight * loss) / sum(weight). The engine get
 usual size, already scaled: fp16's loss scale, compressed, sparse and server-side gradients need no
 code of their own, and clipping follows as always. The `unit` may differ between ranks:
 it has left the gradients before they are sent.
+
+A micro-batch of weight 0 has a gradient of zeros, whatever backward computes: a loss that divides
+by its weight has 0 / 0 there, and NaN times 0 is NaN. Tensor hooks replace it, which run before
+engines accumulate and send it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError
+from hvdtrain.training.gradient_values import is_finite
 
 
 class WeightedLosses:
-    """The losses of one step on one rank. `num`: how many `scale` is called with."""
+    """The losses of one step on one rank. `num`: how many `scale` is called with. `sync_bn`:
+    whether the ranks exchange gradients within their backward passes, too.
+    """
 
-    def __init__(self, backend: Backend, parameters: Iterable[Tensor], num: int) -> None:
+    def __init__(
+        self, backend: Backend, parameters: Iterable[Tensor], num: int, sync_bn: bool = False
+    ) -> None:
         self._backend = backend
-        self._parameters = parameters
+        self._parameters = [p for p in parameters if p.requires_grad]
         self._num = num
         self._left = num
+        self._sync_bn = sync_bn
         self._unit = 0.0
         self._mean = 0.0
         self._weights = 0.0
         self._total: Tensor | None = None
+        self._rescaled_by = 1.0
+        self._zeroing: list[Any] = []
+        """The handles of the hooks that make the gradients of this micro-batch zero."""
+
+    @property
+    def is_weight_0(self) -> bool:
+        """Whether the micro-batch that `scale` was last called with has the weight 0."""
+        return bool(self._zeroing)
+
+    def factor_of(self, micro_batch: int) -> float:
+        """Return by how much the gradients of a micro-batch, counted from 1, were multiplied after
+        its backward pass. Not collective.
+        """
+        return self._rescaled_by if micro_batch < self._num else 1.0
 
     def scale(self, loss: Tensor, weight: float) -> Tensor:
         """Return the loss to start backward from, given the mean of a micro-batch and its weight.
 
         Collective for the last micro-batch: one all-reduce of a number. Raises InputError, on every
-        rank, if the weights of a step are all zero.
+        rank, if the weights of a step are all zero. Call `scale` or `mean` after each backward
+        pass.
         """
+        self._end_zeroing()
         self._left -= 1
         self._weights += weight
         if weight == 0:
             # The mean over no token is often NaN. It counts nothing, and its gradient is zero.
             loss = loss.nan_to_num(0.0, 0.0, 0.0)
+            self._zeroing = [p.register_hook(self._zero) for p in self._parameters]  # type: ignore[no-untyped-call]
         part = loss.detach().double() * weight
         self._total = part if self._total is None else self._total + part
         if self._left:
@@ -58,14 +86,15 @@ class WeightedLosses:
             return loss * (weight / self._unit if self._unit else 0.0)
         self._mean = self._reduce()
         if self._unit:
-            self._rescale(self._unit / self._mean)
+            self._rescaled_by = self._unit / self._mean
+            self._rescale(self._rescaled_by)
         return loss * (weight / self._mean)
 
     def mean(self) -> Tensor:
-        """Return what the mean over the ranks makes the step's mean loss, after the last `scale`.
-
-        Not collective.
+        """Return what the mean over the ranks makes the step's mean loss, after the last backward
+        pass. Not collective.
         """
+        self._end_zeroing()
         assert self._total is not None
         return self._total / self._mean
 
@@ -80,6 +109,24 @@ class WeightedLosses:
                 on_all_ranks=True,
             )
         return mean
+
+    def _zero(self, grad: Tensor) -> Tensor:
+        """Return zeros in place of a gradient of weight 0. With `sync_bn`, raise InputError if it
+        is not finite.
+        """
+        # If the weights are not finite either, the run has diverged, which is reported as that.
+        if self._sync_bn and not is_finite(grad) and all(map(is_finite, self._parameters)):
+            raise InputError(
+                "the gradient of a loss of weight 0 is not finite, and --sync-bn sends it to all "
+                "ranks within the backward pass; divide by the weight in loss as "
+                "total / weight.clamp(min=1)"
+            )
+        return torch.zeros_like(grad)
+
+    def _end_zeroing(self) -> None:
+        for handle in self._zeroing:
+            handle.remove()
+        self._zeroing = []
 
     @torch.no_grad()
     def _rescale(self, factor: float) -> None:

@@ -38,7 +38,7 @@ class Weights:
 def find(path: Path, best: bool = False, ema: bool = False) -> Weights:
     """Return the weights at `path`: the newest checkpoint of a run directory, or with `best` the
     one that `--keep-best` kept; else a checkpoint, or a file. Reads every byte of a checkpoint.
-    `ema`: the average of `--ema` there.
+    `ema`: the average of `--ema` there, if `read` finds one.
 
     Not collective. Raises InputError if there are none, and CheckpointError for a damaged
     checkpoint: it never takes another one instead.
@@ -68,23 +68,20 @@ def find(path: Path, best: bool = False, ema: bool = False) -> Weights:
         valid, _ = checkpoint.newest(found.parent)
         other = "no other is valid" if valid is None else f"give another one, such as {valid}"
         raise CheckpointError(f"cannot use the checkpoint {found}: {why}; {other}")
-    if ema and "EMA" not in _callbacks(found):
-        raise InputError(f"{found} has no average of the weights; train with --ema DECAY")
     return Weights(found, run, ema)
 
 
-def _callbacks(path: Path) -> dict[str, Any]:
-    """Return the states of the run's callbacks in a checkpoint, by name."""
-    return checkpoint.load(path, "callbacks") if (path / "callbacks.pt").exists() else {}
-
-
 def _chosen(path: Path, run: dict[str, Any], best: bool) -> Path:
+    """Return the newest checkpoint of a run, or the best one."""
     root = path / "checkpoints"
     if best:
         kept = run.get("best_checkpoint")
         if not kept:
             raise InputError(f"{path} has no best checkpoint; train with --keep-best METRIC")
-        return checkpoint.path_of(root, kept["step"])
+        own, recorded = checkpoint.path_of(root, kept["step"]), kept.get("path")
+        # The run directory may have been moved. But the best checkpoint of a run that was resumed
+        # in a directory of its own is in that of the run before.
+        return Path(recorded) if recorded and not own.exists() else own
     checkpoints = checkpoint.list_checkpoints(root)
     if not checkpoints:
         raise CheckpointError(
@@ -95,12 +92,12 @@ def _chosen(path: Path, run: dict[str, Any], best: bool) -> Path:
 
 def read(weights: Weights) -> dict[str, Any]:
     """Return the state dict, on the CPU. Of a run with fp32 masters, these replace its half
-    weights. Not collective. Raises CheckpointError or InputError for a file that holds none.
+    weights. Not collective. Raises CheckpointError or InputError for a file that holds none, and
+    InputError for a checkpoint without the average of `--ema` that is meant.
     """
     path = weights.path
     if weights.ema:
-        average: dict[str, Any] = _callbacks(path)["EMA"]["weights"]
-        return average
+        return _average(path)
     if path.is_dir():
         state = checkpoint.load(path, "model")
         masters = checkpoint.load(path, "masters") if (path / "masters.pt").exists() else {}
@@ -120,6 +117,15 @@ def read(weights: Weights) -> dict[str, Any]:
             f"{path.name!r})"
         )
     return {str(name): value for name, value in state.items()}
+
+
+def _average(path: Path) -> dict[str, Any]:
+    """Return the average of `--ema` in a checkpoint."""
+    states = checkpoint.load(path, "callbacks") if (path / "callbacks.pt").exists() else {}
+    if "EMA" not in states:
+        raise InputError(f"{path} has no average of the weights; train with --ema DECAY")
+    average: dict[str, Any] = states["EMA"]["weights"]
+    return average
 
 
 def without_prefixes(state: Mapping[str, Any], known: Collection[str] = ()) -> dict[str, Any]:

@@ -12,6 +12,7 @@ Gloo, NCCL, real Horovod and the parameter server do not show when the last rank
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -43,6 +44,7 @@ class Arrivals:
         """
         queued = time.monotonic()
 
+        @functools.wraps(run)  # a work queue names the collective by its function
         def timed() -> None:
             run()
             self._operations.append((queued, time.monotonic(), is_awaited))

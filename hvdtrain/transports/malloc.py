@@ -23,7 +23,7 @@ def keep_freed_memory() -> None:
     freed here is never touched. The setting holds for the process; repeating it changes nothing,
     and with another malloc nothing happens. Not collective.
     """
-    torch.empty(31 << 20, dtype=torch.uint8)
+    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
 def return_freed_memory() -> None:

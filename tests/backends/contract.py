@@ -147,6 +147,21 @@ def gradients_are_means(backend: Backend, micro_batches: int) -> None:
         optimizer.zero_grad()
 
 
+def tensor_hooks_run_once(backend: Backend) -> None:
+    """A hook of the user's that changes a gradient is applied once, also in the first step."""
+    rank, size = backend.world.rank, backend.world.size
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.register_hook(lambda grad: 2 * grad)  # type: ignore[no-untyped-call]
+    net, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    mean = sum(range(1, size + 1)) / size
+    for _ in range(2):
+        with backend.accumulate(net, last=True):
+            net(torch.full((1, 1), rank + 1.0)).sum().backward()
+        backend.finish_backward(optimizer)
+        torch.testing.assert_close(model.weight.grad, torch.full((1, 1), 2 * mean))
+        optimizer.zero_grad()
+
+
 def sparse_gradients(backend: Backend) -> None:
     """Each rank adds up its own rows, and then the ranks': bit by bit the same at two ranks.
 
@@ -388,6 +403,26 @@ def sync_batch_norm(backend: Backend) -> None:
     model.eval()
     twin.eval()
     torch.testing.assert_close(model(inputs[0]), twin(inputs[0]), rtol=0, atol=1e-12)
+
+
+def sync_batch_norm_without_running_statistics(backend: Backend) -> None:
+    """In evaluations, of which ranks have different numbers of batches, it does not communicate."""
+    rank, size = backend.world.rank, backend.world.size
+    convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    model: nn.Module = convert(nn.Sequential(nn.Linear(4, 4), norm)).double()
+    backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs = torch.randn(size, 6, 4, generator=torch.Generator().manual_seed(1)).double()
+    twin = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)).double()
+    twin.load_state_dict(model.state_dict())
+    whole = twin(inputs.reshape(-1, 4)).reshape(inputs.shape)
+    torch.testing.assert_close(model(inputs[rank]), whole[rank], rtol=0, atol=1e-12)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs[rank]), twin(inputs[rank]), rtol=0, atol=1e-12)
+        for _ in range(rank):
+            model(inputs[rank])
+    backend.barrier()
 
 
 def sync_batch_norm_of_uneven_batches(backend: Backend) -> None:

@@ -67,6 +67,10 @@ def test_gradients_are_means(ranks: Ranks, micro_batches: int) -> None:
     ranks.run(contract.gradients_are_means, micro_batches)
 
 
+def test_tensor_hooks_run_once(ranks: Ranks) -> None:
+    ranks.run(contract.tensor_hooks_run_once)
+
+
 def test_sparse_gradients(ranks: Ranks) -> None:
     ranks.run(contract.sparse_gradients)
 
@@ -122,6 +126,10 @@ def test_two_models(ranks: Ranks) -> None:
 def test_sync_batch_norm(ranks: Ranks) -> None:
     """torch's layer would silently be plain BatchNorm, or crash, on CPUs."""
     ranks.run(contract.sync_batch_norm)
+
+
+def test_sync_batch_norm_without_running_statistics(ranks: Ranks) -> None:
+    ranks.run(contract.sync_batch_norm_without_running_statistics)
 
 
 def test_sync_batch_norm_of_uneven_batches(ranks: Ranks) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any, cast
+
 import pytest
 
 from hvdtrain.compare.compare_options import CompareOptions
-from hvdtrain.compare.record import Block, PhasePass, Record
+from hvdtrain.compare.record import Block, BreakdownPass, Record
 from hvdtrain.compare.run import block_schedule
+from hvdtrain.compare.run.arms import choose_all_arms
 from hvdtrain.compare.run.block_schedule import BlockSchedule, pass_is_due
+from hvdtrain.compare.run.comparison import Comparison
 
 
 class Clock:
@@ -57,35 +62,58 @@ def test_restarts_take_at_most_half_of_the_time(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "arms", "widths", "after_s", "why"),
+    ("blocks", "kept", "arms", "widths", "after_s", "why"),
     [
-        (3, 1, [], 0, "the loss of the other arms"),
-        (5, 3, [0.5], 200, None),  # too few for an interval
-        (6, 3, [0.5], 200, "the time"),
-        (9, 3, [0.01], 0, None),  # too few to settle
-        (10, 3, [0.01, 0.02], 0, "the width of the intervals"),
-        (10, 3, [0.01, 0.03], 0, None),
+        (3, 3, 1, [], 0, "the loss of the other arms"),
+        (5, 5, 3, [0.5], 150, None),  # too few for an interval
+        (6, 6, 3, [0.5], 150, "the time"),
+        (9, 5, 3, [0.5], 150, None),  # too few of those that count
+        (9, 5, 3, [0.5], 201, "the time, with too few blocks that count"),
+        (9, 0, 3, [0.5], 201, "the time, with too few blocks that count"),
+        (5, 0, 3, [0.5], 201, None),  # the start took most of it
+        (9, 9, 3, [0.01], 0, None),  # too few to settle
+        (12, 9, 3, [0.01], 0, None),
+        (10, 10, 3, [0.01, 0.02], 0, "the width of the intervals"),
+        (10, 10, 3, [0.01, 0.03], 0, None),
     ],
 )
 def test_when_it_ends(
-    clock: Clock, blocks: int, arms: int, widths: list[float], after_s: float, why: str | None
+    clock: Clock,
+    blocks: int,
+    kept: int,
+    arms: int,
+    widths: list[float],
+    after_s: float,
+    why: str | None,
 ) -> None:
     plan = BlockSchedule(CompareOptions(budget_s=100))
     clock.now_s += after_s
-    assert plan.why_to_stop(blocks, arms, widths) == why
+    assert plan.why_to_stop(blocks, kept, arms, widths) == why
+
+
+@pytest.mark.parametrize(("kept", "why"), [(5, None), (6, "the time")])
+def test_a_comparison_counts_the_blocks_that_it_keeps(
+    clock: Clock, kept: int, why: str | None, tmp_path: Path
+) -> None:
+    arms, _ = choose_all_arms(CompareOptions(arms=("ddp/gloo",)))
+    comparison = Comparison(CompareOptions(budget_s=100), arms, cast("Any", None), tmp_path)
+    comparison._pool.live = dict.fromkeys((arm.key for arm in arms), cast("Any", None))
+    comparison.record.blocks = [Block(index, {}, kept=index < kept) for index in range(9)]
+    clock.now_s += 150
+    assert comparison._why_to_stop(9) == why
 
 
 def test_narrow_intervals_do_not_end_it_before_the_planned_starts(clock: Clock) -> None:
     plan = BlockSchedule(CompareOptions(budget_s=100))
     plan.plan_restarts(start_s=10)
-    assert plan.why_to_stop(20, 3, [0.0]) is None
+    assert plan.why_to_stop(20, 20, 3, [0.0]) is None
 
 
 def test_a_number_of_blocks_is_exact(clock: Clock) -> None:
     plan = BlockSchedule(CompareOptions(blocks=12))
     clock.now_s += 1000
-    assert plan.why_to_stop(11, 3, [0.0]) is None
-    assert plan.why_to_stop(12, 3, [0.5]) == "the number of blocks asked for"
+    assert plan.why_to_stop(11, 11, 3, [0.0]) is None
+    assert plan.why_to_stop(12, 3, 3, [0.5]) == "the number of blocks asked for"
 
 
 def test_passes_follow_kept_blocks() -> None:
@@ -95,5 +123,6 @@ def test_passes_follow_kept_blocks() -> None:
         record.blocks.append(Block(index, {}, kept=index != 4))
         if pass_is_due(record):
             due.append(index)
-            record.phases.append(PhasePass(index))
-    assert due == [3, 12, 20]  # after 4, 12 and 20 kept blocks
+            record.phases.append(BreakdownPass(index))
+    # After 2, 6, 10, ... kept blocks, so that there are enough passes for an interval after 22.
+    assert due == [1, 6, 10, 14, 18, 22]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -11,31 +12,42 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.compare.analysis.foreign_load import why_dropped
+from hvdtrain.compare.analysis.foreign_load import no_verdict_note, why_dropped
 from hvdtrain.compare.record import Block
 from hvdtrain.compare.run import cpu_load
 from hvdtrain.compare.run.cpu_load import Load, LoadMeter
+from hvdtrain.compare.run.messages import StepTimes
 
 TICKS = 100  # in a second, where the made-up counters come from
 
 
 class Machine:
-    """A /proc/stat of two cores and a clock, both moved by hand."""
+    """A /proc/stat of four cores, a clock and our CPU time, all moved by hand; 0 and 1 are ours."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.path, self.now = path, 100.0
-        self.counters = [900, 10, 300, 50_000, 70, 5, 6, 40, 0, 0]
+        self.path, self.now, self.own_s = path, 100.0, 7.0
+        self.counters = {core: [450, 5, 150, 25_000, 35, 2, 3, 20, 0, 0] for core in range(4)}
         monkeypatch.setattr("hvdtrain.compare.run.cpu_load.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("hvdtrain.compare.run.cpu_load.time.process_time", lambda: self.own_s)
         monkeypatch.setattr("hvdtrain.compare.run.cpu_load.os.sysconf", lambda name: TICKS)
         self.tick()
 
-    def tick(self, seconds: float = 0.0, **ticks: int) -> None:
+    def meter(self) -> LoadMeter:
+        return LoadMeter({0, 1}, self.path)
+
+    def tick(self, seconds: float = 0.0, core: int = 0, **ticks: int) -> None:
         names = "user nice system idle iowait irq softirq steal guest guest_nice".split()
         for name, count in ticks.items():
-            self.counters[names.index(name)] += count
+            self.counters[core][names.index(name)] += count
         self.now += seconds
-        text = " ".join(map(str, self.counters))
-        self.path.write_text(f"cpu  {text}\ncpu0 {text}\ncpu1 {text}\nintr 1 2 3\nbtime 5\n")
+        lines = [("cpu ", *map(sum, zip(*self.counters.values(), strict=True)))]
+        lines += [(f"cpu{core}", *counters) for core, counters in self.counters.items()]
+        text = "".join(" ".join(map(str, line)) + "\n" for line in lines)
+        self.path.write_text(f"{text}intr 1 2 3\nbtime 5\n")
+
+
+def ranks(*cpu_s: float) -> list[StepTimes]:
+    return [StepTimes(whole_cpu_s=seconds) for seconds in cpu_s]
 
 
 @pytest.fixture
@@ -44,37 +56,54 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_foreign_is_what_was_busy_and_not_ours(machine: Machine) -> None:
-    meter = LoadMeter(machine.path)
-    meter.start()
+    meter = machine.meter()
     # 1 s on two cores: 2 core seconds. Busy 1.5, of which ours 0.9; guests are in user already.
-    machine.tick(1.0, user=100, nice=10, system=25, irq=5, softirq=10, guest=30, idle=40, iowait=5)
-    machine.tick(steal=5)
-    found = meter.stop(0.9)
+    machine.tick(user=60, nice=10, system=25, guest=30, idle=5)
+    machine.tick(1.0, core=1, user=40, irq=5, softirq=10, idle=40, iowait=5, steal=5)
+    meter.add(ranks(0.5, 0.3))
+    machine.own_s += 0.1
+    found = meter.stop()
     assert found.foreign == pytest.approx(0.3)
     assert found.steal == pytest.approx(0.025)
 
 
-def test_windows_do_not_add_up(machine: Machine) -> None:
-    meter = LoadMeter(machine.path)
-    meter.start()
-    machine.tick(1.0, user=200)
-    meter.start()
+def test_the_cores_of_other_jobs_do_not_count(machine: Machine) -> None:
+    """Of a node that is shared: 64 cores, of which this job may use 8, for example."""
+    meter = machine.meter()
+    machine.tick(core=2, user=100, steal=20)
+    machine.tick(core=3, user=100)
+    machine.tick(1.0, core=1, user=50)
+    assert meter.stop() == Load(0.25, 0.0)
+
+
+def test_a_meter_starts_with_its_creation(machine: Machine) -> None:
+    machine.tick(1.0, user=100)
+    machine.own_s += 9
+    meter = machine.meter()
     machine.tick(0.5, user=50)
-    assert meter.stop(0.5).foreign == pytest.approx(0.0)
+    meter.add(ranks(0.5))
+    assert meter.stop().foreign == pytest.approx(0.0)
+
+
+def test_of_an_arm_that_failed_the_time_is_unknown(machine: Machine) -> None:
+    meter = machine.meter()
+    machine.tick(1.0, user=50)
+    meter.add(None)
+    meter.add(ranks(0.5))
+    assert meter.stop() == Load(None, None)
 
 
 def test_ticks_that_were_cut_never_make_a_negative_share(machine: Machine) -> None:
-    meter = LoadMeter(machine.path)
-    meter.start()
+    meter = machine.meter()
     machine.tick(0.3, user=30)
-    assert meter.stop(0.325).foreign == 0.0
+    meter.add(ranks(0.325))
+    assert meter.stop().foreign == 0.0
 
 
 def test_an_idle_window_is_no_missing_one(machine: Machine) -> None:
-    meter = LoadMeter(machine.path)
-    meter.start()
+    meter = machine.meter()
     machine.tick(0.01)
-    assert meter.stop(0.0) == Load(0.0, 0.0)
+    assert meter.stop() == Load(0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -82,32 +111,29 @@ def test_an_idle_window_is_no_missing_one(machine: Machine) -> None:
     [
         None,
         "",
-        "cpu  0 0 0 0 0 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0 0 0\n",
-        "cpu  9 9 9 9\ncpu0 9 9 9 9\n",
+        "cpu  0 0 0 0 0 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0 0 0\n",
+        "cpu  9 9 9 9\ncpu0 9 9 9 9\ncpu1 9 9 9 9\n",
         "intr 1 2 3\n",
-        "cpu  a b c d e f g h\ncpu0 1\n",
+        "cpu  9 9 9 9 9 9 9 9\ncpu0 9 9 9 9 9 9 9 9\n",
+        "cpu  a b c d e f g h\ncpu0 1\ncpu1 a\n",
     ],
-    ids=["missing", "empty", "zeros", "old kernel", "no cpu", "garbage"],
+    ids=["missing", "empty", "zeros", "old kernel", "no cpu", "other cores", "garbage"],
 )
 def test_a_machine_that_does_not_say(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "stat"
     if text is not None:
         path.write_text(text)
-    meter = LoadMeter(path)
-    meter.start()
-    assert meter.stop(0.1) == Load(None, None)
+    meter = LoadMeter({0, 1}, path)
+    meter.add(ranks(0.1))
+    assert meter.stop() == Load(None, None)
     assert cpu_load.too_busy(Load(None, None), 0.0) is None
 
 
 def test_counters_that_stand_still_say_nothing(machine: Machine) -> None:
-    meter = LoadMeter(machine.path)
-    meter.start()
+    meter = machine.meter()
     machine.tick(1.0)
-    assert meter.stop(0.8) == Load(None, None)
-
-
-def test_without_a_start_there_is_no_window(machine: Machine) -> None:
-    assert LoadMeter(machine.path).stop(0.0) == Load(None, None)
+    meter.add(ranks(0.8))
+    assert meter.stop() == Load(None, None)
 
 
 def test_the_rule_that_drops_a_block() -> None:
@@ -131,6 +157,24 @@ def test_what_is_said_of_all_dropped_blocks() -> None:
     assert why_dropped([Block(0, {})], None).startswith("for the load of others; end what")
 
 
+@pytest.mark.parametrize(
+    ("kept", "dropped", "said"),
+    [
+        (6, 9, None),
+        (2, 0, None),  # the other arms have failed, for example, and say why
+        (0, 2, "no block counts: 2 were dropped, since others took 60 % of the cores, and"),
+        (1, 2, "no arm has a verdict on its speed: 1 of 3 blocks counts, and a verdict needs 6; "),
+        (5, 1, "no arm has a verdict on its speed: 5 of 6 blocks count, and a verdict needs 6; "),
+    ],
+)
+def test_it_is_said_that_no_arm_has_a_verdict(kept: int, dropped: int, said: str | None) -> None:
+    blocks = [Block(i, {}, kept=i >= dropped, foreign=0.6) for i in range(kept + dropped)]
+    note = no_verdict_note(blocks, 0.5)
+    assert (note is None) == (said is None)
+    assert (note or "").startswith(said or "")
+    assert "\n" not in (note or "")
+
+
 _BURN = """import time
 print(flush=True)
 input()
@@ -148,29 +192,30 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-@pytest.mark.skipif(LoadMeter()._read_counters() is None, reason="this machine does not say")
+CORES = os.sched_getaffinity(0)
+
+
+@pytest.mark.skipif(LoadMeter(CORES)._begin is None, reason="this machine does not say")
 def test_here_a_process_is_foreign_unless_it_is_counted_as_ours() -> None:
-    cores = LoadMeter()._read_counters().cores  # type: ignore[union-attr]
     before = _children_s()
     with subprocess.Popen([sys.executable, "-c", _BURN], **_PIPES) as other:
         assert other.stdout is not None
         assert other.stdin is not None
         other.stdout.readline()
-        ours, theirs = LoadMeter(), LoadMeter()
-        ours.start()
-        theirs.start()
+        ours, theirs = LoadMeter(CORES), LoadMeter(CORES)
         begin = time.monotonic()
         other.stdin.write(b"\n")
         other.stdin.flush()
         other.wait()
         took = time.monotonic() - begin
         used = _children_s() - before
-        foreign = theirs.stop(0.0).foreign
-        rest = ours.stop(min(used, took)).foreign
+        foreign = theirs.stop().foreign
+        ours.add(ranks(min(used, took)))
+        rest = ours.stop().foreign
     assert foreign is not None
     assert rest is not None
     # Whatever else runs here adds to both; what the process used is the difference.
-    assert 0 < foreign - rest < 1.1 / cores
+    assert 0 < foreign - rest < 1.1 / len(CORES)
 
 
 def test_load_average() -> None:

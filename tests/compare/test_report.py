@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_the_verdict_comes_before_any_speed() -> None:
     text = text_of(page_of(make_record(), pictures=True))
     order = ["did the same work", "Times as fast as the baseline", "In words", "In pictures"]
-    order += ["Where the time goes", "How this was measured", "Environment"]
+    order += ["Breakdown of a step", "How this was measured", "Environment"]
     places = [text.index(part) for part in order]
     assert places == sorted(places)
 
@@ -218,6 +218,50 @@ def test_every_question_of_reviewers_has_an_answer() -> None:
         assert "None" not in answer
 
 
+def test_several_hosts_are_not_called_one() -> None:
+    found = make_record()
+    one = page_of(found)
+    assert "This is 2 ranks on one host with 2 cores" in text_of(one)
+    assert "on other hardware, over a network or with another model" in text_of(one)
+    found["config"].update(hosts="a:4,b:4", ranks=[8])
+    several = page_of(found)
+    assert "This is 8 ranks on 2 hosts, compared from one with 2 cores" in text_of(several)
+    assert "on other hardware, over another network or with another model" in text_of(several)
+    assert "<title>Comparison: digits, 8 ranks on 2 hosts</title>" in several
+    for wrong in ("1 host", "one host"):
+        assert wrong not in text_of(several)
+
+
+def test_the_rule_that_ended_it_has_the_longest_time_if_there_was_one() -> None:
+    found = make_record()
+    rule = "or after 300 s, with at least 6 blocks"
+    assert f"{rule}." in text_of(page_of(found))
+    found["config"]["longest_s"] = 600.0
+    assert f"{rule} that count; or after 600 s, with as many blocks." in text_of(page_of(found))
+
+
+@pytest.mark.parametrize("num_blocks", [5, 18])
+def test_communication_of_few_passes_is_not_claimed(num_blocks: int) -> None:
+    """But drawn, and marked: without it the bars of arms would be equal."""
+    found = parse(make_record(blocks=num_blocks, failed=None))
+    summary = summarise(found)
+    few = len(found.phases) < 6
+    text = text_of(html_report.page(found, summary, []))
+    assert ("from too few passes:" in text) == few
+    picture = figures.breakdown(summary)
+    assert picture is not None
+    drawn = picture.draw(figure_style.WIDE)
+    labels = [entry.get_text() for legend in drawn.legends for entry in legend.get_texts()]
+    assert ("communication, from too few passes to tell" in labels) == few
+    lengths: dict[float, float] = {}
+    axes: Any = drawn.axes[0]
+    for bar in axes.patches:
+        lengths[bar.get_y()] = lengths.get(bar.get_y(), 0.0) + bar.get_width()
+    arms = [row.arm for row in summary.speed]
+    by_arm = dict(zip(arms, (lengths[place] for place in sorted(lengths)), strict=True))
+    assert by_arm["ddp/mpi"] > 1.3 * by_arm["no communication"]
+
+
 def test_different_threads_are_not_passed_over() -> None:
     found = make_record()
     found["arms"]["ddp/shm"]["in_force"] = [{"threads": 2}, {"threads": 2}]
@@ -240,7 +284,7 @@ def test_where_no_block_counts_it_says_so_once_and_shows_no_figures() -> None:
         assert text.count("6 were dropped, since others took 60 % of the cores") == 1
         assert text.count("--max-foreign allows 50%; end what else runs") == 1
         assert "not enough blocks" not in text
-        assert "Where the time goes" not in text
+        assert "Breakdown of a step" not in text
     assert printed.count("no block counts") == len(found["arms"]) + 1  # in the table, and below
     assert "<picture" not in page
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,17 +14,28 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.compare.run import remote_hosts
+from hvdtrain.compare.run.remote_hosts import RemoteHosts
+from hvdtrain.launch.host_list import Host
 from tests.forkserver import warm
 from tests.launch.hosts import Hosts, running_hosts
 from tests.launching import run, started, wait_for
 
-SHORT = "--blocks 6 --steps 5 --proof-steps 4 --max-foreign 100% --threads 1 --timeout 60".split()
+SHORT = "--blocks 6 --steps 5 --proof-steps 4 --max-foreign 100% --timeout 60".split()
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
     with running_hosts(2) as made:
+        # A core for each, fewer than the comparison may have, so that ranks share none.
+        for name, pid in made.sshd.items():
+            os.sched_setaffinity(pid, {core_of(name)})
         yield made
+
+
+def core_of(name: str) -> int:
+    cores = sorted(os.sched_getaffinity(0))
+    return cores["ab".index(name) % len(cores)]
 
 
 def compare(hosts: Hosts, folder: Path, at: str, arms: str) -> tuple[int, str, dict[str, Any]]:
@@ -33,7 +45,7 @@ def compare(hosts: Hosts, folder: Path, at: str, arms: str) -> tuple[int, str, d
         subprocess.run(hosts.on(name, "mount", "-t", "tmpfs", "tmpfs", own), check=True)
     command = [sys.executable, "-m", "hvdtrain", "compare", *SHORT, "-H", "a:1,b:1"]
     command += ["--arms", arms, "--output", str(folder / "found")]
-    line = hosts.on(at, *command) if at else hosts.on_login(*command)
+    line = hosts.on(at, "taskset", "-c", core_of(at), *command) if at else hosts.on_login(*command)
     done = run(line, env={"TMPDIR": str(own)}, timeout=170)
     record = json.loads((folder / "found" / "compare.json").read_text())
     hosts.wait_until_gone(10)
@@ -60,6 +72,9 @@ def test_arms_on_two_hosts(hosts: Hosts, at: str, arms: str, tmp_path: Path) -> 
     base = arms.partition(",")[0]
     assert {verdicts[arm] for arm in (*arms.split(",")[1:], f"{base} again")} == {"bitwise"}, output
     assert record["config"]["hosts"] == "a:1,b:1"
+    # The comparison has more cores: each rank has counted those of its own host.
+    ranks = [rank for row in record["arms"].values() for rank in row["in_force"]]
+    assert {rank["threads"] for rank in ranks} == {1}
 
 
 @pytest.mark.exhaustive
@@ -71,6 +86,34 @@ def test_nothing_outlives_a_killed_comparison(hosts: Hosts, tmp_path: Path) -> N
         wait_for(log, "block 2", seconds=150)  # all arms but one are stopped
         process.kill()
     hosts.wait_until_gone(20)
+
+
+NOISY_SSH = """#!/bin/sh
+echo Welcome to the cluster
+echo "You have $(printf 7) messages
+7
+in your mailbox"
+printf 'last login: never '
+exec sh
+"""
+
+
+def test_lines_of_a_login_shell_are_no_replies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin/ssh"
+    program.parent.mkdir()
+    program.write_text(NOISY_SSH)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(remote_hosts, "is_this_host", lambda name: False)
+    # Of the same machine here, so that it exists already.
+    with RemoteHosts([Host("a", 1)], tmp_path) as hosts:
+        assert hosts._run("a", "true") == 0
+        assert hosts._run("a", "echo noise; exit_code() { return 3; }; exit_code") == 3
+        assert hosts._to_clear == []
+        hosts._shells["a"].terminate()
+        assert hosts._run("a", "true") is None
 
 
 def test_a_host_that_cannot_be_reached(hosts: Hosts, tmp_path: Path) -> None:

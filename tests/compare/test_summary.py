@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.compare.analysis import stats
+from hvdtrain.compare.record import parse
 from tests.compare.records import FAILED, Record, make_record, summary_of
 
 # Its fixtures of the module are made once.
@@ -203,6 +204,49 @@ def test_exposed_communication_within_noise_is_zero_and_keeps_its_raw_value() ->
     row = by_arm(summary_of(record)["phases"])["b"]
     assert row["exposed_ms"] == 0.0
     assert row["exposed_raw_ms"] == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize(
+    ("passes", "exposed", "shown"),
+    [(1, 5.0, None), (5, 5.0, None), (6, 5.0, 5.0), (5, 0.0, 0.0), (5, -0.5, 0.0), (6, -0.5, 0.0)],
+)
+def test_few_passes_do_not_show_that_communication_is_exposed(
+    passes: int, exposed: float, shown: float | None
+) -> None:
+    record = tiny()
+    arms = {
+        "b": _phase([4 + exposed] * 2, 1, 1, 1),
+        "alone": _phase([4.0, 4.0], 1, 1, 1),
+    }
+    record["phases"] = [{"block": i, "arms": arms} for i in range(passes)]
+    row = by_arm(summary_of(record)["phases"])["b"]
+    assert row["exposed_ms"] == shown
+    assert row["exposed_raw_ms"] == exposed
+    limits = [exposed] * 2 if passes == 6 else [None, None]
+    assert [row["exposed_low_ms"], row["exposed_high_ms"]] == limits
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "title"),
+    [
+        (None, [2], "digits, 2 ranks on 1 host"),
+        ("a:4,b:4", [8], "digits, 8 ranks on 2 hosts"),
+        ("a:4,b:4", [2], "digits, 2 ranks on 1 host"),  # b has none of them
+        ("a:4,b:4,c:4", [4, 8], "digits, 4, 8 ranks on 2 hosts"),
+        ("a:4,b:4", [], "digits, no ranks on 2 hosts"),
+    ],
+)
+def test_the_title_counts_the_hosts(hosts: str | None, ranks: list[int], title: str) -> None:
+    record = make_record(blocks=1)
+    record["config"].update(hosts=hosts, ranks=ranks)
+    assert summary_of(record)["title"] == title
+
+
+def test_an_arm_is_found_by_role_and_world_size() -> None:
+    record = parse(make_record(ranks=(1, 2)))
+    assert record.key_of("baseline", 2) == "ddp/gloo x2"
+    assert record.key_of("again", 1) == "ddp/gloo again x1"
+    assert record.key_of("baseline", 4) == ""
 
 
 def test_a_failed_arm_is_a_row_with_its_reason() -> None:

@@ -33,9 +33,10 @@ from hvdtrain.compare.proof.trace_recorder import (
     record_trace,
 )
 from hvdtrain.compare.proof.work_trace import RankTrace
-from hvdtrain.compare.run.arm_pool import WORKER, without_launcher
+from hvdtrain.compare.record import Record
+from hvdtrain.compare.run.arm_pool import WORKER, ArmPool, without_launcher
 from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
-from hvdtrain.compare.run.arms import LAUNCHERS, choose_device
+from hvdtrain.compare.run.arms import LAUNCHERS, choose_device, parse
 from hvdtrain.compare.run.no_communication import NoCommunication
 from hvdtrain.compare.run.worker import LOOPS, describe_data
 from hvdtrain.errors import InputError
@@ -64,13 +65,12 @@ def worker(task: str, *settings: str) -> Iterator[ArmProcess]:
     """A live rank alone, with the task open."""
     command = [sys.executable, *WORKER]
     config = {"task": task, "set": settings, "batch_size": 8, "device": "cpu", "threads": 1}
-    cores = tuple(sorted(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory(prefix="hvdtrain-test-") as folder:
         at, log = Path(folder) / "socket", Path(folder) / "log"
         made = ArmProcess(command, 1, without_launcher(os.environ), at, log, has_launcher=False)
         try:
             made.meet(60)
-            made.call("open", "single", "trainer", {**config, "epochs": 1000}, (cores,))
+            made.call("open", "single", "trainer", {**config, "epochs": 1000}, True, 1)
             yield made
         finally:
             made.end()
@@ -79,11 +79,50 @@ def worker(task: str, *settings: str) -> Iterator[ArmProcess]:
 def test_every_step_counts_whatever_it_was_for() -> None:
     with worker("digits", "width=4") as rank:
         found = [rank.call("fingerprint")[0]]
-        for what in (("trace", 3), ("time_steps", 2, 1), ("time_phases", 2)):
+        for what in (("trace", 3), ("time_steps", 2, 1), ("time_breakdown", 2)):
             rank.call(*what)
             found.append(rank.call("fingerprint")[0])
     assert [steps for steps, _ in found] == [0, 3, 6, 8]
     assert len({digest for _, digest in found}) == 4
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_cores_are_divided_into_threads_before_a_rank_is_bound(
+    tmp_path: Path, per_host: int
+) -> None:
+    """On another host, whose cores the comparison does not know: it gives no number of threads."""
+    cores = len(os.sched_getaffinity(0))
+    line = [part.format(ranks=2) for part in LAUNCHERS["torchrun"]]
+    config = {"task": "digits", "device": "cpu", "transport": "gloo", "threads": None}
+    made = ArmProcess([*line, *WORKER], 2, clean_env(), tmp_path / "at", tmp_path / "log")
+    try:
+        made.meet(60)
+        facts = made.call("open", "ddp", "trainer", config, True, per_host)
+    finally:
+        made.end()
+    assert [rank.settings.threads for rank in facts] == [max(1, cores // per_host)] * 2
+    assert [len(rank.settings.affinity) for rank in facts] == [max(1, cores // 2)] * 2
+
+
+def test_with_hosts_each_rank_divides_the_cores_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "64")
+    for options, threads, per_host in (
+        (CompareOptions(hosts="a:4,b:2", ranks=(1, 6)), None, 4),
+        (CompareOptions(hosts="a:4,b:2", ranks=(6,), threads=3), 3, 4),
+        (CompareOptions(ranks=(1, 2), threads=3), 3, 2),
+        (CompareOptions(ranks=(1, 2)), max(1, len(os.sched_getaffinity(0)) // 2), 2),
+    ):
+        assert options.threads_of(1) == options.training(1)["threads"] == threads
+        assert options.ranks_of_a_host(1) == per_host
+        arm = parse("ddp/gloo", options.ranks[-1], False, options.hosts_of(options.ranks[-1]))
+        pool = ArmPool([arm], options, Record({}, []), cast("Any", None), Path())
+        pool._sockets = tmp_path
+        env = pool._environment(arm)
+        given = {env.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        assert given == {None if threads is None else str(threads)}
 
 
 def test_the_device_is_chosen_for_a_reason() -> None:
@@ -185,6 +224,26 @@ def test_who_ended_first_is_what_the_launcher_says(
             made.finish(20)
     finally:
         made.end(gently=False)
+
+
+@pytest.mark.parametrize(
+    ("has_launcher", "number"), [(True, signal.SIGTERM), (False, signal.SIGKILL)]
+)
+def test_the_kernel_ends_a_launcher_with_the_comparison(
+    tmp_path: Path, has_launcher: bool, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a call between fork and exec, where nothing may be loaded."""
+    code = "import ctypes; n = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(n))"
+    line = [sys.executable, "-c", f"{code}; print(n.value)"]  # 2: PR_GET_PDEATHSIG
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("ctypes.CDLL", load)
+    made = ArmProcess(line, 1, os.environ, tmp_path / "at", tmp_path / "log", has_launcher)
+    made.process.wait(20)
+    made.end()
+    assert int((tmp_path / "log").read_text()) == number
 
 
 SLOW_TRACKER = """

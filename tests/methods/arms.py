@@ -34,6 +34,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # The last batch of an epoch has 14 of 18 samples: BatchNorm needs two on each rank.
     "short last batch, weighted": {"uneven": "join", "global_batch_size": 18},
     "SyncBatchNorm": {"sync_bn": True},
+    "buffers of each rank": {"buffers": "local"},
+    "size of buckets": {"bucket_mib": 1.0},
     "fp16 gradients": {"compression": "fp16"},
     "bf16 gradients": {"compression": "bf16"},
     "PowerSGD": {"compression": "powersgd"},
@@ -61,6 +63,8 @@ CHANGES_NO_BITS = (
     "bad steps left out",
     "gradient spikes",
     "gradient log",
+    "buffers of each rank",
+    "size of buckets",  # the model fits into one bucket of either
     "sharded optimizer",
     "sharded parameter servers",
     "elastic training",
@@ -81,6 +85,7 @@ def options_of(backend: Backend, config: TrainConfig) -> Iterator[None]:
     names = (
         "compression",
         "buffers",
+        "bucket_mib",
         "shard_optimizer",
         *(name for name in vars(of_run) if name[:3] == "ps_"),
     )

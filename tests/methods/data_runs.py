@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -22,7 +21,9 @@ from torch.utils.data import (
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer, shard_bounds
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.training.data_loading import derive_seed
 from tests.methods.arms import options_of
+from tests.runs import Stop, watch
 
 CONFIG = TrainConfig(
     seed=5, epochs=2, batch_size=4, precision="fp64", log_every=1, checkpoint_every=1, threads=1
@@ -214,10 +215,6 @@ class Streamed(Regression):
         return self.stream, Stream(self.num) if self.evaluates else None
 
 
-class Stop(Exception):
-    """The run dies here."""
-
-
 def train(
     backend: Backend, /, task: Regression, run_dir: Path, stop_at: int = -1, **changes: Any
 ) -> dict[str, Any]:
@@ -227,15 +224,11 @@ def train(
         trainer = Trainer(task, backend, config)
         lines: list[str] = []
 
-        class Watch(type(trainer.console)):  # type: ignore[misc]
-            def advance(self, step: int) -> None:
-                if step == stop_at:
-                    raise Stop
+        def advance(step: int) -> None:
+            if step == stop_at:
+                raise Stop
 
-            def print_line(self, text: str) -> None:
-                lines.append(text)
-
-        trainer.console = Watch()
+        watch(trainer, advance, lines)
         try:
             digest = trainer.fit().params_sha256
         except Stop:
@@ -254,5 +247,28 @@ def train(
     }
 
 
-def records(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+def shuffled(num: int, per_step: int) -> Iterator[Tensor]:
+    """Yield the samples of each step of a run that drops none."""
+    for epoch in range(CONFIG.epochs):
+        generator = torch.Generator().manual_seed(derive_seed(CONFIG.seed, epoch))
+        order = torch.randperm(num, generator=generator)
+        yield from (order[start : start + per_step] for start in range(0, num, per_step))
+
+
+def one_process(
+    task: Regression, batches: Iterable[Tensor | list[int]]
+) -> tuple[Tensor, list[float]]:
+    """Train on these samples in each step, in plain torch; return the weights and each loss."""
+    torch.manual_seed(derive_seed(CONFIG.seed))
+    model = task.model().double()
+    optimizer = task.optimizer(model)
+    data: Any = task.datasets()[0]
+    losses = []
+    for chosen in batches:
+        optimizer.zero_grad()
+        loss: Any = task.loss(model, data[chosen])
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return nn.utils.parameters_to_vector(model.parameters()).detach(), losses

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,6 +24,7 @@ from tests.methods import data_runs
 from tests.parity import resume
 from tests.parity.resume import Stateful
 from tests.ranks import Ranks, single
+from tests.runs import records, run_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,8 +42,7 @@ def state_of(folder: Path) -> dict[str, Any]:
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if "eval_loss" in line]
+    return [record for record in records(folder) if "eval_loss" in record]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -83,7 +82,7 @@ def test_callbacks_are_resumed_exactly(
     assert [r["step"] for r in rest] == [16] * ranks.n
     assert [len(r["rates"]) for r in rest] == [3] * ranks.n, "it went on after step 13"
     folders = tmp_path / "whole", tmp_path / "parts"
-    about = [json.loads((folder / "run.json").read_text()) for folder in folders]
+    about = [run_json(folder) for folder in folders]
     assert about[0]["stopped_early"] == about[1]["stopped_early"]
     for folder in folders:
         names = [path.name for path in checkpoint.list_checkpoints(folder / "checkpoints")]
@@ -237,7 +236,7 @@ def test_a_stop_in_an_epoch_takes_one_more_step(at: int, ends: int, tmp_path: Pa
     if ends % 4:
         tail.remove("epoch")
     assert hooks[-len(tail) :] == tail
-    about = json.loads((tmp_path / "run.json").read_text())
+    about = run_json(tmp_path)
     expected = None if at == 12 else {"step": ends, "of": 12, "reason": "enough"}
     assert about.get("stopped_early") == expected
 
@@ -275,7 +274,7 @@ def test_a_stop_that_was_saved_before_its_last_step(tmp_path: Path) -> None:
         fit(single(), tmp_path, At(2, "stop", "enough"), Dies(3), checkpoint_every=1)
     rest = fit(single(), tmp_path, checkpoint_every=1, resume="must")
     assert rest.progress.step == 3
-    about = json.loads((tmp_path / "run.json").read_text())
+    about = run_json(tmp_path)
     assert about["stopped_early"]["reason"] == "enough"
     assert about["resumed_from"].endswith("step-00000002")
 
@@ -288,7 +287,7 @@ def test_what_a_callback_records_is_in_run_json_and_in_the_result(tmp_path: Path
     config = replace(resume.CONFIG, run_dir=str(tmp_path), epochs=1)
     result = Trainer(Stateful(evaluates=True), single(), config, callbacks=[Records()]).fit()
     assert result.recorded == {"answer": 42}
-    assert json.loads((tmp_path / "run.json").read_text())["answer"] == 42
+    assert run_json(tmp_path)["answer"] == 42
 
 
 # The average of weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from hvdtrain.training import checkpoint
 from hvdtrain.training.criterion import BestSoFar, Criterion, parse_criterion
 from hvdtrain.training.early_stop import EarlyStop
 from tests.ranks import Ranks, single
+from tests.runs import Stop, run_json, watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,10 +65,6 @@ class Scripted(Task):
         return {"accuracy": values[batch[0]].mean(), "shape": values[batch[0]].mean()}
 
 
-class Killed(Exception):
-    """The run dies here."""
-
-
 CONFIG = TrainConfig(
     task="scripted", epochs=6, global_batch_size=6, threads=1, keep=1, early_stop="accuracy:3"
 )  # two steps an epoch
@@ -84,19 +80,15 @@ def run(
     rates: list[float] = []
     printed: list[str] = []
 
-    class Watch(type(trainer.console)):  # type: ignore[misc]
-        def advance(self, step: int) -> None:
-            rates.append(trainer.optimizer.param_groups[0]["lr"])
-            if step == kill_at:
-                raise Killed
+    def advance(step: int) -> None:
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+        if step == kill_at:
+            raise Stop
 
-        def print_line(self, text: str) -> None:
-            printed.append(text)
-
-    trainer.console = Watch()
+    watch(trainer, advance, printed)
     try:
         result = trainer.fit()
-    except Killed:
+    except Stop:
         return {}
     return {
         "step": result.steps,
@@ -105,11 +97,6 @@ def run(
         "rates": rates,
         "printed": printed,
     }
-
-
-def about(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "run.json").read_text())
-    return found
 
 
 @pytest.mark.parametrize("ranks", RANKS, indirect=True)
@@ -122,7 +109,7 @@ def test_all_ranks_stop_at_the_same_evaluation(ranks: Ranks, tmp_path: Path) -> 
     names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
     assert names == ["step-00000004", "step-00000010"], "--keep 1, and the best"
     assert [checkpoint.problem(tmp_path / "checkpoints" / name) for name in names] == [None, None]
-    described = about(tmp_path)
+    described = run_json(tmp_path)
     assert described["outcome"] == "finished"
     reason = "eval_accuracy has not improved on 0.5000 (step 4) in 3 evaluations"
     assert described["stopped_early"] == {"step": 10, "of": 12, "reason": reason}
@@ -176,7 +163,7 @@ def test_plateau_has_the_rates_of_torch_in_one_process(
             plain.step(mean)
     for out in outcomes:
         assert out["rates"] == expected
-    ledger = about(tmp_path)["ledger"]
+    ledger = run_json(tmp_path)["ledger"]
     assert ledger["lr_at_start"] == pytest.approx([0.1 / (warmup + 1)])
     assert ledger["lr_after_warmup"] == [0.1]
     assert ledger["lr_at_end"] == pytest.approx(expected[-1:])
@@ -192,16 +179,16 @@ def test_an_early_stopped_run_is_done(tmp_path: Path) -> None:
     again = run(single(), tmp_path, resume="must")
     assert (again["step"], again["digest"], again["rates"]) == (10, first["digest"], [])
     assert any(line.startswith("stopped  at step 10 of 12") for line in again["printed"])
-    assert about(tmp_path)["stopped_early"]["step"] == 10
+    assert run_json(tmp_path)["stopped_early"]["step"] == 10
     longer = run(single(), tmp_path, resume="must", early_stop="accuracy:5")
     assert longer["step"] == 12
     assert longer["digest"] == run(single(), tmp_path / "whole", early_stop=None)["digest"]
-    assert "stopped_early" not in about(tmp_path)
+    assert "stopped_early" not in run_json(tmp_path)
 
 
 def test_the_last_evaluation_is_no_early_stop(tmp_path: Path) -> None:
     assert run(single(), tmp_path, early_stop="accuracy:4")["step"] == 12
-    assert "stopped_early" not in about(tmp_path)
+    assert "stopped_early" not in run_json(tmp_path)
 
 
 def test_patience_counts_evaluations(tmp_path: Path) -> None:
@@ -249,7 +236,7 @@ def test_the_best_of_another_run_directory(tmp_path: Path) -> None:
     start = tmp_path / "old" / "checkpoints" / "step-00000006"
     out = run(single(), tmp_path / "new", resume=str(start), keep_best="accuracy")
     assert out["best"] == tmp_path / "old" / "checkpoints" / "step-00000004"
-    assert about(tmp_path / "new")["best_checkpoint"]["path"] == str(out["best"])
+    assert run_json(tmp_path / "new")["best_checkpoint"]["path"] == str(out["best"])
 
 
 def test_a_best_checkpoint_that_is_damaged_is_named(tmp_path: Path) -> None:

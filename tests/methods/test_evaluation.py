@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from hvdtrain.training.data_loading import EvalBatches
 from hvdtrain.training.evaluation import Evaluation, Sum, is_metric_object
 from hvdtrain.world import World
 from tests.ranks import Ranks, single
+from tests.runs import records, run_json
 
 RANKS = [
     ("single", 1),
@@ -342,11 +342,10 @@ def test_a_run_with_every_kind(ranks: Ranks, tmp_path: Path) -> None:
     assert metrics["f1"] == pytest.approx(expected["f1"], rel=1e-6)
     assert metrics["f1_of_counts"] == pytest.approx(metrics["f1"], rel=1e-6)
     assert metrics["perplexity"] == math.exp(metrics["loss"])
-    about = json.loads((tmp_path / "run.json").read_text())
+    about = run_json(tmp_path)
     assert about["metrics"] == metrics
     assert about["best_checkpoint"]["metric"] == "f1_of_counts"
-    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["eval_confusion"] == metrics["confusion"]
+    assert records(tmp_path)[-1]["eval_confusion"] == metrics["confusion"]
 
 
 def test_a_metric_of_torchmetrics_keeps_its_own_sync(tmp_path: Path) -> None:

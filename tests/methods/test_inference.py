@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,9 @@ from hvdtrain.training.inference import Inference
 from hvdtrain.training.metrics import fingerprint
 from tests.methods.data_runs import Divided, Stream, samples
 from tests.ranks import Ranks
+from tests.runs import run_json
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 RANKS = [
     ("single", 1),
@@ -78,13 +80,6 @@ def indices(found: Any) -> list[int]:
     if isinstance(found, list):
         return [item["index"] for item in found]
     return (found["index"] if isinstance(found, dict) else found).tolist()  # type: ignore[no-any-return]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def predicted(backend: Backend, task: Task) -> Any:
@@ -231,4 +226,4 @@ def test_training_starts_from_weights(ranks: Ranks, tmp_path: Path) -> None:
     # A checkpoint that is resumed replaces them.
     resumed = ranks.run(started, Indexed(5), other, run, resume="must")
     assert resumed == [trained] * ranks.n
-    assert json.loads((run / "run.json").read_text())["config"]["init_from"] == str(other)
+    assert run_json(run)["config"]["init_from"] == str(other)

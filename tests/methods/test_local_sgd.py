@@ -15,6 +15,7 @@ from hvdtrain import Backend, TrainConfig, Trainer
 from hvdtrain.errors import InputError
 from tests.parity.reference import Regression
 from tests.ranks import Ranks
+from tests.runs import snapshot
 
 LIVE = [("ddp-torchrun", 2), ("ddp-torchrun", 3), ("compat-torchrun", 3), ("horovod-mpi", 3)]
 CONFIG = TrainConfig(
@@ -56,9 +57,8 @@ def trained(
         result = trainer.fit()
     finally:
         type(backend).all_reduce = whole  # type: ignore[method-assign]
-    weights = {name: t.detach().clone() for name, t in trainer.model.state_dict().items()}
     return {
-        "weights": weights,
+        "weights": snapshot(trainer.model),
         "digest": result.params_sha256,
         "reduced": sum(n for n in reduced if n > 100),
     }
@@ -101,7 +101,7 @@ def by_hand(backend: Backend, every: int, folder: Path) -> tuple[Any, Any]:
         if step % every == 0 or step == 10:
             for p in twin.parameters():
                 p.data.copy_(backend.all_reduce(p.data, "mean"))
-    return mine, {name: t.detach().clone() for name, t in twin.state_dict().items()}
+    return mine, snapshot(twin)
 
 
 @on_live_ranks

@@ -23,6 +23,8 @@ LIVE = [
     ("single", 1),
     *((name, n) for name in ("ddp-torchrun", "compat-torchrun", "ps-torchrun") for n in (2, 3)),
 ]
+EVERYWHERE = pytest.mark.parametrize("ranks", LIVE, indirect=True)
+TWO = pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
 REAL_HOROVOD = [("horovod-gloo", 2), ("horovod-mpi", 3)]  # slow: each method on one of them
 CELLS = [
     (arm, method)
@@ -94,6 +96,17 @@ def test_what_excludes_each_other() -> None:
             assert str(refused.value) == (
                 f"{method.option} with {names[other].option}: {why}; leave one of them out"
             )
+
+
+def test_an_option_of_ddp_alone_has_an_effect_or_is_refused() -> None:
+    config = TrainConfig(bucket_mib=50)
+    methods.check(config, "ddp")
+    for backend in ("single", "dp", "horovod", "compat", "ps"):
+        methods.check(TrainConfig(), backend)
+        with pytest.raises(InputError, match="--bucket-mib"):
+            methods.check(config, backend)
+    with pytest.raises(InputError, match=r"--bucket-mib .* with --sync-every .*: no gradients"):
+        methods.check(TrainConfig(bucket_mib=50, sync_every=2), "ddp")
 
 
 def test_the_manual_has_the_table() -> None:

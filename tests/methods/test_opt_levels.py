@@ -5,7 +5,6 @@ a checkpoint of one level is to another.
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from hvdtrain.training.data_loading import ShardedBatches, derive_seed
 from hvdtrain.training.precision import Precision
 from tests.conftest import EVERY_ARM
 from tests.ranks import Ranks, single
+from tests.runs import Stop, records, snapshot, watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,10 +70,6 @@ CONFIG = TrainConfig(
 )  # 4 steps an epoch, 12 in all
 
 
-class Stop(Exception):
-    """The run dies here."""
-
-
 def train(
     backend: Backend,
     /,
@@ -95,19 +91,17 @@ def train(
         )
     scales: list[float] = []
 
-    class Watch(type(trainer.console)):  # type: ignore[misc]
-        def advance(self, step: int) -> None:
-            scales.append(trainer.precision.scaler.get_scale())
-            if step == stop_at:
-                raise Stop
+    def advance(step: int) -> None:
+        scales.append(trainer.precision.scaler.get_scale())
+        if step == stop_at:
+            raise Stop
 
-    trainer.console = Watch()
+    watch(trainer, advance)
     try:
         trainer.fit()
     except Stop:
         return {"scales": scales}
-    weights = {name: t.detach().clone() for name, t in trainer.model.state_dict().items()}
-    return {"scales": scales, "weights": weights}
+    return {"scales": scales, "weights": snapshot(trainer.model)}
 
 
 def train_weights(backend: Backend, /, run_dir: Path, **changes: Any) -> dict[str, Tensor]:
@@ -116,8 +110,7 @@ def train_weights(backend: Backend, /, run_dir: Path, **changes: Any) -> dict[st
 
 
 def logged(run_dir: Path) -> list[dict[str, Any]]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if "loss" in record]
+    return [record for record in records(run_dir) if "loss" in record]
 
 
 def by_hand(n: int, half: str, init_scale: float | None) -> dict[str, Tensor]:
@@ -163,7 +156,7 @@ def by_hand(n: int, half: str, init_scale: float | None) -> dict[str, Tensor]:
             with torch.no_grad():
                 for p, master in zip(model.parameters(), masters.parameters(), strict=True):
                     p.copy_(master)
-    return {name: t.detach().clone() for name, t in model.state_dict().items()}
+    return snapshot(model)
 
 
 def check_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

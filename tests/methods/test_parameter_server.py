@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import socket
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +24,11 @@ from hvdtrain.training import checkpoint
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.world import World
 from tests.forkserver import warm
-from tests.launching import started
+from tests.launching import started_ranks
 from tests.methods.arms import options_of
 from tests.parity.resume import CONFIG, Stateful, train
 from tests.ranks import Ranks
+from tests.runs import records, run_json
 
 on_ranks = pytest.mark.parametrize("ranks", [("ps-torchrun", 2), ("ps-torchrun", 3)], indirect=True)
 
@@ -78,7 +76,7 @@ def blocked(backend: Backend, folder: Path) -> dict[str, Any]:
         trainer.fit()
     return {
         "in time": all(in_time),
-        "about": json.loads((folder / "run.json").read_text())["backend"],
+        "about": run_json(folder)["backend"],
     }
 
 
@@ -88,8 +86,7 @@ def test_nobody_waits_for_a_slow_rank(ranks: Ranks, tmp_path: Path) -> None:
         assert found["in time"]
     about = found["about"]
     assert about["staleness"]["max"] >= 2
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    logged = [r for r in records if "staleness_max" in r]
+    logged = [r for r in records(tmp_path) if "staleness_max" in r]
     assert logged
     for record in logged:
         assert record["staleness_mean"] <= record["staleness_p95"] <= record["staleness_max"]
@@ -101,7 +98,7 @@ def test_nobody_waits_for_a_slow_rank(ranks: Ranks, tmp_path: Path) -> None:
 def test_staleness_has_a_limit(ranks: Ranks, servers: str, tmp_path: Path) -> None:
     changes = {"ps_async": True, "ps_max_staleness": 1, "ps_servers": servers, "ps_sync_every": 3}
     assert len(set(ranks.run(digest, tmp_path, **changes))) == 1, "synchronized at the end"
-    about = json.loads((tmp_path / "run.json").read_text())["backend"]
+    about = run_json(tmp_path)["backend"]
     assert about["staleness"]["max"] <= 1
     assert (about["max_staleness"], about["sync_every"]) == (1, 3)
 
@@ -199,13 +196,6 @@ def test_two_asynchronous_models(ranks: Ranks) -> None:
 # Ranks that end
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-    return port
-
-
 @pytest.mark.parametrize(
     ("victim", "mode"),
     [
@@ -220,15 +210,7 @@ def test_a_rank_that_is_killed(victim: int, mode: list[str], tmp_path: Path) -> 
     command = warm([sys.executable, "-m", "hvdtrain", "--backend", "ps", *mode])
     command += ["--run-dir", str(tmp_path / "run")]
     command += ["--epochs", "6", "--checkpoint-every", "10", "--timeout", "30", "--log-every", "5"]
-    shared = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(
-                started(command, env={**shared, "RANK": str(r), "LOCAL_RANK": str(r)})
-            )
-            for r in range(3)
-        ]
+    with started_ranks([command] * 3, LOCAL_WORLD_SIZE="3") as ranks:
         logs = [log for _, log in ranks]
         deadline = time.monotonic() + 60
         while not checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints"):
@@ -240,7 +222,7 @@ def test_a_rank_that_is_killed(victim: int, mode: list[str], tmp_path: Path) -> 
     assert codes[victim] == -signal.SIGKILL
     kept = checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")
     assert checkpoint.problem(kept[-1]) is None
-    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    about = run_json(tmp_path / "run")
     if victim == 0:
         assert codes[1:] == [4, 4], texts
         assert all("rank 0 has ended: its connection is closed" in text for text in texts[1:])

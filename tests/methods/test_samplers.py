@@ -18,13 +18,12 @@ from hvdtrain.training.data_loading import derive_seed, draw_order, shard
 from hvdtrain.training.determinism import RandomState
 from hvdtrain.training.task import CheckedTask
 from hvdtrain.world import World
-from tests.methods.data_runs import Lengths, Regression, Sampled, train
-from tests.methods.test_methods import LIVE
+from tests.methods.data_runs import Lengths, Regression, Sampled, one_process, train
+from tests.methods.test_methods import LIVE, TWO
 from tests.ranks import Ranks
 
 quick = settings(max_examples=60, deadline=None, database=None)
 SEVERAL = pytest.mark.parametrize("ranks", [arm for arm in LIVE if arm[1] > 1], indirect=True)
-TWO = pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
 NUM = 26
 
 
@@ -69,19 +68,12 @@ def test_batches_are_dealt_in_turn_and_weighted(ranks: Ranks, tmp_path: Path) ->
     found = ranks.run(
         train, Sampled(NUM, "lengths"), tmp_path / "run", batch_size=None, uneven="join"
     )
-    task = Sampled(NUM, "lengths")
-    torch.manual_seed(derive_seed(5))
-    model = task.model().double()
-    optimizer = task.optimizer(model)
-    inputs, index = task.datasets()[0][:]
+    used: list[Any] = []
     for epoch in range(2):
         batches = order_of("lengths", epoch)
-        for first in range(0, len(batches), ranks.n):
-            chosen = [i for batch in batches[first : first + ranks.n] for i in batch]
-            optimizer.zero_grad()
-            task.loss(model, (inputs[chosen], index[chosen])).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-    wanted = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        steps = (batches[first : first + ranks.n] for first in range(0, len(batches), ranks.n))
+        used += [sum(step, []) for step in steps]
+    wanted, _ = one_process(Sampled(NUM, "lengths"), used)
     for rank in found:
         assert (rank["weights"] - wanted).abs().max() < 1e-12
     if len(order_of("lengths", 0)) % ranks.n == 0:

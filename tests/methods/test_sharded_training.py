@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from hvdtrain.world import World
 from tests.methods import arms
 from tests.parity.resume import CONFIG, Net, Stateful
 from tests.ranks import Ranks, single
+from tests.runs import run_json
 
 ARMS = [
     ("ddp-torchrun", 2),
@@ -138,7 +138,7 @@ def said(backend: Backend, folder: Path) -> tuple[list[str], dict[str, Any]]:
         trainer = Trainer(Wide(), backend, config)
         trainer.fit()
         lines = run_report.header(backend, "own", trainer.ledger, "1", None, config, None)
-    return lines, json.loads((folder / "run.json").read_text())["backend"]
+    return lines, run_json(folder)["backend"]
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from hvdtrain import Backend, TrainConfig
 from hvdtrain.errors import InputError
 from hvdtrain.training.stragglers import WINDOW, Step, _lateness, _phase
 from hvdtrain.transports.arrivals import Arrivals, overlap
-from tests.methods.data_runs import Regression, records, samples, train
+from tests.methods.data_runs import Regression, samples, train
 from tests.ranks import Ranks
+from tests.runs import records, run_json
 
 SEEN = pytest.mark.parametrize(
     "ranks",
@@ -120,7 +121,7 @@ def test_a_late_rank_is_named_with_its_phase(
         assert record[f"{phase}_ms_p50"][late] > record[f"{phase}_ms_p50"][fast] + 15
         other = "compute" if phase == "data" else "data"
         assert abs(record[f"{other}_ms_p50"][late] - record[f"{other}_ms_p50"][fast]) < 8
-    about = json.loads((tmp_path / "run.json").read_text())["ranks_ms"]
+    about = run_json(tmp_path)["ranks_ms"]
     assert [list(phases) for phases in about] == [
         ["data", "compute", "wait", "communication"]
     ] * ranks.n
@@ -168,6 +169,15 @@ def test_it_changes_no_bits(ranks: Ranks, tmp_path: Path) -> None:
     assert measured[0]["digest"] == plain[0]["digest"]
     assert ("--stragglers: one rank" in " ".join(measured[0]["lines"])) == (ranks.n == 1)
     assert not any(line.startswith("ranks ") for line in plain[0]["lines"])
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+def test_a_profile_names_the_collectives(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(run_with, tmp_path, "", max_steps=4, profile="2:2", log_every=1)
+    trace = json.loads((tmp_path / "profile.json").read_text())
+    names = {e["name"] for e in trace["traceEvents"] if e.get("cat") == "hvdtrain"}
+    assert "all_reduce" in names
+    assert "timed" not in names
 
 
 def test_ranks_that_do_not_wait_are_refused() -> None:

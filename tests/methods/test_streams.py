@@ -7,19 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from hvdtrain.training.data_loading import derive_seed
-from tests.methods.data_runs import Streamed, records, samples, train
-from tests.methods.test_methods import LIVE
+from tests.methods.data_runs import Regression, Streamed, one_process, samples, train
+from tests.methods.test_methods import EVERYWHERE, TWO
 from tests.ranks import Ranks, single
+from tests.runs import records
 
-EVERYWHERE = pytest.mark.parametrize("ranks", LIVE, indirect=True)
 SEVERAL = pytest.mark.parametrize(
     "ranks", [("ddp-torchrun", 2), ("compat-torchrun", 3)], indirect=True
 )
-TWO = pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
 HAS_TORCHDATA = importlib.util.find_spec("torchdata") is not None
 NUM = 27
 
@@ -52,18 +49,9 @@ def test_join_weights_by_samples(ranks: Ranks, tmp_path: Path) -> None:
     """The weights are those of one process that takes the same steps."""
     num = 4 * ranks.n * 2 + 1  # one rank has a sample in the last step
     found = ranks.run(train, Streamed(num, "stream"), tmp_path / "run", epochs=1, uneven="join")
-    task = Streamed(num, "stream")
-    torch.manual_seed(derive_seed(5))
-    model = task.model().double()
-    optimizer = task.optimizer(model)
-    inputs, index = samples(num)
     used = steps(found)
     assert len(used[-1]) == ranks.n  # the stand-ins of the ranks without a sample are among them
-    for chosen in [*used[:-1], used[-1][:1]]:
-        optimizer.zero_grad()
-        task.loss(model, (inputs[chosen], index[chosen])).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    wanted = nn.utils.parameters_to_vector(model.parameters()).detach()
+    wanted, _ = one_process(Regression(num), [*used[:-1], used[-1][:1]])
     for rank in found:
         assert (rank["weights"] - wanted).abs().max() < 1e-12
     assert records(tmp_path / "run")[-1]["step"] == len(used)
@@ -179,3 +167,28 @@ def test_a_stream_that_divides_itself_needs_the_same_ranks(ranks: Ranks, tmp_pat
             "the checkpoint is from the middle of an epoch with 1 ranks, and the dataset divides "
             "itself; resume with 1 ranks"
         )
+
+
+@TWO
+def test_a_stream_that_divides_itself_is_not_elastic(ranks: Ranks, tmp_path: Path) -> None:
+    for rank in ranks.run(train, Streamed(NUM, "divided"), tmp_path, elastic=True):
+        assert rank["on_all_ranks"]
+        assert rank["error"] == (
+            "--elastic with a stream that divides itself (Divided): a part of another number of "
+            "ranks cannot go on in the middle of an epoch; remove its method rank_shard, or leave "
+            "--elastic out"
+        )
+
+
+@pytest.mark.parametrize("ranks", [("ps-torchrun", 2)], indirect=True)
+def test_asynchronous_ranks_have_no_stream(ranks: Ranks, tmp_path: Path) -> None:
+    for rank in ranks.run(train, Streamed(NUM, "stream"), tmp_path, ps_async=True):
+        assert rank["on_all_ranks"]
+        assert rank["error"] == (
+            "--ps-async with a stream (Stream): the ranks exchange the sizes of their batches "
+            "before every step, so that all wait for each other; give the dataset __len__ and "
+            "__getitem__, or leave --ps-async out"
+        )
+    limited = {"ps_async": True, "ps_max_staleness": 0}  # which is synchronous training
+    found = ranks.run(train, Streamed(NUM, "stream"), tmp_path, epochs=1, **limited)
+    assert {len(batch) for rank in found for batch in rank["seen"]} == {4}

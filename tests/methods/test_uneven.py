@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
 from hvdtrain import shard_bounds
-from hvdtrain.training.data_loading import derive_seed
-from tests.methods.data_runs import CONFIG, Regression, records, samples, train
-from tests.methods.test_methods import LIVE
+from tests.methods.data_runs import CONFIG, Regression, one_process, shuffled, train
+from tests.methods.test_methods import EVERYWHERE, TWO
 from tests.ranks import Ranks
+from tests.runs import records, run_json
 
 quick = settings(max_examples=200, deadline=None, database=None)
-EVERYWHERE = pytest.mark.parametrize("ranks", LIVE, indirect=True)
-TWO = pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
 
 
 @quick
@@ -41,27 +37,6 @@ def test_shard_bounds_of_no_rank(num: int, rank: int, size: int) -> None:
         shard_bounds(num, rank, size)
 
 
-def one_process(num: int, per_step: int, epochs: int) -> tuple[Tensor, list[float]]:
-    """Plain torch on the whole batch: the weights, and the loss of each step."""
-    task = Regression(num)
-    torch.manual_seed(derive_seed(CONFIG.seed))
-    model = task.model().double()
-    optimizer = task.optimizer(model)
-    inputs, index = samples(num)
-    losses = []
-    for epoch in range(epochs):
-        generator = torch.Generator().manual_seed(derive_seed(CONFIG.seed, epoch))
-        order = torch.randperm(num, generator=generator)
-        for start in range(0, num, per_step):
-            chosen = order[start : start + per_step]
-            optimizer.zero_grad()
-            loss = task.loss(model, (inputs[chosen], index[chosen]))
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            losses.append(loss.item())
-    return nn.utils.parameters_to_vector(model.parameters()).detach(), losses
-
-
 @EVERYWHERE
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("rest", [1, 2, 5])
@@ -71,7 +46,7 @@ def test_join_is_one_process_on_the_whole_batch(
     """Also if some ranks have no sample in the last batch."""
     span = 4 * ranks.n
     num = 2 * span + min(rest, span - 1)
-    wanted, losses = one_process(num, span * accumulate, CONFIG.epochs)
+    wanted, losses = one_process(Regression(num), shuffled(num, span * accumulate))
     found = ranks.run(
         train, Regression(num), tmp_path / "run", accumulate=accumulate, uneven="join"
     )
@@ -80,7 +55,7 @@ def test_join_is_one_process_on_the_whole_batch(
     logged = [record["loss"] for record in records(tmp_path / "run")]
     assert logged == pytest.approx(losses, rel=1e-12)
     by_rank = [CONFIG.epochs * 2 * 4 + CONFIG.epochs * size for size in part_sizes(num, ranks.n)]
-    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    run = run_json(tmp_path / "run")
     totals = [
         sum(parts) for parts in zip(*(e["samples_by_rank"] for e in run["seen"]), strict=True)
     ]
@@ -94,17 +69,14 @@ def part_sizes(num: int, n: int) -> list[int]:
     return [end - start for start, end in (shard_bounds(rest, rank, n) for rank in range(n))]
 
 
-def plain_mean(num: int, per_step: int) -> Tensor:
-    return one_process(num, per_step, CONFIG.epochs)[0]
-
-
 @TWO
 def test_join_differs_from_a_mean_over_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """Three samples on two ranks: their mean is not the mean of the ranks' means."""
     joined = ranks.run(train, Regression(19), tmp_path / "join", uneven="join")
     dropped = ranks.run(train, Regression(19), tmp_path / "drop", uneven="drop")
-    assert (joined[0]["weights"] - plain_mean(19, 8)).abs().max() < 1e-12
-    assert (dropped[0]["weights"] - plain_mean(19, 8)).abs().max() > 1e-4
+    wanted, _ = one_process(Regression(19), shuffled(19, 8))
+    assert (joined[0]["weights"] - wanted).abs().max() < 1e-12
+    assert (dropped[0]["weights"] - wanted).abs().max() > 1e-4
 
 
 @TWO

@@ -26,6 +26,7 @@ from tests.launching import ROOT, run
 from tests.parity import resume
 from tests.parity.resume import Stateful
 from tests.ranks import Ranks, single
+from tests.runs import records, snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -164,7 +165,7 @@ def weights_after(backend: Backend, /, folder: Path, **changes: Any) -> list[Any
 
     class Watch(Callback):
         def on_step_end(self, trainer: Trainer) -> None:
-            seen.append({k: v.clone() for k, v in trainer.model.state_dict().items()})
+            seen.append(snapshot(trainer.model))
 
     config = replace(resume.CONFIG, run_dir=str(folder), on_nonfinite="skip", **changes)
     trainer = Trainer(Poisoned(17, "loss"), backend, config, callbacks=[Watch()])
@@ -235,6 +236,61 @@ def test_a_spike_is_left_out_or_stops(ranks: Ranks, tmp_path: Path) -> None:
         text = one["recorded"]["error"]
         assert text.startswith(f"step {first['step']} (position {first['sample']} of epoch")
         assert f"times the median, most on rank {first['rank']}, micro-batch" in text
+
+
+class Alike(Stateful):
+    """All samples and ranks have the same gradient; its micro-batches have the weights 1 and
+    9, so that the second micro-batch of two counts nine times. From step `spike` on the gradient
+    is 10,000 times as large, and times a factor by micro-batch.
+    """
+
+    def __init__(self, spike: int = 99, spike_of: Sequence[float] = (1.0, 1.0)) -> None:
+        super().__init__(evaluates=False)
+        self.spike, self.spike_of = spike, spike_of
+
+    def model(self) -> nn.Module:
+        return nn.Linear(5, 1)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e-9)
+
+    def loss(self, net: nn.Module, batch: Any) -> Any:
+        step, micro = divmod(len(self.seen), 2)
+        self.seen.append(batch[1].tolist())
+        factor = self.spike_of[micro] * 10_000 if step + 1 >= self.spike else 1.0
+        return net(torch.ones(2, 5)).mean() * factor, (1, 9)[micro]
+
+
+def fit_alike(backend: Backend, /, folder: Path, task: Alike, **changes: Any) -> str:
+    options: dict[str, Any] = {"schedule": "constant", "warmup_steps": 0, **TWO, "epochs": 99}
+    options |= {"run_dir": str(folder), **changes}
+    try:
+        Trainer(task, backend, replace(resume.CONFIG, **options)).fit()
+    except TrainingDiverged as error:
+        return str(error)
+    return ""
+
+
+MANY = [*RANKS, ("ddp-torchrun", 3)]
+
+
+@pytest.mark.parametrize("ranks", MANY, indirect=True)
+def test_a_spike_is_found_by_what_a_micro_batch_adds(ranks: Ranks, tmp_path: Path) -> None:
+    """The first micro-batch has twice the gradient, and a ninth of the weight."""
+    task = Alike(spike=12, spike_of=(2.0, 1.0))
+    for text in ranks.run(fit_alike, tmp_path, task, spike=20.0):
+        assert text.startswith("step 12 ")
+        assert "most on rank 0, micro-batch 2, parameter" in text
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 3)], indirect=True)
+def test_a_spike_in_the_first_step_of_a_resumed_run(ranks: Ranks, tmp_path: Path) -> None:
+    """DDP sends that step's gradients through their hooks twice more."""
+    changes: dict[str, Any] = {"spike": 20.0, "checkpoint_every": 1}
+    assert not any(ranks.run(fit_alike, tmp_path, Alike(), max_steps=11, **changes))
+    for text in ranks.run(fit_alike, tmp_path, Alike(spike=1), resume="must", **changes):
+        assert text.startswith("step 12 ")
+        assert "most on rank 0, micro-batch 2, parameter" in text
 
 
 def test_ten_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
@@ -357,7 +413,7 @@ def gradients_of(backend: Backend, /, folder: Path, **changes: Any) -> list[dict
 
     class Watch(Callback):
         def on_start(self, trainer: Trainer) -> None:
-            self.before = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+            self.before = snapshot(trainer.model)
 
         def on_gradients(self, trainer: Trainer, losses: Sequence[Tensor]) -> None:
             trainer.backend.synchronize(trainer.optimizer, "gradients")
@@ -382,7 +438,7 @@ def gradients_of(backend: Backend, /, folder: Path, **changes: Any) -> list[dict
                         else None,
                     }
                 )
-            self.before = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+            self.before = snapshot(trainer.model)
 
     config = replace(resume.CONFIG, run_dir=str(folder), log_gradients=3, **changes)
     Trainer(Stateful(evaluates=True), backend, config, callbacks=[Watch()]).fit()
@@ -396,7 +452,7 @@ LOGGED = [*RANKS, ("ps-torchrun", 2), ("horovod-gloo", 2)]
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_gradient_log_has_each_parameter(ranks: Ranks, accumulate: int, tmp_path: Path) -> None:
     seen = ranks.run(gradients_of, tmp_path, accumulate=accumulate, clip_norm=0.5)[0]
-    lines = [json.loads(line) for line in (tmp_path / "gradients.jsonl").read_text().splitlines()]
+    lines = records(tmp_path, "gradients.jsonl")
     local = [line.pop("local_norms") for line in lines]
     assert [line["step"] for line in lines[:: len(lines) // 4]] == [3, 6, 9, 12]
     names = [[line.pop("name") for line in some] for some in (lines, seen)]
@@ -410,9 +466,41 @@ def test_the_gradient_log_has_each_parameter(ranks: Ranks, accumulate: int, tmp_
     assert ranks.n == 1 or any(len({round(norm, 9) for norm in norms}) > 1 for norms in local)
 
 
+@pytest.mark.parametrize("ranks", MANY, indirect=True)
+def test_the_own_gradients_are_in_the_unit_of_their_mean(ranks: Ranks, tmp_path: Path) -> None:
+    """With weights, and in the first step. The ranks have one gradient: that is the mean."""
+    ranks.run(fit_alike, tmp_path, Alike(), log_gradients=1, max_steps=2)
+    lines = records(tmp_path, "gradients.jsonl")
+    assert [line["step"] for line in lines] == [1, 1, 2, 2]
+    for line in lines:
+        assert line["local_norms"] == [pytest.approx(line["norm"], rel=1e-6)] * ranks.n
+
+
+class Unweighted(Alike):
+    """The first rank has no token in the second micro-batch, and divides by their number."""
+
+    def loss(self, net: nn.Module, batch: Any) -> Any:
+        loss, _ = super().loss(net, batch)
+        has_none = os.environ.get("RANK", "0") == "0" and len(self.seen) % 2 == 0
+        weight = torch.tensor(float(not has_none))
+        return loss * weight / weight, weight
+
+
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+def test_a_micro_batch_of_weight_0_has_no_gradient(ranks: Ranks, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"on_nonfinite": "skip", "log_gradients": 1, "max_steps": 2}
+    ranks.run(fit_alike, tmp_path, Unweighted(), **changes)
+    lines = records(tmp_path, "gradients.jsonl")
+    for line in lines:
+        first, *others = line["local_norms"]
+        assert others == [pytest.approx(2 * first, rel=1e-6)] * (ranks.n - 1)
+        assert line["norm"] == pytest.approx(sum(line["local_norms"]) / ranks.n, rel=1e-6)
+    assert "skipped_steps" not in json.loads((tmp_path / "run.json").read_text())
+
+
 def test_the_gradient_log_of_fp16_is_unscaled(tmp_path: Path) -> None:
     fit(single(), tmp_path, log_gradients=1, epochs=1, precision="fp16")
-    lines = [json.loads(line) for line in (tmp_path / "gradients.jsonl").read_text().splitlines()]
+    lines = records(tmp_path, "gradients.jsonl")
     logged = [(r["step"], r["grad_norm"]) for r in read_metrics(tmp_path) if "grad_norm" in r]
     norms = {step: norm for step, norm in logged if isinstance(norm, float)}
     assert norms, "not each step has overflowed"
@@ -426,7 +514,7 @@ def test_a_resumed_run_logs_no_gradient_twice(tmp_path: Path) -> None:
     options: dict[str, Any] = {"log_gradients": 1, "checkpoint_every": 3}
     resume.train(single(), tmp_path, stop_at=5, **options)
     resume.train(single(), tmp_path, resume="must", **options)
-    lines = [json.loads(line) for line in (tmp_path / "gradients.jsonl").read_text().splitlines()]
+    lines = records(tmp_path, "gradients.jsonl")
     assert [line["step"] for line in lines if line["name"] == "head.bias"] == list(range(1, 13))
 
 

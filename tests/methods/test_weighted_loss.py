@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable
@@ -26,13 +25,12 @@ from hvdtrain.training.task import CheckedTask
 from tests.forkserver import warm
 from tests.launching import ROOT, run
 from tests.methods import arms
-from tests.methods.data_runs import CONFIG, Regression, records, train
-from tests.methods.test_methods import LIVE
+from tests.methods.data_runs import CONFIG, Regression, one_process, shuffled, train
+from tests.methods.test_methods import EVERYWHERE, LIVE, TWO
 from tests.ranks import Ranks, single
+from tests.runs import records, run_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-EVERYWHERE = pytest.mark.parametrize("ranks", LIVE, indirect=True)
-TWO = pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
 CLASSES, LENGTH = 5, 6
 
 
@@ -85,6 +83,18 @@ class Tagger(nn.Module):
         return found
 
 
+class MaskedMean(Tokens):
+    """Divides by the number of tokens itself: for padding alone, the gradient is 0 / 0."""
+
+    def loss(self, net: nn.Module, batch: Any) -> Any:
+        inputs, classes, index = batch
+        self.seen.append(index.tolist())
+        mask = (classes >= 0).double()
+        scores = net(inputs, index).flatten(0, 1)
+        each = nn.functional.cross_entropy(scores, classes.clamp(min=0).flatten(), reduction="none")
+        return (each * mask.flatten()).sum() / mask.sum(), mask.sum()
+
+
 class EqualRanks(Tokens):
     """The usual mistake: every rank and micro-batch counts the same."""
 
@@ -93,31 +103,11 @@ class EqualRanks(Tokens):
         return loss if weight else net(batch[0], batch[2]).sum() * 0
 
 
-def one_process(task: Tokens, per_step: int) -> tuple[Tensor, list[float]]:
-    """Plain torch on the whole batch: the weights, and the loss of each step."""
-    torch.manual_seed(derive_seed(CONFIG.seed))
-    model = task.model().double()
-    optimizer = task.optimizer(model)
-    data = sentences(task.num)
-    losses = []
-    for epoch in range(CONFIG.epochs):
-        generator = torch.Generator().manual_seed(derive_seed(CONFIG.seed, epoch))
-        order = torch.randperm(task.num, generator=generator)
-        for start in range(0, task.num, per_step):
-            chosen = order[start : start + per_step]
-            optimizer.zero_grad()
-            loss, _ = task.loss(model, [t[chosen] for t in data])
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return nn.utils.parameters_to_vector(model.parameters()).detach(), losses
-
-
 @EVERYWHERE
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_it_is_one_process_on_all_tokens(ranks: Ranks, accumulate: int, tmp_path: Path) -> None:
     num = 2 * 4 * ranks.n * accumulate
-    wanted, losses = one_process(Tokens(num), 4 * ranks.n * accumulate)
+    wanted, losses = one_process(Tokens(num), shuffled(num, 4 * ranks.n * accumulate))
     found = ranks.run(train, Tokens(num), tmp_path / "run", accumulate=accumulate)
     for rank in found:
         assert (rank["weights"] - wanted).abs().max() < 1e-12
@@ -128,16 +118,21 @@ def test_it_is_one_process_on_all_tokens(ranks: Ranks, accumulate: int, tmp_path
         assert (plain[0]["weights"] - wanted).abs().max() > 1e-4, "weights change nothing here"
 
 
-@EVERYWHERE
+@pytest.mark.parametrize("ranks", [*LIVE, ("horovod-gloo", 2)], indirect=True)
+@pytest.mark.parametrize("kind", [Tokens, MaskedMean])
 @pytest.mark.parametrize("changes", [{"batch_size": 1}, {"uneven": "join"}], ids=str)
-def test_ranks_without_a_token(ranks: Ranks, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Micro-batches of padding alone, whose loss is NaN; and ranks without a sample at the end."""
+def test_ranks_without_a_token(
+    ranks: Ranks, kind: type[Tokens], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Micro-batches of padding alone, whose loss and gradient may be NaN; and ranks without a
+    sample at the end.
+    """
     batch = changes.get("batch_size", 4)
     changes = {"accumulate": 2, "uneven": "join", **changes}
     # The first number of samples with which no step is of padding alone: that is refused.
     for steps in range(2, 9):
-        task = Tokens(2 * batch * ranks.n * steps + (ranks.n > 1), sparse=True)
-        wanted, losses = one_process(task, 2 * batch * ranks.n)
+        task = kind(2 * batch * ranks.n * steps + (ranks.n > 1), sparse=True)
+        wanted, losses = one_process(task, shuffled(task.num, 2 * batch * ranks.n))
         if not any(map(math.isnan, losses)):
             break
     for rank in ranks.run(train, task, tmp_path / "run", **changes):
@@ -187,7 +182,7 @@ class Many(Tokens):
 def test_large_weights_do_not_overflow_in_half(
     ranks: Ranks, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    wanted, losses = one_process(Tokens(48), 16)
+    wanted, losses = one_process(Tokens(48), shuffled(48, 16))
     found = ranks.run(train, Many(48), tmp_path / "run", accumulate=2, **changes)
     assert torch.equal(found[0]["weights"], found[1]["weights"])
     rest = 0.05 if "powersgd" in changes.values() else 0.005
@@ -250,6 +245,40 @@ def test_a_weight_in_some_calls_of_one_rank_ends_the_job(tmp_path: Path) -> None
     assert "Mine.loss must return a weight with every loss, or with none; it returned" in line
 
 
+class NothingOnRank1(Regression):
+    """Divides by its weight, which is 0 on rank 1; `clamps`: by at least 1."""
+
+    def __init__(self, clamps: bool = True) -> None:
+        super().__init__(48, conv=True)
+        self.clamps = clamps
+
+    def loss(self, net: nn.Module, batch: Any) -> Any:
+        inputs, index = batch
+        mask = torch.full_like(inputs[:, 0], float(os.environ["RANK"] == "0"))
+        weight = mask.sum()
+        total = (net(inputs).squeeze(1).square() * mask).sum()
+        return total / (weight.clamp(min=1) if self.clamps else weight), weight
+
+
+@pytest.mark.parametrize("clamps", [True, False])
+def test_sync_batch_norm_sends_no_nan(clamps: bool, tmp_path: Path) -> None:
+    task = tmp_path / "mine.py"
+    task.write_text(
+        "from tests.methods.test_weighted_loss import NothingOnRank1\n"
+        f"class Mine(NothingOnRank1):\n    def __init__(self): super().__init__({clamps})\n"
+    )
+    options = ["--backend", "ddp", "--sync-bn", "--precision", "fp64", "--epochs", 1]
+    launch = ["torchrun", "--standalone", "--nproc-per-node", 2, "-m", "hvdtrain", "--task"]
+    command = [*launch, f"{task}:Mine", *options, "--batch-size", 4, "--run-dir", tmp_path / "run"]
+    done = run(warm([str(part) for part in command]), env={"PYTHONPATH": str(ROOT)})
+    if clamps:
+        assert done.code == 0, done.output
+        assert math.isfinite(records(tmp_path / "run")[-1]["loss"])
+        return
+    (line,) = [line for line in done.lines("error: ") if "weight 0 is not finite" in line]
+    assert "weight.clamp(min=1)" in line
+
+
 REFUSED: list[tuple[tuple[str, int], str, dict[str, Any]]] = [
     (("ddp-torchrun", 2), "local SGD", {"sync_every": 3}),
     (("ps-torchrun", 2), "asynchronous parameter server", {"ps_async": True}),
@@ -281,7 +310,7 @@ def by_hand(backend: Backend, /, task: Task, **changes: Any) -> tuple[Tensor, li
 
 @TWO
 def test_the_hand_written_loop_of_compare(ranks: Ranks) -> None:
-    wanted, losses = one_process(Tokens(48), 24)
+    wanted, losses = one_process(Tokens(48), shuffled(48, 24))
     found = ranks.run(by_hand, Tokens(48), accumulate=3)
     for weights, _ in found:
         assert (weights - wanted).abs().max() < 1e-12
@@ -348,7 +377,7 @@ def test_the_evaluation_is_a_mean_over_tokens(ranks: Ranks, tmp_path: Path) -> N
     model = task.model().double()
     nn.utils.vector_to_parameters(found[0]["weights"], model.parameters())
     wanted, _ = task.loss(model, sentences(num))
-    last = json.loads((tmp_path / "run" / "run.json").read_text())
+    last = run_json(tmp_path / "run")
     assert last["metrics"]["loss"] == pytest.approx(wanted.item(), rel=1e-12)
 
 

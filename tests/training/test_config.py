@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +24,7 @@ from hvdtrain.training.ledger import Ledger
 from hvdtrain.training.lr_schedule import build_schedule, planned_rates, set_base_lr
 from hvdtrain.training.precision import Precision
 from hvdtrain.world import World
+from tests.launching import clean_env
 
 FIELDS = dataclasses.fields(TrainConfig)
 POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size accumulate lr
@@ -321,6 +325,65 @@ def test_the_one_thread_that_torchrun_sets_is_ignored(given: str) -> None:
     assert set_threads(None, world, {"OMP_NUM_THREADS": given}).startswith("1 a rank (")
     alone = set_threads(None, World(), {"OMP_NUM_THREADS": "" if given == "1" else given})
     assert "cores / 1)" in alone
+
+
+BOUND = """
+import os
+from hvdtrain.training.determinism import set_threads
+from hvdtrain.world import detect
+os.sched_setaffinity(0, {cores})
+print(set_threads(None, detect(), {{}}))
+"""
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("launcher", "own", "launchers", "local_size", "expected"),
+    [
+        ("openmpi", 1, 128, 2, "1 a rank (bound to 1 of 128 cores)"),  # two ranks: to a core each
+        ("openmpi", 16, 32, 2, "16 a rank (32 cores / 2)"),  # to a socket each
+        ("openmpi", 16, 32, 4, "8 a rank (32 cores / 4)"),  # two ranks to each socket
+        ("openmpi", 2, 32, 4, "2 a rank (bound to 2 of 32 cores)"),  # --map-by slot:pe=2
+        ("openmpi", 8, 8, 8, "1 a rank (8 cores / 8)"),  # a cpuset of 8 of 128 cores, not bound
+        ("openmpi", 1, 1, 2, "1 a rank (1 cores / 2)"),
+        ("openmpi", 8, None, 8, "1 a rank (8 cores / 8)"),  # the launcher cannot be found
+        ("openmpi", 1, None, 2, "1 a rank (1 cores / 2)"),
+        ("torchrun", 8, 128, 8, "1 a rank (8 cores / 8)"),
+        ("srun", 8, 128, 8, "1 a rank (8 cores / 8)"),  # slurmstepd may have all cores
+    ],
+)
+def test_threads_of_a_rank_that_its_launcher_has_bound(
+    launcher: str,
+    own: int,
+    launchers: int | None,
+    local_size: int,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def first_ancestor_without(variable: str) -> Any:
+        assert variable == "OMPI_COMM_WORLD_RANK=0"
+        if launchers is None:
+            raise psutil.NoSuchProcess(0)
+        return SimpleNamespace(pid=77)
+
+    cores = {0: own, 77: launchers}
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores[pid] or 0)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.setattr("hvdtrain.launcher_watch._first_ancestor_without", first_ancestor_without)
+    monkeypatch.setattr("hvdtrain.world._launch_env", {})
+    world = World(0, local_size, 0, local_size, launcher=launcher)
+    assert set_threads(None, world, {}) == expected
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_the_launcher_of_a_bound_rank_is_its_parent() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    names = ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
+    env = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(names, "0011", strict=True)}
+    line = [sys.executable, "-c", BOUND.format(cores=cores[:1])]
+    done = subprocess.run(line, env={**clean_env(), **env}, capture_output=True, check=True)
+    assert done.stdout.decode() == f"1 a rank (bound to 1 of {len(cores)} cores)\n"
 
 
 def test_records() -> None:

@@ -71,3 +71,9 @@ def test_a_launcher_that_forwards_lines_gets_lines() -> None:
 def test_describe() -> None:
     record = {"step": 3, "epoch": 1, "loss": 0.5, "step_ms": 4.06, "samples_per_s": 1234.5}
     assert describe(record) == "epoch 1  loss 0.5000  4.1 ms/step  1234 samples/s"
+
+
+def test_describe_leaves_out_what_is_no_number() -> None:
+    """A record may have any values, and is shown on one rank alone."""
+    record = {"step": 3, "loss": None, "name": "a text", "lr": "high", "by": {"a": 1}, "rows": [1]}
+    assert describe({**record, "epoch": 0.5, "count": 12}) == "epoch 0.5  count 12"

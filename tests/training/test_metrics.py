@@ -8,13 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdtrain import Backend, BackendOptions
-from hvdtrain.backends.single import Single
+from hvdtrain import Backend
 from hvdtrain.errors import InputError
 from hvdtrain.training.data_loading import EvalBatches
 from hvdtrain.training.metrics import Mean, fingerprint
-from hvdtrain.world import World
-from tests.ranks import Ranks, single
+from tests.ranks import Ranks
+
+
+def combined(everyone: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
+    """The means by name, given the shares of all ranks."""
+    names = dict.fromkeys(name for shares in everyone for name in shares)
+    return {name: Mean.combine([s[name] for s in everyone if name in s]) for name in names}
 
 
 def share_of_mean(backend: Backend, num_samples: int, batch: int) -> dict[str, float]:
@@ -25,7 +29,7 @@ def share_of_mean(backend: Backend, num_samples: int, batch: int) -> dict[str, f
         mean.add({"square": x.square().mean(), "x": x.mean()}, len(indices))
     if backend.world.rank == 0:
         mean.add({"rank 0 alone": torch.tensor(7.0)}, 3)
-    return mean.reduce(backend)
+    return combined(backend.all_gather_object(mean.shares()))
 
 
 @pytest.mark.parametrize(
@@ -48,11 +52,11 @@ def test_batches_of_any_size_weigh_by_their_samples() -> None:
     mean = Mean()
     mean.add({"a": torch.tensor(1.0), "b": torch.tensor(2)}, 30)
     mean.add({"a": torch.tensor([4.0])}, 10)
-    assert mean.reduce(single()) == {"a": 1.75, "b": 2.0}
+    assert combined([mean.shares()]) == {"a": 1.75, "b": 2.0}
 
 
 def test_nothing_added() -> None:
-    assert Mean().reduce(single()) == {}
+    assert Mean().shares() == {}
 
 
 def test_low_precision_adds_up_in_double() -> None:
@@ -60,7 +64,7 @@ def test_low_precision_adds_up_in_double() -> None:
     for _ in range(1000):
         mean.add({"a": torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True)}, 3)
     mean.add({"a": torch.tensor(1.5, dtype=torch.float16)}, 1000)
-    assert mean.reduce(single()) == {"a": 0.75}
+    assert combined([mean.shares()]) == {"a": 0.75}
 
 
 @pytest.mark.parametrize("values", [[math.inf, -math.inf], [math.nan, 1.0]])
@@ -68,18 +72,11 @@ def test_values_that_are_not_finite_give_nan(values: list[float]) -> None:
     mean = Mean()
     for value in values:
         mean.add({"a": torch.tensor(value)}, 1)
-    assert math.isnan(mean.reduce(single())["a"])
-
-
-class TwoShares(Single):
-    """What two ranks gathered, on one."""
-
-    def all_gather_object(self, obj: object) -> list:  # type: ignore[type-arg]
-        return [{"a": (math.inf, 1)}, {"a": (-math.inf, 1)}, {}]
+    assert math.isnan(combined([mean.shares()])["a"])
 
 
 def test_opposite_infinities_of_two_ranks() -> None:
-    assert math.isnan(Mean().reduce(TwoShares(World(), BackendOptions()))["a"])
+    assert math.isnan(Mean.combine([(math.inf, 1), (-math.inf, 1)]))
 
 
 def test_a_metric_per_sample_is_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +12,12 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
+from hvdtrain import Trainer
+from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.lr_schedule import build_schedule, lr_factor, set_base_lr
+from tests.parity import resume
+from tests.ranks import single
 
 TOTAL, PER_EPOCH = 40, 4
 CONFIGS = {
@@ -78,6 +84,18 @@ def test_step_counts_epochs_from_the_start_of_the_warm_up() -> None:
     found = rates_of(CONFIGS["step after warm-up"])
     assert found[9] == pytest.approx(10 / 11)
     assert found[10:] == pytest.approx([0.1] * 30)
+
+
+def test_epochs_may_be_ahead_of_the_steps() -> None:
+    """After a resume at a smaller batch size, of which a step is half as much."""
+    optimizer = prepared(1.0)
+    schedule = build_schedule(optimizer, CONFIGS["step"], 4, TOTAL, PER_EPOCH, ahead=2)
+    found = []
+    for _ in range(4):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert found == [1.0, 1.0, 0.5, 0.5], "it drops after two epochs, which are 8 steps"
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 4, 10, TOTAL])
@@ -167,3 +185,19 @@ def test_a_rate_in_a_tensor() -> None:
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5))
     assert set_base_lr(optimizer, None, 2.0) == ([0.5], [1.0])
     assert rates(CONFIGS["warm-up"], optimizer, stop=2) == [[0.25], [0.5]]
+
+
+def test_a_warm_up_of_a_schedule_of_the_task_is_refused(tmp_path: Path) -> None:
+    """It would have no effect; a task whose method returns None has the schedule of the options."""
+    config = replace(resume.CONFIG, run_dir=str(tmp_path / "own"), schedule="constant")
+    with pytest.raises(InputError) as refused:
+        Trainer(resume.Stateful("step"), single(), config).fit()
+    assert str(refused.value) == (
+        "--warmup-steps 3 has no effect on the schedule of the task, a StepLR; leave "
+        "--warmup-steps out, and put the warm-up into the task's schedule"
+    )
+    assert refused.value.on_all_ranks
+    Trainer(resume.Stateful("step"), single(), replace(config, warmup_steps=0)).set_up(False)
+    trainer = Trainer(resume.Stateful(), single(), config)
+    trainer.set_up(record=False)
+    assert trainer.ledger.warmup_steps == 3

@@ -128,6 +128,10 @@ def test_a_missing_class_lists_what_is_there(folder: Path) -> None:
         load_task("mine_task.py:Yours")
     with pytest.raises(InputError, match="no Task subclass named 'nn'"):
         load_task("mine_task.py:nn")  # there, but no Task
+    with pytest.raises(InputError, match="json has no Task subclass named 'x'; it has: none"):
+        load_task("json:x")
+    with pytest.raises(InputError, match="--task 'mine_task.py:' is not module:Class or file.py"):
+        load_task("mine_task.py:")
 
 
 def test_no_such_file_or_module(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Breakdown of a step's time, from the phase passes, which have a barrier before each step.
+"""Breakdown of a step's time, from passes of its own, which have a barrier before each step.
 
 `summary` takes the rows. The reference is the arm without communication: its compute time is that
 of every arm, and what an arm's forward and backward take beyond it is exposed communication, which
@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvdtrain.compare.analysis import stats
-from hvdtrain.compare.analysis.speed import Measurements, number
-from hvdtrain.compare.record import PhaseTimes, RankTimes, Record
+from hvdtrain.compare.analysis.speed import Measurements, limits
+from hvdtrain.compare.compare_options import MIN_BLOCKS
+from hvdtrain.compare.record import BreakdownTimes, RankTimes, Record, finite_or_none
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,13 @@ class BreakdownRow:
     compute_ms: float | None
     """Forward and backward without communication, mean over ranks."""
     exposed_ms: float | None
-    """Communication that backward does not hide; 0 if not distinguishable from none."""
+    """Communication that backward does not hide: 0 if not distinguishable from none, and None if
+    there are too few passes to tell.
+    """
     exposed_raw_ms: float | None
+    """The median, whatever its interval."""
     exposed_low_ms: float | None
+    """The 95 % interval; None with too few passes."""
     exposed_high_ms: float | None
     input_ms: float | None
     optimizer_ms: float | None
@@ -47,30 +52,29 @@ def breakdown_rows(record: Record, measured: Measurements) -> list[BreakdownRow]
     for key, arm in measured.arms.items():
         own = [found for found in passes if key in found]
         if own and measured.times[key] and not arm.has_ended_early:
-            rows.append(_row(key, arm.period, own, measured.key_of("ceiling", arm.ranks)))
+            rows.append(_row(key, arm.period, own, record.key_of("ceiling", arm.ranks)))
     return rows
 
 
 def _row(
-    key: str, period: int, passes: list[dict[str, PhaseTimes]], ceiling: str | None
+    key: str, period: int, passes: list[dict[str, BreakdownTimes]], ceiling: str
 ) -> BreakdownRow:
     # The arm and the ceiling from the same pass, so that both have the same machine state.
     both = [found for found in passes if ceiling in found]
-    alone = [found[ceiling].compute_ms for found in both if ceiling is not None]
+    alone = [found[ceiling].compute_ms for found in both]
     exposed = [
         stats.block_ms(found[key].compute_ms, period) - stats.block_ms(computing)
         for found, computing in zip(both, alone, strict=True)
     ]
     raw = stats.interval(exposed)
-    # An interval that reaches zero or below is not distinguishable from no exposed communication.
-    shown = raw.median if raw.low > 0 else 0.0
+    low, high = limits(raw)
     return BreakdownRow(
         arm=key,
         compute_ms=_median(_mean, alone),
-        exposed_ms=number(shown) if exposed else None,
-        exposed_raw_ms=number(raw.median),
-        exposed_low_ms=number(raw.low),
-        exposed_high_ms=number(raw.high),
+        exposed_ms=_distinguishable(raw),
+        exposed_raw_ms=finite_or_none(raw.median),
+        exposed_low_ms=low,
+        exposed_high_ms=high,
         input_ms=_median(stats.block_ms, [found[key].input_ms for found in passes]),
         optimizer_ms=_median(stats.block_ms, [found[key].optimizer_ms for found in passes]),
         straggler_ms=_median(_excess_of_slowest, alone),
@@ -78,8 +82,15 @@ def _row(
     )
 
 
+def _distinguishable(exposed: stats.Interval) -> float | None:
+    """Return the exposed communication; 0 if its interval reaches zero, None if it is unknown."""
+    if exposed.median > 0 and exposed.blocks < MIN_BLOCKS:
+        return None
+    return 0.0 if exposed.low <= 0 else finite_or_none(exposed.median)
+
+
 def _median(of: Callable[[RankTimes], float], passes: list[RankTimes]) -> float | None:
-    return number(float(np.median([of(found) for found in passes]))) if passes else None
+    return finite_or_none(np.median([of(found) for found in passes])) if passes else None
 
 
 def _mean(times: RankTimes) -> float:

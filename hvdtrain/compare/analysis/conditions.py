@@ -74,11 +74,14 @@ def stop_rule(config: Config) -> str:
     """Describe in words when a comparison ends."""
     if config.blocks:
         return f"after {config.blocks} blocks"
-    return (
+    text = (
         f"once every interval is within {100 * (config.target_ci or 0):g} % on either side, after "
         f"at least {config.min_blocks} blocks and all planned starts; or after "
         f"{config.budget_s or 0:g} s, with at least {config.least_blocks or 0} blocks"
     )
+    if config.longest_s:  # older files have not
+        text += f" that count; or after {config.longest_s:g} s, with as many blocks"
+    return text
 
 
 def _per_arm(arms: dict[str, ArmRecord], value_of: Callable[[ArmRecord], Any]) -> str | None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdtrain.compare.analysis.speed import Measurements, number
+from hvdtrain.compare.analysis.speed import Measurements, limits
+from hvdtrain.compare.record import finite_or_none
 
 
 @dataclass(frozen=True)
 class EfficiencyRow:
-    """The efficiency of an arm at one world size, with its 95 % interval."""
+    """The efficiency of an arm at one world size, with its 95 % interval; without one from too few
+    blocks.
+    """
 
     arm: str
     name: str
@@ -42,6 +45,7 @@ def efficiency_rows(scaling: str | None, measured: Measurements) -> list[Efficie
         for base, base_kind in _bases(measured, arm.name):
             ratio = measured.ratio(base, key)
             if ratio.blocks:
+                low, high = (end if end is None else end * share for end in limits(ratio))
                 row = EfficiencyRow(
                     arm=key,
                     name=arm.name,
@@ -49,9 +53,9 @@ def efficiency_rows(scaling: str | None, measured: Measurements) -> list[Efficie
                     kind=scaling,
                     base=base,
                     base_kind=base_kind,
-                    efficiency=number(ratio.median * share),
-                    low=number(ratio.low * share),
-                    high=number(ratio.high * share),
+                    efficiency=finite_or_none(ratio.median * share),
+                    low=low,
+                    high=high,
                     blocks=ratio.blocks,
                 )
                 rows.append(row)

@@ -1,7 +1,7 @@
 """The load of other processes during the blocks of a comparison, and the blocks dropped for it.
 
-`summary` shows it, and `comparison` says with it why no block counts. The shares are measured by
-`run.cpu_load`.
+`summary` shows it, and `comparison` says with it why no arm has a verdict. `run.cpu_load` measures
+the shares.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdtrain.compare.compare_options import CompareOptions
+from hvdtrain.compare.compare_options import MIN_BLOCKS, CompareOptions
 from hvdtrain.compare.formatting import count, tell_apart
 from hvdtrain.compare.record import Block, Record
 
@@ -103,6 +103,21 @@ def caution(record: Record) -> str | None:
 def shares(blocks: Iterable[Block]) -> list[float]:
     """Return the share of the cores that others and the host took in each block that records it."""
     return [block.foreign + (block.steal or 0.0) for block in blocks if block.foreign is not None]
+
+
+def no_verdict_note(blocks: Sequence[Block], limit: float | None) -> str | None:
+    """Return why no arm has a verdict on its speed: too many blocks were dropped; else None."""
+    dropped = [block for block in blocks if not block.kept]
+    num_kept = len(blocks) - len(dropped)
+    if not dropped or num_kept >= MIN_BLOCKS:
+        return None
+    if not num_kept:
+        return f"no block counts: {len(dropped)} were dropped, {why_dropped(dropped, limit)}"
+    verb = "counts" if num_kept == 1 else "count"
+    return (
+        f"no arm has a verdict on its speed: {num_kept} of {len(blocks)} blocks {verb}, and a "
+        f"verdict needs {MIN_BLOCKS}; the others were dropped, {why_dropped(dropped, limit)}"
+    )
 
 
 def why_dropped(blocks: Sequence[Block], limit: float | None) -> str:

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdtrain.compare import record
 from hvdtrain.compare.analysis import stats
 from hvdtrain.compare.analysis.stats import Interval
 from hvdtrain.compare.compare_options import MIN_BLOCKS
 from hvdtrain.compare.formatting import count
-from hvdtrain.compare.record import ArmRecord, ArmTimes, Record
+from hvdtrain.compare.record import ArmRecord, ArmTimes, Record, finite_or_none
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,7 @@ class Measurements:
     """The measurements of each arm in the kept blocks of a record."""
 
     def __init__(self, found: Record) -> None:
-        self.arms = found.arms
-        self._anchors = found.anchors
+        self.record, self.arms = found, found.arms
         self.all_dropped = bool(found.blocks) and not found.kept_blocks
         """Whether no block counts: reported once, not for every arm."""
         self.blocks: dict[str, dict[int, ArmTimes]] = {key: {} for key in self.arms}
@@ -127,15 +125,8 @@ class Measurements:
         """The world sizes of the arms, ascending."""
         return sorted({arm.ranks for arm in self.arms.values()})
 
-    def key_of(self, role: str, ranks: int) -> str | None:
-        """Return the key of the arm with this role at this world size, or None."""
-        arms = self.arms.items()
-        return next((k for k, arm in arms if arm.role == role and arm.ranks == ranks), None)
-
-    def ratio(self, base: str | None, arm: str | None) -> Interval:
+    def ratio(self, base: str, arm: str) -> Interval:
         """Return how many times as fast as `base` the arm is. NaN without common blocks."""
-        if base is None or arm is None:
-            return stats.NOTHING
         if (base, arm) not in self._ratios:  # resampling takes tens of milliseconds
             ratios = stats.paired(self.times.get(base, {}), self.times.get(arm, {}))
             self._ratios[base, arm] = stats.interval(ratios)
@@ -143,18 +134,19 @@ class Measurements:
 
     def noise(self, ranks: int) -> float | None:
         """Return the A/A spread at this world size, or None."""
-        return stats.spread(self.ratio(self.key_of("baseline", ranks), self.key_of("again", ranks)))
+        base, again = (self.record.key_of(role, ranks) for role in ("baseline", "again"))
+        return stats.spread(self.ratio(base, again))
 
-    def median_ms(self, key: str | None) -> float:
+    def median_ms(self, key: str) -> float:
         """Return the median over blocks of an arm's time. NaN if it was not measured."""
-        times = list(self.times.get(key, {}).values()) if key else []
+        times = list(self.times.get(key, {}).values())
         return float(np.median(times)) if times else math.nan
 
     def memcpy_ms(self, ranks: int) -> float:
         """Return the ms of one copy of the gradients by all ranks at once. NaN if not measured."""
         if ranks == 1:
             return 0.0  # one rank alone has nothing to exchange
-        copies = self._anchors.get(str(ranks))
+        copies = self.record.anchors.get(str(ranks))
         return float(np.median(copies.memcpy_ms)) if copies and copies.memcpy_ms else math.nan
 
 
@@ -162,12 +154,11 @@ def again_rows(measured: Measurements) -> list[AgainRow]:
     """Return one row per world size on its A/A pair."""
     rows = []
     for ranks in measured.world_sizes:
-        key = measured.key_of("again", ranks)
-        ratio = measured.ratio(measured.key_of("baseline", ranks), key)
-        if key is not None and ratio.blocks:
-            spread = number(stats.spread(ratio))
-            limits = _limits(ratio)
-            rows.append(AgainRow(key, ranks, number(ratio.median), *limits, spread, ratio.blocks))
+        base, key = (measured.record.key_of(role, ranks) for role in ("baseline", "again"))
+        ratio = measured.ratio(base, key)
+        if ratio.blocks:
+            median, spread = finite_or_none(ratio.median), finite_or_none(stats.spread(ratio))
+            rows.append(AgainRow(key, ranks, median, *limits(ratio), spread, ratio.blocks))
     return rows
 
 
@@ -175,9 +166,9 @@ def ideal_rows(measured: Measurements) -> list[IdealRow]:
     """Return the ideal step of each world size."""
     rows = []
     for ranks in measured.world_sizes:
-        alone = measured.median_ms(measured.key_of("ceiling", ranks))
+        alone = measured.median_ms(measured.record.key_of("ceiling", ranks))
         copy = measured.memcpy_ms(ranks)
-        rows.append(IdealRow(ranks, number(alone), number(copy), number(alone + copy)))
+        rows.append(IdealRow(ranks, *map(finite_or_none, (alone, copy, alone + copy))))
     return rows
 
 
@@ -190,12 +181,12 @@ def speed_rows(measured: Measurements) -> list[SpeedRow]:
 def _speed_row(measured: Measurements, key: str, noise: float | None) -> SpeedRow:
     arm = measured.arms[key]
     step = stats.interval(measured.times[key].values())
-    base = record.base_of(measured.arms, key)
+    base = measured.record.key_of("baseline", arm.ranks)
     ratio = measured.ratio(base, key) if key != base else Interval(1.0, 1.0, 1.0, 0)
     # The arm without communication does less work by design: it gets no verdict on speed.
     special = "baseline" if key == base else "ceiling" if arm.role == "ceiling" else None
     percent, note = _percent_of_ideal(measured, key)
-    step_limits, ratio_limits = _limits(step), _limits(ratio)
+    step_limits, ratio_limits = limits(step), limits(ratio)
     samples = arm.samples_per_step
     blocks = measured.blocks[key].values()
     slowest = [stats.slowest(block.step_ms) for block in blocks]
@@ -209,16 +200,16 @@ def _speed_row(measured: Measurements, key: str, noise: float | None) -> SpeedRo
         status=arm.status,
         reason=arm.reason,
         log=arm.log,
-        step_ms=number(step.median),
+        step_ms=finite_or_none(step.median),
         step_low=step_limits[0],
         step_high=step_limits[1],
-        mean_ms=number(steps.mean()) if steps.size else None,
-        p95_ms=number(np.percentile(steps, 95)) if steps.size else None,
-        samples_per_s=number(1000 * samples / step.median) if samples else None,
-        ratio=number(ratio.median),
+        mean_ms=finite_or_none(steps.mean()) if steps.size else None,
+        p95_ms=finite_or_none(np.percentile(steps, 95)) if steps.size else None,
+        samples_per_s=finite_or_none(1000 * samples / step.median) if samples else None,
+        ratio=finite_or_none(ratio.median),
         low=ratio_limits[0],
         high=ratio_limits[1],
-        against=base if key != base else None,
+        against=base if base not in (key, "") else None,
         verdict=special or stats.verdict(ratio, noise),
         percent_of_ideal=percent,
         ideal_note=note,
@@ -236,8 +227,8 @@ def sentences(measured: Measurements) -> list[str]:
 def _sentence(measured: Measurements, key: str, arm: ArmRecord) -> str:
     if arm.has_ended_early:
         return f"{key} {arm.status}: {arm.reason or 'no reason is known'}"
-    base = record.base_of(measured.arms, key)
-    if base is None or arm.role in ("baseline", "ceiling") or measured.all_dropped:
+    base = measured.record.key_of("baseline", arm.ranks)
+    if not base or arm.role in ("baseline", "ceiling") or measured.all_dropped:
         return ""
     ratio = measured.ratio(base, key)
     if arm.role == "again" and stats.excludes_1(ratio):
@@ -249,7 +240,7 @@ def _cpu_per_step(blocks: Iterable[ArmTimes]) -> float | None:
     """Return the CPU seconds of all ranks per step, over all kept blocks."""
     timed = [block for block in blocks if block.cpu_s]
     steps = sum(len(stats.slowest(block.step_ms)) for block in timed)
-    return number(sum(sum(block.cpu_s) for block in timed) / steps) if steps else None
+    return finite_or_none(sum(sum(block.cpu_s) for block in timed) / steps) if steps else None
 
 
 def _percent_of_ideal(measured: Measurements, key: str) -> tuple[float | None, str | None]:
@@ -257,8 +248,8 @@ def _percent_of_ideal(measured: Measurements, key: str) -> tuple[float | None, s
     100, which is not cut.
     """
     ranks = measured.arms[key].ranks
-    ceiling = measured.key_of("ceiling", ranks)
-    if ceiling is None or key == ceiling:
+    ceiling = measured.record.key_of("ceiling", ranks)
+    if key == ceiling:
         return None, None
     # Per block, as for ratios: the ceiling and the arm share the machine's state in a block.
     copy = measured.memcpy_ms(ranks)
@@ -268,16 +259,11 @@ def _percent_of_ideal(measured: Measurements, key: str) -> tuple[float | None, s
         return None, None
     percent = 100 * float(np.median(shares))
     note = "over 100: noise, or the anchors were measured under other conditions than the arm"
-    return number(percent), note if percent > 100 else None
+    return finite_or_none(percent), note if percent > 100 else None
 
 
-def _limits(found: Interval) -> tuple[float | None, float | None]:
+def limits(found: Interval) -> tuple[float | None, float | None]:
     """Return the limits of an interval; None with fewer than MIN_BLOCKS blocks."""
     if found.blocks < MIN_BLOCKS:
         return None, None
-    return number(found.low), number(found.high)
-
-
-def number(value: float | None) -> float | None:
-    """Return a float that JSON can represent, or None."""
-    return float(value) if value is not None and math.isfinite(value) else None
+    return finite_or_none(found.low), finite_or_none(found.high)

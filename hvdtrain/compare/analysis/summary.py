@@ -14,7 +14,8 @@ from hvdtrain.compare.analysis.conditions import condition_rows
 from hvdtrain.compare.analysis.efficiency import EfficiencyRow, efficiency_rows
 from hvdtrain.compare.analysis.foreign_load import LoadSummary, caution, load_summary
 from hvdtrain.compare.analysis.speed import AgainRow, IdealRow, Measurements, SpeedRow
-from hvdtrain.compare.record import ParityRow, Record, base_of
+from hvdtrain.compare.formatting import count
+from hvdtrain.compare.record import ParityRow, Record
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,9 @@ def summarise(record: Record) -> Summary:
     measured = Measurements(record)
     sizes = record.config.ranks
     ranks = "1 rank" if sizes == [1] else f"{', '.join(map(str, sizes)) or 'no'} ranks"
+    hosts = count(record.config.num_hosts, "host")
     return Summary(
-        title=f"{record.config.task or 'a task'}, {ranks} on 1 host",
+        title=f"{record.config.task or 'a task'}, {ranks} on {hosts}",
         outcome=record.outcome,
         note=record.note,
         when=record.started,
@@ -123,9 +125,8 @@ def _verdict(record: Record) -> WorkVerdict:
 def _last_equal_step(record: Record, equal: list[str]) -> int | None:
     """Return the most steps after which all these arms had the parameters of their baselines."""
     found = []
+    base = {key: record.key_of("baseline", record.arms[key].ranks) for key in equal}
     for ends in record.ends:
-        if all(key in ends for key in equal) and all(
-            ends[key] == ends.get(base_of(record.arms, key) or "") for key in equal
-        ):
+        if all(key in ends and ends[key] == ends.get(base[key]) for key in equal):
             found.append(min(ends[key][0] for key in equal))
     return max(found, default=None)

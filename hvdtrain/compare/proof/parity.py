@@ -13,7 +13,6 @@ how far its parameters are from the baseline's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -29,7 +28,7 @@ from hvdtrain.compare.proof.exact_checks import (
 )
 from hvdtrain.compare.proof.numeric_checks import first_difference, numeric_differences, percent
 from hvdtrain.compare.proof.work_trace import ArmTraces, RankTrace
-from hvdtrain.compare.record import ParityRow
+from hvdtrain.compare.record import ParityRow, finite_or_none
 
 # For the gradients of one step, relative to their norm. fp32: a hundred times its resolution, for
 # sums of many terms in any order. Autocast: the resolution of the narrow type, because a parameter
@@ -97,7 +96,7 @@ def _judge_method(name: str, pair: ArmPair, method: str, shared: Iterator[Differ
         f"has {method}, as asked: {same}, its parameters differ by {percent(apart)} of how far "
         f"training moved them in {steps}"
     )
-    return ParityRow(name, "other method", text, _finite(apart))
+    return ParityRow(name, "other method", text, finite_or_none(apart))
 
 
 def _judge(
@@ -111,7 +110,7 @@ def _judge(
         first = first_difference(pair) or "losses and gradients are always the same"
         cause = found.cause or f"no known cause fits; {first}"
         tolerance = 0.0 if limits.bitwise and found.tolerance else found.tolerance
-        apart = _finite(found.distance)
+        apart = finite_or_none(found.distance)
         return ParityRow(name, "unequal", found.text, apart, tolerance, cause)
     steps = f"{len(pair.base[0].steps)} steps"
     if pair.is_bitwise_equal:
@@ -126,7 +125,7 @@ def _judge(
             f"{text}; {100 * left_out:.2g} % of the elements, whose gradients were nothing but "
             "rounding, are left out"
         )
-    return ParityRow(name, "within tolerance", text, _finite(apart), limits.final)
+    return ParityRow(name, "within tolerance", text, finite_or_none(apart), limits.final)
 
 
 # The baseline, and the limits for other arms
@@ -229,7 +228,3 @@ def _usable_local_traces(local: ArmTraces, base: ArmTraces) -> ArmTraces | None:
 
 def _content(trace: RankTrace) -> list[list[str]]:
     return [step.samples for step in trace.steps]
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

@@ -38,6 +38,8 @@ PARTS = [
     ("optimizer_ms", "optimizer", "green", "|||"),
     ("input_ms", "input", "purple", "\\\\\\"),
 ]
+# (name, colour, hatch), in place of "communication not hidden" of an arm with too few passes
+UNKNOWN_PART = ("communication, from too few passes to tell", "muted", "xxx")
 # verdict: colour, marker
 SIGNS = {
     "faster": ("blue", ">"),
@@ -58,7 +60,7 @@ def pictures(record: Record, summary: Summary) -> list[Picture]:
     found = (
         steps(record, summary),
         ratios(summary),
-        phases(summary),
+        breakdown(summary),
         scaling(summary),
     )
     return [picture for picture in found if picture]
@@ -240,15 +242,16 @@ def _draw_ratio(chart: _ArmChart, place: int, row: SpeedRow) -> None:
     chart.write_beside(place, between.join(filter(None, [formatting.ratio(row.ratio), limits])))
 
 
-# ------------------------------------------------------------------------- where the time goes
+# --------------------------------------------------------------------------- breakdown of a step
 
 
-def phases(summary: Summary) -> Picture | None:
+def breakdown(summary: Summary) -> Picture | None:
     """Return the parts of a step, stacked; None without data."""
     parts = {row.arm: row for row in summary.phases if row.compute_ms is not None}
     rows = [row for row in _in_order(summary) if row.arm in parts]
     if not rows:
         return None
+    unknown = {arm for arm, row in parts.items() if row.exposed_ms is None and row.exposed_raw_ms}
 
     def draw(style: FigureStyle) -> Figure:
         def fill(colour: str, hatch: str) -> dict[str, Any]:
@@ -259,14 +262,18 @@ def phases(summary: Summary) -> Picture | None:
         for place, row in enumerate(rows):
             left = 0.0
             for field, _, colour, hatch in PARTS:
-                width = max(0.0, getattr(parts[row.arm], field) or 0.0)
-                chart.axes.barh(place, width, 0.5, left, **fill(colour, hatch))
+                width, drawn = getattr(parts[row.arm], field), fill(colour, hatch)
+                if field == "exposed_ms" and row.arm in unknown:
+                    width, drawn = parts[row.arm].exposed_raw_ms, fill(*UNKNOWN_PART[1:])
+                width = max(0.0, width or 0.0)
+                chart.axes.barh(place, width, 0.5, left, **drawn)
                 left += width
             chart.write_beside(place, f"{formatting.figures(left)} ms")
         chart.axes.set_xlim(0, None)
         chart.axes.margins(x=0.01)
         chart.axes.set_xlabel("time of a step, ms")
-        chart.add_legend([Patch(**fill(c, hatch), label=name) for _, name, c, hatch in PARTS])
+        legend = [part[1:] for part in PARTS] + [UNKNOWN_PART] * bool(unknown)
+        chart.add_legend([Patch(**fill(c, hatch), label=name) for name, c, hatch in legend])
         return chart.figure
 
     caption = (
@@ -280,7 +287,7 @@ def phases(summary: Summary) -> Picture | None:
         + ", ".join(f"{n} {formatting.figures(getattr(row, field))}" for field, n, _, _ in PARTS)
         for arm, row in parts.items()
     )
-    return Picture("phases", "Where the time goes", caption, alt, draw)
+    return Picture("phases", "Breakdown of a step", caption, alt, draw)
 
 
 def breakdown_in_order(summary: Summary) -> list[BreakdownRow]:

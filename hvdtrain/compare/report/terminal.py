@@ -20,7 +20,7 @@ from hvdtrain.compare import formatting
 from hvdtrain.compare.analysis import stats
 from hvdtrain.compare.analysis.speed import SpeedRow
 from hvdtrain.compare.analysis.summary import Summary
-from hvdtrain.compare.record import Record, base_of
+from hvdtrain.compare.record import Record
 
 COLOURS = {"faster": "blue", "slower": "yellow", "failed": "red", "refused": "red"}
 SIGNS = {"faster": "▲", "slower": "▼", "same": "=", "unknown": "?", "no A/A": "?"}
@@ -204,9 +204,7 @@ class ProgressTable:
         return bool(fresh)
 
     def _ratio(self, record: Record, key: str) -> str:
-        base = base_of(record.arms, key)
-        if base is None:
-            return ""
+        base = record.key_of("baseline", record.arms[key].ranks)
         if base == key:
             return "baseline"
         pairs = stats.paired(self._times.get(base, {}), self._times.get(key, {}))

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.record import ArmRecord, Record
 from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
-from hvdtrain.compare.run.arms import Arm, Role
+from hvdtrain.compare.run.arms import Arm
 from hvdtrain.compare.run.messages import RankFacts, StepTimes
 from hvdtrain.compare.run.remote_hosts import RemoteHosts
 from hvdtrain.errors import LaunchError
@@ -94,11 +94,6 @@ class ArmPool:
     def show_activity(self, activity: str) -> None:
         """Show the current activity."""
         self._display.update(self.record, activity)
-
-    def key_of(self, role: Role, ranks: int) -> str:
-        """Return the key of the only arm of a role at a world size."""
-        arms = self.arms.items()
-        return next(key for key, arm in arms if arm.role == role and arm.ranks == ranks)
 
     def start(self, keys: list[str]) -> None:
         """Start arms in parallel, and open model and loop in each."""
@@ -185,7 +180,8 @@ class ArmPool:
         if arm.c10d_transport:  # Horovod's controller follows from the launcher
             config["transport"] = arm.c10d_transport
         loop = "by hand" if arm.role == "by hand" else "trainer"
-        return arm.backend, loop, config, self.options.pin
+        per_host = self.options.ranks_of_a_host(arm.ranks)
+        return arm.backend, loop, config, self.options.pin, per_host
 
     def _record_facts(self, key: str, facts: list[RankFacts]) -> None:
         """Put the settings in force in an arm's ranks into the record."""
@@ -198,7 +194,7 @@ class ArmPool:
 
     def _environment(self, arm: Arm) -> dict[str, str]:
         """Return this environment without launcher variables, plus the settings of all arms."""
-        threads = str(self.options.threads_of(arm.ranks))
+        threads = self.options.threads_of(arm.ranks)
         env = launch_environment()
         if arm.launcher == "torchrun":  # it leaves a folder there per job
             env["TMPDIR"] = str(self._sockets)
@@ -206,9 +202,11 @@ class ArmPool:
         env["OMPI_MCA_orte_tmpdir_base"] = tempfile.mkdtemp(dir=self._sockets)
         if not arm.hosts:
             env["GLOO_SOCKET_IFNAME"] = "lo"
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            env.pop(name, None)
+            if threads is not None:
+                env[name] = str(threads)
         env.update(
-            OMP_NUM_THREADS=threads,
-            MKL_NUM_THREADS=threads,
             # Horovod's Gloo times out on stopped ranks, and all arms but one are stopped.
             HOROVOD_GLOO_TIMEOUT_SECONDS="36000",
             PYTHONUNBUFFERED="1",

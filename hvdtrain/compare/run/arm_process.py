@@ -14,7 +14,6 @@ torch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
 import re
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hvdtrain.compare.run.remote_hosts import RemoteHosts
+from hvdtrain.processes import end_with_parent
 
 END_S = 10.0  # for launcher and ranks to exit by themselves
 _CLEAR_S = 10.0  # for processes that the launcher leaves behind to exit
@@ -42,7 +42,6 @@ _FIRST_TO_END = (
     r"rank (\d+) on \S+ exited with code (\d+)",  # hvdtrain launch
     r"noticed that process rank (\d+) with PID .*? exited on signal (\d+)",  # Open MPI
 )
-_PDEATHSIG = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class ArmFailed(Exception):
@@ -94,7 +93,7 @@ class ArmProcess:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C reaches the comparison alone
-                    preexec_fn=partial(ctypes.CDLL(None).prctl, _PDEATHSIG, end_signal),
+                    preexec_fn=partial(end_with_parent, end_signal),
                 )
             except OSError as error:
                 self._listener.close()

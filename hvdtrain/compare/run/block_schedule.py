@@ -1,4 +1,4 @@
-"""When a comparison starts its processes anew, times the parts of steps, and ends.
+"""When a comparison starts its processes anew, times a breakdown of steps, and ends.
 
 `comparison` asks it between blocks. The rules are fixed beforehand, from the options alone.
 """
@@ -13,8 +13,10 @@ from hvdtrain.compare.record import Record
 
 # At most this many starts of the processes; at least this many blocks after each.
 MAX_STARTS, MIN_BLOCKS_PER_START = 4, 8
-SETTLED_BLOCKS = 10  # before narrow intervals may end a comparison
-BLOCKS_PER_PASS = 8  # kept blocks for each phase pass
+SETTLED_BLOCKS = 10  # kept, before narrow intervals may end a comparison
+MAX_BUDGETS = 2  # times the budget, if too few blocks count for a verdict
+# Kept blocks for each breakdown pass: MIN_BLOCKS passes, which an interval needs, by 22 blocks.
+BLOCKS_PER_PASS = 4
 
 
 class BlockSchedule:
@@ -23,6 +25,7 @@ class BlockSchedule:
     def __init__(self, options: CompareOptions) -> None:
         self._options = options
         self._deadline = time.monotonic() + options.budget_s
+        self._last_deadline = time.monotonic() + MAX_BUDGETS * options.budget_s
         self.generation = 0
         """The number of restarts so far."""
         self._restarts_left = 0
@@ -66,26 +69,33 @@ class BlockSchedule:
         self._restarts_left -= 1
         self._began = (index, time.monotonic())
 
-    def why_to_stop(self, num_blocks: int, num_arms: int, widths: Iterable[float]) -> str | None:
-        """Return why there are enough blocks, or None.
+    def why_to_stop(
+        self, num_blocks: int, num_kept: int, num_arms: int, widths: Iterable[float]
+    ) -> str | None:
+        """Return why there are enough blocks, or None. Only `num_kept` of `num_blocks` count.
 
-        `widths`: how far the interval of each arm's ratio extends; read only where it counts.
+        At the end of the time too few may count for a verdict, because others used the CPU: the
+        comparison then goes on, up to MAX_BUDGETS times the time. `widths`: how far the interval of
+        each arm's ratio extends; read only where it counts.
         """
         options = self._options
         if num_arms < 2:
             return "the loss of the other arms"
         if options.blocks is not None:
             return "the number of blocks asked for" if num_blocks >= options.blocks else None
-        if num_blocks >= MIN_BLOCKS and time.monotonic() > self._deadline:
+        now = time.monotonic()
+        if num_kept >= MIN_BLOCKS and now > self._deadline:
             return "the time"
-        is_settled = num_blocks >= SETTLED_BLOCKS and not self._restarts_left
+        if num_blocks >= MIN_BLOCKS and now > self._last_deadline:
+            return "the time, with too few blocks that count"
+        is_settled = num_kept >= SETTLED_BLOCKS and not self._restarts_left
         if is_settled and all(width <= options.target_ci for width in widths):
             return "the width of the intervals"
         return None
 
 
 def pass_is_due(record: Record) -> bool:
-    """Return whether to run a phase pass: after a kept block, once per BLOCKS_PER_PASS of them."""
+    """Return whether to time a breakdown: after a kept block, once per BLOCKS_PER_PASS of them."""
     passes = sum(found.kept for found in record.phases)
     is_time = len(record.kept_blocks) >= passes * BLOCKS_PER_PASS + BLOCKS_PER_PASS // 2
     return is_time and record.blocks[-1].kept

@@ -1,4 +1,4 @@
-"""Timed work: warm-up, blocks, and passes that time the parts of steps.
+"""Timed work: warm-up, blocks, and passes that time a breakdown of steps.
 
 `comparison` calls it. All arms but the timed one are stopped, and the CPU load of other processes
 is measured meanwhile. Imports no torch.
@@ -7,6 +7,7 @@ is measured meanwhile. Imports no torch.
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
 from collections import defaultdict
@@ -14,10 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from hvdtrain.compare.analysis import stats
 from hvdtrain.compare.compare_options import CompareOptions
-from hvdtrain.compare.record import ArmTimes, Block, CopyTimes, PhasePass, PhaseTimes, base_of
+from hvdtrain.compare.record import ArmTimes, Block, BreakdownPass, BreakdownTimes, CopyTimes
 from hvdtrain.compare.run.arm_pool import ArmPool
-from hvdtrain.compare.run.cpu_load import Load, LoadMeter, too_busy
-from hvdtrain.compare.run.messages import StepTimes
+from hvdtrain.compare.run.cpu_load import LoadMeter, too_busy
 
 SKIPPED_STEPS = 2  # untimed, in each block: caches and CPU frequency recover from other arms
 BLOCK_S = 0.25  # time of the slowest arm in a block
@@ -33,6 +33,7 @@ class BlockTimer:
     def __init__(self, pool: ArmPool, options: CompareOptions) -> None:
         self._pool, self._options, self._record = pool, options, pool.record
         self._order = random.Random(options.seed)
+        self._cores = os.sched_getaffinity(0)
         self.steps = options.steps or 0
         """Steps of each arm in a block; the first warm-up sets it if the options do not."""
         self.block_ms: defaultdict[str, dict[int, float]] = defaultdict(dict)
@@ -75,9 +76,9 @@ class BlockTimer:
         """Time some steps of every arm, in random order, and add a block to the record."""
         arms: dict[str, ArmTimes] = {}
         # Load of the whole block too: the time of one arm is too short for the clock ticks.
-        meter = _OwnLoadMeter()
+        meter = LoadMeter(self._cores)
         for key in self._shuffled():
-            arm_meter = _OwnLoadMeter()
+            arm_meter = LoadMeter(self._cores)
             ranks = self._pool.call(key, "time_steps", self.steps, SKIPPED_STEPS)
             own = None if ranks is None else self._pool.on_this_host(key, ranks)
             meter.add(own)
@@ -101,24 +102,24 @@ class BlockTimer:
                 period = self._record.period_of(key)
                 self.block_ms[key][index] = stats.block_ms(times.step_ms, period)
 
-    def time_pass(self, index: int) -> None:
+    def time_breakdown(self, index: int) -> None:
         """Time the parts of steps, with a barrier before each; and a memcpy of all gradients."""
-        self._pool.show_activity("where the time goes")
-        arms: dict[str, PhaseTimes] = {}
-        meter = _OwnLoadMeter()
+        self._pool.show_activity("timing a breakdown of steps")
+        arms: dict[str, BreakdownTimes] = {}
+        meter = LoadMeter(self._cores)
         for key in self._shuffled():
-            ranks = self._pool.call(key, "time_phases", self._whole_periods(PASS_STEPS))
+            ranks = self._pool.call(key, "time_breakdown", self._whole_periods(PASS_STEPS))
             meter.add(None if ranks is None else self._pool.on_this_host(key, ranks))
             if ranks is not None:
-                arms[key] = PhaseTimes(
+                arms[key] = BreakdownTimes(
                     input_ms=[_rounded(rank.input_ms) for rank in ranks],
                     compute_ms=[_rounded(rank.rest_ms) for rank in ranks],
                     optimizer_ms=[_rounded(rank.optimizer_ms) for rank in ranks],
                 )
         kept = too_busy(meter.stop(), self._options.max_foreign) is None
-        self._record.phases.append(PhasePass(index, arms, kept))
+        self._record.phases.append(BreakdownPass(index, arms, kept))
         for size in self._options.ranks if kept else ():
-            key = self._pool.key_of("ceiling", size)
+            key = self._record.key_of("ceiling", size)
             copies = self._pool.call(key, "time_memcpy", COPIES)
             if copies is not None:
                 num_bytes = self._record.arms[key].gradient_bytes
@@ -130,9 +131,9 @@ class BlockTimer:
         the ceiling's.
         """
         for key in self._pool.live:
-            if self._pool.arms[key].role not in ("baseline", "ceiling"):
-                base = base_of(self._record.arms, key)
-                assert base is not None
+            arm = self._pool.arms[key]
+            if arm.role not in ("baseline", "ceiling"):
+                base = self._record.key_of("baseline", arm.ranks)
                 yield stats.reach(stats.paired(self.block_ms[base], self.block_ms[key]))
 
     def _whole_periods(self, steps: int) -> int:
@@ -143,28 +144,6 @@ class BlockTimer:
     def _shuffled(self) -> list[str]:
         keys = list(self._pool.live)
         return self._order.sample(keys, len(keys))
-
-
-class _OwnLoadMeter:
-    """A load meter from its creation on that counts this process and the ranks as our own."""
-
-    def __init__(self) -> None:
-        self._meter = LoadMeter()
-        self._meter.start()
-        self._own_s: float | None = -time.process_time()
-
-    def add(self, ranks: Iterable[StepTimes] | None) -> None:
-        """Add the CPU time of an arm's ranks. None: the arm failed, so that it is unknown."""
-        if ranks is None or self._own_s is None:
-            self._own_s = None
-        else:
-            self._own_s += sum(rank.whole_cpu_s for rank in ranks)
-
-    def stop(self) -> Load:
-        """Return the load of others since the creation; unknown if an arm failed meanwhile."""
-        if self._own_s is None:
-            return Load(None, None)
-        return self._meter.stop(self._own_s + time.process_time())
 
 
 def _steps_in(seconds: float, step_ms: Mapping[str, float], limits: tuple[int, int]) -> int:

@@ -1,4 +1,4 @@
-"""A comparison, phase by phase: start, prove equal work, warm up, time blocks, check again.
+"""A comparison from start to end: start, prove equal work, warm up, time blocks, check again.
 
 `hvdtrain compare` runs it. An arm that fails is dropped with its reason, and the others continue.
 Imports no torch: only the ranks do.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hvdtrain import provenance
 from hvdtrain.compare import record
-from hvdtrain.compare.analysis.foreign_load import why_dropped
+from hvdtrain.compare.analysis.foreign_load import no_verdict_note
 from hvdtrain.compare.compare_options import MIN_BLOCKS, CompareOptions, steps_in_sync
 from hvdtrain.compare.proof import parity
 from hvdtrain.compare.proof.work_trace import RankTrace
@@ -23,7 +23,12 @@ from hvdtrain.compare.record import Config, Record
 from hvdtrain.compare.run import machine
 from hvdtrain.compare.run.arm_pool import ArmPool, ProgressDisplay, without_launcher
 from hvdtrain.compare.run.arms import Arm
-from hvdtrain.compare.run.block_schedule import SETTLED_BLOCKS, BlockSchedule, pass_is_due
+from hvdtrain.compare.run.block_schedule import (
+    MAX_BUDGETS,
+    SETTLED_BLOCKS,
+    BlockSchedule,
+    pass_is_due,
+)
 from hvdtrain.compare.run.block_timer import BlockTimer
 from hvdtrain.compare.run.cpu_load import load_average
 from hvdtrain.signals import uninterrupted
@@ -58,7 +63,7 @@ class Comparison:
         """Compare. Ctrl-C ends it early: it is noted in the record, and re-raised."""
         try:
             with self._pool:
-                self._run_phases()
+                self._run()
             self.record.outcome = "finished"
         except KeyboardInterrupt:
             self._stopped("interrupted", "Ctrl-C")
@@ -83,7 +88,7 @@ class Comparison:
             if row.status in ("waiting", "running"):
                 row.status = "measured" if self._timer.block_ms.get(key) else "waiting"
 
-    def _run_phases(self) -> None:
+    def _run(self) -> None:
         self._pool.start(list(self._pool.arms))
         self._drop_without_baseline()
         self._prove_equal_work()
@@ -99,7 +104,7 @@ class Comparison:
     def _drop_without_baseline(self) -> None:
         """Drop the arms whose baseline has failed: there is nothing to compare them with."""
         for size in self.options.ranks:
-            base = self._pool.key_of("baseline", size)
+            base = self.record.key_of("baseline", size)
             if base not in self._pool.live:
                 status = self.record.arms[base].status
                 why = f"cannot be compared: its baseline {base} {status}"
@@ -116,11 +121,11 @@ class Comparison:
             self.record.accounts[key] = [trace.to_dict() for trace in traces[key]]
         for size in self.options.ranks:
             of_size = {k: found for k, found in traces.items() if self._pool.arms[k].ranks == size}
-            base, again = self._pool.key_of("baseline", size), self._pool.key_of("again", size)
+            base, again = self.record.key_of("baseline", size), self.record.key_of("again", size)
             problem = parity.baseline_problem(base, of_size.get(base, ()), of_size.get(again, ()))
             if problem and base in self._pool.live:
                 self._pool.drop(base, "refused", problem)
-            rows = parity.compare(of_size, base, again, self._pool.key_of("ceiling", size))
+            rows = parity.compare(of_size, base, again, self.record.key_of("ceiling", size))
             self.record.parity += rows
             for row in rows:
                 if row.verdict == "unequal" and row.arm in self._pool.live:
@@ -146,7 +151,7 @@ class Comparison:
         proved = {row.arm for row in self.record.parity if row.verdict == "bitwise"}
         for key in [key for key in ends if key in proved]:
             ranks = self._pool.arms[key].ranks
-            base, again = (self._pool.key_of(role, ranks) for role in ("baseline", "again"))
+            base, again = (self.record.key_of(role, ranks) for role in ("baseline", "again"))
             # No arm has to reproduce what the baseline itself does not.
             repeats = base in ends and ends[base] == ends.get(again)
             if repeats and ends[key][0] == ends[base][0] and ends[key] != ends[base]:
@@ -168,20 +173,18 @@ class Comparison:
             self._pool.show_activity(f"block {index + 1}, {self._timer.steps} steps of each arm")
             self._timer.time_block(index, self._schedule.generation)
             if pass_is_due(self.record):
-                self._timer.time_pass(index)
+                self._timer.time_breakdown(index)
             # After every block, so that a killed comparison leaves its measurements.
             record.write(self.record, self.folder)
             self._drop_without_baseline()
             index += 1
         config, blocks = self.record.config, self.record.blocks
         config.stopped_by, config.starts = stop_reason, self._schedule.generation + 1
-        if blocks and not self.record.kept_blocks:
-            drop_reason = why_dropped(blocks, self.options.max_foreign)
-            self.record.note = f"no block counts: {len(blocks)} were dropped, {drop_reason}"
+        self.record.note = no_verdict_note(blocks, self.options.max_foreign)
 
     def _why_to_stop(self, num_blocks: int) -> str | None:
-        widths = self._timer.interval_widths()
-        return self._schedule.why_to_stop(num_blocks, len(self._pool.live), widths)
+        num_kept, widths = len(self.record.kept_blocks), self._timer.interval_widths()
+        return self._schedule.why_to_stop(num_blocks, num_kept, len(self._pool.live), widths)
 
     def _restart(self, index: int) -> None:
         """End the remaining arms and start them again.
@@ -211,6 +214,7 @@ def _config(options: CompareOptions) -> Config:
         pinned=given.pop("pin"),
         min_blocks=options.blocks or SETTLED_BLOCKS,
         least_blocks=MIN_BLOCKS,
+        longest_s=MAX_BUDGETS * options.budget_s,
         clip_norm=None if math.isinf(options.clip_norm) else options.clip_norm,
     )
     return Config(**given)

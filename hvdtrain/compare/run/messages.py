@@ -34,7 +34,9 @@ class StepTimes:
     input_ms: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)
     rest_ms: list[float] = field(default_factory=list)
-    """Forward, backward, reduction and clipping. Only `phases` fills this and `optimizer_ms`."""
+    """Forward, backward, reduction and clipping. `time_breakdown` alone fills this and
+    `optimizer_ms`.
+    """
     cpu_s: float = 0.0
     """User and system time of all threads in these steps."""
     whole_cpu_s: float = 0.0

@@ -8,11 +8,13 @@ Imports no torch.
 
 from __future__ import annotations
 
-import ctypes
+import os
+import re
 import select
 import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,9 +22,11 @@ from pathlib import Path
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.host_list import Host
 from hvdtrain.launch.ssh import Ssh, is_this_host
+from hvdtrain.processes import end_with_parent
 
 _REPLY_S = 30.0  # to a command on another host, or to the start of a connection
-_PDEATHSIG = 1  # PR_SET_PDEATHSIG of prctl(2)
+# Marks the exit code of a command among the lines that a login shell prints by itself.
+_REPLY = "hvdtrain-code:"
 
 
 class RemoteHosts:
@@ -45,7 +49,7 @@ class RemoteHosts:
                     stdout=subprocess.PIPE,
                     stderr=log,
                     start_new_session=True,  # Ctrl-C reaches the comparison alone
-                    preexec_fn=partial(ctypes.CDLL(None).prctl, _PDEATHSIG, signal.SIGTERM),
+                    preexec_fn=partial(end_with_parent, signal.SIGTERM),
                 )
         try:
             for name in self._names:
@@ -103,14 +107,21 @@ class RemoteHosts:
         assert shell.stdin is not None
         assert shell.stdout is not None
         try:
-            shell.stdin.write(f"{command}; echo $?\n".encode())
+            shell.stdin.write(f"{command}; echo {_REPLY}$?\n".encode())
             shell.stdin.flush()
         except OSError:  # ssh has ended
             return None
-        if not select.select([shell.stdout], [], [], _REPLY_S)[0]:
-            return None
-        line = shell.stdout.readline().strip()
-        return int(line) if line.isdigit() else None
+        # Not readline(): what it had buffered would not make the pipe ready for select().
+        output, pipe = b"", shell.stdout.fileno()
+        deadline = time.monotonic() + _REPLY_S
+        while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            piece = os.read(pipe, 4096)
+            if not piece:  # ssh has ended
+                return None
+            output += piece
+            if found := re.search(rf"{_REPLY}(\d+)\n".encode(), output):
+                return int(found[1])
+        return None
 
     def _control(self, name: str) -> str:
         return str(self._folder / f"ssh-{self._names.index(name)}")

@@ -8,7 +8,6 @@ call is collective over the ranks of the arm.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import glob
 import os
@@ -18,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from hvdtrain.training.meter import StepTaken
 from hvdtrain.training.metrics import fingerprint
 from hvdtrain.training.task import Task, load_task
 from hvdtrain.training.trainer import Trainer
+from hvdtrain.transports.malloc import return_freed_memory
 from hvdtrain.world import World, detect
 
 # Variables that mpirun sets in its ranks for its own use, such as addresses and folders.
@@ -50,12 +51,20 @@ LOOPS: dict[str, type[Trainer] | type[ByHand]] = {"trainer": Trainer, "by hand":
 class ArmRank:
     """One rank: its backend, and the training loop whose steps it takes."""
 
-    def __init__(self, backend: str, loop: str, options: dict[str, Any], pin: bool) -> None:
-        """Open model and loop. `options`: of TrainConfig; `pin`: bind to a share of the cores."""
-        world = detect()
-        if pin:
-            os.sched_setaffinity(0, share_of_cores(world, sorted(os.sched_getaffinity(0))))
+    def __init__(
+        self, backend: str, loop: str, options: dict[str, Any], pin: bool, per_host: int
+    ) -> None:
+        """Open model and loop.
+
+        `options`: of TrainConfig; `pin`: bind to a share of the cores; `per_host`: the ranks by
+        which a host's cores are divided, if `options` has no number of threads.
+        """
+        world, cores = detect(), sorted(os.sched_getaffinity(0))
         config = TrainConfig(**options)
+        if config.threads is None:  # before this rank is bound to its share, which is divided
+            config = replace(config, threads=max(1, len(cores) // per_host))
+        if pin:
+            os.sched_setaffinity(0, share_of_cores(world, cores))
         # Before any inter-op parallel work: torch rejects a later change.
         torch.set_num_interop_threads(1)
         self.backend = open_backend(backend, world, config.backend_options())
@@ -138,7 +147,7 @@ class ArmRank:
             )
         return found
 
-    def time_phases(self, steps: int) -> StepTimes:
+    def time_breakdown(self, steps: int) -> StepTimes:
         """Time the parts of steps; all ranks begin each step together, after a barrier."""
         precision, plain = self.loop.precision, self.loop.precision.step
 
@@ -197,9 +206,7 @@ class ArmRank:
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats()
             return
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-        if trim is not None:
-            trim(0)
+        return_freed_memory()
         # proc(5): writing "5" resets VmHWM to the present resident size. If that is not permitted,
         # the peak includes start and parity check.
         with contextlib.suppress(OSError):

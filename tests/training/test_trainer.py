@@ -1,0 +1,346 @@
+"""The Trainer: what callbacks ask of it, what it logs and records, and how an epoch ends."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+
+from hvdtrain import Backend, Callback, Trainer
+from hvdtrain.errors import InputError, Preempted
+from hvdtrain.training import checkpoint, meter, weights
+from hvdtrain.training.console import LineConsole
+from hvdtrain.training.meter import Meter
+from tests.methods import data_runs
+from tests.methods.test_callbacks import Dies, fit
+from tests.methods.test_watching import scalars
+from tests.parity.resume import Stateful, wait_for
+from tests.ranks import Ranks, single
+from tests.runs import records, run_json
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Asks(Callback):
+    """Calls a method of the Trainer in one hook, when the given steps are done."""
+
+    def __init__(self, hook: str, steps: Collection[int], method: str, *arguments: Any) -> None:
+        self.hook, self.steps = hook, steps
+        self.method, self.arguments = method, arguments
+
+    def _ask(self, hook: str, trainer: Trainer) -> None:
+        if hook == self.hook and trainer.progress.step in self.steps:
+            getattr(trainer, self.method)(*self.arguments)
+
+    def on_gradients(self, trainer: Trainer, losses: Sequence[Tensor]) -> None:
+        self._ask("on_gradients", trainer)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self._ask("on_step_end", trainer)
+
+    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        self._ask("on_evaluate", trainer)
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        self._ask("on_epoch_end", trainer)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return [int(path.name[5:]) for path in checkpoint.list_checkpoints(folder / "checkpoints")]
+
+
+# Requests
+
+
+def test_every_request_gets_its_checkpoint(tmp_path: Path) -> None:
+    """A request after each step: each waits for the next step, and replaces no other."""
+    asks = Asks("on_step_end", range(1, 13), "request_checkpoint")
+    fit(single(), tmp_path, asks, checkpoint_every=0)
+    # Epochs of four steps: the fourth is the last one, and is saved itself.
+    assert saved_steps(tmp_path) == [2, 3, 4, 6, 7, 8, 10, 11, 12]
+
+
+class Signals(Callback):
+    """Sends a signal to this process at the end of a step, and waits until it has been seen."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == self.step:
+            signal.raise_signal(signal.SIGUSR1)
+            wait_for(lambda: trainer._preemption.cause)
+
+
+def test_a_request_does_not_replace_that_of_a_preemption(tmp_path: Path) -> None:
+    asks = Asks("on_step_end", range(1, 13), "request_checkpoint")
+    with pytest.raises(Preempted, match="saved after step 6"):
+        fit(single(), tmp_path, Signals(5), asks, checkpoint_every=0)
+    assert saved_steps(tmp_path)[-1] == 6
+
+
+def test_a_run_that_is_stopped_and_preempted_after_the_same_step_is_finished(
+    tmp_path: Path,
+) -> None:
+    """Resumed, it would go on: the stop is no part of a checkpoint that follows its last step."""
+    trainer = fit(single(), tmp_path, Signals(3), Asks("on_evaluate", [4], "stop", "enough"))
+    assert trainer.progress.step == 4
+    assert run_json(tmp_path)["outcome"] == "finished"
+    assert run_json(tmp_path)["stopped_early"]["step"] == 4
+
+
+@pytest.mark.parametrize("kind", ["indexed", "stateful", "stream"])
+def test_requests_from_on_gradients_are_resumed_exactly(kind: str, tmp_path: Path) -> None:
+    """The position in a stream is copied before a step: a request in the step is too late for it,
+    and counts for the next one.
+    """
+
+    def streamed() -> Any:
+        return Stateful(evaluates=True) if kind == "indexed" else data_runs.Streamed(48, kind)
+
+    options: dict[str, Any] = {"checkpoint_every": 0, "epochs": 2, "schedule": "constant"}
+    options["precision"] = "fp64"  # the streams' dtype
+    whole = fit(single(), tmp_path / "whole", task=streamed(), **options)
+    parts = tmp_path / "parts"
+    asks = Asks("on_gradients", [1], "request_checkpoint")  # in step 2
+    with pytest.raises(ArithmeticError):
+        fit(single(), parts, asks, Dies(4), task=streamed(), **options)
+    assert saved_steps(parts) == [3]
+    options["resume"] = "must"
+    stops = Asks("on_gradients", [4], "stop", "now")  # in step 5
+    rest = fit(single(), parts, stops, task=streamed(), **options)
+    assert rest.progress.step == 6
+    again = fit(single(), parts, task=streamed(), **options)
+    assert again.progress.step == whole.progress.step == 8
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name]), name
+
+
+def test_requests_from_on_gradients_in_the_last_step_of_an_epoch(tmp_path: Path) -> None:
+    asks = Asks("on_gradients", [3], "request_checkpoint")  # in step 4
+    stops = Asks("on_gradients", [7], "stop", "now")  # in step 8
+    trainer = fit(single(), tmp_path, asks, stops, checkpoint_every="9e")
+    assert saved_steps(tmp_path) == [4, 8]
+    assert trainer.progress.step == 8
+    assert run_json(tmp_path)["stopped_early"]["step"] == 8
+
+
+def stopped(backend: Backend, /, folder: Path, hook: str, step: int, every: int) -> int:
+    """Train with local SGD until a callback stops the run; return its last step."""
+    asks = Asks(hook, [step], "stop", "enough")
+    return fit(backend, folder, asks, sync_every=every).progress.step
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+@pytest.mark.parametrize(
+    ("hook", "step"),
+    [("on_gradients", 3), ("on_step_end", 4), ("on_evaluate", 4), ("on_epoch_end", 4)],
+)
+def test_a_stop_waits_until_the_ranks_of_local_sgd_are_in_sync(
+    ranks: Ranks, hook: str, step: int, tmp_path: Path
+) -> None:
+    """A stop in or after step 4, the last of an epoch."""
+    assert ranks.run(stopped, tmp_path / "apart", hook, step, 3) == [5, 5]
+    assert saved_steps(tmp_path / "apart")[-1] == 5
+    assert run_json(tmp_path / "apart")["stopped_early"]["step"] == 5
+    assert ranks.run(stopped, tmp_path / "in sync", hook, step, 4) == [4, 4]
+    assert saved_steps(tmp_path / "in sync")[-1] == 4
+
+
+# Losses and times
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.bfloat16, 0.2), (torch.float16, 100.0), (torch.float32, 0.1)]
+)
+def test_losses_add_up_in_double(dtype: torch.dtype, value: float) -> None:
+    """In bfloat16 the sum of a thousand stopped growing; in float16 it overflowed."""
+    loss = torch.tensor(value, dtype=dtype)
+    sums = Meter(single())
+    for _ in range(1000):
+        sums.count(2, [loss / 2, loss / 2])
+    numbers = sums.flush(1000, None, False, None)
+    assert numbers["loss"] == pytest.approx(2 * float(loss / 2), rel=1e-12)
+
+
+class Clock:
+    """A clock that callbacks set, in place of the module `time`."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Takes(Callback):
+    """A step takes a second by the clock, and following a checkpoint takes a hundred."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.clock.now += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        self.clock.now += 100  # called while the checkpoint is written
+        return {}
+
+    def on_checkpoint(self, trainer: Trainer, path: Path | None) -> None:
+        self.clock.now += 100
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_times_leave_checkpoints_out(
+    is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(meter, "time", clock)
+    options: dict[str, Any] = {"log_every": 2, "checkpoint_every": 2, "checkpoint_async": is_async}
+    fit(single(), tmp_path, Takes(clock), **options)
+    found = [record for record in records(tmp_path) if "step_ms" in record]
+    assert [record["step"] for record in found] == [2, 4, 6, 8, 10, 12]
+    # A record is made before the callback ends its step: the first of an epoch has one second.
+    assert [record["step_ms"] for record in found] == [500, 1000] * 3
+    assert [record["samples_per_s"] for record in found] == [24, 12] * 3
+
+
+# Records
+
+
+class Notes(Callback):
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        trainer.log({"epoch": 0.5, "note": "a text", "none": None, "names": ["a"], "rate": 0.25})
+
+
+def test_records_may_have_any_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 alone shows and writes them: an error there would leave the others waiting."""
+    trainer = fit(single(), tmp_path, Notes(), epochs=1)
+    assert isinstance(trainer.console, LineConsole)
+    shown = "step 4/4  epoch 0.5  rate 0.2500"
+    assert shown in capsys.readouterr().out.splitlines()
+    note = {"epoch": 0.5, "note": "a text", "none": None, "names": ["a"], "rate": 0.25}
+    assert {"step": 4, **note} in records(tmp_path)
+
+
+# The best checkpoint
+
+
+def dies_after_the_best(folder: Path, **changes: Any) -> int:
+    """Train until step 6, after the evaluation of the first epoch; return the best step, 4."""
+    with pytest.raises(ArithmeticError):
+        fit(single(), folder, Dies(6), keep_best="loss", **changes)
+    best: int = run_json(folder)["best_checkpoint"]["step"]
+    return best
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_resumed_run_knows_its_best_checkpoint_at_once(
+    is_elsewhere: bool, tmp_path: Path
+) -> None:
+    """Before the next evaluation; also in another run directory than that of the checkpoint."""
+    assert dies_after_the_best(tmp_path / "old") == 4
+    start = tmp_path / "old" / "checkpoints" / "step-00000005"
+    folder = tmp_path / "new" if is_elsewhere else tmp_path / "old"
+    assert dies_after_the_best(folder, resume=str(start)) == 4
+    best = tmp_path / "old" / "checkpoints" / "step-00000004"
+    assert run_json(folder)["best_checkpoint"]["path"] == str(best)
+    assert weights.find(folder, best=True).path == best
+
+
+def test_a_run_that_was_moved_has_its_best_checkpoint(tmp_path: Path) -> None:
+    assert dies_after_the_best(tmp_path / "old") == 4
+    (tmp_path / "old").rename(tmp_path / "new")
+    best = tmp_path / "new" / "checkpoints" / "step-00000004"
+    assert weights.find(tmp_path / "new", best=True).path == best
+
+
+def test_an_average_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is as large as the model."""
+    trainer = fit(single(), tmp_path / "run", ema=0.9, epochs=1)
+    fit(single(), tmp_path / "plain", keep_best="loss", epochs=1)
+    load, loaded = checkpoint.load, []
+
+    def counted(path: Path, name: str) -> Any:
+        loaded.append(name)
+        return load(path, name)
+
+    monkeypatch.setattr(checkpoint, "load", counted)
+    found = weights.read(weights.find(tmp_path / "run", ema=True))
+    assert loaded == ["callbacks"]
+    for name, value in trainer.eval_model.state_dict().items():
+        assert torch.equal(value, found[name])
+    with pytest.raises(InputError, match="has no average of the weights; train with --ema DECAY"):
+        weights.read(weights.find(tmp_path / "plain", ema=True))
+
+
+# The end of an epoch
+
+
+class Halved(data_runs.Streamed):
+    """The learning rate is halved after each epoch."""
+
+    schedule_unit = "epoch"
+
+    def schedule(
+        self, optimizer: torch.optim.Optimizer, steps_per_epoch: int, total_steps: int
+    ) -> LRScheduler:
+        return StepLR(optimizer, 1, 0.5)
+
+
+class Rates(Callback):
+    """Notes the learning rate of each step, by epoch."""
+
+    def __init__(self) -> None:
+        self.by_epoch: dict[int, set[float]] = {}
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        (group,) = trainer.optimizer.param_groups
+        self.by_epoch.setdefault(trainer.progress.epoch, set()).add(group["lr"])
+
+
+def test_an_epoch_that_ends_without_a_step_steps_the_schedule(tmp_path: Path) -> None:
+    """Resumed at a larger batch size, with fewer samples left than a step takes."""
+    options: dict[str, Any] = {
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "precision": "fp64",
+        "global_batch_size": None,
+    }
+    task = Halved(48, "with length")
+    with pytest.raises(ArithmeticError):
+        fit(single(), tmp_path, Dies(12), task=task, batch_size=4, **options)
+    rates, task = Rates(), Halved(48, "with length")
+    fit(single(), tmp_path, rates, task=task, batch_size=8, resume="must", **options)
+    assert rates.by_epoch == {1: {0.05}, 2: {0.025}}
+
+
+# TensorBoard
+
+
+def test_tensorboard_of_a_run_that_starts_again_from_step_0(tmp_path: Path) -> None:
+    """It had no checkpoint yet: what it wrote is hidden."""
+    pytest.importorskip("tensorboard")
+    options: dict[str, Any] = {"tensorboard": True, "checkpoint_every": 0, "log_every": 1}
+    with pytest.raises(ArithmeticError):
+        fit(single(), tmp_path, Dies(4), **options)
+    fit(single(), tmp_path, resume="auto", max_steps=3, **options)
+    assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [1, 2, 3]
+
+
+def test_tensorboard_is_closed_with_a_trainer_that_has_failed(tmp_path: Path) -> None:
+    """The process goes on in the next world of an elastic run, with another Trainer."""
+    pytest.importorskip("tensorboard")
+    before = set(threading.enumerate())
+    with pytest.raises(ArithmeticError):
+        fit(single(), tmp_path, Dies(2), tensorboard=True)
+    gc.collect()  # as `elastic_training` does after each world
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    assert not left
