@@ -43,7 +43,7 @@ def end_with_launcher(world: World) -> None:
     if _threads or variable is None:
         return
     try:
-        launcher = _first_ancestor_without(variable)
+        launcher = first_ancestor_without(variable)
         watched = {_name(world, launcher): launcher}
         if world.launcher == "openmpi":
             shell = launcher.parent()
@@ -90,7 +90,11 @@ def _delete_segments() -> None:
                 os.unlink(path)
 
 
-def _first_ancestor_without(variable: str) -> psutil.Process:
+def first_ancestor_without(variable: str) -> psutil.Process:
+    """Return the nearest ancestor whose environment lacks `NAME=value`: the launcher of a rank.
+
+    Not collective. Raises psutil.Error if an ancestor has ended.
+    """
     name, _, value = variable.partition("=")
     process = psutil.Process(os.getppid())
     with contextlib.suppress(psutil.AccessDenied):  # another user's, such as slurmstepd

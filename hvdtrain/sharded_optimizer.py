@@ -5,9 +5,9 @@ CPUs hold equal parameters and repeat the same optimizer step. With sharding, pa
 optimizer state are in memory that the ranks map, and each rank updates its share of the elements:
 
     every rank    backward; p.grad is the mean of all ranks
-    meeting       no rank reads the old parameters any longer; flags of what has changed are summed
+    all-reduce    of flags of what has changed: afterwards no rank reads the old parameters
     rank r        steps the elements of its share, with their part of the optimizer's state
-    meeting       all parameters are new; flags again, as the first step makes state
+    all-reduce    of a flag, as the first step makes state: afterwards all parameters are new
     new state     is moved into shared memory, by all ranks
 
 The optimizers in `ELEMENTWISE` update each element by itself, so that the bits are those of a step
@@ -178,7 +178,7 @@ class _Sharding:
         parameters = _parameters(optimizer)
         problem = self._find_problem(parameters)
         new = [p for p in parameters if p not in self._homes]
-        has_problem, is_new, is_other = self._meet(
+        has_problem, is_new, is_other = self._sum_flags(
             problem is not None, bool(new), not self._knows_state(optimizer)
         )
         if has_problem:
@@ -192,10 +192,10 @@ class _Sharding:
         self._is_complete = False
         with torch.no_grad():
             self._step_pieces(optimizer, inner)
-            (makes_state,) = self._meet(bool(self._new_state()))
+            (makes_state,) = self._sum_flags(bool(self._new_state()))
             if makes_state:
                 self._share_state(optimizer)
-                self._meet()
+                self._sum_flags()
         self._is_complete = True
         if is_new or makes_state:
             return_freed_memory()  # what each rank had for itself before
@@ -210,7 +210,7 @@ class _Sharding:
                 "new; resume from the last checkpoint"
             )
 
-    def _meet(self, *flags: bool) -> list[int]:
+    def _sum_flags(self, *flags: bool) -> list[int]:
         """Wait for all ranks; return on how many each flag is set."""
         mine = torch.tensor([*flags, True], dtype=torch.int64)
         sums: list[int] = self._group.all_sum(mine).tolist()
@@ -305,7 +305,7 @@ class _Sharding:
         if self._host.rank == 0:
             for p, home in zip(parameters, homes, strict=True):
                 home.copy_(p.detach())
-        self._meet()
+        self._sum_flags()
         for p, home in zip(parameters, homes, strict=True):
             if not problem and not torch.equal(bits(p), bits(home)):
                 problem = self._differs(p, self._host.ranks[0])

@@ -261,7 +261,7 @@ started them again ("number") of how many times ("of"), and why ("cause").
 """
 
 
-def told_by_hvdrun(env: Mapping[str, str]) -> dict[str, Any] | None:
+def hvdrun_restart(env: Mapping[str, str]) -> dict[str, Any] | None:
     """Return the content of RESTART_VARIABLE; None without it. Raises LaunchError."""
     text = env.get(RESTART_VARIABLE)
     if text is None:

@@ -83,7 +83,7 @@ class BackendOptions:
     synchronous training, None has no limit.
     """
     ps_sync_every: int = 0
-    """For an asynchronous `ps`: steps of a rank between two at which all wait for each other."""
+    """For an asynchronous `ps`: the steps after which all ranks wait for each other; 0: never."""
 
 
 class RankState(Protocol):
@@ -132,13 +132,13 @@ class Backend(ABC):
         self.reason = "as requested"
         """Why this backend was chosen."""
         self.rank_states: list[RankState] = []
-        """What this rank keeps for itself between steps, for each `prepare` that needs it."""
+        """This rank's own state between steps, one entry for each `prepare` that needs it."""
         self.log_fields: dict[str, float] = {}
         """What the engine measures while it trains: fields of metrics.jsonl."""
         self.hosts: list[str] = []
         """The host of every rank, in rank order; empty before the handshake."""
         self.progress = RankProgress()
-        """What errors about a lost or late rank say of this rank: the step, if the loop sets it."""
+        """What an error names if this rank is late or lost: the step, if the loop sets it."""
         self.optimizer_shares: list[int] = []
         """With `options.shard_optimizer`, once `prepare` was called: the ranks on each host."""
         self.store: Store | None = None
@@ -205,7 +205,9 @@ class Backend(ABC):
         optimizer: Optimizer,
         gradients: Gradients = "mean",
     ) -> tuple[nn.Module, Optimizer]:
-        """Wrap both. Collective. Weights, buffers and existing optimizer state become rank 0's.
+        """Wrap model and optimizer; return the wrappers. Collective.
+
+        Weights, buffers and existing optimizer state become rank 0's.
 
         `gradients`: what `p.grad` is after `finish_backward`. With "share" it is what this rank's
         `optimizer.step()` needs, which may be None; the caller asks `synchronize` for the mean
@@ -302,7 +304,7 @@ class Backend(ABC):
     def synchronize(  # noqa: B027
         self, optimizer: Optimizer, what: Literal["gradients", "parameters", "state"]
     ) -> None:
-        """Make equal on all ranks what this backend lets differ between two steps. Collective.
+        """Make equal on all ranks what may differ between two steps on this backend. Collective.
 
         "gradients": after `finish_backward`, `p.grad` becomes the mean, as `prepare` with "mean"
         makes it always. "parameters": also the buffers, by their policy. "state": rank 0 gets the
@@ -438,8 +440,7 @@ def start_hang_watch(backend: Backend) -> None:
     world, timeout_s = backend.world, backend.options.timeout_s
     if world.size > 1:
         store = backend.store or open_store_over(world, timeout_s, backend.broadcast_object)
-        about = world, store, backend.hosts, backend.progress
-        backend._hang_watch = HangWatch(*about, timeout_s)
+        backend._hang_watch = HangWatch(world, store, backend.hosts, backend.progress, timeout_s)
 
 
 def named_peer_error(backend: Backend, error: Exception) -> HvdtrainError | None:

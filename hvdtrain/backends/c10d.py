@@ -106,20 +106,20 @@ class C10d(Backend):
     def all_reduce(self, t: Tensor, op: Op = "mean") -> Tensor:
         check_op(t, op)
         result = t.detach().clone(memory_format=torch.contiguous_format)
-        result = result.to(self._carrier(t))
+        result = result.to(self._collective_device(t))
         dist.all_reduce(result, _REDUCE[op])
         if op == "mean":
             result.div_(self.world.size)
         return result.to(t.device)
 
     def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
-        carried = t.to(self._carrier(t))
-        dist.broadcast(carried, src=root)
-        return t if carried is t else t.copy_(carried)
+        on_device = t.to(self._collective_device(t))
+        dist.broadcast(on_device, src=root)
+        return t if on_device is t else t.copy_(on_device)
 
     def broadcast_object(self, obj: T, root: int = 0) -> T:
         boxed = [obj]
-        dist.broadcast_object_list(boxed, src=root, device=self._carrier())
+        dist.broadcast_object_list(boxed, src=root, device=self._collective_device())
         return boxed[0]
 
     def all_gather_object(self, obj: T) -> list[T]:
@@ -138,7 +138,7 @@ class C10d(Backend):
         else:
             dist.barrier()
 
-    def _carrier(self, t: Tensor | None = None) -> torch.device:
+    def _collective_device(self, t: Tensor | None = None) -> torch.device:
         """Return the device that `t`, or an object, must be on: NCCL takes CUDA tensors only."""
         if self.transport == "nccl":
             return self.device

@@ -56,7 +56,7 @@ class Compat(Horovod):
     def _init(self) -> None:
         """Initialise `hvd` with the timeout and transport of the options. Collective.
 
-        Horovod's own variables come before the options, as with the backend `horovod`.
+        Horovod's own variables override the options, as with the backend `horovod`.
         """
         from hvdtrain.hvd.basics import basics
         from hvdtrain.hvd.engine.settings import Settings

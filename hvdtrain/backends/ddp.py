@@ -57,7 +57,7 @@ class DDP(C10d):
             # p.grad is a view of its bucket: no copy back after the all-reduce.
             gradient_as_bucket_view=True,
         )
-        # One rank sends nothing, so that its gradients must not be rounded.
+        # One rank sends nothing, so its gradients must not be rounded.
         compression = self.options.compression if self.world.size > 1 else "none"
         powersgd = ddp_compression.register(net, compression)
         if powersgd is not None:

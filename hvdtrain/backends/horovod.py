@@ -79,7 +79,7 @@ class Horovod(Backend):
         without MPI.
         """
         if elastic_world.by_hvdrun():
-            return "Horovod joins the elastic worlds of horovodrun alone; use --backend compat"
+            return "real Horovod is elastic under horovodrun only, not hvdrun; use --backend compat"
         if world.launcher in ("torchrun", "env://") and world.size > 1:
             return (
                 f"Horovod does not know the ranks of {world.started_by} and would train "

@@ -54,11 +54,11 @@ class ParameterServer(Backend):
         except DistError as error:
             raise WorldError(f"lost rank 0's store: {first_line(error)}") from None
         self._lost = self._messages.lost
-        self._messages.spares = self._spares
+        self._messages.tolerates_loss = self._tolerates_loss
         self._messages.on_lost = self._on_lost
 
-    def _spares(self, rank: int) -> bool:
-        """Return whether training goes on without this rank: it has begun, and others own all."""
+    def _tolerates_loss(self, rank: int) -> bool:
+        """Return whether training goes on if `rank` ends: it has begun, and `rank` is no server."""
         begun = self._steps > 0
         return begun and rank > 0 and not any(rank in o.servers for o in self._optimizers)
 
@@ -85,7 +85,7 @@ class ParameterServer(Backend):
             about |= {"max_staleness": limit, "sync_every": options.ps_sync_every}
             note = f"server: {servers}; asynchronous, staleness "
             note += "without limit" if limit is None else f"of at most {limit} steps"
-            about["staleness"] = _figures(self._all_staleness)
+            about["staleness"] = _staleness_summary(self._all_staleness)
         if self._lost:
             about["lost_ranks"] = dict(self._lost)
         return {**super().describe(), **about, "note": note}
@@ -135,12 +135,14 @@ class ParameterServer(Backend):
             optimizer.share_means()
 
     def _start_and_measure(self, optimizer: ServerOptimizer) -> None:
-        """Start the servers before the first step, and read what this rank's has measured."""
+        """Start the servers before the first step; copy this rank's staleness to `log_fields`."""
         if not optimizer.has_started:
             optimizer.start_server()
             self.barrier()
             optimizer.has_started = True
-        self.log_fields = {f"staleness_{k}": v for k, v in _figures(optimizer.staleness).items()}
+        self.log_fields = {
+            f"staleness_{k}": v for k, v in _staleness_summary(optimizer.staleness).items()
+        }
 
     def _after_asynchronous_step(self, optimizer: ServerOptimizer) -> None:
         every = self.options.ps_sync_every
@@ -179,7 +181,7 @@ class ParameterServer(Backend):
         """
         trained = [o for o in self._optimizers if o.is_asynchronous and o.has_started]
         for optimizer in trained:
-            optimizer.rest()
+            optimizer.report_idle()
         values = self._messages.collect(value)
         for optimizer in trained:
             optimizer.pull()
@@ -218,7 +220,7 @@ class ParameterServer(Backend):
         self._collect(b"")
 
 
-def _figures(staleness: Counter[int]) -> dict[str, float]:
+def _staleness_summary(staleness: Counter[int]) -> dict[str, float]:
     """Return the mean, the 95th percentile and the maximum; nothing without a step."""
     total = sum(staleness.values())
     if not total:

@@ -59,11 +59,11 @@ class Messages:
         """
         self.inbox: dict[tuple[Any, ...], bytes] = {}
         """The payloads without a handler, by the items of the header and the sender."""
-        self.spares: Callable[[int], bool] = lambda rank: False
+        self.tolerates_loss: Callable[[int], bool] = lambda rank: False
         """Whether the job goes on without a rank that ends."""
         self.on_lost: Callable[[int], None] = lambda rank: None
         self._failure: str | None = None
-        self._gone: set[int] = set()  # ranks that have said goodbye
+        self._finished: set[int] = set()  # ranks that have said goodbye
         self._parts: dict[int, bytearray] = {}
         self._send_lock = threading.RLock()
         self._number = 0
@@ -137,12 +137,12 @@ class Messages:
         try:
             if not failed and self._failure is None:
                 self.collect(b"")
-                self._say_goodbye()
+                self._shut_down_gracefully()
         finally:
             self._peers.close()
 
-    def _say_goodbye(self) -> None:
-        """Tell the others that this rank ends, and wait until they have told it, too.
+    def _shut_down_gracefully(self) -> None:
+        """Send "bye" to the other ranks, and wait for theirs, before the sockets are closed.
 
         Closing a socket with unread data makes the kernel drop what was sent before.
         """
@@ -150,8 +150,8 @@ class Messages:
             self.send(rank, ["bye"])
         with suppress(PeerLost):
             self.wait(
-                lambda: True if self.live <= {*self._gone, self.rank} else None,
-                lambda: "the other ranks' goodbye",
+                lambda: True if self.live <= {*self._finished, self.rank} else None,
+                lambda: "the shutdown of the other ranks",
             )
 
     # In the thread of the messages
@@ -173,11 +173,11 @@ class Messages:
 
     def _lose(self, rank: int, why: str) -> None:
         with self.changed:
-            if rank in self._gone:
+            if rank in self._finished:
                 return
             self.live.discard(rank)
             self.lost[rank] = why
-            if not self.spares(rank):
+            if not self.tolerates_loss(rank):
                 self._fail(f"rank {rank} {why}")
             elif self.rank == 0:
                 left = ", ".join(map(str, sorted(self.live)))
@@ -195,7 +195,7 @@ class Messages:
         self._fail(f"the messages of rank {self.rank} ended: {type(error).__name__}: {error}")
 
     def _on_bye(self, rank: int, header: list[Any], payload: bytes) -> None:
-        self._gone.add(rank)
+        self._finished.add(rank)
 
     def _on_collect(self, rank: int, header: list[Any], payload: bytes) -> None:
         self._collecting.setdefault(header[1], {})[rank] = payload

@@ -1,4 +1,4 @@
-"""The optimizer of the backend `ps`: it steps where the servers are.
+"""The optimizer of the backend `ps`: pushes gradients to the servers, and pulls parameters.
 
 A server is a rank that owns parameters: rank 0 owns all of them, or each rank a share. Every rank
 trains, servers too. Synchronous training (Li et al., OSDI 2014, with a barrier at each step):
@@ -17,8 +17,7 @@ rank keeps the values that this rank has pulled last.
 The staleness of a gradient is the number of steps that the server has taken since rank r pulled the
 parameters from which it was computed. With a maximum of K the server holds a gradient back if its
 step would make that of another rank, which is still computing, older than K; the gradients that it
-has held back are averaged and make one step. With K = 0 this would be synchronous training, and is
-done as that.
+has held back are averaged and make one step. K = 0 is synchronous training, and runs as such.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 def owners_of(parameters: list[Tensor], num_ranks: int) -> list[int]:
     """Return the owner of each parameter, so that all ranks own about as many elements.
 
-    Whole parameters, the largest first: an optimizer may look at a parameter as a whole.
+    Parameters are not split, since some optimizers need a whole one. Assigns the largest first.
     """
     load = [0] * num_ranks
     owners = [0] * len(parameters)
@@ -214,7 +213,7 @@ class ServerOptimizer(Optimizer):
         return {rank: decode(inbox.pop(keys[rank])) for rank in arrived}
 
     def _take(self, kind: str, server: int) -> list[Tensor]:
-        """Wait for what a server sends in this round."""
+        """Return what a server sends in this round; wait for it."""
         key = f"{kind}/{self._number}", self._round, server
         data = self._messages.wait(
             lambda: self._messages.inbox.pop(key, None), lambda: f"the parameters of rank {server}"
@@ -264,10 +263,10 @@ class ServerOptimizer(Optimizer):
             self._send(server, "pull", [])
         self._take_fresh()
 
-    def rest(self) -> None:
-        """Tell the servers that this rank computes no gradient now, so that none waits for it.
+    def report_idle(self) -> None:
+        """Report to the servers that this rank computes no gradient now. Not collective.
 
-        Not collective.
+        A server then does not hold back gradients because of this rank.
         """
         for server in self._owned:
             self._send(server, "rest", [])

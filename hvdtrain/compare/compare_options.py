@@ -113,14 +113,19 @@ class CompareOptions:
     )
     budget_s: float = _option(
         "3m",
-        "Stop after this time, such as 90s or 10m, or twice it if fewer than 6 blocks count...",
+        "Stop after this time, such as 90s or 10m; after twice that if fewer than 6 blocks count.",
         seconds,
         metavar="TIME",
     )
     target_ci: float = _option(
-        "2%", "...or once no interval is wider than this to either side.", share, metavar="SHARE"
+        "2%",
+        "Stop once no interval extends further than this to either side.",
+        share,
+        metavar="SHARE",
     )
-    blocks: int | None = _option(None, "Exactly so many blocks, in place of both.", type=int)
+    blocks: int | None = _option(
+        None, "Run exactly so many blocks, whatever --budget and --target-ci are.", type=int
+    )
     steps: int | None = _option(
         None, "Steps of each arm in a block. [default: about 0.25 s]", type=int
     )

@@ -18,8 +18,8 @@ class BackgroundCall:
         self._error: BaseException | None = None
 
     def start(self, function: Callable[[], object]) -> None:
-        """Call `function` in a thread. `wait` must have returned since the call before."""
-        assert self._thread is None, "the call before was not waited for"
+        """Call `function` in a thread. Call `wait` for the previous call before."""
+        assert self._thread is None, "wait() was not called for the previous call"
 
         def call() -> None:
             try:

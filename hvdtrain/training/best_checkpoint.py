@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class BestCheckpoint(Callback):
-    """Requests a checkpoint after each evaluation that is the best so far, and keeps the last such.
+    """Requests a checkpoint after each evaluation that is the best so far; keeps the newest one.
 
     Its path is `best_checkpoint` in run.json.
     """

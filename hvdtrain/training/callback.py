@@ -41,14 +41,14 @@ class Callback:
     """
 
     def on_start(self, trainer: Trainer) -> None:
-        """Begin a run: model, optimizer and position are ready, and loaded if it is resumed.
-        Collectives may be called.
+        """Called at the start of a run: model, optimizer and position are made, and restored if it
+        is resumed. Collectives may be called.
 
-        Create here what `load_state_dict` fills, which follows.
+        Create here what `load_state_dict` fills: that is called next.
         """
 
     def on_gradients(self, trainer: Trainer, losses: Sequence[Tensor]) -> None:
-        """Follow the average of each step's gradients, before they are clipped and used.
+        """Called in each step, after the gradients are averaged and before they are clipped.
         Collectives may be called.
 
         `p.grad` is the mean, multiplied by the loss scale; under `--backend ps` only after
@@ -58,28 +58,28 @@ class Callback:
         """
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Follow each optimizer step. Collectives may be called.
+        """Called after each optimizer step. Collectives may be called.
 
         `trainer.progress.step` counts it. Gradients are still there, as the optimizer used them;
         with `--opt-level O2` these are the half ones, multiplied by the loss scale.
         """
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
-        """Follow each evaluation, after the learning-rate schedule has seen it. Collectives may be
-        called.
+        """Called after each evaluation, once the learning-rate schedule is stepped with it.
+        Collectives may be called.
 
         `metrics`: the names and values of the evaluation, with the same bits on all ranks.
         """
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """Follow the last step of each epoch, and its evaluation. Collectives may be called.
+        """Called after the last step of each epoch and its evaluation. Collectives may be called.
 
         `trainer.progress.epoch` counts it. A run that ends in the middle of an epoch does not call
         it.
         """
 
     def on_checkpoint(self, trainer: Trainer, path: Path | None) -> None:
-        """Follow each checkpoint that was written. Collectives may be called.
+        """Called after each checkpoint is written. Collectives may be called.
 
         `path` is that of the checkpoint on rank 0, and None on the others; `trainer.saved_step` is
         its step. The state of the callback is in it already. With `--checkpoint-async` it follows
@@ -88,14 +88,14 @@ class Callback:
         """
 
     def on_log(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
-        """Follow each record of metrics.jsonl. Collectives may be called.
+        """Called after each record of metrics.jsonl. Collectives may be called.
 
         Losses, norms and evaluations are the same on all ranks; times are this rank's.
         """
 
     def on_end(self, trainer: Trainer) -> None:
-        """End a run after its last checkpoint. Collectives may be called. A run that fails or is
-        killed does not call it.
+        """Called at the end of a run, after its last checkpoint; not if it fails or is killed.
+        Collectives may be called.
         """
 
     def state_dict(self) -> dict[str, Any]:

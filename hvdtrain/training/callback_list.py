@@ -80,7 +80,7 @@ def _is_callback(value: object) -> bool:
 
 
 class CallbackList:
-    """The callbacks of a run by name: that of the class, with a number from the second on."""
+    """The callbacks of a run by class name; the second of a class is "NAME-2", and so on."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._by_name: dict[str, Callback] = {}
@@ -148,7 +148,7 @@ class CallbackList:
 
 @contextmanager
 def _named(name: str, method: str) -> Iterator[None]:
-    """Add the callback's name to an exception of the block. One of ours says itself what failed."""
+    """Add the callback's name to an exception of the block, unless it is an HvdtrainError."""
     try:
         yield
     except Exception as error:

@@ -3,8 +3,8 @@
 `elastic_training` keeps one `Commits` in each process, from world to world; the Trainer uses it.
 
     every N steps, after each epoch and checkpoint   take          each rank copies its state
-    after each of them                               check_hosts   has the launcher other hosts?
-    in the next world                                agree         who has the newest commit?
+    after each of them                               check_hosts   raises if the hosts have changed
+    in the next world                                agree         finds the newest commit
 
 Ranks may lose a peer before or after the same commit, so their newest ones may differ. The newest
 of all counts: after a step that one rank has finished, all ranks have sent their gradients for it.
@@ -29,16 +29,16 @@ from hvdtrain.training.snapshot import Snapshot
 _MAX_CAUSE = 200  # characters of an error's text
 
 LOST_PEER = (WorldError, PeerLost, HorovodInternalError, DistError)
-"""What is raised when a rank is lost, by the backends and where ranks meet."""
+"""The exceptions for a lost rank: those of the backends and of the rendezvous."""
 
 
 @dataclass(frozen=True)
-class Memory:
+class CommitInfo:
     """What a process knows of the worlds before, and sends to the ranks of the next one."""
 
     step: int = -1
     """The step of its commit; -1 without one."""
-    reached: int = 0
+    last_step: int = 0
     """The steps done when the last world ended."""
     first_size: int = 0
     """The ranks of the first world; 0 in a process that has just been started."""
@@ -60,8 +60,8 @@ class Commits:
         """Receives the launcher's notices of hosts."""
         self.parts: dict[str, Any] = {}
         """The commit, in the form of a checkpoint; empty before the first one."""
-        self.mine = Memory()
-        self.agreed = Memory()
+        self.own = CommitInfo()
+        self.agreed = CommitInfo()
         """The newest memory of the ranks of this world, as it was when the world began."""
         self.root: int | None = None
         """The lowest rank with the newest commit; None if there is no commit."""
@@ -69,18 +69,18 @@ class Commits:
     def agree(self, backend: Backend) -> None:
         """Find the newest commit. Collective, once in each world."""
         self._backend, size = backend, backend.world.size
-        everyone = backend.all_gather_object(self.mine)
-        newest = max(everyone, key=lambda one: (one.step, bool(one.run_dir), one.size))
-        self.root = everyone.index(newest) if newest.step >= 0 else None
+        by_rank = backend.all_gather_object(self.own)
+        newest = max(by_rank, key=lambda one: (one.step, bool(one.run_dir), one.size))
+        self.root = by_rank.index(newest) if newest.step >= 0 else None
         first_size = newest.first_size or size
-        reached = max(one.reached for one in everyone)
-        self.agreed = replace(newest, reached=reached, first_size=first_size)
-        self.mine = replace(self.agreed, step=self.mine.step, size=size, cause="")
+        last_step = max(one.last_step for one in by_rank)
+        self.agreed = replace(newest, last_step=last_step, first_size=first_size)
+        self.own = replace(self.agreed, step=self.own.step, size=size, cause="")
 
     def keep_run_dir(self, path: Path | None) -> None:
         """Keep the run directory, `path` on rank 0, for the next world. Collective."""
         mine = "" if path is None else str(path.absolute())
-        self.mine = replace(self.mine, run_dir=self._broadcast(mine))
+        self.own = replace(self.own, run_dir=self._broadcast(mine))
 
     def is_due(self, step: int) -> bool:
         """Return whether `--commit-every` asks for a commit after a step."""
@@ -89,7 +89,7 @@ class Commits:
     def take(self, step: int, parts: dict[str, Any]) -> None:
         """Copy the state after a step. Not collective."""
         self.parts = self._snapshot.take(parts)
-        self.mine = replace(self.mine, step=step)
+        self.own = replace(self.own, step=step)
 
     def check_hosts(self) -> None:
         """Raise HostsUpdatedInterrupt, on every rank, if hosts have come or gone. Collective."""
@@ -107,23 +107,25 @@ class Commits:
             return False
         return self._backend._peer_error(error) is not None
 
-    def leave(self, error: Exception, reached: int | None) -> None:
-        """Note why this process leaves its world, and after which step; None if that world has
-        begun no epoch, so that what the one before has lost is still to be said. Not collective.
+    def leave(self, error: Exception, last_step: int | None) -> None:
+        """Record why this process leaves its world, and the last step done there. Not collective.
+
+        `last_step` is None if that world ended before its first epoch: the steps that the world
+        before it lost are then still to be reported, by the next one.
         """
-        if reached is None:
-            reached = self.mine.reached
+        if last_step is None:
+            last_step = self.own.last_step
         cause = first_line(error)[:_MAX_CAUSE]
         if isinstance(error, HostsUpdatedInterrupt):
             cause = "hosts have changed"
         elif cause in SHUT_DOWN:  # a text of Horovod's that names no rank
             cause = "a rank is lost"
-        self.mine = replace(self.mine, reached=reached, cause=cause)
+        self.own = replace(self.own, last_step=last_step, cause=cause)
         self._backend = None
 
     def describe(self) -> str:
-        """Return what the change of the world has cost, for people; "" for the first world."""
-        before, now = self.agreed, self.mine.size
+        """Return a line about the new world's size and the lost steps; "" for the first world."""
+        before, now = self.agreed, self.own.size
         if not before.size:
             return ""
         what = "no commit was taken: training starts as it did before"
@@ -137,12 +139,12 @@ class Commits:
     def as_dict(self, progress: Progress) -> dict[str, Any]:
         """Return what run.json says of this world: its size, where it begins, what was lost."""
         lost = {"lost_steps": self.lost_steps, "cause": self.agreed.cause}
-        return {"ranks": self.mine.size, **asdict(progress), **(lost if self.agreed.size else {})}
+        return {"ranks": self.own.size, **asdict(progress), **(lost if self.agreed.size else {})}
 
     @property
     def lost_steps(self) -> int:
         """The steps that were done after the newest commit, and are taken again."""
-        return max(0, self.agreed.reached - max(0, self.agreed.step))
+        return max(0, self.agreed.last_step - max(0, self.agreed.step))
 
     def _broadcast(self, value: Any) -> Any:
         assert self._backend is not None

@@ -53,7 +53,7 @@ class TrainConfig:
     # Where and how
     backend: str = _option(
         "auto",
-        "single, dp, ddp, horovod, compat, ps, module:Class, or auto: the launcher's usual.",
+        "single, dp, ddp, horovod, compat, ps, module:Class, or auto: by the launcher.",
     )
     transport: str = _option("auto", "Transport of ddp and compat: auto, shm, mpi, gloo, nccl.")
     device: str = _option("auto", "auto is CUDA if every rank has a GPU.", "auto", "cpu", "cuda")
@@ -106,7 +106,7 @@ class TrainConfig:
     sync_every: int = _option(
         0, "Steps between averages of the parameters (local SGD). 0: average gradients every step."
     )
-    local_warmup: int = _option(0, "First steps that average gradients, before local SGD begins.")
+    local_warmup: int = _option(0, "Steps with averaged gradients before local SGD begins.")
     local_state: str = _option(
         "local",
         "The optimizer's state at an average of the parameters: each rank's own, or averaged.",
@@ -115,7 +115,8 @@ class TrainConfig:
     )
     outer_optimizer: str = _option(
         "none",
-        "What steps by the distance to the average (DiLoCo); none takes the average itself.",
+        "DiLoCo: the optimizer that steps on the change of the averaged parameters. none: take the "
+        "average itself.",
         "none",
         "sgd",
         "nesterov",
@@ -171,11 +172,15 @@ class TrainConfig:
     # Learning rate
     lr: float | None = _option(None, "Learning rate, in place of the task's own.")
     lr_scaling: str = _option(
-        "none", "Multiply it by ranks x accumulation, or by its root.", "none", "linear", "sqrt"
+        "none",
+        "Multiply the learning rate by ranks x accumulation (linear), or its square root (sqrt).",
+        "none",
+        "linear",
+        "sqrt",
     )
     schedule: str = _option(
         "constant",
-        "After the warm-up; a task with a schedule of its own keeps that.",
+        "The learning rate after the warm-up; a task's own schedule replaces it.",
         "constant",
         "cosine",
         "step",
@@ -263,9 +268,13 @@ class TrainConfig:
         "none.",
     )
     grace: int | str = _option(
-        "30s", "The time for that, such as 90s or 5m: then the run ends without a new checkpoint."
+        "30s",
+        "After such a signal: the time to save, such as 90s or 5m; then the run ends without a new "
+        "checkpoint.",
     )
-    requeue_exit_code: int = _option(143, "The exit code of a run that such a signal has ended.")
+    requeue_exit_code: int = _option(
+        143, "The exit code of a run that a signal of --checkpoint-signals has ended."
+    )
     resume: str = _option(
         "none",
         "auto: the newest valid checkpoint of --run-dir, if any. must: the same, or an error. Or "
@@ -280,7 +289,7 @@ class TrainConfig:
         "elastic horovodrun.",
     )
     commit_every: int = _option(
-        50, "For --elastic: steps between copies of the state in memory; hosts join at one."
+        50, "For --elastic: steps between commits (copies of the state in memory). Hosts join then."
     )
     lr_on_resize: str = _option(
         "keep",

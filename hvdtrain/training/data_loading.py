@@ -34,7 +34,7 @@ _MAX_BATCH = 1 << 40  # samples; with more, --uneven pad would fill the memory w
 
 
 @dataclass(frozen=True)
-class Window:
+class StepBatches:
     """The micro-batches of one optimizer step."""
 
     num: int
@@ -152,14 +152,14 @@ class ShardedBatches(Sampler[list[Any]]):
         full = self.num_samples // self.global_micro_batch * self.batch_size
         return [full + part for part in _parts(rest, size)]
 
-    def windows(self, accumulate: int, batches: Iterator[Any]) -> Iterator[Window]:
+    def windows(self, accumulate: int, batches: Iterator[Any]) -> Iterator[StepBatches]:
         """Yield the steps of `accumulate` micro-batches from the selected position on."""
         start, left = self._start, self.batches_from(self._start)
         while left:
             num = min(accumulate, left)
             left -= num
             samples, own, weights = self._sizes(start, num)
-            yield Window(num, samples, own, weights, left == 0, batches)
+            yield StepBatches(num, samples, own, weights, left == 0, batches)
             start += samples
 
     def _sizes(self, start: int, num: int) -> tuple[int, int, list[float] | None]:
@@ -259,7 +259,7 @@ class SampledBatches(ShardedBatches):
             yield [self._items[position] for position in positions]
 
 
-class OwnBatches(SampledBatches):
+class BatchSamplerBatches(SampledBatches):
     """The batches of a task's own batch sampler, dealt to the ranks in turn.
 
     Each is one micro-batch of one rank. Their sizes may differ: the losses are weighted by them.
@@ -372,7 +372,7 @@ def shard(
     """
     size, each = size_of(train, "training"), config.micro_batch(world.size)
     batches = _batches(train, config, world, size, each, sampler)
-    if len(batches) == 0 and isinstance(batches, OwnBatches):
+    if len(batches) == 0 and isinstance(batches, BatchSamplerBatches):
         raise InputError(
             f"the task's batch sampler gives fewer batches than there are ranks, {world.size}; use "
             "fewer ranks, or repeat batches with --uneven pad"
@@ -427,7 +427,7 @@ def _batches(
     if not isinstance(first[0], list):
         batches = SampledBatches(draw, first, each, world, config.seed, config.uneven)
     elif config.batch_size is None and config.global_batch_size is None:
-        batches = OwnBatches(draw, first, world, config.seed, config.uneven)
+        batches = BatchSamplerBatches(draw, first, world, config.seed, config.uneven)
     else:
         raise InputError(
             "the task's batch sampler sets the batch size; leave out --batch-size and "
@@ -516,10 +516,10 @@ def make_loader(
 
 
 def outlive_signals(worker: int) -> None:
-    """Let a loader process outlive a signal to all processes of a job, of which its rank knows.
+    """Make a loader process ignore the signals that are sent to all processes of a job.
 
-    The rank still needs it, for the steps before its last checkpoint. Only a SIGTERM of the rank
-    itself ends it, and the end of the rank, which torch's loader processes watch.
+    Its rank handles them, and needs its loaders until the last checkpoint. A loader is ended by a
+    SIGTERM that its own rank sends, or by the exit of the rank, which torch's loaders watch.
     """
     signals.set_handler(signal.SIG_IGN, signal.SIGUSR1, signal.SIGUSR2)
     rank = multiprocessing.parent_process()
@@ -554,7 +554,7 @@ def on_device(
     On CUDA, the copy of the next batch overlaps with the computation on the current one, unless
     `ahead` is false: then no batch is loaded before it is asked for.
     """
-    loader = _raising_plainly(loader)
+    loader = _without_worker_traceback(loader)
     if device.type != "cuda":
         for batch in loader:
             yield map_tree(convert, Tensor, batch)
@@ -589,7 +589,7 @@ def on_device(
         yield hand_over(*pending)
 
 
-def _raising_plainly(batches: Iterable[Any]) -> Iterator[Any]:
+def _without_worker_traceback(batches: Iterable[Any]) -> Iterator[Any]:
     """Yield the batches; remove the traceback that DataLoader prepends to a worker's InputError."""
     try:
         yield from batches

@@ -53,7 +53,7 @@ def cores_of_host(world: World) -> int:
     # The launcher may be in another PID namespace: the ranks' cores are then all that is known.
     with contextlib.suppress(psutil.Error, OSError):
         if variable is not None:
-            launcher = launcher_watch._first_ancestor_without(variable)
+            launcher = launcher_watch.first_ancestor_without(variable)
             launchers = os.sched_getaffinity(launcher.pid)
     return len(launchers if launchers > own else own)
 
@@ -73,9 +73,9 @@ def _seed_cpu(seed: int) -> None:
 
 
 class RandomState:
-    """A state of the CPU's random generators of its own: torch's, NumPy's and Python's.
+    """A separate state of the CPU's random generators: torch's, NumPy's and Python's.
 
-    A `with` block draws from it, and leaves the program's state as it was.
+    A `with` block draws from it; afterwards the program's own state is restored.
     """
 
     def __init__(self, seed: int) -> None:

@@ -32,7 +32,7 @@ class EarlyStop(Callback):
         if trainer.resumed_from is None and num <= earliest:
             trainer.console.print_line(
                 f"stop     --early-stop {trainer.config.early_stop} has no effect in this run: it "
-                f"ends one after evaluation {earliest} at the earliest, and this has {num}"
+                f"needs more than {earliest} evaluations, and the run has {num}"
             )
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:

@@ -57,10 +57,10 @@ class _Worlds:
         self._config, self._origins, self._timeout_s = config, origins, timeout_s
         self.commits = Commits(config.commit_every)
         self._task: Task | None = None
-        self._met_at = time.monotonic()
+        self._no_world_since = time.monotonic()
 
     def train_in_next(self) -> Result | None:
-        """Enter a world and train; return None if it has ended before the run. Collective."""
+        """Train in the next world; return None if that ends before the run is done. Collective."""
         config, commits = self._config, self.commits
         commits.hosts.on_reset()  # a notice from now on is about the next world
         try:
@@ -73,9 +73,9 @@ class _Worlds:
                 config.backend, options=config.backend_options(), agree_on=config.agreed()
             )
         except LOST_PEER as error:  # a rank has been lost before all had met
-            if time.monotonic() > self._met_at + self._timeout_s:
+            if time.monotonic() > self._no_world_since + self._timeout_s:
                 raise
-            print_stderr(f"elastic  asks for another world after: {first_line(error)}")
+            print_stderr(f"elastic  requesting the next world, after: {first_line(error)}")
             return None
         with backend:
             trainer = None
@@ -92,5 +92,5 @@ class _Worlds:
                 commits.leave(error, trainer.progress.step if trainer and has_begun else None)
                 # Not by leaving the block: that would first ask all ranks which one was late.
                 backend.close(failed=True)
-        self._met_at = time.monotonic()
+        self._no_world_since = time.monotonic()
         return None

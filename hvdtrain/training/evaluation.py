@@ -240,10 +240,10 @@ def _state_of_all_ranks(metric: Any, states: _States) -> Iterator[None]:
     """
     parts = _parts(metric)
     before = [{name: getattr(part, name) for name in part._reductions} for part in parts]
-    asks = [getattr(part, "distributed_available_fn", None) for part in parts]
+    available_fns = [getattr(part, "distributed_available_fn", None) for part in parts]
     try:
         for number, part in enumerate(parts):
-            if asks[number] is not None:
+            if available_fns[number] is not None:
                 part.distributed_available_fn = lambda: False
             if len(states) > 1:  # with one rank there is nothing to reduce, as in torchmetrics
                 for name, reduction in part._reductions.items():
@@ -251,11 +251,11 @@ def _state_of_all_ranks(metric: Any, states: _States) -> Iterator[None]:
                     setattr(part, name, _reduced(everyone, reduction, before[number][name]))
         yield
     finally:
-        for part, own, ask in zip(parts, before, asks, strict=True):
+        for part, own, available_fn in zip(parts, before, available_fns, strict=True):
             for name, value in own.items():
                 setattr(part, name, value)
-            if ask is not None:
-                part.distributed_available_fn = ask
+            if available_fn is not None:
+                part.distributed_available_fn = available_fn
 
 
 def _reduced(everyone: list[Any], reduction: Callable[[Any], Any] | None, own: Any) -> Any:

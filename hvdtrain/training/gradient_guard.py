@@ -1,6 +1,6 @@
-"""`--on-nonfinite skip` and `--spike`: a callback that looks at the gradient of each step.
+"""`--on-nonfinite skip` and `--spike`: a callback that checks the gradient of each step.
 
-    every rank    notes the norm of each parameter's own gradient, as backward computes it
+    every rank    records the norm of each parameter's own gradient, as backward computes it
     every rank    all-reduces the norm of the averaged gradient, and the loss: one small collective
     every rank    compares these with the last 100 norms: the same bits, so the same decision
     if it is bad  all ranks gather what each has noted, and name parameter, rank and micro-batch;
@@ -81,12 +81,12 @@ class GradientGuard(Callback):
         if not (math.isfinite(size) and math.isfinite(loss)):
             bad = "loss" if not math.isfinite(loss) else "norm of the gradient"
             why = f"the {bad} is {loss if bad == 'loss' else size}"
-            self._act(trainer, why, "first", self._first_not_finite(trainer, own, losses))
+            self._skip_or_raise(trainer, why, "first", self._first_not_finite(trainer, own, losses))
         elif self._is_spike(size):
             median = statistics.median(self._norms)
             times = f"{size / median:.3g} times the median"
             why = f"the norm of the gradient is {size:.4g}, {times}"
-            self._act(trainer, why, "most", self._largest(trainer, own))
+            self._skip_or_raise(trainer, why, "most", self._largest(trainer, own))
         else:
             self._norms.append(size)
             self._in_a_row = 0
@@ -131,7 +131,7 @@ class GradientGuard(Callback):
         _, rank, found = max(everyone, key=lambda item: item[:2])
         return {"rank": -rank, **found}
 
-    def _act(self, trainer: Trainer, why: str, how: str, where: dict[str, Any]) -> None:
+    def _skip_or_raise(self, trainer: Trainer, why: str, how: str, where: dict[str, Any]) -> None:
         """Leave the step out, or raise TrainingDiverged on every rank."""
         progress = trainer.progress
         step, self._in_a_row = progress.step + 1, self._in_a_row + 1
@@ -158,7 +158,7 @@ class GradientGuard(Callback):
         )
 
     def on_end(self, trainer: Trainer) -> None:
-        """Stop to watch; record the steps that were left out, also before a resume."""
+        """Remove the hooks; record all skipped steps, also those before a resume."""
         for handle in self._handles:
             handle.remove()
         if self._skipped:

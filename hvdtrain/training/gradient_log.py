@@ -104,7 +104,7 @@ class GradientLog(Callback):
         self._handles = watch(trainer, note)
 
     def on_end(self, trainer: Trainer) -> None:
-        """Stop to watch the gradients."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

@@ -2,7 +2,7 @@
 
 `training.precision` uses both for `--opt-level O2` and `O3`. Rounding errors of small updates would
 add up in half precision; so at O2 the optimizer steps the masters, whose rounded values are then
-written into the model. Its parameter groups hold what the code at work expects:
+written into the model. The optimizer's parameter groups hold, in each phase of a step:
 
     backward, finish_backward         the model's parameters, with half gradients
     unscale_, clip, step              the masters, with fp32 gradients    (take_gradients)

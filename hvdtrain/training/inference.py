@@ -43,7 +43,7 @@ class EvalData:
 
     loader: DataLoader[Any]
     sampler: EvalBatches | None
-    """Of the loader; None for a stream, whose batches come with their sizes."""
+    """The sampler of `loader`; None for a stream, whose batches come with their sizes."""
     divides_itself: bool
 
     def batches(
@@ -80,7 +80,7 @@ class Inference:
     def __init__(
         self, task: Task, backend: Backend, config: TrainConfig, found: weights.Weights | None
     ) -> None:
-        """`found`: on rank 0, which sends the weights to the others.
+        """`found`: where the weights are, on rank 0, which broadcasts them; None on other ranks.
 
         Raises InputError or CheckpointError, on every rank, if they are not of this task's model.
         """

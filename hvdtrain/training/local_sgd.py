@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: the ranks step alone, and average their parameters now and then.
+"""Local SGD and DiLoCo: the ranks step alone, and average their parameters every H steps.
 
 The Trainer uses it with `--sync-every H`. Each rank steps on its own gradients; after every H steps
 all parameters are averaged in one reduction per dtype (Stich, ICLR 2019; with a warm-up of

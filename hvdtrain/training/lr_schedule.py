@@ -136,8 +136,8 @@ class RateSchedule:
     """The learning rate of a run: a scheduler, and when it is stepped.
 
     `unit`: after each step, epoch or evaluation; for a ReduceLROnPlateau always evaluation, with
-    `metric`. `warmup` is stepped before, for `warmup_steps` steps; evaluations do not count so
-    long. `has_state`: the scheduler's state belongs into checkpoints. No method is collective:
+    `metric`. `warmup` is stepped first, for `warmup_steps` steps; evaluations do not count in
+    these. `has_state`: the scheduler's state belongs into checkpoints. No method is collective:
     evaluations have the same bits on all ranks, so every rank sets the same rate.
     """
 

@@ -20,7 +20,7 @@ BACKENDS = ("single", "dp", "ddp", "horovod", "compat", "ps")
 """The columns of the table."""
 
 ONE_PROCESS = {
-    name: f"backend {name} is one process, which has nobody to exchange with"
+    name: f"backend {name} is one process, so there is no peer to exchange with"
     for name in ("single", "dp")
 }
 
@@ -38,7 +38,7 @@ NO_SERVER = dict.fromkeys(
     ("single", "dp", "ddp", "horovod", "compat"), "it has no server; use --backend ps"
 )
 NO_RANKS_STEP = "the server alone steps; use --backend ddp"
-SENDS_ALL = {"ps": "a parameter server is sent the gradients as they are; use --backend ddp"}
+SENDS_ALL = {"ps": "a parameter server receives uncompressed gradients; use --backend ddp"}
 
 KEPT_BY_RANK = "each rank keeps state of its own, which is lost with it"
 NOT_HELD = "an evaluation is of averaged parameters, which no rank has until the next average"
@@ -272,7 +272,7 @@ METHODS = (
         refused={
             "horovod": "Horovod's engine is not opened again in one process; use --backend compat "
             "or ddp",
-            "ps": "a lost server takes its parameters along; use --backend compat or ddp",
+            "ps": "the parameters of a lost server are lost; use --backend compat or ddp",
         },
         not_with={
             "PowerSGD": KEPT_BY_RANK,

@@ -6,7 +6,7 @@
 
 It writes "ready" when it has begun. Then it reads each pipe IN to its end, passes the bytes on to
 the file descriptor OUT, and appends them to LOG, each line after PREFIX. It is a process of its
-own, so that it also writes the last words of a rank that crashes, or is killed.
+own, so that it also writes the last output of a rank that crashes or is killed.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ one, over connections of their own to rank 0.
     rank r   ["bye"]                          ->  all     it has ended as it should
 
 The thread of the connections answers, so a rank that waits in a collective answers, too, and the
-ranks that have begun a step finish it. Every rank knows the last step before it begins it. Once a
-rank is lost there is no step to agree on: a signal, also one from before, ends the others at once.
+ranks that have begun a step finish it. Every rank receives the last step before it begins it. After
+the loss of a rank no last step can be agreed on: a signal, even an earlier one, ends the others.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Preemption:
         self._has_lost = False
         """Whether a rank has ended otherwise."""
         self.cause = ""
-        """The signal and the rank that it came to; empty as long as there was none."""
+        """The first signal and the rank that received it; empty before."""
 
     def __enter__(self) -> Preemption:
         self._before = {number: signal.getsignal(number) for number in self._numbers}
@@ -110,8 +110,9 @@ class Preemption:
         self._thread.start()
 
     def begin_step(self, step: int) -> bool:
-        """Begin a step, once that is agreed; return whether a preempted run ends with it, or ends
-        as soon as it can be saved. Not collective.
+        """Return whether `step` is the last one of a preempted run, or follows it. Not collective.
+
+        Blocks while the ranks agree on the last step. Save after a step for which this is true.
         """
         with self._changed:
             while self.cause and self._last is None and step > self._begun:
@@ -199,8 +200,10 @@ class Preemption:
                 self._said_bye.add(rank)
 
     def _on_lost(self, rank: int, why: str) -> None:
-        """Go on without a rank, as an asynchronous parameter server does. Others end the job: a
-        signal that has come is that of the launcher, or saves nothing any more.
+        """Handle a lost rank: an asynchronous parameter server continues without it.
+
+        With other backends the job ends. A signal received so far is the launcher's, or no
+        checkpoint can follow it any more, so it ends this rank.
         """
         with self._changed:
             self._live.discard(rank)

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from hvdtrain.training.trainer import Trainer
 
 FOLDER = "logs"
-_START_S = 60.0  # that the copier has to start
-_END_S = 5.0  # that the copier has to end; a child process of the task may keep its pipe open
+_START_S = 60.0  # for the copier to start
+_END_S = 5.0  # for the copier to exit; a child process of the task may keep its pipe open
 
 
 class RankLog(Callback):
     """Copies what this rank prints into its file, each line after `[rank 3/8]`.
 
-    A rank that prints no records writes those that it has: their times are its own.
+    A rank that prints no records writes them to its file; the times in them are its own.
     """
 
     def __init__(self) -> None:
@@ -87,9 +87,9 @@ class RankLog(Callback):
             start_new_session=True,  # Ctrl-C and the launcher end the rank; that ends the copier
         )
         assert self._copier.stdout is not None
-        with self._copier.stdout as said:
-            if not (select.select([said], [], [], _START_S)[0] and said.read(1)):
-                raise OSError(errno.ECHILD, "the process that copies did not start")
+        with self._copier.stdout as ready:
+            if not (select.select([ready], [], [], _START_S)[0] and ready.read(1)):
+                raise OSError(errno.ECHILD, f"output_copier did not start in {_START_S:g} s")
         for stream in self._streams:
             stream.begin()
 

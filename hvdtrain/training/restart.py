@@ -1,9 +1,9 @@
-"""Restarts: ranks that their launcher has started again find the run of the ranks before them.
+"""Restarts: find the run directory and the error of the ranks that this launcher started before.
 
 Used by the Trainer. `torchrun --max-restarts` starts all ranks again after a failure or a change of
-the hosts (TORCHELASTIC_RESTART_COUNT then stays as it was), `hvdrun --max-restarts` after a failure
-or the loss of a host. Neither tells the new ranks which run directory the old ones have made. So it
-is kept in a place that belongs to this job alone, and lasts as long as the job:
+the hosts (TORCHELASTIC_RESTART_COUNT does not change then), `hvdrun --max-restarts` after a failure
+or the loss of a host. Neither passes the old run directory to the new ranks. So it is recorded in a
+place that belongs to this job alone, and lasts as long as the job:
 
     torchrun   the agent's log folder on each host, in which TORCHELASTIC_ERROR_FILE lies:
                hvdtrain-run-0.json    the run directory, written once rank 0 has made it
@@ -28,7 +28,7 @@ from hvdtrain import files
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import Preempted, WorldError, one_line
 from hvdtrain.failure import cause_of
-from hvdtrain.world import World, detect, launch_env, told_by_hvdrun
+from hvdtrain.world import World, detect, hvdrun_restart, launch_env
 
 _RUN, _END = "hvdtrain-run-{}.json", "hvdtrain-end-{}.json"
 _MAX_CAUSE = 200  # characters of an error's text
@@ -102,26 +102,26 @@ class Start:
         _write(self.folder / _END.format(self.world.rank), {"kind": kind, "text": text})
 
 
-def unknown(world: World) -> Start:
-    """Return a start that only notes why this rank ends, until `begin` knows more."""
-    return Start(world, folder=_agent_folder(launch_env()) if _is_own(world) else None)
+def initial_start(world: World) -> Start:
+    """Return a start that only notes why this rank ends, until `detect_restart` knows more."""
+    return Start(world, folder=_agent_folder(launch_env()) if _may_be_restarted(world) else None)
 
 
-def begin(backend: Backend, wanted: str | None) -> Start:
+def detect_restart(backend: Backend, wanted: str | None) -> Start:
     """Find out whether the launcher has started this run before. Collective.
 
     `wanted`: the `--run-dir`, if given. The first run of a process continues the first run of the
     process before it, the second the second.
     """
     world, env = backend.world, launch_env()
-    if not _is_own(world):
+    if not _may_be_restarted(world):
         return Start(world)
     index = next(_counts.setdefault(os.getpid(), itertools.count()))
-    if told := told_by_hvdrun(env):
-        restart, job = None, f"{told['job']}/{index}"
-        if world.rank == 0 and told["number"]:
-            label = f"{told['number']} of {told.get('of', '?')}"
-            restart = Restart(label, str(told.get("cause", "")), _find(job, wanted))
+    if info := hvdrun_restart(env):
+        restart, job = None, f"{info['job']}/{index}"
+        if world.rank == 0 and info["number"]:
+            label = f"{info['number']} of {info.get('of', '?')}"
+            restart = Restart(label, str(info.get("cause", "")), _find(job, wanted))
         return Start(world, job, restart)
     folder = _agent_folder(env)
     kept: dict[str, Any] = {}
@@ -143,7 +143,7 @@ def begin(backend: Backend, wanted: str | None) -> Start:
         path = Path(before["run_dir"]) if before else None
         cause = _cause(everyone, before.get("ranks", world.size) if index == 0 else 0)
         if folder is None:
-            cause = "torchrun keeps no log folder that could tell; give --run-dir and --resume auto"
+            cause = "unknown: torchrun has no log folder; give --run-dir and --resume auto"
         restart = Restart(label, cause, path, before.get("host", ""))
     return Start(world, "", restart, notes, folder, index)
 
@@ -156,8 +156,8 @@ def _starts(kept: Mapping[str, Any]) -> int:
 _counts: dict[int, Iterator[int]] = {}  # by process id: a forked child counts its own runs
 
 
-def _is_own(world: World) -> bool:
-    """Return whether this is the world of a launcher that may start it again, not a part of it."""
+def _may_be_restarted(world: World) -> bool:
+    """Return whether this is the whole world of torchrun or hvdrun, which may restart it."""
     return world.launcher == "torchrun" and world.size == detect().size
 
 

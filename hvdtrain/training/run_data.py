@@ -16,7 +16,7 @@ from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import (
     ShardedBatches,
-    Window,
+    StepBatches,
     derive_seed,
     make_loader,
     on_device,
@@ -94,7 +94,7 @@ class RunData:
 
     def begin_epoch(
         self, progress: Progress, convert: Callable[[Tensor], Tensor]
-    ) -> Iterator[Window]:
+    ) -> Iterator[StepBatches]:
         """Return the steps that are left of the current epoch. Collective, as each `next` may be.
 
         `convert` is applied to each tensor of a batch. Raises InputError, on every rank, if the

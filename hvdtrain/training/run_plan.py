@@ -89,8 +89,9 @@ class RunPlan:
         return total
 
     def _steps_ahead(self, per_epoch: int) -> int:
-        """Return by how many of this run's steps the progress in epochs exceeds the step's number:
-        not 0 after a resume at another batch size.
+        """Return the progress in epochs, as a number of this run's steps, minus the step's number.
+
+        It is not 0 after a resume at another batch size.
         """
         progress = self._progress
         return progress.epoch * per_epoch + self._epoch_steps_done() - progress.step

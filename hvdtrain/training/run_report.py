@@ -54,12 +54,12 @@ def open_run_dir(
 ) -> RunDirectory:
     """Check the path in --resume, then create and lock the run directory, and write run.json.
 
-    One rank calls. `origins`: the source of each option. After a restart it is the run directory
-    of the ranks before; `known`: that of an elastic run, from the world before. Raises
+    One rank calls. `origins`: the source of each option. After a restart it opens the run directory
+    of the earlier ranks; in an elastic run `known`, that of the earlier world. Raises
     CheckpointError or InputError.
     """
     if known:
-        run_dir = RunDirectory(Path(_relative(Path(known))), True, _LOCKED_S)
+        run_dir = RunDirectory(Path(_relative(Path(known))), True, _LOCK_WAIT_S)
         run_dir.rejoin(_about(backend, config, origins, threads))
         return run_dir
     before = None if start.restart is None else start.restart.run_dir
@@ -71,7 +71,7 @@ def open_run_dir(
     else:
         path = Path(config.run_dir or _relative(before))
     is_resumed = config.resume != "none" or before is not None
-    run_dir = RunDirectory(path, is_resumed, 0.0 if before is None else _LOCKED_S)
+    run_dir = RunDirectory(path, is_resumed, 0.0 if before is None else _LOCK_WAIT_S)
     start.keep(path)
     checkpoint.remove_leftovers(run_dir.checkpoints)
     about = _about(backend, config, origins, threads)
@@ -80,7 +80,7 @@ def open_run_dir(
 
 
 # On a shared file system the lock of a rank on a lost host may outlive it.
-_LOCKED_S = 30.0
+_LOCK_WAIT_S = 30.0
 
 
 def _relative(path: Path) -> Path:
@@ -162,7 +162,7 @@ def _shares_line(sizes: list[int]) -> list[str]:
 
 def _resized(config: TrainConfig, commits: Commits) -> list[str]:
     """Return the line about `--lr-on-resize linear`, if it changes the learning rate."""
-    before, now = commits.agreed.size, commits.mine.size
+    before, now = commits.agreed.size, commits.own.size
     if config.lr_on_resize == "keep" or before == now:
         return []
     ranks = _count(now, "rank")
@@ -180,7 +180,7 @@ def _elastic_lines(world: World, config: TrainConfig, is_elastic: bool) -> list[
             "newest checkpoint (--max-restarts), without commits"
         )
     elif elastic_world.is_elastic() and not is_elastic:
-        text = "the number of ranks is fixed: a Trainer alone is of one world, as its backend is"
+        text = "the number of ranks is fixed: a Trainer in a script of your own has one world"
     elif not is_elastic:
         text = (
             "the number of ranks is fixed, as no elastic launcher has started them: hvdrun "

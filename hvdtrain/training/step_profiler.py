@@ -49,7 +49,7 @@ class StepProfiler(Callback):
         self._first, self._last = first, first + num - 1
         self._profile: profile | None = None
         self._is_over = False
-        self._meetings: list[tuple[int, int]] = []
+        self._barriers: list[tuple[int, int]] = []
         """When this rank has entered and left each barrier, in ns."""
         self._events: list[Event] = []
         """What torch does not record, with times in ns."""
@@ -77,7 +77,7 @@ class StepProfiler(Callback):
         self._start_if_due(trainer)
 
     def on_end(self, trainer: Trainer) -> None:
-        """Write what there is of a run that ends earlier."""
+        """Write the trace of the steps so far if the run ends before the last traced step."""
         if self._profile is not None:
             self._finish(trainer)
         elif not self._is_over:
@@ -92,7 +92,7 @@ class StepProfiler(Callback):
         for _ in range(_BARRIERS):
             entered = time.time_ns()
             trainer.backend.barrier()
-            self._meetings.append((entered, time.time_ns()))
+            self._barriers.append((entered, time.time_ns()))
         activities = [ProfilerActivity.CPU]
         if trainer.backend.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -124,7 +124,7 @@ class StepProfiler(Callback):
             self._profile.export_chrome_trace(str(file))
             mine = {"trace": json.loads(file.read_bytes()), "pid": os.getpid()}
         self._profile, self._is_over = None, True
-        mine |= {"events": self._events, "tracks": self._tracks, "meetings": self._meetings}
+        mine |= {"events": self._events, "tracks": self._tracks, "barriers": self._barriers}
         packed = zlib.compress(json.dumps(mine).encode(), 1)
         everyone = trainer.backend.all_gather_object(packed)
         with trainer.backend.share_errors():
@@ -135,7 +135,7 @@ class StepProfiler(Callback):
                 for k, host in enumerate(trainer.backend.hosts):
                     names[k] += f" on {host}"
                 try:
-                    path.write_text(json.dumps(merged(parts, names)))
+                    path.write_text(json.dumps(merge_traces(parts, names)))
                 except OSError as error:
                     raise InputError(f"cannot write {path}: {error.strerror}") from None
                 last = min(self._last, trainer.progress.step)
@@ -166,18 +166,18 @@ def _record_calls(backend: Backend) -> None:
 def clock_offset(mine: Sequence[tuple[int, int]], first: Sequence[tuple[int, int]]) -> int:
     """Return by how many ns a rank's clock is ahead of rank 0's, from their times at barriers.
 
-    Nobody leaves a barrier before all have entered it. So each barrier gives two bounds, and the
-    offset is 0 if they allow it: ranks of one host have one clock.
+    No rank leaves a barrier before all have entered it, so each barrier gives two bounds. The
+    offset is 0 if the bounds allow it, because ranks of one host share a clock.
     """
     low = max(entered - left for (entered, _), (_, left) in zip(mine, first, strict=True))
     high = min(left - entered for (_, left), (entered, _) in zip(mine, first, strict=True))
     return 0 if low <= 0 <= high else (low + high) // 2
 
 
-def merged(parts: Sequence[Event], names: Sequence[str]) -> Event:
+def merge_traces(parts: Sequence[Event], names: Sequence[str]) -> Event:
     """Return one trace of what all ranks have recorded, with the times of rank 0's clock."""
-    offsets = [clock_offset(part["meetings"], parts[0]["meetings"]) for part in parts]
-    start = parts[0]["meetings"][-1][1]
+    offsets = [clock_offset(part["barriers"], parts[0]["barriers"]) for part in parts]
+    start = parts[0]["barriers"][-1][1]
     events: list[Event] = []
     for rank, (part, name, offset) in enumerate(zip(parts, names, offsets, strict=True)):
         zero = start + offset

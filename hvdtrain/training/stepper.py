@@ -21,7 +21,7 @@ from hvdtrain.backends.model_sync import uncompiled
 from hvdtrain.errors import InputError
 from hvdtrain.training import determinism, methods
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import Window, derive_seed, unchanged_buffers
+from hvdtrain.training.data_loading import StepBatches, derive_seed, unchanged_buffers
 from hvdtrain.training.gradient_values import is_finite
 from hvdtrain.training.lr_schedule import RateSchedule
 from hvdtrain.training.meter import Meter
@@ -67,7 +67,7 @@ class Stepper:
         """
 
     def take(
-        self, window: Window, meter: Meter, logs: bool, on_batch: Callable[[Any], None] | None
+        self, window: StepBatches, meter: Meter, logs: bool, on_batch: Callable[[Any], None] | None
     ) -> dict[str, Any] | None:
         """Take one step, and return its record for metrics.jsonl if it `logs`. Collective.
 
@@ -107,7 +107,7 @@ class Stepper:
         return 1.0 if self._weighted is None else self._weighted.factor_of(micro_batch)
 
     def _backward(
-        self, window: Window, meter: Meter, on_batch: Callable[[Any], None] | None
+        self, window: StepBatches, meter: Meter, on_batch: Callable[[Any], None] | None
     ) -> list[Tensor]:
         """Add up the gradients of the micro-batches in `window`, and return their losses.
         Collective.
@@ -210,8 +210,9 @@ class Stepper:
         return norm
 
     def _check(self, step: int, values: Iterable[Tensor]) -> None:
-        """Note the step and a parameter, once, if a loss or norm is not finite. Before the update:
-        that of one bad gradient spreads it to the weights, and clipping to all gradients.
+        """Record the step and a parameter, once, if a loss or norm is not finite.
+
+        Call it before clipping and the update, which spread one bad gradient to all parameters.
         """
         if not self._names_suspects or self._suspect is not None:
             return
@@ -219,8 +220,9 @@ class Stepper:
             self._suspect = step, self._find_suspect()
 
     def _find_suspect(self) -> str:
-        """Return the first parameter that is not finite, by its gradient in the step before; else
-        the first gradient that is not. "" if there is none. First is, as in backward, the last.
+        """Return the first parameter with weights that are not finite, else with such a gradient.
+
+        The order is that of backward: from the last parameter to the first. "" if there is none.
         """
         named = [(uncompiled(name), p) for name, p in self._model.named_parameters()][::-1]
         weights = (f"the weights of {name}" for name, p in named if not is_finite(p))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 WINDOW = 50  # steps between two exchanges of the ranks' times
 LATE = 0.2  # the share of the others' own time from which on a rank is late
-_LATE_STEPS = 5  # of a window: less are hiccups, such as a checkpoint of another program
+_LATE_STEPS = 5  # late steps in a window below which a rank is not reported: chance disturbances
 PHASES = ("data", "compute", "wait", "communication")
 _DATA, _COMPUTE, _WAIT, _COMMUNICATION = range(4)
 _WORDS = ("waiting for data", "computing", "waiting", "communicating")
@@ -52,13 +52,13 @@ class Stragglers(Callback):
         self._data_before = 0.0
         self._window: list[Step] = []
         self._all = [array("f") for _ in PHASES]
-        self._named: tuple[int, int] | None = None  # the rank last called late, and its phase
+        self._reported: tuple[int, int] | None = None  # the rank last called late, and its phase
 
     def on_start(self, trainer: Trainer) -> None:
         """Begin to record arrivals, or say that they are not seen."""
         backend = trainer.backend
         if backend.world.size == 1:
-            trainer.console.print_line("ranks    --stragglers: one rank, which waits for nobody")
+            trainer.console.print_line("ranks    --stragglers: one rank, so that none can be late")
         elif backend.transport in SEEN_BY:
             self._arrivals = Arrivals.current = Arrivals()
         else:
@@ -167,10 +167,10 @@ class Stragglers(Callback):
             if late[worst][2]:
                 found = worst, _phase(everyone, worst)
         trainer.log(record)
-        if found is not None and found != self._named:
+        if found is not None and found != self._reported:
             ms, base, _ = late[found[0]]
             trainer.console.print_line(_line(trainer, everyone, found, ms, base))
-        self._named = found
+        self._reported = found
 
 
 def _lateness(everyone: list[list[Step]], rank: int) -> tuple[float, float, bool]:

@@ -29,7 +29,7 @@ from hvdtrain._torch.worker_info import take_worker_info
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import Window, derive_seed, outlive_signals
+from hvdtrain.training.data_loading import StepBatches, derive_seed, outlive_signals
 from hvdtrain.training.determinism import RandomState
 from hvdtrain.trees import map_tree
 from hvdtrain.world import World, is_mpi
@@ -278,7 +278,7 @@ class StreamBatches:
         full, rest = divmod(max(0, self.num_samples - start), self.global_micro_batch)
         return full + (rest > 0 and self._config.uneven in ("pad", "join"))
 
-    def windows(self, accumulate: int, batches: Iterator[Any]) -> Iterator[Window]:
+    def windows(self, accumulate: int, batches: Iterator[Any]) -> Iterator[StepBatches]:
         """Yield the steps of `accumulate` micro-batches from the selected position on. Collective.
 
         Loads one step ahead: a step must know whether it is the epoch's last.
@@ -301,7 +301,7 @@ class StreamBatches:
             if any(size != self.batch_size for row in by_rank for size in row):
                 weights = [size * len(self._alive) / max(1, samples) for size in own]
             passed = samples + len(sizes) * self._lost_share()
-            yield Window(len(sizes), passed, sum(own), weights, following is None, iter(mine))
+            yield StepBatches(len(sizes), passed, sum(own), weights, following is None, iter(mine))
             ready = following
 
     def _lost_share(self) -> int:
@@ -386,7 +386,7 @@ class StreamBatches:
             return
         why = self.why_skip or "another number of ranks or loader processes"
         items = self._own if self.items.divides_itself else start
-        print_line(f"data     skips the {items} samples that are used ({why})")
+        print_line(f"data     skipping the {items} samples used before the checkpoint ({why})")
 
 
 def _is_stateful(dataset: Any) -> bool:

@@ -31,7 +31,7 @@ from hvdtrain.training.callback import Callback
 from hvdtrain.training.callback_list import CallbackList, from_options
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console, describe, make_console
-from hvdtrain.training.data_loading import Window, check_same_plan, derive_seed
+from hvdtrain.training.data_loading import StepBatches, check_same_plan, derive_seed
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.ledger import format_rates
 from hvdtrain.training.meter import Meter, StepTaken
@@ -83,7 +83,7 @@ class Trainer:
         self.on_batch: Callable[[Any], None] | None = None
         """Called with every micro-batch of this rank, before its forward pass."""
         self.meter: Meter | None = None
-        """The times of the epoch at work, once it has begun."""
+        """The Meter of the current epoch; None before the first one."""
         self.resumed_from: Path | None = None
         """The checkpoint that the run continues from; on rank 0."""
         self._records = True
@@ -105,7 +105,7 @@ class Trainer:
         one if the ranks are not in sync after that.
         """
         self._preemption = Preemption(backend, config)
-        self._start_of_run = restart.unknown(self.world)
+        self._start_of_run = restart.initial_start(self.world)
         self._is_preempted = False
         """Whether the run ends as soon as it has a checkpoint."""
 
@@ -147,7 +147,7 @@ class Trainer:
         check_same_plan(self.backend, *self._data.datasets, self.config)
         self._callbacks.check(self.backend)
         if record:
-            self._start_of_run = restart.begin(self.backend, self.config.run_dir)
+            self._start_of_run = restart.detect_restart(self.backend, self.config.run_dir)
         with self.backend.share_errors():
             if self.world.rank == 0 and record:  # only now: invalid input creates no directory
                 about = self._origins, self._threads, self._start_of_run
@@ -444,7 +444,7 @@ class Trainer:
             seen = self._run_dir.run.setdefault("seen", [])
             seen.append({"epoch": epoch + 1, "from_sample": start, "samples_by_rank": by_rank})
 
-    def _take_step(self, window: Window, meter: Meter, last: bool) -> None:
+    def _take_step(self, window: StepBatches, meter: Meter, last: bool) -> None:
         """Take one step; `last`: it is the last of the epoch or run."""
         self.backend.progress.step = step = self.progress.step + 1
         # Log before every checkpoint: that checks the loss, so that no diverged state is saved.
@@ -527,7 +527,10 @@ class Trainer:
             self._complete_save()
 
     def _complete_save(self, wait: bool = True) -> None:
-        """Follow a checkpoint that is complete now; unless `wait`, if it is. Collective."""
+        """Call `on_checkpoint` if a checkpoint has become complete. Collective.
+
+        `wait`: wait for one that is being written.
+        """
         if self._saver.complete(wait):
             self._callbacks.call("on_checkpoint", self, self._saver.saved_path)
 
@@ -540,7 +543,7 @@ class Trainer:
             run_dir.background.wait(grace_s)
         except TimeoutError:
             self.console.print_line(
-                f"saved    no: the checkpoint takes over {grace_s:g} s (--grace)"
+                f"saved    nothing: the checkpoint is not written after {grace_s:g} s (--grace)"
             )
         except Exception as error:  # the error that ends the run must be reported
-            self.console.print_line(f"saved    no: {error}")
+            self.console.print_line(f"saved    nothing: {error}")

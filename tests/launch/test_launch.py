@@ -230,7 +230,8 @@ def test_srun(tmp_path: Path) -> None:
         f"--kill-on-bad-exit=1 --label {BIN}/hvdtrain --epochs 1\n"
     )
     assert run([*line[:6], "-np", "5", *line[6:]], env={**env, **hosts}).lines(
-        "error: --via srun starts the same number of ranks on each host; the slots of n1:4,n2:1 differ"
+        "error: --via srun starts the same number of ranks on each host; the slots of n1:4,n2:1 "
+        "differ"
     )
 
 

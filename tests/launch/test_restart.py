@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.world import RESTART_VARIABLE, told_by_hvdrun
+from hvdtrain.world import RESTART_VARIABLE, hvdrun_restart
 from tests.forkserver import warm
 from tests.launch.dying import STEPS
 from tests.launch.test_failure import EXHAUSTIVE
@@ -188,8 +188,8 @@ train(hvd.elastic.TorchState(batch=0))
 
 def test_a_variable_that_hvdrun_has_not_set() -> None:
     with pytest.raises(LaunchError, match="is not what hvdrun sets; unset it"):
-        told_by_hvdrun({RESTART_VARIABLE: "[1]"})
-    assert told_by_hvdrun({}) is None
+        hvdrun_restart({RESTART_VARIABLE: "[1]"})
+    assert hvdrun_restart({}) is None
 
 
 def test_other_launchers_start_nothing_again() -> None:

@@ -213,8 +213,8 @@ def test_too_much_patience_is_said(
     printed = run(single(), tmp_path, **changes)["printed"]
     criterion = changes["early_stop"]
     said = (
-        f"stop     --early-stop {criterion} has no effect in this run: it ends one after "
-        f"evaluation {int(criterion[-1]) + 1} at the earliest, and this has {evaluations}"
+        f"stop     --early-stop {criterion} has no effect in this run: it needs more "
+        f"than {int(criterion[-1]) + 1} evaluations, and the run has {evaluations}"
     )
     assert [line for line in printed if line.startswith("stop ")] == [said] * bool(evaluations)
 

@@ -387,15 +387,15 @@ def test_a_profile_that_the_run_does_not_reach(
 
 
 def test_clocks_are_aligned_at_barriers() -> None:
-    def meetings(offset: int, late: Sequence[int]) -> list[tuple[int, int]]:
+    def barriers(offset: int, late: Sequence[int]) -> list[tuple[int, int]]:
         """Barriers every 1,000 ns, which a rank enters `late`, and which all leave 100 later."""
         return [(1000 * k + t + offset, 1000 * k + 400 + offset) for k, t in enumerate(late)]
 
-    zero = meetings(0, [0, 300, 200])
-    assert clock_offset(meetings(0, [200, 0, 100]), zero) == 0
-    ahead = clock_offset(meetings(50_000, [200, 0, 100]), zero)
+    zero = barriers(0, [0, 300, 200])
+    assert clock_offset(barriers(0, [200, 0, 100]), zero) == 0
+    ahead = clock_offset(barriers(50_000, [200, 0, 100]), zero)
     assert abs(ahead - 50_000) <= 100
-    assert abs(clock_offset(meetings(-7_000, [300, 0, 0]), zero) + 7_000) <= 100
+    assert abs(clock_offset(barriers(-7_000, [300, 0, 0]), zero) + 7_000) <= 100
 
 
 @pytest.mark.parametrize("text", ["", "5", "0:3", "3:0", "3:-1", "a:b", "1:2:3"])

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer, World
 from hvdtrain.training.data_loading import ShardedBatches, derive_seed
+from tests.runs import snapshot
 
 State = dict[str, Tensor]
 
@@ -104,7 +105,7 @@ def reference(case: str, n: int, precision: str) -> State:
             nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
             optimizer.step()
             step += 1
-    return {name: t.detach().clone() for name, t in model.state_dict().items()}
+    return snapshot(model)
 
 
 def _mean_gradients(task: Task, model: nn.Module, data: Any, window: list[list[list[int]]]) -> None:
@@ -142,4 +143,4 @@ def train(backend: Backend, case: str, precision: str, run_dir: Path) -> State:
     config = replace(CASES[case], precision=precision, run_dir=str(run_dir))
     trainer = Trainer(Regression(case.partition("-")[0]), backend, config)
     trainer.fit()
-    return {name: t.detach().clone() for name, t in trainer.model.state_dict().items()}
+    return snapshot(trainer.model)

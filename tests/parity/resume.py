@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 from hvdtrain import Backend, Task, TrainConfig, Trainer
 from hvdtrain.errors import Preempted
 from hvdtrain.training.commits import Commits
+from tests.runs import Stop, watch
 
 
 class Net(nn.Module):
@@ -106,10 +107,6 @@ def wait_for(ready: Callable[[], object], limit_s: float = 20) -> None:
         time.sleep(0.002)
 
 
-class Stop(Exception):
-    """The run dies here."""
-
-
 def train(
     backend: Backend,
     /,
@@ -133,17 +130,16 @@ def train(
     trainer = Trainer(task, backend, config, commits=commits)
     rates: list[float] = []
 
-    class Watch(type(trainer.console)):  # type: ignore[misc]
-        def advance(self, step: int) -> None:
-            rates.append(trainer.optimizer.param_groups[0]["lr"])
-            if step == stop_at:
-                raise Stop
-            if signals is not None and step == signals.get(backend.world.rank):
-                signal.raise_signal(signal.SIGUSR1)
-                if signal.SIGUSR1 in config.signal_numbers():  # else the run might be over before
-                    wait_for(lambda: trainer._preemption.cause)
+    def advance(step: int) -> None:
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+        if step == stop_at:
+            raise Stop
+        if signals is not None and step == signals.get(backend.world.rank):
+            signal.raise_signal(signal.SIGUSR1)
+            if signal.SIGUSR1 in config.signal_numbers():  # else the run might be over before
+                wait_for(lambda: trainer._preemption.cause)
 
-    trainer.console = Watch()
+    watch(trainer, advance)
     try:
         digest = trainer.fit().params_sha256
     except Stop:

@@ -5,7 +5,6 @@ The thread that writes is held until the run has changed everything that the che
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -30,6 +29,7 @@ from tests.forkserver import warm
 from tests.launching import run, started
 from tests.parity.resume import CASES, CONFIG, Stateful, train, wait_for
 from tests.ranks import Ranks, single
+from tests.runs import run_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -129,12 +129,8 @@ def test_old_ones_are_removed_as_without(tmp_path: Path) -> None:
     train_sync(single(), tmp_path / "sync", **changes)
     train_held(single(), tmp_path / "async", **changes)
     assert content(tmp_path / "async") == content(tmp_path / "sync")
-    assert record(tmp_path / "async")["best_checkpoint"]["path"].startswith(str(tmp_path / "async"))
-
-
-def record(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
-    return found
+    best = run_json(tmp_path / "async")["best_checkpoint"]
+    assert best["path"].startswith(str(tmp_path / "async"))
 
 
 # The copy
@@ -223,8 +219,8 @@ def test_an_error_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
     with mock.patch.object(checkpoint, "save", save), pytest.raises(CheckpointError, match="No sp"):
         trainer.fit()
     assert trainer.progress.step == 8
-    assert record(tmp_path)["outcome"] == "failed"
-    assert "No space left" in record(tmp_path)["error"]
+    assert run_json(tmp_path)["outcome"] == "failed"
+    assert "No space left" in run_json(tmp_path)["error"]
 
 
 def fail_at_the_end(backend: Backend, /, run_dir: Path) -> str:
@@ -284,7 +280,8 @@ def test_a_disk_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             with pytest.raises(CheckpointError, match=r"step 5 is not written yet, 0.2 s after .*"):
                 train(single(), tmp_path, **options, grace="0.1s")
             assert (
-                "saved    no: the checkpoint takes over 0.1 s (--grace)" in capsys.readouterr().out
+                "saved    nothing: the checkpoint is not written after 0.1 s (--grace)"
+                in capsys.readouterr().out
             )
             lock = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'w'), 6)"
             command = [sys.executable, "-c", lock, str(tmp_path / ".lock")]
@@ -331,7 +328,7 @@ def test_a_crash_while_writing_leaves_the_one_before(tmp_path: Path) -> None:
     rest = run(warm([*command, "run", "--resume", "must"]), cwd=tmp_path)
     assert rest.code == 0, rest.output
     assert rest.output.split()[-1] == whole.output.split()[-1]
-    assert record(tmp_path / "run")["attempts"][0]["outcome"] == "killed"
+    assert run_json(tmp_path / "run")["attempts"][0]["outcome"] == "killed"
 
 
 # A slow disk
@@ -437,4 +434,4 @@ def test_an_error_of_rank_0_is_one_line(tmp_path: Path, launcher: list[str]) -> 
     assert finished.code != 0, finished.output
     (line,) = finished.lines("error: ")
     assert "cannot write the checkpoint run/checkpoints/step-00000003: No space left" in line
-    assert record(tmp_path / "run")["last_step"] < 40, "soon"
+    assert run_json(tmp_path / "run")["last_step"] < 40, "soon"

@@ -5,7 +5,6 @@ tests/launch/test_elastic_training.py has worlds that really change.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from hvdtrain.peers import PeerLost
 from hvdtrain.training.commits import Commits
 from tests.parity.resume import CASES, CONFIG, Stateful, train
 from tests.ranks import Ranks, single
+from tests.runs import records, run_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,8 +50,7 @@ def train_in_worlds(
 
 
 def steps_of(run_dir: Path) -> list[int]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [record["step"] for record in map(json.loads, lines) if "loss" in record]
+    return [record["step"] for record in records(run_dir) if "loss" in record]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -62,7 +61,7 @@ def test_the_bits_of_an_undisturbed_run(tmp_path: Path, case: str) -> None:
     assert again["digest"] == whole["digest"]
     assert again["rates"] == whole["rates"][6:]
     assert steps_of(tmp_path / "again") == steps_of(tmp_path / "whole")
-    worlds = json.loads((tmp_path / "again" / "run.json").read_text())["worlds"]
+    worlds = run_json(tmp_path / "again")["worlds"]
     assert [world["step"] for world in worlds] == [0, 6, 6]
 
 
@@ -99,7 +98,7 @@ def test_a_stream_goes_on_where_the_commit_is(tmp_path: Path) -> None:
         with pytest.raises(PeerLost) as lost:
             Trainer(task, backend, config, commits=commits).fit()
         assert commits.ends_world(lost.value)
-        assert json.loads((tmp_path / "run.json").read_text())["outcome"] == "running"
+        assert run_json(tmp_path)["outcome"] == "running"
         commits.leave(lost.value, 7)
         commits.agree(backend)
     commits.leave(PeerLost("while the ranks meet"), None)  # what was lost before is not forgotten

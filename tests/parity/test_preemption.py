@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from hvdtrain.training import checkpoint
 from tests.conftest import TWO_RANKS
 from tests.parity.resume import train
 from tests.ranks import Ranks, single
+from tests.runs import run_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,7 +55,7 @@ def check_saved(run_dir: Path, step: int, digest: str, whose: str) -> None:
     assert not skipped
     assert newest is not None
     assert checkpoint.path_of(run_dir / "checkpoints", step) == newest
-    about = json.loads((run_dir / "run.json").read_text())
+    about = run_json(run_dir)
     assert about["outcome"] == "preempted"
     assert about["last_step"] == step
 

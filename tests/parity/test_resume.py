@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from hvdtrain.errors import CheckpointError
 from tests.conftest import TWO_RANKS
 from tests.parity.resume import train
 from tests.ranks import Ranks, single
+from tests.runs import records, run_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,13 +55,9 @@ def test_every_step_in_one_process(tmp_path: Path, stop_at: int, changes: dict[s
     assert again in (0, 1)
     assert second["rates"] == whole["rates"][-len(second["rates"]) :]
     assert second["seen"] == whole["seen"][-len(second["seen"]) :]
-    about = json.loads((tmp_path / "parts" / "run.json").read_text())
+    about = run_json(tmp_path / "parts")
     assert [attempt["outcome"] for attempt in about["attempts"]] == ["failed"]
-    steps = [
-        json.loads(line)["step"]
-        for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
-        if "eval_loss" not in line
-    ]
+    steps = [r["step"] for r in records(tmp_path / "parts") if "eval_loss" not in r]
     assert steps == sorted(set(steps)), "a step was logged twice"
 
 

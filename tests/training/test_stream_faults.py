@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from hvdtrain import BackendOptions, TrainConfig, World
 from hvdtrain.backends.base import Op
 from hvdtrain.backends.single import Single
-from hvdtrain.training.data_loading import Window
+from hvdtrain.training.data_loading import StepBatches
 from hvdtrain.training.streams import StreamBatches
 
 
@@ -61,7 +61,7 @@ def windows(
     config = TrainConfig(batch_size=2, uneven=uneven)
     batches = StreamBatches(data, config, backend, torch.tensor, lambda: False)
     batches.begin(backend, 0, 0)
-    found: list[Window] = list(batches.windows(1, iter(batches.loader)))
+    found: list[StepBatches] = list(batches.windows(1, iter(batches.loader)))
     return [(window.samples, window.weights, window.last) for window in found]
 
 

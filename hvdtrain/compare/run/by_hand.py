@@ -23,7 +23,7 @@ from hvdtrain.backends.model_sync import fill_missing_gradients, sync_buffers
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import (
-    Window,
+    StepBatches,
     check_same_plan,
     derive_seed,
     make_loader,
@@ -105,7 +105,7 @@ class ByHand:
                 is_first = False
                 yield self._step(number, window)
 
-    def _step(self, number: int, window: Window) -> StepTaken:
+    def _step(self, number: int, window: StepBatches) -> StepTaken:
         net, optimizer, precision = self.net, self.optimizer, self.precision
         data_s, total = 0.0, torch.zeros((), device=self.backend.device)
         passes, weights = window.num, window.weights

@@ -23,7 +23,7 @@ from hvdtrain import elastic_world
 from hvdtrain.hvd.elastic import launcher_notices
 from hvdtrain.hvd.elastic.host_update import HostUpdateResult
 from hvdtrain.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from hvdtrain.world import detect, launch_env, told_by_hvdrun
+from hvdtrain.world import detect, hvdrun_restart, launch_env
 
 __all__ = [
     "HorovodInternalError",
@@ -220,8 +220,8 @@ def _warn_of_restart() -> None:
     """Log, on rank 0, that the launcher has started new processes, which have no commits."""
     env = launch_env()
     number = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if told := told_by_hvdrun(env):
-        number = str(told["number"])
+    if info := hvdrun_restart(env):
+        number = str(info["number"])
     if number != "0" and detect().rank == 0:
         _log.warning(
             "elastic: the launcher has started all ranks again (restart %s): the commits of those "
