@@ -454,6 +454,7 @@ def _connect(
         for host, port in places:
             if time.monotonic() < unresolved.get(host, 0.0):
                 continue
+            unresolved.pop(host, None)
             try:
                 # TCPStore alone would retry for twice its timeout, and print each failure.
                 with socket.create_connection((host, port), timeout=2) as probe:
@@ -476,7 +477,7 @@ def _connect(
                 if isinstance(error, socket.gaierror):
                     unresolved[host] = time.monotonic() + _RESOLVE_S
     tried = ", ".join(f"{host}:{port}" for host, port in places)
-    if unresolved:
+    if unresolved and unresolved.keys() >= {host for host, _ in places}:
         why = f"{', '.join(unresolved)} does not resolve; set MASTER_ADDR and MASTER_PORT"
     raise WorldError(f"{world} could not reach rank 0's store at {tried}: {why}")
 

@@ -61,12 +61,14 @@ def raised_as_exit(*numbers: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def deferred(*numbers: signal.Signals) -> Iterator[None]:
-    """Hold these signals back until the block ends, then raise the first that arrived."""
+    """Hold these signals back until the block ends or raises, then raise the first that arrived."""
     arrived: list[int] = []
-    with handled(lambda number, frame: arrived.append(number), *numbers):
-        yield
-    if arrived:
-        signal.raise_signal(arrived[0])
+    try:
+        with handled(lambda number, frame: arrived.append(number), *numbers):
+            yield
+    finally:
+        if arrived:
+            signal.raise_signal(arrived[0])
 
 
 def set_handler(handler: Handler | signal.Handlers, *numbers: signal.Signals) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -113,6 +113,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.xdist_group(group))
 
 
+def deselect(
+    config: pytest.Config,
+    items: list[pytest.Item],
+    holds: Callable[[pytest.Item, dict[str, Any]], bool],
+) -> None:
+    """Deselect the items for which `holds`, called with the item and its parameters, is false.
+
+    One parametrize with only the pairs that hold would not let the tests share a session's ranks.
+    """
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        params = callspec.params if callspec is not None else {}
+        (kept if holds(item, params) else dropped).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=dropped)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fail if pytest-xdist ignores the groups: each worker would start every pool."""
     marked = [item for item in session.items if item.get_closest_marker("xdist_group")]
@@ -121,7 +140,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
-    if argname in ("ranks", "hvd_ranks") and isinstance(val, tuple):
+    if argname in ("ranks", "hvd_ranks", "peers") and isinstance(val, tuple):
         return f"{val[0]}-x{val[1]}"
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,12 @@ class Finished:
     def lines(self, containing: str) -> list[str]:
         """Return the lines of the output that contain a text."""
         return [line for line in self.output.splitlines() if containing in line]
+
+
+def succeed(finished: Finished) -> str:
+    """Return the output of a command that must succeed."""
+    assert finished.code == 0, finished.output
+    return finished.output
 
 
 def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -116,6 +123,37 @@ def run(
         output = log.read_text(errors="replace")
         assert not left, f"{' '.join(map(str, command))} left processes behind: {left}\n{output}"
         return Finished(code, output, seconds)
+
+
+@contextlib.contextmanager
+def started_ranks(
+    lines: Sequence[Sequence[str]], **env: str
+) -> Iterator[list[tuple[Started, Path]]]:
+    """Start one rank with each command, as `started` does, with the variables that torchrun sets.
+
+    No launcher: it would end the other ranks when one dies.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(len(lines)), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                started(line, env={"RANK": str(rank), "LOCAL_RANK": str(rank), **shared, **env})
+            )
+            for rank, line in enumerate(lines)
+        ]
+
+
+def exit_code(ranks: Sequence[tuple[Started, Path]], rank: int, deadline: float) -> int:
+    """Wait for a rank. Fail the test, with the output of all, if it runs at the deadline."""
+    process, _ = ranks[rank]
+    try:
+        return process.wait(max(0.1, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        texts = "\n".join(log.read_text(errors="replace") for _, log in ranks)
+        raise AssertionError(f"rank {rank} did not end:\n{texts}") from None
 
 
 def wait_for(log: Path, text: str, times: int = 1, seconds: float = 60) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Client
 from typing import TypeVar
 
 from hvdtrain import Backend, BackendOptions, detect, open_backend
@@ -18,28 +18,27 @@ def raised(error: BaseException) -> Raised:
     return Raised(type(error).__name__, str(error), traceback.format_exc())
 
 
-def serve(
-    connection: Connection, opened: Callable[[], tuple[S, int]], close: Callable[[S], object]
-) -> None:
+def serve(address: str, opened: Callable[[], tuple[S, int]], close: Callable[[S], object]) -> None:
     """Open the subject, send the rank, then call each received function on it, until None."""
-    try:
-        subject, rank = opened()
-    except BaseException as error:
-        send(connection, raised(error))
-        raise
-    send(connection, rank)
-    while (call := receive(connection)) is not None:
-        function, args, kwargs = call
+    with Client(address, "AF_UNIX") as connection:
         try:
-            result = function(subject, *args, **kwargs)
+            subject, rank = opened()
+        except BaseException as error:
+            send(connection, raised(error))
+            raise
+        send(connection, rank)
+        while (call := receive(connection)) is not None:
+            function, args, kwargs = call
+            try:
+                result = function(subject, *args, **kwargs)
+            except Exception as error:
+                result = raised(error)
+            send(connection, result)
+        try:
+            close(subject)
+            send(connection, None)
         except Exception as error:
-            result = raised(error)
-        send(connection, result)
-    try:
-        close(subject)
-        send(connection, None)
-    except Exception as error:
-        send(connection, raised(error))
+            send(connection, raised(error))
 
 
 def main() -> None:
@@ -49,8 +48,7 @@ def main() -> None:
         backend = open_backend(name, detect(), BackendOptions(timeout_s=30, transport=transport))
         return backend, backend.world.rank
 
-    with Client(address, "AF_UNIX") as connection:
-        serve(connection, opened, lambda backend: backend.close())
+    serve(address, opened, lambda backend: backend.close())
 
 
 if __name__ == "__main__":

@@ -110,6 +110,8 @@ class Pool(Generic[S]):
     entry = "tests.rank"
     env: Mapping[str, str] = {}
     call_s = CALL_S
+    # Whether a call that all ranks failed alike, too, may have left operations pending.
+    stops_on_failure = False
 
     def __init__(self, arm: Arm, n: int) -> None:
         self.arm = arm
@@ -124,6 +126,8 @@ class Pool(Generic[S]):
         """Call `function(subject, *args)` on every rank and return the results in rank order."""
         outcomes = self.outcomes(function, *args, **kwargs)
         if traces := _traces(outcomes):
+            if self.stops_on_failure:
+                self.stop()
             raise RankError(f"{function.__name__} failed on {self.arm.name} x {self.n}:{traces}")
         return outcomes
 

@@ -23,6 +23,7 @@ from hvdtrain.errors import InputError
 from hvdtrain.training import run_dir
 from tests.forkserver import warm
 from tests.launching import ROOT, run
+from tests.runs import records, run_json
 from tests.test_cli import Lines
 
 TASK = """
@@ -79,8 +80,7 @@ def line(trained: Path, tmp_path: Path) -> Lines:
 
 
 def record(line: Lines) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((line.folder / "run" / "run.json").read_text())
-    return found
+    return run_json(line.folder / "run")
 
 
 # Evaluate
@@ -142,17 +142,17 @@ def test_files_of_predictions(line: Lines) -> None:
     tensor = torch.load(line.folder / "out.pt")
     assert tensor.shape == (9, 1)
     assert np.array_equal(np.load(line.folder / "out.npy"), tensor.numpy())
-    rows = [json.loads(row) for row in (line.folder / "out.jsonl").read_text().splitlines()]
+    rows = records(line.folder, "out.jsonl")
     assert rows == tensor.tolist()
     assert line("predict", "run", "-o", "words.jsonl", "--task", "my.py:Words").code == 0
-    words = [json.loads(row) for row in (line.folder / "words.jsonl").read_text().splitlines()]
+    words = records(line.folder, "words.jsonl")
     x = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
     assert words == [str(round(y.item(), 6)) for y in x.prod(1)[:9]]
 
 
 def test_a_failed_prediction_leaves_the_old_file(line: Lines) -> None:
     (line.folder / "old.npy").write_text("old")
-    said = refused(line, "predict", "run", "-o", "old.npy", "--task", "my.py:Words")
+    said = line.refused("predict", "run", "-o", "old.npy", "--task", "my.py:Words", alone=False)
     assert "a .npy file has one array, and predict returned a list" in said
     assert (line.folder / "old.npy").read_text() == "old"
 
@@ -179,7 +179,7 @@ def test_prefixes_are_stripped(line: Lines, prefix: str) -> None:
     finished = line(*own, *steps)
     assert finished.code == 0, finished.output
     assert finished.lines("init     from wrapped.pt")
-    metrics = json.loads((line.folder / "next" / "run.json").read_text())["metrics"]
+    metrics = run_json(line.folder / "next")["metrics"]
     assert metrics["loss"] == pytest.approx(record(line)["metrics"]["loss"], rel=1e-6)
 
 
@@ -190,12 +190,12 @@ def test_safetensors(line: Lines) -> None:
     found = line("evaluate", "model.safetensors", "--task", "my.py:Mine", "--set", "width=4")
     assert f"eval_loss {record(line)['metrics']['loss']:.4f}" in found.output
     (line.folder / "bad.safetensors").write_text("x")
-    assert "cannot load bad.safetensors" in refused(line, "export", "bad.safetensors", "x.pt")
+    assert "cannot load bad.safetensors" in line.refused("export", "bad.safetensors", "x.pt")
 
 
 def test_safetensors_is_optional(line: Lines) -> None:
     (line.folder / "safetensors.py").write_text("raise ModuleNotFoundError('no', name='x')")
-    said = refused(line, "export", "run", "model.safetensors", env={"PYTHONPATH": here(line)})
+    said = line.refused("export", "run", "model.safetensors", env={"PYTHONPATH": here(line)})
     assert "pip install 'hvdtrain[safetensors]'" in said
 
 
@@ -204,17 +204,6 @@ def here(line: Lines) -> str:
 
 
 # Bad input
-
-
-def refused(line: Lines, *arguments: object, env: dict[str, str] | None = None) -> str:
-    """Return the one error line of a command that ends with 2; it writes no other file."""
-    before = line.files()
-    finished = line(*arguments, env=env)
-    assert finished.code == 2, finished.output
-    assert "Traceback" not in finished.output, finished.output
-    (found,) = finished.lines("error:")
-    assert line.files() == before
-    return found
 
 
 def damaged(line: Lines) -> None:
@@ -289,7 +278,7 @@ WIDER = "of another shape: 0.weight (4, 2) instead of (3, 2), 0.bias (4,) instea
 )
 def test_bad_input(line: Lines, prepare: Any, command: str, said: str) -> None:
     prepare(line)
-    assert said in refused(line, *command.split())
+    assert said in line.refused(*command.split(), alone=False)
 
 
 # Runs and show
@@ -331,8 +320,7 @@ def test_a_run_is_running_while_its_process_lives() -> None:
 def test_show_draws_loss_and_rate(line: Lines) -> None:
     finished = line("show", "run")
     assert finished.code == 0, finished.output
-    logged = (line.folder / "run" / "metrics.jsonl").read_text().splitlines()
-    losses = [entry["loss"] for entry in map(json.loads, logged) if "loss" in entry]
+    losses = [entry["loss"] for entry in records(line.folder / "run") if "loss" in entry]
     about = record(line)
     assert finished.lines("--task my.py:Mine --set ['width=4']")
     assert finished.lines(f"params_sha256 {about['params_sha256'][:12]}")
@@ -350,7 +338,7 @@ def test_a_run_that_has_logged_nothing(line: Lines) -> None:
     finished = line("show", "run")
     assert finished.code == 0, finished.output
     assert "█" not in finished.output
-    assert "nothing to draw" in refused(line, "show", "run", "--png", "run.png")
+    assert "nothing to draw" in line.refused("show", "run", "--png", "run.png")
 
 
 def test_checkpoints_are_listed_and_verified(line: Lines) -> None:

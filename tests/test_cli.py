@@ -7,7 +7,6 @@ fork of a server that has imported torch already.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import resource
 import sys
@@ -24,6 +23,7 @@ from hvdtrain.training import checkpoint
 from hvdtrain.training.config import TrainConfig, flag
 from tests.forkserver import warm
 from tests.launching import ROOT, Finished, run, started
+from tests.runs import run_json
 
 HVDTRAIN = [sys.executable, "-m", "hvdtrain"]
 HALF = ["--precision", "fp16", "--opt-level", "O2"]
@@ -44,14 +44,18 @@ class Lines:
         """Return the files in the folder, without Python's __pycache__."""
         return sorted(path for path in self.folder.rglob("*") if "__pycache__" not in path.parts)
 
-    def refused(self, *arguments: object, env: Mapping[str, str] | None = None) -> str:
-        """Run a wrong command line; return its error line. Check that it writes nothing else."""
+    def refused(
+        self, *arguments: object, env: Mapping[str, str] | None = None, alone: bool = True
+    ) -> str:
+        """Run a wrong command line; return its error line. Check that it writes no file, and, if
+        the line must be `alone`, no other line.
+        """
         before = self.files()
         finished = self(*arguments, env=env)
         assert finished.code == 2, finished.output
         assert "Traceback" not in finished.output, finished.output
         (line,) = finished.lines("error:")
-        assert finished.output == line + "\n", "more than the line"
+        assert not alone or finished.output == line + "\n", "more than the line"
         assert self.files() == before
         return line
 
@@ -59,8 +63,7 @@ class Lines:
         """Train, and return the run.json of a run that must succeed."""
         finished = self(*arguments, "--run-dir", "run", env=env)
         assert finished.code == 0, finished.output
-        record: dict[str, Any] = json.loads((self.folder / "run" / "run.json").read_text())
-        return record
+        return run_json(self.folder / "run")
 
     def write(self, name: str, text: str) -> str:
         (self.folder / name).write_text(text)
@@ -475,7 +478,7 @@ def test_a_loss_that_is_not_finite(line: Lines) -> None:
     assert "Traceback" not in finished.output
     (only,) = finished.lines("error:")
     assert "nan" in only
-    record = json.loads((line.folder / "run" / "run.json").read_text())
+    record = run_json(line.folder / "run")
     assert record["outcome"] == "failed"
 
 
@@ -582,7 +585,7 @@ def test_names_do_not_show_that_a_model_is_compiled(line: Lines) -> None:
         arguments = ["--task", f"own.py:{task}", "--epochs", 2, "--resume", start]
         finished = line(*arguments, "--run-dir", run_dir)
         assert finished.code == 0, finished.output
-        record = json.loads((line.folder / run_dir / "run.json").read_text())
+        record = run_json(line.folder / run_dir)
         assert record["params_sha256"] == wanted
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import re
 import shutil
@@ -22,8 +21,9 @@ from examples.imagenet import decay_groups, top_k
 from hvdtrain import Backend
 from hvdtrain.training.metrics import agreed_fingerprint
 from tests.forkserver import warm
-from tests.launching import ROOT, Finished, run
+from tests.launching import ROOT, run, succeed
 from tests.ranks import Ranks
+from tests.runs import run_json
 
 EXAMPLES = ROOT / "examples"
 MINIMAL = EXAMPLES / "minimal.py"
@@ -34,11 +34,6 @@ LAUNCHERS = {
     "horovodrun": ("horovodrun", "-np", "2", "python"),
     "mpirun": ("mpirun", "-np", "2", "--bind-to", "none", "python"),
 }
-
-
-def succeed(done: Finished) -> str:
-    assert done.code == 0, done.output
-    return done.output
 
 
 # minimal.py: a user's own loop
@@ -96,7 +91,7 @@ def test_data_task_trains(tmp_path: Path, task: str) -> None:
     output = succeed(run(warm([*torchrun, *options, "--run-dir", tmp_path / "run"])))
     losses = [float(text) for text in re.findall(r"eval_loss (\S+)", output)]
     assert losses[-1] < losses[0]
-    seen = json.loads((tmp_path / "run" / "run.json").read_text())["seen"]
+    seen = run_json(tmp_path / "run")["seen"]
     assert [epoch["samples_by_rank"] for epoch in seen] == [[501, 500]] * 2
 
 

@@ -22,6 +22,7 @@ from tests.test_sharded_optimizer import (
     assert_equal,
     both,
     set_gradients,
+    sharded,
     take_steps,
 )
 
@@ -37,9 +38,7 @@ def test_each_host_divides_the_whole_step(hosts: str) -> None:
 
 def test_memory_is_shared_within_a_host_alone() -> None:
     def rank(group: Group) -> tuple[float, int]:
-        model: Any = Model()
-        optimizer: Any = adamw(model)
-        shard(optimizer, group, {})
+        model, optimizer = sharded(group)
         take_steps(model, optimizer)
         group.all_gather_object(None)
         if group.rank == 0:
@@ -72,9 +71,7 @@ def test_hosts_that_differ_are_refused_on_all_ranks() -> None:
 
 def test_a_change_on_one_host_is_refused_on_all_ranks() -> None:
     def rank(group: Group) -> None:
-        model: Any = Model()
-        optimizer = adamw(model)
-        shard(optimizer, group, {p: name for name, p in model.named_parameters()})
+        model, optimizer = sharded(group)
         take_steps(model, optimizer)
         if group.rank == 3:
             _clamp(model, group, optimizer)

@@ -181,6 +181,14 @@ def adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
+def sharded(group: Group) -> tuple[Any, Any]:
+    """Return a model and its optimizer, whose step the ranks share."""
+    model = Model()
+    optimizer = adamw(model)
+    shard(optimizer, group, {p: name for name, p in model.named_parameters()})
+    return model, optimizer
+
+
 def test_groups_schedules_frozen_late_and_added_parameters() -> None:
     def make(model: Any) -> Optimizer:
         groups = [
@@ -254,9 +262,7 @@ def test_step_hooks_see_the_whole_optimizer() -> None:
     seen: list[tuple[bool, int]] = []
 
     def rank(group: Group) -> None:
-        model: Any = Model()
-        optimizer = adamw(model)
-        shard(optimizer, group, {p: name for name, p in model.named_parameters()})
+        model, optimizer = sharded(group)
 
         def note(*_: Any) -> None:
             same = all(
@@ -290,11 +296,9 @@ def test_the_ranks_share_memory_and_divide_the_work() -> None:
     steps: list[int] = []
 
     def rank(group: Group) -> None:
-        model: Any = Model()
-        optimizer = adamw(model)
-        shard(optimizer, group, {})
+        model, optimizer = sharded(group)
         take_steps(model, optimizer)
-        pieces = optimizer._sharding._pieces.values()  # type: ignore[attr-defined]
+        pieces = optimizer._sharding._pieces.values()
         steps.append(sum(piece.numel() for piece, _, _ in pieces))
         group.all_gather_object(None)
         everyone[group.rank] = model, optimizer
@@ -387,9 +391,7 @@ def test_changes_outside_a_step_are_refused_on_all_ranks(
     change: Callable[..., None], kind: type[HvdtrainError], text: str
 ) -> None:
     def rank(group: Group) -> None:
-        model = Model()
-        optimizer = adamw(model)
-        shard(optimizer, group, {p: name for name, p in model.named_parameters()})
+        model, optimizer = sharded(group)
         take_steps(model, optimizer)
         set_gradients(model, 4)
         change(model, group, optimizer)
@@ -464,9 +466,7 @@ def test_a_lost_rank_leaves_no_state_to_save() -> None:
             raise KeyboardInterrupt
 
     def rank(group: Group) -> Any:
-        model = Model()
-        optimizer = adamw(model)
-        shard(optimizer, group, {})
+        model, optimizer = sharded(group)
         take_steps(model, optimizer)
 
         optimizer.param_groups[0]["betas"] = (Steps, Dies)[group.rank]((0.9, 0.99))
@@ -484,9 +484,7 @@ def test_a_lost_rank_leaves_no_state_to_save() -> None:
 
 def test_a_copy_is_a_plain_optimizer() -> None:
     def rank(group: Group) -> None:
-        model = Model()
-        optimizer = adamw(model)
-        shard(optimizer, group, {})
+        model, optimizer = sharded(group)
         take_steps(model, optimizer)
         other_model, other = copy.deepcopy((model, optimizer))
         assert type(other) is torch.optim.AdamW

@@ -23,6 +23,17 @@ def test_deferred_signals_act_after_the_block() -> None:
     assert steps == ["the block goes on"]
 
 
+def test_a_deferred_signal_is_not_lost_with_an_exception() -> None:
+    def fail() -> None:
+        with signals.deferred(*signals.STOP):
+            signal.raise_signal(signal.SIGINT)
+            raise ValueError
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        fail()
+    assert isinstance(raised.value.__context__, ValueError)
+
+
 def test_a_signal_can_raise_system_exit() -> None:
     with pytest.raises(SystemExit, match="143"), signals.raised_as_exit(signal.SIGTERM):
         signal.raise_signal(signal.SIGTERM)

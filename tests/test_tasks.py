@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import cast
 
 import pytest
@@ -21,6 +20,9 @@ from hvdtrain.tasks import TASKS
 from hvdtrain.tasks.digits import Digits
 from hvdtrain.training.task import Task, load_task
 
+# On a busy machine several threads mostly wait for each other.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Small sizes, with which the loss still falls quickly.
 SMALL = {
     "digits": ("width=8",),
@@ -36,15 +38,6 @@ SMALL = {
     ),
 }
 SYNTHETIC = [name for name in TASKS if name != "digits"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Use one thread: on a busy machine several threads mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def small(name: str, *more: str) -> Task:

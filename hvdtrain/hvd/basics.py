@@ -85,7 +85,7 @@ class HorovodBasics:
         keep_launch_env()
         if not self._was_elastic:
             # The first optimizer of a process imports for seconds, and the other ranks would wait.
-            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cpu"))], lr=0.1)
         deadline = time.monotonic() + settings.elastic_timeout_s
         while True:
             try:
@@ -365,9 +365,6 @@ class HorovodBasics:
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         return {i: list(ranks) for i, ranks in sorted(self._engine_or_raise().sets.items())}
 
-    def _comm_process_set_id(self, comm: Any) -> int:
-        raise NotImplementedError("process sets are lists of ranks here, not communicators")
-
     def _members(self, process_set_id: int) -> list[int]:
         members = self._engine_or_raise().sets.get(process_set_id)
         if members is None:
@@ -385,8 +382,10 @@ def _check_part(world: World, ranks: list[int]) -> None:
 
 def _sub_world(world: World, ranks: list[int]) -> World:
     """Return the world of some of the launcher's ranks, renumbered in the order given."""
-    # Assumes ranks numbered host by host, as torchrun does; `_rendezvous_over` serves MPI.
-    here = [r for r in ranks if world.one_host or r // world.local_size == world.cross_rank]
+    # Assumes ranks numbered host by host, as torchrun does, any number on each host;
+    # `_rendezvous_over` serves MPI.
+    first = world.rank - world.local_rank
+    here = [r for r in ranks if first <= r < first + world.local_size]
     return replace(
         world,
         rank=ranks.index(world.rank),

@@ -110,7 +110,7 @@ def allgather_object(
     """
     name = name or "allgather_object"
     payload, failure = _pickled(obj)
-    num_bytes = torch.tensor([_UNPICKLABLE if payload is None else payload.numel()])
+    num_bytes = _size_of(payload)
     sizes = allgather(num_bytes, name + ".sz", process_set).tolist()
     if failure is not None:
         raise failure
@@ -130,6 +130,11 @@ def _pickled(obj: Any) -> tuple[Tensor | None, Exception | None]:
         return None, error
 
 
+def _size_of(payload: Tensor | None) -> Tensor:
+    num_bytes = _UNPICKLABLE if payload is None else payload.numel()
+    return torch.tensor([num_bytes], device="cpu")
+
+
 def _broadcast_bytes(
     payload: Tensor | None,
     failure: Exception | None,
@@ -138,14 +143,13 @@ def _broadcast_bytes(
     process_set: ProcessSet,
 ) -> Any:
     """Return the root's bytes. Raises on every rank if the root has none. Collective."""
-    size = torch.tensor([_UNPICKLABLE if payload is None else payload.numel()])
-    num_bytes = int(broadcast_(size, root_rank, name + ".sz", process_set).item())
+    num_bytes = int(broadcast_(_size_of(payload), root_rank, name + ".sz", process_set).item())
     if failure is not None:
         raise failure
     if num_bytes == _UNPICKLABLE:
         raise RuntimeError(f"{name}: the object of rank {root_rank} cannot be pickled")
     if payload is None:
-        payload = torch.empty(num_bytes, dtype=torch.uint8)
+        payload = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     return broadcast_(payload, root_rank, name + ".t", process_set).numpy()
 
 
@@ -189,7 +193,8 @@ def broadcast_optimizer_state(
         except Exception as error:
             failure = error
     # A rank with other parameters reports that first: if it raised alone, its peers would block.
-    fits = allgather(torch.tensor([int(failure is None)]), name + ".fits", process_set).tolist()
+    is_fit = torch.tensor([int(failure is None)], device="cpu")
+    fits = allgather(is_fit, name + ".fits", process_set).tolist()
     if failure is not None:
         raise failure
     if not all(fits):

@@ -159,7 +159,7 @@ class Mpi(Transport):
         # A header must hold all_to_all's plan: the number of bytes to and from every rank.
         header_bytes = max(_HEADER_BYTES, _CALL.size + 16 * self.size)
         self._payload_bytes = header_bytes - _CALL.size
-        self._headers = torch.zeros(self.size, header_bytes, dtype=torch.uint8)
+        self._headers = torch.zeros(self.size, header_bytes, dtype=torch.uint8, device="cpu")
         self._payloads = self._headers[:, _CALL.size :]
         rows = [row.numpy() for row in self._headers]
         self._calls = [memoryview(row)[: _CALL.size] for row in rows]
@@ -225,9 +225,10 @@ class Mpi(Transport):
         `pieces[k][r]` is rank r's share of piece k. `gather`: send the sums to all ranks, too.
         """
         num_in_flight = min(2, len(pieces))
-        buffers = [
-            self._receive_buffers(f"share {k}", pieces[0][self.rank]) for k in range(num_in_flight)
-        ]
+        # Rank 0's share of the first piece is the largest of all. This rank's own would not do: a
+        # shorter last piece can have a larger one, since shares are rounded up to 64 elements.
+        largest = pieces[0][0]
+        buffers = [self._receive_buffers(f"share {k}", largest) for k in range(num_in_flight)]
         pending = self._start_share(pieces[0], buffers[0])
         for k, shares in enumerate(pieces):
             self._wait(signature, pending)
@@ -303,7 +304,8 @@ class Mpi(Transport):
         recv_bytes: list[int],
         send_bytes: list[int],
     ) -> None:
-        self._compare_calls(signature, 0, as_bytes(torch.tensor([send_bytes, recv_bytes]).view(-1)))
+        plan = torch.tensor([*send_bytes, *recv_bytes], device="cpu")
+        self._compare_calls(signature, 0, as_bytes(plan))
         views = self._payload_views(16 * self.size, torch.int64)
         check_splits(signature, [view.view(2, self.size).tolist() for view in views])
         self._use_huge_pages(out, data)
@@ -321,7 +323,8 @@ class Mpi(Transport):
         scratch = self._scratch.get((use, dtype))
         if scratch is None or scratch.numel() < count:
             with torch.inference_mode(False):
-                scratch = self._scratch[use, dtype] = torch.empty(count, dtype=dtype)
+                scratch = torch.empty(count, dtype=dtype, device="cpu")
+            self._scratch[use, dtype] = scratch
             self._use_huge_pages(scratch)
         return scratch[:count]
 

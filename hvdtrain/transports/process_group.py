@@ -2,7 +2,7 @@
 
 torch.distributed calls `TransportGroup`. It checks the arguments, flattens the tensors, and queues
 the collective (see `work_queue`). Operations that are rare or need no speed go through a Gloo group
-beside it.
+beside it, as flat tensors too: Gloo ignores strides.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hvdtrain.transports.transport import (
     Transport,
     TransportError,
     as_bytes,
+    flatten,
     supports,
 )
 from hvdtrain.transports.work_queue import (
@@ -44,8 +45,8 @@ _C10dGroup: Any = dist.ProcessGroup  # torch's stubs have overloads that no over
 class TransportGroup(_C10dGroup):  # type: ignore[misc]
     """A process group on a transport, with a Gloo group beside it.
 
-    Gloo handles sparse tensors, gather, scatter and reduce to one rank, which need no speed, and
-    send and recv, which are not collective.
+    Gloo handles sparse tensors, gather and scatter, which need no speed, and send and recv, which
+    are not collective.
     """
 
     def __init__(self, transport: Transport, gloo: Any) -> None:
@@ -109,9 +110,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         if is_awaited and len(tensors) == 1 and self._all_reduce_now(tensors[0], op):
             return None
         if tensors[0].is_sparse:
-            signature = f"all_reduce(sparse {_describe(tensors)}, {_op_name(op)})"
-            opts = opts or dist.AllreduceOptions()
-            return self._by_gloo(signature, tensors, [], self._gloo.allreduce, tensors, opts)
+            return self._queue_sparse_all_reduce(tensors, op, opts)
         return self._queue_all_reduce(tensors, op, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> QueuedWork:
@@ -133,7 +132,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
                 self._small_calls.clear()
             call = self._small_calls[key] = self._all_reduce_call([t], op)
         is_flat = t.dim() == 1 and t.stride(0) == 1 and not t.requires_grad
-        flat = t if is_flat else _flat(t)
+        flat = t if is_flat else flatten(t)
         signature, name, divisor = call
         run = self.transport.all_reduce
         return self._queue.run_now(t.data_ptr(), run, signature, flat, name, divisor)
@@ -149,9 +148,25 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
         def run() -> None:
             for t in tensors:
-                flat = _flat(t)
+                flat = flatten(t)
                 self.transport.all_reduce(signature, flat, name, divisor)
                 _copy_back(t, flat)
+
+        return self._put(run, tensors, [], opts)
+
+    def reduce(self, tensors: Any, opts: Any) -> QueuedWork:
+        """Reduce to one rank: an all_reduce, of copies on the other ranks. Collective."""
+        tensors, root = _as_list(tensors), opts.rootRank
+        name, divisor = self._reduction(_op(opts), tensors)
+        divided = "/n" * (divisor > 1)
+        signature = f"reduce({_describe(tensors)}, {name}{divided}, to {root})"
+
+        def run() -> None:
+            for t in tensors:
+                flat = flatten(t) if self.rank() == root else flatten(t).clone()
+                self.transport.all_reduce(signature, flat, name, divisor)
+                if self.rank() == root:
+                    _copy_back(t, flat)
 
         return self._put(run, tensors, [], opts)
 
@@ -191,7 +206,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
         def run() -> None:
             for out, parts in zip(outputs, inputs, strict=True):
-                flat = _flat(out)
+                flat = flatten(out)
                 self.transport.reduce_scatter(signature, flat, _concatenate(parts), name, divisor)
                 _copy_back(out, flat)
 
@@ -204,7 +219,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
         def run() -> None:
             for t in tensors:
-                flat = _flat(t)
+                flat = flatten(t)
                 self.transport.broadcast(signature, as_bytes(flat), root)
                 _copy_back(t, flat)
 
@@ -229,8 +244,8 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
         def run() -> None:
             for out, t in zip(outputs, inputs, strict=True):
-                flat = _flat(out)
-                self.transport.all_gather(signature, as_bytes(flat), as_bytes(_flat(t)))
+                flat = flatten(out)
+                self.transport.all_gather(signature, as_bytes(flat), as_bytes(flatten(t)))
                 _copy_back(out, flat)
 
         return self._put(run, outputs, inputs, opts)
@@ -255,8 +270,8 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
         def run() -> None:
             for parts, t in zip(lists, inputs, strict=True):
-                flat = torch.empty(t.numel() * self.size(), dtype=t.dtype)
-                self.transport.all_gather(signature, as_bytes(flat), as_bytes(_flat(t)))
+                flat = torch.empty(t.numel() * self.size(), dtype=t.dtype, device="cpu")
+                self.transport.all_gather(signature, as_bytes(flat), as_bytes(flatten(t)))
                 for part, piece in zip(parts, flat.chunk(self.size()), strict=False):
                     part.copy_(piece.view(part.shape))
 
@@ -283,8 +298,8 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         signature = f"all_to_all({str(input.dtype).removeprefix('torch.')})"
 
         def run() -> None:
-            flat = _flat(output)
-            data = as_bytes(_flat(input))
+            flat = flatten(output)
+            data = as_bytes(flatten(input))
             self.transport.all_to_all(signature, as_bytes(flat), data, recv_bytes, send_bytes)
             _copy_back(output, flat)
 
@@ -304,10 +319,9 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         signature = f"all_to_all({str(inputs[0].dtype).removeprefix('torch.')})"
 
         def run() -> None:
-            recv_bytes = [t.numel() * t.element_size() for t in outputs]
-            flat = torch.empty(sum(recv_bytes), dtype=torch.uint8)
-            data = _concatenate([as_bytes(_flat(t)) for t in inputs])
-            send_bytes = [t.numel() * t.element_size() for t in inputs]
+            recv_bytes, send_bytes = [t.nbytes for t in outputs], [t.nbytes for t in inputs]
+            flat = torch.empty(sum(recv_bytes), dtype=torch.uint8, device="cpu")
+            data = _concatenate([as_bytes(flatten(t)) for t in inputs])
             self.transport.all_to_all(signature, flat, data, recv_bytes, send_bytes)
             for t, piece in zip(outputs, torch.split(flat, recv_bytes), strict=True):
                 if t.numel():
@@ -324,66 +338,101 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
     # Operations of the Gloo group
 
-    def reduce(self, tensors: Any, *options: Any) -> QueuedWork:
-        tensors = _as_list(tensors)
-        signature = (
-            f"reduce({_describe(tensors)}, {_op_name(_op(options[0]))}, to {options[0].rootRank})"
-        )
-        return self._by_gloo(signature, tensors, [], self._gloo.reduce, tensors, *options)
-
-    def gather(self, outputs: Any, inputs: Any, *options: Any) -> QueuedWork:
-        inputs = _as_list(inputs)
-        signature = f"gather({_describe(inputs)}, to {options[0].rootRank})"
-        results = [t for parts in outputs for t in parts]
-        return self._by_gloo(
-            signature, results, inputs, self._gloo.gather, outputs, inputs, *options
-        )
-
-    def scatter(self, outputs: Any, inputs: Any, *options: Any) -> QueuedWork:
-        outputs = _as_list(outputs)
-        signature = f"scatter({_describe(outputs)}, from {options[0].rootRank})"
-        read = [t for parts in inputs for t in parts]
-        return self._by_gloo(
-            signature, outputs, read, self._gloo.scatter, outputs, inputs, *options
-        )
-
-    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> TransferWork:
-        tensors = _as_list(tensors)
-        return TransferWork(self._gloo.send(tensors, dst, tag), tensors)
-
-    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> TransferWork:
-        tensors = _as_list(tensors)
-        return TransferWork(self._gloo.recv(tensors, src, tag), tensors)
-
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TransferWork:
-        tensors = _as_list(tensors)
-        return TransferWork(self._gloo.recv_anysource(tensors, tag), tensors)
-
-    def _by_gloo(
-        self,
-        signature: str,
-        results: list[Tensor],
-        read: list[Tensor],
-        method: Callable[..., Any],
-        *args: Any,
-    ) -> QueuedWork:
-        """Queue an operation of the Gloo group behind a barrier that compares the ranks' calls.
-
-        The queue gives both groups one common order. The barrier protects the process: Gloo aborts
-        it when a peer sends what this rank does not expect.
-        """
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> QueuedWork:
+        (t,), root = _as_list(inputs), opts.rootRank
+        parts = [part for parts in outputs for part in parts] if self.rank() == root else []
+        signature = f"gather({_describe([t])}, to {root})"
+        misfit = self._misfit(parts, t, root)
 
         def run() -> None:
-            self.transport.barrier(signature)
-            try:
-                work = method(*args)
-            except (RuntimeError, ValueError, TypeError) as error:
-                raise TransportError(f"{signature}, by Gloo: {error}") from None
-            self.transport.wait_for(signature, work)
+            flats = [flatten(part) for part in parts]
+            into = [[as_bytes(flat) for flat in flats]] if flats else []
+            args = into, [as_bytes(flatten(t))], opts
+            self._run_by_gloo(signature, self._gloo.gather, *args, misfit=misfit)
+            for part, flat in zip(parts, flats, strict=True):
+                _copy_back(part, flat)
 
-        return self._queue.put(
-            run, QueuedWork(results, StorageUse(results + read), self._queue), wait=False
-        )
+        return self._put(run, parts, [t], opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> QueuedWork:
+        (out,), root = _as_list(outputs), opts.rootRank
+        parts = [part for parts in inputs for part in parts] if self.rank() == root else []
+        signature = f"scatter({_describe([out])}, from {root})"
+        misfit = self._misfit(parts, out, root)
+
+        def run() -> None:
+            flat = flatten(out)
+            of = [[as_bytes(flatten(part)) for part in parts]] if parts else []
+            args = [as_bytes(flat)], of, opts
+            self._run_by_gloo(signature, self._gloo.scatter, *args, misfit=misfit)
+            _copy_back(out, flat)
+
+        return self._put(run, [out], parts, opts)
+
+    def _misfit(self, parts: list[Tensor], t: Tensor, root: int) -> str:
+        """Return what is wrong with the root's list of one tensor per rank; "" on other ranks."""
+        if self.rank() != root or (
+            len(parts) == self.size()
+            and all(part.numel() == t.numel() and part.dtype == t.dtype for part in parts)
+        ):
+            return ""
+        return f"the list of rank {root} is {_describe(parts) or 'empty'}"
+
+    def _queue_sparse_all_reduce(self, tensors: list[Tensor], op: Any, opts: Any) -> QueuedWork:
+        signature = f"all_reduce(sparse {_describe(tensors)}, {_op_name(op)})"
+        opts = opts or dist.AllreduceOptions()
+
+        def run() -> None:
+            self._run_by_gloo(signature, self._gloo.allreduce, tensors, opts)
+
+        work = QueuedWork(tensors, StorageUse(tensors), self._queue)
+        return self._queue.put(run, work, wait=False)
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> TransferWork:
+        flats = self._flattened(tensors)
+        return TransferWork(self._gloo.send(flats, dst, tag), flats)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> TransferWork:
+        return self._receive(tensors, self._gloo.recv, src, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TransferWork:
+        return self._receive(tensors, self._gloo.recv_anysource, tag)
+
+    def _receive(
+        self, tensors: list[Tensor], method: Callable[..., Any], *args: int
+    ) -> TransferWork:
+        flats = self._flattened(tensors)
+
+        def copy_back() -> None:
+            for t, flat in zip(_as_list(tensors), flats, strict=True):
+                _copy_back(t, flat)
+
+        return TransferWork(method(flats, *args), flats, copy_back)
+
+    def _flattened(self, tensors: Any) -> list[Tensor]:
+        self._check(_as_list(tensors))
+        return [flatten(t) for t in _as_list(tensors)]
+
+    def _run_by_gloo(
+        self, signature: str, method: Callable[..., Any], *args: Any, misfit: str = ""
+    ) -> None:
+        """Run an operation of the Gloo group behind a barrier that compares the ranks' calls.
+
+        The queue gives both groups one common order. The barrier protects the process: Gloo aborts
+        it when a peer sends what this rank does not expect. `misfit` is what this rank alone cannot
+        do. It is part of the call that is compared, so that all ranks raise Mismatch: else the
+        others would wait for this rank in Gloo.
+        """
+        if misfit:
+            signature = f"refused {signature}: {misfit}"
+        self.transport.barrier(signature)
+        if misfit:
+            raise TransportError(signature)  # the only rank
+        try:
+            work = method(*args)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise TransportError(f"{signature}, by Gloo: {error}") from None
+        self.transport.wait_for(signature, work)
 
     # Helpers
 
@@ -488,22 +537,14 @@ def _is_plain(t: Tensor) -> bool:
     )
 
 
-def _flat(t: Tensor) -> Tensor:
-    """Return the elements in one dimension: a view if they are `t`'s memory, else a copy."""
-    if t.is_neg() or t.is_conj():
-        t = t.resolve_conj().resolve_neg()
-    flat = t.detach().contiguous().view(-1)
-    # A single element may have any stride, but can be viewed as bytes with stride 1 only.
-    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
-
-
 def _copy_back(t: Tensor, flat: Tensor) -> None:
-    """Copy the result to `t` if `_flat` had to make a copy."""
+    """Copy the result to `t` if `flatten` had to make a copy."""
     if not t.is_contiguous() or t.is_neg() or t.is_conj():
-        with torch.no_grad():
+        # In this order: leaving inference mode turns gradients on.
+        with torch.inference_mode(t.is_inference()), torch.no_grad():
             t.copy_(flat.view(t.shape))
 
 
 def _concatenate(parts: Sequence[Tensor]) -> Tensor:
-    flats = [_flat(t) for t in parts]
+    flats = [flatten(t) for t in parts]
     return flats[0] if len(flats) == 1 else torch.cat(flats)

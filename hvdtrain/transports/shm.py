@@ -22,11 +22,11 @@ broadcast on one host has to wait for. Of an all_reduce the last rank to arrive 
 up all elements, and the others read the sum: with more ranks than cores that takes the least time.
 
     operation                                  one host        several hosts
-    all_reduce, broadcast, barrier             shared memory   shared memory, Gloo between
+    all_reduce, reduce, broadcast, barrier     shared memory   shared memory, Gloo between
     reduce_scatter, all_gather                 shared memory   the same, if all hosts have as many
                                                                ranks; else all_reduce, and Gloo
     all_to_all                                 shared memory   Gloo
-    reduce, gather, scatter, send, recv,
+    gather, scatter, send, recv,
     sparse tensors                             Gloo            Gloo
 """
 
@@ -37,6 +37,7 @@ import json
 import time
 from collections.abc import Callable
 from ctypes import memmove
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,8 @@ class Shm(Transport):
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
         self._barrier.timeout_s = seconds
+        if self._cross_host_group is not None:
+            self._cross_host_group._set_default_timeout(timedelta(seconds=seconds))
 
     def _connect_hosts(self, store: Store, timeout_s: float) -> None:
         """Connect the ranks with the same local rank on all hosts, and start the heartbeat."""
@@ -232,7 +235,8 @@ class Shm(Transport):
             return
         if begin == end:
             return  # the share is empty on every host, so no partner waits
-        total = torch.empty(end - begin, dtype=_WIDER.get(mine[0].dtype, mine[0].dtype))
+        dtype = _WIDER.get(mine[0].dtype, mine[0].dtype)
+        total = torch.empty(end - begin, dtype=dtype, device="cpu")
         self._combine(mine, op, 1, [total])
         self._reduce_across_hosts(signature, total, op)
         if divisor > 1:
@@ -283,7 +287,7 @@ class Shm(Transport):
             self._combine([part[self.rank] for part in parts], op, divisor, [out])
             return
         dtype = torch.float32 if out.dtype in HALVES else out.dtype
-        sent = torch.empty(len(self.hosts), out.numel(), dtype=dtype)
+        sent = torch.empty(len(self.hosts), out.numel(), dtype=dtype, device="cpu")
         for host, row in zip(self.hosts, sent, strict=True):
             self._combine([part[host[self.local_rank]] for part in parts], op, 1, [row])
         received = torch.empty_like(sent)
@@ -388,8 +392,9 @@ class Shm(Transport):
         self, signature: str, recv_bytes: list[int], send_bytes: list[int]
     ) -> list[Any]:
         """Return what every rank sends and receives. Raises Mismatch on all ranks if it differs."""
-        table = torch.empty(2 * self.size * self.size, dtype=torch.int64)
-        self.all_gather(signature, as_bytes(table), as_bytes(torch.tensor(send_bytes + recv_bytes)))
+        mine = torch.tensor(send_bytes + recv_bytes, device="cpu")
+        table = torch.empty(self.size * mine.numel(), dtype=mine.dtype, device="cpu")
+        self.all_gather(signature, as_bytes(table), as_bytes(mine))
         splits = table.view(self.size, 2, self.size).tolist()
         check_splits(signature, splits)
         return splits
@@ -490,7 +495,7 @@ class Shm(Transport):
             limit = TEXT_BYTES if alike else (_HOST_CALLS_BYTES - 32) // len(calls) // 2 - 4
             texts = [call[:limit].hex() for call in calls.values()][: 1 if alike else None]
             text = json.dumps([texts, shared]).encode().ljust(_HOST_CALLS_BYTES)
-            theirs = torch.empty(num_bytes, dtype=torch.uint8)
+            theirs = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             ours = torch.frombuffer(bytearray(text[:_HOST_CALLS_BYTES]), dtype=torch.uint8)
             self.wait_for(signature, self._cross_host_group._allgather_base(theirs, ours))
             leaders_area[:num_bytes].copy_(theirs)

@@ -168,9 +168,18 @@ def share_bounds(count: int, parts: int, part: int) -> tuple[int, int]:
     return min(part * each, count), min((part + 1) * each, count)
 
 
-def as_bytes(t: Tensor) -> Tensor:
-    """Return a contiguous tensor viewed as bytes."""
-    return t.view(torch.uint8)
+def flatten(t: Tensor) -> Tensor:
+    """Return the elements in one dimension: a view if they are `t`'s memory, else a copy."""
+    if t.is_neg() or t.is_conj():
+        t = t.resolve_conj().resolve_neg()
+    flat = t.detach().contiguous().view(-1)
+    # A single element may have any stride, but can be viewed as bytes with stride 1 only.
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """Return a tensor of `flatten` viewed as bytes."""
+    return flat.view(torch.uint8)
 
 
 def supports(op: str, dtype: torch.dtype) -> bool:
@@ -235,8 +244,8 @@ class Combiner:
         if dtype not in self._scratch:
             # A tensor made in inference mode could not be written outside that mode.
             with torch.inference_mode(False):
-                block = torch.empty(_BLOCK_BYTES // dtype.itemsize, dtype=dtype)
-            self._scratch[dtype] = block
+                count = _BLOCK_BYTES // dtype.itemsize
+                self._scratch[dtype] = torch.empty(count, dtype=dtype, device="cpu")
         return self._scratch[dtype]
 
 

@@ -149,19 +149,29 @@ class QueuedWork(_C10dWork):  # type: ignore[misc]
 
 
 class TransferWork(_C10dWork):  # type: ignore[misc]
-    """A pending send or receive of the Gloo group."""
+    """A pending send or receive of the Gloo group, of the flat tensors `flats`.
 
-    def __init__(self, work: Any, tensors: list[Tensor]) -> None:
+    The first `wait` calls `copy_back` once they are received.
+    """
+
+    def __init__(
+        self, work: Any, flats: list[Tensor], copy_back: Callable[[], None] | None = None
+    ) -> None:
         super().__init__()
         self._work = work
-        self._use = StorageUse(tensors)
+        self._use = StorageUse(flats)
+        self._copy_back = copy_back
 
     def wait(self, *timeout: timedelta) -> bool:
         """Wait until the tensors are sent or received."""
         try:
-            return bool(self._work.wait(*timeout))
+            is_done = bool(self._work.wait(*timeout))
         finally:
             self._use.end()
+        copy_back, self._copy_back = self._copy_back, None
+        if copy_back is not None:
+            copy_back()
+        return is_done
 
     synchronize = block_current_stream = wait
 

@@ -73,11 +73,12 @@ def case(
     arms: Sequence[str] = (),
     uneven: bool = False,
     ends: bool = False,
+    table: list[Case] = TABLE,
 ) -> Callable[[F], F]:
     """Make a function a row of the table."""
 
     def add(function: F) -> F:
-        TABLE.append(Case(function, stronger, different, real, sizes, arms, uneven, ends))
+        table.append(Case(function, stronger, different, real, sizes, arms, uneven, ends))
         return function
 
     return add

@@ -130,6 +130,125 @@ def not_contiguous_in_place(hvd: Hvd) -> None:
     same(turned, data(1, 2, 3).t())
 
 
+@case(stronger="a dimension of one element may have any stride")
+def contiguous_with_odd_strides(hvd: Hvd) -> None:
+    n, rank = hvd.size(), hvd.rank()
+    for shape in ((1,), (1, 2)):
+        memory = torch.full((3, 7), float(rank + 1))
+        t = memory.view(-1)[::7][:1] if shape == (1,) else memory[:1, :2]
+        assert (t.is_contiguous(), t.shape, t.stride(0)) == (True, shape, 7)
+        assert hvd.allreduce(t, name="x", op=hvd.Max).max() == n
+        assert hvd.allgather(t, name="x").unique().tolist() == [r + 1.0 for r in range(n)]
+        splits = [int(r == 0) for r in range(n)]
+        assert len(hvd.alltoall(t, splits, name="x")[0]) == (n if rank == 0 else 0)
+        assert hvd.broadcast_(t, 1, name="x").unique().item() == 2
+        assert hvd.allreduce_(t, name="x", op=hvd.Sum).unique().item() == 2 * n
+        rest = memory.numel() - t.numel()
+        assert memory.sum() == 2 * n * t.numel() + (rank + 1) * rest
+
+
+@case(stronger="views that are the conjugate, or the negative, of their memory")
+def views_that_are_not_their_memory(hvd: Hvd) -> None:
+    for numel in (3, 100_000):
+        tensors = [t * (1 + 2j) for t in everyones(hvd, numel)]
+        conjugates = [t.conj().resolve_conj() for t in tensors]
+        own = tensors[hvd.rank()]
+        same(hvd.allreduce(own.conj(), name="x", op=hvd.Sum), total(conjugates))
+        same(hvd.broadcast(own.conj(), 1, name="x"), conjugates[1])
+        same(hvd.allgather(own.conj(), name="x"), torch.cat(conjugates))
+        negative = own.conj().imag
+        assert negative.is_neg()
+        same(hvd.allreduce(negative, name="neg", op=hvd.Sum), total(conjugates).imag)
+        assert hvd.broadcast_(negative, 1, name="neg") is negative
+        same(negative, conjugates[1].imag)
+        same(own.imag, tensors[1].imag)
+        assert hvd.allreduce_(negative, name="neg", op=hvd.Sum) is negative
+        same(negative, hvd.size() * conjugates[1].imag)
+
+
+@case(stronger="tensors of inference mode, inside it and outside")
+def inference_tensors(hvd: Hvd) -> None:
+    n, rank = hvd.size(), hvd.rank()
+
+    def check(whole: torch.Tensor) -> None:
+        for t in (whole, whole[:, ::2]):
+            t.copy_(mine(hvd, *t.shape))
+            assert hvd.allreduce_(t, name="x", op=hvd.Sum) is t
+            same(t.clone(), total(everyones(hvd, *t.shape)))
+            t.copy_(mine(hvd, *t.shape))
+            assert hvd.broadcast_(t, 1, name="x") is t
+            same(t.clone(), data(1, *t.shape))
+            assert hvd.grouped_allreduce_([t, t], name="g", op=hvd.Max)[1] is t
+            same(hvd.allgather(t, name="x"), torch.cat([data(1, *t.shape)] * n))
+            same(hvd.broadcast(t + rank, 1, name="y"), data(1, *t.shape) + 1)
+
+    for rows in (3, 300):
+        normal = torch.zeros(rows, 2 * rows)
+        with torch.inference_mode():
+            inside = torch.zeros(rows, 2 * rows)
+            check(inside)
+            check(normal)
+            assert hvd.broadcast_object({"rank": rank}, 1) == {"rank": 1}
+        with torch.inference_mode():
+            # What `check` writes itself must be written in the mode of the tensor.
+            inside.copy_(mine(hvd, rows, 2 * rows))
+        hvd.allreduce_(inside, name="x", op=hvd.Sum)
+        same(inside.clone(), total(everyones(hvd, rows, 2 * rows)))
+        hvd.broadcast_(inside, 0, name="x")
+
+
+@case(stronger="another default device is the caller's matter")
+def another_default_device(hvd: Hvd) -> None:
+    tensor, parameter = mine(hvd, 100_000), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1 + hvd.rank(), momentum=0.9)
+    optimizer.state[parameter]["momentum_buffer"] = torch.full((2,), 1.0 + hvd.rank())
+    with torch.device("meta"):
+        assert hvd.broadcast_object({"rank": hvd.rank()}, 1) == {"rank": 1}
+        assert hvd.allgather_object("x" * hvd.rank()) == ["x" * r for r in range(hvd.size())]
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        hvd.allreduce_(tensor, name="x")
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    same(optimizer.state[parameter]["momentum_buffer"], torch.ones(2))
+    same(tensor, mean(everyones(hvd, 100_000)))
+
+
+def bfloat16_is_rounded_once(hvd: Hvd) -> None:
+    """The coordinator reduces small tensors, a transport large ones: with the same bits.
+
+    In float32 these sums are exact, in any order.
+    """
+    n, numel = hvd.size(), 60_000
+
+    def of(rank: int) -> torch.Tensor:
+        dice = torch.Generator().manual_seed(rank)
+        whole = torch.randint(0, 256, (numel,), generator=dice)
+        return (whole * 2.0 ** -torch.randint(0, 9, (numel,), generator=dice)).bfloat16()
+
+    exact = sum((of(rank).float() for rank in range(n)), torch.zeros(numel))
+    for op, factor, expected in (
+        (hvd.Sum, 1.0, exact),
+        (hvd.Average, 1.0, exact * torch.tensor(1 / n)),
+        (hvd.Sum, 0.25, exact * 0.25),
+        (hvd.Sum, 0.3, exact * torch.tensor(0.3)),
+    ):
+        large = hvd.allreduce(of(hvd.rank()), name="large", op=op, postscale_factor=factor)
+        small = [
+            hvd.allreduce(t, name=f"small.{i}", op=op, postscale_factor=factor)
+            for i, t in enumerate(torch.split(of(hvd.rank()), 6_000))
+        ]
+        assert large.dtype == torch.bfloat16
+        assert torch.equal(large, expected.bfloat16()), (op, factor)
+        assert torch.equal(torch.cat(small), large), (op, factor)
+    scattered = hvd.reducescatter(of(hvd.rank()), name="scattered", op=hvd.Sum)
+    mine = exact.bfloat16()[hvd.rank() * (numel // n) :][: numel // n]
+    assert torch.equal(scattered, mine)
+
+
+# Over shm, and over Gloo. With two ranks no sum is rounded twice.
+for _arm in ("hvd-torchrun", "hvd-mpirun"):
+    case(stronger="Horovod has no bfloat16", sizes=(3,), arms=[_arm])(bfloat16_is_rounded_once)
+
+
 @case(stronger="channels_last")
 def channels_last(hvd: Hvd) -> None:
     def images(rank: int) -> torch.Tensor:

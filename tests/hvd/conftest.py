@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from tests.conftest import deselect
 from tests.hvd.behaviour import Case
 
 # Three ranks show what two show; with two, the sums of ours can be compared with Horovod's.
@@ -23,27 +26,20 @@ _SPARE = [("horovod-gloo", 3), ("horovod-mpi", 2), ("hvd-mpirun", 2), ("hvd-horo
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect rows on arms where they do not hold, and mark those that another arm shows.
+    """Deselect rows on arms where they do not hold, and mark those that another arm shows."""
+    deselect(config, items, _is_kept)
 
-    (Made by one parametrize, tests would not share a session's ranks.)
-    """
-    kept: list[pytest.Item] = []
-    dropped: list[pytest.Item] = []
-    for item in items:
-        callspec = getattr(item, "callspec", None)
-        params = callspec.params if callspec is not None else {}
-        row = params.get("row")
-        if isinstance(row, Case):
-            arm = params["hvd_ranks"]
-            if not row.holds_on(*arm):
-                dropped.append(item)
-                continue
-            first = next((a for a in _FIRST[arm[0].partition("-")[0]] if row.holds_on(*a)), arm)
-            if arm in _SPARE and first not in _SPARE:
-                dropped.append(item)
-                continue
-            if arm != first:
-                item.add_marker(pytest.mark.exhaustive)
-        kept.append(item)
-    items[:] = kept
-    config.hook.pytest_deselected(items=dropped)
+
+def _is_kept(item: pytest.Item, params: dict[str, Any]) -> bool:
+    row = params.get("row")
+    if not isinstance(row, Case):
+        return True
+    arm = params["hvd_ranks"]
+    if not row.holds_on(*arm):
+        return False
+    first = next((a for a in _FIRST[arm[0].partition("-")[0]] if row.holds_on(*a)), arm)
+    if arm in _SPARE and first not in _SPARE:
+        return False
+    if arm != first:
+        item.add_marker(pytest.mark.exhaustive)
+    return True

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch import nn
 import hvdtrain.hvd as hvd
 from hvdtrain.failure import print_stderr
 from hvdtrain.hvd.basics import basics
-from hvdtrain.hvd.engine import stall
+from hvdtrain.hvd.engine import collectives, stall
 
 Report = dict[str, Any]
 MIB = 1 << 18  # floats
@@ -222,15 +223,55 @@ def one_optimizer_over_two_lives(folder: Path) -> Report:
     """An optimizer outlives shutdown and init, as in elastic training."""
     parameter = nn.Parameter(torch.zeros(4))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)])
+    engines = []
     for life in range(3):
+        engines.append(weakref.ref(basics.engine))
         for _ in range(3):
             optimizer.zero_grad()
             (parameter * hvd.rank()).sum().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         if life < 2:
+            (channel,) = basics.engine.all_channels()
             hvd.shutdown()
+            assert not channel._in_flight, "it keeps a copy of the gradients"
+            del channel
             hvd.init()
-    return {"value": parameter.tolist(), "expected": [-9 * (hvd.size() - 1) / 2] * 4}
+    gc.collect()
+    return {
+        "value": parameter.tolist(),
+        "expected": [-9 * (hvd.size() - 1) / 2] * 4,
+        "engines": sum(engine() is not None for engine in engines),
+    }
+
+
+def with_a_batch_that_fails_on_one_rank(folder: Path, victim: int) -> Report:
+    """The victim has no memory for its part of a collective, and the others wait for it there.
+
+    The second one must not be taken for the first: its call is the same, and its data are others.
+    """
+    hvd.allreduce(torch.ones(MIB), name="warm")
+    run = collectives.RUN["allreduce"]
+
+    def fail_once(batch: collectives.Batch) -> None:
+        collectives.RUN["allreduce"] = run
+        (folder / "died").write_text(str(time.time()))
+        raise MemoryError("injected")
+
+    if hvd.rank() == victim:
+        collectives.RUN["allreduce"] = fail_once
+    handles = [hvd.allreduce_async(torch.full((MIB,), i), name=f"big.{i}") for i in (1.0, 2.0)]
+    texts = []
+    for handle in handles:
+        try:
+            hvd.synchronize(handle)
+        except hvd.HorovodInternalError as error:
+            texts.append(str(error))
+    (folder / f"texts-{hvd.rank()}").write_text("\n".join(texts))
+
+    def fail() -> None:
+        raise hvd.HorovodInternalError(texts[0])
+
+    return {**end_of(folder, fail), "texts": texts}
 
 
 def without_shutdown(folder: Path) -> Report:

@@ -26,6 +26,7 @@ from tests.hvd.optimizer_table import (
     sgd,
     shard,
     train,
+    update,
     wrap,
 )
 
@@ -37,12 +38,8 @@ def alike(hvd: Hvd, make: Make, change: Any, steps: int = 6) -> None:
     for step in range(steps):
         change(model, optimizer, step)
         change(expected, by_itself, step)
-        optimizer.zero_grad()
-        loss(model, shard(hvd, step)).backward()
-        optimizer.step()
-        by_itself.zero_grad()
-        loss(expected, batch(step)).backward()
-        by_itself.step()
+        update(model, optimizer, shard(hvd, step))
+        update(expected, by_itself, batch(step))
         close(model, expected)
     equal_everywhere(hvd, model)
 
@@ -88,12 +85,8 @@ def unfrozen_later(hvd: Hvd) -> None:
         if step == 2:
             for module in (model, expected):
                 module[0].requires_grad_(True)
-        optimizer.zero_grad()
-        loss(model, shard(hvd, step)).backward()
-        optimizer.step()
-        by_itself.zero_grad()
-        loss(expected, batch(step)).backward()
-        by_itself.step()
+        update(model, optimizer, shard(hvd, step))
+        update(expected, by_itself, batch(step))
         close(model, expected)
     equal_everywhere(hvd, model)
 

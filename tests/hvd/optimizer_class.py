@@ -23,6 +23,7 @@ from tests.hvd.optimizer_table import (
     net,
     sgd,
     train,
+    update,
     wrap,
 )
 
@@ -241,9 +242,7 @@ def schedulers_act_through_either(hvd: Hvd) -> None:
         for step in range(3):
             train(hvd, model, optimizer, [step])
             scheduler.step()
-            by_itself.zero_grad()
-            loss(expected, batch(step)).backward()
-            by_itself.step()
+            update(expected, by_itself, batch(step))
             other.step()
         assert optimizer.param_groups[0]["lr"] == 0.1 / 8
         close(model, expected)
@@ -264,10 +263,7 @@ def may_be_wrapped_anew(hvd: Hvd) -> None:
         del optimizer
     expected = net()
     for step in range(3):
-        fresh = sgd(expected.parameters())
-        fresh.zero_grad()
-        loss(expected, batch(step)).backward()
-        fresh.step()
+        update(expected, sgd(expected.parameters()), batch(step))
     close(model, expected)
 
 

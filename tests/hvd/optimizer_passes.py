@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from tests.hvd.optimizer_table import (
     plain,
     sgd,
     shard,
+    synchronized,
     train,
     twin,
+    update,
     wrap,
 )
 from tests.hvd.optimizer_training import GUARD
@@ -36,16 +39,11 @@ def windows(hvd: Hvd, lengths: list[int], **options: Any) -> None:
     """Train over windows of these numbers of passes; in each, gradients are summed."""
     model, expected = net(), net()
     optimizer, by_itself = wrap(hvd, model, **options), sgd(expected.parameters())
-    step = 0
+    steps = itertools.count()
     for length in lengths:
-        optimizer.zero_grad()
-        by_itself.zero_grad()
-        for _ in range(length):
-            loss(model, shard(hvd, step)).backward()
-            loss(expected, batch(step)).backward()
-            step += 1
-        optimizer.step()
-        by_itself.step()
+        window = list(itertools.islice(steps, length))
+        update(model, optimizer, *(shard(hvd, step) for step in window))
+        update(expected, by_itself, *map(batch, window))
         close(model, expected)
 
 
@@ -103,10 +101,8 @@ def gradients_are_local_between_passes(hvd: Hvd) -> None:
             for pair in zip(*(averages(hvd, twin(model), window + k) for k in (0, 1)), strict=True)
         ]
         loss(model, shard(hvd, window + 1)).backward()
-        optimizer.synchronize()
-        close(grads(model), expected)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        with synchronized(optimizer):
+            close(grads(model), expected)
 
 
 @case(sizes=(2, 3))
@@ -124,10 +120,8 @@ def more_passes_than_allowed(hvd: Hvd) -> None:
         expected = averages(hvd, twin(model), 9)
         for _ in range(passes):
             loss(model, shard(hvd, 9)).backward()
-        optimizer.synchronize()
-        close(grads(model), [grad * passes for grad in expected])
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        with synchronized(optimizer):
+            close(grads(model), [grad * passes for grad in expected])
 
 
 @case(sizes=(2, 3))
@@ -145,19 +139,14 @@ def zero_grad_is_guarded_within_a_window(hvd: Hvd) -> None:
 def the_number_can_be_changed(hvd: Hvd) -> None:
     model, expected = net(), net()
     optimizer, by_itself = wrap(hvd, model), sgd(expected.parameters())
-    step = 0
+    steps = itertools.count()
     for passes in (1, 3, 2, 1):
         optimizer.set_backward_passes_per_step(passes)
         assert optimizer.backward_passes_per_step == passes
         for _ in range(2):
-            optimizer.zero_grad()
-            by_itself.zero_grad()
-            for _ in range(passes):
-                loss(model, shard(hvd, step)).backward()
-                loss(expected, batch(step)).backward()
-                step += 1
-            optimizer.step()
-            by_itself.step()
+            window = list(itertools.islice(steps, passes))
+            update(model, optimizer, *(shard(hvd, step) for step in window))
+            update(expected, by_itself, *map(batch, window))
     close(model, expected)
 
 
@@ -175,10 +164,8 @@ def ranks_may_differ_in_the_last_window(hvd: Hvd) -> None:
                     total += grad / hvd.size()
     for step in range(train_window):
         loss(model, shard(hvd, step)).backward()
-    optimizer.synchronize()
-    close(grads(model), expected)
-    with optimizer.skip_synchronize():
-        optimizer.step()
+    with synchronized(optimizer):
+        close(grads(model), expected)
 
 
 @case()

@@ -25,6 +25,7 @@ from tests.hvd.optimizer_table import (
     net,
     plain,
     shard,
+    synchronized,
     train,
     twin,
     wrap,
@@ -49,10 +50,8 @@ def every_operation(hvd: Hvd) -> None:
             ]
             optimizer.zero_grad()
             loss(model, shard(hvd, step)).backward()
-            optimizer.synchronize()
-            close(grads(model), expected)
-            with optimizer.skip_synchronize():
-                optimizer.step()
+            with synchronized(optimizer):
+                close(grads(model), expected)
 
 
 @case()
@@ -95,13 +94,11 @@ def half_precision_compression(hvd: Hvd) -> None:
         optimizer.zero_grad()
         loss(model, shard(hvd, step)).backward()
         held = grads(model)
-        optimizer.synchronize()
-        assert all(a is b for a, b in zip(held, grads(model), strict=True))
-        for grad, half in zip(grads(model), halves, strict=True):
-            assert grad.dtype == torch.float64
-            torch.testing.assert_close(grad, half, rtol=2e-3, atol=5e-4)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        with synchronized(optimizer):
+            assert all(a is b for a, b in zip(held, grads(model), strict=True))
+            for grad, half in zip(grads(model), halves, strict=True):
+                assert grad.dtype == torch.float64
+                torch.testing.assert_close(grad, half, rtol=2e-3, atol=5e-4)
     equal_everywhere(hvd, model)
 
 
@@ -191,11 +188,9 @@ def groups_with_a_compressor_and_passes(hvd: Hvd) -> None:
     expected = [2 * grad for grad in averages(hvd, twin(model), 0)]
     for _ in range(2):
         loss(model, shard(hvd, 0)).backward()
-    optimizer.synchronize()
-    for grad, double in zip(grads(model), expected, strict=True):
-        torch.testing.assert_close(grad, double, rtol=2e-3, atol=1e-3)
-    with optimizer.skip_synchronize():
-        optimizer.step()
+    with synchronized(optimizer):
+        for grad, double in zip(grads(model), expected, strict=True):
+            torch.testing.assert_close(grad, double, rtol=2e-3, atol=1e-3)
 
 
 def unused_in_a_group(hvd: Hvd, skips: bool) -> None:
@@ -362,10 +357,8 @@ def groups_on_a_process_set(hvd: Hvd) -> None:
         local = [each_ranks(hvd, twin(model), 0)[rank] for rank in members]
         expected = [torch.stack(grads).mean(0) for grads in zip(*local, strict=True)]
         loss(model, shard(hvd, 0)).backward()
-        optimizer.synchronize()
-        close(grads(model), expected)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        with synchronized(optimizer):
+            close(grads(model), expected)
     finally:
         assert hvd.remove_process_set(small)
 

@@ -21,6 +21,7 @@ from tests.hvd.optimizer_table import (
     sgd,
     shard,
     train,
+    update,
     wrap,
 )
 
@@ -30,9 +31,7 @@ def locally(hvd: Hvd, make: Make, steps: int | None = None) -> tuple[Any, Any]:
     model = net(hvd.rank())
     optimizer = make(model.parameters())
     for step in range(hvd.rank() + 1 if steps is None else steps):
-        optimizer.zero_grad()
-        loss(model, batch(step)).backward()
-        optimizer.step()
+        update(model, optimizer, batch(step))
     return model, optimizer
 
 
@@ -120,9 +119,7 @@ def state_of_every_rank_becomes_the_roots(hvd: Hvd) -> None:
         expected = net(root(hvd))
         theirs = make(expected.parameters())
         for step in range(root(hvd) + 1):
-            theirs.zero_grad()
-            loss(expected, batch(step)).backward()
-            theirs.step()
+            update(expected, theirs, batch(step))
         got, wanted = optimizer.state_dict(), theirs.state_dict()
         for index, values in wanted["state"].items():
             for key, value in values.items():
@@ -143,9 +140,7 @@ def training_goes_on_from_a_checkpoint(hvd: Hvd) -> None:
             saved = net()
             alone = sgd(saved.parameters())
             for step in range(2):
-                alone.zero_grad()
-                loss(saved, batch(step)).backward()
-                alone.step()
+                update(saved, alone, batch(step))
             model.load_state_dict(whole.state_dict())
             original.load_state_dict(alone.state_dict())
         optimizer = original

@@ -4,14 +4,16 @@ the cases share: a model, batches, and training by hand on one process.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tests.hvd import behaviour
 from tests.hvd.behaviour import Case, F, Hvd
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -20,33 +22,9 @@ TABLE: list[Case] = []
 ROWS = 12  # of a global batch: divisible by every number of ranks
 
 
-def case(
-    *,
-    stronger: str = "",
-    different: str = "",
-    real: str = "",
-    sizes: Sequence[int] = (1, 2, 3),
-    arms: Sequence[str] = (),
-    uneven: bool = False,
-) -> Callable[[F], F]:
-    """Make a function a row of the table, as behaviour.case does."""
-
-    def add(function: F) -> F:
-        TABLE.append(
-            Case(
-                function=function,
-                stronger=stronger,
-                different=different,
-                real=real,
-                sizes=sizes,
-                arms=arms,
-                uneven=uneven,
-                ends=False,
-            )
-        )
-        return function
-
-    return add
+def case(*, sizes: Sequence[int] = (1, 2, 3), **options: Any) -> Callable[[F], F]:
+    """Make a function a row of this table, as behaviour.case does of that one."""
+    return behaviour.case(table=TABLE, sizes=sizes, **options)
 
 
 def net(seed: int = 0) -> Any:
@@ -98,17 +76,30 @@ def by_hand(steps: int, make: Make = sgd, model: nn.Module | None = None) -> Any
     model = model if model is not None else net()
     optimizer = make(model.parameters())
     for step in range(steps):
-        optimizer.zero_grad()
-        loss(model, batch(step)).backward()
-        optimizer.step()
+        update(model, optimizer, batch(step))
     return model
 
 
 def train(hvd: Hvd, model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
     """The loop of every Horovod script."""
     for step in steps:
-        optimizer.zero_grad()
-        loss(model, shard(hvd, step)).backward()
+        update(model, optimizer, shard(hvd, step))
+
+
+def update(model: nn.Module, optimizer: Any, *batches: tuple[Tensor, Tensor]) -> None:
+    """Make one step, wrapped or not, on the sum of the gradients of these batches."""
+    optimizer.zero_grad()
+    for data in batches:
+        loss(model, data).backward()
+    optimizer.step()
+
+
+@contextlib.contextmanager
+def synchronized(optimizer: Any) -> Iterator[None]:
+    """Run the block between synchronisation and step, as scripts do to clip the gradients."""
+    optimizer.synchronize()
+    yield
+    with optimizer.skip_synchronize():
         optimizer.step()
 
 

@@ -28,6 +28,7 @@ from tests.hvd.optimizer_table import (
     plain,
     sgd,
     shard,
+    synchronized,
     train,
     twin,
     wrap,
@@ -138,14 +139,12 @@ def gradients_keep_their_identity(hvd: Hvd) -> None:
         optimizer.zero_grad()
         loss(model, shard(hvd, step)).backward()
         held = grads(model)
-        optimizer.synchronize()
-        assert all(a is b for a, b in zip(held, grads(model), strict=True))
-        close(held, expected)
-        before = [p.detach().clone() for p in model.parameters()]
-        for grad in held:
-            grad.mul_(2)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        with synchronized(optimizer):
+            assert all(a is b for a, b in zip(held, grads(model), strict=True))
+            close(held, expected)
+            before = [p.detach().clone() for p in model.parameters()]
+            for grad in held:
+                grad.mul_(2)
         moved = [b - p.detach() for b, p in zip(before, model.parameters(), strict=True)]
         close(moved, expected)  # the learning rate is one half
 
@@ -189,10 +188,8 @@ def clipping(hvd: Hvd) -> None:
     for step in range(4):
         optimizer.zero_grad()
         loss(model, shard(hvd, step)).backward()
-        optimizer.synchronize()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        with synchronized(optimizer):
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         by_itself.zero_grad()
         loss(expected, batch(step)).backward()
         close([norm], [nn.utils.clip_grad_norm_(expected.parameters(), 0.1)])
@@ -268,10 +265,8 @@ def synchronising_twice_reduces_twice(hvd: Hvd) -> None:
     loss(model, shard(hvd, 0)).backward()
     optimizer.synchronize()
     close(grads(model), [grad * hvd.size() for grad in expected])
-    optimizer.synchronize()
-    close(grads(model), [grad * hvd.size() ** 2 for grad in expected])
-    with optimizer.skip_synchronize():
-        optimizer.step()
+    with synchronized(optimizer):
+        close(grads(model), [grad * hvd.size() ** 2 for grad in expected])
 
 
 @case()
@@ -283,11 +278,9 @@ def changed_between_synchronisation_and_a_second(hvd: Hvd) -> None:
     optimizer.synchronize()
     for grad in grads(model):
         grad.fill_(hvd.rank() + 1.0)
-    optimizer.synchronize()
-    mean = (hvd.size() + 1) / 2
-    close(grads(model), [torch.full_like(grad, mean) for grad in grads(model)])
-    with optimizer.skip_synchronize():
-        optimizer.step()
+    with synchronized(optimizer):
+        mean = (hvd.size() + 1) / 2
+        close(grads(model), [torch.full_like(grad, mean) for grad in grads(model)])
 
 
 @case(sizes=(2, 3))
@@ -375,12 +368,10 @@ def gradients_replaced_before_the_step(hvd: Hvd) -> None:
     for step in range(3):
         optimizer.zero_grad()
         loss(model, shard(hvd, step)).backward()
-        optimizer.synchronize()
-        for p in model.parameters():
-            assert p.grad is not None
-            p.grad = p.grad.clone()
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        with synchronized(optimizer):
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad = p.grad.clone()
     close(model, by_hand(3))
 
 
@@ -442,14 +433,19 @@ def channels_last(hvd: Hvd) -> None:
     _whole_gradients(hvd, [torch.float32, torch.float64], torch.channels_last)
 
 
+def summing(hvd: Hvd, parameters: list[nn.Parameter]) -> Any:
+    """An optimizer that subtracts the sums of the ranks' gradients: whole numbers stay exact."""
+    named = [(f"p{i}", p) for i, p in enumerate(parameters)]
+    return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), named, op=hvd.Sum)
+
+
 def _whole_gradients(hvd: Hvd, dtypes: list[torch.dtype], form: torch.memory_format) -> None:
     """Whole-number gradients that differ between elements, steps and ranks, in several dtypes."""
     parameters = [
         nn.Parameter(torch.zeros(2, 3, 2, 2, dtype=dtype).to(memory_format=form))
         for dtype in dtypes
     ]
-    named = [(f"p{i}", p) for i, p in enumerate(parameters)]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), named, op=hvd.Sum)
+    optimizer = summing(hvd, parameters)
     pattern = torch.arange(24).reshape(2, 3, 2, 2) % 5
     for step in range(3):
         optimizer.zero_grad()
@@ -468,8 +464,7 @@ def _whole_gradients(hvd: Hvd, dtypes: list[torch.dtype], form: torch.memory_for
 def forty_megabytes(hvd: Hvd) -> None:
     """More than a bucket holds, with one rank late, and exact."""
     parameters = [nn.Parameter(torch.zeros(size)) for size in (3_000_000, 10, 4_000_000, 3_000_000)]
-    named = [(f"p{i}", p) for i, p in enumerate(parameters)]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), named, op=hvd.Sum)
+    optimizer = summing(hvd, parameters)
     for step in range(3):
         if hvd.rank() == step % hvd.size():
             time.sleep(0.05)
@@ -485,8 +480,7 @@ def forty_megabytes(hvd: Hvd) -> None:
 @case()
 def a_hundred_small_parameters(hvd: Hvd) -> None:
     parameters = [nn.Parameter(torch.zeros(i % 7 + 1)) for i in range(100)]
-    named = [(f"p{i}", p) for i, p in enumerate(parameters)]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), named, op=hvd.Sum)
+    optimizer = summing(hvd, parameters)
     for step in range(3):
         optimizer.zero_grad()
         order = list(enumerate(parameters))

@@ -16,6 +16,7 @@ from tests.hvd.behaviour import Hvd, last
 from tests.hvd.optimizer_table import (
     averages,
     batch,
+    by_hand,
     case,
     close,
     each_ranks,
@@ -24,7 +25,9 @@ from tests.hvd.optimizer_table import (
     net,
     sgd,
     shard,
+    synchronized,
     train,
+    update,
     wrap,
 )
 
@@ -120,8 +123,6 @@ def branches_in_another_order(hvd: Hvd) -> None:
 def a_late_rank(hvd: Hvd) -> None:
     model = net()
     optimizer = wrap(hvd, model)
-    expected = net()
-    by_itself = sgd(expected.parameters())
     for step in range(4):
         optimizer.zero_grad()
         value = loss(model, shard(hvd, step))
@@ -131,10 +132,7 @@ def a_late_rank(hvd: Hvd) -> None:
         if hvd.rank() == (step + 1) % hvd.size():
             time.sleep(0.05)
         optimizer.step()
-        by_itself.zero_grad()
-        loss(expected, batch(step)).backward()
-        by_itself.step()
-    close(model, expected)
+    close(model, by_hand(4))
 
 
 @case()
@@ -208,10 +206,8 @@ def joining_with_fewer_batches(hvd: Hvd) -> None:
     before = averages(hvd, model, 9)
     optimizer.zero_grad()
     loss(model, shard(hvd, 9)).backward()
-    optimizer.synchronize()
-    close([p.grad for p in model.parameters() if p.grad is not None], before)
-    with optimizer.skip_synchronize():
-        optimizer.step()
+    with synchronized(optimizer):
+        close([p.grad for p in model.parameters() if p.grad is not None], before)
 
 
 @case(sizes=(2, 3), uneven=True)
@@ -243,10 +239,7 @@ def joining_with_groups_and_passes(hvd: Hvd) -> None:
     expected = net()
     by_itself = sgd(expected.parameters())
     for window in range(1 if last(hvd) else 3):
-        optimizer.zero_grad()
-        for step in (2 * window, 2 * window + 1):
-            loss(model, shard(hvd, step)).backward()
-        optimizer.step()
+        update(model, optimizer, *(shard(hvd, step) for step in (2 * window, 2 * window + 1)))
     hvd.join()
     for window in range(3):
         sums = [torch.zeros_like(p) for p in expected.parameters()]

@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from multiprocessing.connection import Client
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
 from tests.ranks import Arm, Pool
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 REAL = "horovod.torch"
 OURS = "hvdtrain.hvd"
@@ -42,7 +37,7 @@ class HvdRanks(Pool[Any]):
 
     entry = "tests.hvd.pool"
     env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    call_s = 40.0
+    stops_on_failure = True
 
     def __init__(self, arm: str, n: int) -> None:
         super().__init__(HVD[arm], n)
@@ -56,16 +51,6 @@ class HvdRanks(Pool[Any]):
         """Whether these run the real Horovod."""
         return self.arm.backend == REAL
 
-    def run(
-        self, function: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> list[T]:
-        """Call `function(hvd, *args)` on every rank and return the results in rank order."""
-        try:
-            return super().run(function, *args, **kwargs)
-        except BaseException:
-            self.stop()  # it may have left operations pending, even where all ranks failed alike
-            raise
-
 
 def main() -> None:
     from tests.rank import serve
@@ -78,8 +63,7 @@ def main() -> None:
         hvd.init()
         return hvd, hvd.rank()
 
-    with Client(address, "AF_UNIX") as connection:
-        serve(connection, opened, lambda hvd: hvd.shutdown())
+    serve(address, opened, lambda hvd: hvd.shutdown())
 
 
 if __name__ == "__main__":

@@ -6,12 +6,10 @@ the others when one dies, before they could report.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -23,7 +21,7 @@ import pytest
 
 from tests.forkserver import warm
 from tests.hvd.behaviour import SHUT_DOWN
-from tests.launching import members, no_shared_memory_left, started
+from tests.launching import exit_code, members, no_shared_memory_left, started_ranks
 
 LIMIT_S = 10.0
 
@@ -52,32 +50,14 @@ def run_scenario(
     scenario: str, folder: Path, *arguments: object, n: int = 3, timeout: float = 60, **env: str
 ) -> list[Rank]:
     """Run a scenario of lifecycle.py; no process or shared memory may be left."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     command = [sys.executable, "-m", "tests.hvd.lifecycle", scenario, str(folder)]
+    commands = [warm([*command, *map(str, arguments)])] * n
+    env = {"LOCAL_WORLD_SIZE": str(n), **env}
     ranks = []
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(no_shared_memory_left())
-        running = []
-        for rank in range(n):
-            place = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(n),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(n),
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": str(port),
-            }
-            line = warm([*command, *map(str, arguments)])
-            running.append(stack.enter_context(started(line, env={**place, **env})))
+    with no_shared_memory_left(), started_ranks(commands, **env) as running:
         deadline = time.monotonic() + timeout
-        for rank, (process, log) in enumerate(running):
-            try:
-                code = process.wait(max(0.1, deadline - time.monotonic()))
-            except Exception:
-                texts = "\n".join(log.read_text(errors="replace") for _, log in running)
-                raise AssertionError(f"{scenario}: rank {rank} did not end:\n{texts}") from None
+        for rank, (_, log) in enumerate(running):
+            code = exit_code(running, rank, deadline)
             output = log.read_text(errors="replace")
             lines = [line for line in output.splitlines() if line.startswith('{"rank"')]
             ranks.append(Rank(code, output, Report(output, json.loads(lines[0]) if lines else {})))
@@ -153,6 +133,23 @@ def test_a_thread_of_the_engine_fails(thread: str, victim: int, tmp_path: Path) 
     assert printed == ([victim] if victim < 2 else [])
 
 
+@pytest.mark.parametrize("transport", ["shm", pytest.param("gloo", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_a_batch_fails_on_one_rank(victim: int, transport: str, tmp_path: Path) -> None:
+    """The others are told the rank and the cause; they waited for it for a day."""
+    env = {"HVDTRAIN_TRANSPORT": transport, "HOROVOD_FUSION_THRESHOLD": "0"}
+    ranks = run_scenario("with_a_batch_that_fails_on_one_rank", tmp_path, victim, **env)
+    check_survivors(ranks, victim, LIMIT_S)
+    for number, rank in enumerate(ranks):
+        first, second = rank.report["texts"]
+        assert second.startswith(SHUT_DOWN)
+        if number == victim:
+            assert first == "injected"
+        else:
+            assert f"Rank {victim} reports: allreduce of " in first
+            assert first.endswith("big.1.0 failed: injected")
+
+
 def test_a_core_that_does_not_exist(tmp_path: Path) -> None:
     cores = "4095,99999999999999999999"
     what = "one_optimizer_over_two_lives"
@@ -212,6 +209,7 @@ def test_an_optimizer_of_two_lives(tmp_path: Path) -> None:
     for rank in run_scenario("one_optimizer_over_two_lives", tmp_path, n=2):
         assert rank.report, rank.output
         assert rank.report["value"] == rank.report["expected"]
+        assert rank.report["engines"] == 1, "engines that are over are kept"
 
 
 def test_ends_without_shutdown(tmp_path: Path) -> None:

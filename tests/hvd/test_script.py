@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.forkserver import warm
-from tests.launching import ROOT, Finished, run
+from tests.launching import ROOT, run, succeed
 
 # Its fixtures of the module are made once.
 pytestmark = pytest.mark.xdist_group("hvd-script")
@@ -36,11 +36,6 @@ def no_horovod(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "horovod").mkdir()
     (folder / "horovod" / "__init__.py").write_text("raise ImportError('the real Horovod')")
     return {"PYTHONPATH": f"{folder}:{ROOT}"}
-
-
-def succeed(done: Finished) -> str:
-    assert done.code == 0, done.output
-    return done.output
 
 
 # The example

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from tests.conftest import _kept
+from tests.conftest import _kept, deselect
 from tests.transports.collectives import Case
 from tests.transports.pool import Peers
 
@@ -18,19 +19,10 @@ def peers(request: pytest.FixtureRequest) -> Iterator[Peers]:
         yield pool
 
 
-def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
-    return f"{val[0]}-x{val[1]}" if argname == "peers" and isinstance(val, tuple) else None
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the others. (Made by one parametrize, tests would not share a session's ranks.)"""
-    kept: list[pytest.Item] = []
-    dropped: list[pytest.Item] = []
-    for item in items:
-        callspec = getattr(item, "callspec", None)
-        params = callspec.params if callspec is not None else {}
-        row = params.get("row")
-        fits = not isinstance(row, Case) or row.holds_on(*params["peers"])
-        (kept if fits else dropped).append(item)
-    items[:] = kept
-    config.hook.pytest_deselected(items=dropped)
+    deselect(config, items, _holds)
+
+
+def _holds(_: pytest.Item, params: dict[str, Any]) -> bool:
+    row = params.get("row")
+    return not isinstance(row, Case) or row.holds_on(*params["peers"])

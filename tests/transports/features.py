@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.runs import snapshot
+
 # What torch warns of when it is imported is not for the process of the tests to see: the rest of
 # torch.distributed is imported where it is used.
 Dist = Any
@@ -57,10 +59,6 @@ def loss_of(model: nn.Module, rank: int, step: int, odd: bool = True) -> Any:
     return nn.functional.mse_loss(model(x, odd), y)
 
 
-def weights(model: nn.Module) -> Weights:
-    return {name: t.detach().clone() for name, t in model.state_dict().items()}
-
-
 def parallel(model: nn.Module, **options: Any) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -78,7 +76,7 @@ def train(
         optimizer.zero_grad()
         loss_of(ddp, dist.get_rank(), step, not sometimes or step % 2 == 0).backward()
         optimizer.step()
-    return weights(ddp.module)
+    return snapshot(ddp.module)
 
 
 @feature
@@ -146,7 +144,7 @@ def ddp_with_sparse_gradients(dist: Dist, folder: Path) -> Weights:
         words = torch.arange(12).view(3, 4) * (dist.get_rank() + 2) + step
         wrapped(words).square().mean().backward()
         optimizer.step()
-    return weights(model)
+    return snapshot(model)
 
 
 @feature
@@ -159,7 +157,7 @@ def ddp_without_synchronisation_at_times(dist: Dist, folder: Path) -> Weights:
             loss_of(wrapped, dist.get_rank(), 2 * step).backward()
         loss_of(wrapped, dist.get_rank(), 2 * step + 1).backward()
         optimizer.step()
-    return weights(wrapped.module)
+    return snapshot(wrapped.module)
 
 
 @feature
@@ -169,7 +167,7 @@ def ddp_with_uneven_inputs(dist: Dist, folder: Path) -> Weights:
     wrapped = parallel(made())
     with Join([wrapped]):
         train(dist, wrapped, range(3 + 2 * dist.get_rank()))
-    return weights(wrapped.module)
+    return snapshot(wrapped.module)
 
 
 @feature
@@ -187,7 +185,7 @@ def zero_redundancy_optimizer(dist: Dist, folder: Path) -> Weights:
     optimizer.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
         assert len(optimizer.state_dict()["state"]) == len(list(wrapped.parameters()))
-    return weights(wrapped.module)
+    return snapshot(wrapped.module)
 
 
 # Sharded
@@ -308,4 +306,4 @@ def training_is_not_disturbed_by_other_groups(dist: Dist, folder: Path) -> Weigh
         told = [step]
         dist.broadcast_object_list(told, src=0)
     dist.destroy_process_group(other)
-    return weights(wrapped.module)
+    return snapshot(wrapped.module)

@@ -7,8 +7,6 @@ import json
 import os
 import random
 import re
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.forkserver import warm
-from tests.launching import Finished, kill, no_shared_memory_left, run, started
+from tests.launching import Finished, exit_code, kill, no_shared_memory_left, run, started_ranks
 
 Answer = dict[str, Any]
 ROUNDS = int(os.environ.get("TEST_CHAOS_ROUNDS", "3"))
@@ -46,28 +44,14 @@ def run_scenario(
     Return the answers of all but the victim, and what they printed. `inside`: a command prefix for
     each rank. No shared memory may be left.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     command = [*RANK, "shm", scenario, str(folder), *map(str, arguments)]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(no_shared_memory_left())
-        running = []
-        for rank in range(n):
-            place = {"RANK": str(rank), "WORLD_SIZE": str(n), "MASTER_ADDR": "localhost"}
-            place |= {"MASTER_PORT": str(port), "LOCAL_RANK": str(rank), **env}
-            line = warm([*(inside[rank] if inside else []), *command])
-            running.append(stack.enter_context(started(line, env=place)))
+    lines = [warm([*(inside[rank] if inside else []), *command]) for rank in range(n)]
+    with no_shared_memory_left(), started_ranks(lines, **env) as running:
         deadline = time.monotonic() + timeout
-        for rank, (process, log) in enumerate(running):
-            if rank == victim:
-                continue
-            try:
-                code = process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                texts = "\n".join(log.read_text(errors="replace") for _, log in running)
-                raise AssertionError(f"{scenario}: rank {rank} did not end:\n{texts}") from None
-            assert code == 0, log.read_text(errors="replace")
+        for rank, (_, log) in enumerate(running):
+            if rank != victim:
+                code = exit_code(running, rank, deadline)
+                assert code == 0, log.read_text(errors="replace")
         output = "".join(log.read_text(errors="replace") for _, log in running)
         for process, _ in running:
             kill(process.marker)

@@ -59,6 +59,7 @@ def operate(chance: random.Random) -> Callable[[], object]:
             lambda: dist.reduce_scatter_tensor(kept, torch.ones(n * count)),
             lambda: dist.all_to_all_single(torch.empty(n * count), torch.ones(n * count)),
             lambda: dist.reduce(kept, 0),
+            lambda: dist.scatter(kept, [kept] * n if dist.get_rank() == 0 else None, 0),
             dist.barrier,
         ]
     )
@@ -128,7 +129,9 @@ def with_many_in_flight(folder: Path, victim: int, how: str) -> Answer:
 
 def in_a_collective_by_gloo(folder: Path, victim: int, how: str) -> Answer:
     begin(folder, victim, how, 0.5)
-    return until_it_fails(folder, lambda: dist.reduce(torch.ones(MIB), 0))
+    rank, n = dist.get_rank(), dist.get_world_size()
+    parts = [torch.ones(MIB) for _ in range(n)] if rank == 0 else None
+    return until_it_fails(folder, lambda: dist.gather(torch.ones(MIB), parts, 0))
 
 
 def one_leaves(folder: Path, leaver: int) -> Answer:

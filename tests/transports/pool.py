@@ -8,25 +8,22 @@ a rank runs: `python -m tests.transports.pool SOCKET TRANSPORT`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
-from multiprocessing.connection import Client
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
-import torch
-
+from tests.mpich import mpich
 from tests.ranks import Arm, Pool
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 TIMEOUT_S = 15.0
+# [mpich] is the folder that tests/mpich.py finds, or the tests of its arm are skipped.
 TRANSPORTS = {
     arm.name: arm
     for arm in (
         Arm("gloo", "gloo", "torchrun --nproc-per-node {n} -m"),
         Arm("shm", "shm", "torchrun --nproc-per-node {n} -m"),
         Arm("mpi4py", "mpi4py", "mpirun -np {n} {python} -m"),
+        Arm("mpi4py-mpich", "mpi4py", "[mpich]/mpiexec -n {n} [mpich]/python -m"),
     )
 }
 
@@ -36,37 +33,39 @@ class Peers(Pool[Any]):
 
     entry = "tests.transports.pool"
     call_s = 60.0
+    stops_on_failure = True
 
     def __init__(self, arm: str, n: int) -> None:
-        super().__init__(TRANSPORTS[arm], n)
-
-    def run(
-        self, function: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> list[T]:
-        """Call `function(dist, *args)` on every rank and return the results in rank order."""
-        try:
-            return super().run(function, *args, **kwargs)
-        except BaseException:
-            self.stop()  # collectives may be under way, even where all ranks failed alike
-            raise
+        row = TRANSPORTS[arm]
+        if "[mpich]" in row.command:
+            folder, self.env = mpich()
+            row = replace(row, command=row.command.replace("[mpich]", str(folder)))
+        super().__init__(row, n)
 
 
-def main() -> None:
+def join(transport: str) -> Any:
+    """Open the default group, and return torch.distributed. Collective."""
+    import torch
     import torch.distributed as dist
 
     from hvdtrain.transports import rendezvous_by_launcher
+
+    torch.set_num_threads(1)
+    rendezvous_by_launcher()
+    dist.init_process_group(transport, timeout=timedelta(seconds=TIMEOUT_S))
+    return dist
+
+
+def main() -> None:
     from tests.rank import serve
 
     address, name, _ = sys.argv[1:]
 
     def opened() -> tuple[Any, int]:
-        torch.set_num_threads(1)
-        rendezvous_by_launcher()
-        dist.init_process_group(name, timeout=timedelta(seconds=TIMEOUT_S))
+        dist = join(name)
         return dist, dist.get_rank()
 
-    with Client(address, "AF_UNIX") as connection:
-        serve(connection, opened, lambda dist: dist.destroy_process_group())
+    serve(address, opened, lambda dist: dist.destroy_process_group())
 
 
 if __name__ == "__main__":

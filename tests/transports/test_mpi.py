@@ -24,13 +24,13 @@ from hvdtrain.transports.malloc import use_huge_pages
 from hvdtrain.transports.mpi import open_mpi
 from hvdtrain.transports.transport import Mismatch, TransportError
 from tests.launching import run
-from tests.transports.mpi_pool import MpiRanks
+from tests.transports.pool import Peers
 
 # Its fixtures of the module are made once.
 pytestmark = pytest.mark.xdist_group("transports-mpi")
 
 Dist = Any
-Pools = dict[tuple[str, int], MpiRanks]
+Pools = dict[tuple[str, int], Peers]
 
 TYPES = (
     torch.float32,
@@ -44,6 +44,7 @@ TYPES = (
     torch.bool,
 )
 ARMS = (("openmpi", 2), ("openmpi", 3))
+ARM_OF = {"openmpi": "mpi4py", "mpich": "mpi4py-mpich"}
 # In the slot or just not; gathered or just not; in one piece and in several; and odd ones.
 SIZES = (1, 508, 509, 1000, 16_384, 16_385, 750_001, (3 << 20) + 3)
 
@@ -57,9 +58,10 @@ def pools() -> Iterator[Pools]:
         pool.close()
 
 
-def ranks(pools: Pools, arm: tuple[str, int]) -> MpiRanks:
+def ranks(pools: Pools, arm: tuple[str, int]) -> Peers:
     if arm not in pools:
-        pools[arm] = MpiRanks(*arm)
+        launcher, n = arm
+        pools[arm] = Peers(ARM_OF[launcher], n)
     return pools[arm]
 
 
@@ -246,7 +248,7 @@ def comes_late(dist: Dist) -> list[str]:
 
 
 def test_a_rank_that_is_late() -> None:
-    with contextlib.closing(MpiRanks("openmpi", 2)) as pool:
+    with contextlib.closing(Peers("mpi4py", 2)) as pool:
         first, second = pool.run(comes_late)
     what = "all_reduce(float32[2000000], sum)"
     assert first == [f"{what}: rank 1 did not come within 1 s; rank 0 waited"] * 2
@@ -257,8 +259,8 @@ def test_a_rank_that_is_late() -> None:
 LOSES = """
 import sys, time
 from datetime import timedelta
-from tests.transports.mpi_pool import join
-dist = join()
+from tests.transports.pool import join
+dist = join("mpi4py")
 dist.barrier()
 dist.group.WORLD.set_timeout(timedelta(seconds=1))
 if dist.get_rank() == 1:
@@ -286,8 +288,8 @@ import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
 MPI.Init_thread(MPI.THREAD_FUNNELED)
-from tests.transports.mpi_pool import join
-join()
+from tests.transports.pool import join
+join("mpi4py")
 """
 
 

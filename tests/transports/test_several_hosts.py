@@ -70,7 +70,7 @@ def test_stopped(two_hosts: Names, scenario: str, victim: int, tmp_path: Path) -
     answers = run_on(*what, victim=victim, TEST_TIMEOUT_S="3")
     check_survivors(answers, victim, tmp_path, 6)
     for answer in answers[:victim] + answers[victim + 1 :]:
-        assert answer["text"].startswith("reduce(" if "gloo" in scenario else "all_reduce(")
+        assert answer["text"].startswith("gather(" if "gloo" in scenario else "all_reduce(")
         assert f"rank {victim} (" in answer["text"]
         assert ") did not come within 3 s; rank " in answer["text"], "others are named, too"
 

@@ -1,21 +1,24 @@
 """The arithmetic of reductions: wider dtypes while adding up, and scaling, by Horovod's rules.
 
 Used by `collectives` and `eager`. Transports and torch cannot reduce uint64, so it is reduced as
-int64 or double.
+int64 or double. 16-bit floats are reduced in float32, and rounded once, at the end.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from hvdtrain.hvd.engine.request import MAX, MIN, dtype_of
+from hvdtrain.hvd.engine.request import ADASUM, MAX, MIN, dtype_of
 
 _SIGN = -(1 << 63)
 _LARGEST = float((1 << 64) - 2048)  # the largest uint64 that a double can represent
 _WIDER = {
     torch.bool: torch.int32,
     torch.float16: torch.float32,  # no slower than float16 in Gloo, despite twice the bytes
+    torch.bfloat16: torch.float32,
     torch.int8: torch.int32,  # the sum for a mean of large numbers must not overflow
     torch.uint8: torch.int32,
     torch.int16: torch.int32,
@@ -25,13 +28,18 @@ _WIDER = {
 }
 
 
-def widen(t: Tensor, op: int, factor: float) -> Tensor:
+def widen(t: Tensor, op: int, factor: float, by_float32: bool = False) -> Tensor:
     """Return real elements in a dtype that can be reduced; `narrow` converts the result back.
 
+    `by_float32`: the transport reduces 16-bit floats in float32 itself, and rounds the result.
+    bfloat16 then stays as it is, which is half the bytes, unless `factor` would round it again.
+    float16 does not, since a sum may overflow where the mean does not.
     For the minimum and maximum of uint64 that is int64 with the sign bit flipped, which keeps the
     order. Scaled results of uint64, e.g. a mean, use double, as all scaled integers do; others use
     int64, and wrap around.
     """
+    if t.dtype == torch.bfloat16 and by_float32 and op != ADASUM and _is_power_of_two(factor):
+        return t
     if t.dtype != torch.uint64:
         return t.to(_WIDER.get(t.dtype, t.dtype))
     if op in (MIN, MAX):
@@ -65,3 +73,7 @@ def scale_(t: Tensor, factor: float) -> Tensor:
     if t.dtype.is_floating_point:
         return t.copy_(t.float().mul_(factor))
     return t.copy_(t.double().mul_(factor).trunc_())
+
+
+def _is_power_of_two(factor: float) -> bool:
+    return abs(math.frexp(factor)[0]) == 0.5

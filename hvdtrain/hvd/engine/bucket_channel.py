@@ -113,8 +113,11 @@ class BucketChannel:
         self._connected.set()
 
     def disconnect(self) -> None:
-        """Drop the process groups, so that no reference keeps their connections open."""
+        """Drop the process groups, so that no reference keeps their connections open, and the
+        buckets in flight, which are copies of the gradients.
+        """
         self._groups.clear()
+        self._in_flight = deque()  # a new one: `send` may be using the other in its thread
 
     def begin_step(self) -> None:
         """Begin the next step, and report it to rank 0, which does not answer."""
@@ -138,15 +141,16 @@ class BucketChannel:
             work = all_reduce(self._groups[layout.device], tensor, layout.op)
         except (RuntimeError, KeyError) as error:
             raise HorovodInternalError(self.engine.wait_for_failure(str(error))) from None
-        self._in_flight.append((self.step, work, flat))  # `drain` waits for it; keeps `flat` alive
+        in_flight = self._in_flight
+        in_flight.append((self.step, work, flat))  # `drain` waits for it; keeps `flat` alive
         timeline = self.engine.timeline
         if timeline.is_open:
             activity = self.engine.process_groups.activity("allreduce", layout.device)
             for name in layout.names:
                 timeline.start(f"allreduce.{name}", "allreduce")
                 timeline.activity_start(f"allreduce.{name}", activity)
-        while self._in_flight and self._in_flight[0][1].is_completed():
-            self._in_flight.popleft()
+        while in_flight and in_flight[0][1].is_completed():
+            in_flight.popleft()
         return work
 
     def wait(self, layout: BucketLayout, work: Any) -> None:

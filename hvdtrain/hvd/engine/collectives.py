@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hvdtrain.hvd.engine import adasum
 from hvdtrain.hvd.engine.arithmetic import narrow, scale_, widen
 from hvdtrain.hvd.engine.operation import Operation
-from hvdtrain.hvd.engine.process_groups import all_reduce, broadcast
+from hvdtrain.hvd.engine.process_groups import all_reduce, broadcast, reduces_in_float32
 from hvdtrain.hvd.engine.request import ADASUM, AVERAGE, Request, dtype_of
+from hvdtrain.hvd.exceptions import HorovodInternalError
+from hvdtrain.transports.transport import as_bytes, flatten
 
 
 @dataclass
@@ -65,13 +68,13 @@ def run_allreduce(batch: Batch) -> None:
             continue
         results = reduced[at : at + len(operation.inputs)]
         at += len(operation.inputs)
-        operation.finish(deliver(operation, results))
+        _finish(operation, results)
 
 
 def _reduce(batch: Batch, inputs: list[Tensor], request: Request) -> list[Tensor]:
     """Return the reduced and scaled tensors in new memory, in the order of the inputs."""
     op, factor = request.op, request.postscale / (batch.size if request.op == AVERAGE else 1)
-    results: list[Tensor] = [torch.empty(0)] * len(inputs)
+    results: list[Tensor] = [torch.empty(0, device="cpu")] * len(inputs)
     for dtype in dict.fromkeys(t.dtype for t in inputs):
         indices = [i for i, t in enumerate(inputs) if t.dtype == dtype]
         flat = torch.cat([inputs[i].detach().reshape(-1) for i in indices])
@@ -80,7 +83,7 @@ def _reduce(batch: Batch, inputs: list[Tensor], request: Request) -> list[Tensor
         wire = torch.view_as_real(flat).reshape(-1) if dtype.is_complex else flat
         plain = wire.dtype
         if request.device == "CPU" or dtype == torch.uint64:
-            wire = widen(wire, op, factor)
+            wire = widen(wire, op, factor, reduces_in_float32(batch.group))
         sizes = [inputs[i].numel() for i in indices]
         if op == ADASUM:
             adasum.reduce_(wire, sizes, batch)
@@ -100,39 +103,50 @@ def deliver(operation: Operation, results: list[Tensor]) -> list[Tensor]:
     if operation.outputs is None:
         # A view of a shared buffer would keep the whole buffer alive.
         return results if len(results) == 1 and _whole(results[0]) else [t.clone() for t in results]
-    with torch.no_grad():
-        for out, t in zip(operation.outputs, results, strict=True):
+    for out, t in zip(operation.outputs, results, strict=True):
+        # An inference tensor can be written in inference mode only; leaving it turns gradients on.
+        with torch.inference_mode(out.is_inference()), torch.no_grad():
             out.copy_(t.view(out.shape))
     return operation.outputs
 
 
+def _finish(operation: Operation, results: list[Tensor]) -> None:
+    """Deliver the results, or fail this operation alone: no peer waits for this rank any more."""
+    try:
+        operation.finish(deliver(operation, results))
+    except Exception as error:
+        operation.fail(HorovodInternalError(str(error)))
+
+
 def _whole(t: Tensor) -> bool:
-    return t.untyped_storage().nbytes() == t.numel() * t.element_size()
+    return t.untyped_storage().nbytes() == t.nbytes
 
 
 def run_broadcast(batch: Batch) -> None:
     """Broadcast all tensors of the batch as one sequence of bytes."""
-    root = batch.requests[0].root
+    root = batch.members.index(batch.requests[0].root)
     operations = [op for op in batch.operations if op is not None]
     tensors = [t for op in operations for t in op.inputs]
     outputs = operations[0].outputs if len(tensors) == 1 else None
-    # A single contiguous output is broadcast in place; everything else goes through a flat copy.
-    if outputs is not None and outputs[0].is_contiguous():
-        flat = as_bytes(outputs[0])
-        if batch.rank == root and outputs[0] is not tensors[0]:
-            flat.copy_(as_bytes(tensors[0]))
-    else:
-        flat = torch.cat([as_bytes(t) for t in tensors])
+    # A single output that is the input's memory is broadcast in place; everything else goes through
+    # a flat copy.
+    in_place = outputs is not None and outputs[0].data_ptr() == tensors[0].data_ptr()
+    flats = [as_bytes(flatten(t)) for t in tensors]
+    flat = flats[0] if in_place else torch.cat(flats)
     if flat.numel():
-        batch.wait(broadcast(batch.group, flat, batch.members.index(root)))
+        batch.wait(broadcast(batch.group, flat, root))
+    if outputs is not None and in_place:
+        if not outputs[0].is_inference():
+            increment_version(outputs[0])  # not every transport writes through torch
+        operations[0].finish(outputs)
+        return
     at = 0
     for operation in operations:
         results = []
         for t in operation.inputs:
-            size = t.numel() * t.element_size()
-            results.append(from_bytes(flat[at : at + size], t.dtype, list(t.shape)))
-            at += size
-        operation.finish(deliver(operation, results))
+            results.append(from_bytes(flat[at : at + t.nbytes], t.dtype, list(t.shape)))
+            at += t.nbytes
+        _finish(operation, results)
 
 
 def run_allgather(batch: Batch) -> None:
@@ -147,7 +161,7 @@ def _gather(batch: Batch, t: Tensor, rows: list[int]) -> Tensor:
     row_bytes = _row_bytes(t)
     out = torch.empty(sum(rows) * row_bytes, dtype=torch.uint8, device=t.device)
     pieces = list(torch.split(out, [n * row_bytes for n in rows]))
-    mine = as_bytes(t)
+    mine = as_bytes(flatten(t))
     if len(set(rows)) == 1:
         if out.numel():
             batch.wait(batch.group._allgather_base(out, mine))
@@ -171,7 +185,8 @@ def run_alltoall(batch: Batch) -> None:
     received = [row[me] for row in splits]
     row_bytes = _row_bytes(t)
     out = torch.empty(sum(received) * row_bytes, dtype=torch.uint8, device=t.device)
-    data = as_bytes(t)[: sum(splits[me]) * row_bytes]  # the splits may cover fewer rows than `t`
+    # The splits may cover fewer rows than `t`.
+    data = as_bytes(flatten(t))[: sum(splits[me]) * row_bytes]
     batch.wait(
         batch.group.alltoall_base(
             out, data, [n * row_bytes for n in received], [n * row_bytes for n in splits[me]]
@@ -179,7 +194,7 @@ def run_alltoall(batch: Batch) -> None:
     )
     result = from_bytes(out, t.dtype, [sum(received), *t.shape[1:]])
     operation.extra = received
-    operation.finish((result, torch.tensor(received, dtype=torch.int32)))
+    operation.finish((result, torch.tensor(received, dtype=torch.int32, device="cpu")))
 
 
 def run_reducescatter(batch: Batch) -> None:
@@ -191,7 +206,7 @@ def run_reducescatter(batch: Batch) -> None:
     for t in reduced:
         begin, rows = share(t.shape[0], batch.size, me)
         results.append(t[begin : begin + rows].clone())
-    operation.finish(deliver(operation, results))
+    _finish(operation, results)
 
 
 def share(rows: int, size: int, rank: int) -> tuple[int, int]:
@@ -207,11 +222,6 @@ RUN = {
     "alltoall": run_alltoall,
     "reducescatter": run_reducescatter,
 }
-
-
-def as_bytes(t: Tensor) -> Tensor:
-    """Return a contiguous tensor viewed as bytes."""
-    return t.detach().reshape(-1).view(torch.uint8)
 
 
 def from_bytes(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.hvd.engine.arithmetic import narrow, widen
-from hvdtrain.hvd.engine.collectives import as_bytes, from_bytes
+from hvdtrain.hvd.engine.collectives import from_bytes
 from hvdtrain.hvd.engine.request import (
     ADASUM,
     AVERAGE,
@@ -25,6 +25,7 @@ from hvdtrain.hvd.engine.request import (
     Request,
     dtype_of,
 )
+from hvdtrain.transports.transport import as_bytes, flatten
 
 _REDUCE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     AVERAGE: torch.add,  # `combine` divides at the end
@@ -45,7 +46,7 @@ def fits(request: Request, num_ranks: int) -> bool:
 
 def pack(tensors: list[Tensor]) -> bytes:
     """Return the bytes of contiguous CPU tensors, concatenated."""
-    return b"".join(as_bytes(t).numpy().tobytes() for t in tensors)
+    return b"".join(as_bytes(flatten(t)).numpy().tobytes() for t in tensors)
 
 
 def unpack(payload: bytes, request: Request) -> list[Tensor]:
@@ -55,7 +56,7 @@ def unpack(payload: bytes, request: Request) -> list[Tensor]:
     """
     tensors = list(zip(map(dtype_of, request.dtypes), request.shapes, strict=True))
     if not payload:
-        return [torch.zeros(shape, dtype=dtype) for dtype, shape in tensors]
+        return [torch.zeros(shape, dtype=dtype, device="cpu") for dtype, shape in tensors]
     buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     pieces = torch.split(buffer, [prod(shape) * dtype.itemsize for dtype, shape in tensors])
     return [from_bytes(piece, *kind) for piece, kind in zip(pieces, tensors, strict=True)]
@@ -64,7 +65,7 @@ def unpack(payload: bytes, request: Request) -> list[Tensor]:
 def combine(request: Request, payloads: list[bytes], num_ranks: int) -> bytes:
     """Reduce the ranks' payloads, and scale the result.
 
-    Half precision is summed in single precision and rounded once.
+    16-bit floats are reduced in float32 and rounded once.
     """
     factor = request.postscale / (num_ranks if request.op == AVERAGE else 1)
     reduce = _REDUCE[request.op]

@@ -288,10 +288,7 @@ class Engine:
         if operation.request.kind == "add_set":
             self.sets[extra] = list(operation.request.data)
         elif operation.request.kind == "remove_set":
-            self.sets.pop(operation.request.data, None)
-            for channel in self.all_channels():
-                if channel.set_id == operation.request.data:
-                    self._remove_channel(channel.name)
+            self._remove_set(operation.request.data)
         if payload or operation.inputs:
             self._finish_eager(operation, payload)
         else:
@@ -345,6 +342,13 @@ class Engine:
 
     def _on_dropped(self, rest: list[Any], payload: bytes) -> None:
         self._remove_channel(rest[0])
+
+    def _remove_set(self, set_id: int) -> None:
+        self.sets.pop(set_id, None)
+        for channel in self.all_channels():
+            if channel.set_id == set_id:
+                self._remove_channel(channel.name)
+        self.executor.put(lambda: self.process_groups.drop(f"set{set_id}"))
 
     def _remove_channel(self, name: str) -> None:
         with self._lock:

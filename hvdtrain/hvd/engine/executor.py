@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvdtrain.errors import first_line
 from hvdtrain.failure import print_stderr
 from hvdtrain.hvd.engine import collectives
 from hvdtrain.hvd.engine.operation import Operation
-from hvdtrain.hvd.engine.process_groups import ConnectionBroken
+from hvdtrain.hvd.engine.process_groups import ConnectionBroken, is_refusal
 from hvdtrain.hvd.engine.request import ADASUM
 from hvdtrain.hvd.exceptions import HorovodInternalError
 
@@ -32,6 +33,7 @@ class Executor:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._failure = ""  # of a batch that failed on this rank, perhaps not on its peers
         self._thread = threading.Thread(target=self._run, name="hvd-executor", daemon=True)
         self._thread.start()
 
@@ -56,6 +58,9 @@ class Executor:
     ) -> None:
         """Run operations of one kind together, and finish or fail them. A task."""
         engine = self._engine
+        if self._failure:  # peers may still be in the batch that failed here: begin no other one
+            _fail(operations, HorovodInternalError(engine.wait_for_failure(self._failure)))
+            return
         timeline, names = engine.timeline, [op.key.name for op in operations if op is not None]
         for name in names:
             timeline.start(name, kind)
@@ -83,7 +88,12 @@ class Executor:
             engine.report_broken(str(error))
             _fail(operations, HorovodInternalError(engine.wait_for_failure(str(error))))
         except Exception as error:
-            _fail(operations, HorovodInternalError(str(error)))
+            _fail(operations, HorovodInternalError(str(error) or repr(error)))
+            if not is_refusal(error):
+                # For example out of memory: the peers wait for this rank in the collective.
+                which = f"{kind} of {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+                self._failure = f"{which} failed: {first_line(error)}"
+                engine.report_broken(self._failure)
         for name in names:
             timeline.end(name)
 

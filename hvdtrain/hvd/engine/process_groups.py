@@ -23,6 +23,7 @@ from hvdtrain.errors import first_line
 from hvdtrain.hvd.engine.request import AVERAGE, MAX, MIN, PRODUCT, SUM
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.transports.gloo import open_gloo
+from hvdtrain.transports.process_group import TransportGroup
 from hvdtrain.transports.transport import ends_within
 
 REDUCE_OPS = {
@@ -35,8 +36,9 @@ REDUCE_OPS = {
 _SLICE_S = 1.0
 # The control plane reports a peer that is late or lost; this limit is for when it cannot.
 _LIMIT_S = 24 * 3600.0
-# In error texts for tensors that a transport does not support: the connections stay intact.
-_REFUSALS = ("scalar type", "not supported", "nsupported")
+# In error texts for tensors that torch or a transport does not support. All ranks raise them alike,
+# and the connections stay intact.
+_REFUSALS = ("scalar type", "not supported", "nsupported", "not implemented for", "cannot combine")
 _CONNECT_CHECK_S = 0.05
 _CLOSE_S = 0.5  # the longest time to close a group without pending operations
 _SHUT_DOWN_S = 3.0  # the same once its connections have been shut down
@@ -179,13 +181,23 @@ class ProcessGroups:
         except ConnectionBroken:
             raise
         except RuntimeError as error:
-            if any(phrase in str(error) for phrase in _REFUSALS):
+            if is_refusal(error):
                 raise
             raise ConnectionBroken(first_line(error)) from None
 
 
 class ConnectionBroken(HorovodInternalError):
     """A connection has failed, so no operation can complete any more."""
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether an error is about a dtype or operation that no rank can reduce."""
+    return any(phrase in str(error) for phrase in _REFUSALS)
+
+
+def reduces_in_float32(group: Any) -> bool:
+    """Return whether a group reduces 16-bit floats in float32, as hvdtrain's own transports do."""
+    return isinstance(group, TransportGroup)
 
 
 def all_reduce(group: Any, tensor: Tensor, op: int) -> Any:

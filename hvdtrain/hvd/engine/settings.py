@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from typing import Any, TypeVar
 
+from hvdtrain import transports
+
 _LOG = logging.getLogger("hvdtrain")
 
 DYNAMIC = "DYNAMIC"
@@ -24,7 +26,8 @@ LOG_LEVELS = {
     "error": logging.ERROR,
     "fatal": logging.CRITICAL,
 }
-TRANSPORTS = ("auto", "shm", "gloo", "mpi")
+TRANSPORTS = ("auto", *(name for name in transports.TRANSPORTS if name != "nccl"))
+"""Those of CPU tensors."""
 EXACT = "HVDTRAIN_EXACT_HOROVOD"
 
 _Number = TypeVar("_Number", int, float)

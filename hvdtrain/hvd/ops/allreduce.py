@@ -166,7 +166,9 @@ def sparse_allreduce_async(
         places = handles.synchronize(rows).transpose(0, 1)
         if op == AVERAGE:
             gathered = gathered / size
-        return torch.sparse_coo_tensor(places, gathered, tensor.size(), check_invariants=False)
+        return torch.sparse_coo_tensor(
+            places, gathered, tensor.size(), device=gathered.device, check_invariants=False
+        )
 
     return wait
 

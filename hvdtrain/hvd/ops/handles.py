@@ -152,7 +152,7 @@ def submit(
         "GPU" if tensors and tensors[0].is_cuda else "CPU",
         **fields,
     )
-    dense = [t.detach().contiguous() for t in tensors]
+    dense = [t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors]
     prefix = f"grouped_{kind}" if grouped else kind
     with _lock:
         own_name = _unnamed_name(prefix, number) if name is None else name

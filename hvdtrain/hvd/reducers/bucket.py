@@ -26,8 +26,8 @@ def _unshared_references() -> int:
     Such a gradient is replaced (`p.grad = view`), which is faster than redirecting it
     (`grad.set_(view)`).
     """
-    p = torch.zeros(1, requires_grad=True)
-    p.grad = torch.zeros(1)
+    p = torch.zeros(1, requires_grad=True, device="cpu")
+    p.grad = torch.zeros(1, device="cpu")
     grad = p.grad
     return sys.getrefcount(grad)
 
@@ -46,7 +46,7 @@ class Bucket:
         self.params = params
         self.pending = len(params)
         self.work: Any = None
-        self.flat = torch.empty(0)
+        self.flat = torch.empty(0, device="cpu")
         self.views: list[Tensor] = []
         self.num_small = 0
         self._copied = [False] * len(params)

@@ -302,7 +302,7 @@ class BucketReducer(Reducer):
         self._engine, self._channel, self._version = engine, engine.channel(name, set_id), 0
         self._plan_request = self._next_plan_request = None
         self._named = NamedAllreduces(self.spec, f"@{name}", divides_first=True)
-        weakref.finalize(self, Engine.drop_channel, engine, name, set_id).atexit = False
+        weakref.finalize(self, _drop_channel, weakref.ref(engine), name, set_id).atexit = False
 
     def _request_plan(self) -> Operation:
         """Propose a plan to the other ranks. Does not block."""
@@ -389,6 +389,12 @@ class BucketReducer(Reducer):
             pairs = zip(wanted, self.spec.params, strict=True)
             wanted = [want or p.grad is not None for want, p in pairs]
         return wanted
+
+
+def _drop_channel(engine_ref: weakref.ref[Engine], name: str, set_id: int) -> None:
+    # The optimizer outlives its engine in elastic training, and must not keep it alive.
+    if (engine := engine_ref()) is not None:
+        engine.drop_channel(name, set_id)
 
 
 def _is_channels_last(p: Tensor) -> bool:

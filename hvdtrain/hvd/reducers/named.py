@@ -78,8 +78,8 @@ class NamedAllreduces:
 def _no_rows(p: Tensor) -> Tensor:
     """Return a sparse gradient of `p` that has no rows."""
     return torch.sparse_coo_tensor(
-        torch.zeros(1, 0, dtype=torch.int64),
-        torch.zeros(0, *p.shape[1:], dtype=p.dtype),
+        torch.zeros(1, 0, dtype=torch.int64, device=p.device),
+        torch.zeros(0, *p.shape[1:], dtype=p.dtype, device=p.device),
         p.shape,
         device=p.device,
         check_invariants=False,

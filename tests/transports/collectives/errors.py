@@ -136,6 +136,24 @@ def splits_that_do_not_agree(dist: Dist) -> None:
     usable(dist)
 
 
+@case(unlike_gloo="the root raises, and the others wait")
+def a_list_of_the_root_that_does_not_fit(dist: Dist) -> None:
+    """Only the root can tell; all ranks raise at once, and name it."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for root in range(n):
+        wrong = {
+            "[3]": [torch.ones(3) for _ in range(n)],
+            "[2, 2]": [torch.ones(2, 2) for _ in range(n + 1)],
+        }
+        for what, tensors in wrong.items():
+            parts = tensors if rank == root else None
+            for name in ("scatter", "gather"):
+                texts = (f"rank {root}: refused {name}(float32[4], ", f"float32{what}", "; rank")
+                with refused(RuntimeError, *(texts if root == 0 else texts[:2])):
+                    getattr(dist, name)(torch.ones(4), parts, root)
+                usable(dist)
+
+
 @case(unlike_gloo="it raises RuntimeErrors, or hangs")
 def what_a_call_refuses(dist: Dist) -> None:
     n = dist.get_world_size()

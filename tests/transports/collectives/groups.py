@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 
+from hvdtrain.transports import shm_sync
 from tests.transports.collectives.table import Dist, case, same, usable
 
 
@@ -44,6 +45,23 @@ def groups(dist: Dist) -> None:
     usable(dist, everyone)
     dist.destroy_process_group(everyone)
     usable(dist)
+
+
+@case(shm_only=True)
+def a_timeout_holds_between_hosts(dist: Dist) -> None:
+    """Each rank is a host of its own here. Gloo between them must wait as long as `shm` does."""
+    identity = shm_sync.host_identity
+    shm_sync.host_identity = lambda *parts: f"{identity(*parts)} {dist.get_rank()}"  # type: ignore[attr-defined]
+    try:
+        group = dist.new_group(timeout=timedelta(seconds=20))
+    finally:
+        shm_sync.host_identity = identity  # type: ignore[attr-defined]
+    assert group.transport.hosts == [[r] for r in range(dist.get_world_size())]
+    group.set_timeout(timedelta(hours=9))
+    assert group.transport.timeout_s == 9 * 3600
+    assert group.transport._cross_host_group.options._timeout == timedelta(hours=9)
+    usable(dist, group)
+    dist.destroy_process_group(group)
 
 
 @case(sizes=(3,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,117 @@ def tensors_that_are_not_contiguous(dist: Dist) -> None:
         same(got[0].contiguous(), values(1, (rows, rows)))
         dist.all_to_all(got, [values(rank + k, (rows, rows)).t() for k in range(n)])
         same(got[1].contiguous(), values(1 + rank, (rows, rows)).t().contiguous())
+
+
+@case(unlike_gloo="it takes the elements of strided tensors from the memory between them")
+def operations_with_a_root_on_tensors_that_are_not_contiguous(dist: Dist) -> None:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for rows in (3, 300):
+        shape = (rows, rows)
+        for root in range(n):
+            base = torch.full((rows, 2 * rows), -1.0)
+            t = base[:, ::2]
+            t.copy_(values(rank, shape))
+            dist.reduce(t, root)
+            expected = computed(dist, "SUM", shape, torch.float32)
+            same(t.contiguous(), expected if rank == root else values(rank, shape))
+            t.copy_(values(rank, shape))
+            parts = [torch.full((rows, 2 * rows), -1.0) for _ in range(n)]
+            views = [part[:, ::2] for part in parts]
+            dist.gather(t, views if rank == root else None, root)
+            for r, view in enumerate(views if rank == root else []):
+                same(view.contiguous(), values(r, shape))
+            for r, view in enumerate(views):
+                view.copy_(values(r, shape))
+            dist.scatter(t, views if rank == root else None, root)
+            same(t.contiguous(), values(rank, shape))
+            for memory in (base, *parts):
+                assert memory[:, 1::2].eq(-1).all()
+
+
+@case(unlike_gloo="it refuses strided tensors, and sends the memory of negative views")
+def messages_of_tensors_that_are_not_their_memory(dist: Dist) -> None:
+    rank = dist.get_rank()
+    base = torch.full((30, 40), -1.0)
+    negative = torch.tensor([2 - 3j]).conj().imag
+    if rank == 0:
+        dist.send(values(0, (20, 30)).t(), 1)
+        dist.isend(values(1, (30, 20)), 1).wait()
+        dist.send(negative, 1)
+        dist.send(torch.tensor([5.0]), 1)
+    if rank == 1:
+        dist.recv(base[:, ::2], 0)
+        same(base[:, ::2].contiguous(), values(0, (20, 30)).t().contiguous())
+        with torch.inference_mode():
+            inside = torch.zeros(20, 30).t()
+        assert dist.recv(inside) == 0
+        same(inside.clone(memory_format=torch.contiguous_format), values(1, (30, 20)))
+        t = torch.zeros(1)
+        dist.recv(t, 0)
+        same(t, torch.tensor([3.0]))
+        dist.recv(negative, 0)
+        assert negative.item() == 5
+    assert base[:, 1::2].eq(-1).all()
+
+
+@case(unlike_gloo="it refuses dtypes that it cannot add up")
+def gather_and_scatter_of_every_dtype(dist: Dist) -> None:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.bool, torch.int16, torch.bfloat16, torch.float8_e5m2, torch.complex64):
+        t = values(rank, 5, dtype)
+        parts = [torch.zeros(5, dtype=dtype) for _ in range(n)]
+        dist.gather(t, parts if rank == 0 else None, 0)
+        if rank == 0:
+            for r, part in enumerate(parts):
+                assert part.tolist() == values(r, 5, dtype).tolist()
+        dist.scatter(t, [values(r + 1, 5, dtype) for r in range(n)] if rank == 1 else None, 1)
+        assert t.tolist() == values(rank + 1, 5, dtype).tolist()
+
+
+@case(unlike_gloo="it has no all_to_all")
+def another_default_device(dist: Dist) -> None:
+    """`torch.set_default_device` in the thread that calls concerns the caller's tensors only.
+
+    torch 2.13 suspends it inside most functions of torch.distributed, but not in a group's methods.
+    """
+
+    def blocking(options: Any) -> Any:
+        if hasattr(options, "asyncOp"):
+            options.asyncOp = False
+        return options
+
+    rank, n = dist.get_rank(), dist.get_world_size()
+    group: Any = None
+    for count in (3, 20_000, 300_000):
+        t, whole = values(rank, count), values(rank, n * count)
+        half, part = values(rank, count, torch.bfloat16), torch.zeros(count)
+        gathered, exchanged, parts = ([torch.zeros(count) for _ in range(n)] for _ in range(3))
+        out = torch.zeros(n * count)
+        with torch.device("meta"):
+            group = group or dist.new_group()
+            for _ in range(2):
+                dist.all_reduce(t, group=group)
+                dist.all_reduce(half, dist.ReduceOp.AVG, group=group)
+            dist.broadcast(t, 0, group=group)
+            dist.barrier(group=group)
+            dist.all_gather(gathered, t, group=group)
+            dist.all_gather_into_tensor(out, t, group=group)
+            dist.reduce_scatter_tensor(part, whole, group=group)
+            group.allgather(
+                [gathered], [t], blocking(dist.distributed_c10d.AllgatherOptions())
+            ).wait()
+            options = blocking(dist.distributed_c10d.AllToAllOptions())
+            group.alltoall_base(out, whole, [], [], options).wait()
+            group.alltoall(exchanged, gathered, options).wait()
+            dist.reduce(t, 0, group=group)
+            dist.gather(part, parts if rank == 0 else None, 0, group=group)
+            dist.scatter(part, parts if rank == 0 else None, 0, group=group)
+        same(part, computed(dist, "SUM", n * count, torch.float32)[rank * count :][:count])
+        same(out[count:][:count], values(1, n * count)[rank * count :][:count])
+        for theirs in exchanged:
+            same(theirs, gathered[0])  # all ranks have gathered rank 0's, which was broadcast
+    usable(dist, group)
+    dist.destroy_process_group(group)
 
 
 @case()

@@ -121,6 +121,31 @@ def halves_are_added_up_in_float32(dist: Dist) -> None:
                 same(t, torch.full((count,), 1 + (n - 1) * eps, dtype=dtype))
 
 
+@case(unlike_gloo="it adds up the bytes of bools, half by half, and has no int16")
+def reduce_of_every_dtype(dist: Dist) -> None:
+    """As all_reduce; the other ranks keep their values."""
+    rank, n, root = dist.get_rank(), dist.get_world_size(), 1
+    kinds: list[tuple[torch.dtype, list[float], float]] = [
+        (torch.bool, [1.0] * n, 1.0),
+        (torch.int16, [1000.0] * n, 1000.0 * n),
+        (torch.complex64, [2.0] * n, 2.0 * n),
+        (torch.float16, [1.0] + [2.0**-11] * (n - 1), 1 + (n - 1) * 2.0**-11),
+        (torch.bfloat16, [1.0] + [2.0**-8] * (n - 1), 1 + (n - 1) * 2.0**-8),
+    ]
+    for dtype, given, total in kinds:
+        for count in (5, 300_000):
+            t = torch.full((count,), given[rank]).to(dtype)
+            dist.reduce(t, root)
+            same(t, torch.full((count,), total if rank == root else given[rank]).to(dtype))
+            if dtype == torch.bool:
+                assert int(t.view(torch.uint8).max()) == 1
+    t = values(rank, 5)
+    dist.reduce(t, root, dist.ReduceOp.AVG)
+    close(t, computed(dist, "AVG", 5, torch.float32) if rank == root else values(rank, 5))
+    with refused(ValueError, "BAND"):
+        dist.reduce(torch.ones(5), root, dist.ReduceOp.BAND)
+
+
 @case()
 def all_ranks_get_the_same_bits(dist: Dist) -> None:
     for count in (1_000, 300_000):
@@ -204,6 +229,7 @@ def all_reduce_of_every_kind_of_small_tensor(dist: Dist) -> None:
         "matrix": torch.ones(5, 2),
         "expanded": torch.ones(1).expand(1),
         "parameter": parameter,
+        "strided parameter": torch.nn.Parameter(torch.ones(3, 4).t()),
         "complex": torch.ones(3, dtype=torch.complex64),
         "negative view": torch.tensor([-1j], dtype=torch.complex64).conj().imag,
     }

@@ -1,0 +1,48 @@
+"""What tests read of a run directory, and how they watch a run from step to step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from hvdtrain import Trainer
+
+
+class Stop(Exception):
+    """The run dies here."""
+
+
+def run_json(run_dir: Path) -> dict[str, Any]:
+    """Return the record of a run."""
+    found: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
+    return found
+
+
+def records(folder: Path, file: str = "metrics.jsonl") -> list[Any]:
+    """Return the records of a run's metrics, or of another file with one on each line."""
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of the model's state, which training leaves alone."""
+    return {name: t.detach().clone() for name, t in model.state_dict().items()}
+
+
+def watch(trainer: Trainer, advance: Callable[[int], None], lines: list[str] | None = None) -> None:
+    """Call `advance` with each step of this rank; collect in `lines` what the run would print."""
+
+    class Watch(type(trainer.console)):  # type: ignore[misc]
+        def advance(self, step: int) -> None:
+            advance(step)
+
+        def print_line(self, text: str) -> None:
+            if lines is None:
+                super().print_line(text)
+            else:
+                lines.append(text)
+
+    trainer.console = Watch()
