@@ -69,7 +69,7 @@ class _State:
 class HangWatch:
     """This rank's part of the watch. The constructor is collective.
 
-    `hosts` are the hosts of all ranks. Raises PeerLost naming the ranks that did not come.
+    `hosts` are the hosts of all ranks. Raises PeerLost naming the ranks that did not arrive.
     """
 
     def __init__(

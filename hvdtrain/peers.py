@@ -254,7 +254,7 @@ class Peers:
     ) -> None:
         """Connect. Collective; `store` must have a new key prefix.
 
-        Raises PeerLost naming the ranks that did not come, DistError if the store is lost.
+        Raises PeerLost naming the ranks that did not arrive, DistError if the store is lost.
         """
         self._rank = rank
         self._limit_s = limit_s

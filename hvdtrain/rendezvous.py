@@ -81,7 +81,7 @@ def open_store(world: World, timeout_s: float, prefix: str = "") -> Store:
     """
     end_with_launcher(world)
     with _lost_store_is_named(world):
-        store = _meet(world, timeout_s, prefix)
+        store = _rendezvous_store(world, timeout_s, prefix)
         find_route(store, world)
         return store
 
@@ -101,7 +101,7 @@ def complete_world(world: World, timeout_s: float) -> World:
         end_with_launcher(world)
         host = f"{socket.gethostname()} {host_identity('net')}"
         with _lost_store_is_named(world):
-            store = _meet(world, timeout_s, "hosts")
+            store = _rendezvous_store(world, timeout_s, "hosts")
             place = ask_rank0(store, "place", world, [host, world.local_rank], _places)
         local_rank, local_size, cross_rank, cross_size = place
         _completed[world] = replace(
@@ -148,7 +148,7 @@ def _lost_store_is_named(world: World) -> Iterator[None]:
         ) from None
 
 
-def _meet(world: World, timeout_s: float, prefix: str) -> Store:
+def _rendezvous_store(world: World, timeout_s: float, prefix: str) -> Store:
     """Return a store, with a key prefix of this call, once all ranks have called. Collective."""
     deadline = time.monotonic() + timeout_s
     if world.size == 1:

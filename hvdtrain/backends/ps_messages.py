@@ -37,7 +37,7 @@ _PART_BYTES = 64 << 20  # `Peers` refuses a message of over 256 MiB
 class Messages:
     """This rank's connections to all other ranks. The constructor is collective.
 
-    Raises PeerLost naming the ranks that did not come, DistError if the store is lost.
+    Raises PeerLost naming the ranks that did not arrive, DistError if the store is lost.
     """
 
     def __init__(self, world: World, store: Store, addresses: list[str], timeout_s: float) -> None:

@@ -17,7 +17,7 @@ from types import ModuleType
 
 VERSION = "0.28.1"
 
-# Horovod's modules, and the modules that replace them. No other one of them can be imported.
+# Horovod's modules, and what replaces them. Importing any other module of Horovod raises an error.
 MODULES = {
     "horovod.common.basics": "hvdtrain.hvd.basics",
     "horovod.common.elastic": "hvdtrain.hvd.elastic.common",

@@ -45,7 +45,7 @@ class HorovodBasics:
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._stores: dict[World, Store] = {}
-        self._asked = 0  # how often this process had asked for an elastic world when they were made
+        self._num_requested = 0  # how many elastic worlds were requested when `_stores` were opened
         self.generation = 0  # number of engines started in this process
         self.process_sets: Sequence[ProcessSet] | str | None = None  # of the last `init`
         self._set_interface = False
@@ -101,7 +101,7 @@ class HorovodBasics:
                 self.shutdown()
                 if time.monotonic() > deadline:
                     raise
-                _log.warning("elastic: asks for another world after: %s", first_line(error))
+                _log.warning("elastic: requesting the next world, after: %s", first_line(error))
 
     def start(
         self,
@@ -185,8 +185,8 @@ class HorovodBasics:
     def _rendezvous(self, comm: Any, settings: Settings) -> tuple[World, Store]:
         """Return the world that `comm` selects, and its store. Collective over its ranks."""
         keep_launch_env()
-        if self._asked != elastic_world.times_asked():
-            self._asked = elastic_world.times_asked()
+        if self._num_requested != elastic_world.times_asked():
+            self._num_requested = elastic_world.times_asked()
             self._stores.clear()  # those of the generation before, whose rank 0 may have died
         world = detect()
         if comm is None or comm == []:

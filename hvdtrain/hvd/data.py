@@ -13,7 +13,7 @@ from threading import Event, Thread
 from typing import Any
 
 _LOG = logging.getLogger("hvdtrain")
-_LOOK_S = 0.2  # how often a blocked thread checks whether the loader is closed
+_CHECK_S = 0.2  # how often a blocked thread checks whether the loader is closed
 
 
 class BaseDataLoader:
@@ -67,7 +67,7 @@ class AsyncDataLoaderMixin:
         self.finished_event.set()
         while self.thread.is_alive():
             self._drop_all()
-            self.thread.join(_LOOK_S)
+            self.thread.join(_CHECK_S)
         self._drop_all()
 
     def _drop_all(self) -> None:
@@ -92,11 +92,11 @@ class AsyncDataLoaderMixin:
         """Put an item into the queue. Return False if the loader is closed first."""
         while not self.finished_event.is_set():
             try:
-                self.queue.put(item, timeout=_LOOK_S)
+                self.queue.put(item, timeout=_CHECK_S)
             except Full:
                 continue
             if self.debug_data_loader:
-                _LOG.warning("data loader: %d batches wait", self.queue.qsize())
+                _LOG.warning("data loader: %d batches are prefetched", self.queue.qsize())
             return True
         return False
 
@@ -116,7 +116,7 @@ class AsyncDataLoaderMixin:
         """Return the next item. Raises the exception of `_iterate`, or RuntimeError once closed."""
         while True:
             try:
-                item = self.queue.get(timeout=_LOOK_S)
+                item = self.queue.get(timeout=_CHECK_S)
             except Empty:
                 if self.thread.is_alive():
                     continue

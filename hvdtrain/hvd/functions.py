@@ -57,7 +57,7 @@ def broadcast_parameters(
     names = set()
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"params must be tensors: {name or 'one'} is a {type(tensor)}")
+            raise ValueError(f"params must be tensors: {name or 'an item'} is a {type(tensor)}")
         if name is not None and name in names:
             raise ValueError(f"two of params have the same name: {name}")
         names.add(name)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvdtrain.training.callback import Callback
-from hvdtrain.transports.arrivals import SEEN_BY, Arrivals, overlap
+from hvdtrain.transports.arrivals import RECORDING_TRANSPORTS, Arrivals, overlap
 
 if TYPE_CHECKING:
     from hvdtrain.training.meter import Meter
@@ -59,7 +59,7 @@ class Stragglers(Callback):
         backend = trainer.backend
         if backend.world.size == 1:
             trainer.console.print_line("ranks    --stragglers: one rank, so that none can be late")
-        elif backend.transport in SEEN_BY:
+        elif backend.transport in RECORDING_TRANSPORTS:
             self._arrivals = Arrivals.current = Arrivals()
         else:
             over = f" over {backend.transport}" if backend.transport else ""

@@ -18,10 +18,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import ClassVar
 
-SEEN_BY = ("shm", "mpi")
+RECORDING_TRANSPORTS = ("shm", "mpi")
 """The transports that record arrivals."""
 
-_LIMIT = 100_000  # operations that nobody has taken, as after a failed run
+_LIMIT = 100_000  # the most operations kept between two calls of `take`
 
 Interval = tuple[float, float]
 """Begin and end, by time.monotonic()."""
@@ -56,8 +56,8 @@ class Arrivals:
         self._waits.append((begin, time.monotonic()))
 
     def take(self) -> tuple[list[Interval], list[Interval]]:
-        """Return the intervals in which the training thread did nothing but wait for operations,
-        and those in which operations waited for other ranks. Begin anew.
+        """Return the intervals in which the training thread only waited for operations, and those
+        in which operations waited for other ranks; then drop both.
 
         The thread goes on computing after it has queued an operation of the backward pass, until
         the last one: from then on it waits for all of them.

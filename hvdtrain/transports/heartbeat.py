@@ -27,31 +27,31 @@ from hvdtrain.peers import Peers
 
 INTERVAL_S = 0.2
 _SILENT_S = 2.0  # a leader whose last heartbeat is older than this is not running
-_ROW = struct.Struct("<qqqq")  # barriers entered, state, life, time written: time.monotonic_ns
+_ROW = struct.Struct("<qqqq")  # barriers entered, state, liveness, time written: time.monotonic_ns
 HERE, GAVE_UP, LEFT = range(3)  # states: written by the rank itself
 ALIVE, ENDED, STOPPED, UNREACHABLE = range(4)  # lives: observed from outside
-LOST = (ENDED, UNREACHABLE)
+LOST = (ENDED, UNREACHABLE)  # what counts as lost
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """The last known status of a rank: barriers it has entered, its own state, and its life."""
+    """The last known status of a rank: barriers it has entered, its own state, and its liveness."""
 
     entered: int
     state: int
-    life: int = ALIVE
+    liveness: int = ALIVE
 
 
 class HeartbeatTable:
     """A row for every rank of the group, in memory that the ranks of a host share.
 
-    `hosts` are the ranks by host, `me` is the index of this host.
+    `hosts` are the ranks by host, `own_host` is the index of this host.
     """
 
-    def __init__(self, memory: memoryview, hosts: list[list[int]], me: int) -> None:
+    def __init__(self, memory: memoryview, hosts: list[list[int]], own_host: int) -> None:
         self._memory = memory
         self.hosts = hosts
-        self.me = me
+        self.own_host = own_host
 
     @staticmethod
     def size_bytes(size: int) -> int:
@@ -60,13 +60,13 @@ class HeartbeatTable:
 
     def write(self, rank: int, status: RankStatus) -> None:
         """Store the status of a rank, and the current time."""
-        row = status.entered, status.state, status.life, time.monotonic_ns()
+        row = status.entered, status.state, status.liveness, time.monotonic_ns()
         _ROW.pack_into(self._memory, rank * _ROW.size, *row)
 
     def read(self, rank: int) -> tuple[RankStatus, float]:
         """Return the status of a rank, and its age in seconds."""
-        entered, state, life, when = _ROW.unpack_from(self._memory, rank * _ROW.size)
-        return RankStatus(entered, state, life), (time.monotonic_ns() - when) / 1e9
+        entered, state, liveness, when = _ROW.unpack_from(self._memory, rank * _ROW.size)
+        return RankStatus(entered, state, liveness), (time.monotonic_ns() - when) / 1e9
 
     def remote_status(self) -> dict[int, RankStatus]:
         """Return the status of each rank of the other hosts.
@@ -74,15 +74,15 @@ class HeartbeatTable:
         If this host's leader has not written for long, the table is stale: return only the ranks
         recorded as lost. A remote leader without a recent heartbeat is returned as STOPPED.
         """
-        remote = [host for k, host in enumerate(self.hosts) if k != self.me]
+        remote = [host for k, host in enumerate(self.hosts) if k != self.own_host]
         rows = {rank: self.read(rank) for host in remote for rank in host}
         found = {rank: status for rank, (status, _) in rows.items()}
-        if self.read(self.hosts[self.me][0])[1] > _SILENT_S:
-            return {rank: status for rank, status in found.items() if status.life in LOST}
+        if self.read(self.hosts[self.own_host][0])[1] > _SILENT_S:
+            return {rank: status for rank, status in found.items() if status.liveness in LOST}
         for host in remote:
             leader, age_s = rows[host[0]]
-            if age_s > _SILENT_S and leader.life == ALIVE and leader.state != LEFT:
-                found[host[0]] = replace(leader, life=STOPPED)
+            if age_s > _SILENT_S and leader.liveness == ALIVE and leader.state != LEFT:
+                found[host[0]] = replace(leader, liveness=STOPPED)
         return found
 
 
@@ -107,7 +107,7 @@ class Heartbeat:
             table.write(rank, RankStatus(0, HERE))
         self._peers = Peers(
             PrefixStore("heartbeat", store),
-            table.me,
+            table.own_host,
             len(table.hosts),
             None,
             [address],
@@ -126,8 +126,8 @@ class Heartbeat:
 
     def _own_rows(self) -> bytes:
         statuses = self._local_status()
-        self._table.write(self._table.hosts[self._table.me][0], statuses[0])
-        return b"".join(_ROW.pack(s.entered, s.state, s.life, 0) for s in statuses)
+        self._table.write(self._table.hosts[self._table.own_host][0], statuses[0])
+        return b"".join(_ROW.pack(s.entered, s.state, s.liveness, 0) for s in statuses)
 
     def _on_rows(self, host: int, header: list[str], rows: bytes) -> None:
         ranks = self._table.hosts[host]
@@ -142,5 +142,7 @@ class Heartbeat:
         ranks = self._table.hosts[host]
         for rank in ranks if is_host_lost else ranks[:1]:
             known, _ = self._table.read(rank)
-            if known.life != ENDED:
-                self._table.write(rank, replace(known, life=UNREACHABLE if is_host_lost else ENDED))
+            if known.liveness != ENDED:
+                self._table.write(
+                    rank, replace(known, liveness=UNREACHABLE if is_host_lost else ENDED)
+                )

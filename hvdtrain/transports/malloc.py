@@ -1,6 +1,6 @@
-"""How memory is kept: freed gradients by glibc, or not; large tensors in huge pages.
+"""Memory settings: make glibc keep or return freed memory; move large tensors into huge pages.
 
-Used by the transports, the Trainer and `compat`'s optimizer; the opposite by `sharded_optimizer`.
+Used by the transports, the Trainer, `compat`'s optimizer and `sharded_optimizer`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def return_freed_memory() -> None:
 def use_huge_pages(t: Tensor) -> None:
     """Move the memory of a contiguous tensor, and its neighbours in these pages, into huge pages.
 
-    When a rank reads another's memory, as MPI does on one host, the kernel looks up every page: of
-    4 KiB ones a copy takes 1.5 times as long. Costs one copy of the tensor, which stays where it
-    is. Not collective; before Linux 6.1, and where the kernel has no huge page, nothing changes.
-    Both advices hold for whatever else the pages contain, and change no byte of it.
+    When a rank reads another's memory, as MPI does on one host, the kernel looks up every page:
+    with pages of 4 KiB a copy takes 1.5 times as long. Costs one copy of the tensor, whose address
+    and bytes stay the same; so do those of other data in these pages. Not collective. Nothing
+    changes before Linux 6.1, or if the kernel has no huge page.
     """
     begin = t.data_ptr() // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     num_bytes = t.data_ptr() + t.nbytes + -(t.data_ptr() + t.nbytes) % _HUGE_PAGE_BYTES - begin

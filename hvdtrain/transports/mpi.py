@@ -60,8 +60,8 @@ from hvdtrain.transports.transport import (
 )
 from hvdtrain.world import detect, may_be_mpi
 
-# Large data go in pieces of so many bytes a rank, and at most so many: small enough for two of them
-# in scratch memory, and large enough that ranks which share a core seldom wait for each other.
+# The size of the pieces of large data: bytes per rank, and the most in all. Two pieces fit into
+# scratch memory, and they are large enough that ranks on one core seldom wait for each other.
 SHARE_BYTES, MAX_PIECE_BYTES = 4 << 20, 32 << 20
 _HUGE_BYTES = 4 << 20  # tensors of at least so many bytes are moved into huge pages
 _GATHERED_BYTES = 64 << 10  # up to this total, ranks send all data to all, which saves a step
@@ -495,7 +495,9 @@ class Mpi(Transport):
             missing = self._check_liveness({r for q, r in pairs if not q.Get_status()})
             who = ", ".join(f"rank {r}" for r in missing) or "a peer"
             how = (
-                "does not answer" if liveness_check else f"did not come within {self.timeout_s:g} s"
+                "does not answer"
+                if liveness_check
+                else f"did not arrive within {self.timeout_s:g} s"
             )
             self._reason = f"{who} {how}"
             raise PeerLost(f"{signature}: {self._reason}; rank {self.rank} waited")

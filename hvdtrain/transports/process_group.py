@@ -36,7 +36,7 @@ from hvdtrain.transports.work_queue import (
     is_in_use,
 )
 
-_MOST_CALLS = 1000  # kinds of small calls whose checks and signature are kept
+_MOST_CALLS = 1000  # the most entries of the cache of small calls
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _C10D_SUM = dist.ReduceOp.SUM
 _C10dGroup: Any = dist.ProcessGroup  # torch's stubs have overloads that no override could have
@@ -119,7 +119,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     def _all_reduce_now(self, t: Tensor, op: Any) -> bool:
         """Reduce a small tensor in the caller's thread; return False if it must be queued instead.
 
-        The checks, and the signature, are kept for the next tensor of the same kind.
+        Caches the checked arguments and the signature by dtype, shape and operation.
         """
         if t.numel() > self.transport.small_bytes or not _is_plain(t):
             return False
@@ -523,7 +523,7 @@ def _describe(tensors: Sequence[Tensor]) -> str:
 
 
 def _is_plain(t: Tensor) -> bool:
-    """Return whether the bytes of a real `t` are its elements, and may be written here and now.
+    """Return whether the memory of a real `t` is its elements in order, and may be written now.
 
     An inference tensor can be written in inference mode only, and a normal one outside it.
     """

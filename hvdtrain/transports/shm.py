@@ -17,9 +17,10 @@ Every operation begins with a comparison of call signatures:
     several hosts:  local rank 0 all-gathers the hosts' calls by Gloo;  local barrier
     each rank:      read all calls; raise Mismatch if they mismatch
 
-A small tensor is in the staging area by then, so that this is all that an all_reduce, all_gather or
-broadcast on one host has to wait for. Of an all_reduce the last rank to arrive in the barrier adds
-up all elements, and the others read the sum: with more ranks than cores that takes the least time.
+A small tensor is copied into the staging area before the barrier, so an all_reduce, all_gather or
+broadcast of it on one host needs no other wait. In an all_reduce the last rank to arrive adds up
+all elements, and the others read the sum, which is fastest with more ranks than cores; of two ranks
+each adds up for itself.
 
     operation                                  one host        several hosts
     all_reduce, reduce, broadcast, barrier     shared memory   shared memory, Gloo between
@@ -67,7 +68,7 @@ from hvdtrain.transports.transport import (
     MIN,
     PRODUCT,
     SUM,
-    SUMMED_AS_THEY_ARE,
+    SUMMED_WITHOUT_CAST,
     Combiner,
     Transport,
     as_bytes,
@@ -78,8 +79,8 @@ from hvdtrain.transports.transport import (
 )
 
 STAGING_BYTES = 4 << 20  # a rank has two such areas: one is filled while the other is read
-_ADDED_BYTES = 2 << 20  # of all ranks' small tensors, which one rank adds up
-_MOST_VIEWS = 1000  # sizes of small tensors whose views of the staging areas are kept
+_ADDED_BYTES = 2 << 20  # the most bytes of all ranks' small tensors, which one rank adds up
+_MOST_VIEWS = 1000  # the most entries of the cache of views of the staging areas
 _CAUSE_S = 4.0  # how long after a failure of Gloo to look for the lost rank
 _HOST_CALLS_BYTES = 2048  # the calls of one host's ranks, in the all-gather across hosts
 # Dtypes that Gloo cannot add up, or not well, and the wider ones that are used instead.
@@ -202,7 +203,7 @@ class Shm(Transport):
             piece.copy_(staged.view(t.dtype))
 
     def _all_reduce_small(self, signature: str, t: Tensor, op: str, divisor: int) -> None:
-        """Add up all elements on one rank, into the first rank's staging area; of two, on both."""
+        """Reduce a small tensor on the last rank to arrive; with two ranks, on each of them."""
         num_bytes, dtype = t.numel() * t.element_size(), t.dtype
         if self._is_pair:
             self._compare_calls(signature, staged=t)
@@ -210,7 +211,7 @@ class Shm(Transport):
             return
 
         def reduce_into_first() -> None:
-            if op == SUM and divisor == 1 and dtype in SUMMED_AS_THEY_ARE:
+            if op == SUM and divisor == 1 and dtype in SUMMED_WITHOUT_CAST:
                 # The same bits as torch's, in half the time.
                 total, *others = self._small_arrays(num_bytes, dtype)
                 with np.errstate(all="ignore"):
@@ -220,7 +221,7 @@ class Shm(Transport):
             staged = self._small_staged(num_bytes, dtype)
             self._combine(staged, op, divisor, staged[:1])
 
-        self._compare_calls(signature, staged=t, if_same=reduce_into_first)
+        self._compare_calls(signature, staged=t, on_match=reduce_into_first)
         memmove(t.data_ptr(), self._first_addresses[self._sequence % 2], num_bytes)
         increment_version(t)
 
@@ -410,7 +411,7 @@ class Shm(Transport):
         return [areas[self._sequence % 2][:num_bytes].view(dtype) for areas in self._staging_areas]
 
     def _small_staged(self, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return the same views as `_all_staged`, which are kept for the next call."""
+        """Return the views of `_all_staged`, from a cache by size and dtype."""
         key = self._sequence % 2, num_bytes, dtype
         views = self._views.get(key)
         if views is None:
@@ -438,12 +439,12 @@ class Shm(Transport):
         signature: str,
         t: Tensor | None = None,
         staged: Tensor | None = None,
-        if_same: Callable[[], None] | None = None,
+        on_match: Callable[[], None] | None = None,
     ) -> tuple[list[Call], bool]:
         """Wait for all ranks and compare their calls.
 
         `staged` is a contiguous tensor to copy into the staging area before. If the calls are the
-        same, the last rank to arrive calls `if_same` before the others go on; not with two ranks.
+        same, the last rank to arrive calls `on_match` before the others go on; not with two ranks.
         Return the slots of this host's ranks, and whether `t` is in shared memory on all ranks of
         all hosts; no slots if it is on none. Raises Mismatch on all ranks if they called different
         collectives.
@@ -457,12 +458,14 @@ class Shm(Transport):
         begin = time.monotonic() if recorder is not None else 0.0
         if self._is_pair:
             self._barrier.wait(signature)
-            alike = self._slots.compare(sequence)
+            is_match = self._slots.compare(sequence)
         else:
-            self._barrier.wait(signature, lambda: self._slots.judge(sequence, if_same))
-            alike = self._slots.verdict()
+            self._barrier.wait(
+                signature, lambda: self._slots.publish_comparison(sequence, on_match)
+            )
+            is_match = self._slots.published_comparison()
         one_host = len(self.hosts) == 1
-        if one_host and alike:
+        if one_host and is_match:
             if recorder is not None:
                 recorder.add_wait(begin)
             return [], False
@@ -491,9 +494,9 @@ class Shm(Transport):
         leaders_area = self._staging_areas[0][self._sequence % 2]
         num_bytes = len(self.hosts) * _HOST_CALLS_BYTES
         if self.local_rank == 0:
-            alike = len(set(calls.values())) == 1
-            limit = TEXT_BYTES if alike else (_HOST_CALLS_BYTES - 32) // len(calls) // 2 - 4
-            texts = [call[:limit].hex() for call in calls.values()][: 1 if alike else None]
+            is_match = len(set(calls.values())) == 1
+            limit = TEXT_BYTES if is_match else (_HOST_CALLS_BYTES - 32) // len(calls) // 2 - 4
+            texts = [call[:limit].hex() for call in calls.values()][: 1 if is_match else None]
             text = json.dumps([texts, shared]).encode().ljust(_HOST_CALLS_BYTES)
             theirs = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             ours = torch.frombuffer(bytearray(text[:_HOST_CALLS_BYTES]), dtype=torch.uint8)

@@ -46,9 +46,9 @@ class CallSlots:
         self._local_rank = local_rank
         self._buffers = buffers
         self._slots = [[memory.slot(number) for memory in memories] for number in range(2)]
-        self._verdict = memories[0].flag
+        self._comparison_flag = memories[0].flag
         self._packed: dict[str, bytes] = {}
-        self._plain = b""  # what this rank has written, if it carries nothing but its text
+        self._own_text = b""  # what this rank has written, if it carries nothing but its text
 
     def write(self, sequence: int, signature: str, t: Tensor | None) -> None:
         """Write this rank's call to its slot, with its tensor's buffer and the freed buffers."""
@@ -56,10 +56,10 @@ class CallSlots:
         buffer = self._buffers.find(t) if t is not None else None
         freed = self._buffers.take_freed(_MAX_FREED)
         if buffer is None and not freed:
-            self._plain = self._packed.get(signature) or self._pack(signature)
-            slot[: len(self._plain)] = self._plain
+            self._own_text = self._packed.get(signature) or self._pack(signature)
+            slot[: len(self._own_text)] = self._own_text
             return
-        self._plain = b""
+        self._own_text = b""
         number, fd, num_bytes, offset = 0, -1, 0, 0
         if buffer is not None and t is not None:
             number, fd, num_bytes = buffer.number, buffer.fd, buffer.num_bytes
@@ -94,22 +94,22 @@ class CallSlots:
 
     def compare(self, sequence: int) -> bool:
         """Return whether all ranks have written the same text and nothing else."""
-        plain, end = self._plain, len(self._plain)
+        plain, end = self._own_text, len(self._own_text)
         return bool(plain) and all(slot[:end] == plain for slot in self._slots[sequence % 2])
 
-    def judge(self, sequence: int, if_same: Callable[[], None] | None) -> None:
-        """Store the result of `compare`, for `verdict`.
+    def publish_comparison(self, sequence: int, on_match: Callable[[], None] | None) -> None:
+        """Store the result of `compare`, for `published_comparison`.
 
         Called by the last rank to arrive, while the others wait. If the ranks made the same call,
-        `if_same` is called.
+        `on_match` is called.
         """
-        alike = self.compare(sequence)
-        if if_same is not None and (
-            alike or len({call.signature for call in self.read_all(sequence)}) == 1
+        is_match = self.compare(sequence)
+        if on_match is not None and (
+            is_match or len({call.signature for call in self.read_all(sequence)}) == 1
         ):
-            if_same()
-        self._verdict[0] = alike
+            on_match()
+        self._comparison_flag[0] = is_match
 
-    def verdict(self) -> bool:
+    def published_comparison(self) -> bool:
         """Return the result of the last `compare`, by the last rank to arrive."""
-        return bool(self._verdict[0])
+        return bool(self._comparison_flag[0])

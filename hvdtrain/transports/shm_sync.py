@@ -6,8 +6,8 @@ kill -9, and it does not count against the size of /dev/shm. A peer that can rea
 on the same host.
 
 A rank waits on a semaphore in its own memory. Every 0.2 s it checks its peers: their state (HERE,
-GAVE_UP, LEFT) from their memory, their life (ALIVE, ENDED, STOPPED) from the kernel, and both from
-the heartbeat table for ranks of other hosts.
+GAVE_UP, LEFT) from their memory, their liveness (ALIVE, ENDED, STOPPED) from the kernel, and for
+ranks of other hosts both from the heartbeat table.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from hvdtrain.transports.heartbeat import (
 )
 
 _SEM_BYTES = 64  # a sem_t has 32 bytes; one per cache line
-_NUM_SEMS = 3  # `released`, `arrived` and `early`: see HostBarrier
+_NUM_SEMS = 3  # `released`, `arrived` and `tokens`: see HostBarrier
 _WORDS = struct.Struct("<QQ")  # barriers entered, state
 _FLAG = _WORDS.size  # one byte
 _SEMS = 64
@@ -127,8 +127,8 @@ class RankMemory:
             if _libc.sem_init(sem, 1, 0):
                 raise OSError(ctypes.get_errno(), "sem_init")
 
-    def set_size(self, num_ranks: int) -> None:
-        """Put tokens for all ranks but one into `early`. Called before any rank uses it."""
+    def put_tokens(self, num_ranks: int) -> None:
+        """Put a token for each rank but one into `tokens`. Called before any rank takes one."""
         for _ in range(num_ranks - 1):
             _sem_post(self.sems[2])
 
@@ -147,7 +147,7 @@ class RankMemory:
 
 
 @dataclass
-class Missing:
+class MissingRanks:
     """The ranks that keep a barrier from completing, by reason.
 
     Of the late ranks only the stopped ones are listed, else those furthest behind: the others may
@@ -167,9 +167,9 @@ class HostBarrier:
     arrive does not. The last finds no token left; the posts of `arrived`, which it takes, make the
     others' memory visible to it:
 
-        each rank:      post `arrived`;  try to take one of the n - 1 tokens of `early`
+        each rank:      post `arrived`;  try to take one of the n - 1 tokens of `tokens`
         with a token:   wait for `released`, its own semaphore
-        without one:    take the n posts of `arrived`;  call `when_all_are_here`
+        without one:    take the n posts of `arrived`;  call `on_all_arrived`
                         put the n - 1 tokens back;  post each other rank's `released`
     """
 
@@ -187,13 +187,13 @@ class HostBarrier:
         self._mine = memories[local_rank]
         self._others = [m.sems[0] for i, m in enumerate(memories) if i != local_rank]
         self._released = self._mine.sems[0]
-        _, self._arrived, self._early = memories[0].sems
-        self._soon = _Timespec()
+        _, self._arrived, self._tokens = memories[0].sems
+        self._deadline = _Timespec()
 
-    def wait(self, signature: str, when_all_are_here: Callable[[], None] | None = None) -> None:
+    def wait(self, signature: str, on_all_arrived: Callable[[], None] | None = None) -> None:
         """Wait for all local ranks. Raises PeerLost with the missing ranks and the call.
 
-        Unless there are two, the last rank to arrive calls `when_all_are_here`, and the others wait
+        Unless there are two, the last rank to arrive calls `on_all_arrived`, and the others wait
         until it returns.
         """
         if self._closed:
@@ -209,15 +209,15 @@ class HostBarrier:
             return
         if self._others:
             _sem_post(self._arrived)
-            if _sem_trywait(self._early) == 0:
+            if _sem_trywait(self._tokens) == 0:
                 self._take(self._released, signature)
                 return
             for _ in self.memories:
                 self._take(self._arrived, signature)
-        if when_all_are_here is not None:
-            when_all_are_here()
+        if on_all_arrived is not None:
+            on_all_arrived()
         for _ in self._others:
-            _sem_post(self._early)
+            _sem_post(self._tokens)
         for theirs in self._others:
             _sem_post(theirs)
 
@@ -237,8 +237,8 @@ class HostBarrier:
     def _wait_briefly(self, sem: ctypes.c_void_p) -> bool:
         """Wait up to `CHECK_S` for a semaphore; return whether it was posted."""
         until = (time.monotonic() if _BY_MONOTONIC_CLOCK else time.time()) + CHECK_S
-        self._soon.sec, self._soon.nsec = int(until), int(until % 1 * 1e9)
-        soon = ctypes.byref(self._soon)
+        self._deadline.sec, self._deadline.nsec = int(until), int(until % 1 * 1e9)
+        soon = ctypes.byref(self._deadline)
         if _BY_MONOTONIC_CLOCK:
             failed = _libc.sem_clockwait(sem, time.CLOCK_MONOTONIC, soon)
         else:
@@ -252,7 +252,9 @@ class HostBarrier:
         found = []
         for i, memory in enumerate(self.memories):
             stopped = STOPPED if _is_stopped(memory.pid) else ALIVE
-            found.append(replace(memory.status(), life=ENDED if self._has_ended(i) else stopped))
+            found.append(
+                replace(memory.status(), liveness=ENDED if self._has_ended(i) else stopped)
+            )
         return found
 
     def _peer_status(self) -> dict[int, RankStatus]:
@@ -262,7 +264,7 @@ class HostBarrier:
         del found[self.ranks[self.local_rank]]
         return found
 
-    def find_missing(self) -> Missing:
+    def find_missing(self) -> MissingRanks:
         """Return the ranks that keep this rank in the current barrier."""
         peers = self._peer_status()
         absent = [r for r, peer in peers.items() if not _may_enter(peer, self.entered)]
@@ -271,10 +273,10 @@ class HostBarrier:
         behind = [r for r, p in peers.items() if p.entered <= self.entered and p.state != LEFT]
         awaited = [r for r in behind if r not in absent]
         first = min((peers[r].entered for r in awaited), default=0)
-        stopped = [r for r in awaited if peers[r].life == STOPPED]
-        return Missing(
+        stopped = [r for r in awaited if peers[r].liveness == STOPPED]
+        return MissingRanks(
             # A rank that gave up may exit afterwards; its exit is not the cause.
-            ended=[r for r in behind if peers[r].life in LOST and peers[r].state == HERE],
+            ended=[r for r in behind if peers[r].liveness in LOST and peers[r].state == HERE],
             late=stopped or [r for r in awaited if peers[r].entered == first],
             gave_up=[r for r in absent if peers[r].state != LEFT],
             left=[r for r in absent if peers[r].state == LEFT],
@@ -283,7 +285,7 @@ class HostBarrier:
     def how_lost(self, ranks: list[int]) -> str:
         """Return how ranks were lost, in words for an error message."""
         peers = self._peer_status()
-        lives = [peers[rank].life for rank in ranks if rank in peers]
+        lives = [peers[rank].liveness for rank in ranks if rank in peers]
         return "is unreachable" if UNREACHABLE in lives else "has ended"
 
     def give_up(self, signature: str, missing: list[int], why: str) -> PeerLost:
@@ -356,9 +358,9 @@ class LivenessCheck:
         if missing.left and confirmed:
             raise barrier.give_up(self._signature, missing.left, "has left")
         if (missing.gave_up and confirmed) or now - self._begin > barrier.timeout_s:
-            # If peers gave up because of the late ranks, they report the same words.
+            # Peers that gave up because of the late ranks raise the same error for them.
             if missing.late or not missing.gave_up:
-                why = f"did not come within {barrier.timeout_s:g} s"
+                why = f"did not arrive within {barrier.timeout_s:g} s"
                 raise barrier.give_up(self._signature, missing.late, why)
             raise barrier.give_up(self._signature, missing.gave_up, "has given up")
 
@@ -417,7 +419,7 @@ def group_by_host(
                     peer = RankMemory(map_peer(other["pid"], other["fd"], num_bytes), other["pid"])
                     if bytes(peer.staging[:16].tolist()).hex() == other["secret"]:
                         memories[r] = peer
-        mine.set_size(len(memories))
+        mine.put_tokens(len(memories))
         reached = exchange(store, "reached", rank, size, sorted(memories), timeout_s)
     finally:
         os.close(fd)

@@ -192,7 +192,7 @@ def supports(op: str, dtype: torch.dtype) -> bool:
 
 
 HALVES = (torch.float16, torch.bfloat16)
-SUMMED_AS_THEY_ARE = {torch.float32, torch.float64, torch.int32, torch.int64}
+SUMMED_WITHOUT_CAST = {torch.float32, torch.float64, torch.int32, torch.int64}
 """Dtypes that are added up in the dtype itself, by plain addition."""
 _BLOCK_BYTES = 256 << 10  # small enough to stay in a core's cache
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -215,7 +215,7 @@ class Combiner:
         """
         dtype = torch.float32 if buffers[0].dtype in HALVES else buffers[0].dtype
         is_one_block = buffers[0].numel() * dtype.itemsize <= _BLOCK_BYTES
-        is_sum = op == SUM and divisor == 1 and buffers[0].dtype in SUMMED_AS_THEY_ARE
+        is_sum = op == SUM and divisor == 1 and buffers[0].dtype in SUMMED_WITHOUT_CAST
         if is_one_block and is_sum and len(buffers) == 2 and len(into) == 1:
             torch.add(buffers[0], buffers[1], out=into[0])  # the same as below, without slices
             return

@@ -29,7 +29,7 @@ observer: Callable[[WorkQueue, str, int, int, int], None] | None = None
 # The storages that pending operations read or write, one entry per operation. One list for the
 # process, because groups may share a storage. CPython's list.extend and .remove are atomic.
 _in_use: list[int] = []
-_in_use_now: list[int] = []  # the same of `run_now`: addresses in the storages, which cost less
+_in_use_now: list[int] = []  # for `run_now`: addresses of data, cheaper than keys of storages
 
 
 class StorageUse:
@@ -222,7 +222,7 @@ class WorkQueue:
     def run_now(self, address: int, run: Callable[..., None], *arguments: Any) -> bool:
         """Run a collective in the caller's thread; return False if it must be queued instead.
 
-        That is so if others are pending, or if somebody records the collectives. `address` is that
+        It must be queued if others are pending, or if collectives are recorded. `address` is that
         of the tensor's data. Raises what the collective raises.
         """
         if observer is not None or Arrivals.current is not None:
@@ -316,5 +316,5 @@ class WorkQueue:
             self._broken = error
         elif not isinstance(error, (Mismatch, TransportError)):
             # An unexpected error or an interrupt: the peers may be at any point of this operation.
-            self._broken = PeerLost(f"this rank gave up in a collective before: {error!r}")
+            self._broken = PeerLost(f"an earlier collective failed on this rank: {error!r}")
             self._fail()

@@ -63,7 +63,7 @@ def before_it_is_added(hvd: Hvd) -> None:
 
 @case(arms=["hvd-"])
 def removed_sets_leave_nothing(hvd: Hvd) -> None:
-    """As of the real one, which needs a barrier between two rounds."""
+    """The real one leaves nothing either, but hangs in such a loop."""
 
     def held() -> dict[str, int]:
         gc.collect()

@@ -137,7 +137,7 @@ def test_a_thread_of_the_engine_fails(thread: str, victim: int, tmp_path: Path) 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_batch_fails_on_one_rank(victim: int, transport: str, tmp_path: Path) -> None:
     """The others are told the rank and the cause; they waited for it for a day."""
-    env = {"HVDTRAIN_TRANSPORT": transport, "HOROVOD_FUSION_THRESHOLD": "0"}
+    env: Any = {"HVDTRAIN_TRANSPORT": transport, "HOROVOD_FUSION_THRESHOLD": "0"}
     ranks = run_scenario("with_a_batch_that_fails_on_one_rank", tmp_path, victim, **env)
     check_survivors(ranks, victim, LIMIT_S)
     for number, rank in enumerate(ranks):

@@ -122,6 +122,8 @@ def train(
     `signals`: the steps after which some ranks get SIGUSR1, by rank. `commits`: of an elastic run.
     """
     of_task = {k: changes.pop(k) for k in ("own_schedule", "optimizer") if k in changes}
+    if of_task.get("own_schedule"):
+        changes.setdefault("warmup_steps", 0)  # the warm-up is that of the options' schedules
     config = replace(CONFIG, run_dir=str(run_dir), resume=resume, **changes)
     plateau = "plateau" in (of_task.get("own_schedule"), config.schedule)
     decides = config.early_stop or config.keep_best or config.ema or config.callback

@@ -182,7 +182,7 @@ def test_a_clock_that_is_set_back_prolongs_no_wait(monkeypatch: pytest.MonkeyPat
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     waiting.join(20)
-    assert "did not come within 0.5 s" in lost[0]
+    assert "did not arrive within 0.5 s" in lost[0]
     host.close()
 
 

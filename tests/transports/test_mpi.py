@@ -251,8 +251,8 @@ def test_a_rank_that_is_late() -> None:
     with contextlib.closing(Peers("mpi4py", 2)) as pool:
         first, second = pool.run(comes_late)
     what = "all_reduce(float32[2000000], sum)"
-    assert first == [f"{what}: rank 1 did not come within 1 s; rank 0 waited"] * 2
-    why = "for rank 1 did not come within 1 s"
+    assert first == [f"{what}: rank 1 did not arrive within 1 s; rank 0 waited"] * 2
+    why = "for rank 1 did not arrive within 1 s"
     assert second == [f"{what}: rank 0 has given up, {why}; rank 1 waited"] * 2
 
 
@@ -274,7 +274,7 @@ def test_a_script_that_lost_a_rank_ends_the_job() -> None:
     """MPI_Finalize would wait for the rank that hangs."""
     finished = run(["mpirun", "-np", "2", sys.executable, "-c", LOSES], timeout=30)
     assert finished.code != 0
-    assert finished.lines("barrier(): rank 1 did not come within 1 s"), finished.output
+    assert finished.lines("barrier(): rank 1 did not arrive within 1 s"), finished.output
     assert finished.lines("and then")
 
 

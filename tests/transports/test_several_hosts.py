@@ -72,7 +72,7 @@ def test_stopped(two_hosts: Names, scenario: str, victim: int, tmp_path: Path) -
     for answer in answers[:victim] + answers[victim + 1 :]:
         assert answer["text"].startswith("gather(" if "gloo" in scenario else "all_reduce(")
         assert f"rank {victim} (" in answer["text"]
-        assert ") did not come within 3 s; rank " in answer["text"], "others are named, too"
+        assert ") did not arrive within 3 s; rank " in answer["text"], "others are named, too"
 
 
 @pytest.mark.timeout(120 + 25 * ROUNDS)

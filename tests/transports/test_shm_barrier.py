@@ -24,7 +24,7 @@ def barriers(n: int, timeout_s: float) -> list[shm_sync.HostBarrier]:
         mapping = shm_sync.SharedMapping(fd, shm_sync.HEADER_BYTES)
         memories.append(shm_sync.RankMemory(mapping, os.getpid()))
         memories[-1].init()
-        memories[-1].set_size(n)
+        memories[-1].put_tokens(n)
         os.close(fd)
     return [shm_sync.HostBarrier(memories, r, list(range(n)), timeout_s) for r in range(n)]
 
@@ -37,7 +37,7 @@ def test_nobody_passes_before_all_have_arrived(n: int) -> None:
     def enter(rank: int, barrier: shm_sync.HostBarrier) -> None:
         chance = random.Random(rank)
 
-        def when_all_are_here() -> None:
+        def on_all_arrived() -> None:
             assert arrived == [turn] * n
             if chance.random() < 0.1:
                 time.sleep(0.001)
@@ -47,7 +47,7 @@ def test_nobody_passes_before_all_have_arrived(n: int) -> None:
             if chance.random() < 0.05:
                 time.sleep(0.002)  # longer than a rank polls
             arrived[rank] = turn
-            barrier.wait("barrier()", when_all_are_here)
+            barrier.wait("barrier()", on_all_arrived)
             assert min(arrived) >= turn
             if n != 2:
                 assert calls[0] >= turn
@@ -67,7 +67,7 @@ def test_who_is_late_is_named(n: int) -> None:
         with pytest.raises(PeerLost) as raised:
             barrier.wait("barrier()")
         assert f"barrier(): rank {n - 1} (process " in str(raised.value)
-        assert "did not come within 0.5 s" in str(raised.value)
+        assert "did not arrive within 0.5 s" in str(raised.value)
 
     with ThreadPoolExecutor(n) as pool:
         for end in [pool.submit(enter, barrier) for barrier in present]:

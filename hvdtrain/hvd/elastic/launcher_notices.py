@@ -1,8 +1,8 @@
 """Notices of the elastic launcher: hosts that come and go. Used by the notification manager.
 
     hvdrun       <- rank 0 polls "GET /hosts/update" each second: "timestamp,kind", or nothing
-    horovodrun   -> connects to the port that each rank has told it by "PUT /worker_addresses/...",
-                    with one pickled request, signed by HMAC-SHA256 with the key told there
+    horovodrun   -> connects to the port that each rank registers by "PUT /worker_addresses/...",
+                    and sends a pickled request, signed by HMAC-SHA256 with the registered key
 
 Horovod's requests are read by an unpickler that knows only their three classes: nothing of
 Horovod's is imported, which may be hidden by its alias.
@@ -51,9 +51,9 @@ def receive(report: Report) -> None:
     server = _Server(report, os.environ.get("HOROVOD_GLOO_IFACE"))
     threading.Thread(target=server.serve_forever, daemon=True, name="elastic").start()
     worker = f"{os.environ['HOROVOD_HOSTNAME']}:{os.environ['HOROVOD_LOCAL_RANK']}"
-    told = base64.b64encode(pickle.dumps((server.places(), server.key)))
+    registration = base64.b64encode(pickle.dumps((server.places(), server.key)))
     try:
-        elastic_world.request(f"worker_addresses/{worker}", told)
+        elastic_world.request(f"worker_addresses/{worker}", registration)
     except OSError as error:
         _log.warning("elastic: horovodrun sends no notice of hosts to this rank: %s", error)
 

@@ -34,7 +34,7 @@ Send = Callable[[list[int], list[Any], bytes], None]
 _ROOT_CAUSE_WAIT_S = 1.0  # how long to wait for the exit of a rank after a broken connection
 # Operations that need messages only, whatever their size.
 _CONTROL_KINDS = ("barrier", "add_set", "remove_set")
-_SET_IS_GONE = "The process set of this operation has been removed."
+_SET_REMOVED = "The process set of this operation has been removed."
 
 
 @dataclass
@@ -165,7 +165,7 @@ class Coordinator:
         self, rank: int, key: Key, request: Request, payload: bytes, now: float
     ) -> None:
         if key.set_id not in self.sets:
-            self._send([rank], ["error", *key, _SET_IS_GONE], b"")
+            self._send([rank], ["error", *key, _SET_REMOVED], b"")
             return
         negotiation = self.negotiations.get(key)
         if negotiation is None:
@@ -244,7 +244,7 @@ class Coordinator:
         self._executor_is_busy = self._executor_is_busy or busy
         for key in [key for key in self.negotiations if key.set_id == set_id]:
             requests = self.negotiations.pop(key).requests
-            self._send(sorted(requests), ["error", *key, _SET_IS_GONE], b"")
+            self._send(sorted(requests), ["error", *key, _SET_REMOVED], b"")
 
     def _send_ready(self) -> None:
         """Send what is ready, unless a batch is running: what arrives meanwhile is then fused."""
@@ -344,7 +344,7 @@ class Coordinator:
             self._request_zeros(joined, name, state)
 
     def _drop(self, rank: int, name: str, set_id: int) -> None:
-        """Remove a channel once its optimizer is gone on all ranks."""
+        """Record that a rank's optimizer was collected; remove the channel once all ranks' were."""
         members = self.sets.get(set_id)
         if members is None:
             return  # the channel was removed with its process set

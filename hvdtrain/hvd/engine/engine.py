@@ -56,7 +56,7 @@ class Engine:
     """
 
     def __init__(self, world: World, store: Store, settings: Settings, hello: dict[str, Any]):
-        """Connect. Collective. Raises WorldError naming the ranks that did not come."""
+        """Connect. Collective. Raises WorldError naming the ranks that did not arrive."""
         self.world = world
         self.settings = settings
         self.sets: dict[int, list[int]] = {GLOBAL_SET: list(range(world.size))}
@@ -176,9 +176,9 @@ class Engine:
             return list(self.channels.values())
 
     def drop_channel(self, name: str, set_id: int) -> None:
-        """Report that the optimizer of a channel is gone on this rank.
+        """Report that the optimizer of a channel was garbage-collected on this rank.
 
-        The channel is removed once it is gone on all ranks: closing connections earlier would fail
+        The channel is removed once that is so on all ranks: closing connections earlier would fail
         a peer that is still connecting. The garbage collector calls this, in any thread and under
         any lock, so it takes no lock: the control thread sends the report.
         """
@@ -429,7 +429,7 @@ def connect_control(
 
     Returns it, with every rank's `hello` as its `members`, and a store with a prefix of its own. A
     rank that is silent for `limit_s` seconds counts as lost; 0 means no limit. Raises WorldError
-    naming the ranks that did not come.
+    naming the ranks that did not arrive.
     """
     deadline = time.monotonic() + timeout_s
     try:

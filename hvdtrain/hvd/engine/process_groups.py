@@ -47,8 +47,8 @@ _SHUT_DOWN_S = 3.0  # the same once its connections have been shut down
 class ProcessGroups:
     """The process groups of one engine, by name; made on first use, in the same order on all ranks.
 
-    `transport` is for CPU tensors. `failure()` returns why the job is over, or None. An operation
-    takes at most `limit_s` seconds; 0 means 24 hours.
+    `transport` is for CPU tensors. `abort_reason()` returns why the job is over, or None. An
+    operation takes at most `limit_s` seconds; 0 means 24 hours.
     """
 
     def __init__(

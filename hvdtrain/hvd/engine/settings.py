@@ -115,7 +115,7 @@ class Settings:
             for name, item in _VARIABLES.items()
             if name in found
         }
-        ignored = (n for n in IGNORED if n in found and found[n].lower() != _AGREEABLE.get(n))
+        ignored = (n for n in IGNORED if n in found and found[n].lower() != _SILENT_VALUES.get(n))
         return cls(**values, ignored=tuple(ignored))
 
 
@@ -150,8 +150,8 @@ IGNORED = {
     "DDL_OPTIONS": _TORCH,
     "HOROVOD_ENABLE_XLA_OPS": "there is no TensorFlow here",
 }
-# Values that request what happens anyway. horovodrun --gloo always sets the first two.
-_AGREEABLE = {
+# Values without a warning: they request what is done anyway. horovodrun sets the first two.
+_SILENT_VALUES = {
     "HOROVOD_CONTROLLER": "gloo",
     "HOROVOD_CPU_OPERATIONS": "gloo",
     "HOROVOD_AUTOTUNE": "0",
@@ -179,8 +179,8 @@ def announce(settings: Settings, rank: int) -> None:
             _warn(f"{name} has no effect: {IGNORED[name]}")
         if settings.exact_horovod:
             _warn(
-                f"{EXACT}=1: optimizers deviate from Horovod in no bit; so their hidden step moves "
-                "the weights, and wrapping one drops its state; unset it once results are compared"
+                f"{EXACT}=1: results equal Horovod's bit by bit, so broadcast_optimizer_state may "
+                "step and move weights, and DistributedOptimizer drops state; unset it afterwards"
             )
 
 

@@ -66,10 +66,9 @@ _stats: weakref.WeakKeyDictionary[threading.Thread, _SchedStat] = weakref.WeakKe
 
 
 def _held_up_s() -> float:
-    """Return for how long the calling thread could not go on although it wanted to, since it began.
+    """Return the seconds since the calling thread's start for which it was ready but did not run.
 
-    It waits for a core, or for Python's global lock while a thread of the engine runs, or waits for
-    a core itself.
+    It waited for a core, or for the GIL while a thread of the engine ran or waited for a core.
     """
     caller = threading.current_thread()
     total_s = 0.0

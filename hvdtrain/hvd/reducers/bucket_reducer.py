@@ -48,8 +48,8 @@ class _Step:
 
     by_name: bool = False  # gradients are sent by name
     plan_missing: bool = False  # buckets will be used, but there is no plan yet
-    announced: bool = False  # rank 0 knows of it
-    changed: bool = False  # this rank needs another plan
+    announced: bool = False  # the step has been reported to rank 0
+    changed: bool = False  # this rank's parameters changed: it needs a new plan
     next_bucket: int = 0  # the next one to send
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
 import torch
 
 from hvdtrain.transports import shm_sync
@@ -50,12 +51,9 @@ def groups(dist: Dist) -> None:
 @case(shm_only=True)
 def a_timeout_holds_between_hosts(dist: Dist) -> None:
     """Each rank is a host of its own here. Gloo between them must wait as long as `shm` does."""
-    identity = shm_sync.host_identity
-    shm_sync.host_identity = lambda *parts: f"{identity(*parts)} {dist.get_rank()}"  # type: ignore[attr-defined]
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shm_sync, "host_identity", lambda *parts: f"host {dist.get_rank()}")
         group = dist.new_group(timeout=timedelta(seconds=20))
-    finally:
-        shm_sync.host_identity = identity  # type: ignore[attr-defined]
     assert group.transport.hosts == [[r] for r in range(dist.get_world_size())]
     group.set_timeout(timedelta(hours=9))
     assert group.transport.timeout_s == 9 * 3600
