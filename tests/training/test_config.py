@@ -370,7 +370,7 @@ def test_threads_of_a_rank_that_its_launcher_has_bound(
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores[pid] or 0)))
     monkeypatch.setattr(os, "cpu_count", lambda: 128)
-    monkeypatch.setattr("hvdtrain.launcher_watch._first_ancestor_without", first_ancestor_without)
+    monkeypatch.setattr("hvdtrain.launcher_watch.first_ancestor_without", first_ancestor_without)
     monkeypatch.setattr("hvdtrain.world._launch_env", {})
     world = World(0, local_size, 0, local_size, launcher=launcher)
     assert set_threads(None, world, {}) == expected
