@@ -190,7 +190,7 @@ class Mpi(Transport):
         self._compare_calls(signature, 0)
 
     def all_reduce(self, signature: str, t: Tensor, op: str, divisor: int = 1) -> None:
-        num_bytes = t.numel() * t.element_size()
+        num_bytes = t.nbytes
         if num_bytes <= self._payload_bytes:
             views = self._payload_views(num_bytes, t.dtype)
             views[self.rank].copy_(t)
@@ -245,7 +245,7 @@ class Mpi(Transport):
     def reduce_scatter(
         self, signature: str, out: Tensor, t: Tensor, op: str, divisor: int = 1
     ) -> None:
-        num_bytes = t.numel() * t.element_size()
+        num_bytes = t.nbytes
         parts = t.view(self.size, -1)
         if num_bytes <= self._payload_bytes:
             self._compare_calls(signature, num_bytes, as_bytes(t))
@@ -420,8 +420,7 @@ class Mpi(Transport):
                 if t.numel():
                     # By address, not by NumPy: a storage that NumPy has exported can no longer be
                     # resized, and FSDP resizes its storages.
-                    num_bytes = t.numel() * t.element_size()
-                    memory = self._mpi.buffer.fromaddress(t.data_ptr(), num_bytes)
+                    memory = self._mpi.buffer.fromaddress(t.data_ptr(), t.nbytes)
                     request = start([memory, self._mpi.BYTE], r, _DATA)
                     started += _Requests([request], [r], [t])
         return started

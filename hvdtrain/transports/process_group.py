@@ -126,7 +126,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         key = t.dtype, t.shape, SUM if op == _C10D_SUM else op.op
         call = self._small_calls.get(key)
         if call is None:
-            if t.numel() * t.element_size() > self.transport.small_bytes or t.is_complex():
+            if t.nbytes > self.transport.small_bytes or t.is_complex():
                 return False
             if len(self._small_calls) >= _MOST_CALLS:
                 self._small_calls.clear()

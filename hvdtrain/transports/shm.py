@@ -186,7 +186,7 @@ class Shm(Transport):
         self._compare_calls(signature)
 
     def all_reduce(self, signature: str, t: Tensor, op: str, divisor: int = 1) -> None:
-        if len(self.hosts) == 1 and t.numel() * t.element_size() <= self.small_bytes:
+        if len(self.hosts) == 1 and t.nbytes <= self.small_bytes:
             self._all_reduce_small(signature, t, op, divisor)
             return
         calls, shared = self._compare_calls(signature, t)
@@ -195,7 +195,7 @@ class Shm(Transport):
             self._barrier.wait(signature)
             return
         for piece in torch.split(t, STAGING_BYTES // t.element_size()):
-            staged = self._next_staging()[: piece.numel() * t.element_size()]
+            staged = self._next_staging()[: piece.nbytes]
             staged.copy_(as_bytes(piece))
             self._barrier.wait(signature)
             self._reduce_shared(signature, self._all_staged(staged.numel(), t.dtype), op, divisor)
@@ -204,7 +204,7 @@ class Shm(Transport):
 
     def _all_reduce_small(self, signature: str, t: Tensor, op: str, divisor: int) -> None:
         """Reduce a small tensor on the last rank to arrive; with two ranks, on each of them."""
-        num_bytes, dtype = t.numel() * t.element_size(), t.dtype
+        num_bytes, dtype = t.nbytes, t.dtype
         if self._is_pair:
             self._compare_calls(signature, staged=t)
             self._combine(self._small_staged(num_bytes, dtype), op, divisor, [t])
@@ -269,7 +269,7 @@ class Shm(Transport):
         columns = STAGING_BYTES // self.size // t.element_size()
         for begin in range(0, out.numel(), columns):
             piece = t.view(self.size, -1)[:, begin : begin + columns]
-            num_bytes = piece.numel() * t.element_size()
+            num_bytes = piece.nbytes
             self._next_staging()[:num_bytes].view(t.dtype).view(piece.shape).copy_(piece)
             self._barrier.wait(signature)
             staged = self._all_staged(num_bytes, t.dtype)
@@ -451,7 +451,7 @@ class Shm(Transport):
         """
         sequence = self._sequence = self._sequence + 1
         if staged is not None:
-            num_bytes = staged.numel() * staged.element_size()
+            num_bytes = staged.nbytes
             memmove(self._own_addresses[sequence % 2], staged.data_ptr(), num_bytes)
         self._slots.write(sequence, signature, t)
         recorder = Arrivals.current
@@ -513,7 +513,6 @@ class Shm(Transport):
 
     def _map_buffers(self, calls: list[Call], t: Tensor) -> list[Tensor]:
         """Return the same tensor of every rank of this host, as views of their shared memory."""
-        size = t.numel() * t.element_size()
         buffers = []
         for i, call in enumerate(calls):
             if i == self.local_rank:
@@ -529,7 +528,7 @@ class Shm(Transport):
                 raise self._barrier.give_up(
                     signature, [rank], f"has memory that cannot be mapped: {error}"
                 ) from error
-            buffers.append(whole[call.offset : call.offset + size].view(t.dtype))
+            buffers.append(whole[call.offset : call.offset + t.nbytes].view(t.dtype))
         return buffers
 
     # Waiting for Gloo

@@ -29,8 +29,7 @@ def reduce_(flat: Tensor, sizes: list[int], batch: Batch) -> None:
         partner = me ^ distance
         theirs = torch.empty_like(carried)
         # Not send and recv: Gloo aborts all pending ones when a timed wait for one expires.
-        num_bytes = carried.numel() * carried.element_size()
-        split = [num_bytes if rank == partner else 0 for rank in range(batch.size)]
+        split = [carried.nbytes if rank == partner else 0 for rank in range(batch.size)]
         received, sent = theirs.view(torch.uint8), carried.view(torch.uint8)
         batch.wait(batch.group.alltoall_base(received, sent, split, split))
         # Both partners combine the same two vectors in the same order, so they get the same bits.
