@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
+import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +24,7 @@ from hvdtrain.hvd.engine.settings import OWN
 from hvdtrain.training import checkpoint
 from hvdtrain.training.config import TrainConfig, flag
 from tests.forkserver import warm
-from tests.launching import ROOT, Finished, run, started
+from tests.launching import ROOT, Finished, clean_env, run, started
 from tests.runs import run_json
 
 HVDTRAIN = [sys.executable, "-m", "hvdtrain"]
@@ -480,6 +482,19 @@ def test_a_loss_that_is_not_finite(line: Lines) -> None:
     assert "nan" in only
     record = run_json(line.folder / "run")
     assert record["outcome"] == "failed"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["compare", "--help"]])
+def test_a_reader_that_has_ended(arguments: list[str]) -> None:
+    """As in `hvdtrain runs | head`: no traceback, and the code of a program that SIGPIPE ends."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "hvdtrain", *arguments]
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, env=clean_env(), timeout=60
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, ""), done.stderr
 
 
 @pytest.mark.parametrize(

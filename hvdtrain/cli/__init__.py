@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
 from importlib import import_module
 
@@ -117,10 +119,23 @@ def main() -> None:
             # BrokenPipeError.
             with cli.make_context("hvdtrain", sys.argv[1:]) as context:
                 cli.invoke(context)
+                sys.stdout.flush()
         except click.exceptions.Exit as done:
             sys.exit(done.exit_code)
+        except BrokenPipeError:
+            if world.size > 1 or not _reader_has_ended():
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout at exit
+            sys.exit(128 + signal.SIGPIPE)
         except click.ClickException as error:
             raise _as_input_error(error) from None
+
+
+def _reader_has_ended() -> bool:
+    """Return whether stdout is a pipe that nobody reads any more: `hvdtrain runs | head`."""
+    poller = select.poll()
+    poller.register(1, 0)
+    return any(event & select.POLLERR for _, event in poller.poll(0))
 
 
 def _as_input_error(error: click.ClickException) -> InputError:

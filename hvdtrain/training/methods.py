@@ -10,6 +10,7 @@ table of tests/methods/arms.py.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -303,13 +304,24 @@ def check(config: TrainConfig, backend: str) -> None:
     """
     methods = chosen(config)
     for method in reversed(methods):  # the more special ones are below
+        given = as_given(method, config)
         if backend in method.refused:
-            raise InputError(f"{method.option}: {method.refused[backend]}")
+            raise InputError(f"{given}: {method.refused[backend]}")
         for other in methods:
             if why := method.not_with.get(other.name):
                 raise InputError(
-                    f"{method.option} with {other.option}: {why}; leave one of them out"
+                    f"{given} with {as_given(other, config)}: {why}; leave one of them out"
                 )
+
+
+def as_given(method: Method, config: TrainConfig) -> str:
+    """Return the options of a method with the values of `config`, for messages."""
+    words = method.option.split()
+    for at, (flag, example) in enumerate(itertools.pairwise(words), start=1):
+        value = getattr(config, flag.removeprefix("--").replace("-", "_"), None)
+        if not example.startswith("--") and value is not None and type(value)(example) != value:
+            words[at] = f"{value:g}" if isinstance(value, float) else str(value)
+    return " ".join(words)
 
 
 def check_weighted_loss(config: TrainConfig) -> None:
@@ -321,7 +333,7 @@ def check_weighted_loss(config: TrainConfig) -> None:
     for method in chosen(config):
         if why := NOT_WEIGHTED.get(method.name):
             raise InputError(
-                f"{method.option} with a loss that has a weight: {why}",
+                f"{as_given(method, config)} with a loss that has a weight: {why}",
                 on_all_ranks=not config.ps_async,
             )
 

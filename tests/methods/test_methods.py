@@ -80,7 +80,8 @@ def test_it_trains_and_resumes_exactly(ranks: Ranks, name: str, tmp_path: Path) 
 def test_a_refusal_says_why(method: methods.Method, backend: str) -> None:
     with pytest.raises(InputError) as refused:
         methods.check(chosen(method), backend)
-    assert str(refused.value) == f"{method.option}: {method.refused[backend]}"
+    given = methods.as_given(method, chosen(method))
+    assert str(refused.value) == f"{given}: {method.refused[backend]}"
     assert "\n" not in str(refused.value)
 
 
@@ -93,9 +94,18 @@ def test_what_excludes_each_other() -> None:
             backend = next(b for b in ("ddp", *methods.BACKENDS) if b not in refused_by)
             with pytest.raises(InputError) as refused:
                 methods.check(TrainConfig(**both), backend)
-            assert str(refused.value) == (
-                f"{method.option} with {names[other].option}: {why}; leave one of them out"
+            given, second = (
+                methods.as_given(one, TrainConfig(**both)) for one in (method, names[other])
             )
+            assert str(refused.value) == f"{given} with {second}: {why}; leave one of them out"
+
+
+def test_a_refusal_has_the_values_that_were_given() -> None:
+    config = TrainConfig(sync_every=4, clip_norm=2.5)
+    with pytest.raises(InputError, match="^--sync-every 4: backend single is one process"):
+        methods.check(config, "single")
+    with pytest.raises(InputError, match=r"^--sync-every 4 with --clip-norm 2\.5: "):
+        methods.check(config, "ddp")
 
 
 def test_an_option_of_ddp_alone_has_an_effect_or_is_refused() -> None:
