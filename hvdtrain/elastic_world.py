@@ -21,6 +21,7 @@ import os
 import time
 import urllib.error
 import urllib.request
+from enum import IntFlag
 
 from hvdtrain.errors import WorldError, first_line
 
@@ -29,12 +30,22 @@ WORKER = "HVDTRAIN_ELASTIC_WORKER"
 GENERATION = "HVDTRAIN_ELASTIC_GENERATION"
 VARIABLES = (SECRET, WORKER, GENERATION)
 SECRET_HEADER = "X-Hvdtrain-Secret"
-_ADDRESS = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
-_NUMBERS = tuple(
+# The variables with the launcher's address, and with the six numbers of a rank.
+ADDRESS = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+NUMBERS = tuple(
     f"HOROVOD_{name}" for name in "RANK SIZE LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE".split()
 )
 _REQUEST_S = 10.0
 _CHECK_S = 0.25
+
+
+class HostUpdateResult(IntFlag):
+    """The kind of a change of hosts, as Horovod numbers it."""
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = removed | added
 
 
 class RemovedFromJob(Exception):
@@ -55,7 +66,7 @@ class _Asked:
 
 def is_elastic() -> bool:
     """Return whether an elastic launcher has started this process."""
-    return os.environ.get("HOROVOD_ELASTIC") == "1" and all(name in os.environ for name in _ADDRESS)
+    return os.environ.get("HOROVOD_ELASTIC") == "1" and all(name in os.environ for name in ADDRESS)
 
 
 def by_hvdrun() -> bool:
@@ -110,20 +121,20 @@ def enter_next_generation(timeout_s: float) -> None:
             f"the elastic launcher gives no rank to {_Asked.worker}: {first_line(error)}"
         ) from None
     numbers = text.split(",")
-    if len(numbers) < len(_NUMBERS):
+    if len(numbers) < len(NUMBERS):
         raise WorldError(f"the elastic launcher answers {text!r}, which is no rank and size")
     if int(numbers[0]) < 0:
         raise RemovedFromJob(f"{_Asked.worker} is no longer part of the job")
-    env.update(zip(_NUMBERS, numbers, strict=False))
-    if len(numbers) > len(_NUMBERS):
-        env[GENERATION] = numbers[len(_NUMBERS)]
+    env.update(zip(NUMBERS, numbers, strict=False))
+    if len(numbers) > len(NUMBERS):
+        env[GENERATION] = numbers[len(NUMBERS)]
 
 
 def request(path: str, message: bytes = b"", timeout_s: float = _REQUEST_S) -> bytes:
     """Return the launcher's answer to a PUT of `message`, or without one to a GET; b"" for a key
     that does not exist. Raises OSError.
     """
-    address, port = (os.environ[name] for name in _ADDRESS)
+    address, port = (os.environ[name] for name in ADDRESS)
     host = f"[{address}]" if ":" in address else address
     made = urllib.request.Request(
         f"http://{host}:{port}/{path}", message or None, method="PUT" if message else "GET"

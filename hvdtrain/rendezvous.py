@@ -280,11 +280,10 @@ def _over_mpi(world: World, deadline: float) -> Store:
 
 def _over_horovodrun(world: World, deadline: float) -> Store:
     """Publish in the HTTP key-value store that horovodrun serves for its Gloo ranks."""
-    names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
-    missing = [name for name in names if name not in os.environ]
+    missing = [name for name in elastic_world.ADDRESS if name not in os.environ]
     if missing:
         raise LaunchError(f"an incomplete horovodrun environment: {', '.join(missing)} missing")
-    address, port = (os.environ[name] for name in names)
+    address, port = (os.environ[name] for name in elastic_world.ADDRESS)
 
     def put_or_poll(message: bytes) -> bytes:
         why, answered_at = "", time.monotonic()

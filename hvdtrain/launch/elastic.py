@@ -34,7 +34,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from hvdtrain import signals
-from hvdtrain.elastic_world import SECRET, WORKER
+from hvdtrain.elastic_world import ADDRESS, NUMBERS, SECRET, WORKER, HostUpdateResult
 from hvdtrain.errors import HvdtrainError, InputError, WorldError
 from hvdtrain.launch.discovery import Discovery, FailedHosts
 from hvdtrain.launch.elastic_server import ElasticServer, RankRequest
@@ -45,7 +45,6 @@ from hvdtrain.launch.ssh import is_this_host, master_address, travelling
 _POLL_S = 0.5
 _JOIN_S = 10.0  # how long a ready process waits for starting ones, so that they join together
 _LEAVE_S = 30.0  # how long a rank that has lost its place may take to exit
-_ADDED, _REMOVED = 2, 1  # of Horovod's HostUpdateResult
 
 
 @dataclass(frozen=True)
@@ -382,19 +381,13 @@ class ElasticJob:
         # Until it has asked, its rank is a guess, for scripts that print it before `hvd.init`.
         variables = {
             "HOROVOD_ELASTIC": "1",
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self._server.port),
+            **dict(zip(ADDRESS, (address, str(self._server.port)), strict=True)),
             "HOROVOD_HOSTNAME": host.name,
             "HOROVOD_ELASTIC_TIMEOUT": f"{self.options.timeout_s + _LEAVE_S:g}",
             SECRET: self._server.secret,
             WORKER: worker.name,
         }
-        for name, value in zip(
-            ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
-            (rank, rank + 1, slot, max(slot + 1, 1), 0, 1),
-            strict=True,
-        ):
-            variables[f"HOROVOD_{name}"] = str(value)
+        variables |= zip(NUMBERS, map(str, (rank, rank + 1, slot, slot + 1, 0, 1)), strict=True)
         if host.slots > 1 and "OMP_NUM_THREADS" not in job.env:
             variables["OMP_NUM_THREADS"] = "1"  # as under torchrun
         worker.send(json.dumps(variables))
@@ -412,7 +405,7 @@ class ElasticJob:
             self._notified, self._server.update = None, ""
         elif (joining, going) != self._notified and self.generation > 0:
             self._notified = joining, going
-            kind = (_ADDED if joining else 0) | (_REMOVED if going else 0)
+            kind = HostUpdateResult.added * bool(joining) | HostUpdateResult.removed * bool(going)
             self._server.update = f"{time.time()},{kind}"
 
     def _form_generation(self, stay: list[Worker], leave: list[Worker]) -> None:

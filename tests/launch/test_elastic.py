@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.hvd.elastic.host_update import HostUpdateResult
+from hvdtrain.elastic_world import HostUpdateResult
 from hvdtrain.hvd.elastic.launcher_notices import _Unpickler
 from hvdtrain.launch.discovery import Discovery, FailedHosts
 from hvdtrain.launch.elastic_server import ElasticServer, RankRequest

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from hvdtrain import elastic_world
+from hvdtrain.elastic_world import HostUpdateResult
 from hvdtrain.hvd.elastic import launcher_notices
-from hvdtrain.hvd.elastic.host_update import HostUpdateResult
 from hvdtrain.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from hvdtrain.world import detect, hvdrun_restart, launch_env
 

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from hvdtrain import elastic_world
-from hvdtrain.hvd.elastic.host_update import HostUpdateResult
+from hvdtrain.elastic_world import HostUpdateResult
 
 Report = Callable[[float, HostUpdateResult], None]
 
