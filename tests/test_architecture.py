@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1] / "hvdtrain"
 
 # A module may import from its own layer and from those above. Names are modules or packages.
 LAYERS = (
-    "errors files signals trees processes provenance _torch global_batch_norm",
+    "errors files signals trees processes commands provenance _torch global_batch_norm",
     "world",
     "launcher_watch peer_sockets elastic_world",
     "peers addresses",
@@ -39,12 +39,13 @@ LAYERS = (
 )
 
 # Commands that print help, and what they import, must start fast: importing torch takes seconds.
-WITHOUT_TORCH = """errors files signals trees processes provenance world launcher_watch failure
-    peer_sockets backends tasks horovod_build horovod_build.install training.config cli cli.train
-    elastic_world launch.elastic launch.elastic_server launch.elastic_worker launch.discovery
-    launch.host_list launch.ssh launch.launcher launch.supervisor launch.other_launchers cli.launch
-    cli.compare cli.doctor cli.report cli.install_horovod cli.evaluate cli.predict cli.export
-    cli.runs cli.show cli.checkpoints training.run_dir training.background""".split()
+WITHOUT_TORCH = """errors files signals trees processes commands provenance world launcher_watch
+    failure peer_sockets backends tasks horovod_build horovod_build.install training.config cli
+    cli.train elastic_world launch.elastic launch.elastic_server launch.elastic_worker
+    launch.discovery launch.host_list launch.ssh launch.launcher launch.supervisor
+    launch.other_launchers cli.launch cli.compare cli.doctor cli.report cli.install_horovod
+    cli.evaluate cli.predict cli.export cli.runs cli.show cli.checkpoints training.run_dir
+    training.background""".split()
 
 PUBLIC = """Backend BackendOptions Callback HvdtrainError Task TrainConfig Trainer World detect
     open_backend run shard_bounds""".split()

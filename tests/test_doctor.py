@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.commands import CommandResult
 from hvdtrain.compare.run.arms import LAUNCHERS, parse
 from hvdtrain.doctor import arm_checks
 from hvdtrain.doctor.arm_checks import all_arms, check_arms
@@ -27,7 +28,6 @@ from hvdtrain.doctor.checks import CHECKS
 from hvdtrain.doctor.finding import Finding, unmet
 from hvdtrain.doctor.host_checks import _compare, _report
 from hvdtrain.horovod_build import installed_horovod
-from hvdtrain.horovod_build.process import CommandResult
 from tests.forkserver import warm
 from tests.launching import Finished, descendants, run
 

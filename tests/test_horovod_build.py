@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hvdtrain.commands import own_environment, run
 from hvdtrain.doctor import limits
 from hvdtrain.horovod_build import InstalledHorovod, cgroup_limits, installed_horovod
 from hvdtrain.horovod_build.build import BuildProgress
@@ -39,7 +40,6 @@ from hvdtrain.horovod_build.build_plan import (
 )
 from hvdtrain.horovod_build.buildlog import Step, first_errors, hint, step_of
 from hvdtrain.horovod_build.facts import _memory_gib, find_nccl, gather
-from hvdtrain.horovod_build.process import own_environment, run
 from hvdtrain.horovod_build.recipe import build_environment, cmake_files, wheel_command
 
 # Its fixtures of the module are made once.

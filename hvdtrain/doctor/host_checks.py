@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from hvdtrain.commands import CommandResult, last_line, own_environment, run
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.software import COMMIT
-from hvdtrain.horovod_build.process import CommandResult, last_line, own_environment, run
 from hvdtrain.launch.host_list import Host
 from hvdtrain.launch.ssh import Ssh, is_this_host, travelling
 

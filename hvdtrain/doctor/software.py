@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 import hvdtrain
 from hvdtrain import provenance
+from hvdtrain.commands import last_line, own_environment, run
 from hvdtrain.compare.run.arm_pool import ALLOW_ROOT, launch_environment
 from hvdtrain.compare.run.arms import INSTALL_COMMANDS, LAUNCHERS
 from hvdtrain.compare.run.machine import gpus
@@ -18,7 +19,6 @@ from hvdtrain.doctor.finding import Finding
 from hvdtrain.errors import BackendUnavailable, LaunchError, first_line
 from hvdtrain.horovod_build import INSTALL, check, installed_horovod
 from hvdtrain.horovod_build.facts import find_torch
-from hvdtrain.horovod_build.process import last_line, own_environment, run
 from hvdtrain.world import World, detect
 
 _INSTALL = {

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import IO
 
 from hvdtrain import signals
+from hvdtrain.commands import own_environment, started
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.horovod_build import buildlog, recipe
 from hvdtrain.horovod_build.build_plan import BuildPlan, Facts
 from hvdtrain.horovod_build.buildlog import Step
-from hvdtrain.horovod_build.process import own_environment, started
 
 Print = Callable[[str], None]
 Show = Callable[[Step], None]

@@ -7,13 +7,12 @@ host that the job may use now. Imports no torch.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from hvdtrain.commands import run
 from hvdtrain.errors import InputError, first_line
 from hvdtrain.launch.host_list import Host, parse_host_list
 
@@ -51,26 +50,14 @@ class Discovery:
 
         Raises InputError if it fails, or prints anything but hosts.
         """
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", self.script],
-            stdin=subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        try:
-            output, stderr = process.communicate(timeout=_SCRIPT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            raise InputError(f"{self.script} did not end within {_SCRIPT_S:g} s") from None
-        if process.returncode:
-            why = stderr.strip().splitlines()[-1:] or ["it printed no error"]
-            raise InputError(f"{self.script} ended with code {process.returncode}: {why[0]}")
-        lines = [line for line in map(str.strip, output.splitlines()) if line]
+        command = ["/bin/sh", "-c", self.script]
+        done = run(command, env=os.environ, timeout_s=_SCRIPT_S, cwd=os.getcwd())
+        if done.code is None:
+            raise InputError(f"{self.script} did not end within {_SCRIPT_S:g} s")
+        if done.code:
+            why = done.stderr.strip().splitlines()[-1:] or ["it printed no error"]
+            raise InputError(f"{self.script} ended with code {done.code}: {why[0]}")
+        lines = [line for line in map(str.strip, done.stdout.splitlines()) if line]
         hosts = [host for line in dict.fromkeys(lines) for host in self._parse(line)]
         return [Host(*pair) for pair in {host.name: host.slots for host in hosts}.items()]
 

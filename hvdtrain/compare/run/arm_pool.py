@@ -18,6 +18,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from hvdtrain.commands import own_environment
 from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.record import ArmRecord, Record
 from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
@@ -25,7 +26,6 @@ from hvdtrain.compare.run.arms import Arm
 from hvdtrain.compare.run.messages import RankFacts, StepTimes
 from hvdtrain.compare.run.remote_hosts import RemoteHosts
 from hvdtrain.errors import LaunchError
-from hvdtrain.horovod_build.process import own_environment
 from hvdtrain.launch.host_list import parse_host_list
 from hvdtrain.signals import uninterrupted
 

@@ -14,10 +14,10 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from hvdtrain.commands import own_environment
 from hvdtrain.compare.compare_options import METHOD_OPTIONS, CompareOptions
 from hvdtrain.errors import InputError
 from hvdtrain.horovod_build import horovod_problem
-from hvdtrain.horovod_build.process import own_environment
 from hvdtrain.launch.host_list import Host
 from hvdtrain.training import methods
 from hvdtrain.training.config import TrainConfig, flag

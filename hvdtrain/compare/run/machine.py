@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from importlib import metadata
 from pathlib import Path
 
+from hvdtrain.commands import run
 from hvdtrain.compare.record import Machine
 from hvdtrain.compare.run.cpu_load import load_average
 
@@ -26,16 +26,9 @@ def facts() -> Machine:
 
 def gpus() -> list[str]:
     """Return the names of this host's GPUs from NVIDIA's driver; empty without one."""
-    try:
-        found = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return found.stdout.strip().splitlines() if found.returncode == 0 else []
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    found = run(query, env=os.environ, timeout_s=20)
+    return found.stdout.strip().splitlines() if found.code == 0 else []
 
 
 def usable_gpus() -> int:

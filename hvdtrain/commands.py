@@ -1,4 +1,7 @@
-"""Run child processes with time limits. Used by every module here that runs a program."""
+"""Run other programs, with a time limit, and stop them with all that they have started.
+
+Used by `horovod_build`, `launch`, `compare` and `doctor`. Imports no torch.
+"""
 
 from __future__ import annotations
 
