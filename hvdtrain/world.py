@@ -469,12 +469,24 @@ def _consistent(inner: World, outer: World) -> bool:
     if not row.starts_agents:
         return False
     if inner.launcher == "env://":
-        return inner.size > outer.size  # a task that spawns ranks; else a leftover in every task
+        return _sets_ranks(row, inner, outer)
     if row is _SRUN and inner.launcher != "torchrun":
         return True  # mpirun and horovodrun start daemons by `srun`: `outer` is a daemon's
     # Ranks cannot be compared: torchrun numbers its agents in the order of their arrival. With
-    # --nnodes MIN:MAX it goes on without an agent that is lost.
-    return 1 < inner.cross_size <= outer.size
+    # --nnodes MIN:MAX and one agent a host it goes on without an agent that is lost.
+    one_a_host = outer.local_size == 1
+    return inner.cross_size == outer.size or (one_a_host and 1 < inner.cross_size < outer.size)
+
+
+def _sets_ranks(row: Launcher, inner: World, outer: World) -> bool:
+    """Return whether a task of `outer` can have set the RANK and WORLD_SIZE of `inner`: for ranks
+    that it spawns, or to number the tasks host by host. Leftovers are equal in all tasks.
+    """
+    if inner.size > outer.size:
+        each, rest = divmod(inner.size, outer.size)
+        return row is _SRUN or (not rest and inner.rank // each == outer.rank)
+    by_host = outer.cross_rank * outer.local_size + outer.local_rank
+    return (inner.rank, inner.size) == (by_host, outer.size)
 
 
 # Slurm

@@ -484,9 +484,29 @@ def test_a_leftover_rank_in_every_task_of_srun_is_no_world(left: Env) -> None:
         detect({**SRUN, **left, **address})
 
 
-def test_a_task_of_srun_may_spawn_ranks() -> None:
+@pytest.mark.parametrize("outer", ["srun", "openmpi"])
+def test_a_task_may_spawn_ranks(outer: str) -> None:
     spawned = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
-    assert detect({**agent("srun", 1, 2), **spawned}).rank == 5
+    assert detect({**agent(outer, 1, 2), **spawned}).rank == 5
+
+
+def test_a_leftover_of_a_larger_world_below_mpirun_is_no_world() -> None:
+    left = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    with pytest.raises(LaunchError, match="RANK=0, WORLD_SIZE=8.*OMPI_COMM_WORLD_RANK=3"):
+        detect({**OPENMPI, **left})
+
+
+def test_tasks_may_be_numbered_host_by_host() -> None:
+    # srun -m cyclic: tasks 0 and 2 are on host 0, 1 and 3 on host 1; the script numbers by host.
+    cyclic = {**SRUN, "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+    by_host = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    assert detect({**cyclic, **by_host}).rank == 2
+
+
+def test_an_agent_for_each_rank_is_refused() -> None:
+    # srun -N 2 --ntasks-per-node 2 torchrun --nnodes 2: four agents, of which two form a world.
+    with pytest.raises(LaunchError, match="two launchers disagree"):
+        detect({**TORCHRUN, **SRUN})
 
 
 @pytest.mark.parametrize("inner", ["openmpi", "mpich", "horovodrun"])

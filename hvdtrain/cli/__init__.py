@@ -119,7 +119,8 @@ def main() -> None:
             # BrokenPipeError.
             with cli.make_context("hvdtrain", sys.argv[1:]) as context:
                 cli.invoke(context)
-                sys.stdout.flush()
+                if sys.stdout is not None:  # `hvdtrain ... >&-`
+                    sys.stdout.flush()
         except click.exceptions.Exit as done:
             sys.exit(done.exit_code)
         except BrokenPipeError:

@@ -32,7 +32,7 @@ _FIXED_ONLY = ("hosts", "hostfile", "nnodes", "dry_run", "max_restarts", "master
 _AGENTS_ONLY = ("max_restarts", "master_port")
 _NOT_VIA = {
     "torchrun": (),
-    "mpirun": (*_AGENTS_ONLY, "start_timeout", "verbose"),
+    "mpirun": (*_AGENTS_ONLY, "verbose"),
     "horovodrun": _AGENTS_ONLY,
     "srun": (*_AGENTS_ONLY, "start_timeout", "verbose", "ssh_port", "ssh_identity_file"),
 }
@@ -236,10 +236,12 @@ def command(
 
 
 def _refuse(context: click.Context, names: tuple[str, ...], why: str) -> None:
-    """Raise InputError if one of the options is given."""
+    """Raise InputError if one of the options is given, with another value than its default."""
     for option in context.command.params:
-        source = context.get_parameter_source(option.name or "")
-        if option.name in names and source is not ParameterSource.DEFAULT:
+        name = option.name or ""
+        if name not in names or context.get_parameter_source(name) is ParameterSource.DEFAULT:
+            continue
+        if context.params[name] != option.get_default(context):
             raise InputError(f"{option.opts[0]} {why}; leave it out")
 
 

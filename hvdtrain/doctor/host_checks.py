@@ -67,7 +67,8 @@ def _compare(versions: Mapping[str, Mapping[str, str]]) -> Finding:
         first, other = versions[hosts[0]], versions[host]
         for package in sorted({*first, *other}):
             here, there = first.get(package, "none"), other.get(package, "none")
-            if here != there:
+            is_unknown = package == COMMIT and "none" in (here, there)  # no checkout there
+            if here != there and not is_unknown:
                 text = f"{package} is {here} on {hosts[0]} and {there} on {host}"
                 line = f"{sys.executable} -m pip install {package}=={here}"
                 fix = f"ssh {host} {line}" if package != COMMIT else ""

@@ -359,9 +359,9 @@ class ElasticJob:
         job, is_local = self.job, is_this_host(host.name)
         try:
             address = "127.0.0.1" if is_local else master_address(["localhost", host.name])
-        except InputError as error:  # a pod can be listed before its name is known
+        except InputError:  # a pod can be listed before its name is known
             rest_s = self._failed_hosts.add(host.name)
-            _say(f"{error}; {host.name} gets no new ranks for {rest_s:.0f} s")
+            _say(f"{host.name} does not resolve yet; it gets no new ranks for {rest_s:.0f} s")
             return False
         line = [sys.executable, "-m", "hvdtrain.launch.elastic_worker", *job.command]
         if not is_local:

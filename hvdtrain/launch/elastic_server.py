@@ -39,7 +39,7 @@ class RankRequest:
 
 
 class ElasticServer(ThreadingHTTPServer):
-    """Serves on all interfaces at a free port until `stop`. Its threads call `ask(question)`."""
+    """Serves on all interfaces at a free port until `stop`. Its threads call `ask(request)`."""
 
     address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     daemon_threads = True
@@ -82,14 +82,14 @@ class _Handler(BaseHTTPRequestHandler):
     server: ElasticServer
 
     def do_GET(self) -> None:
-        """Answer a question, or return a value."""
+        """Answer a request for a rank, or return a value."""
         server, path = self.server, self.path.strip("/")
         if not self._is_allowed():
             self._reply(403)
         elif path.startswith("rank_and_size/"):
-            question = RankRequest(path.partition("/")[2])
-            server.ask(question)
-            self._reply(200, question.wait().encode())
+            request = RankRequest(path.partition("/")[2])
+            server.ask(request)
+            self._reply(200, request.wait().encode())
         elif path == "hosts/update":
             self._reply(200, server.update.encode())
         elif self._is_over(path):

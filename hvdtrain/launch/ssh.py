@@ -107,13 +107,24 @@ def master_address(names: Sequence[str]) -> str:
     if len(names) == 1 or not others:
         return "127.0.0.1"
     if names[0] in others:
-        return (_resolve(names[0]) or [names[0]])[0]
-    for address in (address for name in others for address in _resolve(name)):
+        found = _resolve(names[0]) or [names[0]]
+        if usable := [address for address in found if not _is_loopback(address)]:
+            return usable[0]
+        others.remove(names[0])  # this host by another name: `user@host`, or an alias
+        if not others:
+            return "127.0.0.1"
+    # Loopback last: another name of this host may be among them.
+    addresses = [address for name in others for address in _resolve(name)]
+    for address in sorted(addresses, key=_is_loopback):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # sends nothing: the kernel chooses the source address
             return str(probe.getsockname()[0])
     raise InputError(f"no route from {names[0]} to {', '.join(others)}; is the name right?")
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def _resolve(name: str) -> list[str]:

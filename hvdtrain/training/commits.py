@@ -62,7 +62,7 @@ class Commits:
         """The commit, in the form of a checkpoint; empty before the first one."""
         self.own = CommitInfo()
         self.agreed = CommitInfo()
-        """The newest memory of the ranks of this world, as it was when the world began."""
+        """The newest CommitInfo of the ranks of this world, as it was when the world began."""
         self.root: int | None = None
         """The lowest rank with the newest commit; None if there is no commit."""
 

@@ -304,14 +304,12 @@ def check(config: TrainConfig, backend: str) -> None:
     """
     methods = chosen(config)
     for method in reversed(methods):  # the more special ones are below
-        given = as_given(method, config)
         if backend in method.refused:
-            raise InputError(f"{given}: {method.refused[backend]}")
+            raise InputError(f"{as_given(method, config)}: {method.refused[backend]}")
         for other in methods:
             if why := method.not_with.get(other.name):
-                raise InputError(
-                    f"{given} with {as_given(other, config)}: {why}; leave one of them out"
-                )
+                given = f"{as_given(method, config)} with {as_given(other, config)}"
+                raise InputError(f"{given}: {why}; leave one of them out")
 
 
 def as_given(method: Method, config: TrainConfig) -> str:
@@ -319,7 +317,7 @@ def as_given(method: Method, config: TrainConfig) -> str:
     words = method.option.split()
     for at, (flag, example) in enumerate(itertools.pairwise(words), start=1):
         value = getattr(config, flag.removeprefix("--").replace("-", "_"), None)
-        if not example.startswith("--") and value is not None and type(value)(example) != value:
+        if not example.startswith("--") and value is not None:
             words[at] = f"{value:g}" if isinstance(value, float) else str(value)
     return " ".join(words)
 

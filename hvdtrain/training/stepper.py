@@ -97,7 +97,7 @@ class Stepper:
 
     @property
     def is_weight_0(self) -> bool:
-        """Whether the micro-batch at work has a loss of weight 0: its gradient counts nothing."""
+        """Whether the gradients of the present micro-batch become zeros, as its weight is 0."""
         return self._weighted is not None and self._weighted.is_weight_0
 
     def factor_of(self, micro_batch: int) -> float:
@@ -163,8 +163,12 @@ class Stepper:
     def _begin_weighted(self, num_micro_batches: int) -> WeightedLosses:
         """Begin a step whose losses have weights. Raises InputError if a method excludes them."""
         methods.check_weighted_loss(self._config)
+        # The layers of torch, Horovod and the backends all have this name.
+        sync_bn = self._backend.world.size > 1 and any(
+            type(layer).__name__ == "SyncBatchNorm" for layer in self._model.modules()
+        )
         self._weighted = WeightedLosses(
-            self._backend, self._model.parameters(), num_micro_batches, self._config.sync_bn
+            self._backend, self._model.parameters(), num_micro_batches, sync_bn
         )
         return self._weighted
 

@@ -17,7 +17,8 @@ it has left the gradients before they are sent.
 
 A micro-batch of weight 0 has a gradient of zeros, whatever backward computes: a loss that divides
 by its weight has 0 / 0 there, and NaN times 0 is NaN. Tensor hooks replace it, which run before
-engines accumulate and send it.
+engines accumulate and send it. With SyncBatchNorm its gradient is not zero: its samples are part of
+the statistics of all ranks. There a loss of weight 0 must be finite.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from hvdtrain.training.gradient_values import is_finite
 
 class WeightedLosses:
     """The losses of one step on one rank. `num`: how many `scale` is called with. `sync_bn`:
-    whether the ranks exchange gradients within their backward passes, too.
+    whether the model has SyncBatchNorm layers, whose backward pass exchanges gradients.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class WeightedLosses:
 
     @property
     def is_weight_0(self) -> bool:
-        """Whether the micro-batch that `scale` was last called with has the weight 0."""
+        """Whether the gradients of the micro-batch that `scale` was last called with become zeros:
+        its weight is 0, and there is no SyncBatchNorm.
+        """
         return bool(self._zeroing)
 
     def factor_of(self, micro_batch: int) -> float:
@@ -77,8 +80,11 @@ class WeightedLosses:
         self._weights += weight
         if weight == 0:
             # The mean over no token is often NaN. It counts nothing, and its gradient is zero.
+            if self._sync_bn:
+                self._check_finite(loss)
+            else:
+                self._zeroing = [p.register_hook(torch.zeros_like) for p in self._parameters]  # type: ignore[no-untyped-call]
             loss = loss.nan_to_num(0.0, 0.0, 0.0)
-            self._zeroing = [p.register_hook(self._zero) for p in self._parameters]  # type: ignore[no-untyped-call]
         part = loss.detach().double() * weight
         self._total = part if self._total is None else self._total + part
         if self._left:
@@ -110,18 +116,15 @@ class WeightedLosses:
             )
         return mean
 
-    def _zero(self, grad: Tensor) -> Tensor:
-        """Return zeros in place of a gradient of weight 0. With `sync_bn`, raise InputError if it
-        is not finite.
-        """
+    def _check_finite(self, loss: Tensor) -> None:
+        """Raise InputError if a loss of weight 0 is not finite, before its gradient is sent."""
         # If the weights are not finite either, the run has diverged, which is reported as that.
-        if self._sync_bn and not is_finite(grad) and all(map(is_finite, self._parameters)):
+        if not is_finite(loss) and all(map(is_finite, self._parameters)):
             raise InputError(
-                "the gradient of a loss of weight 0 is not finite, and --sync-bn sends it to all "
-                "ranks within the backward pass; divide by the weight in loss as "
+                "a loss of weight 0 is not finite, and SyncBatchNorm would send its gradient to "
+                "all ranks within the backward pass; divide by the weight in loss as "
                 "total / weight.clamp(min=1)"
             )
-        return torch.zeros_like(grad)
 
     def _end_zeroing(self) -> None:
         for handle in self._zeroing:

@@ -29,7 +29,7 @@ INTERVAL_S = 0.2
 _SILENT_S = 2.0  # a leader whose last heartbeat is older than this is not running
 _ROW = struct.Struct("<qqqq")  # barriers entered, state, liveness, time written: time.monotonic_ns
 HERE, GAVE_UP, LEFT = range(3)  # states: written by the rank itself
-ALIVE, ENDED, STOPPED, UNREACHABLE = range(4)  # lives: observed from outside
+ALIVE, ENDED, STOPPED, UNREACHABLE = range(4)  # liveness: observed from outside
 LOST = (ENDED, UNREACHABLE)  # what counts as lost
 
 

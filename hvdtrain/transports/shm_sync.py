@@ -285,8 +285,8 @@ class HostBarrier:
     def how_lost(self, ranks: list[int]) -> str:
         """Return how ranks were lost, in words for an error message."""
         peers = self._peer_status()
-        lives = [peers[rank].liveness for rank in ranks if rank in peers]
-        return "is unreachable" if UNREACHABLE in lives else "has ended"
+        liveness = [peers[rank].liveness for rank in ranks if rank in peers]
+        return "is unreachable" if UNREACHABLE in liveness else "has ended"
 
     def give_up(self, signature: str, missing: list[int], why: str) -> PeerLost:
         """Mark this rank as having given up, for waiting peers; return the error to raise."""

@@ -10,10 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hvdtrain.errors import InputError
-from hvdtrain.launch import launcher
+from hvdtrain.launch import launcher, ssh
 from hvdtrain.launch.host_list import (
     Host,
     choose_slots,
@@ -169,6 +170,18 @@ def test_another_user_and_an_alias_of_ssh_are_not_this_host(tmp_path: Path) -> N
         assert line[0] == "ssh", line
     here, too = dry_run("-H", "localhost,127.0.0.1", "true")
     assert here[0] == too[0] == sys.executable
+
+
+def test_other_hosts_get_no_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`me@here` and an alias may be this host, whose name is loopback on Debian."""
+    every = [a for each in psutil.net_if_addrs().values() for a in each]
+    own = next(a.address for a in every if a.family == socket.AF_INET and a.address[:4] != "127.")
+    addresses = {"me@here": ["127.0.1.1"], "alias": ["::1"], "far": [own]}
+    monkeypatch.setattr(ssh, "_resolve", addresses.__getitem__)
+    monkeypatch.setattr(ssh, "is_this_host", lambda name: name == "here")
+    for names in (["me@here", "far"], ["here", "me@here", "far"], ["alias", "me@here", "far"]):
+        assert ssh.master_address(names) == own
+    assert ssh.master_address(["me@here", "here"]) == "127.0.0.1"
 
 
 @pytest.mark.parametrize("hosts", ["a.invalid:4", "a.invalid:2,b.invalid:2"])

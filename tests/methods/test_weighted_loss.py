@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import derive_seed
 from hvdtrain.training.evaluation import Evaluation, WeightedMean
 from hvdtrain.training.task import CheckedTask
+from hvdtrain.training.weighted_loss import WeightedLosses
 from tests.forkserver import warm
 from tests.launching import ROOT, run
 from tests.methods import arms
@@ -243,6 +245,31 @@ def test_a_weight_in_some_calls_of_one_rank_ends_the_job(tmp_path: Path) -> None
     assert done.code != 0
     (line,) = done.lines("error: ")
     assert "Mine.loss must return a weight with every loss, or with none; it returned" in line
+
+
+def differences_from_one_process(backend: Backend) -> list[float]:
+    """Return the largest difference of each gradient of a model with SyncBatchNorm from that of one
+    process with all samples. The loss of rank 1 has weight 0; its samples are in the statistics.
+    """
+    torch.manual_seed(0)
+    layers = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+    alone, inputs = nn.Sequential(*layers).double(), torch.randn(8, 3, dtype=torch.float64)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(alone))  # type: ignore[no-untyped-call]
+    alone(inputs)[:4].square().mean().backward()
+    net, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rank, losses = backend.world.rank, WeightedLosses(backend, model.parameters(), 1, True)
+    with backend.accumulate(net, last=True):
+        loss = net(inputs[4 * rank : 4 * rank + 4]).square().mean()
+        losses.scale(loss, 4.0 * (rank == 0)).backward()  # type: ignore[no-untyped-call]
+    backend.finish_backward(optimizer)
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return [float((p.grad - q.grad).abs().max()) for p, q in pairs]
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2), ("compat-torchrun", 2)], indirect=True)
+def test_samples_of_weight_0_count_in_synchronized_statistics(ranks: Ranks) -> None:
+    for differences in ranks.run(differences_from_one_process):
+        assert max(differences) < 1e-12, differences
 
 
 class NothingOnRank1(Regression):

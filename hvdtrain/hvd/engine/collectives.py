@@ -103,10 +103,13 @@ def deliver(operation: Operation, results: list[Tensor]) -> list[Tensor]:
     if operation.outputs is None:
         # A view of a shared buffer would keep the whole buffer alive.
         return results if len(results) == 1 and _whole(results[0]) else [t.clone() for t in results]
-    for out, t in zip(operation.outputs, results, strict=True):
-        # An inference tensor can be written in inference mode only; leaving it turns gradients on.
-        with torch.inference_mode(out.is_inference()), torch.no_grad():
-            out.copy_(t.view(out.shape))
+    with torch.no_grad():
+        for out, t in zip(operation.outputs, results, strict=True):
+            if out.is_inference():  # such a tensor can be written in inference mode only
+                with torch.inference_mode():
+                    out.copy_(t.view(out.shape))
+            else:
+                out.copy_(t.view(out.shape))
     return operation.outputs
 
 

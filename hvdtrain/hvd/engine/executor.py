@@ -89,9 +89,10 @@ class Executor:
             _fail(operations, HorovodInternalError(engine.wait_for_failure(str(error))))
         except Exception as error:
             _fail(operations, HorovodInternalError(str(error) or repr(error)))
-            if not is_refusal(error):
+            if not is_refusal(error) and len(members) > 1:
                 # For example out of memory: the peers wait for this rank in the collective.
-                which = f"{kind} of {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+                listed = ", ".join(names[:3]) or "zeros, for a rank that has joined,"
+                which = f"{kind} of {listed}{', ...' * (len(names) > 3)}"
                 self._failure = f"{which} failed: {first_line(error)}"
                 engine.report_broken(self._failure)
         for name in names:
