@@ -504,9 +504,11 @@ def test_tasks_may_be_numbered_host_by_host() -> None:
 
 
 def test_an_agent_for_each_rank_is_refused() -> None:
-    # srun -N 2 --ntasks-per-node 2 torchrun --nnodes 2: four agents, of which two form a world.
+    # srun -N 2 --ntasks-per-node 2 torchrun --nnodes 2 --nproc-per-node 4: four agents, of which
+    # two form a world.
+    eight = {**TORCHRUN, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
     with pytest.raises(LaunchError, match="two launchers disagree"):
-        detect({**TORCHRUN, **SRUN})
+        detect({**eight, **SRUN})
 
 
 @pytest.mark.parametrize("inner", ["openmpi", "mpich", "horovodrun"])

@@ -344,7 +344,7 @@ WRONG = {
     "--arms ddp/gloo+sync-every=often": "'often' in +sync-every=often is not a number",
     "--arms ddp/gloo+compression=zip": "--compression 'zip' is not one of: none, fp16",
     "--arms horovod/mpi+compression=bf16": "arm horovod/mpi+compression=bf16: --compression",
-    "--arms ddp/shm+sync-bn+sync-every=4": "arm ddp/shm+sync-bn+sync-every=4: --sync-every 8 with",
+    "--arms ddp/shm+sync-bn+sync-every=4": "arm ddp/shm+sync-bn+sync-every=4: --sync-every 4 with",
     "--arms ddp/shm+sync-every=8 --steps 5": "a block needs one average of --sync-every 8 at least",
     "--arms horovod/mpi --compression powersgd": "PowerSGD is a communication hook of DDP",
     "--arms ddp/shm,ddp": "ddp/shm is given twice",

@@ -319,7 +319,8 @@ def test_where_it_cannot_be_exact(
     method = next(method for method in methods.METHODS if method.name == name)
     for rank in ranks.run(train, Tokens(16), tmp_path / "run", **changes):
         why = methods.NOT_WEIGHTED[name]
-        assert rank["error"] == f"{method.option} with a loss that has a weight: {why}"
+        given = methods.as_given(method, TrainConfig(**changes))
+        assert rank["error"] == f"{given} with a loss that has a weight: {why}"
 
 
 def test_every_refusal_is_of_a_method() -> None:
