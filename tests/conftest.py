@@ -190,7 +190,7 @@ def _nothing_stays_behind(pytestconfig: pytest.Config) -> Iterator[None]:
     with no_shared_memory_left() if "CI" in os.environ else contextlib.nullcontext():
         yield
         forkserver.stop()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while (alive := descendants(os.getpid())) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not alive, f"processes stayed behind: {alive}"

@@ -709,7 +709,7 @@ def test_an_interrupted_build_leaves_nothing_behind(
         wait_for(lambda: pid_file.exists() and pid_file.read_text() != "")
         builder = int(pid_file.read_text())
         child.send_signal(number)
-        output, _ = child.communicate(timeout=30)
+        output, _ = child.communicate(timeout=60)
     assert child.returncode == code, output
     assert f"stopped; Horovod here is as it was before; log: {log}" in output
     assert not is_running(builder)

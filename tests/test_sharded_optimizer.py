@@ -462,7 +462,7 @@ def test_a_lost_rank_leaves_no_state_to_save() -> None:
         """In the middle of the step, when the other rank is there as well."""
 
         def __iter__(self) -> Iterator[float]:
-            assert is_in_step.wait(20)
+            assert is_in_step.wait(60)
             raise KeyboardInterrupt
 
     def rank(group: Group) -> Any:

@@ -48,7 +48,7 @@ def compare(hosts: Hosts, folder: Path, at: str, arms: str) -> tuple[int, str, d
     line = hosts.on(at, "taskset", "-c", core_of(at), *command) if at else hosts.on_login(*command)
     done = run(line, env={"TMPDIR": str(own)}, timeout=170)
     record = json.loads((folder / "found" / "compare.json").read_text())
-    hosts.wait_until_gone(10)
+    hosts.wait_until_gone()
     shutil.rmtree(own)
     return done.code, done.output, record
 
@@ -85,7 +85,7 @@ def test_nothing_outlives_a_killed_comparison(hosts: Hosts, tmp_path: Path) -> N
     with started(hosts.on_login(*command)) as (process, log):
         wait_for(log, "block 2", seconds=150)  # all arms but one are stopped
         process.kill()
-    hosts.wait_until_gone(20)
+    hosts.wait_until_gone()
 
 
 NOISY_SSH = """#!/bin/sh

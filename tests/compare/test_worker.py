@@ -219,7 +219,7 @@ def test_who_ended_first_is_what_the_launcher_says(
     try:
         made.meet(40)
         made.begin("window")
-        made.process.wait(40)
+        made.process.wait(60)
         with pytest.raises(ArmFailed, match=f"^rank 1 ended, with {said}, during 'window': "):
             made.finish(20)
     finally:
@@ -241,7 +241,7 @@ def test_the_kernel_ends_a_launcher_with_the_comparison(
 
     monkeypatch.setattr("ctypes.CDLL", load)
     made = ArmProcess(line, 1, os.environ, tmp_path / "at", tmp_path / "log", has_launcher)
-    made.process.wait(20)
+    made.process.wait(60)
     made.end()
     assert int((tmp_path / "log").read_text()) == number
 
@@ -262,7 +262,7 @@ def test_what_removes_a_launchers_semaphores_is_let(tmp_path: Path) -> None:
     """horovodrun makes some; its resource tracker removes them, at times only after its end."""
     at, log = tmp_path / "socket", tmp_path / "log"
     made = ArmProcess([sys.executable, "-c", SLOW_TRACKER], 1, os.environ, at, log)
-    made.process.wait(20)
+    made.process.wait(60)
     tracker, *names = log.read_text().split()
     semaphores = [Path("/dev/shm", f"sem.{name.removeprefix('/')}") for name in names]
     assert all(path.exists() for path in semaphores)

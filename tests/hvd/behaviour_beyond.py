@@ -312,7 +312,7 @@ def backward_in_different_orders(hvd: Hvd) -> None:
             thread.start()
             time.sleep(0.01)
         for i, thread in enumerate(backwards):
-            thread.join(10)
+            thread.join(60)
             same(xs[i].grad, torch.full((i + 2,), (i + 1.0) * hvd.size()))
 
 

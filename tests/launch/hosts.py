@@ -105,8 +105,8 @@ class Hosts:
         (pid,) = [pid for pid, line in self.processes(name).items() if text in line]
         return pid
 
-    def wait_until_gone(self, seconds: float) -> None:
-        """Fail unless all processes on all hosts end in time, and sshd's sessions with them."""
+    def wait_until_gone(self, seconds: float = 60) -> None:
+        """Fail unless all processes on all hosts end, and sshd's sessions with them."""
         deadline = time.monotonic() + seconds
         while left := [p for name in self.sshd for p in self.processes(name).items() if p[1]]:
             assert time.monotonic() < deadline, left

@@ -182,7 +182,7 @@ def test_hosts_come_and_go(tmp_path: Path) -> None:
         job.wait("rank 0 on a leaves; world 3 -> 2 ranks")
         assert job.finish() == 0, job.news
         check_training(job)
-        hosts.wait_until_gone(5)
+        hosts.wait_until_gone()
 
 
 @pytest.mark.exhaustive
@@ -300,9 +300,9 @@ def test_the_end_of_the_launcher(tmp_path: Path, number: signal.Signals) -> None
     with started(line) as (process, log):
         wait_for(log, "hello", times=2)
         process.send_signal(number)
-        code = process.wait(30)
+        code = process.wait(60)
         assert code == (-9 if number == signal.SIGKILL else 128 + number), log.read_text()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while left := members(process.marker):
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
@@ -332,7 +332,7 @@ def test_the_last_good_answer_stands(tmp_path: Path) -> None:
     polled = discovery(f"echo run >> {runs}; cat {text}", failures, found)
 
     def wait_until(is_true: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not is_true():
             assert time.monotonic() < deadline, (failures, found)
             time.sleep(0.02)
@@ -382,7 +382,7 @@ def test_the_server_wants_the_secret_and_forgets_old_generations() -> None:
         request = urllib.request.Request(url, data, {"X-Hvdtrain-Secret": secret})
         request.method = "PUT" if data else "GET"
         try:
-            with urllib.request.urlopen(request, timeout=10) as reply:
+            with urllib.request.urlopen(request, timeout=60) as reply:
                 return int(reply.status)
         except urllib.error.HTTPError as error:
             return error.code

@@ -67,7 +67,7 @@ def blocked(backend: Backend, folder: Path) -> dict[str, Any]:
             if backend.world.rank == 0 and step == 4:
                 (folder / "rank 0 goes on").touch()
             if last and step == 2:
-                deadline = time.monotonic() + 20
+                deadline = time.monotonic() + 60
                 while not (folder / "rank 0 goes on").exists() and time.monotonic() < deadline:
                     time.sleep(0.01)
                 in_time.append(time.monotonic() < deadline)

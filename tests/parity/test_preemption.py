@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hvdtrain.training import checkpoint
+from hvdtrain import TrainConfig, signals
+from hvdtrain.training import checkpoint, preemption
 from tests.conftest import TWO_RANKS
 from tests.parity.resume import train
 from tests.ranks import Ranks, single
@@ -71,6 +73,21 @@ def test_one_process(tmp_path: Path, step: int) -> None:
     second = train(single(), tmp_path / "parts", resume="must", checkpoint_every=0)
     assert second["digest"] == whole["digest"]
     assert first["seen"] + second["seen"] == whole["seen"]
+
+
+def test_a_signal_that_is_repeated_at_once_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher passes on what the rank has received directly, too. One after that is another."""
+    now, found = 100.0, list[int]()
+    monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: now))
+    with signals.handled(lambda number, frame: found.append(number), signal.SIGUSR1):
+        with preemption.Preemption(single(), TrainConfig(checkpoint_signals="USR1")):
+            signal.raise_signal(signal.SIGUSR1)
+            now = 101.9
+            signal.raise_signal(signal.SIGUSR1)
+            assert not found
+            now = 102.1
+            signal.raise_signal(signal.SIGUSR1)
+    assert found == [signal.SIGUSR1]
 
 
 def test_signals_may_be_left_to_the_program(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_hosts_are_watched_with_many_files_open(monkeypatch: pytest.MonkeyPatch)
 
             with ThreadPoolExecutor(2) as both:
                 watches = list(both.map(watch, range(2)))
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while tables[0].read(1)[0].entered != 8 and time.monotonic() < deadline:
                 time.sleep(0.02)
             assert tables[0].read(1)[0] == RankStatus(8, HERE)
@@ -144,7 +144,7 @@ def test_strangers_keep_no_hosts_from_meeting(messages: list[bytes]) -> None:
     store = HashStore()
     begin = time.monotonic()
     with ThreadPoolExecutor(2) as both, ExitStack() as stack:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         first = both.submit(peers._connect, store, 0, [], {1}, ["127.0.0.1"], deadline)
         store.wait(["listening/0"])
         (((_, port),), _) = json.loads(store.get("listening/0"))
@@ -181,7 +181,7 @@ def test_a_clock_that_is_set_back_prolongs_no_wait(monkeypatch: pytest.MonkeyPat
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
-    waiting.join(20)
+    waiting.join(60)
     assert "did not arrive within 0.5 s" in lost[0]
     host.close()
 
