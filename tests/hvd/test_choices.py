@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -75,7 +76,9 @@ def remove_sets_while_channels_come(hvd: Any) -> int:
     adding = threading.Thread(target=add)
     adding.start()
     try:
-        for _ in range(8):
+        for added in range(0, 160, 20):
+            while len(names) < added + 20 and adding.is_alive():
+                time.sleep(0.001)
             hvd.remove_process_set(hvd.add_process_set([0]))
     finally:
         stop.set()

@@ -120,7 +120,6 @@ def test_a_failing_rank_is_named_with_its_traceback() -> None:
             raise KeyError("gone")
         hvd.allreduce(torch.ones(1), name="never")
 
-    begin = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         run(fail, num_proc=2)
     lines = str(caught.value).splitlines()
@@ -128,7 +127,6 @@ def test_a_failing_rank_is_named_with_its_traceback() -> None:
     assert lines[1] == "Traceback (most recent call last):"
     assert lines[2].endswith("in fail")
     assert lines[-1] == "KeyError: 'gone'"
-    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def an_allreduce(timeline: Timeline, name: str) -> None:
 
 def test_the_events_are_horovods(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
+    before = time.time_ns() // 1000
     timeline = Timeline(str(path), mark_cycles=True)
     timeline.cycle()
     an_allreduce(timeline, 'allreduce."a\n"')
@@ -71,7 +72,8 @@ def test_the_events_are_horovods(tmp_path: Path) -> None:
     times = [e["ts"] for e in events(path) if e["ph"] != "M"]
     assert times == sorted(times)
     assert times[0] >= 0
-    assert abs(events(path)[0]["args"]["start_time_since_epoch_in_micros"] / 1e6 - time.time()) < 60
+    begun = events(path)[0]["args"]["start_time_since_epoch_in_micros"]
+    assert before <= begun <= time.time_ns() // 1000
 
 
 def test_each_tensor_is_one_process_of_the_trace(tmp_path: Path) -> None:
@@ -117,26 +119,26 @@ def test_the_file_parses_after_every_event(tmp_path: Path) -> None:
 def test_many_threads_write_and_another_reads(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     timeline = Timeline(str(path))
+    num_reads, written = 0, dict.fromkeys("abc", 0)
 
     def work(name: str) -> None:
-        for _ in range(150):
+        while written[name] < 150 or num_reads < 20:
             an_allreduce(timeline, name)
+            written[name] += 1
             time.sleep(0.001)
 
     threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
     for thread in threads:
         thread.start()
-    num_reads = 0
     while any(thread.is_alive() for thread in threads):
         parsed_at_once_or_again(path)
         num_reads += 1
     for thread in threads:
         thread.join()
     timeline.close()
-    assert num_reads > 10
     found = by_tensor(path)
     for name in "abc":
-        assert len(found[name]) == 150 * 8
+        assert len(found[name]) == written[name] * 8
         depth = 0
         for event in found[name]:
             depth += {"B": 1, "E": -1}.get(event["ph"], 0)
@@ -173,7 +175,8 @@ def test_the_file_parses_after_kill_9(tmp_path: Path) -> None:
             assert process.stdout is not None
             process.stdout.readline()
             deadline = time.monotonic() + 60  # 64 KB of it are blanks at first
-            while path.stat().st_size < 100_000 and time.monotonic() < deadline:
+            while path.stat().st_size < 100_000:
+                assert time.monotonic() < deadline
                 time.sleep(0.01)
             time.sleep(0.013 * attempt)
             process.kill()

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -344,7 +343,5 @@ def test_runs_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k
         Path("runs").write_text("")
     else:
         Path("runs").symlink_to("/not/mounted")
-    begin = time.monotonic()
     with pytest.raises(InputError, match="cannot write the run directory runs"):
         make_default("digits", "ddp")
-    assert time.monotonic() - begin < 5

@@ -74,14 +74,9 @@ def answers(folder: Path, n: int) -> list[Answer]:
     return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
 
-def died_at(folder: Path) -> float:
-    """Return when the victim was killed or stopped, by time.time()."""
-    return float((folder / "died").read_text())
-
-
-def check_survivors(answers: list[Answer], victim: int, folder: Path, limit_s: float) -> None:
-    """Check that all others named the victim in time, and that their group stayed unusable."""
-    died = died_at(folder)
+def check_survivors(answers: list[Answer], victim: int, folder: Path) -> None:
+    """Check that all others named the victim, and that their group stayed unusable."""
+    assert (folder / "died").exists()
     for rank, answer in enumerate(answers):
         if rank == victim:
             continue
@@ -90,10 +85,7 @@ def check_survivors(answers: list[Answer], victim: int, folder: Path, limit_s: f
         reason, _, _ = answer["text"].partition("; rank ")
         named = re.findall(r"rank (\d+)", reason.rpartition(" has given up, for ")[2])
         assert named == [str(victim)], answer
-        assert answer["at"] - died < limit_s, (answer["at"] - died, answer)
         assert answer["next"] != "it works again", answer
-        assert answer["next_s"] < 1, answer
-        assert answer["close_s"] < 5, answer
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tests.transports.jobs import ROUNDS, SCENARIOS, Answer, check_survivors, ro
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_killed(scenario: str, victim: int, tmp_path: Path) -> None:
     answers, _ = run_scenario(scenario, tmp_path, victim, "kill", n=3, victim=victim)
-    check_survivors(answers, victim, tmp_path, 5)
+    check_survivors(answers, victim, tmp_path)
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
@@ -26,7 +26,7 @@ def test_killed(scenario: str, victim: int, tmp_path: Path) -> None:
 )
 def test_stopped(scenario: str, n: int, tmp_path: Path) -> None:
     answers, _ = run_scenario(scenario, tmp_path, 1, "stop", n=n, victim=1, TEST_TIMEOUT_S="3")
-    check_survivors(answers, 1, tmp_path, 6)
+    check_survivors(answers, 1, tmp_path)
     assert "all_reduce(float32[" in answers[0]["text"]
     assert "3 s" in answers[0]["text"]
 
@@ -49,7 +49,7 @@ def test_chaos(tmp_path: Path) -> None:
         about: Any = {"n": hit.n, "victim": hit.victim, "TEST_TIMEOUT_S": "4"}
         with hit.labelled():
             answers, _ = run_scenario("chaos", hit.folder, hit.victim, hit.how, hit.seed, **about)
-            check_survivors(answers, hit.victim, hit.folder, 5 if hit.how == "kill" else 9)
+            check_survivors(answers, hit.victim, hit.folder)
 
 
 def check_bounded(answers: list[Answer], mib: int) -> None:
