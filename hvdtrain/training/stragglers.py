@@ -140,8 +140,9 @@ class Stragglers(Callback):
         assert meter is not None
         data = meter.data_s - (self._data_before if meter is self._meter else 0.0)
         blocked, waits = self._arrivals.take() if self._arrivals is not None else ([], [])
-        # A stream's ranks exchange the sizes of their batches while they load.
-        data -= overlap(blocked, self._begin, self._first_batch)
+        # A stream's ranks exchange the sizes of their batches while they load. In the first step
+        # they meet before that, too: loading takes no negative time.
+        data = max(0.0, data - overlap(blocked, self._begin, self._first_batch))
         wait = sum(overlap(blocked, *interval) for interval in waits)
         all_blocked = overlap(blocked, self._begin, end)
         compute = max(0.0, end - self._begin - data - all_blocked)
