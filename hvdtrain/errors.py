@@ -10,6 +10,7 @@
       WorldError                  4   a peer died, or did not arrive in time
       BuildFailed, CheckFailed    1   of `hvdtrain install-horovod` (see hvdtrain.horovod_build)
       RankFailed                      of `hvdtrain launch`: the rank's own (see hvdtrain.launch)
+      JobStopped                      of `hvdtrain launch`: 128 + the signal's number
 
 Any other exception is a bug, in hvdtrain or in the task. The command prints its traceback (for an
 exception from a task's code, without the frames of libraries) and ends with exit code 1.

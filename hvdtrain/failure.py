@@ -116,7 +116,10 @@ def end_job(world: World, error: BaseException) -> NoReturn:
     """Report `error` as this rank's; end the process and, under MPI, the job."""
     code = exit_code(error)
     if world.size == 1:
-        report(world, error)
+        try:
+            report(world, error)
+        except OSError:  # the terminal is closed; Python would flush stderr once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         sys.exit(code)
     try:
         # From here on the launcher may end this rank because another one has reported: silently.

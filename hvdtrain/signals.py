@@ -19,6 +19,12 @@ STOP = (signal.SIGTERM, signal.SIGINT)
 """The requests to end a command: those of a launcher, and Ctrl-C."""
 
 
+def stop_launcher() -> tuple[signal.Signals, ...]:
+    """Return the requests to end a launcher: STOP, and SIGHUP unless `nohup` has it ignored."""
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return STOP if is_ignored else (*STOP, signal.SIGHUP)
+
+
 @contextmanager
 def restored(*numbers: signal.Signals) -> Iterator[None]:
     """Restore the handlers of these signals after the block, whatever the block sets."""

@@ -1,15 +1,18 @@
 """`python -m hvdtrain.launch.agent`: torch.distributed's agent of one host, which starts its ranks.
 
-Started by `supervisor`, with the write ends of its pipes: stdout and stderr of each rank, then one
-for the lines "[rank]<start>:" (all hosts have met) and "[rank]<exit>:code" (a rank has failed).
+Started by `supervisor`, with its process id and the write ends of its pipes: stdout and stderr of
+each rank, then one for the lines "[rank]<start>:" (all hosts have met) and "[rank]<exit>:code" (a
+rank has failed). The line "[0]<supervisor>:" (it was killed) goes to stderr, which is ssh's.
 torchrun runs the same agent with the same static rendezvous: ranks are numbered in host order.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -61,11 +64,12 @@ def main(arguments: Sequence[str]) -> int:
 
     If a signal killed that rank, or ended this agent, it is 128 + the signal's number.
     """
-    watch = threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True)
-    watch.start()
+    # Not os.getppid(): the supervisor may have ended while this process imported torch.
+    supervisor = int(arguments[0])
+    threading.Thread(target=_end_with, args=(supervisor,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until torch handles it: no traceback
-    *ends, report = (int(end) for end in arguments[0].split(","))
-    options = parse(arguments[1:])
+    *ends, report = (int(end) for end in arguments[1].split(","))
+    options = parse(arguments[2:])
     if not options.verbose:  # the launcher says in one line what failed
         logging.disable()
     if len(options.ranks) > 1:
@@ -74,6 +78,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def report_failure(rank: int, code: int) -> None:
         os.write(report, f"[{rank}]<exit>:{code}\n".encode())
+        _continue(supervisor)
         codes.append(code)
 
     agent = ReportingAgent(
@@ -84,6 +89,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     try:
         failed = agent.run().is_failed()
+        # The ranks have ended. From here on torch's handler would print a traceback.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
     except SignalException as error:
         end_descendants(signal.SIGKILL)
         return 128 + error.sigval
@@ -91,6 +99,7 @@ def main(arguments: Sequence[str]) -> int:
         if "EADDRINUSE" in str(error) and options.node_rank == 0:
             return PORT_IS_BUSY
         raise
+    _continue(supervisor)
     first = codes[0] if codes else int(failed)
     return first if first >= 0 else 128 - first
 
@@ -120,9 +129,21 @@ def _specification(options: argparse.Namespace) -> WorkerSpec:
     )
 
 
+def _continue(supervisor: int) -> None:
+    """Continue the supervisor, if it is stopped: it must relay what has been reported."""
+    with contextlib.suppress(OSError):
+        os.kill(supervisor, signal.SIGCONT)
+
+
 def _end_with(supervisor: int) -> None:
-    """End the ranks, all that they have started, and this agent, once the supervisor has ended."""
+    """End the ranks, all that they have started, and this agent, once the supervisor has ended.
+
+    First report it to the launcher, over stderr: ranks of other hosts fail without these ranks.
+    """
     wait_for_end(supervisor)
+    with contextlib.suppress(OSError):  # the launcher has ended, too
+        if select.select([], [2], [], 0)[1]:  # a full pipe must not block this thread
+            os.write(2, b"[0]<supervisor>:\n")
     adopt_orphans()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)  # the main thread ends this process if the ranks end before

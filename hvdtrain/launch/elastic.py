@@ -31,7 +31,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import BinaryIO
 
 from hvdtrain import signals
 from hvdtrain.elastic_world import ADDRESS, NUMBERS, SECRET, WORKER, HostUpdateResult
@@ -39,7 +38,17 @@ from hvdtrain.errors import HvdtrainError, InputError, WorldError
 from hvdtrain.launch.discovery import Discovery, FailedHosts
 from hvdtrain.launch.elastic_server import ElasticServer, RankRequest
 from hvdtrain.launch.host_list import Host
-from hvdtrain.launch.launcher import END_S, MARK, STOP_S, Job, RankFailed, signal_name
+from hvdtrain.launch.launcher import (
+    END_S,
+    MARK,
+    STOP_S,
+    Job,
+    RankFailed,
+    forwarded,
+    raise_stop,
+    signal_name,
+)
+from hvdtrain.launch.output import LineReader, RankOutput
 from hvdtrain.launch.ssh import is_this_host, master_address, travelling
 
 _POLL_S = 0.5
@@ -77,7 +86,6 @@ class Worker:
         """The time at which a worker without a place is ended, if it has not exited by itself."""
         self.is_leaving = False
         self.code: int | None = None
-        self.rest: dict[int, bytes] = {}
 
     @property
     def is_member(self) -> bool:
@@ -128,7 +136,8 @@ class ElasticJob:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._selector = selectors.DefaultSelector()
-        self._files: dict[str, BinaryIO] = {}
+        self._lines = LineReader()
+        self._output = RankOutput(job.output)
 
     def run(self) -> None:
         """Run until the ranks have ended. Raises RankFailed, WorldError, InputError, and what
@@ -142,9 +151,9 @@ class ElasticJob:
             self.options.script,
             self.options.slots,
             lambda hosts: self._post(lambda: self._set_hosts(hosts)),
-            lambda why: self._post(lambda: _say(f"{why}; the hosts stay as they were")),
+            lambda why: self._post(lambda: self._say(f"{why}; the hosts stay as they were")),
         )
-        with signals.handled(self._forward, *signals.STOP):
+        with signals.handled(self._forward, *signals.stop_launcher()):
             try:
                 discovery.start()
                 while not self._is_over():
@@ -157,10 +166,7 @@ class ElasticJob:
                 discovery.stop()
                 self._end()
                 self._server.stop()
-        if self.stopped_by == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self.stopped_by is not None:
-            raise SystemExit(128 + self.stopped_by)
+        raise_stop(self.stopped_by)
         if self.error is not None:
             raise self.error
 
@@ -189,12 +195,10 @@ class ElasticJob:
             worker = key.data
             if worker not in self.workers:  # ended by an event before, with both of its pipes
                 continue
-            data = os.read(key.fd, 1 << 16)
-            *lines, worker.rest[key.fd] = (worker.rest.get(key.fd, b"") + data).split(b"\n")
+            lines, is_open = self._lines.read(key.fd)
             for line in lines:
                 self._handle_line(worker, line)
-            sys.stdout.flush()
-            if not data:
+            if not is_open:
                 self._selector.unregister(key.fileobj)
                 if key.fileobj is worker.process.stdout:
                     self._handle_exit(worker)
@@ -205,21 +209,13 @@ class ElasticJob:
         """Print a line of a rank, or note its end."""
         match = MARK.fullmatch(line)
         if match is None:  # of ssh, or of the remote shell
-            print(f"{worker.host}: {line.decode(errors='replace')}", file=sys.stderr, flush=True)
+            self._output.say(f"{worker.host}: {line.decode(errors='replace')}")
         elif match[2] == b"exit":
             self._note_exit(worker, int(match[4]))
         else:
             stream, text = match[2].decode(), match[4] + (b"\n" if match[3] == b":" else b"")
             who = worker.rank if worker.is_member else f"{worker.host}:{worker.slot}"
-            out = sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer
-            out.write(f"[{who}]<{stream}>:".encode() + text)
-            out.flush()
-            if self.job.output is not None:
-                path = self.job.output / f"{worker.host}.{worker.slot}" / stream
-                if str(path) not in self._files:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    self._files[str(path)] = path.open("ab", buffering=0)
-                self._files[str(path)].write(text)
+            self._output.print(who, stream, text, f"{worker.host}.{worker.slot}")
 
     def _note_exit(self, worker: Worker, code: int) -> None:
         """Record a rank's exit: expected, the end of a finished job, or a failure."""
@@ -249,22 +245,21 @@ class ElasticJob:
             self._last_failure = failure
             self._server.is_broken = True
         else:
-            _say(f"{who} {how}")
+            self._say(f"{who} {how}")
         rest_s = self._failed_hosts.add(worker.host)
-        _say(f"{worker.host} gets no new ranks for {rest_s:.0f} s")
+        self._say(f"{worker.host} gets no new ranks for {rest_s:.0f} s")
 
     def _handle_exit(self, worker: Worker) -> None:
         """Handle the exit of a supervisor or its ssh: record it, and print the rest of stderr."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its stdout
             worker.process.wait(END_S)
-        self._note_exit(worker, worker.process.poll() or 255)
         assert worker.process.stdout is not None
         assert worker.process.stderr is not None
-        with contextlib.suppress(KeyError):
+        for line in self._lines.read_rest(worker.process.stderr.fileno()):
+            self._handle_line(worker, line)
+        with contextlib.suppress(KeyError):  # it has closed its stderr before
             self._selector.unregister(worker.process.stderr)
-            os.set_blocking(worker.process.stderr.fileno(), False)
-            for line in (worker.process.stderr.read() or b"").splitlines():
-                self._handle_line(worker, line)
+        self._note_exit(worker, worker.process.poll() or 255)
         worker.process.stdout.close()
         worker.process.stderr.close()
         worker.end()
@@ -273,12 +268,13 @@ class ElasticJob:
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Signal handler: send the first signal to all ranks; the next one ends them."""
         if self.stopped_by is not None:
-            self._deadline = 0.0
+            if number != signal.SIGHUP:  # both kernel and shell send it as a terminal closes
+                self._deadline = 0.0
             return
         self.stopped_by = number
         self._deadline = time.monotonic() + STOP_S
         for worker in self.workers:
-            worker.send(signal.Signals(number).name)
+            worker.send(forwarded(number))
 
     # Decisions
 
@@ -361,13 +357,13 @@ class ElasticJob:
             address = "127.0.0.1" if is_local else master_address(["localhost", host.name])
         except InputError:  # a pod can be listed before its name is known
             rest_s = self._failed_hosts.add(host.name)
-            _say(f"{host.name} does not resolve yet; it gets no new ranks for {rest_s:.0f} s")
+            self._say(f"{host.name} does not resolve yet; it gets no new ranks for {rest_s:.0f} s")
             return False
         line = [sys.executable, "-m", "hvdtrain.launch.elastic_worker", *job.command]
         if not is_local:
             line = job.ssh.command(host.name, line, travelling(job.env, job.named))
         if job.verbose:
-            print(f"{host.name}: {shlex.join(line)}", file=sys.stderr)
+            self._output.say(f"{host.name}: {shlex.join(line)}")
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             line, env=job.env, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
@@ -426,7 +422,7 @@ class ElasticJob:
             if now > since + options.timeout_s:
                 for worker in late:
                     who = f"rank {worker.rank} on {worker.host}"
-                    _say(f"{who} requested no next rank within --elastic-timeout; it is ended")
+                    self._say(f"{who} requested no next rank within --elastic-timeout; it is ended")
                     worker.end()
                     self._note_exit(worker, -signal.SIGKILL)
         elif len(ready) >= wanted and not late:
@@ -476,7 +472,7 @@ class ElasticJob:
         before, self.size = self.size, len(ordered)
         change = f"world {before} -> {_ranks(self.size)}" if before else _ranks(self.size)
         causes = "; ".join([*self._causes, change])
-        _say(f"{causes}, generation {self.generation}, after {after_s:.1f} s")
+        self._say(f"{causes}, generation {self.generation}, after {after_s:.1f} s")
         self._causes.clear()
 
     def _answer(self, worker: Worker, numbers: Sequence[int]) -> None:
@@ -495,13 +491,11 @@ class ElasticJob:
         for worker in self.workers:
             worker.process.kill()
             worker.process.wait()
-        for file in self._files.values():
-            file.close()
+        self._output.close()
+
+    def _say(self, text: str) -> None:
+        self._output.say(f"elastic: {text}")
 
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count != 1)}"
-
-
-def _say(text: str) -> None:
-    print(f"elastic: {text}", file=sys.stderr, flush=True)

@@ -23,11 +23,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO, Literal
 
 from hvdtrain import signals
 from hvdtrain.errors import HvdtrainError, InputError, LaunchError, WorldError
 from hvdtrain.launch.host_list import Host
+from hvdtrain.launch.output import LineReader, RankOutput
 from hvdtrain.launch.ssh import Ssh, is_this_host, master_address, travelling
 from hvdtrain.world import RESTART_VARIABLE
 
@@ -37,7 +37,8 @@ _PORT_IS_BUSY = 75  # the agent's exit code
 STOP_S = 40.0  # after Ctrl-C or SIGTERM: torch's agent allows its ranks 30
 END_S = 12.0  # after a failure: a supervisor needs up to 10
 _POLL_S = 1.0  # a signal may set an earlier deadline
-MARK = re.compile(rb"\[(\d+)\]<(stdout|stderr|start|exit|agent)>([:+])(.*)", re.DOTALL)
+_KINDS = rb"stdout|stderr|start|exit|agent|supervisor"
+MARK = re.compile(rb"\[(\d+)\]<(" + _KINDS + rb")>([:+])(.*)", re.DOTALL)
 
 
 class RankFailed(HvdtrainError):
@@ -47,6 +48,28 @@ class RankFailed(HvdtrainError):
         self.exit_code = code if code >= 0 else 128 - code
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         super().__init__(f"{who} {how}")
+
+
+class JobStopped(HvdtrainError):
+    """A signal to the launcher has ended the job. `exit_code` is 128 + its number."""
+
+    def __init__(self, number: int) -> None:
+        self.exit_code = 128 + number
+        why = ": the terminal has closed; nohup keeps a job running"
+        super().__init__(f"ended by {signal_name(number)}{why if number == signal.SIGHUP else ''}")
+
+
+def forwarded(number: int) -> str:
+    """Return the name of the signal that the ranks get: they save at SIGTERM, not at SIGHUP."""
+    return "SIGINT" if number == signal.SIGINT else "SIGTERM"
+
+
+def raise_stop(number: int | None) -> None:
+    """Raise what ends the command after this signal: KeyboardInterrupt or JobStopped."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    if number is not None:
+        raise JobStopped(number)
 
 
 @dataclass(frozen=True)
@@ -84,7 +107,7 @@ class Job:
     def run(self) -> None:
         """Run the ranks to their end, again if they fail and `max_restarts` allows it. Raises
         RankFailed for the first that failed, WorldError for a lost host, LaunchError for one that
-        did not start, KeyboardInterrupt for Ctrl-C, and SystemExit for SIGTERM.
+        did not start, KeyboardInterrupt for Ctrl-C, and JobStopped for SIGTERM and SIGHUP.
         """
         try:
             if self.output is not None:
@@ -117,10 +140,7 @@ class Job:
             raise LaunchError(
                 f"port {attempt.port} of {self.hosts[0].name} is in use; give another --master-port"
             )
-        if attempt.stopped_by == signal.SIGINT:
-            raise KeyboardInterrupt
-        if attempt.stopped_by is not None:
-            raise SystemExit(128 + attempt.stopped_by)
+        raise_stop(attempt.stopped_by)
         if attempt.error is not None:
             raise attempt.error
 
@@ -131,8 +151,8 @@ class _Attempt:
     def __init__(self, job: Job, port: int, is_restart: bool) -> None:
         self.job = job
         self.port = port
-        self._mode: Literal["ab", "wb"] = "ab" if is_restart else "wb"
-        """How to open the files of --output-filename."""
+        self._lines = LineReader()
+        self._output = RankOutput(job.output, "ab" if is_restart else "wb")
         self.error: HvdtrainError | None = None
         self.stopped_by: int | None = None
         self.port_is_busy = False
@@ -140,12 +160,12 @@ class _Attempt:
         self._not_started = [host.name for host in job.hosts]
         self._deadline = time.monotonic() + job.start_timeout_s
         self._is_ending = False
-        self._files: dict[str, BinaryIO] = {}
 
     def run(self) -> None:
         """Run until all supervisors have ended, and leave none behind."""
         lines = self.job.command_lines(self.port)
-        with signals.handled(self._forward, *signals.STOP), selectors.DefaultSelector() as selector:
+        numbers = signals.stop_launcher()
+        with signals.handled(self._forward, *numbers), selectors.DefaultSelector() as selector:
             try:
                 for node, line in enumerate(lines):
                     if self.stopped_by is None:
@@ -157,12 +177,11 @@ class _Attempt:
             finally:
                 self._end()
                 self._wait()
-                for file in self._files.values():
-                    file.close()
+                self._output.close()
 
     def _start(self, node: int, line: list[str], selector: selectors.BaseSelector) -> None:
         if self.job.verbose:
-            print(f"{self.job.hosts[node].name}: {shlex.join(line)}", file=sys.stderr)
+            self._output.say(f"{self.job.hosts[node].name}: {shlex.join(line)}")
         # In a session of its own: Ctrl-C reaches this process alone, which forwards it.
         pipe = subprocess.PIPE
         process = subprocess.Popen(
@@ -177,7 +196,6 @@ class _Attempt:
     def _relay(self, selector: selectors.BaseSelector) -> None:
         """Read and handle the supervisors' output until the stdout of each is closed."""
         running = set(range(len(self._processes)))
-        rest: dict[int, bytes] = {}
         while running:
             left_s = self._deadline - time.monotonic()
             ready = selector.select(min(max(left_s, 0.0), _POLL_S))
@@ -185,12 +203,10 @@ class _Attempt:
                 self._handle_deadline()
             for key, _ in ready:
                 node, is_stdout = key.data
-                data = os.read(key.fd, 1 << 16)
-                *lines, rest[key.fd] = (rest.get(key.fd, b"") + data).split(b"\n")
+                lines, is_open = self._lines.read(key.fd)
                 for line in lines:
                     self._handle_line(node, line)
-                sys.stdout.flush()
-                if not data:
+                if not is_open:
                     selector.unregister(key.fileobj)
                     if is_stdout:
                         running.discard(node)
@@ -201,36 +217,35 @@ class _Attempt:
         host = self.job.hosts[node].name
         match = MARK.fullmatch(line)
         if match is None:  # of ssh, of the remote shell, or of the agent
-            print(f"{host}: {line.decode(errors='replace')}", file=sys.stderr, flush=True)
+            self._output.say(f"{host}: {line.decode(errors='replace')}")
             return
         number, kind, text = int(match[1]), match[2].decode(), match[4]
         if kind in ("stdout", "stderr"):
-            self._print(number, kind, text + (b"\n" if match[3] == b":" else b""))
+            width = len(str(sum(host.slots for host in self.job.hosts) - 1))
+            folder = f"rank.{number:0{width}d}"  # as horovodrun
+            text += b"\n" if match[3] == b":" else b""
+            self._output.print(number, kind, text, folder)
         elif kind == "start":
             self._not_started.remove(host)
             if not self._not_started and self.stopped_by is None and not self._is_ending:
                 self._deadline = math.inf
+        elif kind == "supervisor":
+            # Its agent reports it before the ranks end, so that no rank that loses them is blamed.
+            # Of a process of this host the exit code says more.
+            if not is_this_host(host):
+                self._fail(WorldError(f"the supervisor on {host} was killed"))
         else:
             who = f"rank {number}" if kind == "exit" else "the agent"
             self._fail(RankFailed(f"{who} on {host}", int(text)))
-
-    def _print(self, rank: int, stream: str, text: bytes) -> None:
-        out = sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer
-        out.write(f"[{rank}]<{stream}>:".encode() + text)
-        out.flush()
-        if self.job.output is not None:
-            width = len(str(sum(host.slots for host in self.job.hosts) - 1))
-            path = self.job.output / f"rank.{rank:0{width}d}" / stream  # as horovodrun
-            if str(path) not in self._files:
-                path.parent.mkdir(exist_ok=True)
-                self._files[str(path)] = path.open(self._mode, buffering=0)
-            self._files[str(path)].write(text)
 
     def _handle_exit(self, node: int) -> None:
         """Handle the exit of a supervisor or its ssh: find out whether the job has failed."""
         host, process = self.job.hosts[node].name, self._processes[node]
         with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its stdout
             process.wait(END_S)
+        assert process.stderr is not None
+        for line in self._lines.read_rest(process.stderr.fileno()):
+            self._handle_line(node, line)
         code = process.poll()
         what = f"the supervisor on {host}" if is_this_host(host) else f"ssh to {host}"
         if code is not None and code < 0:
@@ -269,14 +284,15 @@ class _Attempt:
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Signal handler: send the first signal to all agents; the next one ends the ranks."""
         if self.stopped_by is not None:
-            self._end()
+            if number != signal.SIGHUP:  # both kernel and shell send it as a terminal closes
+                self._end()
             return
         self.stopped_by = number
         self._deadline = time.monotonic() + STOP_S
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(OSError, ValueError):  # it has ended
-                process.stdin.write(f"{signal.Signals(number).name}\n".encode())
+                process.stdin.write(f"{forwarded(number)}\n".encode())
                 process.stdin.flush()
 
     def _end(self) -> None:

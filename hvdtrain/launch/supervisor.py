@@ -9,7 +9,7 @@ The agent is torch's; it can be killed, and its ranks lead sessions of their own
 adopts the orphans of its host: every process that the ranks have started, at any depth, stays its
 descendant. The supervisor ends them when the agent has exited, or 5 s after stdin was closed; stdin
 is also closed when the launcher or ssh dies. If the supervisor is killed, the agent ends the ranks.
-Imports no torch.
+A stopped agent (SIGSTOP) is continued once a rank has ended. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ import threading
 import time
 from collections.abc import Sequence
 
-from hvdtrain.processes import adopt_orphans, end_descendants
+import psutil
+
+from hvdtrain.processes import adopt_orphans, end_descendants, is_running
 
 GRACE_S = 5.0  # from SIGTERM to SIGKILL, once stdin has closed or the agent has ended
 _RELAY_S = 5.0  # for the rest of the output, once all processes have ended
 _MAX_PIECE = 1 << 16  # of a line, in bytes
+_POLL_S = 1.0  # whether the agent is stopped
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -65,8 +68,9 @@ def main(arguments: Sequence[str]) -> int:
     report, write = os.pipe()
     prefixes[report] = b""  # the agent's lines have marks of their own
     ends.append(write)
+    own = [str(os.getpid()), ",".join(map(str, ends))]
     agent = subprocess.Popen(
-        [sys.executable, "-m", "hvdtrain.launch.agent", ",".join(map(str, ends)), *arguments],
+        [sys.executable, "-m", "hvdtrain.launch.agent", *own, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr,
         pass_fds=ends,
@@ -77,6 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     relaying.start()
     stdin_closed = threading.Event()
     threading.Thread(target=forward_signals, args=(agent.pid, stdin_closed), daemon=True).start()
+    threading.Thread(target=continue_if_stopped, args=(agent.pid,), daemon=True).start()
     code = wait_for_child(agent)
     if code < 0:
         os.write(ends[-1], f"[{options.node_rank}]<agent>:{code}\n".encode())
@@ -93,6 +98,17 @@ def wait_for_child(child: subprocess.Popen[bytes]) -> int:
         if pid == child.pid:
             child.returncode = os.waitstatus_to_exitcode(status)
             return child.returncode
+
+
+def continue_if_stopped(agent: int) -> None:
+    """Continue the agent when it is stopped and a rank has ended, which only the agent reports."""
+    with contextlib.suppress(psutil.Error):  # the agent has ended
+        process = psutil.Process(agent)
+        while True:
+            time.sleep(_POLL_S)
+            is_stopped = process.status() == psutil.STATUS_STOPPED
+            if is_stopped and not all(map(is_running, process.children())):
+                process.send_signal(signal.SIGCONT)
 
 
 def forward_signals(child: int, stdin_closed: threading.Event) -> None:

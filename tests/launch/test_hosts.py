@@ -75,7 +75,7 @@ def test_ranks_are_numbered_in_the_order_of_the_hosts(hosts: Hosts, tmp_path: Pa
 VICTIMS = {
     "rank": ("error: rank 3 on b was killed by SIGKILL", 137),
     "agent": ("error: the agent on b was killed by SIGKILL", 137),
-    "supervisor": ("error: ssh to b ended with code 255", 4),
+    "supervisor": ("error: the supervisor on b was killed", 4),
     "ssh": ("error: ssh to b was killed by SIGKILL", 137),
     "hvdrun": ("", -signal.SIGKILL),
 }
@@ -122,6 +122,43 @@ def check_kill(hosts: Hosts, victim: str, code: str) -> None:
 
 def lines_of(log: Path, start: str) -> list[str]:
     return [line for line in log.read_text().splitlines() if line.startswith(start)]
+
+
+# Rank 0 waits on a, and fails if the connection to rank 1, on b, closes.
+CONNECTED = """
+import os, signal, socket, sys, time
+place = os.environ["MASTER_ADDR"], 29541
+if os.environ["RANK"] == "0":
+    peer, _ = socket.create_server(place).accept()
+    peer.recv(1)
+    print("ready", flush=True)
+    peer.recv(1)
+    sys.exit("lost contact with rank 1")
+while True:
+    try:
+        peer = socket.create_connection(place)
+        break
+    except OSError:
+        time.sleep(0.05)
+def end(number, frame):
+    peer.close()
+    time.sleep(3)  # as one that saves its state
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+peer.send(b"x")
+time.sleep(300)
+"""
+
+
+def test_a_killed_supervisor_is_named_and_not_the_rank_that_lost_its_peer(hosts: Hosts) -> None:
+    line = hosts.on_login(*HVDRUN, "-H", "a:1,b:1", sys.executable, "-c", CONNECTED)
+    with started(line) as (process, log):
+        wait_for(log, "ready")
+        os.kill(process_of("supervisor", hosts, process.pid), signal.SIGKILL)
+        message, code = VICTIMS["supervisor"]
+        assert process.wait(30) == code, log.read_text()
+        hosts.wait_until_gone(10)
+        assert lines_of(log, "error: ") == [message], log.read_text()
 
 
 TALKING = """

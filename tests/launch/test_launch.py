@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import socket
@@ -24,7 +25,7 @@ from hvdtrain.launch.host_list import (
     read_host_file,
 )
 from hvdtrain.launch.supervisor import mark_lines
-from tests.launching import BIN, Finished, clean_env, members, run, started, wait_for
+from tests.launching import BIN, Finished, Started, clean_env, members, run, started, wait_for
 
 HVDRUN = [sys.executable, "-m", "hvdtrain", "launch"]
 
@@ -302,6 +303,26 @@ def test_output(tmp_path: Path) -> None:
         assert (folder / "stdout").read_bytes() == text + b"\xff\n[9]<exit>:1\nno newline"
 
 
+def test_an_unfinished_line_is_ended_before_another_one() -> None:
+    """That of a rank, before another rank's and before the error."""
+    code = "import os, sys; r = int(os.environ['RANK']); sys.stderr.write(f'half {r}'); exit(r)"
+    finished = launch("-np", 2, code=code)
+    *lines, last = finished.output.splitlines()
+    assert sorted(lines) == ["[0]<stderr>:half 0", "[1]<stderr>:half 1"], finished.output
+    assert last == "error: rank 1 on localhost exited with code 1"
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_the_last_line_of_stderr_needs_no_newline(tmp_path: Path, is_elastic: bool) -> None:
+    (tmp_path / "ssh").write_text("#!/bin/sh\nprintf half >&2; sleep 0.3; exec printf done >&2\n")
+    (tmp_path / "ssh").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{clean_env()['PATH']}"}
+    script = ["--host-discovery-script", "echo me@localhost:1", "--elastic-timeout", "0.1"]
+    hosts = script if is_elastic else ["-H", "me@localhost:1"]
+    finished = run([*HVDRUN, *hosts, "/bin/false"], env=env)
+    assert finished.lines("me@localhost: halfdone"), finished.output
+
+
 def test_the_first_failure_is_named() -> None:
     code = (
         "import os, sys, time; r = os.environ['RANK']; time.sleep(300 if r != '1' else 0); "
@@ -371,6 +392,63 @@ def test_a_signal_reaches_each_rank_once(number: signal.Signals, whom: str, code
             assert log.read_text().count(f"rank {rank} got {number.name}\n") == 1, log.read_text()
         assert log.read_text().count(" got ") == 2, log.read_text()
         assert not members(process.marker)
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_a_terminal_that_closes_ends_the_job_as_sigterm_does(is_elastic: bool) -> None:
+    """And says so in what may be a log. `nohup` keeps the job."""
+    hosts = ["--host-discovery-script", "echo localhost:1"] if is_elastic else ["-np", "1"]
+    line = [*HVDRUN, *hosts, "-x", "RANK=0", sys.executable, "-c", WAIT]
+    with started(line) as (process, log):
+        wait_for(log, "ready")
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(20) == 129, log.read_text()
+        assert "rank 0 got SIGTERM\n" in log.read_text(), log.read_text()
+        said = log.read_text().splitlines()[-1]
+        assert said == "error: ended by SIGHUP: the terminal has closed; nohup keeps a job running"
+        assert not members(process.marker)
+    with started(["nohup", *line]) as (process, log):
+        wait_for(log, "ready")
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143, log.read_text()
+        assert log.read_text().splitlines()[-1] == "error: ended by SIGTERM"
+
+
+@pytest.mark.parametrize("stopped", ["agent", "supervisor"])
+def test_a_rank_of_a_stopped_agent_is_missed(stopped: str) -> None:
+    """As long as the agent is stopped nobody else reads the rank's exit code."""
+    code = "import os, time; print('ready', os.getpid()); time.sleep(300)"
+    with started([*HVDRUN, "-np", "2", sys.executable, "-c", code]) as (process, log):
+        wait_for(log, "ready", 2)
+        agent = agent_of(process)
+        os.kill(agent if stopped == "agent" else psutil.Process(agent).ppid(), signal.SIGSTOP)
+        (rank,) = re.findall(r"^\[1\].*ready (\d+)", log.read_text(), flags=re.MULTILINE)
+        os.kill(int(rank), signal.SIGKILL)
+        assert process.wait(30) == 137, log.read_text()
+        said = log.read_text().splitlines()[-1]
+        assert said == "error: rank 1 on localhost was killed by SIGKILL"
+        assert not members(process.marker)
+
+
+def test_an_agent_ends_with_its_supervisor_while_it_imports() -> None:
+    line = [*HVDRUN, "-H", "localhost:1,127.0.0.1:1", sys.executable, "-c", "pass"]
+    with started(line) as (process, log):
+        agent = agent_of(process)
+        os.kill(psutil.Process(agent).ppid(), signal.SIGKILL)
+        assert process.wait(20) == 137, log.read_text()
+        psutil.wait_procs([psutil.Process(p) for p in members(process.marker)], 30)
+        assert not members(process.marker)
+
+
+def agent_of(process: Started) -> int:
+    """Wait for the agent on this host; return its process."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for pid, line in members(process.marker).items():
+            if "-m hvdtrain.launch.agent" in line:
+                return pid
+    raise AssertionError("no agent")
 
 
 @pytest.mark.exhaustive

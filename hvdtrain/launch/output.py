@@ -1,0 +1,115 @@
+"""What the launchers print: the lines of the ranks, marked with their rank, and their own.
+
+Used by `launcher` and `elastic`. All share one terminal: a rank's line may be unfinished when
+another line follows, which begins on a new line then. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+_PIECE = 1 << 16  # of a pipe, in bytes
+
+
+class LineReader:
+    """Splits what pipes hold into lines."""
+
+    def __init__(self) -> None:
+        self._unfinished: dict[int, bytes] = {}
+
+    def read(self, fd: int) -> tuple[list[bytes], bool]:
+        """Read a piece; return the lines that it completes, and whether the pipe is open.
+
+        At the end of the pipe an unfinished line is returned, too.
+        """
+        data = os.read(fd, _PIECE)
+        *lines, rest = (self._unfinished.pop(fd, b"") + data).split(b"\n")
+        if data:
+            self._unfinished[fd] = rest
+        elif rest:
+            lines.append(rest)
+        return lines, bool(data)
+
+    def read_rest(self, fd: int) -> list[bytes]:
+        """Return the lines that the pipe holds now, the last one may be unfinished. Do not wait:
+        a process that still runs may keep the pipe open.
+        """
+        os.set_blocking(fd, False)
+        found: list[bytes] = []
+        with contextlib.suppress(BlockingIOError):
+            is_open = True
+            while is_open:
+                lines, is_open = self.read(fd)
+                found += lines
+        rest = self._unfinished.pop(fd, b"")
+        return [*found, rest] if rest else found
+
+
+class RankOutput:
+    """Prints the ranks' output, and writes it to the files below `folder`, if there is one."""
+
+    def __init__(self, folder: Path | None, mode: Literal["ab", "wb"] = "ab") -> None:
+        self._folder, self._mode = folder, mode
+        self._files: dict[Path, BinaryIO] = {}
+        self._unfinished: tuple[str, bytes, bool] | None = None
+        """The printed line without a newline: its stream, its mark, and whether a carriage return
+        ends it, so that what follows replaces it (a progress bar).
+        """
+
+    def print(self, who: object, stream: str, text: bytes, folder: str) -> None:
+        """Print a line of a rank, or a piece of one, and append it to the file `folder`/`stream`.
+
+        A piece that continues the last one has no mark of its own.
+        """
+        mark = f"[{who}]<{stream}>:".encode()
+        is_replaced = self._unfinished is not None and self._unfinished[2]
+        if self._unfinished == (stream, mark, False):
+            mark_now = b""
+        else:
+            mark_now = mark
+            if not is_replaced:
+                self.end_line()
+        self._write(stream, mark_now + text)
+        is_whole = text.endswith(b"\n")
+        self._unfinished = None if is_whole else (stream, mark, text.endswith(b"\r"))
+        if self._folder is not None:
+            path = self._folder / folder / stream
+            if path not in self._files:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._files[path] = path.open(self._mode, buffering=0)
+            self._files[path].write(text)
+
+    def say(self, text: str) -> None:
+        """Print a line of the launcher's own to stderr."""
+        self.end_line()
+        self._write("stderr", f"{text}\n".encode())
+
+    def end_line(self) -> None:
+        """End the unfinished line, if there is one."""
+        if self._unfinished is not None:
+            stream, self._unfinished = self._unfinished[0], None
+            self._write(stream, b"\n")
+
+    def close(self) -> None:
+        """End the unfinished line, and close the files."""
+        with contextlib.suppress(OSError):  # the reader has ended
+            self.end_line()
+        for file in self._files.values():
+            file.close()
+
+    def _write(self, stream: str, data: bytes) -> None:
+        out = sys.stdout if stream == "stdout" else sys.stderr
+        try:
+            out.buffer.write(data)
+            out.buffer.flush()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            # The terminal has closed: the ranks, which may be saving, go on without it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+            out.buffer.flush()
