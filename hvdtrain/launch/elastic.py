@@ -97,6 +97,12 @@ class Worker:
         """The order of seniority: members by rank, then the others by their start."""
         return (not self.is_member, self.rank if self.is_member else self.number)
 
+    def drop_request(self) -> None:
+        """Drop the open request, if there is one: it would keep a thread and a connection."""
+        if self.request is not None:
+            self.request.drop()
+        self.request, self.asked_at = None, math.inf
+
     def send(self, text: str) -> None:
         """Write a line to its supervisor, if that still runs."""
         assert self.process.stdin is not None
@@ -182,9 +188,12 @@ class ElasticJob:
         self.hosts = hosts
 
     def _record_request(self, request: RankRequest) -> None:
-        for worker in self.workers:
+        for worker in self._live:
             if worker.name == request.worker:
+                worker.drop_request()
                 worker.request, worker.asked_at = request, time.monotonic()
+                return
+        request.drop()  # of a rank that has ended
 
     def _relay(self) -> None:
         """Relay the ranks' output and run the queued calls; wait for them up to half a second."""
@@ -222,6 +231,7 @@ class ElasticJob:
         if worker.code is not None:
             return
         worker.code = code
+        worker.drop_request()
         if self.stopped_by is not None or self._is_ending or worker.is_leaving:
             return
         if code == 0 and (worker.is_member or self.generation == 0):

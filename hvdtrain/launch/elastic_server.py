@@ -25,15 +25,19 @@ class RankRequest:
     def __init__(self, worker: str) -> None:
         self.worker = worker
         self._answered = threading.Event()
-        self._text = ""
+        self._text: str | None = None
 
     def answer(self, text: str) -> None:
         """Send `text` as the response to the request."""
         self._text = text
         self._answered.set()
 
-    def wait(self) -> str:
-        """Block until `answer` is called; return its text."""
+    def drop(self) -> None:
+        """Close the connection without a response: its rank has ended, or asks again."""
+        self._answered.set()
+
+    def wait(self) -> str | None:
+        """Block until `answer` or `drop` is called; return the text, None if there is none."""
         self._answered.wait()
         return self._text
 
@@ -89,7 +93,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.startswith("rank_and_size/"):
             request = RankRequest(path.partition("/")[2])
             server.ask(request)
-            self._reply(200, request.wait().encode())
+            text = request.wait()
+            if text is not None:
+                self._reply(200, text.encode())
         elif path == "hosts/update":
             self._reply(200, server.update.encode())
         elif self._is_over(path):

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hvdtrain.elastic_world import HostUpdateResult
@@ -254,6 +255,41 @@ def test_the_job_ends_with_its_ranks(tmp_path: Path) -> None:
         "import os, sys, time; r = os.environ['HOROVOD_RANK']; time.sleep(int(r)); sys.exit(int(r))"
     )
     assert hvdrun(tmp_path, late).code == 1  # one has ended with 0, the other later with 1
+
+
+ASKS = """
+import os
+from hvdtrain.elastic_world import enter
+print("asks", os.getpid(), flush=True)
+enter(60)
+"""
+
+
+def test_a_rank_that_dies_while_it_waits_costs_the_launcher_nothing(tmp_path: Path) -> None:
+    """Its request keeps no thread and no connection."""
+    launcher = [sys.executable, "-m", "hvdtrain", "launch", "--min-np", "3"]
+    launcher += ["--blacklist-cooldown-range", "0.01", "0.01"]
+    command = [sys.executable, "-c", ASKS]
+
+    def cold(*line: str) -> list[str]:
+        return list(line)
+
+    with elastic(tmp_path, launcher, "localhost:2", on=cold, command=command) as job:
+        hvdrun = psutil.Process(job.process.pid)
+        threads, deadline = 0, time.monotonic() + 90
+        for number in range(2, 5):
+            job.wait("asks ", number)
+            # The requests of the two ranks that live are open, and the port for others.
+            while (sockets := len(hvdrun.net_connections())) != 3 or (
+                threads and hvdrun.num_threads() != threads
+            ):
+                assert time.monotonic() < deadline, (sockets, hvdrun.threads(), job.text)
+                time.sleep(0.02)
+            threads = threads or hvdrun.num_threads()
+            job.kill(int(re.findall(r"asks (\d+)", job.text)[-1]))
+        job.process.terminate()
+        assert job.process.wait(30) == 143, job.text
+        assert "Traceback" not in job.text, job.text
 
 
 def test_too_few_hosts(tmp_path: Path) -> None:
