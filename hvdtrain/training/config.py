@@ -32,7 +32,6 @@ _MAX = {
     "bucket_mib": 1e9,
     "lr": 1e30,  # float32
     "step_factor": 1e6,
-    "ema": 1,
 }
 _MAX_OF_ALL = 10**30
 _SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT", "QUIT", "XCPU")
@@ -348,6 +347,11 @@ class TrainConfig:
             )
         if self.outer_optimizer == "nesterov" and not self.outer_momentum:
             raise InputError("--outer-optimizer nesterov wants an --outer-momentum above zero")
+        if self.ema is not None and self.ema >= 1:
+            raise InputError(
+                f"--ema {self.ema} must be less than 1, such as 0.999; with 1 the average would "
+                "never move"
+            )
         if self.spike is not None and self.spike <= 1:
             raise InputError(f"--spike {self.spike} must be greater than 1, such as 10")
         if self.requeue_exit_code not in range(256):

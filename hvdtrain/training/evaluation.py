@@ -167,13 +167,27 @@ def evaluate(
     Collective. The model is in eval mode meanwhile. Raises what `Evaluation` does.
     """
     evaluation = Evaluation()
-    model.eval()
-    for size, batch in batches:
-        with precision.autocast():
-            evaluation.add(task.metrics(model, batch), size)
-    model.train()
+    with eval_mode(model):
+        for size, batch in batches:
+            with precision.autocast():
+                evaluation.add(task.metrics(model, batch), size)
     # Overridden on all ranks or on none: only then there is something to derive.
     return evaluation.reduce(backend, task.derived_metrics if task.derives_metrics else None)
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into eval mode inside the block, then each module into its own mode again: the
+    task may have frozen some, such as BatchNorm layers.
+    """
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in before:  # parents first
+            if module.training != mode:
+                module.train(mode)  # not the attribute: a module may override the method
 
 
 class _States(list[list[dict[str, Any]]]):

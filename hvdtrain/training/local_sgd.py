@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.backends.model_sync import average, sync_buffers, to_cpu
+from hvdtrain.backends.model_sync import average, sync_buffers, to_cpu, with_sparse_gradients
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.trees import parameters_of
 
@@ -34,6 +34,7 @@ class LocalSGD:
         self._optimizer = optimizer
         self._config = config
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._sparse = set(with_sparse_gradients(model))
         self.last_step = -1
         """The last step of the run, as soon as it is known: the ranks synchronize after it."""
         self._outer: SGD | None = None
@@ -52,8 +53,18 @@ class LocalSGD:
 
     def finish_backward(self, step: int) -> None:
         """Average the gradients if `step` belongs to the warm-up. Collective there."""
-        if step <= self._config.local_warmup:
-            average(self._backend, [p.grad for p in self._parameters if p.grad is not None])
+        if step > self._config.local_warmup:
+            return
+        dense = []
+        for p in self._parameters:
+            if p.grad is None:
+                continue
+            # By the layer too: a rank that has not used it has a dense gradient of zeros.
+            if p.grad.is_sparse or p in self._sparse:
+                p.grad = _mean_of_sparse(self._backend, p.grad)
+            else:
+                dense.append(p.grad)
+        average(self._backend, dense)
 
     def finish_step(self, step: int) -> None:
         """Synchronize parameters, buffers and, if asked for, the optimizer's state, if `step` is
@@ -124,6 +135,24 @@ class LocalSGD:
         if state is not None:
             groups = self._outer.state_dict()["param_groups"]
             self._outer.load_state_dict({"state": state, "param_groups": groups})
+
+
+@torch.no_grad()
+def _mean_of_sparse(backend: Backend, grad: Tensor) -> Tensor:
+    """Return the mean over all ranks, with the rows that any rank has; dense if `grad` is dense.
+    Collective.
+
+    The whole table is sent, as at every average of the parameters.
+    """
+    mine = (grad if grad.is_sparse else grad.to_sparse(1)).coalesce()
+    has_row = torch.zeros(grad.shape[: mine.sparse_dim()], dtype=torch.int32, device=grad.device)
+    has_row[tuple(mine.indices())] = 1
+    mean = backend.all_reduce(mine.to_dense(), "mean")
+    indices = backend.all_reduce(has_row, "max").nonzero().t()
+    if not grad.is_sparse:
+        return mean
+    rows = mean[tuple(indices)]
+    return torch.sparse_coo_tensor(indices, rows, grad.shape, is_coalesced=True)
 
 
 def _of(optimizer: SGD) -> list[Tensor]:

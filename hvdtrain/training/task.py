@@ -42,7 +42,11 @@ class Task(ABC):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Return the model, on the CPU. Called once, with the same random state on every rank."""
+        """Return the model, on the CPU. Called once, with the same random state on every rank.
+
+        Modules in eval mode, such as frozen BatchNorm layers, stay so while the others train. A
+        model that is in eval mode as a whole, as transformers' `from_pretrained` returns it, trains.
+        """
 
     @abstractmethod
     def optimizer(self, model: nn.Module) -> Optimizer:

@@ -286,6 +286,12 @@ class Trainer:
             parts = self.config.task, self.ledger, self._threads, self.run_dir
             for line in run_report.header(self.backend, *parts, config, commits):
                 self.console.print_line(line)
+            modes = [module.training for module in self.model.modules()]
+            if modes[0] and not all(modes):
+                self.console.print_line(
+                    f"model    {modes.count(False)} of {len(modes)} modules are in eval mode, as "
+                    "the task returned them, and stay so"
+                )
 
     def _start_callbacks(self, resumed_from: Path | None, loaded: dict[str, Any]) -> None:
         """Call on_start, then restore the state of callbacks and of a stop that they requested."""
@@ -404,7 +410,8 @@ class Trainer:
         """Take the remaining steps of the epoch or run; after each, yield if it was the last."""
         progress, config = self.progress, self.config
         windows = self._data.begin_epoch(progress, self.precision.convert_batch)
-        self.model.train()
+        if not self.model.training:  # else modules that the task has frozen would be thawed
+            self.model.train()
         self.meter = meter
         is_last = False
         while not is_last:

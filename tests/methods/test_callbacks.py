@@ -342,9 +342,10 @@ def test_a_model_that_cannot_be_copied_has_no_average(tmp_path: Path) -> None:
         fit(single(), tmp_path, task=Derived(evaluates=True), ema=0.9)
 
 
-def test_a_decay_above_one() -> None:
-    with pytest.raises(InputError, match="--ema 1.5 must be at most 1"):
-        TrainConfig(ema=1.5).check()
+@pytest.mark.parametrize("decay", [1, 1.5])
+def test_a_decay_by_which_the_average_never_moves(decay: float) -> None:
+    with pytest.raises(InputError, match=f"--ema {decay} must be less than 1, such as 0.999"):
+        TrainConfig(ema=decay).check()
 
 
 # What is refused, and what is said

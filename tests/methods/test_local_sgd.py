@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend, TrainConfig, Trainer
 from hvdtrain.errors import InputError
@@ -39,8 +40,20 @@ class PlainSGD(Regression):
         return torch.optim.SGD(model.parameters(), lr=0.02)
 
 
+class Words(PlainSGD):
+    """A table of words whose gradients are sparse: the ranks have rows of their own in each step."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.EmbeddingBag(300, 4, sparse=True), nn.Linear(4, 3))
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        words = torch.randint(300, (200, 2), generator=torch.Generator().manual_seed(5))
+        data = TensorDataset(words, torch.stack([words.sum(1), words[:, 0], words[:, 1]], 1) / 300)
+        return data, data
+
+
 def trained(
-    backend: Backend, /, folder: Path, plain: bool = False, **changes: Any
+    backend: Backend, /, folder: Path, kind: type[Regression] = Regression, **changes: Any
 ) -> dict[str, Any]:
     """Train; return the weights, and how many elements were reduced."""
     reduced: list[int] = []
@@ -50,8 +63,7 @@ def trained(
         reduced.append(t.numel())
         return whole(self, t, op)
 
-    task = PlainSGD() if plain else Regression()
-    trainer = Trainer(task, backend, replace(CONFIG, run_dir=str(folder), **changes))
+    trainer = Trainer(kind(), backend, replace(CONFIG, run_dir=str(folder), **changes))
     type(backend).all_reduce = counted  # type: ignore[method-assign]
     try:
         result = trainer.fit()
@@ -65,9 +77,12 @@ def trained(
 
 
 @on_live_ranks
-def test_averaging_after_every_step_is_synchronous_training(ranks: Ranks, tmp_path: Path) -> None:
-    local = ranks.run(trained, tmp_path / "local", plain=True, sync_every=1)
-    whole = ranks.run(trained, tmp_path / "whole", plain=True)
+@pytest.mark.parametrize(("kind", "changes"), [(PlainSGD, {}), (Words, {"local_warmup": 7})])
+def test_averaging_after_every_step_is_synchronous_training(
+    ranks: Ranks, kind: type[Regression], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    local = ranks.run(trained, tmp_path / "local", kind, sync_every=1, **changes)
+    whole = ranks.run(trained, tmp_path / "whole", kind)
     for one, other in zip(local, whole, strict=True):
         for name, t in one["weights"].items():
             torch.testing.assert_close(t, other["weights"][name], rtol=0, atol=1e-12)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from hvdtrain import Backend, Callback, Trainer
@@ -51,6 +51,38 @@ class Asks(Callback):
 
     def on_epoch_end(self, trainer: Trainer) -> None:
         self._ask("on_epoch_end", trainer)
+
+
+class Frozen(Stateful):
+    """Its BatchNorm is in eval mode, and the other modules are not; or the whole model is."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__(evaluates=True)
+        self.whole = whole
+        self.modes: list[tuple[bool, bool]] = []
+
+    def model(self) -> nn.Module:
+        net = super().model()
+        (net if self.whole else net.get_submodule("body.1")).eval()
+        return net
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        layer = next(m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+        self.modes.append((net.training, layer.training))
+        return super().loss(net, batch)
+
+
+@pytest.mark.parametrize("options", [{}, {"sync_bn": True}, {"ema": 0.9}])
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_the_task_has_frozen_stays_frozen(
+    whole: bool, options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = Frozen(whole)
+    trainer = fit(single(), tmp_path, task=task, epochs=2, **options)
+    assert set(task.modes) == {(True, whole), (False, False)}
+    moved = trainer.model.get_buffer("body.1.running_mean").any().item()
+    assert moved == whole
+    assert ("model    1 of 6 modules are in eval mode" in capsys.readouterr().out) != whole
 
 
 def saved_steps(folder: Path) -> list[int]:
