@@ -2,7 +2,8 @@
 
 The Trainer steps a `RateSchedule` after each step, epoch or evaluation. There are two kinds. A
 function of the step (constant, cosine, step, one-cycle) needs no saved state: a resumed run
-computes it anew. The state of the others (plateau, and any of a task's own) is in checkpoints.
+computes it anew. The state of the others (plateau, and any of a task's own) is in checkpoints, as
+torch's own `state_dict` gives it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _RISE, _FIRST, _LAST = 0.3, 25.0, 25.0 * 1e4
 
 # The progress of a ReduceLROnPlateau. The rest of its state_dict are its options, which are this
 # run's and not the checkpoint's.
-_PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+_PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
 
 
 def lr_factor(scaling: str, num_ranks: int, accumulate: int) -> float:
@@ -133,12 +134,15 @@ def build_plateau(optimizer: Optimizer, config: TrainConfig) -> ReduceLROnPlatea
 
 
 class RateSchedule:
-    """The learning rate of a run: a scheduler, and when it is stepped.
+    """The learning rate of a run: a scheduler of torch, and when it is stepped.
 
     `unit`: after each step, epoch or evaluation; for a ReduceLROnPlateau always evaluation, with
     `metric`. `warmup` is stepped first, for `warmup_steps` steps; evaluations do not count in
     these. `has_state`: the scheduler's state belongs into checkpoints. No method is collective:
     evaluations have the same bits on all ranks, so every rank sets the same rate.
+
+    A run that resumes at another learning rate steps the scheduler at the rates of the checkpoint,
+    and multiplies what it sets: so any scheduler follows, also one that is made of others.
     """
 
     def __init__(
@@ -155,29 +159,44 @@ class RateSchedule:
         self.unit: Unit = "evaluation" if isinstance(scheduler, ReduceLROnPlateau) else unit
         self._metric = metric
         self._warmup, self._warmup_steps = warmup, warmup_steps
+        # Not 0, the first rate of many a warm-up: the rates of two runs are divided.
+        self._start_lrs = [
+            float((warmup is None and group["lr"]) or group.get("initial_lr", 0))
+            for group in scheduler.optimizer.param_groups
+        ]
+        """The rates that the scheduler starts with; after a resume, those of the first run."""
+        self._ratios: list[float] = []
+        """This run's rates by the scheduler's, by parameter group; empty if they are the same."""
+        self._unscaled: list[float] = []
+        """The rates that the scheduler has set, if there are ratios."""
+        self._choose_methods()
+
+    def _choose_methods(self) -> None:
         # Attributes, not methods: a step costs no more than the scheduler's own.
+        step: Any = self._step_scaled if self._ratios else self.scheduler.step
         self.after_step: Callable[[], None] = _nothing
         if self.unit == "step":
-            self.after_step = scheduler.step
-        elif warmup is not None:
+            self.after_step = step
+        elif self._warmup is not None:
             self.after_step = self._warm_up
-        self.after_epoch: Callable[[], None] = scheduler.step if self.unit == "epoch" else _nothing
+        self.after_epoch: Callable[[], None] = step if self.unit == "epoch" else _nothing
+        self._step_plateau: Callable[[float], None] = step
 
     def after_evaluation(self, metrics: Mapping[str, Any], step: int) -> None:
         """Step a ReduceLROnPlateau. Raises InputError, on every rank, if its metric is missing."""
-        if isinstance(self.scheduler, ReduceLROnPlateau) and step >= self._warmup_steps:
-            self.scheduler.step(number_of(metrics, self._metric, "the schedule"))
+        if self.unit == "evaluation" and step >= self._warmup_steps:
+            self._step_plateau(number_of(metrics, self._metric, "the schedule"))
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state for a checkpoint; None if the rate is a function of the step."""
         if not self.has_state:
             return None
-        state = self.scheduler.state_dict()
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            state = {key: state[key] for key in _PLATEAU_STATE}
-            state["last_lrs"] = [float(lr) for lr in self.scheduler.get_last_lr()]
-            state["base_lrs"] = self._base_lrs()
-        return state
+        return {
+            "kind": _kind_of(self.scheduler),
+            "state": self.scheduler.state_dict(),
+            "start_lrs": self._start_lrs,
+            "lrs": self._unscaled or self._lrs(),
+        }
 
     def load_state_dict(self, saved: dict[str, Any], loaded: list[dict[str, Any]]) -> None:
         """Continue from the state of a checkpoint, at this run's learning rates.
@@ -185,28 +204,55 @@ class RateSchedule:
         `loaded`: the parameter groups of the checkpoint. Raises CheckpointError for the state of
         another kind of schedule.
         """
-        is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
-        if is_plateau != ("num_bad_epochs" in saved):
+        if "start_lrs" not in saved:
+            saved = _from_raw_state(saved, loaded, self.scheduler, self._start_lrs)
+        own, kind, state = _kind_of(self.scheduler), saved["kind"], saved["state"]
+        if kind != own:
             raise CheckpointError(
-                "the checkpoint has the state of another schedule than "
-                f"{type(self.scheduler).__name__}; resume with the schedule that it was saved with",
+                f"the checkpoint has the state of another schedule ({kind}) than {own}; resume "
+                "with the schedule that it was saved with",
                 on_all_ranks=True,
             )
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self._continue_plateau(self.scheduler, saved)
-        else:
-            continue_schedule(self.scheduler, saved, loaded)
+        if self.unit == "evaluation":
+            state = {key: state[key] for key in _PLATEAU_STATE if key in state}
+        try:
+            self.scheduler.load_state_dict(state)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"the checkpoint has the state of another {own}: {type(error).__name__}: {error}; "
+                "resume with the schedule that it was saved with",
+                on_all_ranks=True,
+            ) from None
+        if self._warmup is not None:
+            return  # the rate is that of the warm-up, a function of the step
+        now, before = self._start_lrs, saved["start_lrs"]
+        ratios = [a / b if b else 1.0 for a, b in zip(now, before, strict=True)]
+        # Some constructors have changed more of a group than its rate: momentum, betas, max_lr.
+        for group, kept in zip(self.scheduler.optimizer.param_groups, loaded, strict=True):
+            group.update({key: value for key, value in kept.items() if key != "params"})
+        self._start_lrs = list(before)
+        self._set_lrs(saved["lrs"])
+        if any(ratio != 1.0 for ratio in ratios):
+            self._ratios = ratios
+            self._scale()
+            self._choose_methods()
 
-    def _continue_plateau(self, plateau: ReduceLROnPlateau, saved: dict[str, Any]) -> None:
-        rates = zip(self._base_lrs(), saved["base_lrs"], saved["last_lrs"], strict=True)
-        scaled = [last * (now / base if base else 1.0) for now, base, last in rates]
-        plateau.load_state_dict({**{key: saved[key] for key in _PLATEAU_STATE}, "_last_lr": scaled})
-        if self._warmup is None:
-            for group, lr in zip(plateau.optimizer.param_groups, scaled, strict=True):
-                group["lr"] = lr
+    def _step_scaled(self, *metric: Any) -> None:
+        """Step the scheduler at its own rates, then multiply those that it has set."""
+        self._set_lrs(self._unscaled)
+        self.scheduler.step(*metric)
+        self._scale()
 
-    def _base_lrs(self) -> list[float]:
-        return [float(group["initial_lr"]) for group in self.scheduler.optimizer.param_groups]
+    def _scale(self) -> None:
+        self._unscaled = self._lrs()
+        self._set_lrs([a * b for a, b in zip(self._unscaled, self._ratios, strict=True)])
+
+    def _lrs(self) -> list[float]:
+        return [float(group["lr"]) for group in self.scheduler.optimizer.param_groups]
+
+    def _set_lrs(self, lrs: list[float]) -> None:
+        for group, lr in zip(self.scheduler.optimizer.param_groups, lrs, strict=True):
+            group["lr"] = lr
 
     def _warm_up(self) -> None:
         assert self._warmup is not None
@@ -218,20 +264,30 @@ def _nothing() -> None:
     pass
 
 
-def continue_schedule(
-    own: LRScheduler, saved: dict[str, Any], loaded_groups: list[dict[str, Any]]
-) -> None:
-    """Restore the state of a task's own scheduler, scaled to this run's learning rates.
+def _kind_of(scheduler: LRScheduler) -> str:
+    """Return the class that a checkpoint names. A subclass of a plateau is one, too."""
+    is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+    return "ReduceLROnPlateau" if is_plateau else type(scheduler).__name__
 
-    `loaded_groups`: the parameter groups of the checkpoint. The scheduler's constructor has changed
-    the optimizer's own: `lr`, and for some schedulers momentum or betas.
+
+def _from_raw_state(
+    saved: dict[str, Any], loaded: list[dict[str, Any]], own: LRScheduler, start_lrs: list[float]
+) -> dict[str, Any]:
+    """Return what an earlier hvdtrain saved in the form of `RateSchedule.state_dict`: the state
+    alone, of a plateau with `last_lrs`. The rates of its run are in the `loaded` groups.
     """
-    base_now = list(own.base_lrs)
-    own.load_state_dict(saved)
-    rates = zip(own.base_lrs, own.get_last_lr(), base_now, strict=True)
-    scaled = [last * (now / base if base else 1.0) for base, last, now in rates]
-    own.base_lrs = base_now
-    for group, before, lr in zip(own.optimizer.param_groups, loaded_groups, scaled, strict=True):
-        # Everything but the rates (initial_lr, max_lr, ...): those are this run's.
-        kept = {k: v for k, v in before.items() if k != "params" and not k.endswith("lr")}
-        group.update(kept, lr=lr)
+    groups = zip(own.optimizer.param_groups, loaded, strict=True)
+    ratios = [
+        before["initial_lr"] / group["initial_lr"] if group["initial_lr"] else 1.0
+        for group, before in groups
+    ]
+    is_plateau = "num_bad_epochs" in saved
+    kind = "ReduceLROnPlateau" if is_plateau else _kind_of(own)
+    if isinstance(own, ReduceLROnPlateau) and not is_plateau:
+        kind = "one without a metric"
+    return {
+        "kind": kind,
+        "state": saved,
+        "start_lrs": [lr * ratio for lr, ratio in zip(start_lrs, ratios, strict=True)],
+        "lrs": saved["last_lrs" if is_plateau else "_last_lr"],
+    }

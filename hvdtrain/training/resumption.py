@@ -77,9 +77,6 @@ class Resumption:
             broadcast_state(backend, prepared.model, optimizer, root)
             for master in masters.values():
                 master.copy_(backend.broadcast_(master.contiguous(), root))
-        # Learning rates are those of this run's options, not those of the checkpoint.
-        for group, lr in zip(optimizer.param_groups, prepared.lr_after, strict=True):
-            group["lr"] = group["initial_lr"] = lr
         if loaded["scaler"]:  # empty unless the checkpoint is of an fp16 run
             precision.scaler.load_state_dict(loaded["scaler"])
         self._resume_rank_states(loaded["ranks"])

@@ -48,6 +48,7 @@ class RunPlan:
         self._batches = batches
         self._progress = progress
         self._optimizer: Optimizer = prepared.optimizer
+        self._lrs = prepared.lr_after
         self.ledger = self._make_ledger(num_ranks, prepared.lr_before, prepared.lr_after)
 
     def _make_ledger(self, num_ranks: int, lr_before: list[float], lr_after: list[float]) -> Ledger:
@@ -115,6 +116,9 @@ class RunPlan:
         self._check_schedule(checked.has_schedule)
         total, per_epoch = self.ledger.total_steps or 0, self.ledger.steps_per_epoch or 0
         loaded_groups = [dict(group) for group in self._optimizer.param_groups]
+        # Learning rates are those of this run's options, not those of the checkpoint.
+        for group, lr in zip(self._optimizer.param_groups, self._lrs, strict=True):
+            group["lr"] = group["initial_lr"] = lr
         own = checked.schedule(self._optimizer, per_epoch, total)
         if own is not None:
             if self._config.warmup_steps:

@@ -11,13 +11,73 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
+from torch.optim.swa_utils import SWALR
 from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer
 from hvdtrain.errors import Preempted
 from hvdtrain.training.commits import Commits
 from tests.runs import Stop, watch
+
+
+def half(step: int) -> float:
+    return 0.5 ** (step // 3)
+
+
+def warm_up(optimizer: Any, steps: int = 3) -> LRScheduler:
+    return schedulers.LinearLR(optimizer, 0.1, total_iters=steps)
+
+
+SCHEDULES: dict[str, Callable[[Any, int], LRScheduler]] = {
+    "step": lambda o, n: schedulers.StepLR(o, 2, 0.5),
+    "by epoch": lambda o, n: schedulers.StepLR(o, 1, 0.5),
+    "one-cycle": lambda o, n: schedulers.OneCycleLR(o, 0.1, total_steps=n + 1),
+    "plateau": lambda o, n: schedulers.ReduceLROnPlateau(o, mode="max", factor=0.5, patience=0),
+    "lambda": lambda o, n: schedulers.LambdaLR(o, half),
+    "warm-up from 0": lambda o, n: schedulers.LambdaLR(o, lambda step: min(1.0, step / 7)),
+    "multiplicative": lambda o, n: schedulers.MultiplicativeLR(o, lambda step: 0.9),
+    "milestones": lambda o, n: schedulers.MultiStepLR(o, [3, 7, 9], 0.3),
+    "constant": lambda o, n: schedulers.ConstantLR(o, 0.1, 9),
+    "linear": lambda o, n: schedulers.LinearLR(o, 0.1, 1.0, 9),
+    "exponential": lambda o, n: schedulers.ExponentialLR(o, 0.8),
+    "polynomial": lambda o, n: schedulers.PolynomialLR(o, n, 2.0),
+    "cosine": lambda o, n: schedulers.CosineAnnealingLR(o, n, 0.001),
+    "warm restarts": lambda o, n: schedulers.CosineAnnealingWarmRestarts(o, 3, 2),
+    "cyclic": lambda o, n: schedulers.CyclicLR(o, 0.001, 0.1, 3, mode="exp_range", gamma=0.9),
+    "own rate's one-cycle": lambda o, n: schedulers.OneCycleLR(
+        o, [group["lr"] for group in o.param_groups], total_steps=n + 1
+    ),
+    "average of weights": lambda o, n: SWALR(o, 0.001, 8),
+    "sequential": lambda o, n: SequentialLR(
+        o, [warm_up(o), schedulers.CosineAnnealingLR(o, n - 3)], [3]
+    ),
+    "chained": lambda o, n: ChainedScheduler([warm_up(o), schedulers.ExponentialLR(o, 0.9)]),
+    "sequential of chained": lambda o, n: SequentialLR(
+        o,
+        [
+            ChainedScheduler([warm_up(o, 5), schedulers.StepLR(o, 2, 0.9)]),
+            schedulers.ExponentialLR(o, 0.8),
+        ],
+        [6],
+    ),
+    "chained of sequential": lambda o, n: ChainedScheduler(
+        [
+            SequentialLR(o, [warm_up(o), schedulers.StepLR(o, 2, 0.7)], [3]),
+            schedulers.ExponentialLR(o, 0.9),
+        ]
+    ),
+    "sequential of sequential": lambda o, n: SequentialLR(
+        o,
+        [
+            SequentialLR(o, [warm_up(o), schedulers.ConstantLR(o, 1.0, 1)], [3]),
+            schedulers.PolynomialLR(o, n - 5),
+        ],
+        [5],
+    ),
+}
+"""A task's own schedules: all of torch's, made of the optimizer and the number of steps."""
 
 
 class Net(nn.Module):
@@ -68,13 +128,8 @@ class Stateful(Task):
     def schedule(
         self, optimizer: torch.optim.Optimizer, steps_per_epoch: int, total_steps: int
     ) -> LRScheduler | None:
-        if self.own_schedule == "one-cycle":
-            return OneCycleLR(optimizer, 0.1, total_steps=total_steps + 1)
-        if self.own_schedule == "plateau":
-            return ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=0)
-        if self.own_schedule == "by epoch":
-            return StepLR(optimizer, 1, 0.5)
-        return StepLR(optimizer, 2, 0.5) if self.own_schedule == "step" else None
+        make = SCHEDULES.get(self.own_schedule)
+        return None if make is None else make(optimizer, total_steps)
 
 
 CONFIG = TrainConfig(

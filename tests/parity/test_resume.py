@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.optim import lr_scheduler
 
 from hvdtrain.errors import CheckpointError
 from tests.conftest import TWO_RANKS
-from tests.parity.resume import train
+from tests.parity.resume import SCHEDULES, train
 from tests.ranks import Ranks, single
 from tests.runs import records, run_json
 
@@ -114,6 +117,49 @@ def test_a_larger_step_than_is_left_of_the_epoch(tmp_path: Path, epoch: int) -> 
     assert len(rest["seen"]) == 2 * (2 - epoch)
 
 
+# What torch's constructor of a scheduler that is made of others does itself.
+OF_TORCH = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+
+
+@OF_TORCH
+@pytest.mark.parametrize("own", SCHEDULES)
+def test_every_scheduler_of_torch(tmp_path: Path, own: str) -> None:
+    """Interrupted in the first epoch and in the second; then the same at ten times the rate in
+    between: the rates follow, and nothing is multiplied twice.
+    """
+    options: dict[str, Any] = {"own_schedule": own, "checkpoint_every": 3}
+    whole = train(single(), tmp_path / "whole", **options)
+    first = train(single(), tmp_path / "parts", 4, **options)
+    shutil.copytree(tmp_path / "parts", tmp_path / "rates")
+    second = train(single(), tmp_path / "parts", 8, "auto", **options)
+    third = train(single(), tmp_path / "parts", resume="auto", **options)
+    assert third["digest"] == whole["digest"]
+    assert first["rates"][:3] + second["rates"][:3] + third["rates"] == whole["rates"]
+    if own == "plateau":  # whose losses are others at another rate
+        return
+    higher = train(single(), tmp_path / "rates", 8, "auto", lr=0.2, **options)
+    back = train(single(), tmp_path / "rates", resume="auto", **options)
+    ratio = 1 if own == "one-cycle" else 10  # the task's has a rate of its own
+    assert higher["rates"] == pytest.approx([ratio * rate for rate in whole["rates"][3:8]])
+    assert back["rates"] == pytest.approx(whole["rates"][6:])
+
+
+@OF_TORCH
+def test_no_scheduler_of_torch_is_forgotten() -> None:
+    def kinds(scheduler: Any) -> set[str]:
+        inner = [kinds(one) for one in getattr(scheduler, "_schedulers", ())]
+        return {type(scheduler).__name__}.union(*inner)
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1, momentum=0.9)
+    found = set().union(*(kinds(make(optimizer, 12)) for make in SCHEDULES.values()))
+    public = {
+        name
+        for name, value in vars(lr_scheduler).items()
+        if isinstance(value, type) and issubclass(value, lr_scheduler.LRScheduler)
+    }
+    assert found >= public - {"LRScheduler", "_LRScheduler"}
+
+
 @pytest.mark.parametrize("own", ["step", "by epoch", "plateau"])
 def test_another_rate_after_resuming(tmp_path: Path, own: str) -> None:
     """This run's learning rate counts, also under a schedule of the task's own."""
@@ -128,7 +174,7 @@ def test_another_rate_after_resuming(tmp_path: Path, own: str) -> None:
 
 def test_another_schedule_after_resuming(tmp_path: Path) -> None:
     train(single(), tmp_path, 10, own_schedule="plateau")
-    with pytest.raises(CheckpointError, match="the state of another schedule than StepLR; resume"):
+    with pytest.raises(CheckpointError, match="schedule .ReduceLROnPlateau. than StepLR; resume"):
         train(single(), tmp_path, resume="auto", own_schedule="by epoch")
     # A schedule of the options is a function of the step: it needs no state.
     assert train(single(), tmp_path, resume="auto")["step"] == 12

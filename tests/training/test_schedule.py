@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from hvdtrain import Trainer
 from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.lr_schedule import build_schedule, lr_factor, set_base_lr
+from hvdtrain.training.lr_schedule import RateSchedule, build_schedule, lr_factor, set_base_lr
 from tests.parity import resume
 from tests.ranks import single
 
@@ -158,6 +158,36 @@ def set_base_lr_of_options(optimizer: Optimizer, lrs: list[float]) -> None:
     """What the trainer does after it has loaded the state."""
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):
         group["lr"] = group["initial_lr"] = lr
+
+
+@pytest.mark.parametrize("kind", ["step", "plateau", "sequential"])
+def test_the_state_in_a_checkpoint_of_an_earlier_version(kind: str) -> None:
+    """It was the scheduler's own, without the rate that it started with."""
+
+    def begin(lr: float) -> RateSchedule:
+        scheduler = resume.SCHEDULES[kind](prepared(lr), TOTAL)
+        return RateSchedule(scheduler, "step", has_state=True)
+
+    def advance(schedule: RateSchedule, steps: int) -> list[float]:
+        found = []
+        for step in range(steps):
+            schedule.scheduler.optimizer.step()
+            schedule.after_step()
+            schedule.after_evaluation({"loss": -step}, step)
+            found.append(schedule.scheduler.optimizer.param_groups[0]["lr"])
+        return found
+
+    old, same, higher = begin(0.5), begin(0.5), begin(5.0)
+    advance(old, 5)
+    saved = old.scheduler.state_dict()
+    if kind == "plateau":
+        saved |= {"base_lrs": [0.5], "last_lrs": old.scheduler.get_last_lr()}
+    loaded = [dict(group) for group in old.scheduler.optimizer.param_groups]
+    same.load_state_dict(saved, loaded)
+    higher.load_state_dict(saved, loaded)
+    whole = advance(old, 9)
+    assert advance(same, 9) == whole
+    assert advance(higher, 9) == pytest.approx([10 * lr for lr in whole])
 
 
 def test_groups_keep_their_proportion() -> None:
