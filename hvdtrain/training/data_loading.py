@@ -130,10 +130,6 @@ class ShardedBatches(Sampler[list[Any]]):
         full, rest = divmod(max(0, self.num_samples - start), self.global_micro_batch)
         return full + (rest > 0 and self._uneven in ("pad", "join"))
 
-    def is_over(self, start: int) -> bool:
-        """Return whether no step is left from `start` on."""
-        return not self.batches_from(start)
-
     def state(self) -> None:
         """Return None: the position in the epoch is all."""
 

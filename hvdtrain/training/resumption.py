@@ -50,6 +50,10 @@ class Resumption:
         self._commits = commits
         self.path: Path | None = None
         """The checkpoint that the run continues from, or that of a commit's step; on rank 0."""
+        self.is_saved = False
+        """Whether the state has a checkpoint in the run directory: not one of another directory's,
+        and not a commit.
+        """
 
     def load(self) -> dict[str, Any]:
         """Load a checkpoint on rank 0, or the newest commit on its rank, and broadcast it.
@@ -72,6 +76,7 @@ class Resumption:
         if not loaded:
             return loaded
         loaded["callbacks"] = broadcast_tree(backend, states, root)
+        self.is_saved = loaded.get("is_saved", False)
         optimizer, precision = prepared.optimizer, prepared.precision
         with precision.masters_in(optimizer) as masters:
             broadcast_state(backend, prepared.model, optimizer, root)
@@ -117,6 +122,8 @@ class Resumption:
         if path is not None and self._restart is None:
             print_line(f"resume   from {path}, step {step}")
         self.path = path
+        if path is not None:
+            loaded["is_saved"] = root.exists() and path.resolve().parent == root.resolve()
         return loaded
 
     def _choose_after_restart(self, restart: Restart, run_dir: RunDirectory) -> Path | None:
@@ -158,15 +165,14 @@ class Resumption:
         return path
 
     def _resume_data(self, states: list[Any] | None) -> None:
-        """Continue in the middle of an epoch. Collective."""
+        """Continue in the middle of an epoch. Collective.
+
+        The samples left of it may be too few for a step of this run: then it ends without one.
+        """
         progress, batches = self._progress, self._batches
         with self._backend.share_errors():
             batches.load_state(states or [], progress.sample, self._console.print_line)
         batches.begin(self._backend, progress.epoch, progress.sample)
-        if batches.is_over(progress.sample):
-            # The samples left of the epoch are too few for a step of this run: drop them, as at the
-            # end of any epoch.
-            progress.end_epoch()
 
     def _resume_rank_states(self, ranks: list[dict[str, Any]]) -> None:
         """Give each rank what it kept for itself. Print what another method, or another number of

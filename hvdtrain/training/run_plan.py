@@ -12,7 +12,6 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import ShardedBatches
@@ -145,10 +144,6 @@ class RunPlan:
             return RateSchedule(self._make_step_schedule())
         if loaded.get("schedule") is not None:
             schedule.load_state_dict(loaded["schedule"], loaded_groups)
-            # The rest of the epoch was dropped: see `Resumption._resume_data`.
-            if self._progress.epoch > loaded["position"]["epoch"]:
-                mark_as_stepped(self._optimizer)
-                schedule.after_epoch()
         return schedule
 
     def _make_plateau(self) -> RateSchedule:

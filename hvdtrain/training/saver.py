@@ -14,7 +14,7 @@ there. The thread calls no collective, and does not write run.json.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,8 +51,11 @@ class Saver:
         callbacks: CallbackList,
         run_dir: RunDirectory | None,
         commits: Commits | None = None,
+        is_saved: bool = False,
     ) -> None:
-        """`run_dir`: None on the ranks that write none. `commits`: of an elastic run."""
+        """`run_dir`: None on the ranks that write none. `commits`: of an elastic run. `is_saved`:
+        whether the run directory has a checkpoint of the progress that the run begins with.
+        """
         self._backend, self._config = backend, config
         self._prepared, self._batches, self._progress = prepared, batches, progress
         self._schedule, self._callbacks = schedule, callbacks
@@ -63,11 +66,12 @@ class Saver:
         self._is_due = False
         self._requested: set[int] = set()
         """The steps after which callbacks, a stop or a preemption want checkpoints."""
-        # A run that resumes has a checkpoint of its step; from a commit it may have none.
-        is_saved = commits is None or commits.root is None
-        self._begun_step = progress.step if is_saved and progress.step else -1
+        self._begun = replace(progress) if is_saved else None
+        """The progress of the newest checkpoint, which may still be being written. Not the step
+        alone: an epoch may end without one.
+        """
         self._is_writing = False
-        self.saved_step = self._begun_step
+        self.saved_step = progress.step if is_saved else -1
         """The step of the newest checkpoint that is complete; -1 without one."""
         self.saved_path: Path | None = None
         """Its path, on rank 0, if this run has written it."""
@@ -112,8 +116,8 @@ class Saver:
         return True
 
     def has_saved(self) -> bool:
-        """Return whether this step has a checkpoint, or one that is being written."""
-        return self._begun_step == self._progress.step
+        """Return whether this progress has a checkpoint, or one that is being written."""
+        return self._begun == self._progress
 
     def save(self, stop: run_state.Stop | None) -> None:
         """Write a checkpoint; with `--checkpoint-async` copy its content, and begin to write.
@@ -137,7 +141,7 @@ class Saver:
                 else:
                     write()
                     run_dir.update(last_step=step)
-        self._begun_step, self._is_writing = step, True
+        self._begun, self._is_writing = replace(self._progress), True
 
     def commit(self, stop: run_state.Stop | None, data: list[Any] | None = None) -> None:
         """Copy what a checkpoint would hold, on every rank of an elastic run. Collective.
@@ -176,9 +180,9 @@ class Saver:
         Collective: an error on rank 0 is raised on all ranks. Raises CheckpointError if writing
         takes longer than `--timeout`.
         """
-        if not self._is_writing:
+        if not self._is_writing or self._begun is None:
             return False
-        step, run_dir = self._begun_step, self._run_dir
+        step, run_dir = self._begun.step, self._run_dir
         if self._config.checkpoint_async:
             if not wait:
                 has_ended = run_dir is not None and not run_dir.background.is_running()

@@ -255,10 +255,6 @@ class StreamBatches:
             self._own = 0
         self.items.begin(epoch, self._own if self.items.divides_itself else start)
 
-    def is_over(self, start: int) -> bool:
-        """Return whether no step is left from `start` on. Not known: the epoch ends by itself."""
-        return False
-
     def samples_by_rank(self) -> list[int] | None:
         """Return None: what each rank will use is not known in advance."""
         return None

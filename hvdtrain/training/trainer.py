@@ -87,6 +87,8 @@ class Trainer:
         self.resumed_from: Path | None = None
         """The checkpoint that the run continues from; on rank 0."""
         self._records = True
+        self._first_step = 0
+        """The step that the run continues from."""
         self._origins = origins or {}
         self._given_callbacks = callbacks
         self._commits = commits
@@ -265,7 +267,9 @@ class Trainer:
         self._stepper = Stepper(
             self._checked, backend, config, prepared, self.schedule, progress, hook
         )
-        self._saver = Saver(*common, self.schedule, self._callbacks, self._run_dir, commits)
+        saves_with = self.schedule, self._callbacks, self._run_dir, commits
+        self._saver = Saver(*common, *saves_with, resumption.is_saved)
+        self._first_step = progress.step
         if self._run_dir is not None:
             about: dict[str, Any] = {
                 "ledger": self.ledger.as_dict(),
@@ -277,6 +281,8 @@ class Trainer:
             if commits is not None:
                 worlds = self._run_dir.run.get("worlds", [])
                 about["worlds"] = [*worlds, commits.as_dict(progress)]
+                seen = self._run_dir.run.get("seen", [])
+                about["seen"] = [one for one in seen if one["epoch"] <= progress.epoch]
             self._run_dir.update(**about)
             self._run_dir.open_metrics(progress.step)
         self._start_callbacks(resumption.path, loaded)
@@ -312,8 +318,6 @@ class Trainer:
         while not self._is_finished():
             metrics = self._run_epoch()
         if metrics is None:  # resumed from the last step: there was none to take
-            if self._run_dir is not None:
-                self._run_dir.drop_evaluation(self.progress.step)
             metrics = self._evaluate()
         self._save()
         digest = agreed_fingerprint(self.backend, self.model)
@@ -448,8 +452,10 @@ class Trainer:
         """
         by_rank = self.backend.all_gather_object(self._own_samples)
         if self._run_dir is not None:
-            seen = self._run_dir.run.setdefault("seen", [])
-            seen.append({"epoch": epoch + 1, "from_sample": start, "samples_by_rank": by_rank})
+            seen = self._run_dir.run.get("seen", [])
+            new = {"epoch": epoch + 1, "from_sample": start, "samples_by_rank": by_rank}
+            # Written at once: the next world of an elastic run begins with what is in the file.
+            self._run_dir.update(seen=[*seen, new])
 
     def _take_step(self, window: StepBatches, meter: Meter, last: bool) -> None:
         """Take one step; `last`: it is the last of the epoch or run."""
@@ -498,6 +504,8 @@ class Trainer:
         batches = self._data.evaluation_batches(self.precision.convert_batch)
         metrics = evaluate(self.eval_model, batches, self._checked, self.backend, self.precision)
         record = {"step": self.progress.step, "epoch": self.progress.epoch_number}
+        if self._run_dir is not None and self.progress.step == self._first_step:
+            self._run_dir.drop_evaluation(self.progress.step)  # a run before may have done it
         self.log({**record, **{f"eval_{name}": value for name, value in metrics.items()}})
         return metrics
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -120,3 +120,42 @@ def test_a_new_process_gets_the_commit(ranks: Ranks, tmp_path: Path, newcomer: i
     assert again[0]["lost"] == [(6, 1), (6, 1)]
     assert {one["digest"] for one in again} == {whole[0]["digest"]}
     assert steps_of(tmp_path / "again") == steps_of(tmp_path / "whole")
+
+
+def test_every_epoch_is_recorded_and_evaluated(tmp_path: Path) -> None:
+    """Also the one after whose last step a world ends, and the one of which a larger step of the
+    next world leaves no step: a schedule by epoch is stepped, and `on_epoch_end` called.
+    """
+    config = replace(
+        CONFIG, run_dir=str(tmp_path), schedule="constant", warmup_steps=0, log_every=1, **EVERY
+    )
+    backend, commits, task = single(), Commits(1), Stateful("by epoch", evaluates=True)
+    commits.agree(backend)
+    callbacks = CountEpochs(), LoseAPeer()
+    for LoseAPeer.after in (5, 8):  # the commits are at step 4, an epoch's end, and 7
+        with pytest.raises(PeerLost) as lost:
+            Trainer(task, backend, config, callbacks=callbacks, commits=commits).fit()
+        commits.leave(lost.value, LoseAPeer.after)
+        commits.agree(backend)
+    LoseAPeer.after = 0
+    larger = replace(config, global_batch_size=24)
+    trainer = Trainer(task, backend, larger, callbacks=callbacks, commits=commits)
+    assert trainer.fit().steps == 7 + 2
+    seen = [
+        (one["epoch"], one["from_sample"], one["samples_by_rank"])
+        for one in run_json(tmp_path)["seen"]
+    ]
+    assert seen == [(1, 0, [48]), (2, 36, [0]), (3, 0, [48])]
+    evaluated = [record["epoch"] for record in records(tmp_path) if "eval_loss" in record]
+    assert evaluated == [1, 2, 3] == CountEpochs.ended
+    rates = [record["lr"] for record in records(tmp_path) if "lr" in record]
+    assert rates == pytest.approx([0.02] * 4 + [0.01] * 3 + [0.005] * 2)
+
+
+class CountEpochs(Callback):
+    """Lists the epochs that have ended."""
+
+    ended: ClassVar[list[int]] = []
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        self.ended.append(trainer.progress.epoch)

@@ -187,6 +187,35 @@ def test_the_rest_of_an_epoch_that_a_larger_step_drops_ends_it(tmp_path: Path) -
     assert rest["rates"] == pytest.approx([0.01, 0.01, 0.005, 0.005])
 
 
+def test_a_larger_step_is_saved_with_the_end_of_the_epoch(tmp_path: Path) -> None:
+    """No step is left of the second epoch: its end is evaluated and saved, once."""
+    options: dict[str, Any] = {
+        "own_schedule": "by epoch",
+        "keep_best": "loss",
+        "global_batch_size": 24,
+    }
+    train(single(), tmp_path, 8, own_schedule="by epoch", keep_best="loss")
+    for stop_at in (8, 9):  # before the first step's checkpoint, and before the second's
+        train(single(), tmp_path, stop_at, "auto", **options)
+    train(single(), tmp_path, resume="auto", **options)
+    evaluated = [(r["step"], r["epoch"]) for r in records(tmp_path) if "eval_loss" in r]
+    assert evaluated == [(4, 1), (7, 2), (9, 3)]
+    assert [one["epoch"] for one in run_json(tmp_path)["seen"]] == [3]
+    assert run_json(tmp_path)["ledger"]["lr_at_end"] == pytest.approx([0.005])
+
+
+def test_a_run_that_has_nothing_left_to_do_is_saved_in_its_own_directory(tmp_path: Path) -> None:
+    """Else `--resume auto` starts afresh there."""
+    train(single(), tmp_path / "first")
+    last = tmp_path / "first/checkpoints/step-00000012"
+    again = train(single(), tmp_path / "second", resume=str(last))
+    assert again["step"] == 12
+    assert (tmp_path / "second/checkpoints" / last.name).is_dir()
+    more = train(single(), tmp_path / "second", resume="auto", epochs=4)
+    assert more["step"] == 16
+    assert len(more["seen"]) == 4
+
+
 def test_another_precision_after_resuming(tmp_path: Path) -> None:
     """From fp32 to fp16, whose gradient scaler the checkpoint knows nothing of."""
     train(single(), tmp_path, 3)
