@@ -281,6 +281,29 @@ def test_bad_input(line: Lines, prepare: Any, command: str, said: str) -> None:
     assert said in line.refused(*command.split(), alone=False)
 
 
+@pytest.mark.parametrize("named", ["{0}/evil.py", "link.py", "run/evil.py", "antigravity"])
+def test_a_received_run_does_not_choose_the_code(
+    line: Lines, tmp_path_factory: pytest.TempPathFactory, named: str
+) -> None:
+    """What its run.json names is executed below the current folder only, and not in the run."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    proof = elsewhere / "executed"
+    for evil in (elsewhere / "evil.py", line.folder / "run" / "evil.py"):
+        evil.write_text(f"open({str(proof)!r}, 'w')\n{TASK}")
+    (line.folder / "link.py").symlink_to(elsewhere / "evil.py")
+    about = record(line)
+    assert f"task     my.py:Mine of run.json: {line.folder}/my.py" in line("evaluate", "run").output
+    about["config"]["task"] = spec = f"{named.format(elsewhere)}:Mine"
+    (line.folder / "run" / "run.json").write_text(json.dumps(about))
+    for command in ("evaluate run", "predict run --output x.npy"):
+        said = line.refused(*command.split(), alone=False)
+        assert said.endswith(f"the current folder; if you trust that file, give --task {spec}")
+    assert not proof.exists()
+    if named.endswith(".py"):
+        assert line("evaluate", "run", "--task", spec).code == 0
+        assert proof.exists()
+
+
 # Runs and show
 
 

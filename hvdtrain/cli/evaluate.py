@@ -82,6 +82,8 @@ def opened(ctx: click.Context, path: Path, values: dict[str, Any]) -> Iterator[I
             if rank == 0:
                 found = weights.find(path, values["best"], values["ema"])
                 config = _config_of(found, given, launch)
+                if "task" not in given:
+                    _check_task_of_run(config.task, path, is_quiet=bool(values.get("as_json")))
         config = backend.broadcast_object(config)
         with backend.share_errors():
             task = load_task(config.task, config.set)
@@ -115,6 +117,25 @@ def _config_of(found: Weights, given: dict[str, Any], launch: TrainConfig) -> Tr
         text = f"{type(error).__name__}: {error}"
         raise InputError(f"the run.json of {found.path} is damaged: {text}") from None
     return config
+
+
+def _check_task_of_run(task: str, path: Path, is_quiet: bool) -> None:
+    """Print which file a task of run.json is. Raises InputError unless it is built in, or below the
+    current folder and not in the run: whoever sends a run must not choose the code that is executed.
+    """
+    from hvdtrain.tasks import TASKS
+    from hvdtrain.training import user_module
+
+    if task in TASKS:
+        return
+    files, here, run = user_module.files_of(task), Path.cwd(), path.resolve()
+    if not files or not all(f.is_relative_to(here) and not f.is_relative_to(run) for f in files):
+        where = f" ({files[-1]})" if files else ""
+        raise InputError(
+            f"the run.json of {path} names the task {task}{where}, which is not below the current "
+            f"folder; if you trust that file, give --task {task}"
+        )
+    click.echo(f"task     {task} of run.json: {files[-1]}", err=is_quiet)
 
 
 @inference_command(

@@ -9,6 +9,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,6 +36,23 @@ def load_named(spec: str, what: str, kind: str, is_wanted: Callable[[object], bo
         )
         hint = ", ".join(own) or "none"
         raise InputError(f"{where} has no {kind} named {name!r}; it has: {hint}")
+    return found
+
+
+def files_of(spec: str) -> list[Path]:
+    """Return the files that `load_named` would execute for `spec`, with symbolic links resolved,
+    without importing anything; an empty list if it would find none. Not collective.
+    """
+    where = spec.rpartition(":")[0]
+    if where.endswith(".py"):
+        return [Path(where).resolve()]
+    found, folders = [], [str(Path.cwd()), *sys.path]
+    for part in where.split("."):
+        module = PathFinder.find_spec(part, folders)
+        if module is None:
+            return []
+        found += [Path(module.origin).resolve()] if module.has_location and module.origin else []
+        folders = [*(module.submodule_search_locations or [])]
     return found
 
 
