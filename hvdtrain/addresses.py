@@ -15,10 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.peers import ask_rank0
+from hvdtrain.signed_store import SignedStore, base_of
 from hvdtrain.world import World, launch_env
 
 _MAX_ADDRESSES = 8  # so that they fit into the message that rank 0 publishes
@@ -155,9 +156,8 @@ def find_route(store: Store, world: World) -> None:
     _routed.clear()
     if world.one_host:
         return
-    base = store
-    while isinstance(base, PrefixStore):
-        base = base.underlying_store
+    base = base_of(store)
+    base = base.store if isinstance(base, SignedStore) else base
     mine, reason = route_source(base.host) if isinstance(base, TCPStore) else None, "rank 0"
 
     def first(sources: list[str]) -> list[str]:

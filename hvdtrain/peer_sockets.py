@@ -3,13 +3,18 @@
 `peers` uses it.
 
 Any program that reaches the address can connect to the port. So no message is parsed before its
-sender has sent the secret, the greeting has a fixed size, and a connection that does not
-authenticate takes one descriptor for a few seconds at most:
+sender has proved that it has the job's secret, which is not sent: each end sends an HMAC over both
+nonces. Those of client and server differ, so none can be reflected. The greeting has a fixed
+size, and a connection that does not authenticate takes one descriptor for a few seconds at most:
 
     client                                          server
-      |---- first half of the secret, rank ---------->|   20 bytes
-      |<--- second half of the secret ----------------|   16 bytes: the server is authentic, too
+      |<--- nonce ------------------------------------|   32 bytes
+      |---- rank, nonce, HMAC as client ------------->|   68 bytes
+      |<--- HMAC as server ---------------------------|   32 bytes
       |<=== frames: sizes, JSON list, raw bytes =====>|   nothing in them is ever executed
+
+Both HMACs include the session, a random text that the server publishes with its addresses: a
+connection to another server of the same job fails.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import errno
 import fcntl
 import hmac
 import json
+import secrets
 import selectors
 import socket
 import struct
@@ -28,14 +34,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-SECRET_BYTES = 32
+from hvdtrain import job_secret
+from hvdtrain.job_secret import TAG_BYTES
+
 LOST_S = 10
 """Seconds without an acknowledgement from a host after which a connection to it fails."""
-_HALF = SECRET_BYTES // 2
+_NONCE_BYTES = 32
 _SIOCOUTQ, _SIOCOUTQNSD = 0x5411, 0x894B  # linux/sockios.h: bytes unacknowledged, bytes unsent
 _TCPI_PROBES = 3  # linux/tcp.h: the byte of tcp_info that counts unanswered probes
 _RANK = struct.Struct("<I")
-_GREETING_BYTES = _HALF + _RANK.size
+_GREETING_BYTES = _RANK.size + _NONCE_BYTES + TAG_BYTES
 _HANDSHAKE_S = 10.0
 _MAX_PENDING = 128
 Header = list[Any]
@@ -71,7 +79,7 @@ def listen(addresses: Sequence[str]) -> list[socket.socket]:
 
 
 def accept_peers(
-    listeners: Sequence[socket.socket], secret: bytes, expected: set[int], deadline: float
+    listeners: Sequence[socket.socket], session: bytes, expected: set[int], deadline: float
 ) -> dict[int, socket.socket]:
     """Return the authenticated connections of the expected peers, by rank.
 
@@ -79,7 +87,7 @@ def accept_peers(
     twice, it has retried: the later connection counts. Every error closes one connection only.
     """
     accepted: dict[int, socket.socket] = {}
-    pending: dict[socket.socket, float] = {}  # deadlines of their greetings, the oldest first
+    pending: _Pending = {}
     with selectors.DefaultSelector() as selector:
         for listener in listeners:
             listener.setblocking(False)
@@ -93,8 +101,8 @@ def accept_peers(
                         _accept(sock, selector, pending)
                     elif sock in pending:
                         selector.unregister(sock)
-                        del pending[sock]
-                        rank = _authenticate(sock, secret, expected)
+                        _, nonce = pending.pop(sock)
+                        rank = _authenticate(sock, session, nonce, expected)
                         if (old := sock if rank is None else accepted.get(rank)) is not None:
                             old.close()
                         if rank is not None:
@@ -110,71 +118,92 @@ def accept_peers(
     return accepted
 
 
-def _accept(
-    listener: socket.socket, selector: selectors.BaseSelector, pending: dict[socket.socket, float]
-) -> None:
+_Pending = dict[socket.socket, tuple[float, bytes]]
+"""Connections without a greeting yet, the oldest first: the deadline, and the nonce they got."""
+
+
+def _accept(listener: socket.socket, selector: selectors.BaseSelector, pending: _Pending) -> None:
     """Add a new connection to `pending`; it becomes readable when its greeting is complete."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
     try:
         sock, _ = listener.accept()
-        sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _GREETING_BYTES)
     except OSError:
         _drop_pending(selector, pending, len(pending) - 1)  # the descriptors may be used up
         time.sleep(0.01)
         return
-    pending[sock] = time.monotonic() + _HANDSHAKE_S
+    try:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _GREETING_BYTES)
+        sock.send(nonce)
+    except OSError:  # the other end has closed it already
+        sock.close()
+        return
+    pending[sock] = time.monotonic() + _HANDSHAKE_S, nonce
     selector.register(sock, selectors.EVENT_READ)
 
 
-def _drop_pending(
-    selector: selectors.BaseSelector, pending: dict[socket.socket, float], most: int
-) -> None:
+def _drop_pending(selector: selectors.BaseSelector, pending: _Pending, most: int) -> None:
     """Close connections whose greeting is late, and the oldest ones if there are over `most`."""
     now = time.monotonic()
-    late = [sock for sock, deadline in pending.items() if deadline <= now]
+    late = [sock for sock, (deadline, _) in pending.items() if deadline <= now]
     for sock in dict.fromkeys([*late, *list(pending)[: max(0, len(pending) - most)]]):
         selector.unregister(sock)
         del pending[sock]
         sock.close()
 
 
-def _authenticate(sock: socket.socket, secret: bytes, expected: set[int]) -> int | None:
+def _proof(role: bytes, session: bytes, rank: int, server: bytes, client: bytes) -> bytes:
+    """Return what proves the job's secret in one connection: the nonces are of both its ends."""
+    return job_secret.tag("connection", role, session, _RANK.pack(rank), server, client)
+
+
+def _authenticate(
+    sock: socket.socket, session: bytes, nonce: bytes, expected: set[int]
+) -> int | None:
     """Answer a correct greeting and return the peer's rank; return None for any other."""
     try:
         greeting = sock.recv(_GREETING_BYTES)
         if len(greeting) < _GREETING_BYTES:
             return None
-        (rank,) = _RANK.unpack(greeting[_HALF:])
-        if not hmac.compare_digest(greeting[:_HALF], secret[:_HALF]) or rank not in expected:
+        (rank,) = _RANK.unpack_from(greeting)
+        theirs, proof = greeting[_RANK.size : -TAG_BYTES], greeting[-TAG_BYTES:]
+        wanted = _proof(b"client", session, rank, nonce, theirs)
+        if not hmac.compare_digest(proof, wanted) or rank not in expected:
             return None
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-        sock.send(secret[_HALF:])
+        sock.send(_proof(b"server", session, rank, nonce, theirs))
         configure(sock)
     except OSError:
         return None
     return int(rank)
 
 
-def connect(place: tuple[str, int], secret: bytes, rank: int, timeout_s: float) -> socket.socket:
-    """Connect as peer `rank`. Raises OSError unless the server sends its half in time."""
+def connect(place: tuple[str, int], session: bytes, rank: int, timeout_s: float) -> socket.socket:
+    """Connect as peer `rank`. Raises OSError unless the server proves the secret in time."""
     deadline = time.monotonic() + timeout_s
     sock = socket.create_connection(place, timeout_s)
     try:
-        sock.sendall(secret[:_HALF] + _RANK.pack(rank))
-        answer = b""
-        while len(answer) < _HALF:
-            sock.settimeout(max(0.01, deadline - time.monotonic()))
-            data = sock.recv(_HALF - len(answer))
-            if not data:
-                raise ConnectionResetError(f"{place[0]}:{place[1]} closed the connection")
-            answer += data
-        if not hmac.compare_digest(answer, secret[_HALF:]):
+        theirs, nonce = _receive(sock, _NONCE_BYTES, deadline), secrets.token_bytes(_NONCE_BYTES)
+        sock.sendall(_RANK.pack(rank) + nonce + _proof(b"client", session, rank, theirs, nonce))
+        wanted = _proof(b"server", session, rank, theirs, nonce)
+        if not hmac.compare_digest(_receive(sock, TAG_BYTES, deadline), wanted):
             raise ConnectionRefusedError(f"{place[0]}:{place[1]} is not a rank of this job")
         configure(sock)
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+def _receive(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        sock.settimeout(max(0.01, deadline - time.monotonic()))
+        more = sock.recv(num_bytes - len(data))
+        if not more:
+            raise ConnectionResetError("the other end closed the connection")
+        data += more
+    return data
 
 
 def configure(sock: socket.socket) -> None:

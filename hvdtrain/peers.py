@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import secrets
 import selectors
 import socket
 import threading
@@ -41,7 +40,9 @@ from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr
 
 from hvdtrain import elastic_world, peer_sockets
 from hvdtrain.errors import LaunchError, WorldError
+from hvdtrain.job_secret import NotOfThisJob, not_proven
 from hvdtrain.peer_sockets import Connection, Header, InvalidMessage, encode
+from hvdtrain.signed_store import Unsigned
 from hvdtrain.world import World, agent_keeps_store
 
 ENDED = "has ended: its connection is closed"
@@ -140,9 +141,18 @@ def await_ranks(
                                      <-   set <round>/outcome: "" once the answers equal
                                           arrived/*, or at the deadline the missing ranks
 
-    Raises WorldError naming the missing ranks, LaunchError if two processes have the same rank.
+    Raises WorldError naming the missing ranks, LaunchError if two processes have the same rank,
+    and NotOfThisJob if a rank has not signed its values with the secret of this one.
     """
     deadline = deadline or time.monotonic() + timeout_s
+    try:
+        return _await_ranks(store, world, timeout_s, deadline)
+    except Unsigned as error:
+        rank = error.key.rpartition("/")[2]
+        raise NotOfThisJob(f"{world} got a value of rank {rank} that {not_proven()}") from None
+
+
+def _await_ranks(store: Store, world: World, timeout_s: float, deadline: float) -> Store:
     if not agent_keeps_store(world):
         _check_unique(store, world)
     nonce = uuid.uuid4().hex
@@ -193,13 +203,15 @@ def _join_round(
     store: Store, world: World, nonce: str, deadline: float, timeout_s: float
 ) -> tuple[str, str]:
     """Run the side of all other ranks. Return what `_coordinate_round` returns."""
-    round_key, round_id = f"round/{nonce}", ""
+    round_key, round_id, is_rank0_known = f"round/{nonce}", "", False
     pause_s = max(0.02, world.size / _RANKS_PER_S)
     for _ in poll_until(deadline + _OUTCOME_S, pause_s):
         if round_id and store.check([f"{round_id}/outcome"]):
             return round_id, store.get(f"{round_id}/outcome").decode()
         if not round_id and time.monotonic() > deadline:
             break
+        if not is_rank0_known and store.check(["arrived/0"]):
+            is_rank0_known = bool(store.get("arrived/0"))  # with another secret: raises Unsigned
         # Read again each time: a restarted rank 0 begins a new round.
         newest = store.get(round_key).decode() if store.check([round_key]) else ""
         if newest != round_id:
@@ -472,17 +484,17 @@ def _connect(
     deadline: float,
 ) -> dict[int, socket.socket]:
     """Connect to the lower ranks, and accept the higher ones. Return the sockets by rank."""
-    secret = secrets.token_bytes(peer_sockets.SECRET_BYTES)
+    session = uuid.uuid4().hex
     listeners = peer_sockets.listen(addresses) if higher else []
     begin = time.monotonic()
     socks: dict[int, socket.socket] = {}
     try:
         if higher:
             places = [listener.getsockname()[:2] for listener in listeners]
-            store.set(f"listening/{rank}", json.dumps([places, secret.hex()]))
+            store.set(f"listening/{rank}", json.dumps([places, session]))
         for peer in lower:
             socks[peer] = _reach(store, rank, peer, deadline)
-        socks |= peer_sockets.accept_peers(listeners, secret, higher, deadline)
+        socks |= peer_sockets.accept_peers(listeners, session.encode(), higher, deadline)
         if missing := sorted(higher - socks.keys()):
             size = max(higher) + 1
             raise PeerLost(f"rank {rank} {_timed_out(round(deadline - begin), missing, size)}")
@@ -504,12 +516,12 @@ def _reach(store: Store, rank: int, peer: int, deadline: float) -> socket.socket
         store.wait([key], timedelta(seconds=timeout_s))
     except DistError:
         raise PeerLost(f"rank {rank} {_timed_out(timeout_s, [peer], peer + 1)}") from None
-    places, secret = json.loads(store.get(key))
+    places, session = json.loads(store.get(key))
     for _ in poll_until(deadline, pause_s=0.05):
         for host, port in places:
             attempt_s = max(0.1, min(_CONNECT_S, deadline - time.monotonic()))
             try:
-                return peer_sockets.connect((host, port), bytes.fromhex(secret), rank, attempt_s)
+                return peer_sockets.connect((host, port), session.encode(), rank, attempt_s)
             except OSError as error:
                 why = str(error)
     tried = ", ".join(f"{host}:{port}" for host, port in places)

@@ -4,8 +4,9 @@ Process groups, `hvdtrain.hvd` and the transports are built on the store of `ope
 MASTER_ADDR and MASTER_PORT in the environment (torchrun always sets them) the store is at that
 address. Without them rank 0 binds a free port and publishes its address: over MPI under mpirun,
 over the launcher's key-value store under horovodrun. Under srun, which has no such channel, the
-port is derived from the job's id; so it is under Flux. In all these cases the store holds a token
-of the job, so that two jobs on one host never connect to each other's store.
+port is derived from the job's id; so it is under Flux. In all these cases the store holds a proof:
+the HMAC of the job's token with the user's secret (see `job_secret`). So two jobs on one host never
+connect to each other's store, nor to that of another user who listens there first.
 
     complete_world   before anything is chosen from a World: which ranks share a host
     open_store       a store for a process group, a transport or the engine
@@ -35,7 +36,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from hvdtrain import elastic_world
+from hvdtrain import elastic_world, job_secret
 from hvdtrain.addresses import find_route, host_identity, own_addresses
 from hvdtrain.errors import (
     BackendUnavailable,
@@ -44,8 +45,10 @@ from hvdtrain.errors import (
     WorldMismatch,
     first_line,
 )
+from hvdtrain.job_secret import SECRET_BYTES, TAG_BYTES, NotOfThisJob
 from hvdtrain.launcher_watch import end_with_launcher
 from hvdtrain.peers import ask_rank0, await_ranks, poll_until
+from hvdtrain.signed_store import SignedStore
 from hvdtrain.world import (
     World,
     agent_keeps_store,
@@ -54,8 +57,8 @@ from hvdtrain.world import (
     launch_env,
 )
 
-_TOKEN = "hvdtrain/token"
-_MESSAGE_BYTES = 1024  # what rank 0 publishes: addresses, port, token
+_PROOF = "hvdtrain/proof"
+_MESSAGE_BYTES = 1024  # what rank 0 publishes: its signature, addresses, port, token
 _JOB_PORTS = range(20000, 28000)
 _JOB_TRIES = 8
 # The first words of the version texts of MPI libraries that cannot join each launcher's job.
@@ -163,6 +166,7 @@ def _rendezvous_store(world: World, timeout_s: float, prefix: str) -> Store:
             f"and MASTER_PORT"
         )
     store.set_timeout(timedelta(seconds=timeout_s))
+    store = SignedStore(store)
     store = PrefixStore(f"hvdtrain/part/{prefix}" if prefix else "hvdtrain", store)
     return await_ranks(store, world, timeout_s, deadline)
 
@@ -176,7 +180,7 @@ def open_store_over(world: World, timeout_s: float, broadcast: Callable[[bytes],
     prefix = broadcast(uuid.uuid4().hex.encode()).decode()
     store = _publish(world, time.monotonic() + timeout_s, broadcast)
     store.set_timeout(timedelta(seconds=timeout_s))
-    return PrefixStore(prefix, store)
+    return PrefixStore(prefix, SignedStore(store))
 
 
 def load_mpi(world: World) -> Any:
@@ -262,17 +266,22 @@ def _check_host_name(host: str, deadline: float) -> None:
 
 
 def _over_mpi(world: World, deadline: float) -> Store:
-    """Publish by one MPI_Ibcast: it can be polled, so that a missing rank 0 ends in a timeout."""
+    """Publish by one MPI_Ibcast: it can be polled, so that a missing rank 0 ends in a timeout.
+
+    The secret of rank 0 travels with it, because hosts under mpirun need not share a home.
+    """
     mpi = load_mpi(world)
 
     def broadcast(message: bytes) -> bytes:
         if not _broadcast:  # once per process: a later call reads the same broadcast
-            buffer = bytearray(message.ljust(_MESSAGE_BYTES))
+            own = job_secret.secret() if message else bytes(SECRET_BYTES)
+            buffer = bytearray((own + message).ljust(_MESSAGE_BYTES))
             _broadcast.extend((mpi.COMM_WORLD.Ibcast([buffer, mpi.BYTE], root=0), buffer))
         request, buffer = _broadcast
         for _ in poll_until(deadline):
             if request.Test():
-                return bytes(buffer)
+                job_secret.adopt(bytes(buffer[:SECRET_BYTES]))
+                return bytes(buffer[SECRET_BYTES:])
         raise WorldError(f"{world} timed out waiting for rank 0's broadcast over MPI")
 
     return _publish(world, deadline, broadcast)
@@ -321,11 +330,17 @@ def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) 
         if store is None:
             _published_by.clear()
             store = _published_by[key] = _serve(0, deadline)
-            store.set(_TOKEN, uuid.uuid4().hex)
-        token = store.get(_TOKEN).decode()
-        exchange(json.dumps([own_addresses(world), store.port, token]).encode())
+            store.set("token", uuid.uuid4().hex)
+        token = store.get("token").decode()
+        _put_proof(store, token)
+        text = json.dumps([own_addresses(world), store.port, token]).encode()
+        exchange(job_secret.tag("address", text) + text)
         return store
-    hosts, port, token = json.loads(exchange(b"").decode())
+    message = exchange(b"").rstrip()
+    given, text = message[:TAG_BYTES], message[TAG_BYTES:]
+    if not job_secret.is_tag(given, "address", text):
+        raise NotOfThisJob(f"{world} got an address of rank 0 that {job_secret.not_proven()}")
+    hosts, port, token = json.loads(text)
     return _connect(world, [(host, port) for host in hosts], token, deadline)
 
 
@@ -380,12 +395,12 @@ def _at_port_of_job(
         try:
             store = _serve(port, deadline)
         except dist.DistNetworkError:  # in use: the others try the next port too
-            if _token_at("localhost", port) == token:
+            if _has_proof_at("localhost", port, token):
                 raise LaunchError(
                     f"two processes say that they are rank 0 of job {token} ({world.source})"
                 ) from None
             continue
-        store.set(_TOKEN, token)
+        _put_proof(store, token)
         return store
     raise WorldError(
         f"rank 0 found ports {ports[0]}-{ports[-1]} all taken; set MASTER_ADDR and MASTER_PORT, or "
@@ -459,9 +474,9 @@ def _connect(
                 with socket.create_connection((host, port), timeout=2) as probe:
                     numeric = str(probe.getpeername()[0])  # of a name with several, one that works
                 store = _connect_once(numeric, port)
-                if token is None or store.get(_TOKEN).decode() == token:
+                if token is None or _has_proof(store, token):
                     return store
-                why = f"{host}:{port} belongs to another job"
+                why = f"{host}:{port} is the store of another job, or {job_secret.STRANGER}"
             except ConnectionRefusedError as error:
                 why = first_line(error)
                 if time.monotonic() > ended_after:
@@ -481,11 +496,21 @@ def _connect(
     raise WorldError(f"{world} could not reach rank 0's store at {tried}: {why}")
 
 
-def _token_at(host: str, port: int) -> str | None:
+def _put_proof(store: Store, token: str) -> None:
+    proof: Any = job_secret.tag("token", token.encode())  # torch's annotation says text
+    store.set(_PROOF, proof)
+
+
+def _has_proof(store: Store, token: str) -> bool:
+    """Return whether a store is that of the job with this token, and of this user."""
+    return job_secret.is_tag(store.get(_PROOF), "token", token.encode())
+
+
+def _has_proof_at(host: str, port: int, token: str) -> bool:
     try:
-        return _connect_once(host, port).get(_TOKEN).decode()
+        return _has_proof(_connect_once(host, port), token)
     except (OSError, dist.DistError):
-        return None
+        return False
 
 
 def _connect_once(host: str, port: int) -> TCPStore:

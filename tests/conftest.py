@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,10 @@ PoolT = TypeVar("PoolT", bound=Pool[Any])
 # tests of Ctrl-C need the default handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The secret of the job is a file there: tests neither use nor create that of the user.
+_config = tempfile.TemporaryDirectory(prefix="hvdtrain-test-config-")
+os.environ["XDG_CONFIG_HOME"] = _config.name
 
 # Usage: `@pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)`. pytest groups the tests by
 # the parameter of a session-scoped fixture, so that one pool at a time is alive.

@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1] / "hvdtrain"
 
 # A module may import from its own layer and from those above. Names are modules or packages.
 LAYERS = (
-    "errors files signals trees processes commands provenance _torch global_batch_norm",
+    "errors files signals trees processes commands provenance job_secret _torch global_batch_norm",
     "world",
-    "launcher_watch peer_sockets elastic_world",
+    "launcher_watch peer_sockets elastic_world signed_store",
     "peers addresses",
     "failure hang_watch",
     "launch",
@@ -45,7 +45,7 @@ WITHOUT_TORCH = """errors files signals trees processes commands provenance worl
     launch.discovery launch.host_list launch.ssh launch.launcher launch.supervisor
     launch.other_launchers cli.launch cli.compare cli.doctor cli.report cli.install_horovod
     cli.evaluate cli.predict cli.export cli.runs cli.show cli.checkpoints training.run_dir
-    training.background""".split()
+    training.background job_secret""".split()
 
 PUBLIC = """Backend BackendOptions Callback HvdtrainError Task TrainConfig Trainer World detect
     open_backend run shard_bounds""".split()

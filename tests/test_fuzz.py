@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from hvdtrain import peer_sockets
+from hvdtrain import job_secret, peer_sockets
 from hvdtrain.backends.ps_messages import Messages
 from hvdtrain.errors import CheckpointError
 from hvdtrain.hang_watch import HangWatch, RankProgress
@@ -112,9 +112,10 @@ def test_frames(count: int) -> None:
 
 @COUNTS
 def test_greetings(count: int) -> None:
-    """Nothing but the secret and an expected rank is let in."""
-    secret = bytes(range(peer_sockets.SECRET_BYTES))
-    right = secret[:16] + struct.pack("<I", 1)
+    """Nothing but the proof of the secret and an expected rank is let in."""
+    nonces, rank1 = (bytes(range(32)), bytes(range(32, 64))), struct.pack("<I", 1)
+    proof = job_secret.tag("connection", b"client", b"session", rank1, *nonces)
+    right = rank1 + nonces[1] + proof
 
     def check(greeting: bytes, place: int, flip: int) -> None:
         changed = bytearray(right)
@@ -126,10 +127,10 @@ def test_greetings(count: int) -> None:
                     with ours:
                         theirs.sendall(sent)
                         theirs.shutdown(socket.SHUT_WR)
-                        rank = peer_sockets._authenticate(ours, secret, {1})
+                        rank = peer_sockets._authenticate(ours, b"session", nonces[0], {1})
                         assert rank == (1 if sent == right else None), sent
 
-    fuzz(count // 3, check, BYTES, st.integers(0, 19), st.integers(0, 255))
+    fuzz(count // 3, check, BYTES, st.integers(0, 67), st.integers(0, 255))
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(1000, marks=EXHAUSTIVE)])

@@ -121,7 +121,7 @@ def _config_of(found: Weights, given: dict[str, Any], launch: TrainConfig) -> Tr
 
 def _check_task_of_run(task: str, path: Path, is_quiet: bool) -> None:
     """Print which file a task of run.json is. Raises InputError unless it is built in, or below the
-    current folder and not in the run: whoever sends a run must not choose the code that is executed.
+    current folder and outside the run: a run that was received must not choose the code.
     """
     from hvdtrain.tasks import TASKS
     from hvdtrain.training import user_module

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from hvdtrain import elastic_world, failure, signals
+from hvdtrain import elastic_world, failure, job_secret, signals
 from hvdtrain.cli.train_options import FIELDS, kind_of, train_option
 from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.training.config import TrainConfig
@@ -86,6 +86,7 @@ def check_environment() -> None:
     """Raise InputError for a variable HVDTRAIN_* that is none of an option."""
     known = {f"{PREFIX}_{name.upper()}": name for name in (*FIELDS, "config")}
     known |= dict.fromkeys((RESTART_VARIABLE, *elastic_world.VARIABLES), "a variable of hvdrun")
+    known[job_secret.VARIABLE] = "the secret of the job"
     unknown = [name for name in os.environ if name.startswith(f"{PREFIX}_") and name not in known]
     if unknown:
         from hvdtrain.hvd.engine.settings import OWN  # imports torch, which is slow

@@ -1,0 +1,172 @@
+"""The secret of the job: bytes that this user's ranks have, and no other user of the machine.
+
+Used wherever bytes of another process are trusted: the store (`signed_store`), connections between
+ranks (`peer_sockets`), and every pickle that ranks exchange. The secret is never sent nor stored in
+any of them; a key for each purpose is derived from it, and HMAC-SHA256 with that key is the proof.
+
+The secret is, in this order:
+    HVDTRAIN_JOB_SECRET         hvdrun passes a random one through the stdin of its supervisors
+    ~/.config/hvdtrain/secret   mode 0600, created once: ranks under torchrun, srun, flux ... have
+                                it on one host, and on all hosts that share the home
+    /tmp/hvdtrain-UID/secret    in a folder of mode 0700, if the home cannot be written
+Under mpirun all ranks adopt rank 0's, which MPI sends. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import os
+import pickle
+import secrets
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import LaunchError, WorldError
+
+VARIABLE = "HVDTRAIN_JOB_SECRET"
+SECRET_BYTES = TAG_BYTES = 32
+ADVICE = (
+    f"copy ~/.config/hvdtrain/secret to all hosts (scp), or set {VARIABLE} to the same value on "
+    "all of them (openssl rand -hex 32)"
+)
+STRANGER = f"another user, or of a host with another secret: {ADVICE}"
+_MIN_CHARACTERS = 16
+_adopted: list[bytes] = []  # at most one
+
+
+class NotOfThisJob(WorldError):
+    """Bytes that do not prove the job's secret: of another user, or of a host with another one."""
+
+
+def secret() -> bytes:
+    """Return the 32 bytes of the secret. Raises LaunchError if none is hidden from other users."""
+    if _adopted:
+        return _adopted[0]
+    if text := os.environ.get(VARIABLE, ""):
+        if len(text) < _MIN_CHARACTERS:
+            raise LaunchError(
+                f"{VARIABLE} has only {len(text)} characters; set it to: openssl rand -hex 32"
+            )
+        return hashlib.sha256(text.encode()).digest()
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser())
+    return _of_user(home / "hvdtrain", Path(tempfile.gettempdir()) / f"hvdtrain-{os.geteuid()}")
+
+
+def adopt(rank0s: bytes) -> None:
+    """Use the secret of rank 0 from now on, which a channel that strangers cannot write sent."""
+    _adopted[:] = [rank0s]
+
+
+def tag(purpose: str, *parts: bytes | memoryview) -> bytes:
+    """Return the proof of the secret for these bytes: HMAC-SHA256 with the key of a purpose."""
+    key = hmac.digest(secret(), f"hvdtrain {purpose}".encode(), "sha256")
+    proof = hmac.new(key, digestmod="sha256")
+    for part in parts:
+        proof.update(len(part).to_bytes(8, "big"))
+        proof.update(part)
+    return proof.digest()
+
+
+def is_tag(given: bytes | memoryview, purpose: str, *parts: bytes | memoryview) -> bool:
+    """Return whether `given` proves the secret for these bytes."""
+    return hmac.compare_digest(given, tag(purpose, *parts))
+
+
+def sign(obj: Any, dumps: Callable[[Any], bytes] = pickle.dumps) -> bytes:
+    """Return the pickle of an object behind the proof that a rank of this job has written it."""
+    data = dumps(obj)
+    return tag("object", data) + data
+
+
+def unsign(data: bytes | memoryview, whose: str = "another rank") -> Any:
+    """Return the object that `sign` was given. Raises NotOfThisJob before anything is unpickled."""
+    given, pickled = memoryview(data)[:TAG_BYTES], memoryview(data)[TAG_BYTES:]
+    if not is_tag(given, "object", pickled):
+        raise NotOfThisJob(f"an object of {whose} {not_proven()}")
+    return pickle.loads(pickled)
+
+
+def not_proven() -> str:
+    """Return the predicate of bytes without proof, and what to do."""
+    return (
+        f"is not signed with the secret that this job has on {socket.gethostname()}: it is of "
+        f"{STRANGER}"
+    )
+
+
+# The file
+
+
+@functools.cache
+def _of_user(folder: Path, fallback: Path) -> bytes:
+    """Return the secret in the file of this user, which is created if it does not exist."""
+    # A home of another user (sudo keeps HOME) must get no file of ours, and has none for us.
+    above = next(path for path in folder.parents if path.exists())
+    if above.stat().st_uid == os.geteuid():
+        with suppress(OSError):
+            return _read_or_create(folder)
+    try:
+        return _read_or_create(fallback)
+    except OSError as error:
+        raise LaunchError(
+            f"the secret of the job can be kept neither in {folder} nor in {fallback} "
+            f"({error.strerror}); {ADVICE}"
+        ) from None
+
+
+def _read_or_create(folder: Path) -> bytes:
+    """Return the secret in a folder of this user. Raises OSError if it cannot be created, and
+    LaunchError if another user has or can read it.
+    """
+    path = folder / "secret"
+    with suppress(FileNotFoundError):
+        return _read(path)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(folder.lstat(), folder, stat.S_ISDIR, 0o022)
+    fd, name = tempfile.mkstemp(dir=folder)  # of mode 0600
+    try:
+        with os.fdopen(fd, "w") as file:
+            file.write(secrets.token_hex(32))
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):  # another rank was first: its secret counts
+            os.link(name, path)
+    finally:
+        os.unlink(name)
+    for _ in range(20):
+        with suppress(FileNotFoundError):  # NFS may know for a moment that there is none
+            return _read(path)
+        time.sleep(0.1)
+    return _read(path)
+
+
+def _read(path: Path) -> bytes:
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        _check_private(path.parent.lstat(), path.parent, stat.S_ISDIR, 0o022)
+        _check_private(os.fstat(file.fileno()), path, stat.S_ISREG, 0o077)
+        text = file.read(4096)
+    if len(text) < _MIN_CHARACTERS:
+        raise LaunchError(f"{path} holds no secret; remove it, and it is created anew")
+    return hashlib.sha256(text.strip()).digest()
+
+
+def _check_private(
+    status: os.stat_result, path: Path, is_kind: Callable[[int], bool], forbidden: int
+) -> None:
+    """Raise LaunchError unless only this user can read a file, or write to a folder."""
+    if not is_kind(status.st_mode) or status.st_uid != os.geteuid():
+        raise LaunchError(f"{path} is not this user's own; remove it, or set {VARIABLE}")
+    if status.st_mode & forbidden:
+        mode = stat.S_IMODE(status.st_mode)
+        raise LaunchError(
+            f"{path} is open to other users (mode {mode:o}), so it is no secret; remove it and "
+            f"start again, or set {VARIABLE}"
+        )
