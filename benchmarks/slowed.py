@@ -1,6 +1,4 @@
-"""Native DDP with steps made longer on purpose, for `comparisons.py` and the tests: what a
-comparison must find, and what it must not turn round.
-"""
+"""Native DDP with steps made longer on purpose, for `comparisons.py`."""
 
 from __future__ import annotations
 
@@ -72,9 +70,3 @@ class AlsoBy10(By10):
 
 class OnceMoreBy10(By10):
     """And again."""
-
-
-class By50(Slowed):
-    """Longer by half."""
-
-    share = 0.50

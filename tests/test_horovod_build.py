@@ -6,6 +6,7 @@ of a failed or interrupted build give pip a substitute source distribution, whic
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -15,13 +16,15 @@ import sys
 import sysconfig
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hvdtrain import commands
 from hvdtrain.commands import own_environment, run
 from hvdtrain.doctor import limits
 from hvdtrain.horovod_build import InstalledHorovod, cgroup_limits, installed_horovod
@@ -508,21 +511,29 @@ def test_looking_for_horovod_imports_neither_it_nor_torch() -> None:
 # ------------------------------------------------------------------------------------ processes
 
 
-def test_a_time_limit_ends_the_whole_tree(tmp_path: Path) -> None:
+def test_a_time_limit_ends_the_whole_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill also a grandchild in a session of its own, as Open MPI's and horovodrun's ranks are."""
-    pid_file = tmp_path / "pid"
+    pid_file, printed = tmp_path / "pid", tmp_path / "printed"
+    start = commands.started
+
+    @contextlib.contextmanager
+    def started(*arguments: Any, **options: Any) -> Iterator[subprocess.Popen[str]]:
+        with start(*arguments, **options) as child:
+            wait_for(printed.exists)  # the time begins then
+            yield child
+
+    monkeypatch.setattr(commands, "started", started)
     code = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
         f"open({str(pid_file)!r}, 'w').write(str(child.pid))\n"
         "print('before', flush=True)\n"
-        "time.sleep(60)"
+        f"open({str(printed)!r}, 'w').close()\n"
+        "time.sleep(600)"
     )
-    start = time.monotonic()
-    done = run([sys.executable, "-c", code], env=own_environment(), timeout_s=6.0)
+    done = run([sys.executable, "-c", code], env=own_environment(), timeout_s=0.5)
     assert done.code is None
     assert done.stdout == "before\n"
-    assert time.monotonic() - start < 20
     assert not is_running(int(pid_file.read_text()))
 
 

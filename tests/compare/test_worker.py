@@ -34,6 +34,7 @@ from hvdtrain.compare.proof.trace_recorder import (
 )
 from hvdtrain.compare.proof.work_trace import RankTrace
 from hvdtrain.compare.record import Record
+from hvdtrain.compare.run import arm_process
 from hvdtrain.compare.run.arm_pool import WORKER, ArmPool, without_launcher
 from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
 from hvdtrain.compare.run.arms import LAUNCHERS, choose_device, parse
@@ -157,28 +158,35 @@ def join(rank):
 """
 
 TWO_RANKS = """
+has_failed, fails = os.pipe()
 rank = 0 if os.fork() else 1
 connection = join(rank)
 at_once = sys.argv[1] == "at once"
 if rank == 1:
-    time.sleep(0 if at_once else 0.5)
+    if not at_once:
+        os.read(has_failed, 1)
+        time.sleep(0.3)
     os._exit(9)
 if at_once:
     os.wait()
 connection.send_bytes(pickle.dumps((False, "rank 0: connection closed by peer")))
-time.sleep(3)  # a launcher takes a while, too
+os.write(fails, b".")
+time.sleep(600)  # a launcher takes a while, too
 """
 
 
 @pytest.mark.parametrize("how", ["at once", "its connection to us last"])
-def test_a_rank_that_is_gone_is_why_the_others_fail(tmp_path: Path, how: str) -> None:
+def test_a_rank_that_is_gone_is_why_the_others_fail(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where both are heard at once, as on a busy machine, or the others first."""
+    monkeypatch.setattr(arm_process, "_CLOSING_S", 50.0)
     command = [sys.executable, "-c", JOIN + TWO_RANKS, how]
     made = ArmProcess(command, 2, os.environ, tmp_path / "socket", tmp_path / "log")
     try:
         made.meet(20)
         made.begin("window")
-        time.sleep(1 if how == "at once" else 0)
+        time.sleep(1 if how == "at once" else 0)  # so that both are there; what is said is the same
         with pytest.raises(ArmFailed, match="^rank 1 ended during 'window'"):
             made.finish(20)
     finally:

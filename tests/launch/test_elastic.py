@@ -245,16 +245,28 @@ def hvdrun(folder: Path, code: str, *options: str, hosts: str = "echo localhost:
     return run(warm([*line, sys.executable, str(folder / "script.py")]), timeout=60)
 
 
+LATE = """
+import os, sys, time
+from pathlib import Path
+rank, said = int(os.environ["HOROVOD_RANK"]), Path(__file__).with_name("rank-0")
+if rank == 0:
+    said.with_suffix(".new").write_text(str(os.getpid()))
+    said.with_suffix(".new").rename(said)
+else:
+    while not said.exists() or Path("/proc", said.read_text()).exists():
+        time.sleep(0.01)
+    time.sleep(1)  # hvdrun has noticed that rank 0 has ended
+sys.exit(rank)
+"""
+
+
 def test_the_job_ends_with_its_ranks(tmp_path: Path) -> None:
     hello = hvdrun(tmp_path, "print('hello')")
     assert (hello.code, len(hello.lines("hello"))) == (0, 2), hello.output
     failing = hvdrun(tmp_path, "import sys; sys.exit(3)")
     assert failing.code == 3, failing.output
     assert "error: a new rank on localhost exited with code 3" in failing.output
-    late = (
-        "import os, sys, time; r = os.environ['HOROVOD_RANK']; time.sleep(int(r)); sys.exit(int(r))"
-    )
-    assert hvdrun(tmp_path, late).code == 1  # one has ended with 0, the other later with 1
+    assert hvdrun(tmp_path, LATE).code == 1  # one has ended with 0, the other later with 1
 
 
 ASKS = """

@@ -232,25 +232,3 @@ def test_a_rank_that_is_killed(victim: int, mode: list[str], tmp_path: Path) -> 
     assert said in texts[0]
     assert about["outcome"] == "finished"
     assert about["backend"]["lost_ranks"] == {"1": "has ended: its connection is closed"}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("ranks", [("ps-torchrun", 2)], indirect=True)
-def test_asynchronous_training_is_as_accurate(ranks: Ranks, tmp_path: Path) -> None:
-    """Within one per cent of synchronous training, over five seeds of the digits."""
-    means = {
-        mode: sum(ranks.run(accuracy, mode, seed, tmp_path)[0] for seed in range(5)) / 5
-        for mode in (False, True)
-    }
-    assert means[True] > means[False] - 0.01, means
-
-
-def accuracy(backend: Backend, is_async: bool, seed: int, folder: Path) -> float:
-    from hvdtrain.tasks.digits import Digits
-
-    config = TrainConfig(
-        ps_async=is_async, seed=seed, threads=1, run_dir=str(folder / f"{is_async}-{seed}")
-    )
-    with options_of(backend, config):
-        found: float = Trainer(Digits(), backend, config).fit().metrics["accuracy"]
-    return found

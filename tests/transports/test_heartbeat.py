@@ -36,13 +36,14 @@ from hvdtrain.transports.shm_buffers import MOVE_BYTES, SharedBuffers
 
 def test_who_has_ended_is_known_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the thread that heard of it has ended: a survivor may look only then."""
-    monkeypatch.setattr(heartbeat, "_SILENT_S", 0.3)
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic_ns", lambda: int(now_s * 1e9))
     memory = memoryview(bytearray(HeartbeatTable.size_bytes(4)))
     table = HeartbeatTable(memory, [[0, 1], [2, 3]], 0)
     for rank, life in enumerate((ALIVE, ALIVE, STOPPED, ENDED)):
         table.write(rank, RankStatus(5, HERE, life))
     assert table.remote_status() == {2: RankStatus(5, HERE, STOPPED), 3: RankStatus(5, HERE, ENDED)}
-    time.sleep(0.4)
+    now_s += heartbeat._SILENT_S + 0.1
     assert table.remote_status() == {3: RankStatus(5, HERE, ENDED)}
 
 

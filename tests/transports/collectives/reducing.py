@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -262,10 +264,20 @@ def autograd_notices_a_small_all_reduce(dist: Dist) -> None:
 
 @case(unlike_gloo="it polls")
 def waiting_takes_no_cpu_time(dist: Dist) -> None:
+    """Rank 0 comes once it has seen all threads of the others asleep at twenty looks."""
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
     for call in (dist.barrier, lambda: dist.all_reduce(torch.ones(3))):
         dist.barrier()
-        if dist.get_rank() == 0:
-            time.sleep(0.3)
-        begin = time.process_time()
+        deadline, looks = time.monotonic() + 10, 0
+        while dist.get_rank() == 0 and looks < 20:
+            assert time.monotonic() < deadline, "another rank computes all the time"
+            time.sleep(0.005)
+            looks += all(is_asleep(pid) for pid in pids[1:])
         call()
-        assert time.process_time() - begin < 0.1
+
+
+def is_asleep(pid: int) -> bool:
+    """Return whether no thread of a process runs, or could."""
+    stats = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+    return all(text.rpartition(")")[2].split()[0] == "S" for text in stats)
