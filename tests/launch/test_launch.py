@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -413,6 +414,38 @@ def test_a_terminal_that_closes_ends_the_job_as_sigterm_does(is_elastic: bool) -
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 143, log.read_text()
         assert log.read_text().splitlines()[-1] == "error: ended by SIGTERM"
+
+
+TALKS_ON = """
+import signal, sys, time
+def end(number, frame):
+    for number in range(20):
+        print("saving", number, flush=True)
+        time.sleep(0.05)
+    open(sys.argv[1], "w").close()
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("is_elastic", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_ranks_save_after_their_terminal_has_closed(is_elastic: bool, tmp_path: Path) -> None:
+    """Output to it fails then; that must not end them earlier."""
+    hosts = ["--host-discovery-script", "echo localhost:1"] if is_elastic else ["-np", "1"]
+    line = [*HVDRUN, *hosts, sys.executable, "-c", TALKS_ON, str(tmp_path / "saved")]
+    terminal, end = os.openpty()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", *line], stdin=end, stdout=end, stderr=end, env=clean_env()
+    )
+    os.close(end)
+    text = b""
+    while b"ready" not in text:
+        text += os.read(terminal, 1 << 16)
+    os.close(terminal)
+    assert process.wait(60) == 129
+    assert (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize("stopped", ["agent", "supervisor"])
