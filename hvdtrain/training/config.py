@@ -262,9 +262,9 @@ class TrainConfig:
         "Copy the state of a checkpoint in memory, and write it while the next steps are taken.",
     )
     checkpoint_signals: str = _option(
-        "TERM,USR1,USR2",
-        "After one of these signals to any rank, all ranks save after the same step, and end. Or "
-        "none.",
+        "TERM,INT,USR1,USR2",
+        "After one of these signals to any rank, all ranks save after the same step, and end. INT "
+        "is Ctrl-C. Or none.",
     )
     grace: int | str = _option(
         "30s",
@@ -272,7 +272,9 @@ class TrainConfig:
         "checkpoint.",
     )
     requeue_exit_code: int = _option(
-        143, "The exit code of a run that a signal of --checkpoint-signals has ended."
+        143,
+        "The exit code of a run that a signal of --checkpoint-signals has ended; after INT it is "
+        "130.",
     )
     resume: str = _option(
         "none",

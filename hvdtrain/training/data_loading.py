@@ -517,7 +517,7 @@ def outlive_signals(worker: int) -> None:
     Its rank handles them, and needs its loaders until the last checkpoint. A loader is ended by a
     SIGTERM that its own rank sends, or by the exit of the rank, which torch's loaders watch.
     """
-    signals.set_handler(signal.SIG_IGN, signal.SIGUSR1, signal.SIGUSR2)
+    signals.set_handler(signal.SIG_IGN, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     rank = multiprocessing.parent_process()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 

@@ -35,6 +35,8 @@ from hvdtrain.training.config import TrainConfig
 
 # A launcher may pass on a signal that the rank has received directly, too.
 _REPEATED_SIGNAL_S = 2.0
+# `timeout hvdtrain` sends a signal to its child, and at once to the process group, too.
+_REPEATED_ALONE_S = 0.2
 _TICK_S = 10.0  # between two "alive" messages, which only show that a host is lost
 
 
@@ -44,7 +46,7 @@ class Preemption:
     def __init__(self, backend: Backend, config: TrainConfig) -> None:
         self._backend, self._world = backend, backend.world
         self._numbers = config.signal_numbers()
-        self._grace_s, self._exit_code = config.grace_s(), config.requeue_exit_code
+        self._grace_s, self._requeue_code = config.grace_s(), config.requeue_exit_code
         self._pid = os.getpid()
         self._stack = ExitStack()
         self._before: dict[int, Any] = {}  # the handlers outside of the block
@@ -124,6 +126,11 @@ class Preemption:
         """Return what ends the run after `step`, which is saved."""
         return Preempted(self._exit_code, f"{self.cause}; saved after step {step}")
 
+    @property
+    def _exit_code(self) -> int:
+        """The exit code, equal on all ranks, as the cause is. Ctrl-C asks for no other start."""
+        return 130 if self.cause.startswith("SIGINT ") else self._requeue_code
+
     # Signals
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -132,10 +139,22 @@ class Preemption:
         if self._has_lost and not is_forked:
             self._act_as_before(signal.Signals(number), frame)
         elif self._first_at is None and not is_forked:
+            if number == signal.SIGINT and self._thread is None:  # there is nothing to save yet
+                self._act_as_before(signal.SIGINT, frame)
             self._first_at, self._first = now, signal.Signals(number)
             self._events.put(signal.Signals(number).name)
-        elif self._first_at is None or now - self._first_at > _REPEATED_SIGNAL_S:
+        elif self._first_at is None or now - self._first_at > self._repeated_s():
             self._act_as_before(signal.Signals(number), frame)
+
+    def _repeated_s(self) -> float:
+        """Return for how long a signal after the first one is the same request.
+
+        torchrun's ranks lead sessions of their own: Ctrl-C reaches them once, through the agent,
+        which sends SIGTERM at a second one.
+        """
+        launcher, is_ctrl_c = self._world.launcher, self._first == signal.SIGINT
+        is_once = launcher == "none" or (launcher == "torchrun" and is_ctrl_c)
+        return _REPEATED_ALONE_S if is_once else _REPEATED_SIGNAL_S
 
     def _act_as_before(self, number: signal.Signals, frame: FrameType | None) -> None:
         before = self._before[number]
@@ -160,6 +179,11 @@ class Preemption:
                 self._send([0], ["signal", f"{event} at rank {self._world.rank}"])
             elif deadline is None:
                 deadline = time.monotonic() + self._grace_s
+                if self._world.rank == 0:
+                    failure.print_stderr(
+                        f"signal   {self.cause}: the run saves and ends, within {self._grace_s:g} "
+                        "s (--grace); a second signal ends it at once"
+                    )
 
     def _end_now(self) -> NoReturn:
         error = Preempted(

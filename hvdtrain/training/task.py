@@ -45,7 +45,8 @@ class Task(ABC):
         """Return the model, on the CPU. Called once, with the same random state on every rank.
 
         Modules in eval mode, such as frozen BatchNorm layers, stay so while the others train. A
-        model that is in eval mode as a whole, as transformers' `from_pretrained` returns it, trains.
+        model that is in eval mode as a whole, as `from_pretrained` of transformers returns it,
+        is trained.
         """
 
     @abstractmethod

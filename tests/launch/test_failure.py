@@ -25,6 +25,7 @@ LAUNCHERS = {
     "torchrun": "torchrun --nproc-per-node {n}",
     "horovodrun": "horovodrun -np {n} --gloo {python}",
     "horovodrun-mpi": "horovodrun -np {n} --mpi {python}",
+    "hvdrun": "hvdrun -np {n} {python}",
 }
 FAILING = Path(__file__).with_name("failing.py")
 LIMIT_S = 60.0  # what it takes is seconds, and what waits in vain waits for 300
@@ -270,7 +271,8 @@ def test_a_signal(tmp_path: Path, launcher: str, number: signal.Signals, whom: s
 
 @pytest.mark.parametrize("how", ["computing", "waiting"])
 def test_ctrl_c_inside_backward(how: str, tmp_path: Path) -> None:
-    finished = run(warm(train("torchrun", 2, "ddp", *failing(tmp_path, "backward", how, -1))))
+    arguments = [*failing(tmp_path, "backward", how, -1), *AT_ONCE]
+    finished = run(warm(train("torchrun", 2, "ddp", *arguments)))
     assert finished.lines("interrupted"), finished.output
     assert not traces(finished.output), finished.output
     assert re.search(r"exitcode\s*:\s*130", finished.output), finished.output

@@ -17,9 +17,9 @@ import pytest
 from hvdtrain.training import checkpoint
 from tests.forkserver import warm
 from tests.launch.test_failure import BY_HOROVODRUN, EXHAUSTIVE, train
-from tests.launching import members, started
+from tests.launching import members, started, wait_for
 
-TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
+TERM, INT, USR1, USR2 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
 TASK = f"{Path(__file__).with_name('preempted.py')}:Told"
 
 
@@ -77,6 +77,10 @@ def check_saved(tmp_path: Path, output: str) -> None:
         ("mpirun", "compat", USR1, "launcher", [143]),
         ("horovodrun", "horovod", TERM, "launcher", BY_HOROVODRUN),
         ("torchrun", "ps --ps-async", USR2, 1, [1]),
+        ("torchrun", "compat", INT, "group", [1]),  # as a terminal sends Ctrl-C
+        pytest.param("mpirun", "ddp", INT, "group", [1], marks=EXHAUSTIVE),
+        pytest.param("horovodrun", "ddp", INT, "group", [1], marks=EXHAUSTIVE),
+        pytest.param("hvdrun", "ddp", INT, "group", [130], marks=EXHAUSTIVE),
         pytest.param("torchrun", "ddp", USR1, "launcher", [-10], marks=EXHAUSTIVE),
         pytest.param("torchrun", "compat", TERM, 0, [1], marks=EXHAUSTIVE),
         pytest.param("mpirun", "ddp", TERM, "launcher", BY_MPIRUN, marks=EXHAUSTIVE),
@@ -102,12 +106,16 @@ def test_under_a_launcher(
     check_saved(tmp_path, output)
 
 
-def test_a_signal_to_a_process_and_its_loaders(tmp_path: Path) -> None:
-    """As batch systems send it: the loader processes must not be the first to end."""
+@pytest.mark.parametrize(("number", "exit_code"), [(TERM, 143), (INT, 130)])
+def test_a_signal_to_a_process_and_its_loaders(
+    number: signal.Signals, exit_code: int, tmp_path: Path
+) -> None:
+    """As batch systems and terminals send it: the loader processes must not be the first to end."""
     command = [sys.executable, "-m", "hvdtrain", *told(tmp_path, "--workers", 2)]
-    code, output = preempt(command, tmp_path, 1, TERM, "group")
-    assert code == 143, output
+    code, output = preempt(command, tmp_path, 1, number, "group")
+    assert code == exit_code, output
     check_saved(tmp_path, output)
+    assert f"signal   {number.name} at rank 0: the run saves and ends, within 30 s" in output
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -128,20 +136,27 @@ def test_no_checkpoint_within_the_grace_period(n: int, tmp_path: Path) -> None:
     assert newest.name == "step-00000003"
 
 
-def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "outcome"), [(TERM, 143, "terminated"), (INT, 130, "interrupted")]
+)
+def test_a_second_signal_ends_it_at_once(
+    number: signal.Signals, code: int, outcome: str, tmp_path: Path
+) -> None:
     command = warm([sys.executable, "-m", "hvdtrain", *told(tmp_path, "--set", "hangs=0")])
     with started(command) as (process, log):
         deadline = time.monotonic() + 90
         while not (tmp_path / "rank-0").exists():
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
-        signals = 0
-        while process.poll() is None:  # those of the first two seconds count as one
+        process.send_signal(number)
+        wait_for(log, "signal   ")
+        signals = 1
+        while process.poll() is None:  # those of the first seconds count as one
             assert time.monotonic() < deadline, log.read_text()
-            process.send_signal(TERM)
+            process.send_signal(number)
             signals += 1
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.5)
-        assert process.returncode == 143, log.read_text()
+        assert process.returncode == code, log.read_text()
         assert signals > 1, log.read_text()
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["outcome"] == "terminated"
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["outcome"] == outcome

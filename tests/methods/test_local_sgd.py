@@ -41,7 +41,7 @@ class PlainSGD(Regression):
 
 
 class Words(PlainSGD):
-    """A table of words whose gradients are sparse: the ranks have rows of their own in each step."""
+    """A table of words whose gradients are sparse: in each step the ranks have other rows."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.EmbeddingBag(300, 4, sparse=True), nn.Linear(4, 3))
