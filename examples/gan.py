@@ -107,7 +107,7 @@ def resume(backend: Backend, run_dir: Path, both: nn.ModuleDict, optimizers: dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--backend")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/gan"))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--checkpoint-every", type=int, default=50)

@@ -290,7 +290,7 @@ def say(backend: Backend, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("method", choices=METHODS)
-    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--backend")
     given = parser.parse_args()
     torch.manual_seed(0)
     with open_backend(given.backend, options=OPTIONS.get(given.method)) as backend:

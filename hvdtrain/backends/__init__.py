@@ -7,10 +7,12 @@ colon is a user's own backend: `--backend my_package.my_module:MyBackend`.
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import socket
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -108,13 +110,14 @@ def _problem(name: str, world: World) -> str | None:
 
 
 def open_backend(
-    name: str = "auto",
+    name: str | None = None,
     world: World | None = None,
     options: BackendOptions | None = None,
     agree_on: Mapping[str, object] | None = None,
 ) -> Backend:
     """Choose, open and verify a backend. Collective: every rank calls.
 
+    Without a name it is the one in HVDTRAIN_BACKEND, else `auto`; see also `BackendOptions`.
     The handshake compares the world, the versions, and the values of `agree_on` (for example the
     resolved configuration) between all ranks; WorldMismatch gives both values of a difference.
     Raises InputError, LaunchError, BackendUnavailable and WorldError.
@@ -129,7 +132,7 @@ def open_backend(
             "train with hvdtrain --elastic, or with @hvd.elastic.run of hvdtrain.hvd"
         )
     world = detect() if world is None else world
-    name, reason = choose(name, world)
+    name, reason = choose(name or os.environ.get("HVDTRAIN_BACKEND", "").strip() or "auto", world)
     _check_descriptors(world)
     options = options or BackendOptions()
     transports.check(options.transport)  # also for a backend that has no choice of transports
@@ -152,7 +155,7 @@ def open_backend(
     with convert_peer_errors(backend):
         backend.open()
         try:
-            _shake_hands(backend, agree_on or {})
+            _shake_hands(backend, {**(agree_on or {}), **asdict(options)})
             start_hang_watch(backend)
         except BaseException:
             # The process group is open already: leave it without waiting for the other ranks.

@@ -9,12 +9,14 @@ To add a backend: write a subclass in its own file, and add a row to the table i
 
 from __future__ import annotations
 
+import math
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -48,41 +50,96 @@ T = TypeVar("T")
 B = TypeVar("B", bound="Backend")
 
 
+Buffers = Literal["broadcast", "average", "local"]
+Unused = Literal["error", "zero"]
+Compression = Literal["none", "fp16", "bf16", "powersgd"]
+Servers = Literal["rank0", "all"]
+
+# Variables of the options. A parser raises ValueError with what it wants.
+
+
+def _option(name: str, default: Any, parse: Callable[[str], Any] = str) -> Any:
+    """Return a field whose default is HVDTRAIN_<name>; `default` if that is unset or empty."""
+
+    def read() -> Any:
+        text = os.environ.get(f"HVDTRAIN_{name}", "").strip()
+        try:
+            return parse(text) if text else default
+        except ValueError as error:
+            raise InputError(f"HVDTRAIN_{name}={text} must be {error}") from None
+
+    return field(default_factory=read)
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"one of: {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def _positive(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (number := float(text)) < math.inf:
+            return number
+    raise ValueError("a number greater than zero")
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError("a whole number, not negative")
+    return int(text)
+
+
+def _flag(text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False}
+    words |= {"t": True, "y": True, "f": False, "n": False, "no": False, "off": False}  # click's
+    if text.lower() not in words:
+        raise ValueError("true or false")
+    return words[text.lower()]
+
+
 @dataclass(frozen=True)
 class BackendOptions:
-    """Options of every backend. They must be equal on all ranks."""
+    """Options of every backend. They must be equal on all ranks.
 
-    device: str = "auto"
+    What is left out has the value of its variable, HVDTRAIN_TRANSPORT and so on, if that is set, as
+    for the options of `hvdtrain train`. Raises InputError for a variable that cannot be read.
+    """
+
+    device: str = _option("DEVICE", "auto", _one_of("auto", "cpu", "cuda"))
     """`auto`, `cpu` or `cuda`; auto is CUDA if this host has a GPU for each of its ranks."""
-    transport: str = "auto"
-    timeout_s: float = 300.0
+    transport: str = _option("TRANSPORT", "auto")
+    timeout_s: float = _option("TIMEOUT", 300.0, _positive)
     """Seconds that a rank waits for its peers, in a rendezvous or in a collective."""
-    bucket_mib: float = 25.0
-    buffers: Literal["broadcast", "average", "local"] = "broadcast"
+    bucket_mib: float = _option("BUCKET_MIB", 25.0, _positive)
+    buffers: Buffers = _option("BUFFERS", "broadcast", _one_of(*get_args(Buffers)))
     """How BatchNorm statistics and other buffers are synchronised after every step: broadcast from
     rank 0, averaged (floating-point buffers; the others are broadcast), or left local.
     """
-    unused_parameters: Literal["error", "zero"] = "error"
+    unused_parameters: Unused = _option("UNUSED_PARAMETERS", "error", _one_of(*get_args(Unused)))
     """How a parameter without a gradient is treated: an error that names it, or a gradient of zeros
     (so that weight decay and momentum apply).
     """
-    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    compression: Compression = _option("COMPRESSION", "none", _one_of(*get_args(Compression)))
     """How gradients are sent: as they are, in half precision, or as PowerSGD's low-rank factors.
     `hvdtrain.training.methods` has the table of the backends that can.
     """
-    shard_optimizer: bool = False
+    shard_optimizer: bool = _option("SHARD_OPTIMIZER", False, _flag)
     """Whether the ranks of a host share one copy of the parameters, and each steps a part of them:
     see `hvdtrain.sharded_optimizer`.
     """
-    ps_servers: Literal["rank0", "all"] = "rank0"
+    ps_servers: Servers = _option("PS_SERVERS", "rank0", _one_of(*get_args(Servers)))
     """For `ps`: rank 0 owns all parameters, or every rank owns some."""
-    ps_async: bool = False
+    ps_async: bool = _option("PS_ASYNC", False, _flag)
     """For `ps`: no rank waits for another one's gradient."""
-    ps_max_staleness: int | None = None
+    ps_max_staleness: int | None = _option("PS_MAX_STALENESS", None, _whole)
     """For an asynchronous `ps`: the largest staleness of a gradient, in steps of its server; 0 is
     synchronous training, None has no limit.
     """
-    ps_sync_every: int = 0
+    ps_sync_every: int = _option("PS_SYNC_EVERY", 0, _whole)
     """For an asynchronous `ps`: the steps after which all ranks wait for each other; 0: never."""
 
 

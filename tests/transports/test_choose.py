@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from importlib.metadata import entry_points
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from hvdtrain import BackendOptions, open_backend, transports
+from hvdtrain import BackendOptions, TrainConfig, open_backend, transports
 from hvdtrain.backends import load
+from hvdtrain.cli.train import command
 from hvdtrain.errors import BackendUnavailable, InputError
 from hvdtrain.world import World
 
@@ -82,6 +84,51 @@ def test_a_choice_that_a_backend_does_not_have_is_said() -> None:
             said.append(backend.reason)
     asked = "transport shm was asked for, but single has none to choose"
     assert said == ["as requested", f"as requested; {asked}"]
+
+
+VARIABLES = {
+    "DEVICE": ("cpu", "gpu"),
+    "TRANSPORT": ("gloo", None),  # checked when the backend is opened
+    "TIMEOUT": ("7", "soon"),
+    "BUCKET_MIB": ("2.5", "-1"),
+    "BUFFERS": ("average", "mean"),
+    "UNUSED_PARAMETERS": ("zero", "none"),
+    "COMPRESSION": ("fp16", "fp8"),
+    "SHARD_OPTIMIZER": ("yes", "perhaps"),
+    "PS_SERVERS": ("all", "none"),
+    "PS_ASYNC": ("1", "2"),
+    "PS_MAX_STALENESS": ("3", "-1"),
+    "PS_SYNC_EVERY": ("40", "4.5"),
+}
+
+
+def test_variables_mean_in_a_loop_of_ones_own_what_they_mean_to_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert len(VARIABLES) == len(dataclasses.fields(BackendOptions))
+    for name, (value, _) in VARIABLES.items():
+        monkeypatch.setenv(f"HVDTRAIN_{name}", value)
+    values = command.make_context("train", []).params
+    assert BackendOptions() == TrainConfig(**values).backend_options()
+    assert BackendOptions(timeout_s=9, buffers="local").timeout_s == 9  # code counts before them
+    for name, (value, wrong) in VARIABLES.items():
+        if wrong is not None:
+            monkeypatch.setenv(f"HVDTRAIN_{name}", wrong)
+            with pytest.raises(InputError, match=f"HVDTRAIN_{name}={wrong} must be "):
+                BackendOptions()
+        monkeypatch.setenv(f"HVDTRAIN_{name}", value)
+
+
+def test_the_backend_of_a_loop_of_ones_own_may_be_in_a_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone = World(0, 1, 0, 1, 0, 1, "none", "a test")
+    monkeypatch.setenv("HVDTRAIN_BACKEND", "compat")
+    monkeypatch.setenv("HVDTRAIN_TIMEOUT", "7")
+    with open_backend(world=alone) as backend:
+        assert (backend.name, backend.options.timeout_s) == ("compat", 7)
+    with open_backend("single", alone) as backend:
+        assert backend.name == "single"
 
 
 def test_compat_carries_cuda_by_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
