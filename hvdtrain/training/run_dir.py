@@ -13,6 +13,7 @@ import errno
 import fcntl
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
@@ -28,6 +29,11 @@ from hvdtrain.training.background import BackgroundCall
 
 FORMAT = 1
 
+_Identity = tuple[int, int, int]
+_held: dict[_Identity, RunDirectory] = {}
+"""The run directories that this process has locked: the kernel refuses another process alone."""
+_held_mutex = threading.Lock()
+
 
 class RunDirectory:
     """An open run directory. Holds a lock on it, which the kernel releases even after kill -9."""
@@ -42,40 +48,73 @@ class RunDirectory:
         self.background = BackgroundCall()
         """What writes a checkpoint while the run takes steps."""
         self._metrics: TextIO | None = None
+        self._is_closed = False
         self.run: dict[str, Any] = {}
         self.continues = False
         """Whether this is a restart of a run that had chosen the checkpoint of --resume: it goes on
         from its own newest one.
         """
-        with _writing(path):
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / ".lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            self._acquire(time.monotonic() + wait_s)
-            if not resuming and ((path / "run.json").exists() or self.checkpoints.exists()):
-                raise InputError(
-                    f"{path} holds a run already; continue it with --resume auto, or choose "
-                    f"another --run-dir"
-                )
-        except InputError:
+        self._lock = -1
+        self._acquire(time.monotonic() + wait_s)
+        if not resuming and ((path / "run.json").exists() or self.checkpoints.exists()):
             self._unlock()
-            raise
+            raise InputError(
+                f"{path} holds a run already; continue it with --resume auto, or choose "
+                f"another --run-dir"
+            )
 
     def _acquire(self, deadline: float) -> None:
-        while True:
-            try:
-                # Not flock: loader processes inherit its lock, and keep it after the run is killed.
-                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EAGAIN):
-                    raise InputError(
-                        f"cannot lock the run directory {self.path}: {error.strerror}; choose a "
-                        "--run-dir on a file system with locks"
-                    ) from None
+        while not self._try_lock():
             if time.monotonic() >= deadline:
                 raise InputError(f"another run is writing to {self.path}; choose another --run-dir")
             time.sleep(0.1)
+
+    def _try_lock(self) -> bool:
+        """Open and lock the file; return False if another run holds it."""
+        file = self.path / ".lock"
+        with _held_mutex, _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            # Before it is opened: closing any descriptor of a file releases the process's lock.
+            holder = _held.get(_identity(file))
+            if holder is not None and not holder._is_done():
+                return False
+            if holder is not None:
+                holder._close_lock()
+            # O_NONBLOCK: a FIFO in its place would have to be waited for.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+            self._lock = os.open(file, flags, 0o666)
+            try:
+                # Not flock: loader processes inherit its lock, and keep it after the run is killed.
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                self._close_lock()
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    return False
+                raise InputError(
+                    f"cannot lock the run directory {self.path}: {error.strerror}; choose a "
+                    "--run-dir on a file system with locks"
+                ) from None
+            if not self._is_in_place():  # another process has replaced it since
+                self._close_lock()
+                return False
+            _held[_identity(self._lock)] = self
+            return True
+
+    def _is_in_place(self) -> bool:
+        """Return whether the file that this run has locked is the one at the path."""
+        return _identity(self._lock) == _identity(self.path / ".lock")
+
+    def check(self) -> None:
+        """Raise InputError if the directory was removed or moved since it was locked. Everything
+        that is written there is checked before, so that nothing is lost in silence, nor written to
+        the directory of another run.
+        """
+        if self._lock >= 0 and not self._is_in_place():
+            raise InputError(
+                f"the run directory {self.path} was removed or moved while the run goes on: its "
+                ".lock is no longer the one that this run holds; leave it in place, and continue "
+                "from a checkpoint with --resume"
+            )
 
     def start(self, about: dict[str, Any], is_restart: bool = False) -> None:
         """Write run.json, with the earlier attempts of a resumed run. `is_restart`: the launcher
@@ -113,6 +152,7 @@ class RunDirectory:
     def log(self, record: dict[str, Any]) -> None:
         """Append one object to metrics.jsonl."""
         if self._metrics is not None:
+            self.check()
             with _writing(self.path):
                 self._metrics.write(_dump(record) + "\n")
 
@@ -143,23 +183,34 @@ class RunDirectory:
 
     def write(self, sync: bool = True) -> None:
         """Replace run.json atomically. Without `sync` a power failure may lose the new content."""
+        self.check()
         with _writing(self.path):
             files.write_atomically(self.path / "run.json", _dump(self.run, indent=1) + "\n", sync)
 
     def close(self) -> None:
         """Close metrics.jsonl and release the lock. Safe to call twice.
 
-        While a checkpoint is still being written, the lock is held until the process ends: no other
-        run may clean up here meanwhile.
+        While a checkpoint is still being written, the lock is held until the process ends, or wants
+        it again afterwards: no other run may clean up here meanwhile.
         """
         if self._metrics is not None:
             with contextlib.suppress(OSError):  # the disk is full: a buffered line fails again
                 self._metrics.close()
-        if not self.background.is_running():
+        self._is_closed = True
+        if self._is_done():
             self._unlock()
 
+    def _is_done(self) -> bool:
+        """Return whether this is closed, and no checkpoint is being written any more."""
+        return self._is_closed and not self.background.is_running()
+
     def _unlock(self) -> None:
+        with _held_mutex:
+            self._close_lock()
+
+    def _close_lock(self) -> None:
         if self._lock >= 0:
+            _held.pop(_identity(self._lock), None)
             os.close(self._lock)
         self._lock = -1
 
@@ -179,6 +230,17 @@ class RunDirectory:
             delete_lines(file, step, lambda record: not any(n.startswith("eval_") for n in record))
             with _writing(self.path):
                 self._metrics = file.open("a", buffering=1)
+
+
+def _identity(file: Path | int) -> _Identity:
+    """Return what tells a file from others, for this process: a forked one holds no lock. Zeros if
+    there is no file.
+    """
+    try:
+        found = os.stat(file)
+    except OSError:
+        return 0, 0, 0
+    return os.getpid(), found.st_dev, found.st_ino
 
 
 def _attempts(before: dict[str, Any]) -> list[dict[str, Any]]:

@@ -133,9 +133,7 @@ class Saver:
                 parts = self._collect(ranks, data, stop)
                 if self._config.checkpoint_async:
                     parts = self._snapshot.take(parts)
-                write = partial(
-                    _write, run_dir.checkpoints, step, parts, self._about(), self._config.keep
-                )
+                write = partial(_write, run_dir, step, parts, self._about(), self._config.keep)
                 if self._config.checkpoint_async:
                     run_dir.background.start(write)
                 else:
@@ -248,7 +246,14 @@ class Saver:
         return about
 
 
-def _write(root: Path, step: int, parts: dict[str, Any], about: dict[str, Any], keep: int) -> None:
+def _write(
+    run_dir: RunDirectory, step: int, parts: dict[str, Any], about: dict[str, Any], keep: int
+) -> None:
     """Write a checkpoint, and remove old ones. May run in a thread."""
-    checkpoint.save(root, step, parts, about)
-    checkpoint.prune(root, keep)
+    run_dir.check()
+    try:
+        checkpoint.save(run_dir.checkpoints, step, parts, about)
+        checkpoint.prune(run_dir.checkpoints, keep)
+    except CheckpointError:
+        run_dir.check()  # a directory that is removed meanwhile is the cause
+        raise

@@ -6,12 +6,14 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,66 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
         finally:
             holder.kill()
             os.kill(child, signal.SIGKILL)
+
+
+def test_one_writer_in_one_process(tmp_path: Path) -> None:
+    """The kernel's lock is the process's: closing any descriptor of the file would release it."""
+    with opened(tmp_path) as first:
+        first.start({})
+        for path in (tmp_path, tmp_path / ".." / tmp_path.name):
+            with pytest.raises(InputError, match="another run is writing to .*--run-dir"):
+                RunDirectory(path, resuming=True)
+        command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+        other = subprocess.run(command, capture_output=True, text=True)
+        assert "another run is writing to" in other.stderr
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced", "unlocked"])
+def test_a_directory_that_is_removed_or_moved_meanwhile(tmp_path: Path, how: str) -> None:
+    """Nothing is written any more, least of all into the directory of another run."""
+    path = tmp_path / "run"
+    with opened(path) as run_dir:
+        run_dir.start({})
+        run_dir.open_metrics(0)
+        if how == "removed":
+            shutil.rmtree(path)
+        elif how == "unlocked":
+            (path / ".lock").unlink()
+        else:
+            path.rename(tmp_path / "elsewhere")
+        if how == "replaced":
+            with opened(path) as second:
+                second.start({"config": "the second's"})
+        files = sorted(tmp_path.rglob("*"))
+        writes: list[Callable[[], None]] = [
+            lambda: run_dir.log({"step": 1}),
+            lambda: run_dir.update(last_step=1),
+            lambda: run_dir.finish("finished"),
+            run_dir.check,
+        ]
+        for write in writes:
+            with pytest.raises(InputError) as lost:
+                write()
+            assert str(lost.value) == (
+                f"the run directory {path} was removed or moved while the run goes on: its .lock "
+                "is no longer the one that this run holds; leave it in place, and continue from a "
+                "checkpoint with --resume"
+            )
+        run_dir.fail(lost.value, 1)
+        assert sorted(tmp_path.rglob("*")) == files
+    if how == "replaced":
+        assert read(path)["config"] == "the second's"
+
+
+def test_a_lock_that_is_replaced_while_another_waits_for_it(tmp_path: Path) -> None:
+    """The one who waits must lock the file that is there, not the one that was."""
+    with opened(tmp_path) as first:
+        (tmp_path / ".lock").unlink()
+        with opened(tmp_path, resuming=True) as second:
+            first.close()
+            with pytest.raises(InputError, match="another run is writing to"):
+                RunDirectory(tmp_path, resuming=True)
+            second.check()
 
 
 def test_a_closed_directory_is_unlocked_at_once(tmp_path: Path) -> None:
