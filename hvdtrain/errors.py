@@ -21,6 +21,7 @@ what happened, the values, and what to do. Imports no torch.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -117,6 +118,23 @@ def notes_of(error: BaseException) -> list[str]:
     """Return the lines that `add_note` has added."""
     notes: list[str] = getattr(error, "__notes__", [])
     return notes
+
+
+def printable(text: str, line_ends: bool = True) -> str:
+    """Return a text with control characters as escapes, such as `\\x1b`: a terminal obeys them, and
+    a text from a file that somebody else has made may hold any. Tabs stay, and `line_ends`.
+    """
+    if text.isprintable():
+        return text
+    kept = "\t\n" if line_ends else "\t"
+    return "".join(
+        c.encode("unicode_escape").decode() if _is_control(c) and c not in kept else c for c in text
+    )
+
+
+def _is_control(character: str) -> bool:
+    # Controls, formats (such as the change of the direction of writing), surrogates, line ends.
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import NoReturn
 
 from hvdtrain import signals
-from hvdtrain.errors import HvdtrainError, Preempted, WorldError, notes_of
+from hvdtrain.errors import HvdtrainError, Preempted, WorldError, notes_of, printable
 from hvdtrain.launcher_watch import launcher_has_ended
 from hvdtrain.world import World
 
@@ -187,7 +187,7 @@ def report(world: World, error: BaseException) -> None:
         unknown = world.launcher == "none"  # the rank is guessed, or there is one only
         where = "" if error.on_all_ranks or unknown or world.size == 1 else f"[{world}] "
         text = _format_all(error) if _debug else ""
-        text += f"{where}error: {_shorten(str(error))}\n"
+        text += f"{where}error: {_shorten(printable(str(error)))}\n"
     elif isinstance(error, KeyboardInterrupt):
         text = "interrupted\n" if world.rank == 0 else ""
     elif isinstance(error, Preempted):  # every rank has it

@@ -1,4 +1,5 @@
-"""Atomic replacement of files, unique folders, and values that every JSON parser accepts.
+"""Atomic replacement of files, reading of those that others may have made, unique folders, and
+values that every JSON parser accepts.
 
 Used for run directories and reports. Imports no torch.
 """
@@ -6,12 +7,30 @@ Used for run directories and reports. Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import math
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+
+def read(path: Path) -> bytes:
+    """Return the content of a regular file. Raises OSError, also for a FIFO or a device: a folder
+    that somebody else has made may have one, and reading it can wait, or go on, for ever.
+    """
+    _check_regular(os.stat(path).st_mode)  # before it is opened: that can change a device
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        _check_regular(os.fstat(descriptor).st_mode)
+        return file.read()
+
+
+def _check_regular(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
 
 
 def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> None:

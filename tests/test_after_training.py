@@ -15,11 +15,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
-from hvdtrain.errors import InputError
+from hvdtrain.cli import checkpoints, export, runs, show
+from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.training import run_dir
 from tests.forkserver import warm
 from tests.launching import ROOT, run
@@ -404,3 +407,120 @@ def test_metrics_of_a_killed_run(tmp_path: Path) -> None:
     assert run_dir.read_metrics(tmp_path) == [{"step": 1}]
     with pytest.raises(InputError, match="no run in"):
         run_dir.read(tmp_path)
+
+
+# A run directory from a stranger
+
+DAMAGED: list[dict[str, Any]] = [
+    {"best_checkpoint": {"step": 1}},
+    {"best_checkpoint": [1]},
+    {"best_checkpoint": {"step": "x", "metric": [], "value": {}}},
+    {"config": [1]},
+    {"world": 3},
+    {"process": 3, "outcome": "running"},
+    {"metrics": {"loss": "low"}},
+    {"attempts": [3]},
+    {"hosts": 3},
+]
+
+
+def received(folder: Path, **entries: Any) -> Path:
+    """Return a run directory with these entries in its run.json."""
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"format": 1, "outcome": "finished", **entries}))
+    return folder
+
+
+def error_of(command: click.Command, *arguments: object) -> str:
+    """Return the text of the InputError that a command ends with."""
+    result = CliRunner().invoke(command, list(map(str, arguments)))
+    assert isinstance(result.exception, HvdtrainError), result.output
+    return str(result.exception)
+
+
+@pytest.mark.parametrize("entries", DAMAGED, ids=str)
+def test_a_run_json_with_other_values(tmp_path: Path, entries: dict[str, Any]) -> None:
+    """Each reader names the file; `runs` lists the other runs all the same."""
+    run = received(tmp_path / "run", **entries)
+    damaged = f"{run / 'run.json'} is damaged: "
+    assert damaged in error_of(show.command, run)
+    if entries.get("best_checkpoint", {"step": 1}) != {"step": 1}:
+        assert damaged in error_of(export.command, run, tmp_path / "x.pt", "--best")
+    if "process" in entries:  # without a checkpoint it says how the run has ended
+        assert damaged in error_of(export.command, run, tmp_path / "x.pt")
+    received(tmp_path / "other")
+    listed = CliRunner().invoke(runs.command, [str(tmp_path)])
+    assert listed.exit_code == 0, listed.exception
+    assert len(listed.output.splitlines()) == 2
+
+
+def test_metrics_of_any_order_and_size(tmp_path: Path) -> None:
+    run = received(tmp_path / "run")
+    lines: list[Any] = [{"step": step, "loss": 1.0 + step} for step in (5, -3, 10**30)]
+    lines += [{"step": 3, "loss": 10**400}, {"step": 4, "loss": True}, {"step": [], "loss": {}}]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    shown = CliRunner().invoke(show.command, [str(run)])
+    assert shown.exit_code == 0, shown.exception
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl"])
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+def test_a_fifo_or_a_device_is_not_waited_for(tmp_path: Path, name: str, kind: str) -> None:
+    """A FIFO is read when somebody writes to it, and /dev/zero for ever."""
+    run = received(tmp_path / "run")
+    (run / name).unlink(missing_ok=True)
+    if kind == "FIFO":
+        os.mkfifo(run / name)
+    else:
+        (run / name).symlink_to("/dev/zero")
+    assert "it is no regular file" in error_of(show.command, run)
+    if name == "run.json":
+        assert "it is no regular file" in error_of(export.command, run, tmp_path / "x.pt")
+        assert "it is no regular file" in CliRunner().invoke(runs.command, [str(run)]).output
+    directory = run_dir.RunDirectory(run, resuming=True)
+    try:
+        directory.start({})
+        if name == "metrics.jsonl":
+            with pytest.raises(InputError, match="it is no regular file"):
+                directory.open_metrics(0)
+    finally:
+        directory.close()
+
+
+def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    """They could clear it, hide lines, or answer for the user; a line end could forge a line."""
+    evil = "a\x1b[2J\x9b5n\u202e\nforged"
+    run = received(
+        tmp_path / "r\x1b[2Jun",
+        outcome=evil,
+        start=evil,
+        config={"task": evil},
+        origins={evil: ""},
+        hosts=[evil],
+        error=evil,
+        metrics={evil: 1.0},
+        attempts=[{"outcome": evil}],
+        best_checkpoint={"step": 1, "metric": evil, "value": 1.0},
+    )
+    (run / "checkpoints/step-00000001").mkdir(parents=True)
+    output = "".join(
+        CliRunner().invoke(command, [str(folder)]).output
+        for command, folder in [
+            (show.command, run),
+            (runs.command, tmp_path),
+            (checkpoints.command, tmp_path),
+        ]
+    )
+    assert output.count("a\\x1b[2J") >= 8
+    assert "\\u202e" in output
+    assert not {"\x1b", "\x9b", "\u202e"} & set(output)
+    assert not [line for line in output.splitlines() if line.startswith("forged")]
+    refused = Lines(tmp_path).refused("show", "none\x1b[2J", alone=False)
+    assert "none\\x1b[2J" in refused
+
+
+def test_the_file_run_json_means_its_run(line: Lines) -> None:
+    for command in ("show", "evaluate"):
+        finished = line(command, "run/run.json")
+        assert finished.code == 0, finished.output
+    assert "no run in none: No such" in line.refused("show", "none/run.json", alone=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from hvdtrain.errors import CheckpointError, InputError
+from hvdtrain.errors import CheckpointError, InputError, printable
 
 _AGES = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
@@ -39,9 +39,9 @@ def command(folder: Path, as_json: bool) -> None:
     else:
         for root, of_run in found.items():
             for entry in of_run:
-                click.echo(_line(entry))
+                click.echo(printable(_line(entry), line_ends=False))
             if not of_run:
-                click.echo(f"{root}  no checkpoint")
+                click.echo(printable(f"{root}  no checkpoint", line_ends=False))
     sys.exit(0 if all(of_run and of_run[-1]["valid"] for of_run in found.values()) else 1)
 
 

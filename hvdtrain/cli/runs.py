@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from hvdtrain.errors import InputError
+from hvdtrain.errors import InputError, printable
 from hvdtrain.training import run_dir
 from hvdtrain.training.console import describe
 
@@ -54,12 +54,17 @@ def _row(path: Path) -> tuple[str, ...]:
     """Return the start of a run, to sort by, and the cells of its row."""
     try:
         run = run_dir.read(path)
+        with run_dir.checked(path / "run.json"):
+            outcome, (task, backend, steps, text) = run_dir.outcome_of(run), summary(run)
     except InputError as error:
-        return "", str(path), "unreadable", "", "", "", str(error)
-    task, backend, steps, text = summary(run)
+        return "", *_cells(path, "unreadable", "", "", "", error)
     if len(text := text.partition("\n")[0]) > _MAX_TEXT:
         text = f"{text[:_MAX_TEXT]} ..."
-    return str(run.get("start")), str(path), run_dir.outcome_of(run), task, backend, steps, text
+    return str(run.get("start")), *_cells(path, outcome, task, backend, steps, text)
+
+
+def _cells(*values: object) -> list[str]:
+    return [printable(str(value), line_ends=False) for value in values]
 
 
 def summary(run: dict[str, Any]) -> tuple[str, str, str, str]:

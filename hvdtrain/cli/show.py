@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import click
 
 from hvdtrain import files
 from hvdtrain.cli.runs import describe_metrics, summary
-from hvdtrain.errors import BackendUnavailable, InputError
+from hvdtrain.errors import BackendUnavailable, InputError, printable
 from hvdtrain.training import run_dir
 from hvdtrain.training.config import flag
 
@@ -19,6 +18,7 @@ from hvdtrain.training.config import flag
 _SERIES = (("loss", 8), ("lr", 4))
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _MARGIN = 12
+_MAX_VALUE = 1e300  # also of an int, which can be larger than any float
 
 Points = list[tuple[int, float]]
 
@@ -38,13 +38,17 @@ def command(path: Path, png: Path | None) -> None:
     exit code 0   shown
               2   no run there, its run.json is damaged, or the file cannot be written
     """
+    path = run_dir.locate(path)
     run = run_dir.read(path)
+    with run_dir.checked(path / "run.json"):
+        facts = _facts(path, run)
     records = run_dir.read_metrics(path)
     series = {name: _points(records, name) for name, _ in _SERIES}
     if png is not None:
         _draw(series, str(path), png)
-    for name, value in _facts(path, run):
-        click.echo(f"{name:8} {value}")
+    for name, value in facts:
+        # A line end of a value must not look like the next one's name.
+        click.echo(f"{name:8} {printable(value)}".replace("\n", "\n" + 9 * " "))
     if png is not None:
         click.echo(f"png      {png}")
         return
@@ -84,13 +88,13 @@ def _facts(path: Path, run: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _points(records: list[dict[str, Any]], name: str) -> Points:
-    """Return the finite values of one key, with their steps."""
+    """Return the finite values of one key, with their steps, in order of these."""
     found = [(record.get("step"), record.get(name)) for record in records]
-    return [
-        (int(step), float(value))
+    return sorted(
+        (step, float(value))
         for step, value in found
-        if isinstance(step, int) and isinstance(value, (int, float)) and math.isfinite(value)
-    ]
+        if isinstance(step, int) and isinstance(value, (int, float)) and abs(value) < _MAX_VALUE
+    )
 
 
 def _plot(name: str, points: Points, width: int, height: int) -> list[str]:

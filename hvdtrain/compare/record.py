@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import files
-from hvdtrain.errors import InputError
+from hvdtrain.errors import InputError, printable
 from hvdtrain.launch.host_list import choose_slots, parse_host_list
+from hvdtrain.trees import map_tree
 
 SCHEMA = 1
 NAME = "compare.json"
@@ -296,7 +297,11 @@ def read(folder: Path) -> Record:
         raise InputError(f"no comparison in {folder}: {path} is not a file")
     advice = "give the folder that `hvdtrain compare` printed"
     try:
-        found = json.loads(path.read_bytes())
+        # A terminal obeys control characters, and somebody else may have made the file.
+        found = json.loads(
+            path.read_bytes(), object_pairs_hook=lambda pairs: {printable(k): v for k, v in pairs}
+        )
+        found = map_tree(printable, str, found)
         schema = found.get("schema") if isinstance(found, dict) else None
         if schema == SCHEMA:
             return parse(found)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvdtrain import files
 from hvdtrain.errors import CheckpointError, one_line
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ def save(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, An
         root.mkdir(exist_ok=True)  # not its parent: a run directory that is removed stays away
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
-        files = {f"{name}.pt": _write_part(staging, name, value) for name, value in parts.items()}
-        manifest = {"format": FORMAT, "step": step, **about, "files": files}
+        written = {f"{name}.pt": _write_part(staging, name, value) for name, value in parts.items()}
+        manifest = {"format": FORMAT, "step": step, **about, "files": written}
         text = json.dumps(manifest, indent=1)
         _write(staging / _MANIFEST, text)
         _write(staging / _MARKER, _hash(text.encode()) + "\n")
@@ -117,7 +118,7 @@ def load(path: Path, name: str) -> Any:
     Raises CheckpointError.
     """
     try:
-        if f"{name}.pt" not in json.loads((path / _MANIFEST).read_bytes())["files"]:
+        if f"{name}.pt" not in json.loads(files.read(path / _MANIFEST))["files"]:
             raise CheckpointError(f"the checkpoint {path} has no part {name!r}")
     except CheckpointError:
         raise
@@ -230,7 +231,7 @@ def _step(path: Path) -> int:
 
 def _kept_steps(path: Path) -> list[int]:
     """Return the steps whose checkpoints must stay as long as this one does."""
-    steps: list[int] = json.loads((path / _MANIFEST).read_bytes()).get("kept_steps", [])
+    steps: list[int] = json.loads(files.read(path / _MANIFEST)).get("kept_steps", [])
     return steps
 
 
@@ -276,10 +277,10 @@ def _looks_whole(path: Path) -> bool:
     It is `problem` without the hashes of the files, which need every byte.
     """
     try:
-        text = (path / _MANIFEST).read_bytes()
-        files = json.loads(text)["files"].items()
-        return _hash(text) == (path / _MARKER).read_text().strip() and all(
-            (path / name).stat().st_size == measured["bytes"] for name, measured in files
+        text, marker = files.read(path / _MANIFEST), files.read(path / _MARKER)
+        parts = json.loads(text)["files"].items()
+        return _hash(text) == marker.decode().strip() and all(
+            (path / name).stat().st_size == measured["bytes"] for name, measured in parts
         )
     except Exception:  # see `problem`
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from hvdtrain.errors import printable
 from hvdtrain.world import World, shares_terminal
 
 
@@ -36,7 +37,7 @@ class LineConsole(Console):
     _total: int | str = 0
 
     def print_line(self, text: str) -> None:
-        print(text, flush=True)
+        print(printable(text), flush=True)
 
     def start(self, total_steps: int | None, step: int) -> None:
         self._total = "?" if total_steps is None else total_steps
@@ -71,6 +72,7 @@ class BarConsole(Console):
         self._bar = self._progress.add_task("", start=False)
 
     def print_line(self, text: str) -> None:
+        text = printable(text)  # some is from checkpoints that others may have made
         self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def start(self, total_steps: int | None, step: int) -> None:

@@ -217,7 +217,7 @@ class RunDirectory:
     def _read_before(self) -> dict[str, Any]:
         """Return the run.json of the run that is resumed; empty if there is none."""
         try:
-            before = json.loads((self.path / "run.json").read_text())
+            before = json.loads(files.read(self.path / "run.json"))
         except (OSError, ValueError):
             return {}
         return before if isinstance(before, dict) else {}
@@ -269,7 +269,7 @@ def delete_lines(
 
     with _writing(file.parent):
         if file.exists():
-            lines = file.read_text(errors="replace").splitlines()
+            lines = files.read(file).decode(errors="replace").splitlines()
             kept = (f"{line}\n" for line in lines if is_kept(line))
             files.write_atomically(file, "".join(kept))
 
@@ -290,14 +290,31 @@ def make_default(task: str, backend: str) -> Path:
         return files.make_folder(runs / name)
 
 
+def locate(path: Path) -> Path:
+    """Return the run directory that a path means: also that of its run.json itself."""
+    return path.parent if path.name == "run.json" and not path.is_dir() else path
+
+
+@contextlib.contextmanager
+def checked(file: Path) -> Iterator[None]:
+    """Raise InputError for values in a file of a run directory that are of another kind than those
+    that hvdtrain writes: the block uses what `read` or `read_metrics` has returned.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise InputError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+
+
 def read(path: Path) -> dict[str, Any]:
     """Return what `run.json` in the run directory `path` holds; see `outcome_of` for its outcome.
 
-    Not collective. Raises InputError if there is no run, or its file is damaged.
+    Use the values in a block of `checked`. Not collective. Raises InputError if there is no run,
+    or its file is damaged.
     """
     file = path / "run.json"
     try:
-        found = json.loads(file.read_bytes())
+        found = json.loads(files.read(file))
     except OSError as error:
         raise InputError(
             f"no run in {path}: {error.strerror} ({file}); `hvdtrain runs DIR` lists those in DIR"
@@ -318,7 +335,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     records = []
     try:
-        for line in (path / "metrics.jsonl").read_text(errors="replace").splitlines():
+        for line in files.read(path / "metrics.jsonl").decode(errors="replace").splitlines():
             with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 records += [record] if isinstance(record, dict) else []

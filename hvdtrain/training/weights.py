@@ -6,6 +6,7 @@ writes. Weights are a plain `state_dict()`, without the prefixes of wrappers.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,12 +44,14 @@ def find(path: Path, best: bool = False, ema: bool = False) -> Weights:
     Not collective. Raises InputError if there are none, and CheckpointError for a damaged
     checkpoint: it never takes another one instead.
     """
-    is_run = (path / "run.json").exists()
+    path = run_dir.locate(path)
+    is_run = os.path.lexists(path / "run.json")
     if best and not is_run:
         raise InputError(f"--best wants a run directory, and {path} has no run.json")
     if is_run:
         run = run_dir.read(path)
-        found = _chosen(path, run, best)
+        with run_dir.checked(path / "run.json"):
+            found = _chosen(path, run, best)
     elif path.is_dir() and not (path / "manifest.json").exists():
         raise InputError(
             f"no weights in {path}: it has neither a run.json nor the files of a checkpoint; give "
