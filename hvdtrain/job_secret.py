@@ -86,8 +86,11 @@ def sign(obj: Any, dumps: Callable[[Any], bytes] = pickle.dumps) -> bytes:
     return tag("object", data) + data
 
 
-def unsign(data: bytes | memoryview, whose: str = "another rank") -> Any:
-    """Return the object that `sign` was given. Raises NotOfThisJob before anything is unpickled."""
+def unsign(data: Any, whose: str = "another rank") -> Any:
+    """Return the object that `sign` was given; `data` is its bytes, or a NumPy array of them.
+
+    Raises NotOfThisJob before anything is unpickled.
+    """
     given, pickled = memoryview(data)[:TAG_BYTES], memoryview(data)[TAG_BYTES:]
     if not is_tag(given, "object", pickled):
         raise NotOfThisJob(f"an object of {whose} {not_proven()}")

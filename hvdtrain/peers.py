@@ -22,6 +22,7 @@ hosts of `shm`). One thread per process reads all connections; sending never blo
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import selectors
@@ -42,7 +43,7 @@ from hvdtrain import elastic_world, peer_sockets
 from hvdtrain.errors import LaunchError, WorldError
 from hvdtrain.job_secret import NotOfThisJob, not_proven
 from hvdtrain.peer_sockets import Connection, Header, InvalidMessage, encode
-from hvdtrain.signed_store import Unsigned
+from hvdtrain.signed_store import SignedStore, Unsigned, base_of
 from hvdtrain.world import World, agent_keeps_store
 
 ENDED = "has ended: its connection is closed"
@@ -87,6 +88,18 @@ def exchange(
         if missing:  # else the last one arrived just after the timeout
             raise PeerLost(f"rank {rank} {_timed_out(timeout_s, missing, size)}") from None
     return [json.loads(text) for text in store.multi_get(keys)]
+
+
+def signed(store: Store, rank: int, size: int, timeout_s: float) -> Store:
+    """Return a store of signed values for that of a group, whoever has made it: `store` itself if
+    it is signed. Collective over the group. Raises PeerLost, and Unsigned for another user's value.
+    """
+    if isinstance(base_of(store), SignedStore):
+        return store
+    store = SignedStore(store)
+    # The prefix follows from a random number of every rank: no value of another group fits here.
+    nonces = exchange(store, "nonce", rank, size, uuid.uuid4().hex, timeout_s)
+    return PrefixStore(hashlib.sha256("".join(nonces).encode()).hexdigest(), store)
 
 
 def ask_rank0(

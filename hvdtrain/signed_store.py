@@ -13,11 +13,8 @@ a key exists, and the value of a counter (`add`), proves nothing at all: only wa
 
 from __future__ import annotations
 
-import hashlib
-import uuid
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -122,17 +119,3 @@ def base_of(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
-
-
-def signed(store: Store, rank: int, size: int) -> Store:
-    """Return a store of signed values for the store of a group, whoever has made it: itself, if
-    it is signed. Collective over the ranks of the group. Raises Unsigned.
-    """
-    if isinstance(base_of(store), SignedStore):
-        return store
-    store = SignedStore(store)
-    # The prefix depends on a random number of every rank, so no old value can be put into it.
-    keys = [f"nonce/{r}" for r in range(size)]
-    store.set(keys[rank], uuid.uuid4().hex)
-    nonces: list[Any] = store.multi_get(keys)
-    return PrefixStore(hashlib.sha256(b"".join(nonces)).hexdigest(), store)

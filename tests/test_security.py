@@ -21,13 +21,12 @@ from tests.test_architecture import ROOT, modules
 # Who may unpickle, and why the bytes are no stranger's.
 UNPICKLES = {
     "_torch.flight_record": "this process's own record",
-    "backends.ps": "connections of `peers`, which are authenticated",
-    "backends.ps_messages": "connections of `peers`, which are authenticated",
+    "backends.ps_messages": "connections of `peers`, which prove the secret of the job",
     "compare.run.arm_process": "a Unix socket in a private folder",
     "compare.run.worker": "a Unix socket in a private folder",
     "hvd.elastic.launcher_notices": "signed by horovodrun, and of three classes only",
-    "hvd.functions": "connections of `peers`, and the process groups of torch",
     "hvd.job": "files in a private folder",
+    "job_secret": "signed with the secret of the job",
 }
 # Who opens a port.
 LISTENS = {
@@ -50,6 +49,11 @@ def calls() -> list[tuple[str, str, ast.Call]]:
 def test_who_unpickles() -> None:
     loads = ("pickle.loads", "pickle.load", "cloudpickle.loads", "cloudpickle.load", "Unpickler")
     assert {module for module, called, _ in calls() if called.endswith(loads)} == set(UNPICKLES)
+    # What torch and Horovod send as objects, they unpickle without a proof.
+    theirs = "_object_list dist.all_gather_object _hvd.broadcast_object _hvd.allgather_object"
+    assert [
+        (module, called) for module, called, _ in calls() if called.endswith((*theirs.split(),))
+    ] == []
 
 
 def test_files_of_torch_run_no_code() -> None:

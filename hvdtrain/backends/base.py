@@ -384,11 +384,11 @@ class Backend(ABC):
 
     @abstractmethod
     def broadcast_object(self, obj: T, root: int = 0) -> T:
-        """Return the root's `obj`. Collective. Pickle: trusted peers only."""
+        """Return the root's `obj`. Collective. Sent as a signed pickle."""
 
     @abstractmethod
     def all_gather_object(self, obj: T) -> list[T]:
-        """Return every rank's `obj`, in rank order. Collective. Pickle: trusted peers only."""
+        """Return every rank's `obj`, in rank order. Collective. Sent as a signed pickle."""
 
     @abstractmethod
     def barrier(self) -> None:

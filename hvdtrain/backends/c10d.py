@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor
 from hvdtrain import transports
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op, lost_contact
 from hvdtrain.errors import HvdtrainError, WorldMismatch
+from hvdtrain.job_secret import sign, unsign
 from hvdtrain.rendezvous import open_store
 from hvdtrain.transports.gloo import gloo_reachable
 from hvdtrain.world import World
@@ -118,14 +119,31 @@ class C10d(Backend):
         return t if on_device is t else t.copy_(on_device)
 
     def broadcast_object(self, obj: T, root: int = 0) -> T:
-        boxed = [obj]
-        dist.broadcast_object_list(boxed, src=root, device=self._collective_device())
-        return boxed[0]
+        is_root = self.world.rank == root
+        mine = self._signed(obj) if is_root else None
+        size = torch.tensor([mine.numel() if mine is not None else 0])
+        self.broadcast_(size, root)
+        data = torch.empty(int(size), dtype=torch.uint8) if mine is None else mine
+        self.broadcast_(data, root)
+        return obj if is_root else cast("T", unsign(data.numpy(), f"rank {root}"))
 
     def all_gather_object(self, obj: T) -> list[T]:
-        gathered: list[Any] = [None] * self.world.size
-        dist.all_gather_object(gathered, obj)
-        return gathered
+        # As torch's, which would unpickle whatever arrives: first the sizes, then equal lengths.
+        mine = self._signed(obj)
+        sizes = [int(size) for size in self._all_gather(torch.tensor([mine.numel()]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        parts = zip(self._all_gather(padded), sizes, strict=True)
+        return [unsign(t[:size].numpy(), f"rank {r}") for r, (t, size) in enumerate(parts)]
+
+    def _signed(self, obj: object) -> Tensor:
+        return torch.frombuffer(bytearray(sign(obj)), dtype=torch.uint8)
+
+    def _all_gather(self, t: Tensor) -> list[Tensor]:
+        on_device = t.to(self._collective_device(t))
+        gathered = [torch.empty_like(on_device) for _ in range(self.world.size)]
+        dist.all_gather(gathered, on_device)
+        return [other.cpu() for other in gathered]
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective. Errors of Gloo and shm name the ranks that were late."""

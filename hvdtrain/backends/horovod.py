@@ -13,16 +13,18 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar, cast
 
+import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain import elastic_world, failure
+from hvdtrain import elastic_world, failure, job_secret
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.backends.backend_batch_norm import local_in_evaluation
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
 from hvdtrain.backends.model_sync import with_sparse_gradients
 from hvdtrain.errors import HvdtrainError, InputError, WorldError, WorldMismatch, first_line
+from hvdtrain.job_secret import sign, unsign
 from hvdtrain.world import World, is_mpi
 
 T = TypeVar("T")
@@ -112,6 +114,10 @@ class Horovod(Backend):
                 f"{self.world.launcher} says {self.world}, but Horovod sees {seen}; use the "
                 "mpirun that Horovod was built with (hvdtrain install-horovod --check)"
             )
+        if self._hvd.mpi_enabled():  # hosts under mpirun need not share a home
+            own = job_secret.secret() if self.world.rank == 0 else bytes(job_secret.SECRET_BYTES)
+            rank0s = self.broadcast_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+            job_secret.adopt(bytes(rank0s.tolist()))
 
     def _init(self) -> None:
         """Initialise Horovod with the options' timeout, through its own variables. Collective.
@@ -287,15 +293,26 @@ class Horovod(Backend):
         return t
 
     def broadcast_object(self, obj: T, root: int = 0) -> T:
-        # Without a name Horovod uses that of the type: ranks with different types would hang.
+        # Horovod's own broadcast_object unpickles whatever arrives.
+        hvd, is_root = self._hvd, self.world.rank == root
+        data = self._signed(obj) if is_root else torch.empty(0, dtype=torch.uint8)
         with self._waiting("the broadcast of an object"):
-            got = self._hvd.broadcast_object(obj, root_rank=root, name="hvdtrain.object")
-        return cast("T", got)
+            size = torch.tensor([data.numel()])
+            size = hvd.broadcast(size, root_rank=root, name="hvdtrain.object.size")
+            data = data if is_root else torch.empty(int(size), dtype=torch.uint8)
+            hvd.broadcast_(data, root_rank=root, name="hvdtrain.object")
+        return obj if is_root else cast("T", unsign(data.numpy(), f"rank {root}"))
 
     def all_gather_object(self, obj: T) -> list[T]:
+        hvd, data = self._hvd, self._signed(obj)
         with self._waiting("the all-gather of objects"):
-            got = self._hvd.allgather_object(obj, name="hvdtrain.objects")
-        return cast("list[T]", got)
+            size = torch.tensor([data.numel()])
+            sizes = hvd.allgather(size, name="hvdtrain.objects.sizes").tolist()
+            parts = hvd.allgather(data, name="hvdtrain.objects").split(sizes)
+        return [unsign(part.numpy(), f"rank {rank}") for rank, part in enumerate(parts)]
+
+    def _signed(self, obj: object) -> Tensor:
+        return torch.frombuffer(bytearray(sign(obj, cloudpickle.dumps)), dtype=torch.uint8)
 
     def barrier(self) -> None:
         with self._waiting("a barrier"):

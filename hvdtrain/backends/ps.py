@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from hvdtrain.backends.base import Backend, Gradients, Op, check_op, lost_contac
 from hvdtrain.backends.ps_messages import Messages, decode, encode
 from hvdtrain.backends.server_optimizer import ServerOptimizer, owners_of
 from hvdtrain.errors import HvdtrainError, InputError, WorldError, first_line
+from hvdtrain.job_secret import sign, unsign
 from hvdtrain.rendezvous import open_store
 from hvdtrain.trees import parameters_of
 
@@ -208,12 +208,12 @@ class ParameterServer(Backend):
 
     def broadcast_object(self, obj: T, root: int = 0) -> T:
         is_root = self.world.rank == root
-        data = b"".join(self._collect(pickle.dumps(obj) if is_root else b""))
-        return obj if is_root else pickle.loads(data)
+        data = b"".join(self._collect(sign(obj) if is_root else b""))
+        return obj if is_root else cast("T", unsign(data, f"rank {root}"))
 
     def all_gather_object(self, obj: T) -> list[T]:
         """Return the `obj` of every rank that has not ended, in rank order. Collective."""
-        return [pickle.loads(data) for data in self._collect(pickle.dumps(obj))]
+        return [unsign(data) for data in self._collect(sign(obj))]
 
     def barrier(self) -> None:
         """Return once every rank that has not ended has called. Collective."""

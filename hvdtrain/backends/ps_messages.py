@@ -225,7 +225,8 @@ def encode(tree: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Return what `encode` was given, with the tensors on the CPU. Trusted peers only: pickle."""
+    """Return what `encode` was given, with the tensors on the CPU. A pickle: the
+    connection of its sender has proved the job's secret."""
     return map_tree(_decode_tensor, _Encoded, pickle.loads(data), keep_dict_types=True)
 
 

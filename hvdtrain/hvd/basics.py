@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from hvdtrain import elastic_world, transports
+from hvdtrain import elastic_world, job_secret, transports
 from hvdtrain.addresses import own_addresses
 from hvdtrain.errors import LaunchError, WorldError, first_line
 from hvdtrain.hvd.engine.engine import Engine
@@ -28,6 +28,7 @@ from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.exceptions import NOT_INITIALIZED, HorovodInternalError
 from hvdtrain.peers import PeerLost
 from hvdtrain.rendezvous import complete_world, load_mpi, open_store
+from hvdtrain.signed_store import SignedStore
 from hvdtrain.world import World, detect, is_mpi, keep_launch_env, unused_allocation
 
 if TYPE_CHECKING:
@@ -243,10 +244,12 @@ class HorovodBasics:
         store: Any = None
         if rank == 0:
             store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            comm.bcast((own_addresses(world), store.port), root=0)
+            comm.bcast((own_addresses(world), store.port, job_secret.secret()), root=0)
         else:
-            store = _connect_store(*comm.bcast(None, root=0))
-        self._stores[world] = store
+            addresses, port, rank0s_secret = comm.bcast(None, root=0)
+            job_secret.adopt(rank0s_secret)
+            store = _connect_store(addresses, port)
+        store = self._stores[world] = SignedStore(store)
         return world, store
 
     # The world

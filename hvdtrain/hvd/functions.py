@@ -31,6 +31,7 @@ from hvdtrain.hvd.mpi_ops import (
     rank,
     synchronize,
 )
+from hvdtrain.job_secret import sign, unsign
 from hvdtrain.trees import map_tree
 
 _UNPICKLABLE = -1  # sent in place of the size
@@ -90,7 +91,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the object of rank `root_rank`, sent with cloudpickle. Collective.
+    """Return the object of rank `root_rank`, sent with cloudpickle and signed. Collective.
 
     The root gets `obj` itself, other ranks a copy; their own `obj` is ignored. The default name
     does not depend on the object, so ranks may pass different types, or None. Raises on every rank
@@ -98,13 +99,13 @@ def broadcast_object(
     """
     payload, failure = _pickled(obj) if rank() == root_rank else (None, None)
     payload = _broadcast_bytes(payload, failure, root_rank, name or "broadcast_object", process_set)
-    return obj if rank() == root_rank else cloudpickle.loads(payload)
+    return obj if rank() == root_rank else unsign(payload, f"rank {root_rank}")
 
 
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the objects of all ranks in rank order, sent with cloudpickle. Collective.
+    """Return the objects of all ranks in rank order, sent with cloudpickle and signed. Collective.
 
     Raises on every rank if one rank's object cannot be pickled.
     """
@@ -119,13 +120,13 @@ def allgather_object(
         raise RuntimeError(f"{name}: the object of rank {bad} of the set cannot be pickled")
     assert payload is not None
     gathered = allgather(payload, name + ".t", process_set)
-    return [cloudpickle.loads(part.numpy()) for part in torch.split(gathered, sizes)]
+    return [unsign(part.numpy()) for part in torch.split(gathered, sizes)]
 
 
 def _pickled(obj: Any) -> tuple[Tensor | None, Exception | None]:
     """Return an object's pickle, or the error: if the caller raised at once, peers would block."""
     try:
-        return torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8), None
+        return torch.frombuffer(bytearray(sign(obj, cloudpickle.dumps)), dtype=torch.uint8), None
     except Exception as error:
         return None, error
 
@@ -189,7 +190,7 @@ def broadcast_optimizer_state(
     data = _broadcast_bytes(payload, failure, root_rank, name, process_set)
     if not is_root:
         try:
-            content = _with_own_tensors(optimizer, cloudpickle.loads(data), tensors)
+            content = _with_own_tensors(optimizer, unsign(data, f"rank {root_rank}"), tensors)
         except Exception as error:
             failure = error
     # A rank with other parameters reports that first: if it raised alone, its peers would block.

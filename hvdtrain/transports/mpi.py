@@ -44,7 +44,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.errors import BackendUnavailable
-from hvdtrain.peers import PeerLost, exchange
+from hvdtrain.peers import PeerLost, exchange, signed
 from hvdtrain.rendezvous import load_mpi
 from hvdtrain.transports.arrivals import Arrivals
 from hvdtrain.transports.gloo import gloo_options
@@ -92,6 +92,7 @@ def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     from hvdtrain.transports.process_group import TransportGroup
 
     mpi = init_mpi()
+    store = signed(store, rank, size, timeout.total_seconds())
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, gloo_options(timeout))
     comm = _connect(mpi, store, rank, size, timeout)
     return TransportGroup(Mpi(mpi, comm, timeout.total_seconds()), gloo)
