@@ -24,7 +24,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,14 @@ def secret() -> bytes:
         return hashlib.sha256(text.encode()).digest()
     home = Path(os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser())
     return _of_user(home / "hvdtrain", Path(tempfile.gettempdir()) / f"hvdtrain-{os.geteuid()}")
+
+
+def variable_of(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable for the ranks of a launcher with this environment: its own, or a new one.
+
+    It must not be on a command line, which every user of the host can read.
+    """
+    return {VARIABLE: env.get(VARIABLE) or secrets.token_hex(SECRET_BYTES)}
 
 
 def adopt(rank0s: bytes) -> None:

@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from hvdtrain import signals
+from hvdtrain import job_secret, signals
 from hvdtrain.elastic_world import ADDRESS, NUMBERS, SECRET, WORKER, HostUpdateResult
 from hvdtrain.errors import HvdtrainError, InputError, WorldError
 from hvdtrain.launch.discovery import Discovery, FailedHosts
@@ -133,6 +133,7 @@ class ElasticJob:
         self._is_ending = False
         self._failed_hosts = FailedHosts(*options.cooldown_s)
         self._num_started = 0
+        self._secret = job_secret.variable_of(job.env)
         self._causes: list[str] = []  # of the next generation
         self._changed_at = time.monotonic()  # the first of them
         self._notified: tuple[frozenset[int], frozenset[int]] | None = None
@@ -391,6 +392,7 @@ class ElasticJob:
             "HOROVOD_HOSTNAME": host.name,
             "HOROVOD_ELASTIC_TIMEOUT": f"{self.options.timeout_s + _LEAVE_S:g}",
             SECRET: self._server.secret,
+            **self._secret,
             WORKER: worker.name,
         }
         variables |= zip(NUMBERS, map(str, (rank, rank + 1, slot, slot + 1, 0, 1)), strict=True)

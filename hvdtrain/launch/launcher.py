@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from hvdtrain import signals
+from hvdtrain import job_secret, signals
 from hvdtrain.errors import HvdtrainError, InputError, LaunchError, WorldError
 from hvdtrain.launch.host_list import Host
 from hvdtrain.launch.output import LineReader, RankOutput
@@ -160,6 +160,7 @@ class _Attempt:
         self._not_started = [host.name for host in job.hosts]
         self._deadline = time.monotonic() + job.start_timeout_s
         self._is_ending = False
+        self._secret = json.dumps(job_secret.variable_of(job.env)).encode()
 
     def run(self) -> None:
         """Run until all supervisors have ended, and leave none behind."""
@@ -188,6 +189,10 @@ class _Attempt:
             line, env=self.job.env, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
         )
         self._processes.append(process)
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended
+            process.stdin.write(self._secret + b"\n")
+            process.stdin.flush()
         assert process.stdout is not None
         assert process.stderr is not None
         selector.register(process.stdout, selectors.EVENT_READ, (node, True))

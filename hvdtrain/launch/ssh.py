@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from hvdtrain import job_secret
 from hvdtrain.errors import InputError
 
 # Variables with these prefixes travel to other hosts, as horovodrun's and mpirun's users expect.
@@ -75,10 +76,12 @@ def environment(names: Sequence[str], interfaces: str | None) -> dict[str, str]:
 
 
 def travelling(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the variables that go to other hosts: those of the table above and of -x."""
+    """Return the variables that go to other hosts on a command line: those of the table above and
+    of -x, but not the secret of the job.
+    """
     named = {name.partition("=")[0] for name in names}
     wanted = (n for n in env if n.startswith(TRAVELLING) or n in _PATHS or n in named)
-    return {name: env[name] for name in sorted(wanted)}
+    return {name: env[name] for name in sorted(wanted) if name != job_secret.VARIABLE}
 
 
 @cache

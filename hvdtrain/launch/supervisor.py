@@ -2,7 +2,8 @@
 
 `hvdtrain launch` starts one on each host, on other hosts by ssh:
 
-    launcher  --- stdin: SIGINT, SIGTERM; its end ends all --->  supervisor ---> agent ---> ranks
+    launcher  --- stdin: the secret of the job in a line of JSON,
+                  SIGINT, SIGTERM; its end ends all ---------->  supervisor ---> agent ---> ranks
               <-- stdout: [rank]<stream>:line ----------------              <--- pipes ------
 
 The agent is torch's; it can be killed, and its ranks lead sessions of their own. So this process
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import selectors
@@ -57,6 +59,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Run the agent to its end; return its exit code, 128 + number if a signal has killed it."""
     options = parse(arguments)
+    os.environ.update(json.loads(sys.stdin.buffer.readline() or b"{}"))
     adopt_orphans()
     prefixes: dict[int, bytes] = {}  # by the read end of a pipe: what its lines are marked with
     ends = []

@@ -146,7 +146,9 @@ def dry_run(*arguments: object, **env: str) -> list[list[str]]:
 
 def test_a_dry_run_prints_what_would_be_started(tmp_path: Path) -> None:
     ssh = ["-p", 2222, "-i", "key", "--start-timeout", 40]
-    there, here = dry_run("-H", "10.1.2.3:2,localhost", *ssh, "-x", "A=b c", "python", "-c", "pass")
+    secret = {"HVDTRAIN_JOB_SECRET": "not on a command line", "HVDTRAIN_LR": "0.5"}
+    command = ["-x", "A=b c", "python", "-c", "pass"]
+    there, here = dry_run("-H", "10.1.2.3:2,localhost", *ssh, *command, **secret)
     assert here[:3] == [sys.executable, "-m", "hvdtrain.launch.supervisor"]
     assert here[-4:] == ["1", str(BIN / "python"), "-c", "pass"]
     assert there[0] == "ssh"
@@ -155,7 +157,8 @@ def test_a_dry_run_prints_what_would_be_started(tmp_path: Path) -> None:
     folder, _, inner = there[-1].partition(" && exec env ")
     assert folder == f"cd {os.getcwd()}"
     words = shlex.split(inner)
-    assert "A=b c" in words
+    assert {"A=b c", "HVDTRAIN_LR=0.5"} < {*words}
+    assert "HVDTRAIN_JOB_SECRET" not in str([there, here])
     start = words.index(sys.executable)
     assert words[start : start + 5] == [*here[:3], "--nproc-per-node", "2,1"]
     assert words[words.index("--master-addr") + 1] == "10.1.2.3"
