@@ -14,7 +14,8 @@ operations need no second message, and a rank whose header is missing is a missi
 Large all-reduces go in pieces that stay in the cache: each rank receives its share of a piece from
 all others, adds them up in rank order, and sends the sum to all. MPI's own collectives are not used
 for that: blocking ones cannot be cancelled, and none adds 16-bit floats in float32. MPI cannot
-wake up a sleeping rank, so a pending rank polls, at growing intervals.
+wake up a sleeping rank, so a pending rank polls, at growing intervals. After an operation a thread
+goes on polling (`mpi_progress`), because a peer may still need the end of this rank's messages.
 
 The number of messages grows with the pairs of ranks, which suits tens of ranks, not thousands.
 
@@ -49,6 +50,7 @@ from hvdtrain.rendezvous import load_mpi
 from hvdtrain.transports.arrivals import Arrivals
 from hvdtrain.transports.gloo import gloo_options
 from hvdtrain.transports.malloc import use_huge_pages
+from hvdtrain.transports.mpi_progress import progress_thread
 from hvdtrain.transports.transport import (
     Combiner,
     Transport,
@@ -149,6 +151,7 @@ class Mpi(Transport):
         self.timeout_s = timeout_s
         self._mpi = mpi
         self._comm = comm
+        self._progress = progress_thread(mpi)
         self._piece_bytes = min(SHARE_BYTES * self.size, MAX_PIECE_BYTES)
         self._broken = False
         self._reason = ""  # why this rank gave up
@@ -470,6 +473,9 @@ class Mpi(Transport):
             if isinstance(error, self._mpi.Exception):
                 raise PeerLost(f"{signature}, by MPI: {error}") from None
             raise
+        finally:
+            if started.tensors:
+                self._progress.poll_soon()
 
     def _check_peers(
         self, signature: str, started: _Requests, late: bool, liveness_check: bool

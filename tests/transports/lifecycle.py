@@ -7,6 +7,7 @@ in the folder.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import random
@@ -228,6 +229,111 @@ def table(folder: Path) -> Answer:
         dist.barrier()
     world: Any = dist.group.WORLD
     return {"failed": failed, "hosts": world.transport.hosts}
+
+
+def leaves_mpi_after_each(folder: Path) -> Answer:
+    """Every operation, after which no rank calls MPI until all have told the store that they are
+    done. Rank 0 is late, or rank 1, or neither. The last operation is the last before `close`.
+    """
+    me, n = dist.get_rank(), dist.get_world_size()
+    store: Any = dist.distributed_c10d._get_default_store()
+    numbers = itertools.count()
+
+    def meet() -> None:
+        name = f"done {next(numbers)}"
+        store.set(f"{name}/{me}", "")
+        store.wait([f"{name}/{r}" for r in range(n)])
+
+    def send(count: int, root: int) -> None:
+        t = torch.full((count,), float(me))
+        if me == root:
+            dist.send(t, 1 - root)
+        else:
+            dist.recv(t, root)
+        assert t.eq(root).all()
+
+    def broadcast(count: int, root: int) -> None:
+        t = torch.full((count,), float(me))
+        dist.broadcast(t, root)
+        assert t.eq(root).all()
+
+    def scatter(count: int, root: int) -> None:
+        t = torch.empty(count)
+        parts = [torch.full((count,), float(r)) for r in range(n)]
+        dist.scatter(t, parts if me == root else None, root)
+        assert t.eq(me).all()
+
+    def gather(count: int, root: int) -> None:
+        parts = [torch.empty(count) for _ in range(n)] if me == root else None
+        dist.gather(torch.full((count,), float(me)), parts, root)
+        assert all(part.eq(r).all() for r, part in enumerate(parts or []))
+
+    def all_reduce(count: int, root: int) -> None:
+        t = torch.full((count,), float(me))
+        dist.all_reduce(t)
+        assert t.eq(n * (n - 1) / 2).all()
+
+    def reduce(count: int, root: int) -> None:
+        t = torch.full((count,), float(me))
+        dist.reduce(t, root)
+        assert me != root or t.eq(n * (n - 1) / 2).all()
+
+    def all_gather(count: int, root: int) -> None:
+        out = torch.empty(n, count)
+        dist.all_gather_into_tensor(out, torch.full((count,), float(me)))
+        assert all(out[r].eq(r).all() for r in range(n))
+
+    def reduce_scatter(count: int, root: int) -> None:
+        t = torch.empty(count)
+        dist.reduce_scatter_tensor(t, torch.full((n * count,), float(me)))
+        assert t.eq(n * (n - 1) / 2).all()
+
+    def all_to_all(count: int, root: int) -> None:
+        out = torch.empty(n, count)
+        dist.all_to_all_single(out, torch.full((n, count), float(me)))
+        assert all(out[r].eq(r).all() for r in range(n))
+
+    def one_way(count: int, root: int) -> None:
+        """An all_to_all in which the root alone sends."""
+        sent, received = [0] * n, [count * (r == root != me) for r in range(n)]
+        sent[1 - root] = count * (me == root)
+        out = torch.empty(sum(received))
+        dist.all_to_all_single(out, torch.full((sum(sent),), float(me)), received, sent)
+        assert out.eq(root).all()
+
+    def barrier(count: int, root: int) -> None:
+        dist.barrier()
+
+    operations: list[Callable[[int, int], None]] = [
+        broadcast,
+        scatter,
+        gather,
+        send,
+        reduce,
+        all_reduce,
+        all_gather,
+        reduce_scatter,
+        all_to_all,
+        one_way,
+        barrier,
+    ]
+    # In the header; up to Open MPI's eager limit between hosts, 64 KB, and above; in many pieces.
+    counts = [kb << 8 for kb in (1, 60, 64, 65, 72, 96, 192, 1_000, 10_000)]
+    for operation, count, root, late in itertools.product(operations, counts, range(2), range(3)):
+        if me == late:
+            time.sleep(0.002)
+        try:
+            operation(count, root)
+        except RuntimeError as error:
+            about = f"{operation.__name__} of {count << 2} bytes, root {root}, rank {late} late"
+            raise AssertionError(about) from error
+        meet()
+    work = dist.all_reduce(torch.ones(18_432), async_op=True)
+    assert work is not None
+    work.wait()
+    dist.destroy_process_group()
+    meet()
+    return {}
 
 
 def main() -> None:

@@ -1,16 +1,29 @@
-"""shm on two hosts, which are network namespaces here: what it does, and how it ends."""
+"""shm and mpi4py on two hosts, which are network namespaces here: what they do, and how they end."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.launch.hosts import Hosts, running_hosts
 from tests.launch.test_rendezvous import two_hosts  # noqa: F401  a fixture
-from tests.transports.jobs import ROUNDS, SCENARIOS, Answer, check_survivors, rounds, run_scenario
+from tests.launching import BIN, run, started, succeed
+from tests.transports.jobs import (
+    RANK,
+    ROUNDS,
+    SCENARIOS,
+    Answer,
+    answers,
+    check_survivors,
+    rounds,
+    run_scenario,
+)
 
 Names = tuple[str, str]
 HOSTS = [[0, 1], [2, 3]]
@@ -84,3 +97,37 @@ def test_chaos(two_hosts: Names, tmp_path: Path) -> None:  # noqa: F811
         with hit.labelled():
             answers = run_on(*what, victim=hit.victim, TEST_TIMEOUT_S="4")
             check_survivors(answers, hit.victim, hit.folder)
+
+
+# mpi4py
+
+
+@pytest.fixture(scope="module")
+def ssh_hosts() -> Iterator[Hosts]:
+    """a and b, on which mpirun can start ranks."""
+    with running_hosts(2) as hosts:
+        yield hosts
+
+
+def under_mpirun(hosts: Hosts, *command: object) -> list[str]:
+    return hosts.on_login(BIN / "mpirun", "-H", "a:1,b:1", "-np", 2, *command)
+
+
+@pytest.mark.timeout(200)
+def test_every_operation_of_ranks_that_then_leave_mpi(ssh_hosts: Hosts, tmp_path: Path) -> None:
+    """MPI reports a send as complete once the system has taken its data, and may keep its last
+    packet until the next call of MPI. The small send buffer makes it do so nearly every time.
+    """
+    small = ["--mca", "btl_tcp_sndbuf", 4096, "-x", "TEST_TIMEOUT_S=20"]
+    command = [*RANK, "mpi4py", "leaves_mpi_after_each", tmp_path]
+    succeed(run(under_mpirun(ssh_hosts, *small, *command), timeout=180))
+    assert answers(tmp_path, 2) == [{}, {}]
+
+
+@pytest.mark.timeout(120)
+def test_training_beside_a_busy_process(ssh_hosts: Hosts, tmp_path: Path) -> None:
+    options = "--backend compat --epochs 1 --timeout 15 --run-dir".split()
+    with started([sys.executable, "-c", "while True: pass"]):
+        for number in range(2):
+            line = under_mpirun(ssh_hosts, "hvdtrain", *options, tmp_path / str(number))
+            assert "compat over mpi" in succeed(run(line, timeout=60))

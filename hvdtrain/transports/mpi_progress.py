@@ -1,0 +1,79 @@
+"""MPI's progress: a thread that calls MPI while this process has no other reason to.
+
+`mpi` starts it with the first group. MPI moves messages during its own calls only, and a complete
+send is no proof that its message has left the process. Open MPI between hosts, above 64 KB:
+
+    sender                                   receiver
+      |---- request ------------------------->|
+      |<--- where the data belong ------------|
+      |==== data, which fill the socket =====>|   the sender's MPI_Testall: complete
+      |     end of message: EAGAIN, queued    |   the receiver's MPI_Testall: not complete
+      |---- end of message: in the next call->|
+
+A rank that now waits for anything but MPI, for example the coordinator of `hvd`, would never make
+that next call, and its peer would wait until the timeout.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+# The pauses between two polls: the first after data have been sent, then growing. The first gives
+# the receiver time to empty its socket. The last costs an idle rank 0.2 % of a core.
+_SHORTEST_S, _LONGEST_S = 1e-3, 20e-3
+_END_S = 1.0
+
+_lock = threading.Lock()
+_threads: list[ProgressThread] = []  # the only one
+
+
+def progress_thread(mpi: Any) -> ProgressThread:
+    """Return the progress thread of this process, which the first call starts."""
+    with _lock:
+        if not _threads:
+            _threads.append(ProgressThread(mpi))
+        return _threads[0]
+
+
+class ProgressThread:
+    """Polls MPI until the process exits, soon after each `poll_soon` and seldom otherwise.
+
+    It outlives the groups: a rank may have closed its group before its peer has received the last
+    message. From MPI_Finalize on, MPI itself makes progress until all ranks are there.
+    """
+
+    def __init__(self, mpi: Any) -> None:
+        self._mpi = mpi
+        self._wanted = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="mpi-progress", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
+
+    def poll_soon(self) -> None:
+        """Poll in a moment: this process has sent data, and may not call MPI for a while."""
+        if not self._wanted.is_set():
+            self._wanted.set()
+
+    def _run(self) -> None:
+        pause_s = _LONGEST_S
+        while True:
+            if self._wanted.wait(pause_s):
+                pause_s = _SHORTEST_S
+                time.sleep(pause_s)  # one poll for all that is sent meanwhile
+                self._wanted.clear()
+            if self._ended or self._mpi.Is_finalized():
+                return
+            with suppress(self._mpi.Exception):  # the operation that it concerns raises it, too
+                self._mpi.COMM_WORLD.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
+            pause_s = min(2 * pause_s, _LONGEST_S)
+
+    def _end(self) -> None:
+        """End before MPI_Finalize: no call of MPI may follow it."""
+        self._ended = True
+        self._wanted.set()
+        self._thread.join(_END_S)
