@@ -33,6 +33,7 @@ import struct
 import sys
 import threading
 import time
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -125,19 +126,39 @@ def init_mpi() -> Any:
 def _connect(mpi: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Make the communicator of the ranks that share `store`. Collective over these ranks only."""
     world = mpi.COMM_WORLD
+    progress_thread(mpi)  # the first rank that is done may have to serve the others
     mine = [world.Get_rank(), next(_created)]
-    members = exchange(store, "member", rank, size, mine, timeout.total_seconds())
+    timeout_s = timeout.total_seconds()
+    members = exchange(store, "member", rank, size, mine, timeout_s)
     # Groups that are made at the same time need different tags: combine the world rank of the
     # group's rank 0 with the number of groups that this process has made.
     leader, count = members[0]
     tag = (count * world.Get_size() + leader) % (world.Get_attr(mpi.TAG_UB) + 1)
-    all_ranks = world.Get_group()
-    group = all_ranks.Incl([member for member, _ in members])
+    created: Future[Any] = Future()
+
+    def create() -> None:
+        try:
+            all_ranks = world.Get_group()
+            group = all_ranks.Incl([member for member, _ in members])
+            comm = world.Create_group(group, tag)
+            group.Free()
+            all_ranks.Free()
+            created.set_result(comm)
+        except BaseException as error:
+            created.set_exception(error)
+
+    # In a thread, because it blocks and has no timeout: a rank can hang after the exchange.
+    threading.Thread(target=create, name="mpi-connect", daemon=True).start()
+    if wait([created], timeout_s).done:
+        store.set(f"connected/{rank}", "true")
+        return created.result()
+    _abort_at_exit(mpi)
+    reason = "all ranks answer"
     try:
-        return world.Create_group(group, tag)
-    finally:
-        group.Free()
-        all_ranks.Free()
+        exchange(store, "connected", rank, size, False, _LIVENESS_S)
+    except PeerLost as error:
+        reason = str(error)
+    raise PeerLost(f"MPI_Comm_create_group did not complete within {timeout_s:g} s: {reason}")
 
 
 class Mpi(Transport):
@@ -543,8 +564,7 @@ class Mpi(Transport):
         with suppress(self._mpi.Exception):
             for r in self._peers:
                 _abandoned.append(self._comm.Isend([reason, self._mpi.BYTE], r, _GAVE_UP))
-        atexit.unregister(_abort)
-        atexit.register(_abort, self._mpi)
+        _abort_at_exit(self._mpi)
 
 
 @dataclass
@@ -560,6 +580,12 @@ class _Requests:
         self.ranks += other.ranks
         self.tensors += other.tensors
         return self
+
+
+def _abort_at_exit(mpi: Any) -> None:
+    """Call MPI_Abort at exit, because MPI_Finalize would wait for a lost rank. Twice is safe."""
+    atexit.unregister(_abort)
+    atexit.register(_abort, mpi)
 
 
 def _abort(mpi: Any) -> None:

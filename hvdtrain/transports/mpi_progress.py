@@ -23,8 +23,8 @@ from contextlib import suppress
 from typing import Any
 
 # The pauses between two polls: the first after data have been sent, then growing. The first gives
-# the receiver time to empty its socket. The last costs an idle rank 0.2 % of a core.
-_SHORTEST_S, _LONGEST_S = 1e-3, 20e-3
+# the receiver time to empty its socket. The last costs an idle rank some 0.2 % of a core.
+_SHORTEST_S, _LONGEST_S = 1e-3, 50e-3
 _END_S = 1.0
 
 _lock = threading.Lock()

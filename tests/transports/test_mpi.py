@@ -278,6 +278,29 @@ def test_a_script_that_lost_a_rank_ends_the_job() -> None:
     assert finished.lines("and then")
 
 
+NEVER_CONNECTS = """
+import time
+from datetime import timedelta
+from hvdtrain.transports import mpi
+from tests.transports.pool import join
+dist = join("mpi4py")
+dist.barrier()
+if dist.get_rank() == 1:
+    exchange = mpi.exchange
+    mpi.exchange = lambda *arguments: (exchange(*arguments), time.sleep(60))
+dist.new_group(timeout=timedelta(seconds=3))
+"""
+
+
+def test_a_rank_that_hangs_while_a_group_is_made() -> None:
+    """After all have met in the store, MPI_Comm_create_group itself has no timeout."""
+    finished = run(["mpirun", "-np", "2", sys.executable, "-c", NEVER_CONNECTS], timeout=40)
+    assert finished.code != 0
+    what = "PeerLost: MPI_Comm_create_group did not complete within 3 s: rank 0 timed out"
+    (line,) = finished.lines(what)
+    assert line.endswith("waiting for rank 1 (1 of 2 ranks missing)"), finished.output
+
+
 def test_without_a_launcher() -> None:
     with pytest.raises(BackendUnavailable, match="no launcher has started this process; use mpiru"):
         open_mpi(HashStore(), 0, 1, timedelta(seconds=5))

@@ -1,4 +1,4 @@
-"""shm and mpi4py on two hosts, which are network namespaces here: what they do, and how they end."""
+"""shm and mpi4py on two hosts, which are network namespaces: what they do, and how they end."""
 
 from __future__ import annotations
 
