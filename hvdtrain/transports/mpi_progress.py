@@ -52,7 +52,11 @@ class ProgressThread:
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="mpi-progress", daemon=True)
         self._thread.start()
+        # No call of MPI may follow MPI_Finalize. mpi4py calls that when Python has ended its
+        # threads; a program may call it before, and MPI then deletes this attribute first.
         atexit.register(self._end)
+        keyval = mpi.Comm.Create_keyval(delete_fn=lambda *_: self._end())
+        mpi.COMM_SELF.Set_attr(keyval, self)
 
     def poll_soon(self) -> None:
         """Poll in a moment: this process has sent data, and may not call MPI for a while."""
@@ -66,14 +70,14 @@ class ProgressThread:
                 pause_s = _SHORTEST_S
                 time.sleep(pause_s)  # one poll for all that is sent meanwhile
                 self._wanted.clear()
-            if self._ended or self._mpi.Is_finalized():
+            if self._ended:
                 return
             with suppress(self._mpi.Exception):  # the operation that it concerns raises it, too
                 self._mpi.COMM_WORLD.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
             pause_s = min(2 * pause_s, _LONGEST_S)
 
     def _end(self) -> None:
-        """End before MPI_Finalize: no call of MPI may follow it."""
+        """End the thread. Twice is safe."""
         self._ended = True
         self._wanted.set()
         self._thread.join(_END_S)
