@@ -85,8 +85,8 @@ def while_others_wait(
         die(folder, how)
     send = basics.engine.control.send
 
-    def send_and_touch(rank: int, header: list[Any], *payload: bytes) -> None:
-        send(rank, header, *payload)
+    def send_and_touch(rank: int, header: list[Any], payload: bytes = b"") -> None:
+        send(rank, header, payload)
         if header[0] in ("op", "hit", "join"):
             (folder / f"ready-{hvd.rank()}").touch()
 
