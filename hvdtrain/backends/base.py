@@ -28,7 +28,7 @@ from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain._torch.peer_errors import is_peer_error
 from hvdtrain.addresses import network_in_use
 from hvdtrain.backends import backend_batch_norm, model_sync
-from hvdtrain.backends.model_sync import uncompiled, with_sparse_gradients
+from hvdtrain.backends.model_sync import uncompiled, uncompiled_net, with_sparse_gradients
 from hvdtrain.errors import (
     HvdtrainError,
     InputError,
@@ -325,10 +325,15 @@ class Backend(ABC):
     def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Return a context manager for the forward and backward pass of one micro-batch.
 
-        `last`: the next call is `finish_backward`.
+        `net`: what `prepare` returned, or what torch.compile has made of it. `last`: the next call
+        is `finish_backward`.
 
         Gradients are summed over the micro-batches of a step: divide the loss by their number.
         """
+        return self._accumulate(uncompiled_net(net), last)
+
+    def _accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
+        """Do the engine's part of `accumulate`, on the net without the wrapper of torch.compile."""
         return nullcontext()
 
     def finish_backward(self, optimizer: Optimizer) -> None:

@@ -73,7 +73,7 @@ class DDP(C10d):
         """Return torch's own layer on CUDA, its only device."""
         return nn.SyncBatchNorm if self.device.type == "cuda" else super()._sync_batch_norm()
 
-    def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
+    def _accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Let DDP reduce in the last micro-batch of a step only."""
         if not isinstance(net, DistributedDataParallel):
             raise ValueError("accumulate wants the net that prepare returned")

@@ -22,7 +22,7 @@ from hvdtrain import elastic_world, failure, job_secret
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.backends.backend_batch_norm import local_in_evaluation
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
-from hvdtrain.backends.model_sync import with_sparse_gradients
+from hvdtrain.backends.model_sync import uncompiled_net, with_sparse_gradients
 from hvdtrain.errors import HvdtrainError, InputError, WorldError, WorldMismatch, first_line
 from hvdtrain.job_secret import sign, unsign
 from hvdtrain.world import World, is_mpi
@@ -239,7 +239,7 @@ class Horovod(Backend):
             ) from None
         if optimizer.state:
             wrapped.load_state_dict(state)  # Horovod made a new optimizer from the param_groups
-        self._optimizers[id(model)] = wrapped
+        self._optimizers[id(uncompiled_net(model))] = wrapped
         return model, cast("Optimizer", wrapped)
 
     def _sync_batch_norm(self) -> type[BatchNormBase]:
@@ -256,7 +256,7 @@ class Horovod(Backend):
         if self._is_last and p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.coalesce()
 
-    def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
+    def _accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Let Horovod's hooks send gradients in the last micro-batch of a step only."""
         if id(net) not in self._optimizers:
             raise ValueError("accumulate wants the net that prepare returned")

@@ -164,6 +164,13 @@ def uncompiled(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
+def uncompiled_net(net: nn.Module) -> nn.Module:
+    """Return the module that torch.compile has wrapped; `net` itself if it has wrapped none."""
+    while isinstance(inner := getattr(net, "_orig_mod", None), nn.Module):
+        net = inner
+    return net
+
+
 # Gradients and buffers, after each backward pass
 
 

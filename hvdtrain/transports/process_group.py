@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hvdtrain._torch.dynamo import untraced_methods
 from hvdtrain.transports.transport import (
     REDUCE_OPS,
     SUM,
@@ -42,6 +43,7 @@ _C10D_SUM = dist.ReduceOp.SUM
 _C10dGroup: Any = dist.ProcessGroup  # torch's stubs have overloads that no override could have
 
 
+@untraced_methods
 class TransportGroup(_C10dGroup):  # type: ignore[misc]
     """A process group on a transport, with a Gloo group beside it.
 

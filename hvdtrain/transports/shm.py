@@ -14,7 +14,7 @@ once, in equal shares by all of them, and is published in the host's shared memo
 Every operation begins with a comparison of call signatures:
 
     each rank:      write the call, and the buffer of its tensor, to its slot;  local barrier
-    several hosts:  local rank 0 all-gathers the hosts' calls by Gloo;  local barrier
+    several hosts:  local rank 0 all-gathers digests of the calls by Gloo;  local barrier
     each rank:      read all calls; raise Mismatch if they mismatch
 
 A small tensor is copied into the staging area before the barrier, so an all_reduce, all_gather or
@@ -33,8 +33,7 @@ each adds up for itself.
 
 from __future__ import annotations
 
-import itertools
-import json
+import hashlib
 import time
 from collections.abc import Callable
 from ctypes import memmove
@@ -72,6 +71,7 @@ from hvdtrain.transports.transport import (
     Combiner,
     Transport,
     as_bytes,
+    call_text,
     check_splits,
     ends_within,
     mismatch,
@@ -82,7 +82,6 @@ STAGING_BYTES = 4 << 20  # a rank has two such areas: one is filled while the ot
 _ADDED_BYTES = 2 << 20  # the most bytes of all ranks' small tensors, which one rank adds up
 _MOST_VIEWS = 1000  # the most entries of the cache of views of the staging areas
 _CAUSE_S = 4.0  # how long after a failure of Gloo to look for the lost rank
-_HOST_CALLS_BYTES = 2048  # the calls of one host's ranks, in the all-gather across hosts
 # Dtypes that Gloo cannot add up, or not well, and the wider ones that are used instead.
 _WIDER = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32)}
 
@@ -485,31 +484,41 @@ class Shm(Transport):
     def _compare_across_hosts(
         self, signature: str, calls: dict[int, bytes], shared: bool
     ) -> tuple[dict[int, bytes], bool]:
-        """All-gather the calls, and `shared`, across hosts through each host's local rank 0.
+        """Compare the calls, and `shared`, across hosts through each host's local rank 0.
 
-        Return the calls of all ranks, and whether `shared` is true on all hosts. A host whose ranks
-        agree sends one call, in full; any other sends all of them, shortened.
+        Return the calls of all ranks, and whether `shared` is true on all hosts. A host sends a
+        digest of its ranks' call, and whether they agree. Only if some ranks differ, so that an
+        error is raised, the hosts also exchange the texts, in as many bytes as there is room for.
         """
+        ours = next(iter(calls.values()))
+        flags = bytes([len(set(calls.values())) == 1, shared])
+        rows = self._exchange_across_hosts(signature, flags + hashlib.sha256(ours).digest())
+        shared = all(row[1] for row in rows)
+        if all(row[0] for row in rows) and len({row[2:] for row in rows}) == 1:
+            return dict.fromkeys(range(self.size), ours), shared
+        largest = max(map(len, self.hosts))
+        limit = min(TEXT_BYTES, STAGING_BYTES // (len(self.hosts) * largest))
+        texts = [call_text(call.decode(errors="replace"), limit) for call in calls.values()]
+        row = b"".join(text.ljust(limit) for text in texts).ljust(largest * limit)
+        everyones = {}
+        rows = self._exchange_across_hosts(signature, row)
+        for ranks, texts_of_host in zip(self.hosts, rows, strict=True):
+            for i, rank in enumerate(ranks):
+                everyones[rank] = texts_of_host[i * limit : (i + 1) * limit].rstrip()
+        return dict(sorted(everyones.items())), shared
+
+    def _exchange_across_hosts(self, signature: str, row: bytes) -> list[bytes]:
+        """All-gather each local rank 0's `row`, of one size, and return them on all ranks."""
         self._sequence += 1
-        leaders_area = self._staging_areas[0][self._sequence % 2]
-        num_bytes = len(self.hosts) * _HOST_CALLS_BYTES
+        num_bytes = len(self.hosts) * len(row)
+        leaders_area = self._staging_areas[0][self._sequence % 2][:num_bytes]
         if self.local_rank == 0:
-            is_match = len(set(calls.values())) == 1
-            limit = TEXT_BYTES if is_match else (_HOST_CALLS_BYTES - 32) // len(calls) // 2 - 4
-            texts = [call[:limit].hex() for call in calls.values()][: 1 if is_match else None]
-            text = json.dumps([texts, shared]).encode().ljust(_HOST_CALLS_BYTES)
             theirs = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-            ours = torch.frombuffer(bytearray(text[:_HOST_CALLS_BYTES]), dtype=torch.uint8)
+            ours = torch.frombuffer(bytearray(row), dtype=torch.uint8)
             self.wait_for(signature, self._cross_host_group._allgather_base(theirs, ours))
-            leaders_area[:num_bytes].copy_(theirs)
+            leaders_area.copy_(theirs)
         self._barrier.wait(signature)
-        calls = {}
-        rows = leaders_area[:num_bytes].view(len(self.hosts), -1)
-        for ranks, row in zip(self.hosts, rows, strict=True):
-            texts, all_shared = json.loads(bytes(row.tolist()))
-            shared = shared and all_shared
-            calls |= zip(ranks, itertools.cycle(bytes.fromhex(text) for text in texts))
-        return dict(sorted(calls.items())), shared
+        return [part.numpy().tobytes() for part in leaders_area.view(len(self.hosts), -1)]
 
     def _map_buffers(self, calls: list[Call], t: Tensor) -> list[Tensor]:
         """Return the same tensor of every rank of this host, as views of their shared memory."""

@@ -8,12 +8,15 @@ it has been freed.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +27,7 @@ from hvdtrain.errors import first_line
 from hvdtrain.transports import shm_sync
 
 MOVE_BYTES = 1 << 20  # smaller tensors are copied: a copy costs less than a system call
+_TURN_S = 10.0  # how long to wait while other ranks move their tensors
 _SWEEP = 256  # entries in `_seen` from which on dead ones are removed
 
 
@@ -37,8 +41,8 @@ class SharedBuffer:
     storage: StorageReference
 
 
-# One lock for all groups: each counts and closes the others' descriptors. No code blocks while it
-# holds the lock.
+# One lock for all groups: each counts and closes the others' descriptors. A thread that holds it
+# waits for nothing but `_turn`.
 _lock = threading.RLock()
 
 
@@ -98,10 +102,13 @@ class SharedBuffers:
                 return
             del self._seen[key]
             self._sweep()
-            if not _has_descriptors() or not self._fits(num_bytes):
+            if not _has_descriptors():
                 return
             try:
-                fd = move_to_shared_memory(storage)  # the storage owns this descriptor
+                with self._turn():
+                    if not self._fits(num_bytes):
+                        return
+                    fd = move_to_shared_memory(storage)  # the storage owns this descriptor
                 mine = os.dup(fd)
             except (RuntimeError, OSError) as error:  # memory or descriptors ran out meanwhile
                 self._stop_moving(first_line(error))
@@ -119,7 +126,11 @@ class SharedBuffers:
             fd = shm_sync.create_memfd(max(num_bytes, 1))
         except OSError:
             return None
-        t = shm_sync.SharedMapping(fd, max(num_bytes, 1)).bytes
+        try:
+            t = shm_sync.SharedMapping(fd, max(num_bytes, 1)).bytes
+        except OSError:  # no address space left, e.g. by `ulimit -v`
+            os.close(fd)
+            return None
         with _lock:
             self._add(t.untyped_storage(), fd, max(num_bytes, 1))
         return t[:num_bytes]
@@ -135,6 +146,33 @@ class SharedBuffers:
             buffer = self._own.pop(key)
             os.close(buffer.fd)
             self._freed.append(buffer.number)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Let one process at a time look for room and take it. Raises TimeoutError.
+
+        Otherwise all ranks of a host find the same room free, and torch below 2.10 ends by SIGBUS
+        the ones for which it is too small. Any user can lock the folder, so the wait is limited.
+        """
+        fd = os.open(self._dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            deadline = time.monotonic() + _TURN_S
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(
+                            f"{self._dir} has been locked by another process for {_TURN_S:g} s"
+                        ) from None
+                time.sleep(0.001)
+            try:
+                yield
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too
+        finally:
+            os.close(fd)
 
     def _fits(self, num_bytes: int) -> bool:
         """Return whether /dev/shm, where torch shares storages, has room; warn once if not."""

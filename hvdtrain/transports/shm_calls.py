@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hvdtrain.transports.shm_buffers import SharedBuffers
 from hvdtrain.transports.shm_sync import SLOT_BYTES, RankMemory
+from hvdtrain.transports.transport import call_text
 
 # A call: number of the tensor's shared buffer (0: none), its descriptor and size, the tensor's
 # offset in it; lengths of the two fields that follow: freed buffers, text of the call.
@@ -64,7 +65,7 @@ class CallSlots:
         if buffer is not None and t is not None:
             number, fd, num_bytes = buffer.number, buffer.fd, buffer.num_bytes
             offset = int(t.storage_offset()) * t.element_size()
-        text = signature.encode()[:TEXT_BYTES]
+        text = call_text(signature, TEXT_BYTES)
         _SLOT.pack_into(slot, 0, number, fd, num_bytes, offset, len(freed), len(text))
         if freed:
             struct.pack_into(f"<{len(freed)}Q", slot, _SLOT.size, *freed)
@@ -74,7 +75,7 @@ class CallSlots:
     def _pack(self, signature: str) -> bytes:
         if len(self._packed) >= _MOST_TEXTS:
             self._packed.clear()
-        text = signature.encode()[:TEXT_BYTES]
+        text = call_text(signature, TEXT_BYTES)
         packed = _SLOT.pack(0, -1, 0, 0, 0, len(text)) + text
         self._packed[signature] = packed
         return packed

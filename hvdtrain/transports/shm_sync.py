@@ -92,7 +92,11 @@ class SharedMapping:
 def create_memfd(num_bytes: int) -> int:
     """Return the descriptor of a new anonymous file of zeros; pages are allocated on first use."""
     fd = os.memfd_create("hvdtrain", os.MFD_CLOEXEC)
-    os.ftruncate(fd, num_bytes)
+    try:
+        os.ftruncate(fd, num_bytes)
+    except OSError:
+        os.close(fd)
+        raise
     return fd
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -127,6 +128,18 @@ def mismatch(calls: Mapping[int, str]) -> Mismatch:
         ranks.setdefault(call, []).append(str(rank))
     text = "; ".join(f"rank {', '.join(who)}: {call}" for call, who in ranks.items())
     return Mismatch(f"the ranks called different collectives: {text}")
+
+
+def call_text(signature: str, limit: int) -> bytes:
+    """Return a call in at most `limit` bytes; a longer one ends in a digest of the whole call.
+
+    So ranks whose calls differ in the part that is cut off have different texts.
+    """
+    text = signature.encode()
+    if len(text) <= limit:
+        return text
+    end = f"...#{hashlib.sha256(text).hexdigest()[:16]}".encode()
+    return text[: limit - len(end)] + end
 
 
 def check_splits(signature: str, splits: Sequence[Sequence[Sequence[int]]]) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hvdtrain._torch.dynamo import untraced_methods
 from hvdtrain._torch.storage import storage_key
 from hvdtrain.peers import PeerLost
 from hvdtrain.transports.arrivals import Arrivals
@@ -62,6 +63,7 @@ def is_in_use(t: Tensor) -> bool:
 _C10dWork: Any = dist.Work  # torch's stubs have overloads that no override in Python could have
 
 
+@untraced_methods
 class QueuedWork(_C10dWork):  # type: ignore[misc]
     """One pending collective. `wait` raises the error that it failed with.
 
@@ -148,6 +150,7 @@ class QueuedWork(_C10dWork):  # type: ignore[misc]
         return future.value()
 
 
+@untraced_methods
 class TransferWork(_C10dWork):  # type: ignore[misc]
     """A pending send or receive of the Gloo group, of the flat tensors `flats`.
 

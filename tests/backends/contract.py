@@ -147,6 +147,44 @@ def gradients_are_means(backend: Backend, micro_batches: int) -> None:
         optimizer.zero_grad()
 
 
+class WithBreak(nn.Module):
+    """Both kinds of BatchNorm, and a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = small_model(seed=0)
+        self.last = nn.Sequential(nn.SyncBatchNorm(2), nn.Linear(2, 1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.last(x)
+
+
+def compiled_nets(backend: Backend) -> None:
+    """torch.compile before and after `prepare` gives the same bits as without it."""
+    trained = []
+    for when in ("never", "before", "after"):
+        model: Any = WithBreak()
+        if when == "before":
+            model = torch.compile(model, backend="eager")
+        net, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if when == "after":
+            net = torch.compile(net, backend="eager")  # type: ignore[assignment]
+        torch.manual_seed(100 + backend.world.rank)
+        for _ in range(3):
+            for last in (False, True):
+                with backend.accumulate(net, last):
+                    (net(torch.randn(6, 4)).square().mean() / 2).backward()
+            backend.finish_backward(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        backend.synchronize(optimizer, "parameters")
+        trained.append([t.clone() for t in model.state_dict().values()])
+    for other in trained[1:]:
+        assert all(map(torch.equal, trained[0], other))
+
+
 def tensor_hooks_run_once(backend: Backend) -> None:
     """A hook of the user's that changes a gradient is applied once, also in the first step."""
     rank, size = backend.world.rank, backend.world.size

@@ -289,6 +289,112 @@ def checkpoint(dist: Dist, folder: Path) -> Weights:
     return result
 
 
+# torch.compile
+
+
+class WithBreak(nn.Module):
+    """With BatchNorm, whose buffers DDP broadcasts in its forward pass, and a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.first = nn.Linear(64, 700)
+        self.norm = nn.BatchNorm1d(700)
+        self.odd = nn.Linear(700, 700)
+        self.last = nn.Linear(700, 5)
+
+    def forward(self, x: Tensor, odd: bool = True) -> Any:
+        x = torch.relu(self.norm(self.first(x)))
+        torch._dynamo.graph_break()
+        return self.last(x + self.odd(x))
+
+
+def compiled(what: Any, compiler: str = "aot_eager") -> Any:
+    torch.compiler.reset()  # all features share a process
+    return torch.compile(what, backend=compiler)
+
+
+@feature
+def ddp_of_a_compiled_model(dist: Dist, folder: Path) -> Weights:
+    return train(dist, parallel(compiled(WithBreak())))
+
+
+@feature
+def compiled_ddp(dist: Dist, folder: Path) -> Weights:
+    return train(dist, compiled(parallel(WithBreak())))
+
+
+@feature
+def compiled_ddp_by_inductor(dist: Dist, folder: Path) -> Weights:
+    return train(dist, compiled(parallel(WithBreak()), "inductor"), range(2))
+
+
+@feature
+def compiled_step_of_ddp(dist: Dist, folder: Path) -> Weights:
+    """The backward pass runs inside the compiled function, and DDP's all-reduces in it."""
+    wrapped = parallel(WithBreak())
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.003)
+
+    def run(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        loss: Any = nn.functional.mse_loss(wrapped(x), y)
+        loss.backward()
+        optimizer.step()
+
+    run = compiled(run)
+    for step in range(3):
+        run(*batch(dist.get_rank(), step))
+    return snapshot(wrapped.module)
+
+
+@feature
+def collectives_in_a_compiled_function(dist: Dist, folder: Path) -> Weights:
+    """torch puts some of them into the graph, and breaks it for the others."""
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        summed, sent, parts = (
+            x * 2,
+            x * 3,
+            [torch.empty_like(x) for _ in range(dist.get_world_size())],
+        )
+        dist.all_reduce(summed)
+        work = dist.broadcast(sent, 1, async_op=True)
+        dist.all_gather(parts, x + summed)
+        work.wait()
+        dist.barrier()
+        return summed + 1, sent + 1, torch.cat(parts)
+
+    run = compiled(run)
+    results = [t for n in range(2) for t in run(torch.arange(5.0) + dist.get_rank() + n)]
+    return {str(i): t for i, t in enumerate(results)}
+
+
+@feature
+def compiled_fsdp2(dist: Dist, folder: Path) -> Weights:
+    """Compiled before and after it is sharded."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    trained: Weights = {}
+    for when in ("before", "after"):
+        model: nn.Module = WithBreak()
+        if when == "before":
+            model = compiled(model)
+        fully_shard(model.get_submodule("odd"), mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        net = model if when == "before" else compiled(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(net, dist.get_rank(), step).backward()
+            optimizer.step()
+        trained |= {f"{when} {name}": t for name, t in whole(model).items()}
+    return trained
+
+
+# Groups of the script's own
+
+
 @feature
 def training_is_not_disturbed_by_other_groups(dist: Dist, folder: Path) -> Weights:
     """Metrics and messages of the script's own between, in and beside DDP's."""

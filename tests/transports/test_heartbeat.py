@@ -4,6 +4,7 @@ transport is made of: descriptors, semaphores, connections.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
@@ -13,6 +14,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +35,9 @@ from hvdtrain.transports.heartbeat import (
     HeartbeatTable,
     RankStatus,
 )
+from hvdtrain.transports.shm import STAGING_BYTES, Shm
 from hvdtrain.transports.shm_buffers import MOVE_BYTES, SharedBuffers
+from hvdtrain.transports.transport import call_text
 
 
 def test_who_has_ended_is_known_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +112,71 @@ def test_a_rank_without_descriptors_copies(left: int) -> None:
             for fd in taken:
                 os.close(fd)
     buffers.close()
+
+
+def test_ranks_look_for_room_and_take_it_in_turn(tmp_path: Path) -> None:
+    """All found the same room free; torch below 2.10 then writes beyond it, which is SIGBUS."""
+    buffers = SharedBuffers(str(tmp_path))
+    t = torch.zeros(MOVE_BYTES, dtype=torch.uint8)
+    buffers.prepare(t)
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    thread = threading.Thread(target=buffers.prepare, args=(t,))
+    thread.start()
+    thread.join(0.3)
+    assert buffers.find(t) is None
+    os.close(other)
+    thread.join()
+    assert buffers.find(t) is not None
+    buffers.close()
+
+
+def test_no_descriptor_is_lost_where_memory_cannot_be_had() -> None:
+    buffers = SharedBuffers()
+    before = set(os.listdir("/proc/self/fd"))
+    assert buffers.allocate(1 << 62) is None  # more than the address space
+    assert buffers.allocate((1 << 63) - 1) is None  # more than a file can have
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+class LeaderOfMany(Shm):
+    """Local rank 0 of one of two hosts of `count` ranks, of which it alone exists."""
+
+    def __init__(self, store: Any, me: int, count: int) -> None:
+        self.size, self.local_rank, self._sequence = 2 * count, 0, 0
+        self.hosts = [list(range(count)), list(range(count, 2 * count))]
+        self._staging_areas = [[torch.empty(STAGING_BYTES, dtype=torch.uint8) for _ in range(2)]]
+        self._barrier: Any = SimpleNamespace(wait=lambda signature: None)
+        self._cross_host_group, _ = open_gloo(store, me, 2, 10.0)
+        self.mine = self.hosts[me]
+
+    def wait_for(self, signature: str, work: Any) -> None:
+        work.wait()
+
+
+@pytest.mark.parametrize("count", [2, 14, 300])
+def test_calls_are_compared_in_full_between_large_hosts(count: int) -> None:
+    """Each host's ranks differ among themselves, and rank 1 from all others in its last bytes."""
+    long = "all_reduce(float32[" + "1, " * 180
+    store = HashStore()
+
+    def compared(me: int) -> list[tuple[dict[int, bytes], bool]]:
+        leader = LeaderOfMany(store, me, count)
+        same = dict.fromkeys(leader.mine, b"barrier()")
+        mixed = {r: call_text(f"{long}{r % 2 + 7 * (r == 1)}], sum)", 600) for r in leader.mine}
+        alone = dict.fromkeys(leader.mine, call_text(f"{long}{me}], sum)", 600))
+        return [leader._compare_across_hosts("x", calls, True) for calls in (same, mixed, alone)]
+
+    with ThreadPoolExecutor(2) as both:
+        answers = list(both.map(compared, range(2)))
+    assert answers[0] == answers[1]
+    (same, shared), (mixed, _), (alone, _) = answers[0]
+    assert shared
+    assert same == dict.fromkeys(range(2 * count), b"barrier()")
+    assert list(mixed) == list(alone) == list(range(2 * count))
+    assert {r for r, call in mixed.items() if call == mixed[1]} == {1}
+    assert len(set(mixed.values())) == 3
+    assert len(set(alone.values())) == 2
 
 
 def test_hosts_are_watched_with_many_files_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hvdtrain._torch.dynamo import untraced
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine.request import AVERAGE
 from hvdtrain.hvd.process_sets import ProcessSet
@@ -105,7 +106,7 @@ class Reducer(ABC):
         for i, p in enumerate(self.spec.params):
             if p.requires_grad and i not in self._hooks:
                 self.spec.updated.add(p)
-                hook = self._hook(i)
+                hook = untraced(self._hook(i))
                 self._hooks[i] = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def add(self, name: str, param: Tensor) -> None:
