@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.transports.features import FEATURES, Weights
+from tests.transports.features import FEATURES, Weights, compiled_ddp_by_inductor
 from tests.transports.pool import Peers
 
 ARMS = [
@@ -47,3 +47,15 @@ def test_trains_as_on_gloo(
             if peers.n == 2:
                 assert torch.equal(t, by_gloo[name][part]), f"{part} is not what Gloo trains"
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_ddp_compiled_by_inductor(tmp_path: Path) -> None:
+    pool = Peers("shm", 2)
+    pool.call_s = 500.0
+    try:
+        results = pool.run(compiled_ddp_by_inductor, tmp_path)
+    finally:
+        pool.close()
+    assert all(torch.equal(t, results[1][name]) for name, t in results[0].items())
