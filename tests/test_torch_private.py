@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvdtrain._torch.batch_norm import BatchNormBase
+from hvdtrain._torch.dynamo import untraced
 from hvdtrain._torch.peer_errors import is_peer_error
 from hvdtrain._torch.step_mark import mark_as_stepped, without_step_hooks
 from hvdtrain._torch.storage import StorageReference, move_to_shared_memory, storage_key
@@ -37,6 +38,8 @@ from tests.forkserver import warm
         ("torch.multiprocessing.reductions", "StorageWeakRef"),
         ("torch.distributed.rendezvous", "_rendezvous_handlers"),
         ("torch.utils.data._utils.worker", "_worker_info"),
+        ("torch._C._dynamo.eval_frame", "set_code_exec_strategy"),
+        ("torch._C._dynamo.eval_frame:_FrameAction", "SKIP"),
         ("torch.distributed:Reducer", "_rebuild_buckets"),
         ("torch.distributed:Reducer", "prepare_for_forward"),
         ("torch.distributed:Reducer", "prepare_for_backward"),
@@ -47,6 +50,7 @@ from tests.forkserver import warm
         ("torch.distributed:ProcessGroupGloo._Options", "_timeout"),
         # the process group of the transports, which torch calls by these names,
         ("torch.distributed:ProcessGroup", "_allgather_base"),
+        ("torch.distributed:ProcessGroup", "_device_types"),
         ("torch.distributed:ProcessGroup", "_reduce_scatter_base"),
         ("torch.distributed:ProcessGroupGloo", "_set_default_timeout"),
         ("torch.distributed.distributed_c10d:Work", "_source_rank"),
@@ -110,6 +114,36 @@ def test_a_storage_moves_under_its_views() -> None:
     assert reference
     del t, view
     assert not reference
+
+
+def test_dynamo_leaves_marked_functions_alone() -> None:
+    """Neither the function nor what it calls; and importing them does not import Dynamo."""
+    seen: list[bool] = []
+
+    @untraced
+    def outer(t: torch.Tensor) -> torch.Tensor:
+        def inner() -> None:
+            seen.append(torch.compiler.is_compiling())
+
+        inner()
+        return t * 3
+
+    def program(t: torch.Tensor) -> torch.Tensor:
+        return outer(t + 1) + 1
+
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    assert torch.compile(program, backend=backend)(torch.ones(2)).tolist() == [7.0, 7.0]  # type: ignore[arg-type]
+    assert seen == [False]
+    assert len(graphs) == 2  # before and after the call
+    code = "import sys, hvdtrain.transports.process_group, hvdtrain.hvd\n"
+    code += "sys.exit('torch._dynamo' in sys.modules)"
+    done = subprocess.run(warm([sys.executable, "-c", code]), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_texts_of_a_lost_peer() -> None:

@@ -80,6 +80,11 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     def setGroupDesc(self, name: str) -> None:
         self._group_desc = name
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices whose tensors the group takes. `dcp.async_save` wants the CPU among them."""
+        return [torch.device("cpu")]
+
     def _get_backend(self, device: torch.device) -> Any:
         """Return the backend for a device: Gloo's for the CPU. The base class has none.
 

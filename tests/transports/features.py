@@ -289,6 +289,29 @@ def checkpoint(dist: Dist, folder: Path) -> Weights:
     return result
 
 
+@feature
+def checkpoint_in_the_background(dist: Dist, folder: Path) -> Weights:
+    """While training goes on, so in a group of its own; named with its device, too."""
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+    saved, trained = {}, made()
+    wrapped = parallel(trained)
+    for name in (dist.get_backend(), f"cpu:{dist.get_backend()}"):
+        group = dist.new_group(backend=name)
+        saved = snapshot(trained)
+        future = state_dict_saver.async_save(
+            {"model": saved}, checkpoint_id=folder / name, process_group=group
+        )
+        train(dist, wrapped, range(2))
+        future.result()
+        loaded = {"model": {key: torch.zeros_like(t) for key, t in saved.items()}}
+        state_dict_loader.load(loaded, checkpoint_id=folder / name)
+        for key, t in loaded["model"].items():
+            assert torch.equal(t, saved[key]), key
+        dist.destroy_process_group(group)
+    return saved
+
+
 # torch.compile
 
 

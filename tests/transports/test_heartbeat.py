@@ -145,7 +145,8 @@ class LeaderOfMany(Shm):
     def __init__(self, store: Any, me: int, count: int) -> None:
         self.size, self.local_rank, self._sequence = 2 * count, 0, 0
         self.hosts = [list(range(count)), list(range(count, 2 * count))]
-        self._staging_areas = [[torch.empty(STAGING_BYTES, dtype=torch.uint8) for _ in range(2)]]
+        areas = (torch.empty(STAGING_BYTES, dtype=torch.uint8) for _ in range(2))
+        self._staging_areas = [tuple(areas)]
         self._barrier: Any = SimpleNamespace(wait=lambda signature: None)
         self._cross_host_group, _ = open_gloo(store, me, 2, 10.0)
         self.mine = self.hosts[me]
