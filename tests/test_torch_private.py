@@ -23,7 +23,12 @@ from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain._torch.dynamo import untraced
 from hvdtrain._torch.peer_errors import is_peer_error
 from hvdtrain._torch.step_mark import mark_as_stepped, without_step_hooks
-from hvdtrain._torch.storage import StorageReference, move_to_shared_memory, storage_key
+from hvdtrain._torch.storage import (
+    StorageReference,
+    has_private_gradient,
+    move_to_shared_memory,
+    storage_key,
+)
 from tests.forkserver import warm
 
 
@@ -33,6 +38,8 @@ from tests.forkserver import warm
         ("torch.nn.modules.batchnorm", "_BatchNorm"),
         ("torch", "_foreach_copy_"),
         ("torch:Tensor", "_version"),
+        ("torch:Tensor", "_use_count"),
+        ("torch._C", "_storage_Use_Count"),
         ("torch:UntypedStorage", "_cdata"),
         ("torch:UntypedStorage", "_share_fd_cpu_"),
         ("torch.multiprocessing.reductions", "StorageWeakRef"),
@@ -144,6 +151,32 @@ def test_dynamo_leaves_marked_functions_alone() -> None:
     code += "sys.exit('torch._dynamo' in sys.modules)"
     done = subprocess.run(warm([sys.executable, "-c", code]), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_who_refers_to_a_gradient() -> None:
+    seen: list[bool] = []
+    layer = nn.Linear(3, 3)
+    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(has_private_gradient(p)))  # type: ignore[no-untyped-call]
+    layer(torch.ones(2, 3)).sum().backward()
+    assert seen == [True]
+    p = torch.zeros(4, requires_grad=True)
+    holders: dict[str, Any] = {
+        "tensor": lambda grad: grad,
+        "view": lambda grad: grad[:1],
+        "storage": lambda grad: grad.untyped_storage(),
+        "capsule": torch.utils.dlpack.to_dlpack,
+        "graph": lambda grad: grad * torch.ones((), requires_grad=True),
+    }
+    for name, hold in holders.items():
+        p.grad = torch.zeros(4)
+        held = hold(p.grad)
+        assert not has_private_gradient(p), name
+        del held
+        assert has_private_gradient(p), name
+    for grad in (torch.from_numpy(torch.zeros(4).numpy()), torch.zeros(4).share_memory_()):
+        p.grad = grad
+        del grad
+        assert not has_private_gradient(p)
 
 
 def test_texts_of_a_lost_peer() -> None:

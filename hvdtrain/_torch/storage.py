@@ -1,18 +1,25 @@
-"""The storage behind a tensor: its identity, whether it still exists, its file in shared memory.
+"""The storage behind a tensor: its identity, who refers to it, its file in shared memory.
 
-Used by the transport `shm`, and by the copies of `--checkpoint-async`.
+Used by the transport `shm`, by the copies of `--checkpoint-async`, and by the gradient buckets of
+`hvd`.
 
 Relies on `UntypedStorage._cdata`, the address of the C++ object, else the address of the data;
 on `UntypedStorage._share_fd_cpu_`, as torch.multiprocessing does; and on `StorageWeakRef` of
 torch.multiprocessing.reductions. Without one of the last two no storage is moved: tensors are then
 copied through a staging area, which is slower.
+
+Relies on `Tensor._use_count` and `torch._C._storage_Use_Count`, the references of C++. Without them
+no gradient counts as private, so gradients are copied out of their buckets, which is slower.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any
 
 import torch
+from torch import Tensor
 
 try:
     from torch.multiprocessing.reductions import StorageWeakRef
@@ -35,6 +42,54 @@ class StorageReference:
 
     def __bool__(self) -> bool:
         return self._ref is not None and not self._ref.expired()
+
+
+def part_of_storage(flat: Tensor, view: Tensor) -> Tensor:
+    """Return a tensor like `view`, in the same memory, with a storage of its own.
+
+    `view` is a view of `flat` without gaps. The new storage keeps that of `flat` alive, has no
+    bytes but those of the view, and lives as long as anybody refers to them.
+    """
+    begin = view.storage_offset() * view.itemsize
+    storage = flat.untyped_storage()[begin : begin + view.nbytes]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(
+        storage, 0, view.shape, view.stride()
+    )
+
+
+def has_private_gradient(p: Tensor) -> bool:
+    """Return whether nobody but the parameter `p` can see its dense gradient.
+
+    Then no variable, view or array, no graph of autograd and no other process refers to it or to
+    its memory. A private gradient may be taken for one that is not, never the reverse.
+    """
+    private = _counts_of_private()
+    if private is None or any(map(int.__gt__, _count_references(p), private)):
+        return False
+    grad: Any = p.grad
+    storage = grad.untyped_storage()
+    # Memory that another library has made, or looks at, is not resizable.
+    own = storage.resizable() and not storage.is_shared()
+    return own and type(grad) is Tensor and not vars(grad)
+
+
+def _count_references(p: Tensor) -> tuple[int, ...]:
+    """Return the references to `p.grad` and to its storage, from Python and from C++."""
+    grad: Any = p.grad
+    storage = grad.untyped_storage()
+    of_storage = torch._C._storage_Use_Count(storage._cdata)
+    return sys.getrefcount(grad), grad._use_count(), sys.getrefcount(storage), of_storage
+
+
+@functools.cache
+def _counts_of_private() -> tuple[int, ...] | None:
+    """Return the references to a gradient that only its parameter refers to; None if unknown."""
+    p = torch.zeros(1, requires_grad=True, device="cpu")
+    p.grad = torch.zeros(1, device="cpu")
+    try:
+        return _count_references(p)
+    except AttributeError:
+        return None
 
 
 def move_to_shared_memory(storage: torch.UntypedStorage) -> int:

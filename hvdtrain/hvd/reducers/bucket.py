@@ -1,35 +1,32 @@
-"""Bucket: the buffer that the gradients of some parameters share on this rank.
+"""Bucket: the buffer in which the gradients of some parameters are reduced together on this rank.
 
-Used by `BucketReducer`: it fills the bucket, all-reduces the buffer, and installs the result. The
-gradients are then views of the buffer, so the result is not copied out. A large gradient can be
-the buffer itself (`BucketLayout.in_place`).
+Used by `BucketReducer`: it fills the bucket, all-reduces the buffer, and installs the result.
+
+The result belongs into the tensor that `p.grad` is, as with Horovod: scripts hold it, save it, or
+make it a view of memory of their own. A small gradient is copied back. To copy back a large one
+would cost up to a fifth of a step, so the bucket lends its memory instead where nobody can notice:
+
+    private      only the parameter refers to the gradient: `p.grad` becomes a tensor on its part of
+                 the buffer, with a storage of its own
+    else         it is copied back
+    next step    before it writes to a lent part that anybody but `p.grad` refers to, the bucket
+                 moves to new memory: the part belongs to whoever holds it
+
+A large gradient can be the buffer itself (`BucketLayout.in_place`).
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvdtrain._torch.copies import copy_all_
+from hvdtrain._torch.storage import StorageReference, has_private_gradient, part_of_storage
 from hvdtrain.hvd.engine.bucket_channel import BucketChannel
 from hvdtrain.hvd.engine.bucket_plan import SMALL_NUMEL, BucketLayout
-
-
-@functools.cache
-def _unshared_references() -> int:
-    """Return the sys.getrefcount of a gradient that only its parameter and one local refer to.
-
-    Such a gradient is replaced (`p.grad = view`), which is faster than redirecting it
-    (`grad.set_(view)`).
-    """
-    p = torch.zeros(1, requires_grad=True, device="cpu")
-    p.grad = torch.zeros(1, device="cpu")
-    grad = p.grad
-    return sys.getrefcount(grad)
 
 
 class Bucket:
@@ -49,40 +46,44 @@ class Bucket:
         self.flat = torch.empty(0, device="cpu")
         self.views: list[Tensor] = []
         self.num_small = 0
+        self._strides = strides
         self._copied = [False] * len(params)
-        self._unshared = _unshared_references()
+        self._casts = any(layout.dtype != p.dtype for p in params)
+        # Which parts may be lent, and what refers to the storage of those that are.
+        self._may_lend = [not self._casts and not layout.in_place] * len(params)
+        self._lent: list[StorageReference | None] = [None] * len(params)
         if layout.in_place:
             return
         device = params[0].device if params else torch.device("cpu")
-        self.flat = channel.buffer(layout, device)
-        at = 0
-        for p, stride in zip(params, strides, strict=True):
-            piece = self.flat[at : at + p.numel()]
+        self._allocate = functools.partial(channel.buffer, layout, device)
+        self.num_small = sum(p.numel() < SMALL_NUMEL for p in params)
+        self._use(self._allocate())
+
+    def _use(self, flat: Tensor) -> None:
+        """Make `flat` the buffer."""
+        self.flat, self.views, at = flat, [], 0
+        for p, stride in zip(self.params, self._strides, strict=True):
+            piece = flat[at : at + p.numel()]
             shaped = piece.view(p.shape) if stride is None else piece.as_strided(p.shape, stride)
             self.views.append(shaped)
             at += p.numel()
-        # The tensors installed as gradients. User code may redirect them, but never the views.
-        self._installed = [view.view_as(view) for view in self.views]
-        self._casts = any(view.dtype != p.dtype for view, p in zip(self.views, params, strict=True))
-        self._addresses = [view.data_ptr() for view in self.views]
-        self.num_small = sum(p.numel() < SMALL_NUMEL for p in params)
-        self.small = self.flat[: sum(p.numel() for p in params[: self.num_small])]
+        self.small = flat[: sum(p.numel() for p in self.params[: self.num_small])]
+        self._lent = [None] * len(self.params)
 
     def copies_early(self, at: int) -> bool:
         """Return whether the gradient at this index may be copied before the bucket is complete."""
         return not self.layout.in_place and at >= self.num_small and not self._casts
 
     def copy_early(self, at: int, factor: float) -> None:
-        """Copy one gradient in, times `factor`, and replace it by a view of the bucket."""
-        p, mine = self.params[at], self._installed[at]
-        grad = p.grad
-        usual = grad is not None and not grad.is_sparse and not grad.requires_grad
-        if grad is None or not usual or mine.data_ptr() != self._addresses[at]:
+        """Copy one gradient in, times `factor`; lend its part, so that its own memory is free."""
+        grad = self.params[at].grad
+        if grad is None or grad.is_sparse or grad.requires_grad:
             return  # left to `fill`, which handles these cases
+        self._take_back(at)
         torch.mul(grad, factor, out=self.views[at])
         self._copied[at] = True
-        if grad is not mine and sys.getrefcount(grad) <= self._unshared:
-            p.grad = mine
+        del grad  # it would count as a reference
+        self._lend(at)
 
     def reset(self) -> None:
         """Reset the count of pending gradients for the next step."""
@@ -95,9 +96,12 @@ class Bucket:
         `changed` is the value of the layout's flag element, if it has one.
         """
         if self.layout.in_place:
-            return self._in_place(factor)
-        grads = [p.grad for p in self.params]
+            return self._fill_in_place(factor)
         n = self.num_small
+        for at in range(n, len(self.params)):
+            if not self._copied[at]:
+                self._take_back(at)
+        grads = [p.grad for p in self.params]
         # Small gradients are copied by one call; missing ones count as zeros.
         if any(g is None or g.is_sparse or g.requires_grad for g in grads):
             grads = [dense(g) for g in grads]
@@ -120,49 +124,64 @@ class Bucket:
             self.flat[-1] = float(changed)
         return self.flat
 
-    def _in_place(self, factor: float) -> Tensor:
-        """Return the only gradient itself, times `factor`, dense and contiguous, as the buffer."""
+    def _fill_in_place(self, factor: float) -> Tensor:
+        """Return the only gradient, times `factor`, as the buffer; a copy if it has gaps."""
         (p,) = self.params
         grad = dense(p.grad)
         if grad is None:
-            grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
-        if grad is not p.grad:
-            p.grad = grad
-        elif not grad.is_contiguous():
-            grad.set_(grad.contiguous())  # type: ignore[call-overload]
-        self.flat = grad.view(-1)
+            grad = p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
+        self.flat = grad.reshape(-1)
+        self.views = [self.flat.view(p.shape)]
         return self.flat.mul_(factor) if factor != 1.0 else self.flat
 
     def install(self, factor: float, sparse_as_dense: bool) -> None:
-        """Install the reduced buffer, times `factor`, as the parameters' gradients."""
+        """Make the reduced buffer, times `factor`, the values of the parameters' gradients."""
         if factor != 1.0:
             self.flat.mul_(factor)
-        if self.layout.in_place:
-            return
-        for i, p in enumerate(self.params):
-            grad, mine = p.grad, self._installed[i]
-            if self._casts or mine.data_ptr() != self._addresses[i]:
-                mine = self._new_view(i, p)
-            if grad is mine:
-                continue
-            if grad is not None and grad.is_sparse:
-                p.grad = mine.clone().to_sparse() if sparse_as_dense else mine
-            elif grad is None or sys.getrefcount(grad) <= self._unshared:
-                p.grad = mine
-            else:
-                grad.set_(mine)  # type: ignore[call-overload]  # other references see the mean
+        into, out = [], []
+        for at, (p, view) in enumerate(zip(self.params, self.views, strict=True)):
+            if at >= self.num_small:
+                self._lend(at)
+            grad = p.grad
+            if grad is None:
+                p.grad = view.to(p.dtype, copy=True)
+            elif grad.is_sparse:
+                result = view.to(p.dtype, copy=True)
+                if sparse_as_dense:
+                    grad.zero_().add_(result.to_sparse())
+                else:
+                    p.grad = result
+            elif grad.data_ptr() != view.data_ptr():
+                into.append(grad)
+                out.append(view)
+        if into:
+            copy_all_(into, out)
 
-    def _new_view(self, i: int, p: Tensor) -> Tensor:
-        """Return a new tensor on the memory of view `i`, or its cast to the parameter's dtype.
+    # Lending
 
-        Not the view itself, since user code may redirect a gradient to other memory
-        (`grad.data = ...`, `model.double()`).
+    def _lend(self, at: int) -> None:
+        """Make `p.grad` a part of the buffer, if that is allowed and nobody can notice."""
+        p = self.params[at]
+        if self._may_lend[at] and (p.grad is None or has_private_gradient(p)):
+            part = part_of_storage(self.flat, self.views[at])
+            self._lent[at] = StorageReference(part.untyped_storage())
+            p.grad = part
+
+    def _take_back(self, at: int) -> None:
+        """Make sure that a part may be written: if anybody but `p.grad` holds it, move the buffer.
+
+        Such a gradient is never lent again.
         """
-        view = self.views[i]
-        if view.dtype != p.dtype:
-            return view.to(p.dtype)
-        self._installed[i] = view.view_as(view)
-        return self._installed[i]
+        if self._lent[at] and not _is_same(self.params[at].grad, self.views[at]):
+            self._may_lend[at] = False
+            self._use(self._allocate().copy_(self.flat))
+
+
+def _is_same(grad: Tensor | None, view: Tensor) -> bool:
+    """Return whether a gradient is the same elements in the same memory as `view`."""
+    if grad is None or grad.is_sparse:
+        return False
+    return grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
 
 
 def dense(grad: Tensor | None) -> Tensor | None:

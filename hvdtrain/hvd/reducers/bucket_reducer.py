@@ -7,7 +7,7 @@ order, so nothing needs to be matched by name:
               and rank 0 merges them: buckets in the order of its own ready gradients
     step 2    every rank receives the plan and builds the buckets
     step 2+   hooks copy gradients in; a complete bucket is sent once those before it are sent
-              synchronize: send the rest, wait, install views of the buckets as gradients
+              synchronize: send the rest, wait, make the results the gradients (see `bucket`)
 
 In a ring all-reduce, such as Gloo's, the order of additions depends on an element's place in the
 buffer: with three ranks or more the first step of a resumed run, by name, would differ from the

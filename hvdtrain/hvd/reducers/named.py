@@ -64,15 +64,17 @@ class NamedAllreduces:
         self.sent[i] = wait
 
     def finish(self) -> None:
-        """Wait for all allreduces, and install the results as gradients."""
+        """Wait for all allreduces, and write the results into the gradients."""
         sent, self.sent = self.sent, {}
         for i, wait in sent.items():
             p, result = self._spec.params[i], wait()
             with torch.no_grad():
-                if result.is_sparse or p.grad is None or p.grad.is_sparse:
+                if p.grad is None or p.grad.is_sparse != result.is_sparse:
                     p.grad = result
+                elif p.grad.is_sparse:
+                    p.grad.zero_().add_(result)  # there is no copy_ from other numbers of rows
                 elif p.grad is not result:
-                    p.grad.set_(result)  # type: ignore[call-overload]  # it stays the same tensor
+                    p.grad.copy_(result)
 
 
 def _no_rows(p: Tensor) -> Tensor:

@@ -1,0 +1,248 @@
+"""Whose memory gradients are in: a reduction writes into the tensor that `p.grad` is, and into
+nothing else that a script can see; see optimizer_table.py.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.hvd.behaviour import Hvd
+from tests.hvd.optimizer_table import (
+    averages,
+    batch,
+    case,
+    close,
+    grads,
+    loss,
+    shard,
+    synchronized,
+    twin,
+    wrap,
+)
+
+STEPS = 4  # the first is sent by name; buckets are used from the second step on
+HELD: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda grad: grad,
+    "detached": lambda grad: grad.detach(),
+    "view": lambda grad: grad.view(-1),
+    "part": lambda grad: grad[:1],
+    "numpy": lambda grad: grad.numpy(),
+    "dlpack": torch.utils.dlpack.from_dlpack,
+}
+
+
+def wide() -> Any:
+    """A model of one gradient of more than a megabyte, one of less, and two small ones."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 40_000), nn.Tanh(), nn.Linear(40_000, 3)).double()
+
+
+def slow(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """So slow that this model does not diverge, which would round off what is compared."""
+    return torch.optim.SGD(parameters, lr=1e-4)
+
+
+def flat_gradients(model: Any) -> Tensor:
+    """Make the gradients views of one buffer, and return it."""
+    flat, at = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.double), 0
+    for p in model.parameters():
+        p.grad = flat[at : at + p.numel()].view_as(p)
+        at += p.numel()
+    return flat
+
+
+def steps(hvd: Hvd, model: Any, optimizer: Any) -> Iterator[list[Tensor]]:
+    """Compute the gradients of each step, and yield the averages to expect."""
+    for step in range(STEPS):
+        expected = averages(hvd, twin(model), step)
+        loss(model, shard(hvd, step)).backward()
+        yield expected
+
+
+@case()
+def views_of_a_flat_buffer(hvd: Hvd) -> None:
+    """Scripts clip or log all gradients at once so, and zero them by one call."""
+    model, expected = wide(), wide()
+    flat = flat_gradients(model)
+    addresses = [grad.data_ptr() for grad in grads(model)]
+    optimizer, by_itself = wrap(hvd, model, slow), slow(expected.parameters())
+    for step in range(STEPS):
+        flat.zero_()
+        loss(model, shard(hvd, step)).backward()
+        by_itself.zero_grad()
+        loss(expected, batch(step)).backward()
+        with synchronized(optimizer):
+            assert [grad.data_ptr() for grad in grads(model)] == addresses
+            close([flat], [torch.cat([grad.reshape(-1) for grad in grads(expected)])])
+            flat.mul_(0.01)
+        for grad in grads(expected):
+            grad.mul_(0.01)
+        by_itself.step()
+        close(model, expected)
+
+
+@case()
+def gradients_in_memory_of_numpy(hvd: Hvd) -> None:
+    model = wide()
+    arrays = [p.detach().clone().numpy() for p in model.parameters()]
+    for p, array in zip(model.parameters(), arrays, strict=True):
+        p.grad = torch.from_numpy(array)
+    optimizer = wrap(hvd, model, slow)
+    model.zero_grad(set_to_none=False)
+    for expected in steps(hvd, model, optimizer):
+        with synchronized(optimizer):
+            close([torch.from_numpy(array) for array in arrays], expected)
+        model.zero_grad(set_to_none=False)
+
+
+@case()
+def held_before_the_reduction(hvd: Hvd) -> None:
+    """Each sees the average, and what is written through it is what the optimizer steps on."""
+    for name, hold in HELD.items():
+        model = wide()
+        optimizer = wrap(hvd, model, slow)
+        for expected in steps(hvd, model, optimizer):
+            held = [hold(grad) for grad in grads(model)]
+            before = [p.detach().clone() for p in model.parameters()]
+            with synchronized(optimizer):
+                for one, grad, average in zip(held, grads(model), expected, strict=True):
+                    seen = torch.as_tensor(one)
+                    assert seen.data_ptr() == grad.data_ptr(), name
+                    close([seen.reshape(-1)], [average.reshape(-1)[: seen.numel()]])
+                    seen.zero_()
+            moved = [b - p.detach() for b, p in zip(before, model.parameters(), strict=True)]
+            if name != "part":
+                assert not any(m.any() for m in moved), name
+            optimizer.zero_grad()
+
+
+@case()
+def held_over_steps(hvd: Hvd) -> None:
+    """What a script keeps of a step's gradients stays as it was in the next steps."""
+    for name, hold in HELD.items():
+        model = wide()
+        optimizer = wrap(hvd, model, slow)
+        kept: list[tuple[Any, Tensor]] = []
+        for expected in steps(hvd, model, optimizer):
+            with synchronized(optimizer):
+                close(grads(model), expected)
+                kept += [(hold(grad), torch.as_tensor(hold(grad)).clone()) for grad in grads(model)]
+            for held, value in kept:
+                assert torch.equal(torch.as_tensor(held), value), name
+            optimizer.zero_grad()  # torch's default: to None
+
+
+@case()
+def held_over_one_step_only(hvd: Hvd) -> None:
+    """The step after is as ever."""
+    model = wide()
+    optimizer = wrap(hvd, model, slow)
+    kept: list[Tensor] = []
+    values: list[Tensor] = []
+    for step, expected in enumerate(steps(hvd, model, optimizer)):
+        with synchronized(optimizer):
+            close(grads(model), expected)
+            assert all(torch.equal(a, b) for a, b in zip(kept, values, strict=True))
+            kept = grads(model)[:step:2]  # of the step before last, nothing is held any more
+            values = [grad.clone() for grad in kept]
+        optimizer.zero_grad()
+
+
+@case()
+def kept_and_zeroed(hvd: Hvd) -> None:
+    """The same tensors in the same memory, whether anybody else holds them or not."""
+    for holds in (False, True):
+        model = wide()
+        optimizer = wrap(hvd, model, slow)
+        addresses: list[int] = []
+        held: list[Tensor] = []
+        for expected in steps(hvd, model, optimizer):
+            with synchronized(optimizer):
+                close(grads(model), expected)
+                if not addresses:
+                    addresses = [p.grad.data_ptr() for p in model.parameters()]
+                    held = [grad.view(-1) for grad in grads(model)] if holds else []
+                close(held, [grad.reshape(-1) for grad in expected] if holds else [])
+                assert not holds or [p.grad.data_ptr() for p in model.parameters()] == addresses
+            model.zero_grad(set_to_none=False)
+
+
+@case()
+def used_in_another_graph(hvd: Hvd) -> None:
+    """A gradient that autograd has saved, for a penalty on the next step's, stays as it was."""
+    model = wide()
+    optimizer = wrap(hvd, model, slow)
+    for expected in steps(hvd, model, optimizer):
+        weight = torch.ones((), dtype=torch.double, requires_grad=True)
+        with synchronized(optimizer):
+            penalty = sum((grad * weight).sum() for grad in grads(model))
+        optimizer.zero_grad()
+        loss(model, batch(9)).backward()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        assert isinstance(penalty, Tensor)
+        penalty.backward()  # type: ignore[no-untyped-call]
+        close([weight.grad], [sum(grad.sum() for grad in expected)])  # type: ignore[list-item]
+
+
+@case()
+def saving_one_gradient(hvd: Hvd) -> None:
+    """A file has the bytes of that gradient, and not those of others."""
+    model = wide()
+    optimizer = wrap(hvd, model, slow)
+    for _ in steps(hvd, model, optimizer):
+        with synchronized(optimizer):
+            for grad in grads(model):
+                file = io.BytesIO()
+                torch.save(grad, file)
+                assert len(file.getvalue()) < grad.nbytes + 4096
+                assert grad.untyped_storage().nbytes() == grad.nbytes
+        optimizer.zero_grad()
+
+
+@case(stronger="gradients need not be contiguous")
+def gradients_that_are_not_contiguous(hvd: Hvd) -> None:
+    """A transposed gradient stays a view of the script's own memory."""
+    model = wide()
+    turned = [torch.zeros_like(p.t().contiguous()) for p in (model[0].weight, model[2].weight)]
+    model[0].weight.grad, model[2].weight.grad = (t.t() for t in turned)
+    optimizer = wrap(hvd, model, slow)
+    for expected in steps(hvd, model, optimizer):
+        with synchronized(optimizer):
+            close([t.t() for t in turned], expected[::2])
+        model.zero_grad(set_to_none=False)
+
+
+@case(stronger="compression leaves gradients in their memory; with Horovod's they move")
+def compressed_views_of_a_flat_buffer(hvd: Hvd) -> None:
+    model = wide()
+    flat = flat_gradients(model)
+    optimizer = wrap(hvd, model, slow, compression=hvd.Compression.fp16)
+    for expected in steps(hvd, model, optimizer):
+        optimizer.synchronize()
+        wanted = torch.cat([grad.reshape(-1) for grad in expected])
+        assert (flat - wanted).norm() < 2e-3 * wanted.norm()
+        flat.zero_()
+
+
+@case()
+def sparse_gradients_that_are_held(hvd: Hvd) -> None:
+    model = nn.Embedding(6, 2, sparse=True)
+    optimizer = wrap(hvd, model, slow)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.tensor([step, hvd.rank()])).sum().backward()
+        held = model.weight.grad
+        with synchronized(optimizer):
+            assert held is model.weight.grad
+            assert held is not None
+            expected = torch.zeros(6, 2)
+            expected[step] += 1
+            expected[: hvd.size()] += 1 / hvd.size()
+            torch.testing.assert_close(held.to_dense(), expected)
