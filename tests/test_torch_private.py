@@ -164,7 +164,7 @@ def test_who_refers_to_a_gradient() -> None:
         "tensor": lambda grad: grad,
         "view": lambda grad: grad[:1],
         "storage": lambda grad: grad.untyped_storage(),
-        "capsule": torch.utils.dlpack.to_dlpack,
+        "array": torch.utils.dlpack.from_dlpack,
         "graph": lambda grad: grad * torch.ones((), requires_grad=True),
     }
     for name, hold in holders.items():
@@ -173,7 +173,7 @@ def test_who_refers_to_a_gradient() -> None:
         assert not has_private_gradient(p), name
         del held
         assert has_private_gradient(p), name
-    for grad in (torch.from_numpy(torch.zeros(4).numpy()), torch.zeros(4).share_memory_()):
+    for grad in (torch.from_numpy(torch.zeros(4).numpy()), torch.zeros(4).share_memory_()):  # type: ignore[no-untyped-call]
         p.grad = grad
         del grad
         assert not has_private_gradient(p)

@@ -20,12 +20,13 @@ from torch.optim import Optimizer
 from hvdtrain import sharded_optimizer
 from hvdtrain._torch.step_mark import without_step_hooks
 from hvdtrain.hvd import reducers
-from hvdtrain.hvd.adasum_optimizer import make_adasum
+from hvdtrain.hvd.adasum_optimizer import ADASUM_METHODS
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.compression import Compression
 from hvdtrain.hvd.engine.request import ADASUM, AVERAGE, SUM
 from hvdtrain.hvd.functions import allgather_object
 from hvdtrain.hvd.ops.allreduce import allreduce
+from hvdtrain.hvd.ops.handles import check_adasum
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer
 from hvdtrain.shared_tensors import Group
@@ -34,6 +35,11 @@ _SYNCHRONIZED_TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after "
     "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
     "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code."
+)
+_BACKWARD_IN_CLOSURE = (
+    "the closure of optimizer.step(closure) computed gradients that nobody averages, so the ranks' "
+    "models would diverge: call optimizer.synchronize() in the closure, after backward, and "
+    "optimizer.step(closure) inside `with optimizer.skip_synchronize():`"
 )
 _ZERO_GRAD_TOO_EARLY = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -80,12 +86,14 @@ def DistributedOptimizer(
         if named_parameters is not None:
             named_parameters = list(named_parameters)  # it is read again
         _shard(optimizer, op, process_set, _names(optimizer, named_parameters))
+    methods = dict(_DistributedOptimizer.__dict__)
     if op == ADASUM and basics.size() > 1:
-        names = _names(optimizer, named_parameters)
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
-        return make_adasum(optimizer, names, compression, backward_passes_per_step)
-    cls = type(type(optimizer).__name__, (type(optimizer),), dict(_DistributedOptimizer.__dict__))
+        check_adasum()
+        methods |= ADASUM_METHODS
+        groups = None
+    cls = type(type(optimizer).__name__, (type(optimizer),), methods)
     how = (
         named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor,
         groups, sparse_as_dense, process_set,
@@ -290,7 +298,8 @@ class _DistributedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients, unless inside `skip_synchronize`, and step. Collective.
 
-        A closure runs after the averaging, so gradients that it computes are not averaged.
+        A closure runs after the averaging. Raises RuntimeError if it computes gradients and does
+        not call `synchronize` itself; in exact mode, where the step goes on as in Horovod, warns.
         """
         inner = _inner(self).step
         if self._should_synchronize:
@@ -298,7 +307,18 @@ class _DistributedOptimizer(Optimizer):
                 warnings.warn(_SYNCHRONIZED_TWICE, stacklevel=2)
             self.synchronize()
         self._synchronized = False
-        return inner(closure) if closure is not None else inner()
+        if closure is None:
+            return inner()
+
+        def checked() -> Any:
+            result = closure()
+            if self._reducer is not None and self._reducer.active:
+                if not basics.is_exact:
+                    raise RuntimeError(_BACKWARD_IN_CLOSURE)
+                warnings.warn(_BACKWARD_IN_CLOSURE, stacklevel=2)
+            return result
+
+        return inner(checked)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients. Raises AssertionError while some are computed but not averaged."""

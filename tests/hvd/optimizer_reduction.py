@@ -4,6 +4,8 @@ optimizer_table.py.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.hvd.behaviour import Hvd, last, raises
+from tests.hvd.optimizer_passes import TOO_MANY
 from tests.hvd.optimizer_table import (
     adamw,
     averages,
@@ -363,12 +366,15 @@ def groups_on_a_process_set(hvd: Hvd) -> None:
         assert hvd.remove_process_set(small)
 
 
+ADASUM_ARMS = ("horovod-mpi", "hvd-torchrun", "hvd-mpirun", "hvd-horovodrun")
+
+
 def adasum(a: Tensor, b: Tensor) -> Tensor:
     dot, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
     return (1 - dot / (2 * aa)) * a + (1 - dot / (2 * bb)) * b
 
 
-@case(sizes=(2,), arms=("horovod-mpi", "hvd-torchrun", "hvd-mpirun", "hvd-horovodrun"))
+@case(sizes=(2,), arms=ADASUM_ARMS)
 def adasum_combines_the_steps(hvd: Hvd) -> None:
     """Each rank makes a step of its own; what is combined, by parameter, is how far it came."""
     for passes in (1, 2):
@@ -403,7 +409,7 @@ def adasum_combines_the_steps(hvd: Hvd) -> None:
                     p.data.copy_(value)
 
 
-@case(sizes=(2,), arms=("horovod-mpi", "hvd-torchrun", "hvd-mpirun", "hvd-horovodrun"))
+@case(sizes=(2,), arms=ADASUM_ARMS)
 def adasum_does_not_skip(hvd: Hvd) -> None:
     model = net()
     optimizer = wrap(hvd, model, op=hvd.Adasum)
@@ -412,6 +418,64 @@ def adasum_does_not_skip(hvd: Hvd) -> None:
         pass
     train(hvd, model, optimizer, range(2))
     equal_everywhere(hvd, model)
+
+
+@case(sizes=(2,), arms=ADASUM_ARMS)
+def adasum_counts_the_passes(hvd: Hvd) -> None:
+    for passes in (1, 2):
+        model = net()
+        optimizer = wrap(hvd, model, op=hvd.Adasum, backward_passes_per_step=passes)
+        for step in range(passes):
+            loss(model, shard(hvd, step)).backward()
+        with raises(AssertionError, TOO_MANY):
+            loss(model, shard(hvd, passes)).backward()
+        with raises(AssertionError, "optimizer.zero_grad() was called after loss.backward()"):
+            optimizer.zero_grad()
+        optimizer.step()
+        train(hvd, model, optimizer, range(1))
+        equal_everywhere(hvd, model)
+
+
+@case(sizes=(2,), arms=ADASUM_ARMS)
+def adasum_with_a_group_that_is_added(hvd: Hvd) -> None:
+    """Training goes on, and the ranks stay equal."""
+    model, more = net(), net(1)
+    optimizer = wrap(hvd, model, op=hvd.Adasum)
+    train(hvd, model, optimizer, range(1))
+    optimizer.add_param_group({"params": list(more.parameters())})
+    for step in range(1, 4):
+        loss(more, shard(hvd, step)).backward()
+        loss(model, shard(hvd, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        equal_everywhere(hvd, [*model.parameters(), *more.parameters()])
+
+
+@case(stronger="with Adasum too, parameters that are added move", sizes=(2,))
+def adasum_moves_what_is_added(hvd: Hvd) -> None:
+    model, more = net(), net(1)
+    optimizer = wrap(hvd, model, op=hvd.Adasum)
+    optimizer.add_param_group({"params": list(more.parameters())})
+    train(hvd, more, optimizer, range(2))
+    equal_everywhere(hvd, more)
+    assert not torch.equal(more[0].weight, net(1)[0].weight)
+    with raises(AssertionError, TOO_MANY):
+        for _ in range(2):
+            loss(more, shard(hvd, 0)).backward()
+    optimizer.step()
+
+
+@case(stronger="optimizers of Adasum can be pickled and copied", sizes=(2,))
+def adasum_can_be_pickled_and_copied(hvd: Hvd) -> None:
+    for again in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
+        model, expected = net(), net()
+        optimizer = wrap(hvd, model, op=hvd.Adasum)
+        train(hvd, expected, wrap(hvd, expected, op=hvd.Adasum), range(4))
+        train(hvd, model, optimizer, range(2))
+        model, optimizer = again((model, optimizer))  # type: ignore[no-untyped-call]
+        train(hvd, model, optimizer, range(2, 4))
+        close(model, expected)
+        equal_everywhere(hvd, model)
 
 
 @case(sizes=(1,))

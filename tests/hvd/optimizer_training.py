@@ -333,6 +333,36 @@ def step_returns_the_closures_loss(hvd: Hvd) -> None:
 
 
 @case()
+def a_closure_that_synchronises(hvd: Hvd) -> None:
+    """The recipe for gradients that a closure computes."""
+    model = net()
+    optimizer = wrap(hvd, model)
+    for step in range(3):
+
+        def closure(step: int = step) -> Any:
+            optimizer.zero_grad()
+            value = loss(model, shard(hvd, step))
+            value.backward()
+            optimizer.synchronize()
+            return value
+
+        with optimizer.skip_synchronize():
+            optimizer.step(closure)
+    close(model, by_hand(3))
+
+
+@case(different="gradients of a closure that nobody averages are an error", sizes=(2, 3))
+def a_closure_that_does_not_synchronise(hvd: Hvd) -> None:
+    model = net()
+    optimizer = wrap(hvd, model)
+    with raises(RuntimeError, "call optimizer.synchronize() in the closure"):
+        optimizer.step(lambda: loss(model, shard(hvd, 0)).backward())
+    close(model, net())
+    optimizer.step()
+    close(model, by_hand(1))
+
+
+@case()
 def a_forward_pass_alone_changes_nothing(hvd: Hvd) -> None:
     model = net()
     optimizer = wrap(hvd, model)

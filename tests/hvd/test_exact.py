@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from tests.hvd.behaviour import Run, raises, run_case
 from tests.hvd.optimizer_class import defaults_are_lost, state_is_lost
+from tests.hvd.optimizer_ownership import held_over_steps, views_of_a_flat_buffer
 from tests.hvd.optimizer_state import (
     rate_of_plain_sgd_stays_local,
     training_goes_on_from_a_checkpoint,
     weights_move_without_state,
     zeros_are_left_as_gradients,
 )
-from tests.hvd.optimizer_table import adamw, batch, loss, net, sgd, shard
+from tests.hvd.optimizer_table import Warned, adamw, batch, loss, net, sgd, shard
 from tests.hvd.pool import HvdRanks
 
 # Its fixtures of the module are made once.
@@ -32,6 +33,8 @@ ROWS: list[Run] = [
     state_is_lost,
     zeros_are_left_as_gradients,
     training_goes_on_from_a_checkpoint,
+    views_of_a_flat_buffer,
+    held_over_steps,
 ]
 
 
@@ -99,6 +102,19 @@ def test_bit_by_bit_as_the_real_one(hvd_ranks: HvdRanks, exact: Exact) -> None:
         for a, b in zip(real, ours, strict=True):
             assert a.dtype == b.dtype
             assert torch.equal(a, b), (a, b)
+
+
+def closure_with_backward(hvd: Any) -> None:
+    model = net()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    with Warned() as warned:
+        optimizer.step(lambda: loss(model, shard(hvd, 0)).backward())
+    assert [text for text in warned if "call optimizer.synchronize() in the closure" in text]
+    optimizer.synchronize()
+
+
+def test_a_closure_with_backward_warns(exact: Exact) -> None:
+    exact.run(closure_with_backward)
 
 
 def on_some_ranks_only(hvd: Any) -> None:

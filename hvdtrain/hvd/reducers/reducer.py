@@ -1,6 +1,7 @@
-"""Base of both reducers: the parameters, their hooks, and the count of backward passes.
+"""Base of the reducers: the parameters, their hooks, and the count of backward passes.
 
-`bucket_reducer` and `named` derive from it; `DistributedOptimizer` uses one of them.
+`bucket_reducer` and `named` derive from it; `DistributedOptimizer` uses one of them, or
+`PassCounter` with Adasum.
 """
 
 from __future__ import annotations
@@ -128,6 +129,31 @@ class Reducer(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Average all gradients. Collective."""
+
+
+class PassCounter(Reducer):
+    """Counts backward passes, and leaves the gradients alone: Adasum combines updates instead."""
+
+    def __init__(self, spec: AveragingSpec) -> None:
+        super().__init__(spec)
+        for p in spec.params:
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p)  # as Horovod does
+
+    def _hook(self, i: int) -> Any:
+        delays = self._delays
+
+        def hook(p: Tensor) -> None:
+            if delays[i] <= 0:
+                raise AssertionError(TOO_MANY)
+            delays[i] -= 1
+
+        return hook
+
+    def synchronize(self) -> None:
+        """Begin to count the passes of the next step. Not collective."""
+        self.register_hooks()
+        self.reset()
 
 
 def _remove_hooks(hooks: dict[int, Any]) -> None:
