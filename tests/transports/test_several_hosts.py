@@ -128,6 +128,5 @@ def test_every_operation_of_ranks_that_then_leave_mpi(ssh_hosts: Hosts, tmp_path
 def test_training_beside_a_busy_process(ssh_hosts: Hosts, tmp_path: Path) -> None:
     options = "--backend compat --epochs 1 --timeout 15 --run-dir".split()
     with started([sys.executable, "-c", "while True: pass"]):
-        for number in range(2):
-            line = under_mpirun(ssh_hosts, "hvdtrain", *options, tmp_path / str(number))
-            assert "compat over mpi" in succeed(run(line, timeout=60))
+        line = under_mpirun(ssh_hosts, "hvdtrain", *options, tmp_path)
+        assert "compat over mpi" in succeed(run(line, timeout=90))
