@@ -43,7 +43,8 @@ _NOT_VIA = {
     # What follows the command's name belongs to the command.
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
     epilog="Ends with the exit code of the first rank that failed, 128 + number for a signal; "
-    "2 bad input, or a host that did not start; 4 a lost host; 130 Ctrl-C, 143 SIGTERM.",
+    "2 bad input, or a host that did not start; 4 a lost host; 129 SIGHUP, 130 Ctrl-C, "
+    "143 SIGTERM.",
 )
 @click.option("-np", "--num-proc", type=click.IntRange(min=1), metavar="N", help="Ranks.")
 @click.option(

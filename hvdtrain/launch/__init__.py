@@ -4,6 +4,7 @@
     ssh              the command line that runs a program on another host, and what travels with it
     launcher         start a supervisor on every host, print the ranks' output, name what failed
     supervisor       on each host: relay output, and leave no process behind
+    output           what is printed: the lines of the ranks, and the launchers' own
     agent            on each host: torch.distributed's agent, which starts the ranks
     elastic          --host-discovery-script: a world that changes; elastic_worker: one of its ranks
     elastic_server   where the ranks ask for their place; discovery: the hosts that may be used

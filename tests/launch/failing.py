@@ -29,6 +29,10 @@ def fail(how: str, mark: str) -> None:
         sys.exit(3)
     if how == "_exit":
         os._exit(3)
+    if how == "leave":
+        os._exit(0)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "wait":  # for a signal
@@ -62,6 +66,10 @@ class Failing(Task):
         if self.steps == 4:
             self._maybe("loop")
         loss: Tensor = net(batch[0]).sum()
+        if self.how == "diverge" and self.steps == 4:
+            return loss * float("nan")
+        if self.how == "train":  # until a signal comes
+            time.sleep(0.01)
         if self.steps == 4 and self.mine and self.where == "backward":
             return self._interrupt_backward(loss)
         return loss
