@@ -171,6 +171,10 @@ class ShardedBatches(Sampler[list[Any]]):
     def _last_part(self, rest: int) -> tuple[int, int]:
         return shard_bounds(rest, self._world.rank, self._world.size)
 
+    def place(self) -> tuple[int, int]:
+        """Return the epoch, and the number of its next micro-batch, counted from 0."""
+        return self._epoch, self.batches_from(0) - self.batches_from(self._start)
+
     def __len__(self) -> int:
         return self.batches_from(self._start)
 
@@ -496,19 +500,73 @@ def make_loader(
     workers: int,
     seed: int,
 ) -> DataLoader[Any]:
-    """Return the loader of one rank. Not collective."""
+    """Return the loader of one rank. Not collective.
+
+    Its processes stay until it is deleted. They keep the copies of the dataset and of `collate`
+    that they started with.
+    """
+    seeded = SeededBatches(batches, seed, world.rank)
     return DataLoader(
-        dataset,
-        batch_sampler=batches,
+        SeededDataset(dataset) if workers else dataset,
+        batch_sampler=cast("Any", seeded if workers else batches),
         collate_fn=collate,
         num_workers=workers,
+        persistent_workers=workers > 0,
         pin_memory=device.type == "cuda",
         worker_init_fn=outlive_signals,
-        # A process that is forked after MPI_Init can crash in its first MPI call.
-        multiprocessing_context="forkserver" if workers and is_mpi(world) else None,
-        # It seeds the loader processes, so that random augmentation differs by rank.
+        multiprocessing_context=worker_context(workers, world),
+        # Without one of its own, a loader draws from the program's random numbers.
         generator=torch.Generator().manual_seed(derive_seed(seed, world.rank)),
     )
+
+
+class SeededBatches(Sampler[tuple[int, list[Any]]]):
+    """Batches of indices, each with the seed of its random numbers in a loader process.
+
+    The seed follows from rank, epoch and the batch's number in the epoch: a process that has begun
+    in another epoch, or in the middle of one, draws the same numbers.
+    """
+
+    def __init__(self, batches: Sampler[list[int]], seed: int, rank: int) -> None:
+        self._batches, self._seed, self._rank = batches, seed, rank
+
+    def __len__(self) -> int:
+        return len(cast("Sized", self._batches))
+
+    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
+        epoch, first = 0, 0
+        if isinstance(self._batches, ShardedBatches):
+            epoch, first = self._batches.place()
+        for number, batch in enumerate(self._batches, first):
+            yield derive_seed(self._seed, self._rank, epoch, number), batch
+
+
+class SeededDataset(Dataset[Any]):
+    """A dataset in a loader process, which is seeded for each of the `SeededBatches`."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset: Any = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, seeded: tuple[int, list[Any]]) -> Any:
+        """Return the samples of one batch: torch's loaders call it in place of `__getitem__`."""
+        seed, batch = seeded
+        determinism.seed_all(seed)
+        if hasattr(self._dataset, "__getitems__"):
+            return self._dataset.__getitems__(batch)
+        return [self._dataset[index] for index in batch]
+
+
+def worker_context(workers: int, world: World) -> str | None:
+    """Return how loader processes start; None: as torch's default. Not collective."""
+    if not (workers and is_mpi(world)):
+        return None
+    # A process that is forked after MPI_Init can crash in its first MPI call. The fork server
+    # imports torch once, instead of every process for itself, which takes a second.
+    multiprocessing.set_forkserver_preload(["__main__", __name__])
+    return "forkserver"
 
 
 def outlive_signals(worker: int) -> None:

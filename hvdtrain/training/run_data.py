@@ -87,6 +87,11 @@ class RunData:
                 config.seed,
             )
 
+    def close(self) -> None:
+        """End the loader processes; nothing can be loaded afterwards. Not collective."""
+        del self._train_loader
+        self._eval_data = None
+
     @property
     def has_evaluation(self) -> bool:
         """Whether the task has evaluation data."""
@@ -102,7 +107,7 @@ class RunData:
         """
         config, batches = self._config, self.batches
         batches.begin(self._backend, progress.epoch, progress.sample)
-        # The loader processes are seeded from it.
+        # The loader processes of a stream are seeded from it.
         loader_seed = derive_seed(config.seed, self._backend.world.rank, progress.epoch)
         self._train_loader.generator.manual_seed(loader_seed)
         data = on_device(

@@ -29,10 +29,15 @@ from hvdtrain._torch.worker_info import take_worker_info
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import StepBatches, derive_seed, outlive_signals
+from hvdtrain.training.data_loading import (
+    StepBatches,
+    derive_seed,
+    outlive_signals,
+    worker_context,
+)
 from hvdtrain.training.determinism import RandomState
 from hvdtrain.trees import map_tree
-from hvdtrain.world import World, is_mpi
+from hvdtrain.world import World
 
 try:
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -411,7 +416,7 @@ def make_stream_loader(
             num_workers=workers,
             pin_memory=device.type == "cuda",
             worker_init_fn=outlive_signals,
-            # A process that is forked after MPI_Init can crash in its first MPI call.
-            multiprocessing_context="forkserver" if workers and is_mpi(world) else None,
+            # Not persistent: each epoch begins with the dataset as it was before the first one.
+            multiprocessing_context=worker_context(workers, world),
             generator=torch.Generator(),
         )

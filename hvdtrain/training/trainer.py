@@ -132,6 +132,8 @@ class Trainer:
             raise
         finally:
             self.console.stop()
+            if hasattr(self, "_data"):  # else setting up has failed
+                self._data.close()
             if self._run_dir is not None:
                 self._run_dir.close()
         self._start_of_run.note_end(None)

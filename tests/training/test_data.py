@@ -321,7 +321,7 @@ def test_an_abandoned_loader_leaves_no_process() -> None:
     data = on_device(loader, CPU, lambda t: t)
     next(data)
     data.close()  # type: ignore[attr-defined]
-    del data
+    del data, loader
     assert not multiprocessing.active_children()
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
+import random
 import signal
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.utils.data import Dataset
 
 from hvdtrain import Backend, Callback, Trainer
 from hvdtrain.errors import InputError, Preempted
@@ -83,6 +88,57 @@ def test_what_the_task_has_frozen_stays_frozen(
     moved = trainer.model.get_buffer("body.1.running_mean").any().item()
     assert moved == whole
     assert ("model    1 of 6 modules are in eval mode" in capsys.readouterr().out) != whole
+
+
+class Noisy(Dataset[Any]):
+    """Its samples have noise from three generators, and say which process has made them."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        noise = torch.rand(()) + random.random() + np.random.rand()
+        return torch.full((5,), float(noise)), torch.tensor(index), os.getpid()
+
+
+class Augmented(Stateful):
+    def __init__(self) -> None:
+        super().__init__(evaluates=True)
+        self.pids: dict[bool, set[int]] = {True: set(), False: set()}
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        return Noisy(50), Noisy(7)
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        *rest, pids = batch
+        self.pids[net.training] |= set(pids.tolist())
+        return super().loss(net, rest)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_loader_processes_stay_and_a_resumed_run_has_their_numbers(
+    workers: int, tmp_path: Path
+) -> None:
+    task, options = Augmented(), {"workers": workers, "epochs": 3, "checkpoint_every": 3}
+    fit(single(), tmp_path / "whole", task=task, **options)
+    assert {kind: len(pids) for kind, pids in task.pids.items()} == {
+        True: workers,
+        False: min(workers, 1),  # the one batch of the evaluation data
+    }
+    assert not multiprocessing.active_children()
+    with pytest.raises(ArithmeticError):  # in the middle of the second epoch
+        fit(single(), tmp_path / "parts", Dies(7), task=Augmented(), **options)
+    fit(single(), tmp_path / "parts", task=Augmented(), resume="must", **options)
+    assert weights_of(tmp_path / "parts") == weights_of(tmp_path / "whole")
+
+
+def weights_of(folder: Path) -> Any:
+    """Return the hash of a finished run's weights, and its last evaluation."""
+    about = run_json(folder)
+    return about["params_sha256"], about["metrics"]
 
 
 def saved_steps(folder: Path) -> list[int]:

@@ -92,8 +92,6 @@ class ByHand:
         number = 0
         for epoch in count():
             self.batches.begin(self.backend, epoch, 0)
-            seed = derive_seed(self.config.seed, self.backend.world.rank, epoch)
-            self.loader.generator.manual_seed(seed)
             data = on_device(self.loader, self.backend.device, self.precision.convert_batch)
             is_first = True
             for window in self.batches.windows(self.config.accumulate, data):
