@@ -113,7 +113,7 @@ def _config_of(found: Weights, given: dict[str, Any], launch: TrainConfig) -> Tr
             raise InputError(f"{found.path} does not say what task it is of; give --task")
         config = dataclasses.replace(launch, **values)
         config.check()
-    except (LookupError, TypeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         text = f"{type(error).__name__}: {error}"
         raise InputError(f"the run.json of {found.path} is damaged: {text}") from None
     return config

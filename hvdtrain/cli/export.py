@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from hvdtrain.errors import printable
+
 
 @click.command("export")
 @click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
@@ -36,6 +38,6 @@ def command(path: Path, output: Path, best: bool, ema: bool) -> None:
     if found.path.is_file():  # a checkpoint has the model's own names
         state = weights.without_prefixes(state)
     weights.write(state, output)
-    click.echo(f"weights  {found.path}")
+    click.echo(printable(f"weights  {found.path}"))
     size = f"{len(state)} tensors, {output.stat().st_size / 1e6:.3g} MB"
     click.echo(f"done     {output}  {size}  params_sha256 {fingerprint(state)[:12]}")

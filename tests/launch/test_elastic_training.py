@@ -31,7 +31,8 @@ def training(folder: Path, *options: str) -> list[str]:
 
 def check_training(job: Job) -> dict[str, Any]:
     """Every sample of every epoch has been trained once, but for lost steps; the ranks have equal
-    parameters at the end; each step has one record. Return run.json.
+    parameters at the end; each step has one record, and each epoch an evaluation and a record of
+    the samples. Return run.json.
     """
     epochs = re.findall(r"EPOCH (\d+) missing (\d+) repeated (-?\d+)", job.text)
     # An epoch may end twice: when a rank dies before the commit that follows.
@@ -43,8 +44,11 @@ def check_training(job: Job) -> dict[str, Any]:
     lines = (job.folder / "run/metrics.jsonl").read_text().splitlines()
     steps = [record["step"] for record in map(json.loads, lines) if "loss" in record]
     assert steps == list(range(1, steps[-1] + 1))
+    evaluated = [record["epoch"] for record in map(json.loads, lines) if "eval_loss" in record]
+    assert evaluated == list(range(1, evaluated[-1] + 1))
     about: dict[str, Any] = json.loads((job.folder / "run/run.json").read_text())
     assert about["outcome"] == "finished"
+    assert [seen["epoch"] for seen in about["seen"]] == evaluated
     for world in about["worlds"][1:]:
         said = f"lost {world['lost_steps']} step{'s' * (world['lost_steps'] != 1)} since the commit"
         assert f"{said} at step {world['step']}" in job.text
@@ -74,6 +78,21 @@ def test_ranks_die_and_hosts_come(tmp_path: Path) -> None:
         rates = [record["lr"] for record in map(json.loads, lines) if "lr" in record]
         assert list(dict.fromkeys(rates)) == pytest.approx([0.01, 0.005, 0.015])
         assert members(job.process.marker) == {}
+
+
+@pytest.mark.exhaustive
+def test_many_changes_of_hosts(tmp_path: Path) -> None:
+    """A commit after each step: worlds end in the middle of epochs and at their ends."""
+    command = training(tmp_path, "--backend", "compat", "--commit-every", "1")
+    with elastic(tmp_path, QUICK, "localhost:1", command=command) as job:
+        job.pids(1)
+        for number in range(1, 15):
+            job.set_hosts("localhost:2")
+            job.pids(2, times=number)
+            job.set_hosts("localhost:1")
+            job.pids(1, times=number + 1)
+        assert job.finish() == 0, job.news
+        assert len(check_training(job)["worlds"]) == 29
 
 
 @pytest.mark.exhaustive
