@@ -120,7 +120,7 @@ def not_proven() -> str:
 def _of_user(folder: Path, fallback: Path) -> bytes:
     """Return the secret in the file of this user, which is created if it does not exist."""
     # A home of another user (sudo keeps HOME) must get no file of ours, and has none for us.
-    above = next(path for path in folder.parents if path.exists())
+    above = next(path for path in folder.parents if os.path.exists(path))
     if above.stat().st_uid == os.geteuid():
         with suppress(OSError):
             return _read_or_create(folder)

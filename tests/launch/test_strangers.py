@@ -1,0 +1,131 @@
+"""Attacks of another user of the machine on a running job: nothing of his is executed or used.
+
+Two real users, so these tests want root. `tests/launch/stranger.py` has the job and the attacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.launch.stranger import JOB, STRANGER, listening_ports
+from tests.launch.test_rendezvous import first_port, job_id, srun, torch_like
+from tests.launching import BIN, ROOT, Started, started
+
+PROGRAM = [sys.executable, "-m", "tests.launch.stranger"]
+LAUNCHERS = {
+    "torchrun": [f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "2"],
+    "mpirun": [f"{BIN}/mpirun", "-np", "2", sys.executable],
+    "hvdrun": [f"{BIN}/hvdrun", "-np", "2", sys.executable],
+}
+Running = tuple[Started, Path]
+
+
+def user(uid: int, folder: Path) -> list[str]:
+    """What starts a program as a user. Skip the test without root, or a checkout that all read."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("other users' processes want root and setpriv")
+    home = folder / f"home-{uid}"
+    if not home.exists():
+        home.mkdir()
+        os.chown(home, uid, uid)
+    change = ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups"]
+    names = {"HOME": home, "USER": f"u{uid}", "LOGNAME": f"u{uid}", "TMPDIR": home}
+    line = [*change, "env", "-u", "XDG_CONFIG_HOME", *(f"{n}={v}" for n, v in names.items())]
+    python = Path(sys.base_prefix)
+    if closed := [path for path in python.parents if not path.stat().st_mode & 0o001]:
+        # Root's own Python: show it, and nothing else of root's home, in a mount namespace.
+        place = folder / "python"
+        place.mkdir(exist_ok=True)
+        mounts = f"mount --bind {python} {place} && mount -t tmpfs -o mode=755 none {closed[-1]}"
+        mounts += f" && mkdir -p {python} && mount --bind {place} {python}"
+        line = ["unshare", "--mount", "sh", "-c", f'{mounts} && exec "$@"', "sh", *line]
+    if subprocess.run([*line, sys.executable, "-c", "import hvdtrain"], cwd=ROOT).returncode:
+        pytest.skip("another user cannot read this checkout")
+    return line
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder in which every user can create files: pytest's own are closed to others."""
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-test-") as name:
+        path = Path(name)
+        path.chmod(0o777)
+        yield path
+        found = [entry.name for entry in path.iterdir() if entry.name.endswith(f"-{JOB}")]
+        assert found == [f"home-{JOB}"], found  # no attack has succeeded
+
+
+def start(
+    stack: contextlib.ExitStack,
+    uid: int,
+    folder: Path,
+    command: Sequence[str],
+    env: Mapping[str, str] | None = None,
+) -> Running:
+    limits = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "PYTHONDONTWRITEBYTECODE": "1"}
+    line = [*user(uid, folder), *command, str(folder)]
+    return stack.enter_context(started(line, env={**limits, **(env or {})}))
+
+
+def end(running: Running) -> str:
+    process, log = running
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(60)
+    return log.read_text(errors="replace")
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    ["torchrun", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("mpirun", "hvdrun"))],
+)
+def test_a_stranger_joins_as_a_late_rank(folder: Path, launcher: str) -> None:
+    """He finds the port of the store, and answers with a pickle."""
+    with contextlib.ExitStack() as stack:
+        command = [*LAUNCHERS[launcher], "-m", "tests.launch.stranger", "objects"]
+        job = start(stack, JOB, folder, command)
+        stranger = start(stack, STRANGER, folder, [*PROGRAM, "join"])
+        print(end(stranger))
+        (folder / "attacked").touch()
+        said = end(job)
+    assert "rank 0/2 got a value of rank 1 that is not signed with the secret" in said
+
+
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("flux", marks=pytest.mark.exhaustive)])
+def test_a_stranger_listens_first(folder: Path, launcher: str) -> None:
+    """Where the port follows from the job's public id. The ranks meet at the next port."""
+    job, port = job_id(), 0
+    flux = {"FLUX_JOB_ID": job, "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "1"}
+    envs = [
+        srun(r, 2, job)
+        if launcher == "srun"
+        else {**flux, "FLUX_TASK_RANK": str(r), "FLUX_TASK_LOCAL_ID": str(r)}
+        for r in range(2)
+    ]
+    with contextlib.ExitStack() as stack:
+        stranger = start(stack, STRANGER, folder, [*PROGRAM, "objects"], envs[0])
+        while not (port := next(iter(listening_ports(STRANGER)), 0)):
+            assert stranger[0].poll() is None, end(stranger)
+        assert launcher == "flux" or port == first_port(job)
+        (folder / "attacked").touch()
+        ranks = [start(stack, JOB, folder, [*PROGRAM, "objects"], env) for env in envs]
+        assert [end(rank) for rank in ranks] == ["met 2\n"] * 2
+
+
+def test_a_stranger_reads_and_redirects_addresses(folder: Path) -> None:
+    """He connects to a rank with what the store says, and writes another address to it."""
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29765"}
+    with contextlib.ExitStack() as stack:
+        stranger = start(stack, STRANGER, folder, [*PROGRAM, "redirect"])
+        envs = [torch_like(rank, 2, **place) for rank in range(2)]
+        ranks = [start(stack, JOB, folder, [*PROGRAM, "connections"], env) for env in envs]
+        said = [end(rank) for rank in (ranks[1], stranger)]
+    assert "listening/0 in the store is not signed with the secret" in said[0], said
