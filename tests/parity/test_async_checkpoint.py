@@ -439,4 +439,4 @@ def test_an_error_of_rank_0_is_one_line(tmp_path: Path, launcher: list[str]) -> 
     assert finished.code != 0, finished.output
     (line,) = finished.lines("error: ")
     assert "cannot write the checkpoint run/checkpoints/step-00000003: No space left" in line
-    assert run_json(tmp_path / "run")["last_step"] in (5, 6), "by the end of the next step"
+    assert run_json(tmp_path / "run")["last_step"] <= 6, "by the next step after it is known"
