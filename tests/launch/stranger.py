@@ -12,8 +12,9 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hvdtrain import hvd, rendezvous
 from hvdtrain.peers import Peers
@@ -26,7 +27,7 @@ JOB, STRANGER = 12345, 12346
 class Evil:
     """Its pickle runs a command, as the user who reads it."""
 
-    def __reduce__(self) -> object:
+    def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (f"touch {FOLDER}/executed-$(id -u)",)
 
 
