@@ -185,13 +185,19 @@ CORES = os.sched_getaffinity(0)
 
 
 @pytest.mark.skipif(LoadMeter(CORES)._begin is None, reason="this machine does not say")
-def test_here_a_process_is_foreign_unless_it_is_counted_as_ours(tmp_path: Path) -> None:
-    """Both meters read the same counters; whatever else runs here adds to both."""
+def test_here_a_process_is_foreign_unless_it_is_counted_as_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both meters read the same counters and clocks; whatever else runs here adds to both."""
+    now = 0.0
+    monkeypatch.setattr("hvdtrain.compare.run.cpu_load.time.monotonic", lambda: now)
+    monkeypatch.setattr("hvdtrain.compare.run.cpu_load.time.process_time", lambda: 0.0)
     stat, before = tmp_path / "stat", _children_s()
     stat.write_text(cpu_load.PROC_STAT.read_text())
     ours, theirs = LoadMeter(CORES, stat), LoadMeter(CORES, stat)
     subprocess.run([sys.executable, "-c", _BURN], check=True)
     stat.write_text(cpu_load.PROC_STAT.read_text())
+    now = 1000.0
     foreign = theirs.stop().foreign
     ours.add(ranks(_children_s() - before))
     rest = ours.stop().foreign
