@@ -300,7 +300,7 @@ def checkpoint_in_the_background(dist: Dist, folder: Path) -> Weights:
     for name in (dist.get_backend(), f"cpu:{dist.get_backend()}"):
         group = dist.new_group(backend=name)
         saved = snapshot(trained)
-        future = state_dict_saver.async_save(
+        future: Any = state_dict_saver.async_save(
             {"model": saved}, checkpoint_id=folder / name, process_group=group
         )
         train(dist, wrapped, range(2))
