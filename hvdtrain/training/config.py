@@ -201,6 +201,10 @@ class TrainConfig:
     clip_norm: float = _option(math.inf, "Largest norm of the averaged gradient.")
 
     # Evaluation, output and checkpoints
+    no_check: bool = _option(
+        False,
+        "Do not evaluate one batch before the first step, which finds mistakes in the metrics.",
+    )
     eval_every: int = _option(1, "Epochs between evaluations; the last step always has one.")
     early_stop: str | None = _option(
         None,

@@ -18,6 +18,7 @@ reduction "mean", which does not weight ranks by samples.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.errors import InputError
+from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.training.metrics import Mean
 from hvdtrain.training.precision import Precision
 
@@ -75,9 +76,14 @@ def is_metric_object(value: object) -> bool:
 
 
 class Evaluation:
-    """What one rank adds up in one evaluation. Call `add` for each batch, then `reduce` once."""
+    """What one rank adds up in one evaluation. Call `add` for each batch, then `reduce` once.
 
-    def __init__(self) -> None:
+    `warn`: the evaluation is of a part of the data, which may be too small for a metric: called on
+    rank 0 with the exception that computing raises, in place of raising it.
+    """
+
+    def __init__(self, warn: Callable[[Exception], None] | None = None) -> None:
+        self._warn = warn
         self._mean = Mean()
         self._sums: dict[str, Tensor] = {}
         self._objects: dict[str, Any] = {}
@@ -119,17 +125,32 @@ class Evaluation:
         everyone = backend.all_gather_object(self._shares())
         totals: dict[str, Any] = {}
         for name in dict.fromkeys(name for shares in everyone for name in shares):
-            totals[name] = _combine(name, [s[name] for s in everyone if name in s])
+            shares_of_all = [s[name] for s in everyone if name in s]
+            totals[name] = _combine(name, shares_of_all, self._warn is not None)
         objects = [name for name, value in totals.items() if isinstance(value, _States)]
         if objects or derive is not None:
             with backend.share_errors():
                 if backend.world.rank == 0:
-                    totals = self._compute(totals)
-                    totals.update(derive(totals) if derive is not None else {})
-                    totals = _plain(totals)
+                    totals = self._complete(totals, derive)
             totals = backend.broadcast_object(totals if backend.world.rank == 0 else {})
         for metric in self._objects.values():
             metric.reset()
+        return _plain(totals)
+
+    def _complete(
+        self, totals: dict[str, Any], derive: Callable[[dict[str, Any]], dict[str, Any]] | None
+    ) -> dict[str, Any]:
+        """Return the results of metric objects and `derive` too; nothing after a warning."""
+        try:
+            totals = self._compute(totals)
+            totals.update(derive(totals) if derive is not None else {})
+        except HvdtrainError:
+            raise
+        except Exception as error:
+            if self._warn is None:
+                raise
+            self._warn(error)
+            return {}
         return _plain(totals)
 
     def _shares(self) -> dict[str, tuple[str, Any]]:
@@ -161,12 +182,14 @@ def evaluate(
     task: CheckedTask,
     backend: Backend,
     precision: Precision,
+    warn: Callable[[Exception], None] | None = None,
 ) -> dict[str, Any]:
     """Return the metrics over this rank's `batches`, with their sizes, and those of all others.
 
-    Collective. The model is in eval mode meanwhile. Raises what `Evaluation` does.
+    Collective. The model is in eval mode meanwhile. Raises what `Evaluation` does, which has
+    `warn`.
     """
-    evaluation = Evaluation()
+    evaluation = Evaluation(warn)
     with eval_mode(model):
         for size, batch in batches:
             with precision.autocast():
@@ -194,8 +217,11 @@ class _States(list[list[dict[str, Any]]]):
     """The states of one metric object: by rank, by part, by name."""
 
 
-def _combine(name: str, shares: list[tuple[str, Any]]) -> Any:
-    """Return the total of one metric over all ranks; for an object the states, in rank order."""
+def _combine(name: str, shares: list[tuple[str, Any]], is_partial: bool) -> Any:
+    """Return the total of one metric over all ranks; for an object the states, in rank order.
+
+    `is_partial`: a mean may have no weight, and is then NaN.
+    """
     kinds, values = {kind for kind, _ in shares}, [value for _, value in shares]
     if len(kinds) > 1:
         raise InputError(
@@ -205,6 +231,8 @@ def _combine(name: str, shares: list[tuple[str, Any]]) -> Any:
         )
     if kinds == {"mean"}:
         if not sum(weight for _, weight in values) > 0:
+            if is_partial:
+                return math.nan
             raise InputError(
                 f"the weights of the metric {name!r} are not positive in sum over the whole "
                 "evaluation, so that it has no mean",

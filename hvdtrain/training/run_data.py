@@ -97,6 +97,11 @@ class RunData:
         """Whether the task has evaluation data."""
         return self._eval_data is not None
 
+    @property
+    def can_peek(self) -> bool:
+        """Whether a batch of the evaluation data can be read twice: not of a stream."""
+        return self._eval_data is not None and self._eval_data.sampler is not None
+
     def begin_epoch(
         self, progress: Progress, convert: Callable[[Tensor], Tensor]
     ) -> Iterator[StepBatches]:

@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,12 +27,19 @@ from torch import Tensor
 
 from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends.base import Backend
+from hvdtrain.errors import one_line
 from hvdtrain.training import determinism, methods, restart, run_report, run_state, weights
 from hvdtrain.training.callback import Callback
 from hvdtrain.training.callback_list import CallbackList, from_options
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console, describe, make_console
-from hvdtrain.training.data_loading import StepBatches, check_same_plan, derive_seed
+from hvdtrain.training.criterion import number_of
+from hvdtrain.training.data_loading import (
+    StepBatches,
+    check_same_plan,
+    derive_seed,
+    unchanged_buffers,
+)
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.ledger import format_rates
 from hvdtrain.training.meter import Meter, StepTaken
@@ -315,6 +323,7 @@ class Trainer:
     # The loop
 
     def _train(self) -> Result:
+        self._check_evaluation()
         self.console.start(self.ledger.total_steps, self.progress.step)
         metrics: dict[str, Any] | None = None
         while not self._is_finished():
@@ -499,6 +508,36 @@ class Trainer:
             return self._evaluate_model()
         with self._local.averaged():
             return self._evaluate_model()
+
+    @torch.no_grad()
+    def _check_evaluation(self) -> None:
+        """Evaluate one batch of each rank: a mistake in the metrics or the evaluation data would
+        else be found after an epoch. Collective.
+
+        Not in a run that is resumed. Leaves random numbers, buffers and metrics as they are.
+        """
+        config = self.config
+        if config.no_check or self.progress.step or not self._data.can_peek:
+            return
+
+        def warn(error: Exception) -> None:
+            self.console.print_line(
+                "check    WARNING: the metrics of one batch before training raise "
+                f"{type(error).__name__}: {one_line(error)}; --no-check leaves this out"
+            )
+
+        model = self.eval_model
+        with determinism.RandomState(derive_seed(config.seed)), unchanged_buffers(model):
+            batches = islice(self._data.evaluation_batches(self.precision.convert_batch), 1)
+            metrics = evaluate(model, batches, self._checked, self.backend, self.precision, warn)
+        wanted = {
+            "--early-stop": config.early_stop_criterion(),
+            "--keep-best": config.keep_best_criterion(),
+            "--plateau": config.plateau_criterion() if config.schedule == "plateau" else None,
+        }
+        for option, criterion in wanted.items():
+            if criterion is not None and metrics:  # none after a warning
+                number_of(metrics, criterion.metric, option)
 
     def _evaluate_model(self) -> dict[str, Any]:
         # The unwrapped model: ranks may have different numbers of batches, and the collectives of

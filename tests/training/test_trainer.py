@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils.data import Dataset
+from torchmetrics import MeanMetric
 
 from hvdtrain import Backend, Callback, Trainer
 from hvdtrain.errors import InputError, Preempted
@@ -139,6 +140,65 @@ def weights_of(folder: Path) -> Any:
     """Return the hash of a finished run's weights, and its last evaluation."""
     about = run_json(folder)
     return about["params_sha256"], about["metrics"]
+
+
+class Measured(Stateful):
+    """Draws random numbers in its metrics, counts in a buffer, and may have a mistake."""
+
+    def __init__(self, mistake: str = "") -> None:
+        super().__init__(evaluates=True)
+        self.mistake = mistake
+        self.metric = MeanMetric()
+
+    def model(self) -> nn.Module:
+        net = super().model()
+        net.register_buffer("calls", torch.zeros(()))
+        return net
+
+    def metrics(self, net: nn.Module, batch: Any) -> dict[str, Any]:
+        if self.mistake == "metrics":
+            raise KeyError("no such thing")
+        net.get_buffer("calls").add_(1)
+        self.metric.update(torch.rand(()))
+        return {"loss": self.loss(net, batch), "drawn": self.metric}
+
+    def derived_metrics(self, totals: dict[str, Any]) -> dict[str, Any]:
+        if self.mistake == "one batch":  # as a metric that needs both classes
+            self.mistake = ""
+            raise ValueError("too few samples")
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "options", "error"),
+    [
+        ("metrics", {}, KeyError),
+        ("", {"keep_best": "accuracy"}, InputError),
+        ("", {"schedule": "plateau", "warmup_steps": 0, "plateau": "accuracy:1"}, InputError),
+    ],
+)
+def test_a_mistake_in_the_metrics_is_found_before_the_first_step(
+    mistake: str, options: dict[str, Any], error: type[Exception], tmp_path: Path
+) -> None:
+    for no_check, step in ((False, 0), (True, 4)):
+        folder = tmp_path / str(step)
+        with pytest.raises(error):
+            fit(single(), folder, task=Measured(mistake), no_check=no_check, **options)
+        assert run_json(folder)["last_step"] == step
+
+
+@pytest.mark.parametrize("ranks", [("single", 1), ("compat-torchrun", 2)], indirect=True)
+def test_the_check_of_the_metrics_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    found = [
+        ranks.run(measured, tmp_path / f"{no_check}-{mistake}", no_check, mistake)[0]
+        for no_check, mistake in ((False, ""), (True, ""), (False, "one batch"))
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+def measured(backend: Backend, /, folder: Path, no_check: bool, mistake: str) -> Any:
+    fit(backend, folder, task=Measured(mistake), no_check=no_check, epochs=2)
+    return backend.broadcast_object(weights_of(folder) if backend.world.rank == 0 else None)
 
 
 def saved_steps(folder: Path) -> list[int]:
