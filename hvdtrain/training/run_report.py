@@ -5,9 +5,11 @@ Used by the Trainer. Nothing here is collective.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +62,8 @@ def open_run_dir(
     """
     if known:
         run_dir = RunDirectory(Path(_relative(Path(known))), True, _LOCK_WAIT_S)
-        run_dir.rejoin(_about(backend, config, origins, threads))
+        with _closed_on_error(run_dir):
+            run_dir.rejoin(_about(backend, config, origins, threads))
         return run_dir
     before = None if start.restart is None else start.restart.run_dir
     if config.run_dir and before is not None and Path(config.run_dir).absolute() != before:
@@ -72,11 +75,22 @@ def open_run_dir(
         path = Path(config.run_dir or _relative(before))
     is_resumed = config.resume != "none" or before is not None
     run_dir = RunDirectory(path, is_resumed, 0.0 if before is None else _LOCK_WAIT_S)
-    start.keep(path)
-    checkpoint.remove_leftovers(run_dir.checkpoints)
-    about = _about(backend, config, origins, threads)
-    run_dir.start({**about, "job": start.job} if start.job else about, before is not None)
+    with _closed_on_error(run_dir):
+        start.keep(path)
+        checkpoint.remove_leftovers(run_dir.checkpoints)
+        about = _about(backend, config, origins, threads)
+        run_dir.start({**about, "job": start.job} if start.job else about, before is not None)
     return run_dir
+
+
+@contextlib.contextmanager
+def _closed_on_error(run_dir: RunDirectory) -> Iterator[None]:
+    """Close the directory if the block raises: else this process could not open it again."""
+    try:
+        yield
+    except BaseException:
+        run_dir.close()
+        raise
 
 
 # On a shared file system the lock of a rank on a lost host may outlive it.

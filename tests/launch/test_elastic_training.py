@@ -82,8 +82,18 @@ def test_ranks_die_and_hosts_come(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_many_changes_of_hosts(tmp_path: Path) -> None:
-    """A commit after each step: worlds end in the middle of epochs and at their ends."""
-    command = training(tmp_path, "--backend", "compat", "--commit-every", "1")
+    """Each step has a commit, so that worlds end in the middle of epochs and at their ends."""
+    options = (
+        "--backend",
+        "compat",
+        "--commit-every",
+        "1",
+        "--batch-size",
+        "10",
+        "--checkpoint-every",
+        "1000",
+    )
+    command = training(tmp_path, *options)
     with elastic(tmp_path, QUICK, "localhost:1", command=command) as job:
         job.pids(1)
         for number in range(1, 15):
