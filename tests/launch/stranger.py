@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -20,14 +19,15 @@ from hvdtrain import hvd, rendezvous
 from hvdtrain.peers import Peers
 from hvdtrain.world import detect, is_mpi
 
-JOB, STRANGER = 12345, 12346
-"""The users."""
+JOB = int(os.environ.get("TEST_USER", 12345 + 2 * (os.getpid() % 20000)))
+STRANGER = JOB + 1
+"""The users, of this test alone: the stranger finds a job by the user of its ports."""
 
 
 class Evil:
     """Its pickle runs a command, as the user who reads it."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return os.system, (f"touch {FOLDER}/executed-$(id -u)",)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -71,7 +72,11 @@ def start(
     command: Sequence[str],
     env: Mapping[str, str] | None = None,
 ) -> Running:
-    limits = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "PYTHONDONTWRITEBYTECODE": "1"}
+    limits = {
+        "TEST_USER": str(JOB),
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "60",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     line = [*user(uid, folder), *command, str(folder)]
     return stack.enter_context(started(line, env={**limits, **(env or {})}))
 
@@ -122,7 +127,8 @@ def test_a_stranger_listens_first(folder: Path, launcher: str) -> None:
 
 def test_a_stranger_reads_and_redirects_addresses(folder: Path) -> None:
     """He connects to a rank with what the store says, and writes another address to it."""
-    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29765"}
+    with socket.create_server(("localhost", 0)) as free:
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
     with contextlib.ExitStack() as stack:
         stranger = start(stack, STRANGER, folder, [*PROGRAM, "redirect"])
         envs = [torch_like(rank, 2, **place) for rank in range(2)]
