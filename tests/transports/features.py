@@ -295,7 +295,6 @@ def checkpoint_in_the_background(dist: Dist, folder: Path) -> Weights:
     from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
     saved, trained = {}, made()
-    future: Any
     wrapped = parallel(trained)
     for name in (dist.get_backend(), f"cpu:{dist.get_backend()}"):
         group = dist.new_group(backend=name)
