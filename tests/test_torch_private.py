@@ -124,7 +124,7 @@ def test_a_storage_moves_under_its_views() -> None:
 
 
 def test_dynamo_leaves_marked_functions_alone() -> None:
-    """Neither the function nor what it calls; and importing them does not import Dynamo."""
+    """It compiles neither the function nor what that calls, and breaks the graph at the call."""
     seen: list[bool] = []
 
     @untraced
@@ -147,10 +147,6 @@ def test_dynamo_leaves_marked_functions_alone() -> None:
     assert torch.compile(program, backend=backend)(torch.ones(2)).tolist() == [7.0, 7.0]
     assert seen == [False]
     assert len(graphs) == 2  # before and after the call
-    code = "import sys, hvdtrain.transports.process_group, hvdtrain.hvd\n"
-    code += "sys.exit('torch._dynamo' in sys.modules)"
-    done = subprocess.run(warm([sys.executable, "-c", code]), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_who_refers_to_a_gradient() -> None:

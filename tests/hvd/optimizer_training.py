@@ -31,6 +31,7 @@ from tests.hvd.optimizer_table import (
     synchronized,
     train,
     twin,
+    update,
     wrap,
 )
 
