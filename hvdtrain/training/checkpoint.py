@@ -231,7 +231,10 @@ def _step(path: Path) -> int:
 
 def _kept_steps(path: Path) -> list[int]:
     """Return the steps whose checkpoints must stay as long as this one does."""
-    steps: list[int] = json.loads(files.read(path / _MANIFEST)).get("kept_steps", [])
+    try:
+        steps: list[int] = json.loads(files.read(path / _MANIFEST)).get("kept_steps", [])
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path / _MANIFEST}: {error.strerror}") from None
     return steps
 
 

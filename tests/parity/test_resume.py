@@ -206,12 +206,13 @@ def test_a_larger_step_is_saved_with_the_end_of_the_epoch(tmp_path: Path) -> Non
 
 def test_a_run_that_has_nothing_left_to_do_is_saved_in_its_own_directory(tmp_path: Path) -> None:
     """Else `--resume auto` starts afresh there."""
-    train(single(), tmp_path / "first")
+    once: dict[str, Any] = {"checkpoint_every": 100}
+    train(single(), tmp_path / "first", **once)
     last = tmp_path / "first/checkpoints/step-00000012"
-    again = train(single(), tmp_path / "second", resume=str(last))
+    again = train(single(), tmp_path / "second", resume=str(last), **once)
     assert again["step"] == 12
     assert (tmp_path / "second/checkpoints" / last.name).is_dir()
-    more = train(single(), tmp_path / "second", resume="auto", epochs=4)
+    more = train(single(), tmp_path / "second", resume="auto", epochs=4, **once)
     assert more["step"] == 16
     assert len(more["seen"]) == 4
 
