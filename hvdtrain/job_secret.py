@@ -14,7 +14,6 @@ Under mpirun all ranks adopt rank 0's, which MPI sends. Imports no torch.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import hmac
 import os
@@ -39,7 +38,7 @@ ADVICE = (
 )
 STRANGER = f"another user, or of a host with another secret: {ADVICE}"
 _MIN_CHARACTERS = 16
-_adopted: list[bytes] = []  # at most one
+_known: list[bytes] = []  # at most one
 
 
 class NotOfThisJob(WorldError):
@@ -47,9 +46,15 @@ class NotOfThisJob(WorldError):
 
 
 def secret() -> bytes:
-    """Return the 32 bytes of the secret. Raises LaunchError if none is hidden from other users."""
-    if _adopted:
-        return _adopted[0]
+    """Return the 32 bytes of the secret: once read, it stays that of this process, whatever a
+    script does to its environment. Raises LaunchError if none is hidden from other users.
+    """
+    if not _known:
+        _known.append(_find())
+    return _known[0]
+
+
+def _find() -> bytes:
     if text := os.environ.get(VARIABLE, ""):
         if len(text) < _MIN_CHARACTERS:
             raise LaunchError(
@@ -70,7 +75,7 @@ def variable_of(env: Mapping[str, str]) -> dict[str, str]:
 
 def adopt(rank0s: bytes) -> None:
     """Use the secret of rank 0 from now on, which a channel that strangers cannot write sent."""
-    _adopted[:] = [rank0s]
+    _known[:] = [rank0s]
 
 
 def tag(purpose: str, *parts: bytes | memoryview) -> bytes:
@@ -116,7 +121,6 @@ def not_proven() -> str:
 # The file
 
 
-@functools.cache
 def _of_user(folder: Path, fallback: Path) -> bytes:
     """Return the secret in the file of this user, which is created if it does not exist."""
     # A home of another user (sudo keeps HOME) must get no file of ours, and has none for us.
