@@ -57,6 +57,7 @@ from hvdtrain.transports.transport import (
     Transport,
     TransportError,
     as_bytes,
+    call_text,
     check_splits,
     mismatch,
     share_bounds,
@@ -413,7 +414,7 @@ class Mpi(Transport):
 
     def _raise_mismatch(self, signature: str) -> None:
         """Raise Mismatch with every rank's call. All ranks run this, and exchange the texts."""
-        text = torch.frombuffer(bytearray(signature.encode()[:_TEXT_BYTES]), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(call_text(signature, _TEXT_BYTES)), dtype=torch.uint8)
         self._payloads[self.rank][:_TEXT_BYTES].zero_()
         self._payloads[self.rank][: text.numel()].copy_(text)
         self._exchange_headers(signature)
