@@ -14,7 +14,7 @@ import click
 from hvdtrain import failure
 from hvdtrain.cli.train import PREFIX, SOURCES, check_environment
 from hvdtrain.cli.train_options import train_option
-from hvdtrain.errors import InputError
+from hvdtrain.errors import InputError, printable
 from hvdtrain.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ def opened(ctx: click.Context, path: Path, values: dict[str, Any]) -> Iterator[I
             over = f" over {backend.transport}" if backend.transport else ""
             what = f"{config.task}, {ranks}, {backend.name}{over}"
             average = ", average of --ema" * found.ema
-            click.echo(f"weights  {found.path} ({what}{average})", err=bool(values.get("as_json")))
+            line = printable(f"weights  {found.path} ({what}{average})")
+            click.echo(line, err=bool(values.get("as_json")))
         yield inference
 
 
@@ -135,7 +136,7 @@ def _check_task_of_run(task: str, path: Path, is_quiet: bool) -> None:
             f"the run.json of {path} names the task {task}{where}, which is not below the current "
             f"folder; if you trust that file, give --task {task}"
         )
-    click.echo(f"task     {task} of run.json: {files[-1]}", err=is_quiet)
+    click.echo(printable(f"task     {task} of run.json: {files[-1]}"), err=is_quiet)
 
 
 @inference_command(
