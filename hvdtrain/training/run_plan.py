@@ -115,9 +115,9 @@ class RunPlan:
         self._check_schedule(checked.has_schedule)
         total, per_epoch = self.ledger.total_steps or 0, self.ledger.steps_per_epoch or 0
         loaded_groups = [dict(group) for group in self._optimizer.param_groups]
-        # Learning rates are those of this run's options, not those of the checkpoint.
-        for group, lr in zip(self._optimizer.param_groups, self._lrs, strict=True):
-            group["lr"] = group["initial_lr"] = lr
+        if loaded:  # the rates are those of this run's options, not those of the checkpoint
+            for group, lr in zip(self._optimizer.param_groups, self._lrs, strict=True):
+                group["lr"] = group["initial_lr"] = lr
         own = checked.schedule(self._optimizer, per_epoch, total)
         if own is not None:
             if self._config.warmup_steps:
