@@ -31,7 +31,6 @@ from tests.hvd.optimizer_table import (
     synchronized,
     train,
     twin,
-    update,
     wrap,
 )
 
