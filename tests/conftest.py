@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -24,14 +25,20 @@ from tests.rerun_failed import STAYED_BEHIND
 
 PoolT = TypeVar("PoolT", bound=Pool[Any])
 
-# A shell starts background jobs with SIGINT ignored, and their child processes inherit that. The
-# tests of Ctrl-C need the default handler.
+# A shell starts background jobs with SIGINT ignored, nohup ignores SIGHUP, and child processes
+# inherit both. The tests of Ctrl-C and of a terminal that closes need the default handlers.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The secret of the job is a file there: tests neither use nor create that of the user.
-_config = tempfile.TemporaryDirectory(prefix="hvdtrain-test-config-")
-os.environ["XDG_CONFIG_HOME"] = _config.name
+_CONFIG_HOME = tempfile.mkdtemp(prefix="hvdtrain-test-config-")
+os.environ["XDG_CONFIG_HOME"] = _CONFIG_HOME
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_CONFIG_HOME)
+
 
 # Usage: `@pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)`. pytest groups the tests by
 # the parameter of a session-scoped fixture, so that one pool at a time is alive.

@@ -533,7 +533,7 @@ class Trainer:
         wanted = {
             "--early-stop": config.early_stop_criterion(),
             "--keep-best": config.keep_best_criterion(),
-            "--plateau": config.plateau_criterion() if config.schedule == "plateau" else None,
+            "the schedule": config.plateau_criterion() if config.schedule == "plateau" else None,
         }
         for option, criterion in wanted.items():
             if criterion is not None and metrics:  # none after a warning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,17 +76,22 @@ def test_one_process(tmp_path: Path, step: int) -> None:
     assert first["seen"] + second["seen"] == whole["seen"]
 
 
-def test_a_signal_that_is_repeated_at_once_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("launcher", "within_s"), [("none", 0.19), ("openmpi", 1.9)])
+def test_a_signal_that_is_repeated_at_once_counts_as_one(
+    monkeypatch: pytest.MonkeyPatch, launcher: str, within_s: float
+) -> None:
     """A launcher passes on what the rank has received directly, too. One after that is another."""
     now, found = 100.0, list[int]()
+    backend = single()
+    backend.world = replace(backend.world, launcher=launcher)
     monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: now))
     with signals.handled(lambda number, frame: found.append(number), signal.SIGUSR1):
-        with preemption.Preemption(single(), TrainConfig(checkpoint_signals="USR1")):
+        with preemption.Preemption(backend, TrainConfig(checkpoint_signals="USR1")):
             signal.raise_signal(signal.SIGUSR1)
-            now = 101.9
+            now += within_s
             signal.raise_signal(signal.SIGUSR1)
             assert not found
-            now = 102.1
+            now += 0.2
             signal.raise_signal(signal.SIGUSR1)
     assert found == [signal.SIGUSR1]
 
