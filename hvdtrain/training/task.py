@@ -222,6 +222,8 @@ class CheckedTask(Task):
             if isinstance(value, (Sum, WeightedMean)) or is_metric_object(value):
                 continue
             if not (isinstance(value, Tensor) and value.numel() == 1) or value.is_complex():
+                if type(self._task).metrics is Task.metrics:  # it is what `loss` has returned
+                    self._refuse("loss", "a tensor with one number, the mean over the batch", value)
                 what = f"a tensor with one number as {name!r}, the mean over the batch"
                 what += " (or a WeightedMean, a Sum, or a metric object)"
                 self._refuse("metrics", what, value)
