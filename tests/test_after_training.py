@@ -298,7 +298,9 @@ def test_a_received_run_does_not_choose_the_code(
     assert f"task     my.py:Mine of run.json: {line.folder}/my.py" in line("evaluate", "run").output
     about["config"]["task"] = spec = f"{named.format(elsewhere)}:Mine"
     (line.folder / "run" / "run.json").write_text(json.dumps(about))
-    for command in ("evaluate run", "predict run --output x.npy"):
+    step = max((line.folder / "run" / "checkpoints").glob("step-*")).name
+    newest = f"run/checkpoints/{step}"
+    for command in ("evaluate run", f"evaluate {newest}", "predict run/run.json --output x.npy"):
         said = line.refused(*command.split(), alone=False)
         assert said.endswith(f"the current folder; if you trust that file, give --task {spec}")
     assert not proof.exists()

@@ -83,7 +83,7 @@ def opened(ctx: click.Context, path: Path, values: dict[str, Any]) -> Iterator[I
                 found = weights.find(path, values["best"], values["ema"])
                 config = _config_of(found, given, launch)
                 if "task" not in given:
-                    _check_task_of_run(config.task, path, is_quiet=bool(values.get("as_json")))
+                    _check_task_of_run(config.task, found, is_quiet=bool(values.get("as_json")))
         config = backend.broadcast_object(config)
         with backend.share_errors():
             task = load_task(config.task, config.set)
@@ -120,7 +120,7 @@ def _config_of(found: Weights, given: dict[str, Any], launch: TrainConfig) -> Tr
     return config
 
 
-def _check_task_of_run(task: str, path: Path, is_quiet: bool) -> None:
+def _check_task_of_run(task: str, found: Weights, is_quiet: bool) -> None:
     """Print which file a task of run.json is. Raises InputError unless it is built in, or below the
     current folder and outside the run: a run that was received must not choose the code.
     """
@@ -129,12 +129,13 @@ def _check_task_of_run(task: str, path: Path, is_quiet: bool) -> None:
 
     if task in TASKS:
         return
-    files, here, run = user_module.files_of(task), Path.cwd(), path.resolve()
+    assert found.run_dir is not None  # else no run.json names a task
+    files, here, run = user_module.files_of(task), Path.cwd(), found.run_dir.resolve()
     if not files or not all(f.is_relative_to(here) and not f.is_relative_to(run) for f in files):
         where = f" ({files[-1]})" if files else ""
         raise InputError(
-            f"the run.json of {path} names the task {task}{where}, which is not below the current "
-            f"folder; if you trust that file, give --task {task}"
+            f"the run.json of {found.run_dir} names the task {task}{where}, which is not below "
+            f"the current folder; if you trust that file, give --task {task}"
         )
     click.echo(printable(f"task     {task} of run.json: {files[-1]}"), err=is_quiet)
 

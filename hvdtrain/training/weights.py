@@ -34,6 +34,8 @@ class Weights:
     """The run.json of the run that wrote them; empty if it is not there."""
     ema: bool = False
     """Whether the average of `--ema` is meant, in place of the weights themselves."""
+    run_dir: Path | None = None
+    """The run directory that `run` was read from."""
 
 
 def find(path: Path, best: bool = False, ema: bool = False) -> Weights:
@@ -48,6 +50,7 @@ def find(path: Path, best: bool = False, ema: bool = False) -> Weights:
     is_run = os.path.lexists(path / "run.json")
     if best and not is_run:
         raise InputError(f"--best wants a run directory, and {path} has no run.json")
+    folder: Path | None = path
     if is_run:
         run = run_dir.read(path)
         with run_dir.checked(path / "run.json"):
@@ -59,7 +62,8 @@ def find(path: Path, best: bool = False, ema: bool = False) -> Weights:
         )
     elif path.is_dir():
         above = path.resolve().parent.parent
-        found, run = path, run_dir.read(above) if (above / "run.json").exists() else {}
+        folder = above if (above / "run.json").exists() else None
+        found, run = path, run_dir.read(folder) if folder is not None else {}
     elif path.is_file() and not ema:
         return Weights(path)
     elif path.is_file():
@@ -71,7 +75,7 @@ def find(path: Path, best: bool = False, ema: bool = False) -> Weights:
         valid, _ = checkpoint.newest(found.parent)
         other = "no other is valid" if valid is None else f"give another one, such as {valid}"
         raise CheckpointError(f"cannot use the checkpoint {found}: {why}; {other}")
-    return Weights(found, run, ema)
+    return Weights(found, run, ema, folder)
 
 
 def _chosen(path: Path, run: dict[str, Any], best: bool) -> Path:
