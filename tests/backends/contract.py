@@ -162,7 +162,10 @@ class WithBreak(nn.Module):
 
 
 def compiled_nets(backend: Backend) -> None:
-    """torch.compile before and after `prepare` gives the same bits as without it."""
+    """torch.compile before and after `prepare` gives the same bits as without it.
+
+    With three ranks to rounding: the order in which real Horovod adds depends on timing.
+    """
     trained = []
     for when in ("never", "before", "after"):
         model: Any = WithBreak()
@@ -181,8 +184,9 @@ def compiled_nets(backend: Backend) -> None:
             optimizer.zero_grad()
         backend.synchronize(optimizer, "parameters")
         trained.append([t.clone() for t in model.state_dict().values()])
+    tolerance = 0.0 if backend.world.size <= 2 else 1e-6
     for other in trained[1:]:
-        assert all(map(torch.equal, trained[0], other))
+        torch.testing.assert_close(other, trained[0], rtol=tolerance, atol=tolerance)
 
 
 def tensor_hooks_run_once(backend: Backend) -> None:
