@@ -24,7 +24,6 @@ from tests.launching import BIN, ROOT, Started, started
 PROGRAM = [sys.executable, "-m", "tests.launch.stranger"]
 LAUNCHERS = {
     "torchrun": [f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "2"],
-    "mpirun": [f"{BIN}/mpirun", "-np", "2", sys.executable],
     "hvdrun": [f"{BIN}/hvdrun", "-np", "2", sys.executable],
 }
 Running = tuple[Started, Path]
@@ -90,7 +89,7 @@ def end(running: Running) -> str:
 
 @pytest.mark.parametrize(
     "launcher",
-    ["torchrun", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("mpirun", "hvdrun"))],
+    ["torchrun", pytest.param("hvdrun", marks=pytest.mark.exhaustive)],
 )
 def test_a_stranger_joins_as_a_late_rank(folder: Path, launcher: str) -> None:
     """He finds the port of the store, and answers with a pickle."""
