@@ -11,6 +11,8 @@ import subprocess
 import sys
 from functools import reduce
 from importlib import import_module
+from importlib.util import module_from_spec
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from hvdtrain._torch import storage
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain._torch.dynamo import untraced
 from hvdtrain._torch.peer_errors import is_peer_error
@@ -173,6 +176,32 @@ def test_who_refers_to_a_gradient() -> None:
         p.grad = grad
         del grad
         assert not has_private_gradient(p)
+
+
+@pytest.mark.parametrize("install", [sys.settrace, sys.setprofile])
+def test_a_debugger_does_not_hide_who_refers_to_a_gradient(install: Any) -> None:
+    """It may hold the variables and the arguments of every call."""
+    p, seen, before = torch.zeros(4, requires_grad=True), [], (sys.gettrace(), sys.getprofile())
+
+    def hold(frame: FrameType, event: str, argument: object) -> Any:
+        seen.append((dict(frame.f_locals), argument))
+        return hold
+
+    spec: Any = storage.__spec__
+    fresh = module_from_spec(spec)
+    install(hold)
+    try:
+        spec.loader.exec_module(fresh)
+        p.grad = torch.zeros(4)
+        fresh.has_private_gradient(p)
+    finally:
+        sys.settrace(before[0])
+        sys.setprofile(before[1])
+    assert seen
+    seen.clear()
+    held = p.grad
+    assert not fresh.has_private_gradient(p)
+    del held
 
 
 def test_texts_of_a_lost_peer() -> None:

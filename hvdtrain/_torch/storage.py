@@ -14,7 +14,6 @@ no gradient counts as private, so gradients are copied out of their buckets, whi
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
@@ -63,8 +62,7 @@ def has_private_gradient(p: Tensor) -> bool:
     Then no variable, view or array, no graph of autograd and no other process refers to it or to
     its memory. A private gradient may be taken for one that is not, never the reverse.
     """
-    private = _counts_of_private()
-    if private is None or any(map(int.__gt__, _count_references(p), private)):
+    if _PRIVATE is None or any(map(int.__gt__, _count_references(p), _PRIVATE)):
         return False
     grad: Any = p.grad
     storage = grad.untyped_storage()
@@ -74,22 +72,35 @@ def has_private_gradient(p: Tensor) -> bool:
 
 
 def _count_references(p: Tensor) -> tuple[int, ...]:
-    """Return the references to `p.grad` and to its storage, from Python and from C++."""
-    grad: Any = p.grad
-    storage = grad.untyped_storage()
-    of_storage = torch._C._storage_Use_Count(storage._cdata)
-    return sys.getrefcount(grad), grad._use_count(), sys.getrefcount(storage), of_storage
+    """Return the references to `p.grad` and to its storage, from Python and from C++.
+
+    No variable is for either: a debugger that holds this function's variables would count.
+    """
+    of_storage = torch._C._storage_Use_Count
+    return (
+        sys.getrefcount(p.grad),
+        p.grad._use_count(),  # type: ignore[union-attr]
+        sys.getrefcount(p.grad.untyped_storage()),  # type: ignore[union-attr]
+        of_storage(p.grad.untyped_storage()._cdata),  # type: ignore[union-attr]
+    )
 
 
-@functools.cache
 def _counts_of_private() -> tuple[int, ...] | None:
-    """Return the references to a gradient that only its parameter refers to; None if unknown."""
+    """Return the references to a gradient that only its parameter refers to; None if unknown.
+
+    Each counts two at most, the owner and the call that counts. More are those of a profiler that
+    keeps the arguments of calls: with these, a gradient that is held would count as private.
+    """
     p = torch.zeros(1, requires_grad=True, device="cpu")
     p.grad = torch.zeros(1, device="cpu")
     try:
-        return _count_references(p)
+        counts = _count_references(p)
     except AttributeError:
         return None
+    return counts if max(counts) <= 2 else None
+
+
+_PRIVATE = _counts_of_private()
 
 
 def move_to_shared_memory(storage: torch.UntypedStorage) -> int:
