@@ -219,6 +219,25 @@ def gradients_that_are_not_contiguous(hvd: Hvd) -> None:
         model.zero_grad(set_to_none=False)
 
 
+@case(stronger="gradients need not be contiguous")
+def gradients_that_overlap_themselves(hvd: Hvd) -> None:
+    """A gradient set by hand to one value for all elements is replaced by the average."""
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        model = wide()
+        optimizer = wrap(hvd, model, slow, compression=compression)
+        for step in range(STEPS):
+            value = torch.tensor(hvd.rank() + 1.0, dtype=torch.double)
+            for p in model.parameters():
+                p.grad = value.expand_as(p)
+            held = grads(model) if step % 2 else []
+            with synchronized(optimizer):
+                average = torch.tensor((hvd.size() + 1) / 2, dtype=torch.double)
+                close(grads(model), [average.expand_as(p) for p in model.parameters()])
+            assert value == hvd.rank() + 1
+            del held
+            optimizer.zero_grad()
+
+
 @case(stronger="compression leaves gradients in their memory; with Horovod's they move")
 def compressed_views_of_a_flat_buffer(hvd: Hvd) -> None:
     model = wide()

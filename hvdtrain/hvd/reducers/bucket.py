@@ -125,12 +125,12 @@ class Bucket:
         return self.flat
 
     def _fill_in_place(self, factor: float) -> Tensor:
-        """Return the only gradient, times `factor`, as the buffer; a copy if it has gaps."""
+        """Return the only gradient, times `factor`, as the buffer; a copy if not contiguous."""
         (p,) = self.params
         grad = dense(p.grad)
         if grad is None:
             grad = p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
-        self.flat = grad.reshape(-1)
+        self.flat = grad.contiguous().view(-1)
         self.views = [self.flat.view(p.shape)]
         return self.flat.mul_(factor) if factor != 1.0 else self.flat
 
@@ -152,6 +152,9 @@ class Bucket:
                 else:
                     p.grad = result
             elif grad.data_ptr() != view.data_ptr():
+                if overlaps_itself(grad):
+                    p.grad = view.to(p.dtype, copy=True)
+                    continue
                 into.append(grad)
                 out.append(view)
         if into:
@@ -182,6 +185,21 @@ def _is_same(grad: Tensor | None, view: Tensor) -> bool:
     if grad is None or grad.is_sparse:
         return False
     return grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
+
+
+def overlaps_itself(t: Tensor) -> bool:
+    """Return whether elements of a dense tensor share memory, as after `expand`.
+
+    Such a gradient, set by hand, cannot be written to: the result replaces it.
+    """
+    if t.is_contiguous():
+        return False
+    end = 0  # of the memory that the dimensions so far reach over
+    for stride, n in sorted(zip(t.stride(), t.shape, strict=True)):
+        if n > 1 and stride <= end:
+            return True
+        end += stride * (n - 1)
+    return False
 
 
 def dense(grad: Tensor | None) -> Tensor | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from hvdtrain.hvd.engine.request import AVERAGE, SUM
 from hvdtrain.hvd.ops.allreduce import allreduce_async_, sparse_allreduce_async
 from hvdtrain.hvd.ops.handles import synchronize
+from hvdtrain.hvd.reducers.bucket import overlaps_itself
 from hvdtrain.hvd.reducers.reducer import TOO_MANY, AveragingSpec, Reducer
 
 
@@ -47,6 +48,8 @@ class NamedAllreduces:
         if grad is None:
             grad = p.grad = torch.zeros_like(p)
         assert not grad.requires_grad, "gradients of gradients (create_graph) cannot be averaged"
+        if not grad.is_sparse and overlaps_itself(grad):
+            grad = p.grad = grad.contiguous()
         was_sparse = grad.is_sparse  # then reduced dense, and made sparse again
         compressed, ctx = spec.compression.compress(grad.to_dense() if was_sparse else grad)
         op = spec.op
@@ -73,6 +76,8 @@ class NamedAllreduces:
                     p.grad = result
                 elif p.grad.is_sparse:
                     p.grad.zero_().add_(result)  # there is no copy_ from other numbers of rows
+                elif overlaps_itself(p.grad):
+                    p.grad = result
                 elif p.grad is not result:
                     p.grad.copy_(result)
 
