@@ -30,11 +30,22 @@ def skip_synchronize(self: Any) -> Iterator[None]:
 
 @without_step_hooks
 def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-    """Step on this rank's own gradients, then combine all ranks' updates. Collective."""
+    """Step on this rank's own gradients, then combine all ranks' updates. Collective.
+
+    Each call of the closure may make as many backward passes as a step; in the first call those
+    before the step count too, as in Horovod, which makes no other.
+    """
     names = dict(zip(self._spec.params, self._spec.names, strict=True))
     params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
     begin = {p: p.detach().clone() for p in params}
-    loss = super(self.__class__, self).step(closure)
+    inner = super(self.__class__, self).step
+
+    def counted() -> Any:
+        result = closure()  # type: ignore[misc]
+        self._reducer.reset()
+        return result
+
+    loss = inner() if closure is None else inner(counted)
     # By name, so that ranks with another order of parameters send the same list.
     known = sorted((p for p in params if p in names), key=lambda p: names[p])
     with torch.no_grad():

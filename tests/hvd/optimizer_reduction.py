@@ -18,6 +18,7 @@ from tests.hvd.optimizer_passes import TOO_MANY
 from tests.hvd.optimizer_table import (
     adamw,
     averages,
+    batch,
     by_hand,
     case,
     close,
@@ -29,6 +30,7 @@ from tests.hvd.optimizer_table import (
     plain,
     shard,
     synchronized,
+    tensors,
     train,
     twin,
     wrap,
@@ -434,6 +436,62 @@ def adasum_counts_the_passes(hvd: Hvd) -> None:
         optimizer.step()
         train(hvd, model, optimizer, range(1))
         equal_everywhere(hvd, model)
+
+
+@case(sizes=(2,), arms=ADASUM_ARMS)
+def adasum_with_a_closure(hvd: Hvd) -> None:
+    """It may zero the gradients, unless some were computed before the step."""
+    model = net()
+    optimizer = wrap(hvd, model, op=hvd.Adasum)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        value = loss(model, shard(hvd, 0))
+        value.backward()
+        return value
+
+    for _ in range(2):
+        before = loss(model, shard(hvd, 0))
+        assert optimizer.step(closure) == before
+        equal_everywhere(hvd, model)
+    loss(model, shard(hvd, 0)).backward()
+    with raises(AssertionError, "optimizer.zero_grad() was called after loss.backward()"):
+        optimizer.step(closure)
+    optimizer.step()
+    equal_everywhere(hvd, model)
+
+
+@case(stronger="with Adasum too, a closure may run several times in a step", sizes=(2,))
+def adasum_of_a_closure_that_runs_again(hvd: Hvd) -> None:
+    def lbfgs(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+
+    def own_step(model: nn.Module, optimizer: Any, zero_grad: Any, rank: int, passes: int) -> None:
+        def closure() -> Any:
+            zero_grad()
+            data = [tensor[rank::2] for tensor in batch(0)]
+            for _ in range(passes):
+                value = loss(model, (data[0], data[1]))
+                value.backward()
+            return value
+
+        optimizer.step(closure)
+
+    for passes in (1, 2):
+        twins = [net(), net()]
+        for rank, module in enumerate(twins):
+            by_itself = lbfgs(module.parameters())
+            own_step(module, by_itself, by_itself.zero_grad, rank, passes)
+        ends = zip(*(tensors(module) for module in (net(), *twins)), strict=True)
+        expected = [s + adasum(a - s, b - s) for s, a, b in ends]
+        for wrappers in (True, False):
+            model = net()
+            optimizer = wrap(hvd, model, lbfgs, op=hvd.Adasum, backward_passes_per_step=passes)
+            zero_grad = optimizer.zero_grad if wrappers else model.zero_grad
+            own_step(model, optimizer, zero_grad, hvd.rank(), passes)
+            close(model, expected)
+            own_step(model, optimizer, zero_grad, hvd.rank(), passes)
+            equal_everywhere(hvd, model)
 
 
 @case(sizes=(2,), arms=ADASUM_ARMS)
