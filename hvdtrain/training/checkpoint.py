@@ -56,7 +56,7 @@ def save(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, An
     final = path_of(root, step)
     staging = root / f"{_STAGING}{final.name}-{os.getpid()}"
     try:
-        root.mkdir(exist_ok=True)  # not its parent: a run directory that is removed stays away
+        root.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         written = {f"{name}.pt": _write_part(staging, name, value) for name, value in parts.items()}

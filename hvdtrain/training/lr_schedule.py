@@ -195,7 +195,8 @@ class RateSchedule:
             "kind": _kind_of(self.scheduler),
             "state": self.scheduler.state_dict(),
             "start_lrs": self._start_lrs,
-            "lrs": self._unscaled or self._lrs(),
+            # In a warm-up not the rates of the moment: the run may be resumed with a shorter one.
+            "lrs": self._start_lrs if self._is_warming_up() else self._unscaled or self._lrs(),
         }
 
     def load_state_dict(self, saved: dict[str, Any], loaded: list[dict[str, Any]]) -> None:
@@ -204,18 +205,19 @@ class RateSchedule:
         `loaded`: the parameter groups of the checkpoint. Raises CheckpointError for the state of
         another kind of schedule.
         """
-        if "start_lrs" not in saved:
-            saved = _from_raw_state(saved, loaded, self.scheduler, self._start_lrs)
-        own, kind, state = _kind_of(self.scheduler), saved["kind"], saved["state"]
-        if kind != own:
-            raise CheckpointError(
-                f"the checkpoint has the state of another schedule ({kind}) than {own}; resume "
-                "with the schedule that it was saved with",
-                on_all_ranks=True,
-            )
-        if self.unit == "evaluation":
-            state = {key: state[key] for key in _PLATEAU_STATE if key in state}
+        own = _kind_of(self.scheduler)
         try:
+            if "start_lrs" not in saved:
+                saved = _from_raw_state(saved, loaded, self.scheduler, self._start_lrs)
+            kind, state = saved["kind"], saved["state"]
+            if kind != own:
+                raise CheckpointError(
+                    f"the checkpoint has the state of another schedule ({kind}) than {own}; resume "
+                    "with the schedule that it was saved with",
+                    on_all_ranks=True,
+                )
+            if self.unit == "evaluation":
+                state = {key: state[key] for key in _PLATEAU_STATE if key in state}
             self.scheduler.load_state_dict(state)
         except (LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
@@ -254,9 +256,11 @@ class RateSchedule:
         for group, lr in zip(self.scheduler.optimizer.param_groups, lrs, strict=True):
             group["lr"] = lr
 
+    def _is_warming_up(self) -> bool:
+        return self._warmup is not None and self._warmup.last_epoch < self._warmup_steps
+
     def _warm_up(self) -> None:
-        assert self._warmup is not None
-        if self._warmup.last_epoch < self._warmup_steps:
+        if self._warmup is not None and self._is_warming_up():
             self._warmup.step()
 
 

@@ -172,6 +172,15 @@ def test_another_rate_after_resuming(tmp_path: Path, own: str) -> None:
         assert rest["rates"] == pytest.approx([10 * rate for rate in whole["rates"][9:]])
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_shorter_warm_up_after_resuming(tmp_path: Path, steps: int) -> None:
+    """The rate of a plateau is then the whole one, not that of the warm-up when it was saved."""
+    options: dict[str, Any] = {"schedule": "plateau", "plateau": "loss:9"}
+    train(single(), tmp_path, 4, warmup_steps=8, **options)
+    rest = train(single(), tmp_path, resume="auto", warmup_steps=steps, **options)
+    assert set(rest["rates"]) == {0.02}
+
+
 def test_another_schedule_after_resuming(tmp_path: Path) -> None:
     train(single(), tmp_path, 10, own_schedule="plateau")
     with pytest.raises(CheckpointError, match="schedule .ReduceLROnPlateau. than StepLR; resume"):

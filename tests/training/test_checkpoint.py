@@ -67,6 +67,11 @@ def test_round_trip(root: Path) -> None:
     assert set(names(path)) == set(FILES)
 
 
+def test_the_folder_above_is_made_too(tmp_path: Path) -> None:
+    """As a script's own loop needs it: save(Path("runs/gan"), ...)."""
+    assert_loads(save(tmp_path / "runs" / "gan", 10), 10)
+
+
 def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
     for step in (200_000_000, 5, 99_999_999):
         save(tmp_path, step)

@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hvdtrain import Trainer
-from hvdtrain.errors import InputError
+from hvdtrain.errors import CheckpointError, InputError
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.lr_schedule import RateSchedule, build_schedule, lr_factor, set_base_lr
 from tests.parity import resume
@@ -188,6 +188,11 @@ def test_the_state_in_a_checkpoint_of_an_earlier_version(kind: str) -> None:
     whole = advance(old, 9)
     assert advance(same, 9) == whole
     assert advance(higher, 9) == pytest.approx([10 * lr for lr in whole])
+    del saved["last_lrs" if kind == "plateau" else "_last_lr"]
+    with pytest.raises(CheckpointError, match="has the state of another .*Error: '_?last_lrs?'; re"):
+        begin(0.5).load_state_dict(saved, loaded)
+    with pytest.raises(CheckpointError, match="has the state of another .*: 'initial_lr'; resume"):
+        begin(0.5).load_state_dict(saved, [{"params": [0], "lr": 0.5}])
 
 
 def test_groups_keep_their_proportion() -> None:
