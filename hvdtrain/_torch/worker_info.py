@@ -1,13 +1,16 @@
-"""What `torch.utils.data.get_worker_info` returns in a loader process. Used by `training.streams`.
+"""What `torch.utils.data.get_worker_info` returns in a loader process. Used by `training.streams`
+and `training.data_loading`.
 
 Relies on `torch.utils.data._utils.worker._worker_info`, which that function returns. Without it, a
 stream that divides itself between loader processes, as torch's manual advises, would be divided
-twice, and lose most of its items.
+twice, and lose most of its items. The object itself is frozen: only object.__setattr__ changes it.
 """
 
 from __future__ import annotations
 
-from torch.utils.data import get_worker_info
+from typing import Any
+
+from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils import worker
 
 
@@ -19,3 +22,10 @@ def take_worker_info() -> tuple[int, int]:
     info = get_worker_info()
     worker._worker_info = None
     return (info.id, info.num_workers) if info is not None else (0, 1)
+
+
+def set_worker_dataset(dataset: Dataset[Any]) -> None:
+    """Let `get_worker_info` return `dataset`, not the wrapper that the loader was made with."""
+    info = get_worker_info()
+    if info is not None:
+        object.__setattr__(info, "dataset", dataset)

@@ -19,9 +19,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    get_worker_info,
+)
 
 from hvdtrain import signals
+from hvdtrain._torch.worker_info import set_worker_dataset
 from hvdtrain.backends.base import Backend, check_same
 from hvdtrain.errors import InputError
 from hvdtrain.training import determinism
@@ -513,7 +521,7 @@ def make_loader(
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=device.type == "cuda",
-        worker_init_fn=outlive_signals,
+        worker_init_fn=_begin_worker,
         multiprocessing_context=worker_context(workers, world),
         # Without one of its own, a loader draws from the program's random numbers.
         generator=torch.Generator().manual_seed(derive_seed(seed, world.rank)),
@@ -545,18 +553,26 @@ class SeededDataset(Dataset[Any]):
     """A dataset in a loader process, which is seeded for each of the `SeededBatches`."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
-        self._dataset: Any = dataset
+        self.inner: Any = dataset
 
     def __getitem__(self, index: int) -> Any:
-        return self._dataset[index]
+        return self.inner[index]
 
     def __getitems__(self, seeded: tuple[int, list[Any]]) -> Any:
         """Return the samples of one batch: torch's loaders call it in place of `__getitem__`."""
         seed, batch = seeded
         determinism.seed_all(seed)
-        if hasattr(self._dataset, "__getitems__"):
-            return self._dataset.__getitems__(batch)
-        return [self._dataset[index] for index in batch]
+        if hasattr(self.inner, "__getitems__"):
+            return self.inner.__getitems__(batch)
+        return [self.inner[index] for index in batch]
+
+
+def _begin_worker(worker: int) -> None:
+    """Prepare a loader process. Its worker info has the task's own dataset, as without hvdtrain."""
+    outlive_signals(worker)
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, SeededDataset):
+        set_worker_dataset(info.dataset.inner)
 
 
 def worker_context(workers: int, world: World) -> str | None:

@@ -14,7 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from hvdtrain import Backend, TrainConfig, Trainer
 from hvdtrain.errors import InputError, WorldMismatch
@@ -348,6 +354,27 @@ def test_loader_processes_draw_other_numbers_on_other_ranks() -> None:
         loader = make_loader(Noise(), batches, default_collate, world(rank, 2), CPU, 1, seed=0)
         drawn += torch.cat(list(loader)).flatten().tolist()
     assert len(set(drawn)) == 16
+
+
+class OfWorker(Noise):
+    """Reads its own attributes through torch's worker info, as torch's manual shows."""
+
+    first = 5
+
+    def __getitem__(self, index: int) -> Tensor:
+        info: Any = get_worker_info()
+        return torch.tensor(info.dataset.first + index)
+
+
+def test_a_loader_process_knows_the_dataset_of_the_task() -> None:
+    def collate(samples: list[Tensor]) -> list[int]:
+        info: Any = get_worker_info()
+        return [type(info.dataset) is OfWorker, info.id, *map(int, samples)]
+
+    loader = make_loader(
+        OfWorker(), EvalBatches(8, 4, world(0, 1)), collate, world(0, 1), CPU, 1, 0
+    )
+    assert list(loader) == [[True, 0, 5, 6, 7, 8], [True, 0, 9, 10, 11, 12]]
 
 
 class Uneven(Stateful):

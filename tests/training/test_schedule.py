@@ -189,7 +189,9 @@ def test_the_state_in_a_checkpoint_of_an_earlier_version(kind: str) -> None:
     assert advance(same, 9) == whole
     assert advance(higher, 9) == pytest.approx([10 * lr for lr in whole])
     del saved["last_lrs" if kind == "plateau" else "_last_lr"]
-    with pytest.raises(CheckpointError, match="has the state of another .*Error: '_?last_lrs?'; re"):
+    with pytest.raises(
+        CheckpointError, match="has the state of another .*Error: '_?last_lrs?'; re"
+    ):
         begin(0.5).load_state_dict(saved, loaded)
     with pytest.raises(CheckpointError, match="has the state of another .*: 'initial_lr'; resume"):
         begin(0.5).load_state_dict(saved, [{"params": [0], "lr": 0.5}])
