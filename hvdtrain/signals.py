@@ -41,7 +41,11 @@ def restored(*numbers: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def handled(handler: Handler | signal.Handlers, *numbers: signal.Signals) -> Iterator[None]:
-    """Handle these signals with `handler` inside the block."""
+    """Handle these signals with `handler` inside the block.
+
+    One that is ignored stays so: nohup, and a shell for its background jobs, start commands so.
+    """
+    numbers = tuple(n for n in numbers if signal.getsignal(n) != signal.SIG_IGN)
     with restored(*numbers):
         set_handler(handler, *numbers)
         yield

@@ -7,7 +7,10 @@ import threading
 
 import pytest
 
-from hvdtrain import signals
+from hvdtrain import TrainConfig, failure, signals
+from hvdtrain.training.preemption import Preemption
+from hvdtrain.world import guess_world
+from tests.ranks import single
 
 
 def test_deferred_signals_act_after_the_block() -> None:
@@ -56,6 +59,19 @@ def test_handlers_are_restored_after_an_exception() -> None:
     with pytest.raises(ValueError, match="^$"):
         fail()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """As nohup, and a shell for its background jobs, start a command."""
+    found: list[int] = []
+    world = guess_world()
+    config = TrainConfig(checkpoint_signals="INT")
+    with signals.handled(signal.SIG_IGN, signal.SIGINT):
+        with signals.handled(lambda number, frame: found.append(number), signal.SIGINT):
+            signal.raise_signal(signal.SIGINT)
+        with failure.guard(world), Preemption(single(), config):
+            signal.raise_signal(signal.SIGINT)
+    assert not found
 
 
 def test_another_thread_runs_the_block_unchanged() -> None:

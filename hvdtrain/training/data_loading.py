@@ -605,12 +605,23 @@ def outlive_signals(worker: int) -> None:
 
 @contextmanager
 def unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers at the end: a sample of weight 0 changes no statistics."""
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    yield
-    with torch.no_grad():
-        for buffer, value in kept:
-            buffer.copy_(value)
+    """Restore the model's buffers at the end: a sample of weight 0 changes no statistics.
+
+    Also one in whose place the model has put another tensor.
+    """
+    kept = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in kept:
+                buffer.copy_(value)
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)
 
 
 def on_device(

@@ -141,6 +141,13 @@ class Evaluation:
         self, totals: dict[str, Any], derive: Callable[[dict[str, Any]], dict[str, Any]] | None
     ) -> dict[str, Any]:
         """Return the results of metric objects and `derive` too; nothing after a warning."""
+        for name, value in totals.items():
+            if isinstance(value, _States) and name not in self._objects:
+                error = InputError(f"the metric {name!r} must be returned for every batch")
+                if self._warn is None:
+                    raise error
+                self._warn(error)  # a later batch of this rank may return it
+                return {}
         try:
             totals = self._compute(totals)
             totals.update(derive(totals) if derive is not None else {})
@@ -168,8 +175,6 @@ class Evaluation:
             if not isinstance(value, _States):
                 results[name] = value
                 continue
-            if name not in self._objects:
-                raise InputError(f"the metric {name!r} must be returned for every batch")
             with _state_of_all_ranks(self._objects[name], value):
                 results.update(_by_name(name, self._objects[name].compute()))
         return results

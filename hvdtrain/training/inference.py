@@ -62,14 +62,21 @@ def make_eval_data(
     backend: Backend,
     workers: int,
     seed: int,
+    only_first: bool = False,
 ) -> EvalData:
-    """Return this rank's share of `dataset`, with an index or a stream. Not collective."""
+    """Return this rank's share of `dataset`, with an index or a stream. Not collective.
+
+    `only_first`: of a dataset with an index, the first batch of each rank only.
+    """
     world, device = backend.world, backend.device
     if isinstance(dataset, IterableDataset):
         items = RankItems(dataset, batch_size, world, seed, False, collate)
         loader = make_stream_loader(items, world, device, workers)
         return EvalData(loader, None, items.divides_itself)
-    batches = EvalBatches(size_of(dataset, "evaluation"), batch_size, world)
+    size = size_of(dataset, "evaluation")
+    if only_first:
+        size = min(size, batch_size * world.size)
+    batches = EvalBatches(size, batch_size, world)
     loader = make_loader(dataset, batches, collate, world, device, workers, seed)
     return EvalData(loader, batches, False)
 

@@ -117,7 +117,8 @@ class Preemption:
         Blocks while the ranks agree on the last step. Save after a step for which this is true.
         """
         with self._changed:
-            while self.cause and self._last is None and step > self._begun:
+            # Without rank 0 no one decides: let the next collective report its loss.
+            while self.cause and 0 in self._live and self._last is None and step > self._begun:
                 self._changed.wait()
             self._begun = max(step, self._begun)
             return self._last is not None and step >= self._last
@@ -231,8 +232,7 @@ class Preemption:
         """
         with self._changed:
             self._live.discard(rank)
-            if rank == 0:  # no one decides: let the next collective report it
-                self.cause = ""
+            if rank == 0:
                 self._changed.notify_all()
             elif self._world.rank == 0:
                 self._decide()

@@ -6,7 +6,7 @@ The Trainer uses it for datasets with an index (data_loading) and for streams (s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -21,6 +21,7 @@ from hvdtrain.training.data_loading import (
     make_loader,
     on_device,
     shard,
+    size_of,
 )
 from hvdtrain.training.inference import EvalData, make_eval_data
 from hvdtrain.training.run_state import Progress
@@ -47,6 +48,7 @@ class RunData:
         self._config, self._backend = config, backend
         self.datasets = task.datasets()
         train, evaluation = self.datasets
+        self._collate = task.collate
         self._make_train_loader(train, task, state_is_due)
         self._eval_data: EvalData | None = None
         if evaluation is not None:
@@ -136,3 +138,27 @@ class RunData:
         """
         assert self._eval_data is not None
         return self._eval_data.batches(self._backend.device, convert)
+
+    def first_evaluation_batches(
+        self, convert: Callable[[Tensor], Tensor]
+    ) -> list[tuple[int, Any]]:
+        """Return this rank's first batch of the evaluation data, if it has one, with its size.
+
+        Not collective. Its loader loads no other, and ends. It has a process of its own if the
+        others do: the processes that start later must not inherit a file that a dataset has opened.
+        """
+        evaluation, config = self.datasets[1], self._config
+        assert evaluation is not None
+        each, workers = self.batches.batch_size, min(config.workers, 1)
+        first = make_eval_data(
+            evaluation, each, self._collate, self._backend, workers, config.seed, only_first=True
+        )
+        return list(first.batches(self._backend.device, convert))
+
+    @property
+    def is_evaluated_at_once(self) -> bool:
+        """Whether the first batches of all ranks are the whole evaluation data, which has an index.
+        Equal on all ranks.
+        """
+        size = size_of(cast("Any", self.datasets[1]), "evaluation")
+        return size <= self.batches.batch_size * self._backend.world.size

@@ -18,7 +18,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends.base import Backend
-from hvdtrain.errors import one_line
+from hvdtrain.errors import InputError, one_line
 from hvdtrain.training import determinism, methods, restart, run_report, run_state, weights
 from hvdtrain.training.callback import Callback
 from hvdtrain.training.callback_list import CallbackList, from_options
@@ -528,16 +527,26 @@ class Trainer:
 
         model = self.eval_model
         with determinism.RandomState(derive_seed(config.seed)), unchanged_buffers(model):
-            batches = islice(self._data.evaluation_batches(self.precision.convert_batch), 1)
-            metrics = evaluate(model, batches, self._checked, self.backend, self.precision, warn)
+            batches = self._data.first_evaluation_batches(self.precision.convert_batch)
+            metrics = evaluate(
+                model, iter(batches), self._checked, self.backend, self.precision, warn
+            )
         wanted = {
             "--early-stop": config.early_stop_criterion(),
             "--keep-best": config.keep_best_criterion(),
             "the schedule": config.plateau_criterion() if config.schedule == "plateau" else None,
         }
         for option, criterion in wanted.items():
-            if criterion is not None and metrics:  # none after a warning
+            if criterion is None or not metrics:  # none after a warning
+                continue
+            try:
                 number_of(metrics, criterion.metric, option)
+            except InputError as error:
+                # A later batch may have it, as one with both classes has an AUC.
+                if criterion.metric in metrics or self._data.is_evaluated_at_once:
+                    raise
+                if self._records:
+                    warn(error)
 
     def _evaluate_model(self) -> dict[str, Any]:
         # The unwrapped model: ranks may have different numbers of batches, and the collectives of

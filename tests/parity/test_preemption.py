@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain import TrainConfig, signals
+from hvdtrain import TrainConfig, failure, signals
 from hvdtrain.training import checkpoint, preemption
 from tests.conftest import TWO_RANKS
 from tests.parity.resume import train
@@ -94,6 +94,18 @@ def test_a_signal_that_is_repeated_at_once_counts_as_one(
             now += 0.2
             signal.raise_signal(signal.SIGUSR1)
     assert found == [signal.SIGUSR1]
+
+
+def test_the_loss_of_rank_0_in_the_grace_period_keeps_the_cause() -> None:
+    """No one decides on a last step any more, and --grace may end the run."""
+    backend = single()
+    backend.world = replace(backend.world, size=2, rank=1)
+    ended = preemption.Preemption(backend, TrainConfig())
+    ended._on_message(0, ["hold", "SIGINT at rank 1"], b"")
+    ended._on_lost(0, "it has ended")
+    assert not ended.begin_step(1)
+    assert failure.exit_code(ended.end(0)) == 130
+    assert str(ended.end(0)).startswith("SIGINT at rank 1; ")
 
 
 def test_signals_may_be_left_to_the_program(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_loader_processes_stay_and_a_resumed_run_has_their_numbers(
     fit(single(), tmp_path / "whole", task=task, **options)
     assert {kind: len(pids) for kind, pids in task.pids.items()} == {
         True: workers,
-        False: min(workers, 1),  # the one batch of the evaluation data
+        False: 2,  # one for the check before training, and one for the epochs: there is one batch
     }
     assert not multiprocessing.active_children()
     with pytest.raises(ArithmeticError):  # in the middle of the second epoch
@@ -153,14 +153,23 @@ class Measured(Stateful):
     def model(self) -> nn.Module:
         net = super().model()
         net.register_buffer("calls", torch.zeros(()))
+        net.register_buffer("replaced", torch.zeros(()))
         return net
 
     def metrics(self, net: nn.Module, batch: Any) -> dict[str, Any]:
         if self.mistake == "metrics":
             raise KeyError("no such thing")
         net.get_buffer("calls").add_(1)
+        net.register_buffer("replaced", net.get_buffer("replaced") + 1)
         self.metric.update(torch.rand(()))
-        return {"loss": self.loss(net, batch), "drawn": self.metric}
+        seen = batch[1].tolist()
+        found = {"loss": self.loss(net, batch), "drawn": self.metric}
+        # What a batch without positives lacks, which may be the first one of every rank or of one.
+        if self.mistake == "late key" and max(seen) < 4:
+            return found
+        if self.mistake == "late object" and max(seen) < 4 and 1 not in seen:
+            del found["drawn"]
+        return {**found, "auc": found["loss"]}
 
     def derived_metrics(self, totals: dict[str, Any]) -> dict[str, Any]:
         if self.mistake == "one batch":  # as a metric that needs both classes
@@ -196,8 +205,30 @@ def test_the_check_of_the_metrics_changes_nothing(ranks: Ranks, tmp_path: Path) 
     assert found[0] == found[1] == found[2]
 
 
-def measured(backend: Backend, /, folder: Path, no_check: bool, mistake: str) -> Any:
-    fit(backend, folder, task=Measured(mistake), no_check=no_check, epochs=2)
+@pytest.mark.parametrize("ranks", [("compat-torchrun", 2)], indirect=True)
+@pytest.mark.parametrize("late", ["late key", "late object"])
+def test_a_metric_that_the_first_batches_lack_is_a_warning(
+    late: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    """The samples of the first batches are 0 and 2 on rank 0, 1 and 3 on rank 1."""
+    options = {"global_batch_size": 4, "keep_best": "auc"}
+    assert ranks.run(measured, tmp_path, False, late, **options)[0][1].keys() > {"auc", "drawn"}
+
+
+def test_the_warning_of_a_metric_that_the_first_batch_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"global_batch_size": 4, "epochs": 1}
+    fit(single(), tmp_path, task=Measured("late key"), keep_best="auc", **options)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "check " in line)
+    assert "WARNING" in line
+    assert "--keep-best depends on the evaluation's 'auc', which it does not have" in line
+
+
+def measured(
+    backend: Backend, /, folder: Path, no_check: bool, mistake: str, **options: Any
+) -> Any:
+    fit(backend, folder, task=Measured(mistake), no_check=no_check, epochs=2, **options)
     return backend.broadcast_object(weights_of(folder) if backend.world.rank == 0 else None)
 
 
