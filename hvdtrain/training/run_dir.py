@@ -109,7 +109,11 @@ class RunDirectory:
         that is written there is checked before, so that nothing is lost in silence, nor written to
         the directory of another run.
         """
-        if self._lock >= 0 and not self._is_in_place():
+        try:
+            is_in_place = self._lock < 0 or self._is_in_place()
+        except OSError:  # a network file system may fail for a moment: nothing is known
+            return
+        if not is_in_place:
             raise InputError(
                 f"the run directory {self.path} was removed or moved while the run goes on: its "
                 ".lock is no longer the one that this run holds; leave it in place, and continue "
@@ -210,8 +214,10 @@ class RunDirectory:
 
     def _close_lock(self) -> None:
         if self._lock >= 0:
-            _held.pop(_identity(self._lock), None)
-            os.close(self._lock)
+            with contextlib.suppress(OSError):
+                _held.pop(_identity(self._lock), None)
+            with contextlib.suppress(OSError):
+                os.close(self._lock)
         self._lock = -1
 
     def _read_before(self) -> dict[str, Any]:
@@ -234,11 +240,11 @@ class RunDirectory:
 
 def _identity(file: Path | int) -> _Identity:
     """Return what tells a file from others, for this process: a forked one holds no lock. Zeros if
-    there is no file.
+    there is no file. Raises OSError if that cannot be found out.
     """
     try:
         found = os.stat(file)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return 0, 0, 0
     return os.getpid(), found.st_dev, found.st_ino
 

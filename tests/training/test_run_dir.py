@@ -220,6 +220,25 @@ def test_a_directory_that_is_removed_or_moved_meanwhile(tmp_path: Path, how: str
         assert read(path)["config"] == "the second's"
 
 
+def test_a_directory_that_cannot_be_read_for_a_moment(tmp_path: Path) -> None:
+    """As on a network file system: it is not "removed or moved", and the run goes on."""
+    path = tmp_path / "run"
+    with opened(path) as run_dir:
+        run_dir.start({})
+        run_dir.open_metrics(0)
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(path)  # too many levels of symbolic links
+        run_dir.check()
+        run_dir.log({"step": 1})
+        with pytest.raises(InputError, match="cannot write the run directory .*: Too many levels"):
+            run_dir.update(last_step=1)
+        path.unlink()
+        (tmp_path / "elsewhere").rename(path)
+        run_dir.finish("finished")
+    assert steps(path) == [1]
+    assert read(path)["outcome"] == "finished"
+
+
 def test_a_lock_that_is_replaced_while_another_waits_for_it(tmp_path: Path) -> None:
     """The one who waits must lock the file that is there, not the one that was."""
     with opened(tmp_path) as first:
