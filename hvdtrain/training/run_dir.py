@@ -55,6 +55,7 @@ class RunDirectory:
         from its own newest one.
         """
         self._lock = -1
+        self._locked: _Identity = (0, 0, 0)
         self._acquire(time.monotonic() + wait_s)
         if not resuming and ((path / "run.json").exists() or self.checkpoints.exists()):
             self._unlock()
@@ -83,6 +84,8 @@ class RunDirectory:
             # O_NONBLOCK: a FIFO in its place would have to be waited for.
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
             self._lock = os.open(file, flags, 0o666)
+            # Kept: on NFS a file that another host has removed cannot be asked any more (ESTALE).
+            self._locked = _identity(self._lock)
             try:
                 # Not flock: loader processes inherit its lock, and keep it after the run is killed.
                 fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,12 +100,12 @@ class RunDirectory:
             if not self._is_in_place():  # another process has replaced it since
                 self._close_lock()
                 return False
-            _held[_identity(self._lock)] = self
+            _held[self._locked] = self
             return True
 
     def _is_in_place(self) -> bool:
         """Return whether the file that this run has locked is the one at the path."""
-        return _identity(self._lock) == _identity(self.path / ".lock")
+        return self._locked[1:] == _identity(self.path / ".lock")[1:]
 
     def check(self) -> None:
         """Raise InputError if the directory was removed or moved since it was locked. Everything
@@ -214,8 +217,7 @@ class RunDirectory:
 
     def _close_lock(self) -> None:
         if self._lock >= 0:
-            with contextlib.suppress(OSError):
-                _held.pop(_identity(self._lock), None)
+            _held.pop(self._locked, None)
             with contextlib.suppress(OSError):
                 os.close(self._lock)
         self._lock = -1
