@@ -8,7 +8,7 @@ The secret is, in this order:
     HVDTRAIN_JOB_SECRET         hvdrun passes a random one through the stdin of its supervisors
     ~/.config/hvdtrain/secret   mode 0600, created once: ranks under torchrun, srun, flux ... have
                                 it on one host, and on all hosts that share the home
-    /tmp/hvdtrain-UID/secret    in a folder of mode 0700, if the home cannot be written
+    /tmp/hvdtrain-UID/secret    (or in TMPDIR) in a folder of mode 0700, without a home to write to
 Under mpirun all ranks adopt rank 0's, which MPI sends. Imports no torch.
 """
 
@@ -61,8 +61,12 @@ def _find() -> bytes:
                 f"{VARIABLE} has only {len(text)} characters; set it to: openssl rand -hex 32"
             )
         return hashlib.sha256(text.encode()).digest()
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser())
-    return _of_user(home / "hvdtrain", Path(tempfile.gettempdir()) / f"hvdtrain-{os.geteuid()}")
+    fallback = Path(tempfile.gettempdir()) / f"hvdtrain-{os.geteuid()}"
+    try:
+        home = Path(os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser())
+    except RuntimeError:  # no HOME, and no such user in passwd
+        return _of_user(fallback, fallback)
+    return _of_user(home / "hvdtrain", fallback)
 
 
 def variable_of(env: Mapping[str, str]) -> dict[str, str]:
@@ -126,8 +130,15 @@ def _of_user(folder: Path, fallback: Path) -> bytes:
     # A home of another user (sudo keeps HOME) must get no file of ours, and has none for us.
     above = next(path for path in folder.parents if os.path.exists(path))
     if above.stat().st_uid == os.geteuid():
-        with suppress(OSError):
+        try:
             return _read_or_create(folder)
+        except OSError as error:
+            # Another secret, in place of one that exists, would keep this rank out of its job.
+            if os.path.lexists(path := folder / "secret"):
+                raise LaunchError(
+                    f"{path} cannot be read ({error.strerror}); make it a plain file of mode 0600, "
+                    f"or set {VARIABLE}"
+                ) from None
     try:
         return _read_or_create(fallback)
     except OSError as error:

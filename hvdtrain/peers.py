@@ -98,7 +98,9 @@ def signed(store: Store, rank: int, size: int, timeout_s: float) -> Store:
         return store
     store = SignedStore(store)
     # The prefix follows from a random number of every rank: no value of another group fits here.
-    nonces = exchange(store, "nonce", rank, size, uuid.uuid4().hex, timeout_s)
+    own = uuid.uuid4().hex
+    nonces = exchange(store, "nonce", rank, size, own, timeout_s)
+    nonces[rank] = own  # not the store's: the signed nonces of an earlier group may be put there
     return PrefixStore(hashlib.sha256("".join(nonces).encode()).hexdigest(), store)
 
 
@@ -162,6 +164,7 @@ def await_ranks(
         return _await_ranks(store, world, timeout_s, deadline)
     except Unsigned as error:
         rank = error.key.rpartition("/")[2]
+        rank = rank if rank.isdigit() else "0"  # rank 0 sets the values without a rank's number
         raise NotOfThisJob(f"{world} got a value of rank {rank} that {not_proven()}") from None
 
 

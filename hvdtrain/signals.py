@@ -18,6 +18,8 @@ Handler = Callable[[int, FrameType | None], object]
 STOP = (signal.SIGTERM, signal.SIGINT)
 """The requests to end a command: those of a launcher, and Ctrl-C."""
 
+_SPARED = (signal.SIGINT, signal.SIGHUP)
+
 
 def stop_launcher() -> tuple[signal.Signals, ...]:
     """Return the requests to end a launcher: STOP, and SIGHUP unless `nohup` has it ignored."""
@@ -43,9 +45,10 @@ def restored(*numbers: signal.Signals) -> Iterator[None]:
 def handled(handler: Handler | signal.Handlers, *numbers: signal.Signals) -> Iterator[None]:
     """Handle these signals with `handler` inside the block.
 
-    One that is ignored stays so: nohup, and a shell for its background jobs, start commands so.
+    SIGINT and SIGHUP stay ignored: a shell for its background jobs, and nohup, start commands so.
     """
-    numbers = tuple(n for n in numbers if signal.getsignal(n) != signal.SIG_IGN)
+    spared = [n for n in _SPARED if signal.getsignal(n) == signal.SIG_IGN]
+    numbers = tuple(n for n in numbers if n not in spared)
     with restored(*numbers):
         set_handler(handler, *numbers)
         yield

@@ -69,6 +69,10 @@ class SignedStore(Store):
         """Return False, so that torch does not append to a value, which would void its proof."""
         return False
 
+    def clone(self) -> SignedStore:
+        """Return a store on a connection of its own to the same server."""
+        return SignedStore(self.store.clone())  # type: ignore[attr-defined]
+
     # Without proof
 
     def add(self, key: str, amount: int) -> int:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import ast
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from hvdtrain import job_secret
+from hvdtrain.errors import LaunchError
+from hvdtrain.signed_store import SignedStore
 from hvdtrain.transports.shm_sync import create_memfd, map_peer
 from tests.forkserver import warm
 from tests.launch import hanging
@@ -107,3 +113,22 @@ def test_a_run_directory_follows_the_umask(tmp_path: Path, umask: int) -> None:
     for path in made:
         full = 0o777 if path.is_dir() else 0o666
         assert stat.S_IMODE(path.stat().st_mode) == full & ~umask, path
+
+
+def test_a_secret_that_cannot_be_read_is_not_replaced_by_another(tmp_path: Path) -> None:
+    """The ranks of another host, which can read theirs, would refuse this one."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "secret").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(LaunchError, match="home/secret cannot be read"):
+        job_secret._of_user(tmp_path / "home", tmp_path / "fallback")
+    assert not (tmp_path / "fallback").exists()
+
+
+def test_a_signed_store_can_be_cloned() -> None:
+    """As torch does where it splits a group."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    store = SignedStore(TCPStore("localhost", port, is_master=True, wait_for_workers=False))
+    store.set("key", "value")
+    copy: Any = store.clone()
+    assert copy.get("key") == b"value"

@@ -121,17 +121,17 @@ class C10d(Backend):
     def broadcast_object(self, obj: T, root: int = 0) -> T:
         is_root = self.world.rank == root
         mine = self._signed(obj) if is_root else None
-        size = torch.tensor([mine.numel() if mine is not None else 0])
+        size = torch.tensor([mine.numel() if mine is not None else 0], device="cpu")
         self.broadcast_(size, root)
-        data = torch.empty(int(size), dtype=torch.uint8) if mine is None else mine
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu") if mine is None else mine
         self.broadcast_(data, root)
         return obj if is_root else cast("T", unsign(data.numpy(), f"rank {root}"))
 
     def all_gather_object(self, obj: T) -> list[T]:
         # As torch's, which would unpickle whatever arrives: first the sizes, then equal lengths.
         mine = self._signed(obj)
-        sizes = [int(size) for size in self._all_gather(torch.tensor([mine.numel()]))]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        sizes = [int(size) for size in self._all_gather(torch.tensor([mine.numel()], device="cpu"))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: mine.numel()] = mine
         parts = zip(self._all_gather(padded), sizes, strict=True)
         return [unsign(t[:size].numpy(), f"rank {r}") for r, (t, size) in enumerate(parts)]

@@ -295,18 +295,18 @@ class Horovod(Backend):
     def broadcast_object(self, obj: T, root: int = 0) -> T:
         # Horovod's own broadcast_object unpickles whatever arrives.
         hvd, is_root = self._hvd, self.world.rank == root
-        data = self._signed(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+        data = self._signed(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
         with self._waiting("the broadcast of an object"):
-            size = torch.tensor([data.numel()])
+            size = torch.tensor([data.numel()], device="cpu")
             size = hvd.broadcast(size, root_rank=root, name="hvdtrain.object.size")
-            data = data if is_root else torch.empty(int(size), dtype=torch.uint8)
+            data = data if is_root else torch.empty(int(size), dtype=torch.uint8, device="cpu")
             hvd.broadcast_(data, root_rank=root, name="hvdtrain.object")
         return obj if is_root else cast("T", unsign(data.numpy(), f"rank {root}"))
 
     def all_gather_object(self, obj: T) -> list[T]:
         hvd, data = self._hvd, self._signed(obj)
         with self._waiting("the all-gather of objects"):
-            size = torch.tensor([data.numel()])
+            size = torch.tensor([data.numel()], device="cpu")
             sizes = hvd.allgather(size, name="hvdtrain.objects.sizes").tolist()
             parts = hvd.allgather(data, name="hvdtrain.objects").split(sizes)
         return [unsign(part.numpy(), f"rank {rank}") for rank, part in enumerate(parts)]

@@ -208,7 +208,10 @@ class _Attempt:
                 self._handle_deadline()
             for key, _ in ready:
                 node, is_stdout = key.data
-                lines, is_open = self._lines.read(key.fd)
+                try:
+                    lines, is_open = self._lines.read(key.fd)
+                except BlockingIOError:  # `read_rest` has emptied it since
+                    continue
                 for line in lines:
                     self._handle_line(node, line)
                 if not is_open:

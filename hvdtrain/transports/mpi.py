@@ -150,7 +150,12 @@ def _connect(mpi: Any, store: Store, rank: int, size: int, timeout: timedelta) -
 
     # In a thread, because it blocks and has no timeout: a rank can hang after the exchange.
     threading.Thread(target=create, name="mpi-connect", daemon=True).start()
-    if wait([created], timeout_s).done:
+    try:
+        has_ended = bool(wait([created], timeout_s).done)
+    except BaseException:  # Ctrl-C: MPI_Finalize would wait for the thread
+        _abort_at_exit(mpi)
+        raise
+    if has_ended:
         store.set(f"connected/{rank}", "true")
         return created.result()
     _abort_at_exit(mpi)
