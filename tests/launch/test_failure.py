@@ -28,7 +28,7 @@ LAUNCHERS = {
     "hvdrun": "hvdrun -np {n} {python}",
 }
 FAILING = Path(__file__).with_name("failing.py")
-LIMIT_S = 60.0  # what it takes is seconds, and what waits in vain waits for 300
+LIMIT_S = 60.0  # an outer limit: a job ends in seconds, and one that hangs waits for 300
 # What other rows show as well; `make test-all` has them.
 EXHAUSTIVE = pytest.mark.exhaustive
 

@@ -10,7 +10,7 @@ would cost up to a fifth of a step, so the bucket lends its memory instead where
                  the buffer, with a storage of its own
     else         it is copied back
     next step    before it writes to a lent part that anybody but `p.grad` refers to, the bucket
-                 moves to new memory: the part belongs to whoever holds it
+                 moves to new memory: the part belongs to its other holder
 
 A large gradient can be the buffer itself (`BucketLayout.in_place`).
 """
