@@ -91,8 +91,9 @@ def exchange(
 
 
 def signed(store: Store, rank: int, size: int, timeout_s: float) -> Store:
-    """Return a store of signed values over the store of a group: `store` itself if its values are
-    signed already. Collective over the group. Raises PeerLost, and Unsigned for another user's value.
+    """Return a store of signed values over the store of a group; `store` itself if it is signed.
+
+    Collective over the group. Raises PeerLost, and Unsigned for another user's value.
     """
     if isinstance(base_of(store), SignedStore):
         return store

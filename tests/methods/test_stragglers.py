@@ -172,7 +172,7 @@ def test_the_phases_add_up_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     measured._arrivals._waits.extend([(101.0, 101.5), (105.0, 108.5), (109.0, 110.0)])
     now, trainer.meter.data_s = 114.0, 10.0
     step = measured._measure(trainer)
-    # 3 s of data, with 1 s of meeting in them; blocked for 1 and 5 s; waiting for 0.5, 1.5 and 1 s
+    # 3 s of data, 1 s of them meeting; blocked for 1 and 5 s; waiting for 0.5, 1.5 and 1 s
     assert step == (2000.0, 6000.0, 3000.0, 3000.0)
     assert sum(step) == 1000 * (now - 100.0)
 
