@@ -37,9 +37,22 @@ class HvdtrainError(RuntimeError):
     time.
     """
 
-    def __init__(self, *args: object, on_all_ranks: bool = False) -> None:
+    def __init__(
+        self,
+        *args: object,
+        on_all_ranks: bool = False,
+        option: str | None = None,
+        value: object = None,
+        rank: int | None = None,
+    ) -> None:
         super().__init__(*args)
         self.on_all_ranks = on_all_ranks
+        self.option = option
+        """What cannot be used: an option such as "--epochs", a variable, or a task's method."""
+        self.value = value
+        """The value of it that cannot be used."""
+        self.rank = rank
+        """The rank that caused the error, which may be another than the one that raises it."""
 
 
 class InputError(HvdtrainError):

@@ -20,6 +20,7 @@ from hvdtrain import world
 from tests import forkserver
 from tests.hvd.pool import HvdRanks
 from tests.launching import descendants, is_mapped, no_shared_memory_left
+from tests.messages import message  # noqa: F401  (a fixture)
 from tests.ranks import Pool, Ranks
 from tests.rerun_failed import STAYED_BEHIND
 
@@ -34,6 +35,12 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # The secret of the job is a file there: tests neither use nor create that of the user.
 _CONFIG_HOME = tempfile.mkdtemp(prefix="hvdtrain-test-config-")
 os.environ["XDG_CONFIG_HOME"] = _CONFIG_HOME
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-messages", action="store_true", help="write tests/messages.txt anew: messages.py"
+    )
 
 
 def pytest_unconfigure() -> None:
