@@ -9,17 +9,24 @@ made. Process groups of torch, e.g. Gloo's, use it like any other store.
 The proof covers the whole name, with the prefixes of all PrefixStores above. Those have a random
 part of this rendezvous (see `peers.await_ranks`), so values of another job prove nothing here. That
 a key exists, and the value of a counter (`add`), proves nothing at all: only waiting depends on it.
+
+All that ranks wait for before they are connected (the rendezvous, a transport, a process group) is
+a key. Therefore each wait of an elastic job ends once its launcher knows that a rank has ended.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from hvdtrain import job_secret
+from hvdtrain import elastic_world, job_secret
+from hvdtrain.errors import WorldError
 from hvdtrain.job_secret import TAG_BYTES, NotOfThisJob
+
+_POLL_S = 0.02
 
 # Torch does not keep the Python part of a store alive that a PrefixStore or a group refers to.
 _alive: list[SignedStore] = []
@@ -52,11 +59,13 @@ class SignedStore(Store):
         return _proven(key, self.store.compare_set(key, before, after))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """Wait for the key; return its value. Raises Unsigned."""
+        """Wait for the key; return its value. Raises Unsigned, and what `wait` does."""
+        self._await_elastic([key], self.timeout)
         return _proven(key, self.store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for the keys; return their values. Raises Unsigned."""
+        """Wait for the keys; return their values. Raises Unsigned, and what `wait` does."""
+        self._await_elastic([*keys], self.timeout)
         values = self.store.multi_get([*keys])
         return [_proven(key, value) for key, value in zip(keys, values, strict=True)]
 
@@ -84,8 +93,22 @@ class SignedStore(Store):
         return self.store.check(keys)
 
     def wait(self, keys: list[str], *timeout: timedelta) -> None:
-        """Wait until all keys exist."""
+        """Wait until all keys exist. Raises DistStoreError after the timeout, and WorldError if an
+        elastic job has lost a rank meanwhile.
+        """
+        self._await_elastic(keys, *(timeout or (self.timeout,)))
         self.store.wait(keys, *timeout)
+
+    def _await_elastic(self, keys: list[str], timeout: timedelta) -> None:
+        """In an elastic job, wait until all keys exist, at most for the timeout."""
+        if not elastic_world.by_hvdrun():
+            return
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self.store.check(keys) and time.monotonic() < deadline:
+            if elastic_world.lost_a_rank():
+                missing = next((key for key in keys if not self.store.check([key])), keys[0])
+                raise WorldError(f"a rank has exited; the wait for {missing} in the store ends")
+            time.sleep(_POLL_S)
 
     def delete_key(self, key: str) -> bool:
         """Remove a key; return whether it existed."""

@@ -304,6 +304,39 @@ def test_a_rank_that_dies_while_it_waits_costs_the_launcher_nothing(tmp_path: Pa
         assert "Traceback" not in job.text, job.text
 
 
+WAITS = """
+import os, signal, sys
+from hvdtrain.elastic_world import enter
+from hvdtrain.errors import WorldError
+from hvdtrain.rendezvous import open_store
+from hvdtrain.world import detect
+enter(60)
+if (world := detect()).size == 2:
+    store = open_store(world, 600)
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        {"get": store.get, "multi_get": lambda key: store.multi_get([key]),
+         "wait": lambda key: store.wait([key])}[sys.argv[1]]("never set")
+    except WorldError as error:
+        print("lost:", error, flush=True)
+    enter(60)
+    print("went on", detect().size, flush=True)
+"""
+
+
+@pytest.mark.parametrize("operation", ["get", "multi_get", "wait"])
+def test_no_rank_waits_in_the_store_for_a_dead_one(tmp_path: Path, operation: str) -> None:
+    """Before the ranks are connected, they wait for each other's keys: not for ten minutes."""
+    (tmp_path / "waits.py").write_text(WAITS)
+    launcher = [*HVDRUN, "--min-np", "1", "--blacklist-cooldown-range", "600", "600"]
+    command = [sys.executable, str(tmp_path / "waits.py"), operation]
+    with elastic(tmp_path, launcher, "localhost:2", command=command) as job:
+        assert job.process.wait(60) == 0, job.text
+        assert "lost: a rank has exited; the wait for" in job.text
+        assert "went on 1" in job.text
+
+
 def test_too_few_hosts(tmp_path: Path) -> None:
     options = ("--min-np", "3", "--elastic-timeout", "0.5")
     few = hvdrun(tmp_path, "import time; time.sleep(60)", *options)
