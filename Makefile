@@ -3,8 +3,6 @@
 # make test    from a bare clone: installs everything, Open MPI and real Horovod included, and runs the suite
 # make test-rest  what make test leaves out: every launcher times every number of ranks, random faults
 # make test-all   both
-# make again   what failed in the last of them, if no more than two, ten times over; what passes then
-#              is listed in the file UNSTEADY
 # make check   ruff and mypy --strict
 # make bench   the benchmarks; writes benchmarks/results/
 # make bench-gpu  what one CUDA GPU shows, in under 10 minutes
@@ -21,7 +19,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMPI_MCA_rmaps_base_oversubscribe := 1
 
-.PHONY: demo test test-rest test-all again check bench bench-gpu clean
+.PHONY: demo test test-rest test-all check bench bench-gpu clean
 
 demo: $(VENV)/demo.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m hvdtrain --backend ddp
@@ -35,9 +33,6 @@ test-rest: $(VENV)/all.installed $(VENV)-mpich/installed
 
 test-all: $(VENV)/all.installed $(VENV)-mpich/installed
 	$(SUITE) $(PYTEST)
-
-again:
-	$(BIN)/python tests/rerun_failed.py
 
 check: $(VENV)/all.installed
 	$(BIN)/ruff check .

@@ -22,7 +22,6 @@ from tests.hvd.pool import HvdRanks
 from tests.launching import descendants, is_mapped, no_shared_memory_left
 from tests.messages import message  # noqa: F401  (a fixture)
 from tests.ranks import Pool, Ranks
-from tests.rerun_failed import STAYED_BEHIND
 
 PoolT = TypeVar("PoolT", bound=Pool[Any])
 
@@ -202,9 +201,8 @@ def _nothing_leaks() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _nothing_stays_behind(pytestconfig: pytest.Config) -> Iterator[None]:
+def _nothing_stays_behind() -> Iterator[None]:
     """Fail the session if processes (and so their ports) or shared memory stay behind."""
-    _record(pytestconfig, True)
     # Outside CI other programs may create some meanwhile.
     with no_shared_memory_left() if "CI" in os.environ else contextlib.nullcontext():
         yield
@@ -216,10 +214,3 @@ def _nothing_stays_behind(pytestconfig: pytest.Config) -> Iterator[None]:
         for path in Path("/dev/shm").iterdir():
             if path.name.startswith(("mpich_shm_", "vader_segment.")) and not is_mapped(path):
                 path.unlink(missing_ok=True)  # MPI leaves it when a rank is killed
-    _record(pytestconfig, False)
-
-
-def _record(config: pytest.Config, stayed_behind: bool) -> None:
-    if cache := getattr(config, "cache", None):  # pytest may run without a cache
-        worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-        cache.set(f"{STAYED_BEHIND}/{worker}", stayed_behind)

