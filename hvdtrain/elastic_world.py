@@ -170,3 +170,12 @@ def lost_a_rank() -> bool:
     except OSError as error:
         return is_over(error)
     return False
+
+
+def check_generation() -> None:
+    """Raise WorldError if a rank of this generation has ended, and so answers nobody.
+
+    Each loop that waits for another rank calls it, until the ranks watch each other.
+    """
+    if lost_a_rank():
+        raise WorldError("a rank of this generation has exited before all were connected")

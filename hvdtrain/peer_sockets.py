@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hvdtrain import job_secret
+from hvdtrain import elastic_world, job_secret
 from hvdtrain.job_secret import TAG_BYTES
 
 LOST_S = 10
@@ -85,6 +85,7 @@ def accept_peers(
 
     Returns early with all of them, else at the deadline with those that arrived. If a peer connects
     twice, it has retried: the later connection counts. Every error closes one connection only.
+    Raises WorldError if an elastic job has lost a rank meanwhile.
     """
     accepted: dict[int, socket.socket] = {}
     pending: _Pending = {}
@@ -94,6 +95,7 @@ def accept_peers(
             selector.register(listener, selectors.EVENT_READ)
         try:
             while expected - accepted.keys() and (now := time.monotonic()) < deadline:
+                elastic_world.check_generation()
                 for key, _ in selector.select(min(0.5, deadline - now)):
                     sock = key.fileobj
                     assert isinstance(sock, socket.socket)

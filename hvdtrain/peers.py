@@ -63,11 +63,15 @@ class PeerLost(RuntimeError):
 
 
 def poll_until(deadline: float, pause_s: float = 0.01) -> Iterator[None]:
-    """Yield at once, then after pauses that grow to `pause_s`, until the deadline has passed."""
+    """Yield at once, then after pauses that grow to `pause_s`, until the deadline has passed.
+
+    Raises WorldError if an elastic job has lost a rank meanwhile.
+    """
     yield
     pause = 0.001
     while time.monotonic() < deadline:
         time.sleep(min(pause, pause_s))
+        elastic_world.check_generation()
         pause *= 2
         yield
 
@@ -196,7 +200,6 @@ def _coordinate_round(
         for key in keys:
             store.compare_set(key, "", placeholder)  # multi_get blocks on a missing key
     notified = {b"not arrived"}
-    has_lost = False
     for _ in poll_until(deadline, pause_s=max(0.01, world.size / _RANKS_PER_S)):
         values = store.multi_get(arrived + answers)
         nonces, answered = values[: world.size], values[world.size :]
@@ -206,12 +209,8 @@ def _coordinate_round(
         for other in {*nonces} - notified:
             store.set(f"round/{other.decode()}", round_id)
             notified.add(other)
-        if has_lost := elastic_world.lost_a_rank():  # it will not arrive: all ask for a new world
-            break
     missing = [rank for rank in ranks if nonces[rank] != answered[rank]]
     problem = _timed_out(timeout_s, missing, world.size)
-    if has_lost:
-        problem = f"ended the rendezvous: a rank has exited; {len(missing)} had not arrived"
     store.set(f"{round_id}/outcome", problem)
     return round_id, problem
 

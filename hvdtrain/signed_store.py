@@ -23,7 +23,6 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain import elastic_world, job_secret
-from hvdtrain.errors import WorldError
 from hvdtrain.job_secret import TAG_BYTES, NotOfThisJob
 
 _POLL_S = 0.02
@@ -105,9 +104,7 @@ class SignedStore(Store):
             return
         deadline = time.monotonic() + timeout.total_seconds()
         while not self.store.check(keys) and time.monotonic() < deadline:
-            if elastic_world.lost_a_rank():
-                missing = next((key for key in keys if not self.store.check([key])), keys[0])
-                raise WorldError(f"a rank has exited; the wait for {missing} in the store ends")
+            elastic_world.check_generation()
             time.sleep(_POLL_S)
 
     def delete_key(self, key: str) -> bool:

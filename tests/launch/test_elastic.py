@@ -333,7 +333,7 @@ def test_no_rank_waits_in_the_store_for_a_dead_one(tmp_path: Path, operation: st
     command = [sys.executable, str(tmp_path / "waits.py"), operation]
     with elastic(tmp_path, launcher, "localhost:2", command=command) as job:
         assert job.process.wait(60) == 0, job.text
-        assert "lost: a rank has exited; the wait for" in job.text
+        assert "lost: a rank of this generation has exited" in job.text
         assert "went on 1" in job.text
 
 
