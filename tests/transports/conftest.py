@@ -37,7 +37,8 @@ def _holds(item: pytest.Item, _: dict[str, Any]) -> bool:
 def _row(item: pytest.Item) -> tuple[Case | Feature | None, tuple[str, int]]:
     """Return the row that a test runs, and its transport and number of ranks."""
     callspec = getattr(item, "callspec", None)
-    row = callspec.params.get("row") if callspec is not None else None
+    params = callspec.params if callspec is not None else {}
+    row = params.get("row")
     if not isinstance(row, Case | Feature):
         return None, ("", 0)
-    return row, callspec.params["peers"]
+    return row, params["peers"]
