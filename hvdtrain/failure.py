@@ -21,7 +21,7 @@ import sys
 import termios
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -65,7 +65,7 @@ def exit_code(error: BaseException) -> int:
 @contextmanager
 def ended_by(*numbers: signal.Signals) -> Iterator[None]:
     """Let these signals end the block as SIGTERM does inside `guard`."""
-    with signals.handled(_raise_once(), *numbers):
+    with signals.handled(_RaiseOnce(), *numbers):
         yield
 
 
@@ -78,7 +78,7 @@ def guard(world: World) -> Iterator[None]:
     Trainer handles them itself: see `training.preemption`. Its Preempted, which all ranks raise,
     leaves without a report.)
     """
-    with signals.handled(_raise_once(), *signals.STOP):
+    with signals.handled(_RaiseOnce(), *signals.STOP):
         try:
             yield
         except BaseException as error:
@@ -311,21 +311,37 @@ def _in(file: str, folders: list[str]) -> bool:
     return any(file.startswith(folder + os.sep) for folder in folders)
 
 
-def _raise_once() -> Callable[[int, FrameType | None], None]:
-    """Return a handler that raises at the first signal and ends the process at a later one.
+class _RaiseOnce:
+    """A signal handler that raises at the first signal and ends the process at a later one.
 
     It ignores a repetition within two seconds.
     """
-    first: list[float] = []
 
-    def handle(signum: int, frame: FrameType | None) -> None:
-        if first:
-            if time.monotonic() - first[0] > _REPEATED_SIGNAL_S:
-                os._exit(128 + signum)
+    def __init__(self) -> None:
+        self._first_at: float | None = None
+        self._is_obeyed = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._first_at is not None:
+            if time.monotonic() - self._first_at > _REPEATED_SIGNAL_S:
+                os._exit(128 + number)
             return
-        first.append(time.monotonic())
-        stop = KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signum)
+        self._first_at = time.monotonic()
+        if self._is_obeyed:
+            return
+        stop = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
         _requested[:] = [stop]
         raise stop
 
-    return handle
+    def note_obeyed(self) -> None:
+        """Let the first signal pass: the rank ends already, as another rank's signal asked."""
+        self._is_obeyed = True
+
+
+def pass_first_signal(handlers: Iterable[object]) -> None:
+    """Let those of `handlers` that are of `guard` or `ended_by` ignore a first signal: this rank
+    ends already, as a signal to another rank asked. Not collective.
+    """
+    for handler in handlers:
+        if isinstance(handler, _RaiseOnce):
+            handler.note_obeyed()

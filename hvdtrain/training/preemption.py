@@ -86,6 +86,8 @@ class Preemption:
             if error is None or isinstance(error, Preempted):
                 self._peers.send_all([*self._live - {self._world.rank}], ["bye"])
             self._peers.close()
+        if isinstance(error, Preempted):
+            failure.pass_first_signal(self._before.values())
         self._stack.close()
         is_by_launcher = self._first_at is not None and self._has_lost
         if is_by_launcher and isinstance(error, Exception) and self._backend._peer_error(error):

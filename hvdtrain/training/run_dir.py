@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from hvdtrain import files
+from hvdtrain import files, signals
 from hvdtrain.errors import HvdtrainError, InputError, Preempted, notes_of
 from hvdtrain.failure import cause_of
 from hvdtrain.training.background import BackgroundCall
@@ -185,7 +185,9 @@ class RunDirectory:
         elif isinstance(error, SystemExit):
             outcome = "preempted" if isinstance(error, Preempted) else "terminated"
         text = "; ".join([f"{type(error).__name__}: {error}", *notes_of(error)])
-        with contextlib.suppress(HvdtrainError):  # a full disk must not hide the error itself
+        # The launcher stops this rank once another has ended, and a full disk must not hide the
+        # error itself.
+        with signals.deferred(*signals.STOP), contextlib.suppress(HvdtrainError):
             self.finish(outcome, error=text, last_step=step)
 
     def write(self, sync: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,27 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Task, detect
+from hvdtrain.backends.c10d import C10d
+from hvdtrain.training.run_dir import RunDirectory
 
 
 class Told(Task):
-    """Writes the process id of each rank at its third step. `hangs`: that rank then hangs."""
+    """Writes the process id of each rank at its third step. `hangs`: that rank then hangs.
 
-    def __init__(self, folder: str, hangs: int = -1) -> None:
+    `fails_at`: that step raises on each rank. `terminated_in`: rank 0 receives SIGTERM as it begins
+    to record the end of the run in run.json (`record`), or to close the backend (`close`).
+    """
+
+    def __init__(
+        self, folder: str, hangs: int = -1, fails_at: int = 0, terminated_in: str = ""
+    ) -> None:
         self.folder, self.hangs, self.steps = folder, hangs, 0
+        self.fails_at = fails_at
+        if terminated_in and detect().rank == 0:
+            if terminated_in == "record":
+                terminate_in(RunDirectory, "finish")
+            else:
+                terminate_in(C10d, "close")
 
     def model(self) -> nn.Module:
         return nn.Linear(2, 1)
@@ -37,8 +52,21 @@ class Told(Task):
             fresh = Path(self.folder, f"fresh-{rank}")
             fresh.write_text(str(os.getpid()))
             fresh.rename(Path(self.folder, f"rank-{rank}"))
+        if self.steps == self.fails_at:
+            raise ArithmeticError("as asked")
         if self.steps == 4 and rank == self.hangs:
             time.sleep(600)
         time.sleep(0.005)
         loss: Tensor = net(batch[0]).sum()
         return loss
+
+
+def terminate_in(owner: type, name: str) -> None:
+    """Let a method send SIGTERM to this process before it does its work."""
+    method = getattr(owner, name)
+
+    def terminated(*args: Any, **more: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return method(*args, **more)
+
+    setattr(owner, name, terminated)

@@ -66,6 +66,7 @@ def check_saved(tmp_path: Path, output: str) -> None:
     (line,) = (line for line in output.splitlines() if "stopped  " in line)
     assert f"at step {about['last_step']} of " in line
     assert "exits with code" not in output, output
+    assert "failed:" not in output, output
     errors = [line for line in output.splitlines() if "error: " in line]
     assert all("has ended, so this rank ends too" in line for line in errors), output
 
@@ -104,6 +105,24 @@ def test_under_a_launcher(
     code, output = preempt(command, tmp_path, 2, number, whom)
     assert code in codes, output
     check_saved(tmp_path, output)
+
+
+@pytest.mark.parametrize("where", ["record", "close"])
+def test_a_rank_that_ends_is_told_too(where: str, tmp_path: Path) -> None:
+    """As by a launcher that ends: each rank notices that within a second, by itself."""
+    more = ["--set", f"terminated_in={where}", "--requeue-exit-code", 75]
+    command = train("mpirun", 2, "ddp", *told(tmp_path, *more))
+    code, output = preempt(warm(command), tmp_path, 2, TERM, 1)
+    assert code == 75, output
+    check_saved(tmp_path, output)
+
+
+def test_an_error_is_recorded_while_the_launcher_stops_the_rank(tmp_path: Path) -> None:
+    fault = ["--set", "fails_at=2", "--set", "terminated_in=record"]
+    with started(warm(train("torchrun", 2, "ddp", *told(tmp_path, *fault)))) as (process, log):
+        assert process.wait(90) == 1, log.read_text()
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (about["outcome"], about["error"]) == ("failed", "ArithmeticError: as asked")
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(TERM, 143), (INT, 130)])
