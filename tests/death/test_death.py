@@ -13,7 +13,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,11 +47,14 @@ class Row:
     fault: str
     victim: int
     n: int = 3
+    per_host: int = 0
+    """The ranks of each host, where there are to be several; between them are connections."""
     seed: int | None = None
 
     def __str__(self) -> str:
         layer = self.layer.replace(" ", "-")
-        return f"{layer}-{self.where}-{self.fault}-{self.victim}-of-{self.n}"
+        hosts = f"-{self.per_host}-a-host" if self.per_host else ""
+        return f"{layer}-{self.where}-{self.fault}-{self.victim}-of-{self.n}{hosts}"
 
     @property
     def arguments(self) -> list[str]:
@@ -73,6 +75,8 @@ ALWAYS = [
     Row(SHM, BY_GLOO, "kill", 1, n=2),
     Row(SHM, MANY, "stop", 1, n=2),
     Row(SHM, "with_a_late_rank", "leave", 0),
+    Row(SHM, BIG, "kill", 3, n=4, per_host=2),
+    Row(SHM, MANY, "stop", 2, n=3, per_host=1),
     Row(MPI, BLOCKING, "stop", 0, n=2),
     Row(HVD, BLOCKING, "kill", 1),
     Row(HVD, BIG, "kill", 0, n=2),
@@ -88,6 +92,9 @@ EXHAUSTIVE = [
     Row(SHM, BIG, "stop", 1),
     Row(SHM, MANY, "kill", 0),
     Row(SHM, BY_GLOO, "stop", 2),
+    Row(SHM, BLOCKING, "kill", 0, n=4, per_host=2),
+    Row(SHM, BY_GLOO, "kill", 2, n=4, per_host=2),
+    Row(SHM, BY_GLOO, "stop", 1, n=4, per_host=2),
     Row(SHM, "with_a_late_rank", "leave", 1),
     Row(MPI, BIG, "kill", 2),
     Row(MPI, BIG, "stop", 0),
@@ -113,20 +120,16 @@ def test_the_others_fail(row: Row, tmp_path: Path) -> None:
     play(row, tmp_path)
 
 
-# Between hosts the peers are known by connections and heartbeats, and not by shared memory.
 ON_HOSTS = [
-    Row(SHM, BIG, "kill", 3, n=4),
-    Row(SHM, BLOCKING, "kill", 0, n=4),
-    Row(SHM, BY_GLOO, "kill", 2, n=4),
-    Row(SHM, MANY, "stop", 3, n=4),
-    Row(SHM, BIG, "stop", 0, n=4),
-    Row(SHM, BY_GLOO, "stop", 1, n=4),
+    Row(SHM, BIG, "kill", 3, n=4, per_host=2),
+    Row(SHM, BIG, "stop", 0, n=4, per_host=2),
+    Row(SHM, MANY, "stop", 3, n=4, per_host=2),
 ]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("row", ON_HOSTS, ids=str)
-def test_the_others_fail_on_two_hosts(
+def test_the_others_fail_in_two_network_namespaces(
     row: Row,
     tmp_path: Path,
     two_hosts: tuple[str, str],  # noqa: F811
@@ -145,7 +148,7 @@ def test_chaos(where: str, tmp_path: Path, request: pytest.FixtureRequest) -> No
         n = 4 if hosts else chance.choice([2, 3])
         victim, fault = chance.randrange(n), chance.choice(["kill", "stop"])
         layer = SHM if hosts else where
-        row = Row(layer, "in_any", fault, victim, n, chance.randrange(10**6))
+        row = Row(layer, "in_any", fault, victim, n, 2 if hosts else 0, chance.randrange(10**6))
         folder = tmp_path / str(turn)
         folder.mkdir()
         try:
@@ -167,10 +170,10 @@ def play(row: Row, folder: Path, hosts: tuple[str, str] | None = None) -> None:
     for rank, answer in enumerate(answers):
         if rank != row.victim:
             assert answer, f"rank {rank} has not answered:\n{output}"
-            check_survivor(row, answer, hosts is not None)
+            check_survivor(row, answer)
 
 
-def check_survivor(row: Row, answer: Answer, on_hosts: bool) -> None:
+def check_survivor(row: Row, answer: Answer) -> None:
     """The right error, which names the victim, now and later; and nothing of the engine is left."""
     text = answer["text"]
     if row.layer.startswith("hvd"):
@@ -189,18 +192,18 @@ def check_survivor(row: Row, answer: Answer, on_hosts: bool) -> None:
     if row.fault == "stop":
         assert text.startswith(("all_reduce(float32[", "gather(float32[")), answer
         assert f"{STOP_TIMEOUT_S} s" in text, answer
-        if on_hosts:
+        if row.per_host:
             assert "; rank " in text, "others are named, too"
     elif row.fault == "leave":
         assert f"rank {row.victim} (process " in text, answer
         assert "has left" in text, answer
-    elif on_hosts:
+    elif row.per_host:
         assert "has ended" in text, answer
 
 
 def run_ranks(row: Row, folder: Path, hosts: tuple[str, str] | None) -> tuple[list[Answer], str]:
     """Run a row without a launcher. Return the answers, {} for the victim's, and the output."""
-    lines = [warm([*inside, *program(row, folder)]) for inside in prefixes(row.n, hosts)]
+    lines = [warm([*inside, *program(row, folder)]) for inside in prefixes(row, hosts)]
     with no_shared_memory_left(), started_ranks(lines, **environment(row, hosts)) as running:
         deadline = time.monotonic() + LIMIT_S
         for rank, (process, log) in enumerate(running):
@@ -241,16 +244,17 @@ def environment(row: Row, hosts: tuple[str, str] | None) -> dict[str, str]:
         env["TEST_TIMEOUT_S"] = STOP_TIMEOUT_S
     if hosts is not None:
         return {**env, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29577"}
-    return env if row.layer == MPI else {**env, "LOCAL_WORLD_SIZE": str(row.n)}
+    return env if row.layer == MPI else {**env, "LOCAL_WORLD_SIZE": str(row.per_host or row.n)}
 
 
-def prefixes(n: int, hosts: tuple[str, str] | None) -> list[list[str]]:
-    """Return what starts each rank's program: on two hosts, the first half of the ranks on one."""
+def prefixes(row: Row, hosts: tuple[str, str] | None) -> list[list[str]]:
+    """Return what starts each rank's program: in one of two network namespaces, or here, with the
+    local rank of a host of so many ranks.
+    """
     if hosts is None:
-        return [[]] * n
-    names: Sequence[tuple[str, str]] = [
-        (hosts[rank >= n // 2], "ab"[rank >= n // 2]) for rank in range(n)
-    ]
+        local = [rank % row.per_host if row.per_host else rank for rank in range(row.n)]
+        return [["env", f"LOCAL_RANK={rank}"] for rank in local]
+    names = [(hosts[rank // row.per_host], "ab"[rank // row.per_host]) for rank in range(row.n)]
     link = f"GLOO_SOCKET_IFNAME=hv{os.getpid()}"
     return [["ip", "netns", "exec", name, "env", link + end] for name, end in names]
 
