@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from tests.forkserver import warm
-from tests.launch.host_parity import CASE, CONFIG
+from tests.launch.host_parity import CASE
 from tests.launch.hosts import Hosts, running_hosts
 from tests.launching import BIN, descendants, run, started, wait_for
 from tests.methods.test_sharded_training import assert_same_files
-from tests.parity.reference import CASES, reference
+from tests.parity.reference import reference
 
 # They need root and an sshd: not in `make test`.
 pytestmark = [pytest.mark.xdist_group("hosts"), pytest.mark.timeout(240), pytest.mark.exhaustive]
@@ -315,11 +315,6 @@ PARITY_ROWS = [
 ]
 
 
-@pytest.fixture
-def parity_case(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CASES, CASE, CONFIG)
-
-
 def check_parity(
     hosts: Hosts, launcher: str, slots: str, backend: str, transport: str, folder: Path
 ) -> None:
@@ -338,7 +333,7 @@ def check_parity(
         assert (state[name] - expected[name]).abs().max() <= 1e-12, name
 
 
-@pytest.mark.usefixtures("parity_case")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("launcher", "backend", "transport", "slots"), PARITY_ROWS)
 def test_parity(
     hosts: Hosts, launcher: str, backend: str, transport: str, slots: str, tmp_path: Path
@@ -346,7 +341,7 @@ def test_parity(
     check_parity(hosts, launcher, slots, backend, transport, tmp_path)
 
 
-@pytest.mark.usefixtures("parity_case")
+@pytest.mark.usefixtures("one_thread")
 def test_parity_on_three_hosts(tmp_path: Path) -> None:
     """With another number of ranks on each."""
     with running_hosts(3) as hosts:
@@ -354,7 +349,7 @@ def test_parity_on_three_hosts(tmp_path: Path) -> None:
 
 
 @SOAK
-@pytest.mark.usefixtures("parity_case")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("launcher", "backend", "transport", "network"),
     [

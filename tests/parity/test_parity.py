@@ -1,4 +1,4 @@
-"""Equality is the first test: every backend against a hand-written loop."""
+"""Equality is the first test: every backend against a hand-written loop of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.conftest import EVERY_ARM
-from tests.parity.reference import CASES, reference, train
+from tests.parity.reference import CASES, reference
+from tests.parity.trained import train
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,8 +32,8 @@ def test_every_case(ranks: Ranks, case: str, tmp_path: Path) -> None:
 
 def check_fp32(ranks: Ranks, case: str, folder: Path) -> None:
     """At one and two ranks bit by bit; beyond, the order of a sum is the transport's."""
-    expected = reference(case, ranks.n, "fp32")
-    for state in ranks.run(train, case, "fp32", folder):
+    expected = reference(CASES[case], ranks.n, "fp32")
+    for state in ranks.run(train, CASES[case], "fp32", folder):
         for name, t in state.items():
             if ranks.n <= 2:
                 assert torch.equal(t, expected[name]), name
@@ -42,8 +43,8 @@ def check_fp32(ranks: Ranks, case: str, folder: Path) -> None:
 
 def check_fp64(ranks: Ranks, case: str, folder: Path) -> None:
     """Within 1e-12 of one process on the same global batch, whatever the number of ranks."""
-    expected = reference(case, 1, "fp64")
-    states = ranks.run(train, case, "fp64", folder)
+    expected = reference(CASES[case], 1, "fp64")
+    states = ranks.run(train, CASES[case], "fp64", folder)
     for state in states:
         for name, t in state.items():
             assert t.dtype == torch.float64
