@@ -137,7 +137,7 @@ FAULTS = [
     Fault(
         "second-signal-ignored",
         "failure.py",
-        "                os._exit(128 + signum)",
+        "                os._exit(128 + number)",
         "                return",
         "tests/launch/test_failure.py tests/launch/test_preemption.py",
         "a second Ctrl-C does not end a rank that hangs",
