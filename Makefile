@@ -6,6 +6,8 @@
 # make test-all   both
 # make soak    what only a distribution shows: random kills and faults, accuracy over seeds, durations. Not in CI;
 #              writes benchmarks/results/soak.json
+# make mutants  what the tests can see: one seeded fault of the package after another, and the tests that
+#              must notice it; writes benchmarks/results/mutants.json. Some two hours on one core
 # make check   ruff and mypy --strict
 # make bench   the benchmarks; writes benchmarks/results/
 # make bench-gpu  what one CUDA GPU shows, in under 10 minutes
@@ -22,7 +24,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMPI_MCA_rmaps_base_oversubscribe := 1
 
-.PHONY: demo test test-rest test-all soak check bench bench-gpu clean
+.PHONY: demo test test-rest test-all soak mutants check bench bench-gpu clean
 
 demo: $(VENV)/demo.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m hvdtrain --backend ddp
@@ -39,6 +41,9 @@ test-all: $(VENV)/all.installed $(VENV)-mpich/installed
 
 soak: $(VENV)/all.installed $(VENV)-mpich/installed
 	$(BIN)/python benchmarks/soak.py
+
+mutants: $(VENV)/all.installed $(VENV)-mpich/installed
+	$(BIN)/python -m tests.mutants.run $(MUTANTS)
 
 check: $(VENV)/all.installed
 	$(BIN)/ruff check .

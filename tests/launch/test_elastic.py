@@ -145,6 +145,7 @@ def test_ranks_die_and_hosts_come(tmp_path: Path) -> None:
         assert members(job.process.marker) == {}
 
 
+@pytest.mark.exhaustive
 def test_horovodruns_driver(tmp_path: Path) -> None:
     """Two names of this host are two hosts: horovodrun ends all ranks of a host that loses one."""
     launcher = ["horovodrun", "--min-np", "1", "-np", "2", "--network-interfaces", "lo"]
@@ -221,7 +222,7 @@ def kill_at_random(
             wait_for(job.log, step, times=count + 1, seconds=30)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_kills_at_random_moments(tmp_path: Path) -> None:
     """Also while the ranks meet, or join: a step follows within seconds, and no sample is lost."""
     seed = random.randrange(1000)
@@ -305,35 +306,46 @@ def test_a_rank_that_dies_while_it_waits_costs_the_launcher_nothing(tmp_path: Pa
 
 
 WAITS = """
-import os, signal, sys
+import os, signal, threading
 from hvdtrain.elastic_world import enter
 from hvdtrain.errors import WorldError
 from hvdtrain.rendezvous import open_store
 from hvdtrain.world import detect
+
+def call(operation, *arguments):
+    try:
+        operation(*arguments)
+    except WorldError as error:
+        print("lost:", operation.__name__, error, flush=True)
+
 enter(60)
 if (world := detect()).size == 2:
     store = open_store(world, 600)
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        {"get": store.get, "multi_get": lambda key: store.multi_get([key]),
-         "wait": lambda key: store.wait([key])}[sys.argv[1]]("never set")
-    except WorldError as error:
-        print("lost:", error, flush=True)
+    threads = [
+        threading.Thread(target=call, args=(store.get, "never set")),
+        threading.Thread(target=call, args=(store.multi_get, ["never set"])),
+        threading.Thread(target=call, args=(store.wait, ["never set"])),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     enter(60)
     print("went on", detect().size, flush=True)
 """
 
 
-@pytest.mark.parametrize("operation", ["get", "multi_get", "wait"])
-def test_no_rank_waits_in_the_store_for_a_dead_one(tmp_path: Path, operation: str) -> None:
+def test_no_rank_waits_in_the_store_for_a_dead_one(tmp_path: Path) -> None:
     """Before the ranks are connected, they wait for each other's keys: not for ten minutes."""
     (tmp_path / "waits.py").write_text(WAITS)
     launcher = [*HVDRUN, "--min-np", "1", "--blacklist-cooldown-range", "600", "600"]
-    command = [sys.executable, str(tmp_path / "waits.py"), operation]
+    command = [sys.executable, str(tmp_path / "waits.py")]
     with elastic(tmp_path, launcher, "localhost:2", command=command) as job:
         assert job.process.wait(60) == 0, job.text
-        assert "lost: a rank of this generation has exited" in job.text
+        for operation in ("get", "multi_get", "wait"):
+            assert f"lost: {operation} a rank of this generation has exited" in job.text
         assert "went on 1" in job.text
 
 
@@ -373,7 +385,10 @@ def test_a_script_that_fails_at_once(tmp_path: Path, hosts: str, said: str) -> N
     assert said in failed.output, failed.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)],
+)
 def test_the_end_of_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "script.py").write_text("import time; print('hello'); time.sleep(60)")
     line = [sys.executable, "-m", "hvdtrain", "launch", "--host-discovery-script"]

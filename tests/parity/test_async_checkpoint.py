@@ -103,16 +103,15 @@ OF_RANKS: dict[str, dict[str, Any]] = {
     "plain": {},
     "local SGD": {"sync_every": 2, "outer_optimizer": "nesterov"},
 }
-KEPT = [("ddp-torchrun", 2), ("compat-torchrun", 2), ("ps-torchrun", 2)]
 
 
 @pytest.mark.parametrize(
     ("ranks", "case"),
     [
-        pytest.param(arm, case, marks=() if arm in KEPT else pytest.mark.exhaustive)
+        pytest.param(*arm.values, case, marks=arm.marks)
         for arm in TWO_RANKS
         for case in OF_RANKS
-        if (arm[0], case) != ("ps-torchrun", "local SGD")  # it has none
+        if (arm.values[0], case) != (("ps-torchrun", 2), "local SGD")  # it has none
     ],
     indirect=["ranks"],
 )

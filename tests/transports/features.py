@@ -6,7 +6,8 @@ returns the weights; test_features.py compares them, over the ranks and with Glo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,40 @@ from tests.runs import snapshot
 Dist = Any
 Weights = dict[str, Tensor]
 
-FEATURES: dict[str, Callable[[Dist, Path], Weights]] = {}
+
+@dataclass(frozen=True)
+class Feature:
+    """A row of the table."""
+
+    function: Callable[[Dist, Path], Weights]
+    first_on: str  # the transport on which `make test` runs it, with two ranks; "" is none
+    sizes: Sequence[int]
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def holds_on(self, transport: str, n: int) -> bool:
+        return n in self.sizes and (n == 2 or transport == self.first_on)
+
+    def is_first_on(self, transport: str, n: int) -> bool:
+        """Return whether `make test` runs the row there."""
+        return n == 2 and transport == self.first_on
 
 
-def feature(function: Callable[[Dist, Path], Weights]) -> Callable[[Dist, Path], Weights]:
-    FEATURES[function.__name__] = function
-    return function
+FEATURES: list[Feature] = []
+
+
+def feature(
+    first_on: str = "shm", sizes: Sequence[int] = (2, 3)
+) -> Callable[[Callable[[Dist, Path], Weights]], Callable[[Dist, Path], Weights]]:
+    """Make a function a row of the table."""
+
+    def add(function: Callable[[Dist, Path], Weights]) -> Callable[[Dist, Path], Weights]:
+        FEATURES.append(Feature(function, first_on, sizes))
+        return function
+
+    return add
 
 
 class Net(nn.Module):
@@ -79,29 +108,29 @@ def train(
     return snapshot(ddp.module)
 
 
-@feature
+@feature()
 def ddp(dist: Dist, folder: Path) -> Weights:
     return train(dist, parallel(made()))
 
 
-@feature
+@feature()
 def ddp_with_views_and_many_buckets(dist: Dist, folder: Path) -> Weights:
     wrapped = parallel(made(), gradient_as_bucket_view=True, bucket_cap_mb=1)
     return train(dist, wrapped)
 
 
-@feature
+@feature()
 def ddp_with_a_static_graph(dist: Dist, folder: Path) -> Weights:
     return train(dist, parallel(made(), static_graph=True))
 
 
-@feature
+@feature(first_on="mpi4py")
 def ddp_with_unused_parameters(dist: Dist, folder: Path) -> Weights:
     wrapped = parallel(made(), find_unused_parameters=True)
     return train(dist, wrapped, sometimes=True)
 
 
-@feature
+@feature()
 def ddp_with_fp16_compression(dist: Dist, folder: Path) -> Weights:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -110,7 +139,7 @@ def ddp_with_fp16_compression(dist: Dist, folder: Path) -> Weights:
     return train(dist, wrapped)
 
 
-@feature
+@feature()
 def ddp_with_power_sgd(dist: Dist, folder: Path) -> Weights:
     """In one bucket: with several, what follows a bucket's first collective is called by another
     thread at any time, so that ranks call collectives in different orders. Gloo ends the process.
@@ -125,14 +154,14 @@ def ddp_with_power_sgd(dist: Dist, folder: Path) -> Weights:
     return train(dist, wrapped)
 
 
-@feature
+@feature()
 def ddp_with_the_hook_in_c(dist: Dist, folder: Path) -> Weights:
     wrapped = parallel(made())
     wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     return train(dist, wrapped)
 
 
-@feature
+@feature()
 def ddp_with_sparse_gradients(dist: Dist, folder: Path) -> Weights:
     """DDP takes a sparse bucket's result out of the future: to find none there ends the process."""
     torch.manual_seed(11)
@@ -147,7 +176,7 @@ def ddp_with_sparse_gradients(dist: Dist, folder: Path) -> Weights:
     return snapshot(model)
 
 
-@feature
+@feature()
 def ddp_without_synchronisation_at_times(dist: Dist, folder: Path) -> Weights:
     wrapped = parallel(made())
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
@@ -160,7 +189,7 @@ def ddp_without_synchronisation_at_times(dist: Dist, folder: Path) -> Weights:
     return snapshot(wrapped.module)
 
 
-@feature
+@feature(first_on="mpi4py")
 def ddp_with_uneven_inputs(dist: Dist, folder: Path) -> Weights:
     from torch.distributed.algorithms.join import Join
 
@@ -170,7 +199,7 @@ def ddp_with_uneven_inputs(dist: Dist, folder: Path) -> Weights:
     return snapshot(wrapped.module)
 
 
-@feature
+@feature()
 def zero_redundancy_optimizer(dist: Dist, folder: Path) -> Weights:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -233,7 +262,7 @@ def whole(model: nn.Module) -> Weights:
     return {name: p.full_tensor().detach().clone() for name, p in parameters}
 
 
-@feature
+@feature(first_on="mpi4py")
 def fsdp2(dist: Dist, folder: Path) -> Weights:
     model = sharded(dist)
     step_sharded(dist, model, torch.optim.SGD(model.parameters(), lr=0.1), range(3))
@@ -253,7 +282,7 @@ def fsdp2(dist: Dist, folder: Path) -> Weights:
     return result
 
 
-@feature
+@feature()
 def checkpoint(dist: Dist, folder: Path) -> Weights:
     from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -289,7 +318,7 @@ def checkpoint(dist: Dist, folder: Path) -> Weights:
     return result
 
 
-@feature
+@feature()
 def checkpoint_in_the_background(dist: Dist, folder: Path) -> Weights:
     """While training goes on, so in a group of its own; named with its device, too."""
     from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -312,7 +341,7 @@ def checkpoint_in_the_background(dist: Dist, folder: Path) -> Weights:
     return saved
 
 
-# torch.compile
+# torch.compile. One row of it is enough in `make test`: the others differ in what torch compiles.
 
 
 class WithBreak(nn.Module):
@@ -342,21 +371,21 @@ def parameters(model: nn.Module) -> Weights:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@feature
+@feature(first_on="", sizes=(2,))
 def ddp_of_a_compiled_model(dist: Dist, folder: Path) -> Weights:
     wrapped = parallel(compiled(WithBreak()))
     train(dist, wrapped)
     return parameters(wrapped)
 
 
-@feature
+@feature(sizes=(2,))
 def compiled_ddp(dist: Dist, folder: Path) -> Weights:
     wrapped = parallel(WithBreak())
     train(dist, compiled(wrapped))
     return parameters(wrapped)
 
 
-@feature
+@feature(first_on="", sizes=(2,))
 def compiled_step_of_ddp(dist: Dist, folder: Path) -> Weights:
     """The backward pass runs inside the compiled function, and DDP's all-reduces in it."""
     wrapped = parallel(WithBreak())
@@ -384,7 +413,7 @@ def compiled_ddp_by_inductor(dist: Dist, folder: Path) -> Weights:
     return parameters(wrapped)
 
 
-@feature
+@feature(first_on="", sizes=(2,))
 def collectives_in_a_compiled_function(dist: Dist, folder: Path) -> Weights:
     """torch puts some of them into the graph, and breaks it for the others."""
 
@@ -406,7 +435,7 @@ def collectives_in_a_compiled_function(dist: Dist, folder: Path) -> Weights:
     return {str(i): t for i, t in enumerate(results)}
 
 
-@feature
+@feature(first_on="", sizes=(2,))
 def compiled_fsdp2(dist: Dist, folder: Path) -> Weights:
     """Compiled before and after it is sharded."""
     from torch.distributed.fsdp import fully_shard
@@ -432,7 +461,7 @@ def compiled_fsdp2(dist: Dist, folder: Path) -> Weights:
 # Groups of the script's own
 
 
-@feature
+@feature(first_on="mpi4py")
 def training_is_not_disturbed_by_other_groups(dist: Dist, folder: Path) -> Weights:
     """Metrics and messages of the script's own between, in and beside DDP's."""
     other = dist.new_group()

@@ -1,6 +1,6 @@
 """Pools of live ranks with torch.distributed initialised on one transport, as any script would.
 
-Tests say `@pytest.mark.parametrize("peers", ARMS, indirect=True)`, and `peers.run(function, *args)`
+Tests say `@pytest.mark.parametrize("peers", [SHM_2], indirect=True)`: `peers.run(function, *args)`
 calls `function(dist, *args)` on every rank, `dist` being torch.distributed. This file is also what
 a rank runs: `python -m tests.transports.pool SOCKET TRANSPORT`.
 """
@@ -26,6 +26,10 @@ TRANSPORTS = {
         Arm("mpi4py-mpich", "mpi4py", "[mpich]/mpiexec -n {n} [mpich]/python -m"),
     )
 }
+# Transport and number of ranks. pytest keeps the ranks of two files alive if their parameter is the
+# same object.
+SHM_2, SHM_3, MPI_2, MPI_3 = ("shm", 2), ("shm", 3), ("mpi4py", 2), ("mpi4py", 3)
+MPICH_2, GLOO_2, GLOO_3 = ("mpi4py-mpich", 2), ("gloo", 2), ("gloo", 3)
 
 
 class Peers(Pool[Any]):

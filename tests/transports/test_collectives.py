@@ -5,16 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.transports.collectives import TABLE, Case
-from tests.transports.pool import Peers
+from tests.transports.pool import GLOO_2, GLOO_3, MPI_2, MPI_3, SHM_2, SHM_3, Peers
 
-# Gloo is the check of the table itself, and only in `make test-all`.
-ARMS = [
-    ("shm", 2),
-    ("shm", 3),
-    ("mpi4py", 2),
-    pytest.param(("mpi4py", 3), marks=pytest.mark.exhaustive),
-    *(pytest.param(("gloo", n), marks=pytest.mark.exhaustive) for n in (2, 3)),
-]
+ARMS = [SHM_2, SHM_3, MPI_2, MPI_3, GLOO_2, GLOO_3]
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
