@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hvdtrain import Backend
 from hvdtrain.backends import ddp_compression
+from hvdtrain.backends.model_sync import broadcast_tree
 from hvdtrain.training import checkpoint, resumption, run_state, saver
 from hvdtrain.trees import map_tree
 from tests.parity.resume import train
@@ -27,10 +28,10 @@ class Counted:
     def __init__(self) -> None:
         self.most = 0
         self._alive: set[int] = set()
-        self._real = saver.broadcast_tree
+        self._real = broadcast_tree
 
     def __call__(self, backend: Backend, tree: Any, root: int = 0) -> Any:
-        number = len(self._alive) and max(self._alive) + 1
+        number = max(self._alive, default=0) + 1
         received = self._real(backend, tree, root)
         tensors: list[Tensor] = []
         map_tree(tensors.append, Tensor, received)
@@ -41,7 +42,7 @@ class Counted:
         return received
 
 
-def held_at_a_time(backend: Backend, folder: Path) -> tuple[int, int, str]:
+def held_at_a_time(backend: Backend, /, folder: Path) -> tuple[int, int, str]:
     """Save, and resume; return the most trees of others while saving, and while resuming."""
     saving, resuming = Counted(), Counted()
     with mock.patch.object(saver, "broadcast_tree", saving):
@@ -51,7 +52,7 @@ def held_at_a_time(backend: Backend, folder: Path) -> tuple[int, int, str]:
     return saving.most, resuming.most, digest
 
 
-def digest_of(backend: Backend, folder: Path, **changes: Any) -> str:
+def digest_of(backend: Backend, /, folder: Path, **changes: Any) -> str:
     digest: str = train(backend, folder, **LOCAL, **changes)["digest"]
     return digest
 
@@ -81,7 +82,7 @@ def test_a_checkpoint_with_all_ranks_in_one_part_resumes(ranks: Ranks, tmp_path:
     assert ranks.run(digest_of, tmp_path / "parts", resume="must") == whole
 
 
-def stopped(backend: Backend, folder: Path) -> None:
+def stopped(backend: Backend, /, folder: Path) -> None:
     train(backend, folder, 7, **LOCAL)
 
 
