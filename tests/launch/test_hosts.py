@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from tests.forkserver import warm
-from tests.launch.host_parity import CASE, CONFIG
+from tests.launch.host_parity import CASE
 from tests.launch.hosts import Hosts, running_hosts
 from tests.launching import BIN, descendants, run, started, wait_for
 from tests.methods.test_sharded_training import assert_same_files
-from tests.parity.reference import CASES, reference
+from tests.parity.reference import reference
 
 pytestmark = [pytest.mark.xdist_group("hosts"), pytest.mark.timeout(240)]
 
@@ -333,11 +333,6 @@ PARITY_ROWS = [
 SOME_ROWS = [("hvdrun", "ddp", "gloo"), ("hvdrun", "compat", "shm"), ("mpirun", "ddp", "mpi")]
 
 
-@pytest.fixture
-def parity_case(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CASES, CASE, CONFIG)
-
-
 def check_parity(
     hosts: Hosts, launcher: str, slots: str, backend: str, transport: str, folder: Path
 ) -> None:
@@ -357,7 +352,7 @@ def check_parity(
 
 
 @EXHAUSTIVE
-@pytest.mark.usefixtures("parity_case")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("launcher", "backend", "transport", "slots"), PARITY_ROWS)
 def test_parity(
     hosts: Hosts, launcher: str, backend: str, transport: str, slots: str, tmp_path: Path
@@ -366,7 +361,7 @@ def test_parity(
 
 
 @EXHAUSTIVE
-@pytest.mark.usefixtures("parity_case")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("launcher", "backend", "transport"), SOME_ROWS[1:3])
 def test_parity_on_three_hosts(launcher: str, backend: str, transport: str, tmp_path: Path) -> None:
     """With another number of ranks on each."""
@@ -375,7 +370,7 @@ def test_parity_on_three_hosts(launcher: str, backend: str, transport: str, tmp_
 
 
 @EXHAUSTIVE
-@pytest.mark.usefixtures("parity_case")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("launcher", "backend", "transport", "network"),
     [

@@ -1,4 +1,4 @@
-"""Equality is the first test: every backend against a hand-written loop."""
+"""Equality is the first test: every backend against a hand-written loop of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.conftest import EVERY_ARM
-from tests.parity.reference import CASES, reference, train
+from tests.parity.reference import CASES, reference
+from tests.parity.trained import train
 from tests.ranks import Ranks
 
 pytestmark = [
@@ -20,8 +21,8 @@ pytestmark = [
 @pytest.mark.parametrize("case", CASES)
 def test_fp32_is_bitwise_equal(ranks: Ranks, case: str, tmp_path: Path) -> None:
     """At one and two ranks bit by bit; beyond, the order of a sum is the transport's."""
-    expected = reference(case, ranks.n, "fp32")
-    for state in ranks.run(train, case, "fp32", tmp_path):
+    expected = reference(CASES[case], ranks.n, "fp32")
+    for state in ranks.run(train, CASES[case], "fp32", tmp_path):
         for name, t in state.items():
             if ranks.n <= 2:
                 assert torch.equal(t, expected[name]), name
@@ -32,8 +33,8 @@ def test_fp32_is_bitwise_equal(ranks: Ranks, case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_fp64_equals_one_process(ranks: Ranks, case: str, tmp_path: Path) -> None:
     """On the same global batch, whatever the number of ranks, within 1e-12."""
-    expected = reference(case, 1, "fp64")
-    states = ranks.run(train, case, "fp64", tmp_path)
+    expected = reference(CASES[case], 1, "fp64")
+    states = ranks.run(train, CASES[case], "fp64", tmp_path)
     for state in states:
         for name, t in state.items():
             assert t.dtype == torch.float64
