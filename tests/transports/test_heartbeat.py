@@ -92,8 +92,8 @@ def test_all_groups_together_take_a_quarter_of_the_descriptors() -> None:
         buffers.close()
 
 
-@pytest.mark.parametrize("left", range(4))
-def test_a_rank_without_descriptors_copies(left: int) -> None:
+@pytest.mark.parametrize(("left", "moves"), [(0, False), (1, False), (2, True)])
+def test_a_rank_without_descriptors_copies(left: int, moves: bool) -> None:
     """It raised before it came to the barrier, where the others waited for it."""
     buffers = SharedBuffers()
     t = torch.zeros(MOVE_BYTES, dtype=torch.uint8)
@@ -111,6 +111,7 @@ def test_a_rank_without_descriptors_copies(left: int) -> None:
         finally:
             for fd in taken:
                 os.close(fd)
+    assert (buffers.find(t) is not None) == moves
     buffers.close()
 
 
