@@ -63,20 +63,20 @@ _ARMS = [
     ("compat-horovodrun", 2),
     *(("ps-torchrun", n) for n in (1, 2, 3)),
 ]
-# Arms whose faults other arms show as well: they run in `make test-all` only.
-_ONLY_IN_ALL = [
-    ("horovod-gloo", 1),
-    ("horovod-gloo", 3),
-    ("horovod-mpi", 1),
-    ("compat-torchrun", 1),
-    ("compat-gloo", 2),  # compat-mpirun is on Gloo too
-    ("compat-gloo", 3),
-    ("compat-horovodrun", 2),
+# The arms of `make test`: every backend and every transport once, and three ranks once.
+_IN_MAKE_TEST = [
+    ("single", 1),
+    *(("ddp-torchrun", n) for n in (2, 3)),
+    ("ddp-mpi", 2),
+    ("horovod-mpi", 2),
+    ("compat-torchrun", 2),
+    ("compat-mpirun", 2),  # on Gloo
+    ("ps-torchrun", 2),
 ]
 EVERY_ARM = [
-    pytest.param(arm, marks=pytest.mark.exhaustive if arm in _ONLY_IN_ALL else ()) for arm in _ARMS
+    pytest.param(arm, marks=() if arm in _IN_MAKE_TEST else pytest.mark.exhaustive) for arm in _ARMS
 ]
-TWO_RANKS = [(name, n) for name, n in _ARMS if n == 2]
+TWO_RANKS = [param for param, arm in zip(EVERY_ARM, _ARMS, strict=True) if arm[1] == 2]
 
 
 @pytest.fixture(scope="session")

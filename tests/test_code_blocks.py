@@ -158,6 +158,7 @@ OUTPUT = {
     "lr       0.2 (not scaled)": FIGURES,
     "backend  ps on cpu": FIGURES,
     "backend  ddp over shm on cpu": FIGURES,
+    ".............F": "of make steady, on a test with a fault",
     "WARNING: rank 1 has ended": "test_parameter_server.py asserts it",
 }
 """Blocks without a command, by how they begin, and why they are not compared."""

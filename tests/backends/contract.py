@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hvdtrain import Backend
+from hvdtrain.backends.base import OPS
 from hvdtrain.backends.model_sync import broadcast_state
 from hvdtrain.errors import InputError, WorldMismatch
 
@@ -22,7 +23,18 @@ def world_is_consistent(backend: Backend) -> dict[str, object]:
     return {"rank": backend.world.rank, "about": backend.describe()}
 
 
-def all_reduce(backend: Backend, dtype: torch.dtype, op: str) -> None:
+def all_reduce(backend: Backend) -> None:
+    """Every operation on every type of number, but for the mean of integers."""
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        for op in OPS:
+            _all_reduce(backend, dtype, op)
+    for dtype in (torch.int64, torch.int32):
+        for op in OPS:
+            if op != "mean":
+                _all_reduce(backend, dtype, op)
+
+
+def _all_reduce(backend: Backend, dtype: torch.dtype, op: str) -> None:
     rank, size = backend.world.rank, backend.world.size
     values = [torch.arange(5, dtype=torch.float64) - 2 + r for r in range(size)]
     stacked = torch.stack(values)
@@ -35,11 +47,18 @@ def all_reduce(backend: Backend, dtype: torch.dtype, op: str) -> None:
     mine = values[rank].to(dtype)
     before = mine.clone()
     result = backend.all_reduce(mine, op)  # type: ignore[arg-type]
-    assert torch.equal(mine, before), "the input changed"
-    assert result.data_ptr() != mine.data_ptr()
-    assert (result.dtype, result.shape, result.device) == (dtype, mine.shape, mine.device)
+    case = f"{op} of {dtype}"
+    assert torch.equal(mine, before), f"{case}: the input changed"
+    assert result.data_ptr() != mine.data_ptr(), case
+    assert (result.dtype, result.shape, result.device) == (dtype, mine.shape, mine.device), case
     tolerance = 1e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-6
-    assert torch.allclose(result.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        result.double(),
+        expected,
+        rtol=tolerance,
+        atol=tolerance,
+        msg=lambda text: f"{case}: {text}",
+    )
 
 
 def all_reduce_shapes(backend: Backend) -> None:

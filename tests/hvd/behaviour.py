@@ -45,6 +45,7 @@ class Case:
     arms: Sequence[str]  # as in the tests' ids, or how these begin; empty: all
     uneven: bool  # ranks make different numbers of calls
     ends: bool  # it shuts down, and these ranks are of no further use
+    number: int  # its place in its table
 
     @property
     def name(self) -> str:
@@ -78,7 +79,9 @@ def case(
     """Make a function a row of the table."""
 
     def add(function: F) -> F:
-        table.append(Case(function, stronger, different, real, sizes, arms, uneven, ends))
+        table.append(
+            Case(function, stronger, different, real, sizes, arms, uneven, ends, len(table))
+        )
         return function
 
     return add

@@ -1,4 +1,4 @@
-"""Two hundred random runs: no hang, and no gradient of another step, pass, rank or parameter."""
+"""Random runs: no hang, and no gradient of another step, pass, rank or parameter."""
 
 from __future__ import annotations
 
@@ -35,14 +35,22 @@ class SmallBuckets(Patient):
 KINDS = {"big": Patient, "small": SmallBuckets}
 
 
-POOLS = [
-    (2, "small"),
-    (3, "big"),
-    *(pytest.param(pool, marks=pytest.mark.exhaustive) for pool in ((2, "big"), (3, "small"))),
+# `make test` runs a few seeds, `make test-rest` a few with more ranks, `make soak` all.
+RUNS = [
+    pytest.param((2, "small"), range(1, 16, 2)),
+    pytest.param((3, "big"), range(0, 30, 2), marks=pytest.mark.exhaustive),
+    *(
+        pytest.param(
+            (n, kind), SEEDS[first : first + PER_CALL][kind == "small" :: 2], marks=pytest.mark.soak
+        )
+        for n in (2, 3)
+        for kind in ("small", "big")
+        for first in SEEDS[::PER_CALL]
+    ),
 ]
 
 
-@pytest.fixture(scope="module", params=POOLS, ids=str)
+@pytest.fixture(scope="module")
 def pool(request: pytest.FixtureRequest) -> Iterator[HvdRanks]:
     n, kind = request.param
     ranks = KINDS[kind]("hvd-torchrun", n)
@@ -50,19 +58,10 @@ def pool(request: pytest.FixtureRequest) -> Iterator[HvdRanks]:
     ranks.close()
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        pytest.param(first, marks=() if first < 2 * PER_CALL else pytest.mark.exhaustive)
-        for first in SEEDS[::PER_CALL]
-    ],
-)
-def test_trains_as_one_process(pool: HvdRanks, first: int) -> None:
-    """Half of the seeds with many buckets, half with few; with the other number of ranks too."""
-    seeds = SEEDS[first : first + PER_CALL]
-    halves = [[seed for seed in seeds if seed % 2 == half] for half in (0, 1)]
-    small = isinstance(pool, SmallBuckets)
-    results = pool.run(run_seeds, halves[small])
+@pytest.mark.parametrize(("pool", "seeds"), RUNS, indirect=["pool"], ids=str)
+def test_trains_as_one_process(pool: HvdRanks, seeds: range) -> None:
+    """Odd seeds with small buckets, even ones with big."""
+    results = pool.run(run_seeds, list(seeds))
     assert not any(results), "\n".join(line for lines in results for line in lines)
 
 

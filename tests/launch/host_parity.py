@@ -1,21 +1,19 @@
 """`host_parity.py BACKEND TRANSPORT FOLDER`: train on every rank; rank 0 saves the parameters."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from hvdtrain import BackendOptions, open_backend
-from tests.parity.reference import BASE, CASES, train
+from tests.parity.reference import Case
+from tests.parity.trained import train
 
-CASE = "sgd-hosts"
 # 200 samples in micro-batches of 16 over all ranks are 12 of them, at 1, 2 and 4 ranks.
-CONFIG = replace(BASE, global_batch_size=32)
+CASE = Case(global_batch_size=32)
 
 
 def main() -> None:
-    CASES[CASE] = CONFIG
     name, transport, folder = sys.argv[1:]
     with open_backend(name, options=BackendOptions(timeout_s=60, transport=transport)) as backend:
         for precision in ("fp32", "fp64"):

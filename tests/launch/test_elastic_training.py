@@ -105,7 +105,7 @@ def test_many_changes_of_hosts(tmp_path: Path) -> None:
         assert len(check_training(job)["worlds"]) == 29
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_kills_at_random_moments(tmp_path: Path) -> None:
     """On ddp, also while the ranks meet, or join: a step follows within seconds."""
     seed = random.randrange(1000)

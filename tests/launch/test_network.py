@@ -31,6 +31,8 @@ with open_backend("ddp") as backend:
 hvd.init()
 print("hvd", hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist())
 """
+# They need root, and are not in `make test`.
+NAMESPACES = pytest.mark.exhaustive
 # One host's name and /etc/hosts, which the other does not share
 HOST = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
 
@@ -85,13 +87,14 @@ ip -n {1} addr add fd77::2/64 dev {link}b nodad
 """
 
 
+@NAMESPACES
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("commands", "names"),
     [
         pytest.param(WRONG, "10.78.0.1 node0\n10.78.0.2 node1", id="a wrong link"),
-        pytest.param(BRIDGE, "172.17.0.1 node0 node1", id="a bridge", marks=pytest.mark.exhaustive),
-        pytest.param(WRONG, "", id="names that do not resolve", marks=pytest.mark.exhaustive),
+        pytest.param(BRIDGE, "172.17.0.1 node0 node1", id="a bridge"),
+        pytest.param(WRONG, "", id="names that do not resolve"),
     ],
 )
 def test_gloo_takes_the_route_to_rank_0(commands: str, names: str, tmp_path: Path) -> None:
@@ -104,6 +107,7 @@ def test_gloo_takes_the_route_to_rank_0(commands: str, names: str, tmp_path: Pat
     assert f"rank 1/2 network {link}b 10.77.0.2: on the route to rank 0" in output, output
 
 
+@NAMESPACES
 @pytest.mark.timeout(120)
 def test_hosts_without_ipv4(tmp_path: Path) -> None:
     with namespaces(IPV6) as hosts:
@@ -111,6 +115,7 @@ def test_hosts_without_ipv4(tmp_path: Path) -> None:
     assert f"rank 1/2 network hv{os.getpid()}b fd77::2: on the route to rank 0" in output, output
 
 
+@NAMESPACES
 def test_addresses_that_are_published_do_not_depend_on_the_default_route() -> None:
     """Rank 0 under mpirun offers all; those of bridges last, for every host may have them."""
     code = (
@@ -126,7 +131,8 @@ def test_addresses_that_are_published_do_not_depend_on_the_default_route() -> No
     assert "10.78.0.1" in found
 
 
-@pytest.mark.parametrize("known", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@NAMESPACES
+@pytest.mark.parametrize("known", [True, False])
 def test_srun_without_dns(known: bool) -> None:
     """srun's own host is the first of the job, and its address is in the environment."""
     job = job_id()

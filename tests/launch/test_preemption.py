@@ -76,8 +76,8 @@ def check_saved(tmp_path: Path, output: str) -> None:
     [
         ("torchrun", "ddp", TERM, "launcher", [1]),
         ("mpirun", "compat", USR1, "launcher", [143]),
-        ("horovodrun", "horovod", TERM, "launcher", BY_HOROVODRUN),
-        ("torchrun", "ps --ps-async", USR2, 1, [1]),
+        pytest.param("horovodrun", "horovod", TERM, "launcher", BY_HOROVODRUN, marks=EXHAUSTIVE),
+        pytest.param("torchrun", "ps --ps-async", USR2, 1, [1], marks=EXHAUSTIVE),
         ("torchrun", "compat", INT, "group", [1]),  # as a terminal sends Ctrl-C
         pytest.param("mpirun", "ddp", INT, "group", [1], marks=EXHAUSTIVE),
         pytest.param("horovodrun", "ddp", INT, "group", [1], marks=EXHAUSTIVE),
@@ -107,7 +107,7 @@ def test_under_a_launcher(
     check_saved(tmp_path, output)
 
 
-@pytest.mark.parametrize("where", ["record", "close"])
+@pytest.mark.parametrize("where", ["record", pytest.param("close", marks=EXHAUSTIVE)])
 def test_a_rank_that_ends_is_told_too(where: str, tmp_path: Path) -> None:
     """As by a launcher that ends: each rank notices that within a second, by itself."""
     more = ["--set", f"terminated_in={where}", "--requeue-exit-code", 75]
@@ -117,6 +117,7 @@ def test_a_rank_that_ends_is_told_too(where: str, tmp_path: Path) -> None:
     check_saved(tmp_path, output)
 
 
+@EXHAUSTIVE
 def test_an_error_is_recorded_while_the_launcher_stops_the_rank(tmp_path: Path) -> None:
     fault = ["--set", "fails_at=2", "--set", "terminated_in=record"]
     with started(warm(train("torchrun", 2, "ddp", *told(tmp_path, *fault)))) as (process, log):
@@ -125,7 +126,9 @@ def test_an_error_is_recorded_while_the_launcher_stops_the_rank(tmp_path: Path) 
     assert (about["outcome"], about["error"]) == ("failed", "ArithmeticError: as asked")
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(TERM, 143), (INT, 130)])
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(TERM, 143), pytest.param(INT, 130, marks=EXHAUSTIVE)]
+)
 def test_a_signal_to_a_process_and_its_loaders(
     number: signal.Signals, exit_code: int, tmp_path: Path
 ) -> None:
@@ -137,7 +140,7 @@ def test_a_signal_to_a_process_and_its_loaders(
     assert f"signal   {number.name} at rank 0: the run saves and ends, within 30 s" in output
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=EXHAUSTIVE)])
 def test_no_checkpoint_within_the_grace_period(n: int, tmp_path: Path) -> None:
     more = ["--set", f"hangs={n - 1}", "--grace", "1s", "--requeue-exit-code", "75"]
     arguments = told(tmp_path, *more, "--checkpoint-every", 1)
@@ -156,7 +159,8 @@ def test_no_checkpoint_within_the_grace_period(n: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "outcome"), [(TERM, 143, "terminated"), (INT, 130, "interrupted")]
+    ("number", "code", "outcome"),
+    [pytest.param(TERM, 143, "terminated", marks=EXHAUSTIVE), (INT, 130, "interrupted")],
 )
 def test_a_second_signal_ends_it_at_once(
     number: signal.Signals, code: int, outcome: str, tmp_path: Path

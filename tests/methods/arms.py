@@ -1,15 +1,24 @@
-"""The options of each method in its test, and the run of one method on live ranks."""
+"""The options of each method in its test: trained and interrupted by tests/parity."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hvdtrain import Backend, TrainConfig
-from tests.parity.resume import CONFIG, train
+
+# One launcher for each backend.
+LIVE = [
+    ("single", 1),
+    *((name, n) for name in ("ddp-torchrun", "compat-torchrun", "ps-torchrun") for n in (2, 3)),
+]
+EVERYWHERE = pytest.mark.parametrize("ranks", LIVE, indirect=True)
+TWO = pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+REAL_HOROVOD = [("horovod-gloo", 2), ("horovod-mpi", 3)]  # slow: each method on one of them
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "gradient accumulation": {"accumulate": 2},
@@ -32,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "O3: bf16 weights alone": {"precision": "bf16", "opt_level": "O3"},
     "padded last batch": {"uneven": "pad"},
     # The last batch of an epoch has 14 of 18 samples: BatchNorm needs two on each rank.
-    "short last batch, weighted": {"uneven": "join", "global_batch_size": 18},
+    "short last batch, weighted": {"uneven": "join", "global_batch_size": 18, "epochs": 3},
     "SyncBatchNorm": {"sync_bn": True},
     "buffers of each rank": {"buffers": "local"},
     "size of buckets": {"bucket_mib": 1.0},
@@ -95,17 +104,3 @@ def options_of(backend: Backend, config: TrainConfig) -> Iterator[None]:
         yield
     finally:
         backend.options = before
-
-
-def interrupted(backend: Backend, name: str, folder: Path) -> dict[str, Any]:
-    """Train as a whole, and in two parts; return what both gave."""
-    changes, of_task = {"epochs": 2, **SETTINGS[name]}, TASK.get(name, {})
-    with options_of(backend, replace(CONFIG, **changes)):
-        whole = train(backend, folder / "whole", **changes, **of_task)
-    with options_of(backend, replace(CONFIG, **changes)):
-        train(backend, folder / "parts", STOP_AT, **changes, **of_task)
-    with options_of(backend, replace(CONFIG, **changes)):
-        rest = train(backend, folder / "parts", resume="must", **changes, **of_task)
-    with options_of(backend, CONFIG):
-        plain = train(backend, folder / "plain", epochs=changes["epochs"], **of_task)
-    return {"whole": whole["digest"], "parts": rest["digest"], "plain": plain["digest"]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-# Two ranks of one backend, and three of another. (test_methods.py makes a choice of its own.)
+# Two ranks of one backend, and three of another.
 KEPT = [("single", 1), ("ddp-torchrun", 2), ("compat-torchrun", 3)]
 
 
@@ -13,7 +13,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     of_test: dict[str, list[pytest.Item]] = {}
     for item in items:
         callspec = getattr(item, "callspec", None)
-        own = item.path.parent.name == "methods" and item.path.stem != "test_methods"
+        own = item.path.parent.name == "methods"
         if own and callspec is not None and isinstance(callspec.params.get("ranks"), tuple):
             of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for group in of_test.values():

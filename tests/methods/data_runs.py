@@ -21,8 +21,8 @@ from torch.utils.data import (
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer, shard_bounds
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.training.data_loading import derive_seed
 from tests.methods.arms import options_of
+from tests.parity.reference import epoch_order, seed_of
 from tests.runs import Stop, watch
 
 CONFIG = TrainConfig(
@@ -250,8 +250,7 @@ def train(
 def shuffled(num: int, per_step: int) -> Iterator[Tensor]:
     """Yield the samples of each step of a run that drops none."""
     for epoch in range(CONFIG.epochs):
-        generator = torch.Generator().manual_seed(derive_seed(CONFIG.seed, epoch))
-        order = torch.randperm(num, generator=generator)
+        order = epoch_order(num, CONFIG.seed, epoch)
         yield from (order[start : start + per_step] for start in range(0, num, per_step))
 
 
@@ -259,7 +258,7 @@ def one_process(
     task: Regression, batches: Iterable[Tensor | list[int]]
 ) -> tuple[Tensor, list[float]]:
     """Train on these samples in each step, in plain torch; return the weights and each loss."""
-    torch.manual_seed(derive_seed(CONFIG.seed))
+    torch.manual_seed(seed_of(CONFIG.seed))
     model = task.model().double()
     optimizer = task.optimizer(model)
     data: Any = task.datasets()[0]

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend, TrainConfig, Trainer
 from hvdtrain.errors import InputError
-from tests.parity.reference import Regression
+from tests.parity.trained import Regression
 from tests.ranks import Ranks
 from tests.runs import snapshot
 

@@ -1,4 +1,4 @@
-"""The table of methods: each cell that says yes trains and resumes; each no says why."""
+"""The table of methods: each no says why. Each yes trains and resumes in tests/parity."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import io
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,37 +15,7 @@ from hvdtrain.training import methods
 from hvdtrain.training.config import TrainConfig
 from tests.methods import arms
 from tests.parity.resume import CONFIG, train
-from tests.ranks import ARMS, Ranks
-
-# One launcher for each backend.
-LIVE = [
-    ("single", 1),
-    *((name, n) for name in ("ddp-torchrun", "compat-torchrun", "ps-torchrun") for n in (2, 3)),
-]
-EVERYWHERE = pytest.mark.parametrize("ranks", LIVE, indirect=True)
-TWO = pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
-REAL_HOROVOD = [("horovod-gloo", 2), ("horovod-mpi", 3)]  # slow: each method on one of them
-CELLS = [
-    (arm, method)
-    for i, method in enumerate(methods.METHODS)
-    for arm in [*LIVE, REAL_HOROVOD[i % 2]]
-    if ARMS[arm[0]].backend not in method.refused
-]
-
-
-def cells() -> list[Any]:
-    """Every cell of the table; `make test` has each method at one of them, in turn."""
-    made = []
-    for method in methods.METHODS:
-        own = [arm for arm, other in CELLS if other is method]
-        at = methods.METHODS.index(method)
-        kept = own[at % len(own)]
-        for arm in own:
-            mark = () if arm == kept else pytest.mark.exhaustive
-            name = f"{arm[0]}-x{arm[1]}-{method.name.replace(' ', '_')}"
-            made.append(pytest.param(arm, method.name, id=name, marks=mark))
-    return made
-
+from tests.ranks import Ranks
 
 REFUSED = [(method, backend) for method in methods.METHODS for backend in method.refused]
 
@@ -59,19 +28,6 @@ def chosen(method: methods.Method) -> TrainConfig:
 def test_each_method_is_chosen_by_its_options(method: methods.Method) -> None:
     assert method in methods.chosen(chosen(method))
     assert method not in methods.chosen(TrainConfig())
-
-
-@pytest.mark.parametrize(("ranks", "name"), cells(), indirect=["ranks"])
-def test_it_trains_and_resumes_exactly(ranks: Ranks, name: str, tmp_path: Path) -> None:
-    for digests in ranks.run(arms.interrupted, name, tmp_path):
-        if name in arms.NOT_DETERMINISTIC:  # its accuracy: test_parameter_server.py
-            assert {len(digest) for digest in digests.values()} == {64}
-            continue
-        assert digests["parts"] == digests["whole"]
-        if name in arms.CHANGES_NO_BITS:
-            assert digests["whole"] == digests["plain"]
-        elif ranks.n > 1 or name not in arms.NOTHING_ON_ONE_RANK:
-            assert digests["whole"] != digests["plain"], "the option changed nothing"
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from hvdtrain.training.data_loading import derive_seed, draw_order, shard
 from hvdtrain.training.determinism import RandomState
 from hvdtrain.training.task import CheckedTask
 from hvdtrain.world import World
+from tests.methods.arms import LIVE, TWO
 from tests.methods.data_runs import Lengths, Regression, Sampled, one_process, train
-from tests.methods.test_methods import LIVE, TWO
 from tests.ranks import Ranks
 
 quick = settings(max_examples=60, deadline=None, database=None)

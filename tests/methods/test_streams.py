@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import nn
 
+from tests.methods.arms import EVERYWHERE, TWO
 from tests.methods.data_runs import Regression, Streamed, one_process, samples, train
-from tests.methods.test_methods import EVERYWHERE, TWO
 from tests.ranks import Ranks, single
 from tests.runs import records
 

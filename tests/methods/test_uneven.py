@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain import shard_bounds
+from tests.methods.arms import EVERYWHERE, TWO
 from tests.methods.data_runs import CONFIG, Regression, one_process, shuffled, train
-from tests.methods.test_methods import EVERYWHERE, TWO
 from tests.ranks import Ranks
 from tests.runs import records, run_json
 

@@ -20,15 +20,15 @@ from hvdtrain.compare.run.by_hand import ByHand
 from hvdtrain.errors import InputError
 from hvdtrain.training import methods
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import derive_seed
 from hvdtrain.training.evaluation import Evaluation, WeightedMean
 from hvdtrain.training.task import CheckedTask
 from hvdtrain.training.weighted_loss import WeightedLosses
 from tests.forkserver import warm
 from tests.launching import ROOT, run
 from tests.methods import arms
+from tests.methods.arms import EVERYWHERE, LIVE, TWO
 from tests.methods.data_runs import CONFIG, Regression, one_process, shuffled, train
-from tests.methods.test_methods import EVERYWHERE, LIVE, TWO
+from tests.parity.reference import epoch_order, seed_of
 from tests.ranks import Ranks, single
 from tests.runs import records, run_json
 
@@ -148,11 +148,9 @@ def test_ranks_without_a_token(
 def test_clipping_sees_the_exact_mean(ranks: Ranks, tmp_path: Path) -> None:
     num = 4 * 4 * ranks.n
     task = Tokens(num)
-    torch.manual_seed(derive_seed(CONFIG.seed))
+    torch.manual_seed(seed_of(CONFIG.seed))
     model = task.model().double()
-    order = torch.randperm(
-        num, generator=torch.Generator().manual_seed(derive_seed(CONFIG.seed, 0))
-    )
+    order = epoch_order(num, CONFIG.seed, 0)
     loss, _ = task.loss(model, [t[order] for t in sentences(num)])
     loss.backward()
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])

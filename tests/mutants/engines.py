@@ -148,7 +148,7 @@ FAULTS = [
         "transports/shm_sync.py",
         "now - self._begin > barrier.timeout_s:",
         "now - self._begin > 1e9:",
-        "tests/transports/test_shm_barrier.py tests/transports/test_lifecycle.py",
+        "tests/transports/test_shm_barrier.py tests/death/test_death.py",
         "a rank waits for ever for one that does not come",
     ),
     Fault(
@@ -156,7 +156,7 @@ FAULTS = [
         "transports/shm_sync.py",
         "if peers[r].liveness in LOST and peers[r].state == HERE]",
         "if peers[r].liveness in LOST and peers[r].state == LEFT]",
-        "tests/transports/test_lifecycle.py",
+        "tests/death/test_death.py -k shm",
         "the death of a peer is seen after the timeout only",
     ),
     Fault(
@@ -172,8 +172,7 @@ FAULTS = [
         "transports/heartbeat.py",
         "            self._table.write(rank, RankStatus(*row[:3]))",
         "            self._table.write(ranks[0], RankStatus(*row[:3]))",
-        "tests/transports/test_heartbeat.py tests/test_fuzz.py"
-        " tests/transports/test_several_hosts.py",
+        "tests/transports/test_heartbeat.py tests/test_fuzz.py tests/death/test_death.py",
         "the leader's row holds the status of its host's last rank",
     ),
     Fault(
@@ -189,7 +188,7 @@ FAULTS = [
         "transports/work_queue.py",
         "            self._broken = error\n",
         "            pass\n",
-        "tests/transports/test_lifecycle.py tests/transports/test_collectives.py",
+        "tests/death/test_death.py tests/transports/test_collectives.py",
         "a group that has lost a peer accepts the next collective",
     ),
     Fault(

@@ -1,5 +1,6 @@
-"""The commits of an elastic run: going back to one changes no bit of the result, at one world size.
+"""The commits of an elastic run: streams, and epochs that end with a world.
 
+test_interruption.py compares the bits at one world size;
 tests/launch/test_elastic_training.py has worlds that really change.
 """
 
@@ -15,54 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from hvdtrain import Backend, Callback, Trainer
+from hvdtrain import Callback, Trainer
 from hvdtrain.peers import PeerLost
 from hvdtrain.training.commits import Commits
-from tests.parity.resume import CASES, CONFIG, Stateful, train
-from tests.ranks import Ranks, single
+from tests.parity.resume import CONFIG, Stateful
+from tests.ranks import single
 from tests.runs import records, run_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EVERY: dict[str, Any] = {"checkpoint_every": 100}
-
-
-def train_in_worlds(
-    backend: Backend, /, run_dir: Path, newcomer: int = -1, **changes: Any
-) -> dict[str, Any]:
-    """Lose the world after step 7 twice, and go on from the commit at step 6. In the second world,
-    the process of rank `newcomer` is a new one.
-    """
-    commits = Commits(2)
-    commits.agree(backend)
-    lost = []
-    for world in range(2):
-        found = train(backend, run_dir, stop_at=7, commits=commits, **EVERY, **changes)
-        assert found["digest"] == "stopped"
-        if world == 0 and backend.world.rank == newcomer:
-            commits = Commits(2)
-        else:
-            commits.leave(PeerLost("a rank is lost"), found["step"])
-        commits.agree(backend)
-        lost.append((commits.agreed.step, commits.lost_steps))
-    found = train(backend, run_dir, commits=commits, **EVERY, **changes)
-    return {**found, "lost": lost}
-
-
-def steps_of(run_dir: Path) -> list[int]:
-    return [record["step"] for record in records(run_dir) if "loss" in record]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_bits_of_an_undisturbed_run(tmp_path: Path, case: str) -> None:
-    whole = train(single(), tmp_path / "whole", **EVERY, **CASES[case])
-    again = train_in_worlds(single(), tmp_path / "again", **CASES[case])
-    assert again["lost"] == [(6, 1), (6, 1)]
-    assert again["digest"] == whole["digest"]
-    assert again["rates"] == whole["rates"][6:]
-    assert steps_of(tmp_path / "again") == steps_of(tmp_path / "whole")
-    worlds = run_json(tmp_path / "again")["worlds"]
-    assert [world["step"] for world in worlds] == [0, 6, 6]
 
 
 class Stream(IterableDataset[tuple[Tensor, int]]):
@@ -109,17 +72,6 @@ def test_a_stream_goes_on_where_the_commit_is(tmp_path: Path) -> None:
     epoch = [list(batch) for batch in numbers]
     assert task.seen == [*epoch, *epoch[:3], epoch[2], *epoch[2:], *epoch]
     assert "lost 1 step since the commit at step 6 (while the ranks meet)" in commits.describe()
-
-
-@pytest.mark.parametrize("newcomer", [0, 1])
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2), ("compat-torchrun", 2)], indirect=True)
-def test_a_new_process_gets_the_commit(ranks: Ranks, tmp_path: Path, newcomer: int) -> None:
-    """Also as rank 0: then the commit, and the run directory, are those that rank 1 knows."""
-    whole = ranks.run(train, tmp_path / "whole", **EVERY)
-    again = ranks.run(train_in_worlds, tmp_path / "again", newcomer)
-    assert again[0]["lost"] == [(6, 1), (6, 1)]
-    assert {one["digest"] for one in again} == {whole[0]["digest"]}
-    assert steps_of(tmp_path / "again") == steps_of(tmp_path / "whole")
 
 
 def test_every_epoch_is_recorded_and_evaluated(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Resuming is exact: weights, sample order, rates, dropout and buffers, on every backend."""
+"""What a resumed run may change: ranks, backend, batch, schedule, rate, precision."""
 
 from __future__ import annotations
 
@@ -19,63 +19,9 @@ from tests.runs import records, run_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-STEPS = range(1, 12)
-
 
 def joined(batches: Iterable[list[int]]) -> list[int]:
     return [index for batch in batches for index in batch]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"own_schedule": "step"},
-        {"own_schedule": "one-cycle"},
-        {"own_schedule": "by epoch"},
-        {"own_schedule": "plateau"},
-        {"schedule": "plateau", "plateau": "loss:max:0", "warmup_steps": 2},
-        {"accumulate": 3},
-        {"precision": "fp64"},
-        {"precision": "fp16"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "stop_at",
-    # An epoch has four steps: `make test` stops after each place in it once.
-    [pytest.param(n, marks=() if n in (1, 6, 8, 11) else pytest.mark.exhaustive) for n in STEPS],
-)
-def test_every_step_in_one_process(tmp_path: Path, stop_at: int, changes: dict[str, Any]) -> None:
-    """Stopping after any step of any epoch, and resuming, changes nothing."""
-    whole = train(single(), tmp_path / "whole", **changes)
-    first = train(single(), tmp_path / "parts", stop_at, **changes)
-    assert first["digest"] == "stopped"
-    second = train(single(), tmp_path / "parts", resume="auto", **changes)
-    assert second["digest"] == whole["digest"]
-    # The last step before the stop may have no checkpoint: it is then taken again.
-    again = len(first["rates"]) + len(second["rates"]) - len(whole["rates"])
-    assert again in (0, 1)
-    assert second["rates"] == whole["rates"][-len(second["rates"]) :]
-    assert second["seen"] == whole["seen"][-len(second["seen"]) :]
-    about = run_json(tmp_path / "parts")
-    assert [attempt["outcome"] for attempt in about["attempts"]] == ["failed"]
-    steps = [r["step"] for r in records(tmp_path / "parts") if "eval_loss" not in r]
-    assert steps == sorted(set(steps)), "a step was logged twice"
-
-
-# On three the order of additions counts: it must not depend on when the run was started.
-THREE_RANKS = [(arm, 3) for arm in ("ddp-torchrun", "ddp-gloo", "compat-torchrun", "compat-gloo")]
-
-
-@pytest.mark.parametrize("ranks", [*TWO_RANKS, *THREE_RANKS], indirect=True)
-def test_on_several_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    whole = ranks.run(train, tmp_path / "whole")
-    first = ranks.run(train, tmp_path / "parts", 6)
-    second = ranks.run(train, tmp_path / "parts", resume="auto")
-    assert [r["digest"] for r in second] == [r["digest"] for r in whole]
-    for rank in range(ranks.n):
-        assert first[rank]["seen"][:5] + second[rank]["seen"] == whole[rank]["seen"]
 
 
 @pytest.mark.parametrize("ranks", [*TWO_RANKS, ("ddp-torchrun", 3)], indirect=True)
@@ -118,11 +64,18 @@ def test_a_larger_step_than_is_left_of_the_epoch(tmp_path: Path, epoch: int) -> 
 
 
 # What torch's constructor of a scheduler that is made of others does itself.
+IN_MAKE_TEST = ("by epoch", "one-cycle", "plateau", "average of weights", "sequential of chained")
 OF_TORCH = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 
 
 @OF_TORCH
-@pytest.mark.parametrize("own", SCHEDULES)
+@pytest.mark.parametrize(
+    "own",
+    [
+        pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.exhaustive)
+        for name in SCHEDULES
+    ],
+)
 def test_every_scheduler_of_torch(tmp_path: Path, own: str) -> None:
     """Interrupted in the first epoch and in the second; then the same at ten times the rate in
     between: the rates follow, and nothing is multiplied twice.

@@ -1,0 +1,122 @@
+"""An interrupted run ends as one that was left alone: weights, sample order, rates, records.
+
+One table: kinds of interruption x configurations x backends, in pairs. The kinds are described in
+interruption.py; what a resumed run may change is in test_resume.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.training import methods
+from tests.conftest import TWO_RANKS
+from tests.methods import arms
+from tests.parity.interruption import CONFIGURATIONS, KINDS, At, train_with
+from tests.parity.resume import CASES
+from tests.ranks import ARMS, Ranks
+from tests.runs import records, run_json
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SINGLE, DDP = ("single", 1), ("ddp-torchrun", 2)
+# On three the order of additions counts: it must not depend on when the run was started.
+THREE_RANKS = [(name, 3) for name in ("ddp-torchrun", "ddp-gloo", "compat-torchrun", "compat-gloo")]
+
+
+def row(arm: tuple[str, int], kind: str, at: At, name: str, in_make_test: bool = True) -> Any:
+    mark = () if in_make_test else pytest.mark.exhaustive
+    told = f"{at}".replace(" ", "")
+    return pytest.param(
+        arm, kind, at, name, id=f"{arm[0]}-x{arm[1]}-{kind}-{told}-{name}", marks=mark
+    )
+
+
+def rows() -> list[Any]:
+    """Every step of a plain run; every configuration of one process by every kind; every backend
+    by two kinds. `make test` has each step's place in an epoch of four steps, each configuration
+    and each backend once.
+    """
+    made = [row(SINGLE, "stop", at, "plain", at in (1, 6, 8, 11)) for at in range(1, 12)]
+    made += [row(SINGLE, "signal", at, "plain") for at in (1, 4)]
+    plain = [name for name in CONFIGURATIONS if name not in arms.SETTINGS]
+    for i, name in enumerate(plain):
+        kinds = ["stop", "signal", *(["world"] if name in CASES else [])]
+        for kind in kinds:
+            at = 7 if kind == "world" else (6, 8, 3)[i % 3]
+            if (kind, name) != ("stop", "plain"):
+                made.append(row(SINGLE, kind, at, name, kind == kinds[i % len(kinds)]))
+    for param in TWO_RANKS:
+        for kind in ("stop", "signal"):
+            made.append(row(param.values[0], kind, 6, "plain", not param.marks))  # type: ignore[arg-type]
+    made += [row(arm, "stop", 6, "plain", arm == THREE_RANKS[0]) for arm in THREE_RANKS]
+    made.append(row(("ddp-torchrun", 3), "signal", 6, "plain"))
+    # Signals at different steps; at the last step of an epoch, with a decision on its evaluation;
+    # between two averages.
+    made.append(row(DDP, "signal", {0: 6, 1: 5}, "plain"))
+    made.append(row(DDP, "signal", {0: 3}, "early stopping"))
+    made.append(row(DDP, "signal", {1: 4}, "local SGD"))
+    for arm in (DDP, ("compat-torchrun", 2)):
+        made += [row(arm, "newcomer", rank, "plain") for rank in (0, 1)]
+    return made
+
+
+def of_methods() -> list[Any]:
+    """Every cell of the table of methods; `make test` has each method at one of them, in turn."""
+    made = []
+    for i, method in enumerate(methods.METHODS):
+        cells = [
+            arm
+            for arm in [*arms.LIVE, arms.REAL_HOROVOD[i % 2]]
+            if ARMS[arm[0]].backend not in method.refused
+        ]
+        for k, arm in enumerate(cells):
+            made.append(row(arm, "stop", arms.STOP_AT, method.name, k == i % len(cells)))
+    return made
+
+
+@pytest.mark.parametrize(("ranks", "kind", "at", "name"), rows(), indirect=["ranks"])
+def test_nothing_differs(ranks: Ranks, kind: str, at: At, name: str, tmp_path: Path) -> None:
+    whole = ranks.run(train_with, tmp_path / "whole", name)
+    parts = ranks.run(KINDS[kind], tmp_path / "parts", name, at)
+    for one, other in zip(whole, parts, strict=True):
+        check_equal(one, other)
+    steps = [r["step"] for r in records(tmp_path / "parts") if "loss" in r]
+    assert steps == sorted(set(steps)), "a step was logged twice"
+    outcomes = [attempt["outcome"] for attempt in run_json(tmp_path / "parts")["attempts"]]
+    assert outcomes == {"stop": ["failed"], "signal": ["preempted"]}.get(kind, [])
+
+
+def check_equal(whole: dict[str, Any], parts: dict[str, Any]) -> None:
+    """Compare what a rank saw of a whole run, and of one in parts."""
+    assert parts["digest"] == whole["digest"]
+    for what in ("rates", "seen"):
+        last = parts[what]
+        assert last == whole[what][-len(last) :], what
+    if parts["again"] is not None:
+        fewest, most = parts["again"]
+        again = len(parts["first"]["rates"]) + len(parts["rates"]) - len(whole["rates"])
+        assert fewest <= again <= most
+
+
+@pytest.mark.parametrize(("ranks", "kind", "at", "name"), of_methods(), indirect=["ranks"])
+def test_a_method_changes_what_it_should(
+    ranks: Ranks, kind: str, at: At, name: str, tmp_path: Path
+) -> None:
+    """And nothing differs after an interruption."""
+    whole = ranks.run(train_with, tmp_path / "whole", name)
+    parts = ranks.run(KINDS[kind], tmp_path / "parts", name, at)
+    if name in arms.NOT_DETERMINISTIC:  # its accuracy: test_parameter_server.py
+        assert {len(rank["digest"]) for rank in (*whole, *parts)} == {64}
+        return
+    for one, other in zip(whole, parts, strict=True):
+        check_equal(one, other)
+    same = {k: v for k, v in CONFIGURATIONS[name].items() if k in ("epochs", "optimizer")}
+    plain = ranks.run(train_with, tmp_path / "plain", "plain", **same)
+    is_same = [one["digest"] == other["digest"] for one, other in zip(whole, plain, strict=True)]
+    if name in arms.CHANGES_NO_BITS:
+        assert all(is_same)
+    elif ranks.n > 1 or name not in arms.NOTHING_ON_ONE_RANK:
+        assert not any(is_same), "the option changed nothing"
