@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from hvdtrain import Backend, Trainer
 from hvdtrain.backends.base import BackendOptions
 from hvdtrain.backends.ps import ParameterServer
-from hvdtrain.backends.ps_messages import encode
+from hvdtrain.backends.ps_messages import Messages, encode
 from hvdtrain.backends.server_optimizer import _Server, owners_of
 from hvdtrain.backends.single import Single
 from hvdtrain.errors import InputError
@@ -241,3 +243,25 @@ def test_a_mean_is_that_of_the_ranks_that_are_left(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(backend, "_collect", lambda value: [value, encode(torch.tensor([6.0]))])
     assert backend.all_reduce(torch.tensor([2.0])).tolist() == [4.0]
     assert backend.all_reduce(torch.tensor([2.0]), "sum").tolist() == [8.0]
+
+
+def test_a_collective_that_waits_for_the_lost_rank_alone_is_answered() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        make = [
+            pool.submit(Messages, World(rank, 3, rank, 3), store, ["127.0.0.1"], 60.0)
+            for rank in range(3)
+        ]
+        ranks = [made.result() for made in make]
+        try:
+            for messages in ranks:
+                messages.tolerates_loss = lambda rank: True
+            values = [pool.submit(ranks[rank].collect, b"%d" % rank) for rank in (0, 1)]
+            with ranks[0].changed:
+                waiting = ranks[0]._collecting
+                assert ranks[0].changed.wait_for(lambda: len(waiting.get(0, ())) == 2, 60)
+            ranks[2]._peers.close()
+            assert [value.result() for value in values] == [[b"0", b"1"]] * 2
+        finally:
+            for messages in ranks:
+                messages._peers.close()
