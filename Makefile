@@ -8,6 +8,8 @@
 #              writes benchmarks/results/soak.json
 # make mutants  what the tests can see: one seeded fault of the package after another, and the tests that
 #              must notice it; writes benchmarks/results/mutants.json. Some two hours on one core
+# make steady PYTEST="tests/launch/test_elastic.py"  find tests that fail only sometimes: each 20 times, in random
+#              order, beside two busy processes
 # make check   ruff and mypy --strict
 # make bench   the benchmarks; writes benchmarks/results/
 # make bench-gpu  what one CUDA GPU shows, in under 10 minutes
@@ -24,7 +26,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMPI_MCA_rmaps_base_oversubscribe := 1
 
-.PHONY: demo test test-rest test-all soak mutants check bench bench-gpu clean
+.PHONY: demo test test-rest test-all soak mutants steady check bench bench-gpu clean
 
 demo: $(VENV)/demo.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m hvdtrain --backend ddp
@@ -44,6 +46,9 @@ soak: $(VENV)/all.installed $(VENV)-mpich/installed
 
 mutants: $(VENV)/all.installed $(VENV)-mpich/installed
 	$(BIN)/python -m tests.mutants.run $(MUTANTS)
+
+steady: $(VENV)/all.installed $(VENV)-mpich/installed
+	$(BIN)/python -m tests.steady $(PYTEST)
 
 check: $(VENV)/all.installed
 	$(BIN)/ruff check .

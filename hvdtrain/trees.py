@@ -27,23 +27,25 @@ def map_tree(
     checkpoints can hold, unless `keep_dict_types` is set.
     """
 
+    # `walk` does not refer to itself: else what `function` holds, such as another rank's tensors,
+    # would stay until the garbage collector runs.
     def walk(value: Any) -> Any:
-        if isinstance(value, kind):
-            return function(value)
-        if isinstance(value, dict):
-            items = {key: walk(item) for key, item in value.items()}
-            if keep_dict_types and type(value) is not dict:
-                copied = copy.copy(value)
-                copied.update(items)
-                return copied
-            return items
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(walk, value))
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(walk, value))
-        return value
+        return map_tree(function, kind, value, keep_dict_types=keep_dict_types)
 
-    return walk(tree)
+    if isinstance(tree, kind):
+        return function(tree)
+    if isinstance(tree, dict):
+        items = {key: walk(item) for key, item in tree.items()}
+        if keep_dict_types and type(tree) is not dict:
+            copied = copy.copy(tree)
+            copied.update(items)
+            return copied
+        return items
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*map(walk, tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map(walk, tree))
+    return tree
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -305,7 +305,9 @@ def check_here(names: list[str], timeout_s: float = 3.0) -> list[Finding]:
         # A stopped fork of the fork server would outlive its launcher: real processes.
         pytest.param("Stops", "mean: rank 0: ", marks=pytest.mark.exhaustive),
         ("Dies", "mean: rank "),
-        ("Sleeps", "mean: the ranks hang: no answer in 3 s"),
+        pytest.param(
+            "Sleeps", "mean: the ranks hang: no answer in 3 s", marks=pytest.mark.exhaustive
+        ),
         ("IsWrong", "mean: rank "),
     ],
 )

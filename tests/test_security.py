@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from hvdtrain import job_secret
 from hvdtrain.errors import LaunchError
-from hvdtrain.signed_store import SignedStore
+from hvdtrain.job_secret import NotOfThisJob
+from hvdtrain.signed_store import SignedStore, Unsigned
 from hvdtrain.transports.shm_sync import create_memfd, map_peer
 from tests.forkserver import warm
 from tests.launch import hanging
@@ -132,3 +133,48 @@ def test_a_signed_store_can_be_cloned() -> None:
     store.set("key", "value")
     copy: Any = store.clone()
     assert copy.get("key") == b"value"
+
+
+def test_an_object_without_proof_is_not_unpickled() -> None:
+    signed = job_secret.sign(["a value"])
+    assert job_secret.unsign(signed) == ["a value"]
+    for position in (0, job_secret.TAG_BYTES, len(signed) - 2):
+        changed = bytearray(signed)
+        changed[position] ^= 1
+        with pytest.raises(NotOfThisJob):
+            job_secret.unsign(changed)
+
+
+def test_a_proof_is_of_parts_and_not_of_their_bytes_alone() -> None:
+    proof = job_secret.tag("test", b"ab", b"c")
+    assert job_secret.is_tag(proof, "test", b"ab", b"c")
+    for purpose, *parts in (("test", b"a", b"bc"), ("test", b"abc"), ("other", b"ab", b"c")):
+        assert not job_secret.is_tag(proof, purpose, *parts), (purpose, parts)
+
+
+def test_a_value_of_the_store_proves_its_key_and_its_bytes() -> None:
+    inner = HashStore()
+    store = SignedStore(inner)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    signed = inner.get("key")
+    of_strangers = {"another key": signed, "changed": signed[:-1] + b"X", "unsigned": b"v" * 64}
+    for key, value in of_strangers.items():
+        inner.set(key, value)  # type: ignore[arg-type]
+        for read in (store.get, lambda key: store.multi_get([key])):
+            with pytest.raises(Unsigned):
+                read(key)
+    inner.set("key", signed[:-1] + b"X")  # type: ignore[arg-type]
+    with pytest.raises(Unsigned):
+        store.get("key")
+
+
+@pytest.mark.parametrize(("name", "mode"), [("secret", 0o640), ("", 0o777)])
+def test_a_secret_that_others_could_read_or_replace_is_refused(
+    tmp_path: Path, name: str, mode: int
+) -> None:
+    own = job_secret._of_user(tmp_path / "home", tmp_path / "fallback")
+    assert own == job_secret._of_user(tmp_path / "home", tmp_path / "fallback")
+    (tmp_path / "home" / name).chmod(mode)
+    with pytest.raises(LaunchError, match="open to other users"):
+        job_secret._of_user(tmp_path / "home", tmp_path / "fallback")

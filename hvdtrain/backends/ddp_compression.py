@@ -9,6 +9,7 @@ powersgd      each bucket is sent as low-rank factors, and this rank's error is 
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -31,7 +32,7 @@ def register(net: DistributedDataParallel, compression: str) -> "PowerSGD | None
         net.register_comm_hook(None, _CASTS[compression])
     if compression != "powersgd":
         return None
-    hook = PowerSGD()
+    hook = PowerSGD(next(net.parameters()).device)
     net.register_comm_hook(hook, PowerSGD.reduce)
     return hook
 
@@ -47,7 +48,9 @@ _CASTS = {"fp16": default_hooks.fp16_compress_hook, "bf16": _to_bf16}
 class PowerSGD:
     """torch's PowerSGD hook, with a state that checkpoints can hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        """`device`: that of the gradients."""
+        self._device = device
         self.paused = False
         """Whether gradients are averaged as they are, without a change of the state."""
         self._state = PowerSGDState(None, _RANK, start_powerSGD_iter=_EXACT_STEPS)
@@ -72,6 +75,9 @@ class PowerSGD:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. Not collective."""
         self._state.iter = state["steps"]
-        self._state.error_dict = state["errors"]
-        self._state.q_memory_dict = state["factors"]
-        self._state.p_memory_dict = state["products"]
+        self._state.error_dict = self._on_device(state["errors"])
+        self._state.q_memory_dict = self._on_device(state["factors"])
+        self._state.p_memory_dict = self._on_device(state["products"])
+
+    def _on_device(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+        return {at: t.to(self._device) for at, t in tensors.items()}

@@ -2,7 +2,7 @@
 
     step-00001000/  model.pt  optimizer.pt  trainer.pt  manifest.json  COMPLETE
 
-The Trainer saves and resumes with it. `save` writes to a staging directory beside the final one and
+The Trainer saves and resumes with it. A `Writer` uses a staging directory beside the final one, and
 fsyncs every file: the parts, then a manifest of their sizes and SHA-256 hashes, then the marker
 COMPLETE with the manifest's hash. One rename finishes it. State is the plain `state_dict()` of
 model and optimizer, so that any backend at any world size can load it; it is always loaded with
@@ -17,9 +17,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +48,71 @@ class Skipped:
     reason: str
 
 
+class Writer:
+    """Writes one checkpoint, part by part: one at a time is in memory. One rank uses it.
+
+    A context manager: leaving the block by an exception deletes what has been written so far.
+    """
+
+    def __init__(self, root: Path, step: int) -> None:
+        self.step, self._final = step, path_of(root, step)
+        self._staging = root / f"{_STAGING}{self._final.name}-{os.getpid()}"
+        self._written: dict[str, dict[str, Any]] = {}
+        with self._reported():
+            root.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self._staging, ignore_errors=True)
+            self._staging.mkdir()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Delete what has been written. Safe to call twice, and after `finish`."""
+        shutil.rmtree(self._staging, ignore_errors=True)
+
+    def add(self, name: str, value: Any) -> None:
+        """Write `value` as `<name>.pt`.
+
+        Raises CheckpointError if it cannot be written, or could not be loaded again.
+        """
+        with self._reported():
+            self._written[f"{name}.pt"] = _write_part(self._staging, name, value)
+
+    def finish(self, about: Mapping[str, Any]) -> Path:
+        """Write the manifest, with the entries of `about`, and the marker; rename the directory.
+
+        Replaces a checkpoint of the same step. Returns the path. Raises CheckpointError; an old
+        checkpoint of that step is then kept.
+        """
+        with self._reported():
+            manifest = {"format": FORMAT, "step": self.step, **about, "files": self._written}
+            text = json.dumps(manifest, indent=1)
+            _write(self._staging / _MANIFEST, text)
+            _write(self._staging / _MARKER, _hash(text.encode()) + "\n")
+            _fsync(self._staging)
+            _put_in_place(self._staging, self._final)
+        return self._final
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # pickling a part can raise nearly anything
+            self.abandon()
+            raise CheckpointError(
+                f"cannot write the checkpoint {self._final}: {_one_line(error)}"
+            ) from error
+
+
 def save(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, Any]) -> Path:
     """Write the checkpoint of `step` under `root` and return its path. One rank calls.
 
@@ -53,23 +120,10 @@ def save(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, An
     Replaces a checkpoint of the same step. Raises CheckpointError if it cannot be written, or could
     not be loaded again; an old checkpoint of that step is then kept.
     """
-    final = path_of(root, step)
-    staging = root / f"{_STAGING}{final.name}-{os.getpid()}"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir()
-        written = {f"{name}.pt": _write_part(staging, name, value) for name, value in parts.items()}
-        manifest = {"format": FORMAT, "step": step, **about, "files": written}
-        text = json.dumps(manifest, indent=1)
-        _write(staging / _MANIFEST, text)
-        _write(staging / _MARKER, _hash(text.encode()) + "\n")
-        _fsync(staging)
-        _put_in_place(staging, final)
-    except Exception as error:  # pickling a part can raise nearly anything
-        shutil.rmtree(staging, ignore_errors=True)
-        raise CheckpointError(f"cannot write the checkpoint {final}: {_one_line(error)}") from error
-    return final
+    with Writer(root, step) as writer:
+        for name, value in parts.items():
+            writer.add(name, value)
+        return writer.finish(about)
 
 
 def path_of(root: Path, step: int) -> Path:
@@ -112,28 +166,32 @@ def problem(path: Path) -> str | None:
     return None
 
 
-def load(path: Path, name: str) -> Any:
+def part_names(path: Path) -> list[str]:
+    """Return the names of the parts of a checkpoint. Raises CheckpointError."""
+    try:
+        return [Path(file).stem for file in json.loads(files.read(path / _MANIFEST))["files"]]
+    except Exception as error:  # see `problem`
+        raise CheckpointError(f"cannot load {path}: {_one_line(error)}") from None
+
+
+def load(path: Path, name: str, mapped: bool = False) -> Any:
     """Load one part of a checkpoint, on the CPU, without running code from the file.
 
-    Raises CheckpointError.
+    `mapped`: leave its tensors in the file, from which they are read as they are used. Raises
+    CheckpointError.
     """
-    try:
-        if f"{name}.pt" not in json.loads(files.read(path / _MANIFEST))["files"]:
-            raise CheckpointError(f"the checkpoint {path} has no part {name!r}")
-    except CheckpointError:
-        raise
-    except Exception as error:  # see `problem`
-        raise CheckpointError(f"cannot load {path / name}.pt: {_one_line(error)}") from None
-    return load_file(path / f"{name}.pt")
+    if name not in part_names(path):
+        raise CheckpointError(f"the checkpoint {path} has no part {name!r}")
+    return load_file(path / f"{name}.pt", mapped)
 
 
-def load_file(path: Path) -> Any:
+def load_file(path: Path, mapped: bool = False) -> Any:
     """Load a file of torch.save, on the CPU, without running code from it. Not collective.
 
-    Raises CheckpointError.
+    `mapped`: see `load`. Raises CheckpointError.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a damaged pickle can raise nearly anything
         why = _one_line(error)
         if " " not in why:  # such as the key of a KeyError

@@ -2,7 +2,7 @@
 
 The Trainer uses it once, after the backend has prepared the model. Rank 0 alone reads the files:
 it loads model and optimizer, and broadcasts them, with the position in the data; then each rank
-takes back what it kept for itself. `run_state` says what is in a checkpoint.
+takes back what it kept for itself, one after another. `run_state` says what is in a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.backends.model_sync import broadcast_state, broadcast_tree
@@ -21,6 +23,7 @@ from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.restart import Restart
 from hvdtrain.training.run_dir import RunDirectory
 from hvdtrain.training.streams import StreamBatches
+from hvdtrain.trees import map_tree
 
 if TYPE_CHECKING:
     from hvdtrain.training.commits import Commits
@@ -70,7 +73,7 @@ class Resumption:
                 loaded = self._restore_commit(self._commits, backend.world.rank == root)
             elif self._run_dir is not None and (self._config.resume != "none" or self._restart):
                 loaded = self._restore(self._run_dir)
-        root = root or 0
+        is_commit, root = root is not None, root or 0
         states = loaded.pop("callbacks", {})
         loaded = backend.broadcast_object(loaded, root)
         if not loaded:
@@ -84,7 +87,7 @@ class Resumption:
                 master.copy_(backend.broadcast_(master.contiguous(), root))
         if loaded["scaler"]:  # empty unless the checkpoint is of an fp16 run
             precision.scaler.load_state_dict(loaded["scaler"])
-        self._resume_rank_states(loaded["ranks"])
+        self._resume_rank_states(is_commit)
         if prepared.local is not None:
             prepared.local.resume(loaded.get("outer"))
         self._progress.move_to(**loaded["position"])
@@ -174,19 +177,33 @@ class Resumption:
             batches.load_state(states or [], progress.sample, self._console.print_line)
         batches.begin(self._backend, progress.epoch, progress.sample)
 
-    def _resume_rank_states(self, ranks: list[dict[str, Any]]) -> None:
-        """Give each rank what it kept for itself. Print what another method, or another number of
-        ranks, cannot use.
+    def _resume_rank_states(self, is_commit: bool) -> None:
+        """Give each rank what it kept for itself, one rank after another. Print what another
+        method, or another number of ranks, cannot use. A commit has none. Collective.
         """
-        world, states = self._backend.world, self._prepared.rank_states
-        saved = dict(ranks[world.rank]) if len(ranks) == world.size else {}
-        names = set(ranks[0]) if ranks else set()
+        backend, states = self._backend, self._prepared.rank_states
+        saved: run_state.RankStates | None = None
+        with backend.share_errors():
+            if self.path is not None and not is_commit:
+                saved = run_state.RankStates(self.path)
+        about = (saved.size, saved.names) if saved is not None else (0, set[str]())
+        size, names = backend.broadcast_object(about)
+        mine: dict[str, Any] = {}
+        if states and size == backend.world.size:
+            for rank in range(size):
+                theirs: dict[str, Any] = {}
+                with backend.share_errors():
+                    if saved is not None:
+                        theirs = saved.load(rank)
+                theirs = broadcast_tree(backend, theirs)
+                if rank == backend.world.rank:
+                    mine = map_tree(Tensor.clone, Tensor, theirs)  # rank 0's are in the file
         for state in states:
             name = type(state).__name__
-            if name in saved:
-                state.load_state_dict(saved[name])
+            if name in mine:
+                state.load_state_dict(mine[name])
                 continue
-            has = f"is of {len(ranks)} ranks" if name in names else "has none"
+            has = f"is of {size} ranks" if name in names else "has none"
             self._console.print_line(
                 f"resume   {name}: each rank's own state starts afresh, as the checkpoint {has}"
             )

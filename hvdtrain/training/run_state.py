@@ -86,10 +86,9 @@ def restore(
     """Load model, optimizer and fp32 masters, in place; return the trainer's part.
 
     `source` is the path of a checkpoint, of which one part is in memory at a time, or its parts.
-    Its entry "ranks" is what each rank kept for itself, by rank, and "callbacks" the states of the
-    callbacks, by name; both may be empty. A run without
-    masters takes those of the checkpoint as its weights; a run with masters takes the weights of a
-    checkpoint that has none.
+    The entry "callbacks" of what is returned has the states of the callbacks, by name. A run
+    without masters takes those of the checkpoint as its weights; a run with masters takes the
+    weights of a checkpoint that has none.
 
     Raises CheckpointError if it is of another model or optimizer, or cannot be read.
     """
@@ -103,7 +102,6 @@ def restore(
         return (path / f"{name}.pt").exists() if path else name in parts
 
     trainer: dict[str, Any] = read("trainer")
-    trainer["ranks"] = read("ranks") if has("ranks") else []
     trainer["callbacks"] = read("callbacks") if has("callbacks") else {}
     try:
         # The model may be compiled, and an old checkpoint may have the names of a compiled one.
@@ -125,6 +123,33 @@ def restore(
             f"{path or 'the commit'} is of another model or optimizer: {one_line(error)}"
         ) from None
     return trainer
+
+
+def rank_part(rank: int) -> str:
+    """Return the name of the part of a checkpoint that is what a rank kept for itself."""
+    return f"rank-{rank}"
+
+
+class RankStates:
+    """What each rank kept for itself, in a checkpoint: states by name, such as `PowerSGD`."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError, as the methods do."""
+        self._path, names = path, checkpoint.part_names(path)
+        self._in_one_part = "ranks" in names  # a list, in checkpoints of before November 2026
+        self.size = sum(name.startswith("rank-") for name in names)
+        """The ranks whose states there are; 0 if they kept none."""
+        if self._in_one_part:
+            self.size = len(checkpoint.load(path, "ranks", mapped=True))
+        self.names: set[str] = set(self.load(0)) if self.size else set()
+
+    def load(self, rank: int) -> dict[str, Any]:
+        """Return the states of a rank; their tensors are read from the file as they are used."""
+        if self._in_one_part:
+            states: dict[str, Any] = checkpoint.load(self._path, "ranks", mapped=True)[rank]
+        else:
+            states = checkpoint.load(self._path, rank_part(rank), mapped=True)
+        return states
 
 
 def check(resume: str) -> None:

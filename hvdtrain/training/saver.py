@@ -1,13 +1,13 @@
 """Saving one run: when a checkpoint is due, and what all ranks do around its files.
 
 The Trainer's loop uses it. `run_state` says what is in a checkpoint, `checkpoint` how its files are
-written. Each rank sends what it keeps for itself to rank 0, which alone writes.
+written. Rank 0 alone writes. What each rank keeps for itself goes there one rank after another.
 
 With `--checkpoint-async` a thread of rank 0 writes, and the ranks agree later that the files are
 there. The thread calls no collective, and does not write run.json.
 
-    all ranks   save                 gather, synchronize        collective
-    rank 0                           copy, start the thread
+    all ranks   save                 synchronize, send          collective
+    rank 0                           write each rank's own state, copy the rest, start the thread
     rank 0      raise_error          after each step            not collective
     all ranks   complete(wait=...)   at a logged step, before the next save, at the end; collective
 """
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain import provenance
 from hvdtrain.backends.base import Backend
-from hvdtrain.backends.model_sync import to_cpu
+from hvdtrain.backends.model_sync import broadcast_tree, to_cpu
 from hvdtrain.errors import CheckpointError
 from hvdtrain.training import checkpoint, run_state
 from hvdtrain.training.callback_list import CallbackList
@@ -126,19 +126,33 @@ class Saver:
         `complete` must follow, before the next `save`. Collective: an error on rank 0 is raised on
         all ranks.
         """
-        ranks, data = self._gather()
+        self._synchronize()
         step, run_dir = self._progress.step, self._run_dir
+        writer = None
         with self._backend.share_errors():
             if run_dir is not None:
-                parts = self._collect(ranks, data, stop)
-                if self._config.checkpoint_async:
-                    parts = self._snapshot.take(parts)
-                write = partial(_write, run_dir, step, parts, self._about(), self._config.keep)
-                if self._config.checkpoint_async:
-                    run_dir.background.start(write)
-                else:
-                    write()
-                    run_dir.update(last_step=step)
+                run_dir.check()
+                writer = checkpoint.Writer(run_dir.checkpoints, step)
+        try:
+            self._write_rank_states(writer)
+            data = self._gather_data()
+            with self._backend.share_errors():
+                if run_dir is not None and writer is not None:
+                    parts = self._collect(data, stop)
+                    if self._config.checkpoint_async:
+                        parts = self._snapshot.take(parts)
+                    write = partial(
+                        _write, run_dir, writer, parts, self._about(), self._config.keep
+                    )
+                    if self._config.checkpoint_async:
+                        run_dir.background.start(write)
+                    else:
+                        write()
+                        run_dir.update(last_step=step)
+        except BaseException:
+            if writer is not None:
+                writer.abandon()
+            raise
         self._begun, self._is_writing = replace(self._progress), True
 
     def commit(self, stop: run_state.Stop | None, data: list[Any] | None = None) -> None:
@@ -147,22 +161,35 @@ class Saver:
         `data`: the positions in a stream that a world begins with, before its first step.
         """
         assert self._commits is not None
-        ranks, now = self._gather()
-        self._commits.take(self._progress.step, self._collect(ranks, data or now, stop))
+        self._synchronize()
+        now = self._gather_data()
+        self._commits.take(self._progress.step, self._collect(data or now, stop))
 
-    def _gather(self) -> tuple[list[Any], list[Any] | None]:
-        """Return what each rank keeps for itself, and the position of each in a stream.
-        Collective.
-        """
+    def _synchronize(self) -> None:
+        """Complete parameters and optimizer state on this rank. Collective."""
         for what in ("parameters", "state"):
             self._backend.synchronize(self._prepared.optimizer, what)
-        states = self._prepared.rank_states
-        mine = {type(state).__name__: state.state_dict() for state in states}
-        ranks = self._backend.all_gather_object(to_cpu(mine)) if mine else []
-        data = None
+
+    def _write_rank_states(self, writer: checkpoint.Writer | None) -> None:
+        """Write what each rank keeps for itself, one rank after another: no rank holds more than
+        one other rank's. Also with `--checkpoint-async`. Collective.
+        """
+        states, world = self._prepared.rank_states, self._backend.world
+        if not states:
+            return
+        mine = to_cpu({type(state).__name__: state.state_dict() for state in states})
+        for rank in range(world.size):
+            theirs = broadcast_tree(self._backend, mine if rank == world.rank else None, rank)
+            with self._backend.share_errors():
+                if writer is not None:
+                    writer.add(run_state.rank_part(rank), theirs)
+            del theirs
+
+    def _gather_data(self) -> list[Any] | None:
+        """Return the position of each rank in a stream, in the middle of an epoch. Collective."""
         if self._batches.has_state and self._progress.sample:
-            data = self._backend.all_gather_object(self._batches.state())
-        return ranks, data
+            return self._backend.all_gather_object(self._batches.state())
+        return None
 
     def raise_error(self) -> None:
         """Raise what the thread has failed with, on rank 0, after any step: an error of one rank
@@ -207,11 +234,9 @@ class Saver:
             ) from None
         run_dir.update(last_step=step)
 
-    def _collect(
-        self, ranks: list[Any], data: list[Any] | None, stop: run_state.Stop | None
-    ) -> dict[str, Any]:
-        """Return the parts of a checkpoint. `ranks`: what each rank keeps for itself, in rank
-        order; `data`: the position of each in a stream.
+    def _collect(self, data: list[Any] | None, stop: run_state.Stop | None) -> dict[str, Any]:
+        """Return the parts of a checkpoint that all ranks have. `data`: the position of each in a
+        stream, in rank order.
         """
         prepared = self._prepared
         parts = run_state.collect(
@@ -221,8 +246,6 @@ class Saver:
             self._schedule.state_dict(),
             self._progress,
         )
-        if ranks:
-            parts["ranks"] = ranks
         if states := self._callbacks.state_dict():
             parts["callbacks"] = states
         if prepared.local is not None:
@@ -247,12 +270,18 @@ class Saver:
 
 
 def _write(
-    run_dir: RunDirectory, step: int, parts: dict[str, Any], about: dict[str, Any], keep: int
+    run_dir: RunDirectory,
+    writer: checkpoint.Writer,
+    parts: dict[str, Any],
+    about: dict[str, Any],
+    keep: int,
 ) -> None:
-    """Write a checkpoint, and remove old ones. May run in a thread."""
+    """Complete a checkpoint, and remove old ones. May run in a thread."""
     run_dir.check()
     try:
-        checkpoint.save(run_dir.checkpoints, step, parts, about)
+        for name, value in parts.items():
+            writer.add(name, value)
+        writer.finish(about)
         checkpoint.prune(run_dir.checkpoints, keep)
     except CheckpointError:
         run_dir.check()  # a directory that is removed meanwhile is the cause

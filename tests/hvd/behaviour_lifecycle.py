@@ -227,7 +227,7 @@ def one_leaves_and_returns(hvd: Hvd) -> None:
 
 @case(stronger=AGAIN)
 def many_times(hvd: Hvd) -> None:
-    for i in range(30):
+    for i in range(10):
         hvd.shutdown()
         hvd.init()
         if i % 3:

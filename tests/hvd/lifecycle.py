@@ -1,4 +1,4 @@
-"""One rank of a job whose end is the test: see test_lifecycle.py.
+"""One rank of a job that begins or ends as the test wants: see test_lifecycle.py.
 
 `python -m tests.hvd.lifecycle SCENARIO FOLDER ARGUMENTS` prints one line of JSON.
 """
@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import os
 import random
-import signal
 import sys
 import threading
 import time
@@ -29,20 +27,6 @@ from hvdtrain.hvd.engine import collectives, stall
 
 Report = dict[str, Any]
 MIB = 1 << 18  # floats
-
-
-def die(folder: Path, how: str) -> None:
-    """End this rank: by a signal or like a program that has finished."""
-    (folder / "died").touch()
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif how == "shutdown":
-        hvd.shutdown()
-        for rank in {*range(int(os.environ["WORLD_SIZE"]))} - {int(os.environ["RANK"])}:
-            wait_for(folder / f"failed-{rank}")  # by the shutdown, not by the end of the process
-    elif how == "exception":
-        raise ValueError("of the script's own")
-    sys.exit(0)
 
 
 def wait_for(path: Path, seconds: float = 60) -> None:
@@ -74,115 +58,15 @@ def end_of(folder: Path, operation: Callable[[], object]) -> Report:
     return report
 
 
-def while_others_wait(
-    folder: Path, victim: int, how: str, operation: Callable[[], object]
-) -> Report:
-    """The others submit an operation; the victim, which never does, dies after that."""
-    ready = [folder / f"ready-{rank}" for rank in range(hvd.size()) if rank != victim]
-    if hvd.rank() == victim:
-        for path in ready:
-            wait_for(path)
-        die(folder, how)
-    send = basics.engine.control.send
-
-    def send_and_touch(rank: int, header: list[Any], payload: bytes = b"") -> None:
-        send(rank, header, payload)
-        if header[0] in ("op", "hit", "join"):
-            (folder / f"ready-{hvd.rank()}").touch()
-
-    basics.engine.control.send = send_and_touch  # type: ignore[method-assign]
-    return end_of(folder, operation)
-
-
-def in_a_blocking_operation(folder: Path, victim: int, how: str) -> Report:
-    """The others wait for the victim in an operation that it never submits."""
-    operation = lambda: hvd.allreduce(torch.ones(3), name="alpha")  # noqa: E731
-    return while_others_wait(folder, victim, how, operation)
-
-
-def in_a_big_operation(folder: Path, victim: int, how: str) -> Report:
-    """All are in the middle of moving data."""
-    tensor = torch.ones(64 * MIB)
-    hvd.allreduce_(tensor, name="warm")
-    begin = time.monotonic()
-    hvd.allreduce_(tensor, name="big")
-    took = time.monotonic() - begin
-
-    def operation() -> None:
-        for i in itertools.count():
-            hvd.synchronize(hvd.allreduce_async_(tensor, name=f"big.{i}"))
-
-    if hvd.rank() == victim:
-        threading.Timer(1.5 * took, die, (folder, how)).start()
-    return end_of(folder, operation)
-
-
-def in_a_step(folder: Path, victim: int, how: str) -> Report:
-    """All are training."""
-    model = nn.Sequential(*(nn.Linear(500, 500) for _ in range(12)))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters()
-    )
-    steps = 0
-
-    def train() -> None:
-        nonlocal steps
-        while True:
-            optimizer.zero_grad()
-            model(torch.ones(8, 500)).square().mean().backward()
-            optimizer.step()
-            steps += 1
-            if steps == 5 and hvd.rank() == victim:
-                if how == "kill":
-                    threading.Timer(0.1, die, (folder, how)).start()
-                else:
-                    die(folder, how)
-
-    return end_of(folder, train)
-
-
-def with_pending_operations(folder: Path, victim: int, how: str) -> Report:
-    """The others have asynchronous operations that the victim has not submitted."""
-    if hvd.rank() == victim:
-        for rank in set(range(hvd.size())) - {victim}:
-            wait_for(folder / f"ready-{rank}")
-        die(folder, how)
-    handles = [hvd.allreduce_async(torch.ones(i + 1), name=f"a.{i}") for i in range(3)]
-    handles += [
-        hvd.allgather_async(torch.ones(2), name="b"),
-        hvd.broadcast_async_(torch.ones(1), 0),
-    ]
-    (folder / f"ready-{hvd.rank()}").touch()
-
-    def every() -> None:
-        errors = []
-        for handle in handles:
-            try:
-                hvd.synchronize(handle)
-            except hvd.HorovodInternalError as error:
-                errors.append(error)
-        assert len(errors) == len(handles)
-        raise errors[0]
-
-    return end_of(folder, every)
-
-
-def in_join(folder: Path, victim: int, how: str) -> Report:
-    """The others have joined."""
-    return while_others_wait(folder, victim, how, hvd.join)
-
-
-def in_barrier(folder: Path, victim: int, how: str) -> Report:
-    """The others wait in a barrier."""
-    return while_others_wait(folder, victim, how, hvd.barrier)
-
-
-def a_hundred_times(folder: Path) -> Report:
+def thirty_times(folder: Path) -> Report:
     """Init and shutdown, with an operation and a step in between."""
     gc.disable()  # what shutdown closes must not wait for the garbage collector
-    counts = []
+
+    def held() -> list[int]:
+        return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")]
+
     hvd.shutdown()
-    for i in range(100):
+    for i in range(30):
         hvd.init()
         total = hvd.allreduce(torch.full((10,), float(i + hvd.rank())), name="x", op=hvd.Sum)
         n = hvd.size()
@@ -194,10 +78,12 @@ def a_hundred_times(folder: Path) -> Report:
             optimizer.step()
             assert parameter.tolist() == [-(n - 1) / 2] * 4
         hvd.shutdown()
-        if i in (19, 99):
-            time.sleep(1.0)  # a thread that has been joined is in /proc for a moment longer
-            counts.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")])
-    return {"counts": counts}
+        if i == 9:
+            early = held()
+    deadline = time.monotonic() + 20  # a thread that has been joined is in /proc a moment longer
+    while (late := held())[0] > early[0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return {"early": early, "late": late}
 
 
 def optimizers_of_one_step(folder: Path) -> Report:

@@ -11,6 +11,7 @@ import pytest
 
 from hvdtrain import BackendOptions, detect, open_backend
 from hvdtrain.hvd.basics import basics
+from tests.hvd.conftest import OUR_TORCHRUN
 from tests.hvd.pool import HvdRanks
 
 
@@ -36,7 +37,7 @@ def transports_without(hvd: Any, lacking: str) -> list[str]:
     return chosen
 
 
-@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", n) for n in (2, 3)], indirect=True)
+@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
 @pytest.mark.parametrize(("lacking", "expected"), [("", "shm"), ("memfd_create", "gloo")])
 def test_the_same_transport(hvd_ranks: HvdRanks, lacking: str, expected: str) -> None:
     found = hvd_ranks.run(transports_without, lacking)

@@ -5,24 +5,27 @@ The functions that take `hvd` run on every rank of a pool, under the real Horovo
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 import time
 from importlib import import_module
-from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 
 from tests.hvd.pool import HvdRanks
-from tests.launching import run
 
 # Horovod itself is not asked to start anew: it cannot under MPI, and with Gloo, in a world that
 # stays the same, its ranks now and then meet the addresses of the world before, and abort.
-OURS = [("hvd-torchrun", 2), ("hvd-mpirun", 2), ("hvd-horovodrun", 2)]
-ON_BOTH = pytest.mark.parametrize("hvd_ranks", [("horovod-gloo", 2), OURS[0]], indirect=True)
+OURS = [
+    ("hvd-torchrun", 2),
+    *(
+        pytest.param((arm, 2), marks=pytest.mark.exhaustive)
+        for arm in ("hvd-mpirun", "hvd-horovodrun")
+    ),
+]
+REAL = pytest.param(("horovod-gloo", 2), marks=pytest.mark.exhaustive)
+ON_BOTH = pytest.mark.parametrize("hvd_ranks", [REAL, OURS[0]], indirect=True)
 ON_OURS = pytest.mark.parametrize("hvd_ranks", OURS, indirect=True)
 
 
@@ -322,6 +325,16 @@ def test_own_handlers_and_assigned_modules_are_saved(hvd_ranks: HvdRanks) -> Non
 # Samplers
 
 
+SAMPLERS = [  # total, shuffle, seed, epoch, batches that are done
+    (20, True, 0, 0, 0),
+    (21, True, 7, 3, 2),
+    (1797, True, 123456, 40, 100),
+    (13, False, 0, 1, 1),
+    (12, True, 0, 0, 2),
+    (11, True, 0, 0, 9),
+]
+
+
 def sample(hvd: Any, total: int, shuffle: bool, seed: int, epoch: int, done: int) -> list[Any]:
     sampler = hvd.elastic.ElasticSampler(range(total), shuffle, seed)
     sampler.set_epoch(epoch)
@@ -333,96 +346,35 @@ def sample(hvd: Any, total: int, shuffle: bool, seed: int, epoch: int, done: int
     return [state, len(sampler), list(sampler), len(other), list(other)]
 
 
-@pytest.mark.parametrize(
-    ("total", "shuffle", "seed", "epoch", "done"),
-    [
-        (20, True, 0, 0, 0),
-        (21, True, 7, 3, 2),
-        (1797, True, 123456, 40, 100),
-        (13, False, 0, 1, 1),
-        (12, True, 0, 0, 2),
-        (11, True, 0, 0, 9),
-    ],
-)
+def samples(hvd: Any) -> list[list[Any]]:
+    return [sample(hvd, *row) for row in SAMPLERS]
+
+
+def share(indices: list[int], rank: int) -> list[int]:
+    """What a rank of two gets: every other index, the first ones again where they are odd."""
+    return (indices + indices[: len(indices) % 2])[rank::2]
+
+
 @ON_BOTH
-def test_the_samplers_order_is_horovods(
-    hvd_ranks: HvdRanks, total: int, shuffle: bool, seed: int, epoch: int, done: int
-) -> None:
-    order = list(range(total))
-    if shuffle:
-        random.Random(seed + epoch).shuffle(order)
-    left = order[done * 3 * 2 :]
-    per_rank = -(-len(left) // 2)
-
-    def share(indices: list[int], rank: int) -> list[int]:
-        padded = indices + indices[: -(-len(indices) // 2) * 2 - len(indices)]
-        return padded[rank::2]
-
-    for rank, found in enumerate(hvd_ranks.run(sample, total, shuffle, seed, epoch, done)):
-        whole = share(order, rank)
-        state = {"epoch": epoch, "processed_num": done * 3 * 2}
-        assert found == [state, len(whole), whole, per_rank, share(left, rank)]
+def test_the_samplers_order_is_horovods(hvd_ranks: HvdRanks) -> None:
+    for rank, found in enumerate(hvd_ranks.run(samples)):
+        for (total, shuffle, seed, epoch, done), got in zip(SAMPLERS, found, strict=True):
+            order = list(range(total))
+            if shuffle:
+                random.Random(seed + epoch).shuffle(order)
+            whole, left = share(order, rank), share(order[done * 3 * 2 :], rank)
+            state = {"epoch": epoch, "processed_num": done * 3 * 2}
+            assert got == [state, len(whole), whole, len(left), left]
 
 
+@pytest.mark.exhaustive  # three ranks
 @pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 3)], indirect=True)
 def test_fewer_samples_left_than_ranks(hvd_ranks: HvdRanks) -> None:
     """Horovod fails here."""
     assert [found[2] for found in hvd_ranks.run(sample, 1, True, 0, 0, 0)] == [[0]] * 3
 
 
-# Names
-
-NAMES = """
-elastic.run elastic.TorchState elastic.ElasticSampler
-elastic.state.StateHandler elastic.state.ModelStateHandler elastic.state.OptimizerStateHandler
-elastic.state.SamplerStateHandler elastic.state.TorchState elastic.state.get_handler_registry
-elastic.state.set_handler_registry elastic.sampler.ElasticSampler
-""".split()
-COMMON = """
-State ObjectState run_fn notification_manager.init
-notification_manager.register_listener notification_manager.remove_listener
-notification_manager.handle_hosts_updated
-""".split()
-METHODS = {
-    "State": "register_reset_callbacks on_reset on_hosts_updated commit check_host_updates save "
-    "restore sync reset",
-    "ObjectState": "save restore sync",
-    "TorchState": "save restore sync",
-    "StateHandler": "save restore sync set_value",
-    "ElasticSampler": "set_epoch record_batch load_state_dict state_dict reset __iter__ __len__",
-}
-
-
-def signatures(torch_name: str, common_name: str) -> dict[str, list[list[str]]]:
-    """Names, kinds and defaults of the parameters of everything public."""
-    found = {}
-    for root, names in ((torch_name, NAMES), (common_name, COMMON)):
-        import_module(f"{torch_name}.elastic.state")
-        import_module(f"{torch_name}.elastic.sampler")
-        for name in names:
-            value: Any = import_module(root)
-            for part in name.split("."):
-                value = getattr(value, part)
-            found[name] = value
-    for owner in [name for name in found if name.rpartition(".")[2] in METHODS]:
-        for method in METHODS[owner.rpartition(".")[2]].split():
-            found[f"{owner}.{method}"] = getattr(found[owner], method)
-    return {
-        name: [[p.name, p.kind.name, str(p.default)] for p in signature(value).parameters.values()]
-        for name, value in found.items()
-    }
-
-
-def test_signatures_are_horovods() -> None:
-    script = (
-        "import json; from tests.hvd.test_elastic import signatures; "
-        "print('FOUND', json.dumps(signatures('horovod.torch', 'horovod.common.elastic')))"
-    )
-    done = run([sys.executable, "-c", script])
-    (line,) = done.lines("FOUND")
-    assert signatures("hvdtrain.hvd", "hvdtrain.hvd.elastic.common") == json.loads(
-        line.removeprefix("FOUND ")
-    )
+# News from a driver
 
 
 def test_notices_of_horovods_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,7 @@ def results(hvd: Any) -> list[Tensor]:
     return found
 
 
+@pytest.mark.exhaustive  # the real Horovod
 @pytest.mark.parametrize("hvd_ranks", [("horovod-gloo", 2)], indirect=True)
 def test_bit_by_bit_as_the_real_one(hvd_ranks: HvdRanks, exact: Exact) -> None:
     for real, ours in zip(hvd_ranks.run(results), exact.run(results), strict=True):

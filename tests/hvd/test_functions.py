@@ -15,7 +15,7 @@ from tests.hvd.pool import HvdRanks
 OURS = pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
 BOTH = pytest.mark.parametrize(
     "hvd_ranks",
-    [("horovod-gloo", 2), *OUR_TORCHRUN],
+    [pytest.param(("horovod-gloo", 2), marks=pytest.mark.exhaustive), *OUR_TORCHRUN],
     indirect=True,
 )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -12,7 +11,6 @@ import threading
 import time
 import warnings
 from functools import wraps
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -212,16 +210,6 @@ def test_this_host_may_be_named(tmp_path: Path) -> None:
     assert run(lambda: 0, num_proc=2, hostfile=str(tmp_path / "hosts")) == [0, 0]
 
 
-def test_the_signature_is_horovods() -> None:
-    script = (
-        "import json, inspect, horovod; print('FOUND', json.dumps([[p.name, p.kind.name, "
-        "str(p.default)] for p in inspect.signature(horovod.run).parameters.values()]))"
-    )
-    (line,) = launching.run(warm([PYTHON, "-c", script])).lines("FOUND")
-    ours = [[p.name, p.kind.name, str(p.default)] for p in signature(run).parameters.values()]
-    assert ours == json.loads(line.removeprefix("FOUND "))
-
-
 # Where it is called
 
 # Without the `if __name__ == "__main__"` that multiprocessing would need.
@@ -255,7 +243,10 @@ def test_it_works_from(by: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive), signal.SIGKILL],
+    [
+        signal.SIGINT,
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (signal.SIGTERM, signal.SIGKILL)),
+    ],
 )
 def test_the_ranks_end_with_us(number: signal.Signals, tmp_path: Path) -> None:
     script = (

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.hvd.conftest import OUR_TORCHRUN
 from tests.hvd.pool import HvdRanks
-
-RANKS = [("hvd-torchrun", 2), pytest.param(("hvd-torchrun", 3), marks=pytest.mark.exhaustive)]
 
 
 def train(hvd: Any, shard: bool) -> tuple[list[torch.Tensor], dict[str, Any], bool]:
@@ -54,7 +53,7 @@ def train(hvd: Any, shard: bool) -> tuple[list[torch.Tensor], dict[str, Any], bo
     return weights, state, is_plain
 
 
-@pytest.mark.parametrize("hvd_ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
 def test_a_script_has_the_bits_of_one_without_it(hvd_ranks: HvdRanks) -> None:
     mine, plain = hvd_ranks.run(train, True), hvd_ranks.run(train, False)
     for (weights, _, is_plain), (others, _, _) in zip(mine, plain, strict=True):
@@ -82,7 +81,7 @@ def refusals(hvd: Any) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("hvd_ranks", RANKS[:1], indirect=True)
+@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN[:1], indirect=True)
 def test_what_excludes_it(hvd_ranks: HvdRanks) -> None:
     for adasum, process_set in hvd_ranks.run(refusals):
         assert "op=Adasum combines updates that differ between ranks" in adasum

@@ -17,7 +17,9 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", ["torchrun", pytest.param("mpirun", marks=pytest.mark.exhaustive)]
+)
 def test_sub_worlds(launcher: str) -> None:
     finished = run(warm([*LAUNCHERS[launcher].split(), "-m", "tests.hvd.sub_worlds"]), timeout=100)
     assert finished.code == 0, finished.output
@@ -38,6 +40,7 @@ def test_hosts_with_different_numbers_of_ranks(ranks: list[int]) -> None:
             assert (part.local_rank, part.local_size) == (here.index(rank), len(here))
 
 
+@pytest.mark.exhaustive
 def test_another_launcher_is_refused() -> None:
     line = f"horovodrun -np 3 --gloo {sys.executable} -m tests.hvd.sub_worlds".split()
     finished = run(warm(line), timeout=100)

@@ -246,6 +246,7 @@ def alone(hvd: Any) -> None:
         compare(hvd, 3, [4], **options)
 
 
+@pytest.mark.exhaustive  # a pool of its own
 @pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 1)], indirect=True)
 def test_one_rank(hvd_ranks: HvdRanks) -> None:
     hvd_ranks.run(alone)

@@ -282,7 +282,7 @@ hvd.shutdown()
 """
 
 
-@pytest.mark.parametrize("how", ["path", "DYNAMIC"])
+@pytest.mark.parametrize("how", ["DYNAMIC", pytest.param("path", marks=pytest.mark.exhaustive)])
 def test_a_jobs_timeline(tmp_path: Path, how: str) -> None:
     path = tmp_path / "trace.json"
     (tmp_path / "script.py").write_text(SCRIPT)

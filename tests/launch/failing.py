@@ -1,4 +1,4 @@
-"""A task, and a loop of its own, that fail as told: see test_failure.py."""
+"""A task, and a loop of its own, that fail as told: see test_failure.py and tests/death."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
-from hvdtrain import Task, detect, open_backend
+from hvdtrain import BackendOptions, Task, detect, open_backend
 from hvdtrain.errors import InputError
 
 
@@ -35,8 +35,12 @@ def fail(how: str, mark: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if how == "wait":  # for a signal
-        time.sleep(600)
+    if how == "wait":
+        wait()
+
+
+def wait() -> None:
+    time.sleep(600)  # for a signal; the other ranks find this line in this one's stack
 
 
 class Failing(Task):
@@ -104,12 +108,21 @@ class NoData(Failing):
 
 
 def main() -> None:
-    backend_name, how, rank, mark = sys.argv[1:]
-    with open_backend(backend_name) as backend:
-        for step in range(100_000):
-            if step == 4 and backend.world.rank == int(rank):
+    """Fail in step 5 on one rank. "other": call another collective; "link": go on, until the
+    network ends it.
+    """
+    backend_name, how, rank, mark, *more = sys.argv[1:]
+    transport, timeout_s = more or ("auto", "300")
+    options = BackendOptions(transport=transport, timeout_s=float(timeout_s))
+    with open_backend(backend_name, options=options) as backend:
+        for step in range(1, 1_000_000):
+            backend.progress.step = step
+            if step == 5 and backend.world.rank == int(rank):
+                if how == "other":
+                    Path(mark).touch()
+                    backend.broadcast_(torch.ones(70))
                 fail(how, mark)
-            backend.all_reduce(torch.ones(1))
+            backend.all_reduce(torch.ones(3))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,8 @@
-"""A loop of one's own, and a task, in which rank 1 keeps rank 0 waiting: see test_hangs.py."""
+"""A task in which rank 1 keeps rank 0 waiting: see test_hangs.py."""
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,39 +10,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import Dataset
 
-from hvdtrain import Backend, BackendOptions, Task, detect, open_backend
-
-LONG_S = 60
+from hvdtrain import Task, detect
 
 
 def read() -> None:
-    time.sleep(LONG_S)
-
-
-def main() -> None:
-    """Hang in step 5 on rank 1; with "link", run until the network does."""
-    backend_name, transport, how, mark = sys.argv[1:]
-    timeout_s = 15 if how == "link" else 3  # names of hosts are looked up for seconds there
-    options = BackendOptions(transport=transport, timeout_s=timeout_s)
-    with open_backend(backend_name, options=options) as backend:
-        for step in range(1, 1_000_000):
-            backend.progress.step = step
-            if step == 5:
-                hang(backend, how, mark)
-            backend.all_reduce(torch.ones(3))
-
-
-def hang(backend: Backend, how: str, mark: str) -> None:
-    if how == "link":
-        time.sleep(2)  # for heartbeats that say so
-        Path(mark).touch()
-    elif backend.world.rank == 1 and how == "other":
-        backend.broadcast_(torch.ones(70))
-    elif backend.world.rank == 1 and how == "stop":
-        time.sleep(2)
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif backend.world.rank == 1:
-        read()
+    time.sleep(600)
 
 
 class Stalled(Task):
@@ -78,7 +46,3 @@ class Samples(Dataset[Tensor]):
         if self.read == 4 * 8 + 1 and detect().rank == 1:
             read()
         return torch.zeros(2)
-
-
-if __name__ == "__main__":
-    main()

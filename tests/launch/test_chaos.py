@@ -9,7 +9,7 @@ import pytest
 from benchmarks.chaos import play, summary
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_random_faults(tmp_path: Path) -> None:
     results = tmp_path / "chaos.jsonl"

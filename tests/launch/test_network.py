@@ -13,7 +13,12 @@ import pytest
 from hvdtrain import addresses
 from hvdtrain.errors import LaunchError
 from tests.forkserver import warm
-from tests.launch.test_rendezvous import PROCESS, answers, job_id, namespaces, srun
+from tests.launch.test_rendezvous import (
+    job_id,
+    namespaces,
+    rendezvous_on,
+    step_on_two_hosts,
+)
 from tests.launching import started
 
 SCRIPT = """
@@ -26,6 +31,8 @@ with open_backend("ddp") as backend:
 hvd.init()
 print("hvd", hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist())
 """
+# They need root, and are not in `make test`.
+NAMESPACES = pytest.mark.exhaustive
 # One host's name and /etc/hosts, which the other does not share
 HOST = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
 
@@ -80,13 +87,14 @@ ip -n {1} addr add fd77::2/64 dev {link}b nodad
 """
 
 
+@NAMESPACES
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("commands", "names"),
     [
         pytest.param(WRONG, "10.78.0.1 node0\n10.78.0.2 node1", id="a wrong link"),
-        pytest.param(BRIDGE, "172.17.0.1 node0 node1", id="a bridge", marks=pytest.mark.exhaustive),
-        pytest.param(WRONG, "", id="names that do not resolve", marks=pytest.mark.exhaustive),
+        pytest.param(BRIDGE, "172.17.0.1 node0 node1", id="a bridge"),
+        pytest.param(WRONG, "", id="names that do not resolve"),
     ],
 )
 def test_gloo_takes_the_route_to_rank_0(commands: str, names: str, tmp_path: Path) -> None:
@@ -99,6 +107,7 @@ def test_gloo_takes_the_route_to_rank_0(commands: str, names: str, tmp_path: Pat
     assert f"rank 1/2 network {link}b 10.77.0.2: on the route to rank 0" in output, output
 
 
+@NAMESPACES
 @pytest.mark.timeout(120)
 def test_hosts_without_ipv4(tmp_path: Path) -> None:
     with namespaces(IPV6) as hosts:
@@ -106,6 +115,7 @@ def test_hosts_without_ipv4(tmp_path: Path) -> None:
     assert f"rank 1/2 network hv{os.getpid()}b fd77::2: on the route to rank 0" in output, output
 
 
+@NAMESPACES
 def test_addresses_that_are_published_do_not_depend_on_the_default_route() -> None:
     """Rank 0 under mpirun offers all; those of bridges last, for every host may have them."""
     code = (
@@ -121,22 +131,17 @@ def test_addresses_that_are_published_do_not_depend_on_the_default_route() -> No
     assert "10.78.0.1" in found
 
 
-@pytest.mark.parametrize("known", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@NAMESPACES
+@pytest.mark.parametrize("known", [True, False])
 def test_srun_without_dns(known: bool) -> None:
     """srun's own host is the first of the job, and its address is in the environment."""
     job = job_id()
     more = {"SLURM_LAUNCH_NODE_IPADDR": "10.77.0.1"} if known else {}
-    nodes = {"SLURM_STEP_NODELIST": "no-such-host[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    with namespaces() as hosts, contextlib.ExitStack() as stack:
-        running = []
-        for rank, host in enumerate(hosts):
-            env = srun(rank, 2, job, **nodes, **more, SLURM_LOCALID="0", SLURM_NODEID=str(rank))
-            env |= {"SLURM_STEP_NUM_NODES": "2"}
-            line = warm(["ip", "netns", "exec", host, *PROCESS, "20" if known else "4", f"{job}-"])
-            running.append(stack.enter_context(started(line, env=env)))
-        for process, _ in running:
-            process.wait(60)
-        got = answers("\n".join(log.read_text() for _, log in running))
+    more |= {"SLURM_STEP_NODELIST": "no-such-host[1-2]"}
+    envs = [step_on_two_hosts(rank, job, **more) for rank in range(2)]
+    with namespaces() as hosts:
+        places = zip(hosts, envs, strict=True)
+        got = rendezvous_on(*places, timeout_s=20 if known else 4, value=f"{job}-")
     if known:
         assert [answer.get("read") for answer in got] == [[f"{job}-0"] * 2] * 2, got
     else:

@@ -1,49 +1,112 @@
-"""The same task under every launcher, as its user starts it, ends with the same parameters."""
+"""The same task under every launcher, as its user starts it, ends with the same parameters.
+
+A row is a command of launchers/README.md, a script of launchers/, or the command of a manifest, in
+the environment that its scheduler or operator documents, with two ranks on this host.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.forkserver import warm
-from tests.launching import run
+from tests.launch.test_manifests import command_of
+from tests.launching import BIN, ROOT, run
 
 # Its fixtures of the module are made once.
 pytestmark = pytest.mark.xdist_group("launch-parity")
 
-OPTIONS = "--seed 1 --epochs 2 --global-batch-size 64".split()
+OPTIONS = "--seed 1 --epochs 1 --global-batch-size 64 --threads 1".split()
+SCRIPTS = ROOT / "launchers"
+# Flux, as far as launchers/flux.sh and its ranks call it: starts two ranks on this host.
+FLUX = """#!/bin/sh
+case "$1" in
+    hostlist) echo localhost; exit ;;
+    resource) echo 1; exit ;;
+esac
+while [ "$1" != hvdtrain ]; do shift; done
+export FLUX_JOB_ID=f7 FLUX_JOB_SIZE=2 FLUX_JOB_NNODES=1
+FLUX_TASK_RANK=1 FLUX_TASK_LOCAL_ID=1 "$@" &
+FLUX_TASK_RANK=0 FLUX_TASK_LOCAL_ID=0 "$@" && wait $!
+"""
 
-LINES = {
-    "ddp, torchrun": "torchrun --nproc-per-node 2 -m hvdtrain --backend ddp",
-    "ddp, torch.distributed.launch": f"{sys.executable} -W ignore -m torch.distributed.launch "
-    "--nproc-per-node 2 -m hvdtrain --backend ddp",
-    "ddp, mpirun": "mpirun -np 2 hvdtrain --backend ddp",
-    "ddp, horovodrun": "horovodrun -np 2 --gloo hvdtrain --backend ddp",
-    "horovod, horovodrun": "horovodrun -np 2 hvdtrain",
-    "horovod, horovodrun --gloo": "horovodrun -np 2 --gloo hvdtrain",
-    "horovod, horovodrun --mpi": "horovodrun -np 2 --mpi hvdtrain",
-    "horovod, mpirun": "mpirun -np 2 hvdtrain --backend horovod",
-    "compat, torchrun": "torchrun --nproc-per-node 2 -m hvdtrain --backend compat",
-    "compat, mpirun": "mpirun -np 2 hvdtrain --backend compat",
-    "compat, horovodrun": "horovodrun -np 2 --gloo hvdtrain --backend compat",
+
+@dataclass(frozen=True)
+class Row:
+    """A command, the backend that it chooses, and what run.json says besides.
+
+    "{folder}" in the environment is a folder with a host file of two slots and the `flux` above.
+    """
+
+    command: str
+    backend: str
+    launcher: str
+    controller: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    always: bool = False
+
+
+EXHAUSTIVE = pytest.mark.exhaustive
+MODULE = f"{sys.executable} -W ignore -m"
+ON_PATH = f"{BIN}:/usr/bin:/bin"
+KUBEFLOW = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0", "PATH": ON_PATH}
+KUBEFLOW |= {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "29533"}
+MPI_OPERATOR = {"OMPI_MCA_orte_default_hostfile": "{folder}/slots", "K_MPI_JOB_ROLE": "launcher"}
+MPI_OPERATOR |= {"OMPI_MCA_orte_keep_fqdn_hostnames": "true", "PATH": ON_PATH}
+PBS = {"PBS_NODEFILE": "{folder}/hosts", "PBS_JOBID": "7.server", "PBS_O_WORKDIR": str(ROOT)}
+LSF = {"LSB_DJOB_HOSTFILE": "{folder}/hosts", "LSB_JOBID": "7", "LSB_DJOB_NUMPROC": "2"}
+ON_FLUX = {"PATH": f"{{folder}}:{BIN}:{os.environ['PATH']}"}
+TWO = {"NP": "2"}
+
+TORCHRUN = Row("torchrun --nproc-per-node 2 -m hvdtrain --backend ddp", "ddp", "torchrun")
+ROWS = {
+    "mpirun": Row("mpirun -np 2 hvdtrain --backend compat", "compat", "openmpi", always=True),
+    "mpirun, Horovod": Row("mpirun -np 2 hvdtrain --backend horovod", "horovod", "openmpi", "mpi"),
+    "horovodrun --gloo": Row(
+        "horovodrun -np 2 --gloo hvdtrain", "horovod", "horovodrun", "gloo", always=True
+    ),
+    "horovodrun --mpi": Row("horovodrun -np 2 --mpi hvdtrain", "horovod", "openmpi", "mpi"),
+    "horovodrun, ddp": Row("horovodrun -np 2 --gloo hvdtrain --backend ddp", "ddp", "horovodrun"),
+    "torch.distributed.launch": Row(
+        f"{MODULE} torch.distributed.launch --nproc-per-node 2 -m hvdtrain --backend compat",
+        "compat",
+        "torchrun",
+    ),
+    "hvdrun": Row(
+        f"{MODULE} hvdtrain launch -np 2 hvdtrain --backend ddp", "ddp", "torchrun", always=True
+    ),
+    "torchrun.sh": Row(f"{SCRIPTS}/torchrun.sh", "ddp", "torchrun", env=TWO),
+    "horovodrun.sh": Row(f"{SCRIPTS}/horovodrun.sh", "horovod", "openmpi", "mpi", env=TWO),
+    "mpirun.sh": Row(f"{SCRIPTS}/mpirun.sh --backend ddp", "ddp", "openmpi", env=TWO),
+    "pbs.sh": Row(f"{SCRIPTS}/pbs.sh", "ddp", "torchrun", env=PBS),
+    "lsf.sh": Row(f"{SCRIPTS}/lsf.sh", "ddp", "torchrun", env=LSF),
+    "flux.sh": Row(f"{SCRIPTS}/flux.sh", "ddp", "flux", env=ON_FLUX),
+    "trainjob.yaml": Row("0", "ddp", "torchrun", env=KUBEFLOW, always=True),
+    "mpijob.yaml": Row("0", "horovod", "openmpi", "mpi", env=MPI_OPERATOR),
+    "mpi-runtime.yaml": Row("1", "horovod", "openmpi", "mpi", env=MPI_OPERATOR),
 }
 
-CONTROLLER = {
-    "horovod, horovodrun --gloo": "gloo",
-    "horovod, horovodrun --mpi": "mpi",
-    "horovod, mpirun": "mpi",
-}
+
+def line_of(name: str, row: Row) -> list[str]:
+    """Return the command of a row; of a manifest, with the ranks of this host instead of its."""
+    if not name.endswith(".yaml"):
+        return row.command.split()
+    return ["2" if word == "8" else word for word in command_of(name, int(row.command))]
 
 
-def train(line: str, run_dir: Path, *options: str) -> dict[str, Any]:
-    """Run a line with a run directory and return its run.json."""
-    finished = run(warm([*line.split(), *options, "--run-dir", run_dir]), timeout=110)
+def train(line: list[str], run_dir: Path, *options: str, **env: str) -> dict[str, Any]:
+    """Run a command line with a run directory and return its run.json."""
+    finished = run(warm([*line, *options, "--run-dir", run_dir]), timeout=110, env=env)
     assert finished.code == 0, finished.output
     about: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
+    assert about["outcome"] == "finished"
     return about
 
 
@@ -51,61 +114,53 @@ def train(line: str, run_dir: Path, *options: str) -> dict[str, Any]:
 def torchrun_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What DDP under torchrun ends with: the hash that the others must have."""
     run_dir = tmp_path_factory.mktemp("parity") / "run"
-    return str(train(LINES["ddp, torchrun"], run_dir, *OPTIONS)["params_sha256"])
+    return str(train(line_of("torchrun", TORCHRUN), run_dir, *OPTIONS)["params_sha256"])
 
 
-# Which controller or launcher module is taken makes no difference to what is computed.
-ONLY_IN_ALL = (
-    "ddp, torch.distributed.launch",
-    "horovod, horovodrun",
-    "horovod, horovodrun --mpi",
-    "compat, mpirun",
-    "compat, horovodrun",
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if row.always else EXHAUSTIVE) for name, row in ROWS.items()],
 )
-ARMS = [
-    pytest.param(arm, marks=pytest.mark.exhaustive if arm in ONLY_IN_ALL else ())
-    for arm in list(LINES)[1:]
-]
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_two_ranks_are_bitwise_equal(arm: str, torchrun_hash: str, tmp_path: Path) -> None:
-    about = train(LINES[arm], tmp_path / "run", *OPTIONS)
-    assert about["backend"]["name"] == arm.partition(",")[0]
-    assert about["backend"].get("controller") == CONTROLLER.get(
-        arm, about["backend"].get("controller")
-    )
-    assert about["world"]["size"] == 2
-    assert about["outcome"] == "finished"
+def test_two_ranks_are_bitwise_equal(name: str, torchrun_hash: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    (tmp_path / "slots").write_text("localhost slots=2\n")
+    (tmp_path / "hosts").write_text("localhost\nlocalhost\n")
+    (tmp_path / "flux").write_text(FLUX)
+    (tmp_path / "flux").chmod(0o700)
+    env = {key: value.format(folder=tmp_path) for key, value in row.env.items()}
+    about = train(line_of(name, row), tmp_path / "run", *OPTIONS, **env)
+    assert about["backend"]["name"] == row.backend
+    assert about["backend"].get("controller") == row.controller
+    assert (about["world"]["size"], about["world"]["local_size"]) == (2, 2)
+    assert about["world"]["launcher"] == row.launcher
     assert about["params_sha256"] == torchrun_hash
 
 
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 def test_one_process_learns_the_digits(tmp_path: Path) -> None:
     """The default task with its default options, on real data."""
-    about = train("hvdtrain", tmp_path / "run")
+    about = train(["hvdtrain"], tmp_path / "run")
     assert about["backend"]["name"] == "single"
     assert about["metrics"]["accuracy"] > 0.97
 
 
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 def test_eight_ranks(tmp_path: Path) -> None:
-    about = train("horovodrun -np 8 hvdtrain", tmp_path / "run", "--max-steps", "3")
+    about = train("horovodrun -np 8 hvdtrain".split(), tmp_path / "run", "--max-steps", "3")
     assert about["world"]["size"] == 8
     assert about["ledger"]["global_batch"] == 8 * 32
-    assert about["outcome"] == "finished"
 
 
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 def test_two_jobs_at_once(tmp_path: Path) -> None:
     """On one host, of each kind, neither takes the other's rendezvous."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    lines = [LINES["ddp, mpirun"], LINES["horovod, horovodrun --gloo"]] * 2
-    with ThreadPoolExecutor(len(lines)) as pool:
+    names = ["mpirun", "horovodrun --gloo"] * 2
+    with ThreadPoolExecutor(len(names)) as pool:
         jobs = [
-            pool.submit(train, line, tmp_path / str(i), "--seed", str(i), "--max-steps", "20")
-            for i, line in enumerate(lines)
+            pool.submit(
+                train, line_of(n, ROWS[n]), tmp_path / str(i), "--seed", str(i), "--max-steps", "20"
+            )
+            for i, n in enumerate(names)
         ]
         hashes = [job.result()["params_sha256"] for job in jobs]
-    assert len(set(hashes)) == len(lines)
+    assert len(set(hashes)) == len(names)

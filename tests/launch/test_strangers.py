@@ -1,6 +1,7 @@
 """Attacks of another user of the machine on a running job: nothing of his is executed or used.
 
-Two real users, so these tests want root. `tests/launch/stranger.py` has the job and the attacks.
+Two real users, so these tests want root, and are not in `make test`: test_security.py is.
+`tests/launch/stranger.py` has the job and the attacks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import pytest
 from tests.launch.stranger import JOB, STRANGER, listening_ports
 from tests.launch.test_rendezvous import first_port, job_id, srun, torch_like
 from tests.launching import BIN, ROOT, Started, started
+
+pytestmark = pytest.mark.exhaustive
 
 PROGRAM = [sys.executable, "-m", "tests.launch.stranger"]
 LAUNCHERS = {
@@ -87,10 +90,7 @@ def end(running: Running) -> str:
     return log.read_text(errors="replace")
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    ["torchrun", pytest.param("hvdrun", marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_stranger_joins_as_a_late_rank(folder: Path, launcher: str) -> None:
     """He finds the port of the store, and answers with a pickle."""
     with contextlib.ExitStack() as stack:
@@ -103,7 +103,7 @@ def test_a_stranger_joins_as_a_late_rank(folder: Path, launcher: str) -> None:
     assert "rank 0/2 got a value of rank 1 that is not signed with the secret" in said
 
 
-@pytest.mark.parametrize("launcher", ["srun", pytest.param("flux", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("launcher", ["srun", "flux"])
 def test_a_stranger_listens_first(folder: Path, launcher: str) -> None:
     """Where the port follows from the job's public id. The ranks meet at the next port."""
     job, port = job_id(), 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -616,6 +617,23 @@ def test_each_rank_has_a_log(ranks: Ranks, tmp_path: Path) -> None:
         for text in ("not by Python's print", "and no end", "by a child"):
             assert lines.count(head + text) == 1
         assert lines[-1] == f"{head}the run has ended after step 2"
+
+
+def test_a_log_of_a_process_with_many_open_files(tmp_path: Path) -> None:
+    """Descriptors above 1023 are more than select() takes."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[0] < 2048:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
+    opened = []
+    try:
+        while not opened or opened[-1] < 1100:
+            opened.append(os.dup(0))
+        fit(single(), tmp_path, rank_logs=True, max_steps=1)
+    finally:
+        for fd in opened:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "step 1" in (tmp_path / "logs" / "rank0.log").read_text()
 
 
 LAST_WORDS = {

@@ -148,7 +148,7 @@ FAULTS = [
         "transports/shm_sync.py",
         "now - self._begin > barrier.timeout_s:",
         "now - self._begin > 1e9:",
-        "tests/transports/test_shm_barrier.py tests/transports/test_lifecycle.py",
+        "tests/transports/test_shm_barrier.py tests/death/test_death.py",
         "a rank waits for ever for one that does not come",
     ),
     Fault(
@@ -156,7 +156,7 @@ FAULTS = [
         "transports/shm_sync.py",
         "if peers[r].liveness in LOST and peers[r].state == HERE]",
         "if peers[r].liveness in LOST and peers[r].state == LEFT]",
-        "tests/transports/test_lifecycle.py",
+        "tests/death/test_death.py -k shm",
         "the death of a peer is seen after the timeout only",
     ),
     Fault(
@@ -172,8 +172,7 @@ FAULTS = [
         "transports/heartbeat.py",
         "            self._table.write(rank, RankStatus(*row[:3]))",
         "            self._table.write(ranks[0], RankStatus(*row[:3]))",
-        "tests/transports/test_heartbeat.py tests/test_fuzz.py"
-        " tests/transports/test_several_hosts.py",
+        "tests/transports/test_heartbeat.py tests/test_fuzz.py tests/death/test_death.py",
         "the leader's row holds the status of its host's last rank",
     ),
     Fault(
@@ -189,7 +188,7 @@ FAULTS = [
         "transports/work_queue.py",
         "            self._broken = error\n",
         "            pass\n",
-        "tests/transports/test_lifecycle.py tests/transports/test_collectives.py",
+        "tests/death/test_death.py tests/transports/test_collectives.py",
         "a group that has lost a peer accepts the next collective",
     ),
     Fault(
@@ -205,7 +204,7 @@ FAULTS = [
         "transports/mpi.py",
         "            self._combine(list(every_rank), op, divisor, [t])\n            return",
         "            self._combine(list(every_rank), op, 1, [t])\n            return",
-        "tests/transports/test_mpi.py",
+        "tests/transports/test_collectives.py -k mpi",
         "the average of a tensor of medium size is its sum over MPI",
     ),
     Fault(
@@ -213,7 +212,7 @@ FAULTS = [
         "transports/mpi.py",
         "            self._exchange(signature, shares, dict.fromkeys(shares, mine))",
         "            self._exchange(signature, shares, dict(shares))",
-        "tests/transports/test_mpi.py tests/transports/test_collectives.py -k mpi",
+        "tests/transports/test_collectives.py -k mpi",
         "the peers of a large broadcast send each other the wrong shares (three ranks)",
     ),
     Fault(
@@ -221,7 +220,7 @@ FAULTS = [
         "transports/mpi_progress.py",
         "                self._mpi.COMM_WORLD.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)",
         "                pass",
-        "tests/transports/test_mpi.py tests/transports/test_several_hosts.py",
+        "tests/transports/test_several_hosts.py -k leave",
         "a message stays in the sender until it calls MPI again",
     ),
     Fault(

@@ -115,7 +115,7 @@ FAULTS = [
         "failure.py",
         "        if error.on_all_ranks and world.rank > 0:\n            return",
         "        if error.on_all_ranks and world.rank < 0:\n            return",
-        "tests/launch/test_failure.py",
+        "tests/launch/test_failure.py tests/death/test_launched.py",
         "each rank prints an error that all have",
     ),
     Fault(
@@ -123,7 +123,7 @@ FAULTS = [
         "failure.py",
         "            mpi.COMM_WORLD.Abort(code)",
         "            pass",
-        "tests/launch/test_failure.py -k mpirun",
+        "tests/launch/test_failure.py tests/death/test_launched.py -k mpirun",
         "one failed rank under mpirun leaves the others waiting",
     ),
     Fault(
@@ -131,15 +131,15 @@ FAULTS = [
         "failure.py",
         "        return delay_s + _LOST_PEER_DELAY_S",
         "        return delay_s",
-        "tests/launch/test_failure.py",
+        "tests/launch/test_failure.py tests/death/test_launched.py",
         "the rank that lost a peer reports before the one that failed",
     ),
     Fault(
         "second-signal-ignored",
         "failure.py",
-        "                os._exit(128 + signum)",
+        "                os._exit(128 + number)",
         "                return",
-        "tests/launch/test_failure.py tests/launch/test_preemption.py",
+        "tests/launch/test_failure.py tests/death/test_launched.py tests/launch/test_preemption.py",
         "a second Ctrl-C does not end a rank that hangs",
     ),
     Fault(
@@ -147,7 +147,7 @@ FAULTS = [
         "launcher_watch.py",
         "    os.kill(os.getpid(), signal.SIGTERM)  # lets",
         "    return  # lets",
-        "tests/launch/test_failure.py -k launcher",
+        "tests/launch/test_failure.py tests/death/test_launched.py -k launcher",
         "ranks outlive their launcher",
     ),
     Fault(
@@ -179,7 +179,7 @@ FAULTS = [
         "launch/launcher.py",
         "self.exit_code = code if code >= 0 else 128 - code",
         "self.exit_code = code if code >= 0 else 1",
-        "tests/launch/test_launch.py tests/launch/test_hosts.py tests/launch/test_exit_codes.py",
+        "tests/launch/test_launch.py tests/launch/test_hosts.py tests/death/test_launched.py",
         "hvdrun does not end with the code of a killed rank",
     ),
     Fault(

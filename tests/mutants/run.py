@@ -16,17 +16,21 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
+import pytest
+import torch  # noqa: F401  so that no pytest has to: see `_become_pytest`
 
 from tests.launching import clean_env
 from tests.mutants.fault import Fault
@@ -36,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/mutants.json"
 LIMIT_S = 300.0
 """For the tests of one fault: what hangs with a fault waits for the limits of the tests."""
+_MARK = "TEST_MUTANTS_TREE"
 RING_1 = "not exhaustive and not soak"
 
 
@@ -86,43 +91,61 @@ def _write(file: Path, source: str) -> None:
 
 def run_tests(tree: Path, arguments: Sequence[str], limit_s: float) -> tuple[int | None, str]:
     """Run pytest in a tree; return its exit code, or None after the limit, and its output."""
-    line = [sys.executable, "-m", "pytest", "-v", "-n", "0", "-p", "no:cacheprovider"]
-    env = clean_env({"PYTHONPATH": str(tree)})
+    line = ["-v", "-n", "0", "-p", "no:cacheprovider", *arguments]
+    env = clean_env({"PYTHONPATH": str(tree), _MARK: str(tree)})
     log = tree / "pytest.log"
-    with log.open("w") as out:
-        process = psutil.Popen(
-            [*line, *arguments],
-            cwd=tree,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(limit_s)
-        except psutil.TimeoutExpired:
-            code = None
-        finally:
-            _kill_all(process, tree)
+    pid = os.fork()
+    if pid == 0:
+        _become_pytest(tree, line, env, log)
+    code, deadline = None, time.monotonic() + limit_s
+    try:
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                break
+            time.sleep(0.1)
+    finally:
+        _kill_all(tree, pid)
+        if code is None:
+            os.waitpid(pid, 0)
     return code, log.read_text(errors="replace")
 
 
-def _kill_all(process: psutil.Process, tree: Path) -> None:
-    """Kill a process, its children, and those of them that others have adopted: all that import
-    the package from `tree`.
-    """
-    found = []
-    with contextlib.suppress(psutil.Error):
-        found = [*process.children(recursive=True), process]
-    for other in psutil.process_iter():
+def _become_pytest(tree: Path, line: list[str], env: dict[str, str], log: Path) -> NoReturn:
+    """Run pytest in this process, a fork of one that has imported torch but nothing of ours."""
+    code = 3
+    try:
+        os.setsid()
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        for fd in (1, 2):
+            os.dup2(out, fd)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.chdir(tree)
+        os.environ.clear()
+        os.environ.update(env)
+        for name in [*sys.modules]:
+            if name.partition(".")[0] in ("hvdtrain", "tests"):
+                del sys.modules[name]
+        sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
+        sys.argv = ["pytest", *line]
+        code = int(pytest.main(line))
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _kill_all(tree: Path, group: int) -> None:
+    """Kill all processes of the tests in `tree`, also those that others have adopted."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if other.environ().get("PYTHONPATH", "").startswith(str(tree)):
-                found.append(other)
-    for one in found:
-        with contextlib.suppress(psutil.Error):
-            one.kill()
-    psutil.wait_procs(found, timeout=10)
+            if process.environ().get(_MARK) == str(tree):
+                process.kill()
 
 
 def failed_test(output: str) -> str:

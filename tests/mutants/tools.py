@@ -154,7 +154,7 @@ FAULTS = [
         "errors.py",
         '    """The loss is not finite."""\n\n    exit_code = 3',
         '    """The loss is not finite."""\n\n    exit_code = 1',
-        "tests/test_cli.py tests/launch/test_exit_codes.py",
+        "tests/test_cli.py tests/death/test_launched.py",
         "a run that diverged ends as one with a bug",
     ),
     Fault(

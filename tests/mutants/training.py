@@ -346,7 +346,7 @@ FAULTS = [
         'return Preempted(self._exit_code, f"{self.cause}; saved after step {step}")',
         'return Preempted(0, f"{self.cause}; saved after step {step}")',
         "tests/parity/test_preemption.py tests/launch/test_preemption.py"
-        " tests/launch/test_exit_codes.py",
+        " tests/death/test_launched.py",
         "a scheduler does not queue a preempted job again",
     ),
     Fault(

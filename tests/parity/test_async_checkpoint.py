@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,15 +39,15 @@ LAST = 12
 
 @contextmanager
 def held(until: Callable[[int], object]) -> Iterator[None]:
-    """Let each save in a thread begin only when `until(its step)`."""
-    real = checkpoint.save
+    """Let each save in a thread end only when `until(its step)`."""
+    real = checkpoint.Writer.finish
 
-    def save(root: Path, step: int, *rest: Any) -> Path:
+    def finish(writer: checkpoint.Writer, about: Mapping[str, Any]) -> Path:
         if threading.current_thread() is not threading.main_thread():
-            wait_until(lambda: until(step), f"what the save of step {step} needs")
-        return real(root, step, *rest)
+            wait_until(lambda: until(writer.step), f"what the save of step {writer.step} needs")
+        return real(writer, about)
 
-    with mock.patch.object(checkpoint, "save", save):
+    with mock.patch.object(checkpoint.Writer, "finish", finish):
         yield
 
 
@@ -209,14 +209,15 @@ def test_one_at_a_time_and_callbacks_follow(tmp_path: Path) -> None:
 
 
 def test_an_error_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
-    def save(root: Path, step: int, *rest: Any) -> Path:
-        raise CheckpointError(f"cannot write the checkpoint of step {step}: No space left")
+    def finish(writer: checkpoint.Writer, about: Mapping[str, Any]) -> Path:
+        raise CheckpointError(f"cannot write the checkpoint of step {writer.step}: No space left")
 
     config = replace(
         CONFIG, run_dir=str(tmp_path), checkpoint_async=True, checkpoint_every=7, log_every=9
     )
     trainer = Trainer(Stateful(), single(), config, callbacks=[Patient()])
-    with mock.patch.object(checkpoint, "save", save), pytest.raises(CheckpointError, match="No sp"):
+    failing = mock.patch.object(checkpoint.Writer, "finish", finish)
+    with failing, pytest.raises(CheckpointError, match="No space"):
         trainer.fit()
     assert trainer.progress.step == 8
     assert run_json(tmp_path)["outcome"] == "failed"
@@ -224,14 +225,14 @@ def test_an_error_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
 
 
 def fail_at_the_end(backend: Backend, /, run_dir: Path) -> str:
-    real = checkpoint.save
+    real = checkpoint.Writer.finish
 
-    def save(root: Path, step: int, *rest: Any) -> Path:
-        if step == LAST:
+    def finish(writer: checkpoint.Writer, about: Mapping[str, Any]) -> Path:
+        if writer.step == LAST:
             raise CheckpointError("No space left")
-        return real(root, step, *rest)
+        return real(writer, about)
 
-    with mock.patch.object(checkpoint, "save", save):
+    with mock.patch.object(checkpoint.Writer, "finish", finish):
         try:
             train(backend, run_dir, checkpoint_async=True, checkpoint_every=6)
         except CheckpointError as error:

@@ -397,6 +397,13 @@ def test_a_power_failure_at_any_call(
     assert n > {"set aside": 1, "leftovers": 5}.get(scenario, 25), "too few calls counted"
 
 
+def test_a_checkpoint_that_is_saved_has_its_name_for_sure(root: Path) -> None:
+    disk = UnsyncedDisk(root)
+    with hooked(disk.record):
+        save(root, 30)
+    assert disk.renames == []
+
+
 # A checkpoint that is cut
 
 

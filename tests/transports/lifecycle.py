@@ -1,4 +1,4 @@
-"""One rank of a job whose end is the test: see jobs.py.
+"""One rank of a job of its own, on a transport: see jobs.py.
 
 `python -m tests.transports.lifecycle TRANSPORT SCENARIO FOLDER ARGUMENTS` leaves an answer, JSON,
 in the folder.
@@ -10,10 +10,7 @@ import gc
 import itertools
 import json
 import os
-import random
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -29,128 +26,6 @@ from hvdtrain.transports import rendezvous_by_launcher
 Answer = dict[str, Any]
 TIMEOUT_S = float(os.environ.get("TEST_TIMEOUT_S", "300"))  # longer than a test may take
 MIB = 1 << 18  # floats
-
-
-def die(folder: Path, how: str) -> None:
-    """Be killed, or stopped, now."""
-    (folder / "died").touch()
-    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-
-
-def operate(chance: random.Random) -> Callable[[], object]:
-    """One of many collectives, the same on all ranks that have drawn the same before."""
-    n, count = dist.get_world_size(), chance.choice([1, 1_000, 30_000, 400_000, 3_000_000])
-    asynchronous = chance.random() < 0.3
-    kept = torch.ones(count)
-
-    def several() -> None:
-        works = [dist.all_reduce(torch.ones(count), async_op=True) for _ in range(5)]
-        for work in works:
-            work.wait()
-
-    def again() -> None:
-        for _ in range(4):
-            dist.all_reduce(kept)
-
-    return chance.choice(
-        [
-            several if asynchronous else again,
-            lambda: dist.broadcast(kept, n - 1),
-            lambda: dist.all_gather_into_tensor(torch.empty(n * count), kept),
-            lambda: dist.reduce_scatter_tensor(kept, torch.ones(n * count)),
-            lambda: dist.all_to_all_single(torch.empty(n * count), torch.ones(n * count)),
-            lambda: dist.reduce(kept, 0),
-            lambda: dist.scatter(kept, [kept] * n if dist.get_rank() == 0 else None, 0),
-            dist.barrier,
-        ]
-    )
-
-
-def until_it_fails(folder: Path, operation: Callable[[], object]) -> Answer:
-    """Say what it fails with, and what is left then."""
-    try:
-        while True:
-            operation()
-    except RuntimeError as error:
-        answer: Answer = {"text": str(error), "kind": type(error).__name__}
-    (folder / f"failed-{dist.get_rank()}").touch()
-    for _ in range(2):
-        try:
-            dist.all_reduce(torch.ones(1))
-            answer["next"] = "it works again"
-        except RuntimeError as error:
-            answer["next"] = str(error)
-    dist.destroy_process_group()
-    return answer
-
-
-def begin(folder: Path, victim: int, how: str, after_s: float) -> None:
-    """Have the victim hit so long after all ranks have come through a barrier."""
-    dist.barrier()
-    (folder / f"begun-{dist.get_rank()}").touch()
-
-    def hit() -> None:
-        while len(list(folder.glob("begun-*"))) < dist.get_world_size():
-            time.sleep(0.01)
-        time.sleep(after_s)
-        die(folder, how)
-
-    if dist.get_rank() == victim:
-        threading.Thread(target=hit, daemon=True).start()
-
-
-def in_a_blocking_collective(folder: Path, victim: int, how: str) -> Answer:
-    begin(folder, victim, how, 0.3)
-    if dist.get_rank() == victim:
-        threading.Event().wait()
-    return until_it_fails(folder, lambda: dist.all_reduce(torch.ones(3)))
-
-
-def in_a_big_collective(folder: Path, victim: int, how: str) -> Answer:
-    """All are in the middle of moving data."""
-    t = torch.ones(64 * MIB)
-    begin(folder, victim, how, 0.7)
-    return until_it_fails(folder, lambda: dist.all_reduce(t.fill_(1)))
-
-
-def with_many_in_flight(folder: Path, victim: int, how: str) -> Answer:
-    tensors = [torch.ones(MIB) for _ in range(40)]
-    begin(folder, victim, how, 0.5)
-
-    def operation() -> None:
-        works = [dist.all_reduce(t.fill_(1), async_op=True) for t in tensors]
-        for work in works:
-            work.wait()
-
-    return until_it_fails(folder, operation)
-
-
-def in_a_collective_by_gloo(folder: Path, victim: int, how: str) -> Answer:
-    begin(folder, victim, how, 0.5)
-    rank, n = dist.get_rank(), dist.get_world_size()
-    parts = [torch.ones(MIB) for _ in range(n)] if rank == 0 else None
-    return until_it_fails(folder, lambda: dist.gather(torch.ones(MIB), parts, 0))
-
-
-def one_leaves(folder: Path, leaver: int) -> Answer:
-    """While the last rank is late, and does come: once the other one has failed."""
-    last, rank = dist.get_world_size() - 1, dist.get_rank()
-    (other,) = {*range(last)} - {leaver}
-    dist.barrier()
-    if rank == leaver:
-        dist.destroy_process_group()
-        await_files(folder, "failed-*", last)
-        return {}
-    if rank == last:
-        await_files(folder, f"failed-{other}", 1)
-    return until_it_fails(folder, lambda: dist.all_reduce(torch.ones(3)))
-
-
-def chaos(folder: Path, victim: int, how: str, seed: int) -> Answer:
-    """Random collectives until the victim is hit at a random moment."""
-    chance = random.Random(seed)
-    begin(folder, victim, how, chance.uniform(0, 0.4))
-    return until_it_fails(folder, lambda: operate(chance)())
 
 
 def held() -> dict[str, int]:
@@ -344,7 +219,7 @@ def main() -> None:
     dist.barrier()
     world: Any = dist.group.WORLD
     world.set_timeout(timedelta(seconds=TIMEOUT_S))
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     values = [int(a) if a.isdigit() else a for a in arguments]
     answer = globals()[scenario](Path(folder), *values)
     said = Path(folder) / f"answer-{rank}.partial"
@@ -352,14 +227,6 @@ def main() -> None:
     said.rename(said.with_suffix(".json"))
     if dist.is_initialized():
         dist.destroy_process_group()
-    elif transport == "mpi4py":  # the end of one that has lost a peer is the end of the job
-        await_files(Path(folder), "answer-*.json", size - 1)
-
-
-def await_files(folder: Path, pattern: str, count: int) -> None:
-    deadline = time.monotonic() + 50
-    while len(list(folder.glob(pattern))) < count and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 if __name__ == "__main__":

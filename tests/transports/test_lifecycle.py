@@ -1,4 +1,4 @@
-"""How groups of shm end: ranks that die or hang, and what is left of them."""
+"""What groups of shm leave behind. How they end with a lost rank: tests/death."""
 
 from __future__ import annotations
 
@@ -6,50 +6,10 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.transports.jobs import ROUNDS, SCENARIOS, Answer, check_survivors, rounds, run_scenario
-
-
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_killed(scenario: str, victim: int, tmp_path: Path) -> None:
-    answers, _ = run_scenario(scenario, tmp_path, victim, "kill", n=3, victim=victim)
-    check_survivors(answers, victim, tmp_path)
-
-
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(
-    "scenario", [*SCENARIOS[:2], pytest.param(SCENARIOS[2], marks=pytest.mark.exhaustive)]
-)
-def test_stopped(scenario: str, n: int, tmp_path: Path) -> None:
-    answers, _ = run_scenario(scenario, tmp_path, 1, "stop", n=n, victim=1, TEST_TIMEOUT_S="3")
-    check_survivors(answers, 1, tmp_path)
-    assert "all_reduce(float32[" in answers[0]["text"]
-    assert "3 s" in answers[0]["text"]
-
-
-@pytest.mark.parametrize("leaver", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_left(leaver: int, tmp_path: Path) -> None:
-    """And not who is merely late."""
-    answers, _ = run_scenario("one_leaves", tmp_path, leaver, n=3)
-    for rank in {0, 1, 2} - {leaver}:
-        assert f"rank {leaver} (process " in answers[rank]["text"], answers[rank]
-        assert "has left" in answers[rank]["text"], answers[rank]
-        assert answers[rank]["kind"] == "PeerLost"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(120 + 20 * ROUNDS)
-def test_chaos(tmp_path: Path) -> None:
-    """Hit at random moments. TEST_CHAOS_ROUNDS says how often."""
-    for hit in rounds(tmp_path, [2, 3]):
-        about: Any = {"n": hit.n, "victim": hit.victim, "TEST_TIMEOUT_S": "4"}
-        with hit.labelled():
-            answers, _ = run_scenario("chaos", hit.folder, hit.victim, hit.how, hit.seed, **about)
-            check_survivors(answers, hit.victim, hit.folder)
+from tests.transports.jobs import Answer, run_scenario
 
 
 def check_bounded(answers: list[Answer], mib: int) -> None:
@@ -60,9 +20,7 @@ def check_bounded(answers: list[Answer], mib: int) -> None:
         assert after["mib"] <= before["mib"] + mib, answers
 
 
-@pytest.mark.parametrize(
-    "count", [1_000, pytest.param(4_000, marks=[pytest.mark.exhaustive, pytest.mark.slow])]
-)
+@pytest.mark.parametrize("count", [1_000, pytest.param(4_000, marks=pytest.mark.soak)])
 def test_temporaries_take_no_memory(count: int, tmp_path: Path) -> None:
     answers, _ = run_scenario("many_temporaries", tmp_path, count, timeout=110)
     check_bounded(answers, 64)

@@ -1,0 +1,325 @@
+"""One rank of a job that loses a rank: see test_death.py.
+
+`python -m tests.death.rank LAYER TRANSPORT WHERE FOLDER VICTIM FAULT [SEED]` leaves an answer,
+JSON, in the folder. The files there are the events:
+
+    victim                          others
+      |                               | ready-R   they wait for the victim, or move data
+      | died                          |
+      | fault                         | failed-R  the operation has failed
+                                      | answer-R.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hvdtrain.hvd as hvd
+from hvdtrain import detect
+from hvdtrain.hvd.basics import basics
+from hvdtrain.transports import rendezvous_by_launcher
+
+Answer = dict[str, Any]
+TIMEOUT_S = float(os.environ.get("TEST_TIMEOUT_S", "300"))  # longer than a test may take
+MIB = 1 << 18  # floats
+# A thread inflicts these while the main thread is in an operation; the others are its own acts.
+BY_THREAD = ("kill", "stop")
+
+
+def wait_for(folder: Path, pattern: str, count: int = 1, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while len(list(folder.glob(pattern))) < count:
+        assert time.monotonic() < deadline, f"fewer than {count} files {pattern}"
+        time.sleep(0.01)
+
+
+class Job:
+    """A rank's part in the job: which one fails, how, and when."""
+
+    errors: type[Exception]
+
+    def __init__(self, folder: Path, victim: int, fault: str) -> None:
+        self.folder, self.victim, self.fault = folder, victim, fault
+        world = detect()
+        self.rank, self.size = world.rank, world.size
+        self.is_victim = self.rank == victim
+
+    def again(self) -> None:
+        """Call a collective, which must fail once a rank is lost. Raises one of `errors`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def mark(self, event: str) -> None:
+        """Tell the other ranks of an event."""
+        (self.folder / f"{event}-{self.rank}").touch()
+
+    def strike(self) -> NoReturn:
+        """Inflict the fault on this rank."""
+        (self.folder / "died").touch()
+        if self.fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.fault == "raise":
+            raise ValueError("of the script's own")
+        elif self.fault == "leave":
+            self.close()
+            # The others fail by what has been sent to them, not by the end of the process.
+            wait_for(self.folder, "failed-*", self.size - 1)
+        sys.exit(0)
+
+    def outcome(self, operation: Callable[[], object]) -> Answer:
+        """Run an operation that must fail. Return how it failed, and what is left then."""
+        try:
+            operation()
+            return {"kind": "", "text": "the operation came to its end"}
+        except self.errors as error:
+            answer: Answer = {"kind": type(error).__name__, "text": str(error)}
+        self.mark("failed")
+        wait_for(self.folder, "died")
+        for _ in range(2):
+            try:
+                self.again()
+                answer["next"] = "it works again"
+            except self.errors as error:
+                answer["next"] = str(error)
+        self.close()
+        threads = (t for t in threading.enumerate() if t is not threading.main_thread())
+        answer["threads"] = [t.name for t in threads]
+        return answer
+
+    def waiting(self, operation: Callable[[], object]) -> Answer:
+        """The others submit an operation; the victim, which never does, fails after that."""
+        if self.is_victim:
+            wait_for(self.folder, "ready-*", self.size - 1)  # its own is not among them
+            self.strike()
+        return self.outcome(operation)
+
+    def moving(self, operation: Callable[[], object]) -> Answer:
+        """All are in one operation after the other when the victim fails."""
+        all_ready = self.folder, "ready-*", self.size
+
+        def strike() -> None:
+            wait_for(*all_ready)
+            self.strike()
+
+        def run() -> None:
+            for turn in itertools.count():
+                operation()
+                if turn == 1:
+                    self.mark("ready")
+                if self.is_victim and self.fault not in BY_THREAD and turn == 4:
+                    self.strike()
+
+        if self.is_victim and self.fault in BY_THREAD:
+            threading.Thread(target=strike, name="strike", daemon=True).start()
+        return self.outcome(run)
+
+
+class TransportJob(Job):
+    """torch.distributed on one of our transports."""
+
+    errors = RuntimeError
+
+    def __init__(self, transport: str, folder: Path, victim: int, fault: str) -> None:
+        super().__init__(folder, victim, fault)
+        rendezvous_by_launcher()
+        dist.init_process_group(transport, timeout=timedelta(seconds=60))  # imports take time
+        dist.barrier()
+        world: Any = dist.group.WORLD
+        world.set_timeout(timedelta(seconds=TIMEOUT_S))
+
+    def again(self) -> None:
+        dist.all_reduce(torch.ones(1))
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def in_a_blocking_operation(self) -> Answer:
+        return self.waiting(self._submit)
+
+    def _submit(self) -> None:
+        self.mark("ready")
+        dist.all_reduce(torch.ones(3))
+
+    def with_a_late_rank(self) -> Answer:
+        """The last rank comes once another has failed: it is late, and not to blame."""
+
+        def submit() -> None:
+            self.mark("ready")
+            if self.rank == self.size - 1:
+                wait_for(self.folder, "failed-*", self.size - 2)
+            dist.all_reduce(torch.ones(3))
+
+        return self.waiting(submit)
+
+    def in_a_big_operation(self) -> Answer:
+        t = torch.ones(64 * MIB)
+        return self.moving(lambda: dist.all_reduce(t.fill_(1)))
+
+    def with_many_in_flight(self) -> Answer:
+        tensors = [torch.ones(MIB) for _ in range(40)]
+
+        def operation() -> None:
+            works = [dist.all_reduce(t.fill_(1), async_op=True) for t in tensors]
+            for work in works:
+                assert work is not None
+                work.wait()
+
+        return self.moving(operation)
+
+    def in_an_operation_by_gloo(self) -> Answer:
+        parts = [torch.ones(MIB) for _ in range(self.size)] if self.rank == 0 else None
+        return self.moving(lambda: dist.gather(torch.ones(MIB), parts, 0))
+
+    def in_any(self, seed: int) -> Answer:
+        """Random collectives, the same on all ranks."""
+        chance = random.Random(seed)
+        return self.moving(lambda: self._any(chance)())
+
+    def _any(self, chance: random.Random) -> Callable[[], object]:
+        n, count = self.size, chance.choice([1, 1_000, 30_000, 400_000, 3_000_000])
+        asynchronous = chance.random() < 0.3
+        kept = torch.ones(count)
+
+        def several() -> None:
+            works = [dist.all_reduce(torch.ones(count), async_op=True) for _ in range(5)]
+            for work in works:
+                assert work is not None
+                work.wait()
+
+        def repeated() -> None:
+            for _ in range(4):
+                dist.all_reduce(kept)
+
+        return chance.choice(
+            [
+                several if asynchronous else repeated,
+                lambda: dist.broadcast(kept, n - 1),
+                lambda: dist.all_gather_into_tensor(torch.empty(n * count), kept),
+                lambda: dist.reduce_scatter_tensor(kept, torch.ones(n * count)),
+                lambda: dist.all_to_all_single(torch.empty(n * count), torch.ones(n * count)),
+                lambda: dist.reduce(kept, 0),
+                lambda: dist.scatter(kept, [kept] * n if self.rank == 0 else None, 0),
+                dist.barrier,
+            ]
+        )
+
+
+class HvdJob(Job):
+    """Our Horovod API. Its transport is the one of the environment."""
+
+    errors = hvd.HorovodInternalError
+
+    def __init__(self, transport: str, folder: Path, victim: int, fault: str) -> None:
+        super().__init__(folder, victim, fault)
+        hvd.init()
+
+    def again(self) -> None:
+        hvd.allreduce(torch.ones(1), name="again")
+
+    def close(self) -> None:
+        hvd.shutdown()
+
+    @contextlib.contextmanager
+    def _ready_when_sent(self) -> Iterator[None]:
+        """Mark this rank as ready once its engine has sent its request to rank 0."""
+        control = basics.engine.control
+        send = control.send
+
+        def send_and_mark(rank: int, header: list[Any], payload: bytes = b"") -> None:
+            send(rank, header, payload)
+            if header[0] in ("op", "hit", "join"):
+                self.mark("ready")
+
+        control.send = send_and_mark  # type: ignore[method-assign]
+        yield
+
+    def _in(self, operation: Callable[[], object]) -> Answer:
+        with self._ready_when_sent() if not self.is_victim else contextlib.nullcontext():
+            return self.waiting(operation)
+
+    def in_a_blocking_operation(self) -> Answer:
+        return self._in(lambda: hvd.allreduce(torch.ones(3), name="alpha"))
+
+    def in_join(self) -> Answer:
+        return self._in(hvd.join)
+
+    def in_barrier(self) -> Answer:
+        return self._in(hvd.barrier)
+
+    def with_pending_operations(self) -> Answer:
+        """The others have asynchronous operations that the victim has not submitted."""
+        if self.is_victim:
+            return self.waiting(lambda: None)
+        handles = [hvd.allreduce_async(torch.ones(i + 1), name=f"a.{i}") for i in range(3)]
+        handles += [
+            hvd.allgather_async(torch.ones(2), name="b"),
+            hvd.broadcast_async_(torch.ones(1), 0),
+        ]
+        self.mark("ready")
+
+        def every() -> None:
+            errors = []
+            for handle in handles:
+                try:
+                    hvd.synchronize(handle)
+                except hvd.HorovodInternalError as error:
+                    errors.append(error)
+            assert len(errors) == len(handles)
+            raise errors[0]
+
+        return self.waiting(every)
+
+    def in_a_big_operation(self) -> Answer:
+        tensor = torch.ones(64 * MIB)
+        return self.moving(lambda: hvd.allreduce_(tensor, name="big"))
+
+    def in_a_step(self) -> Answer:
+        """All are training."""
+        model = nn.Sequential(*(nn.Linear(500, 500) for _ in range(12)))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters()
+        )
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(8, 500)).square().mean().backward()
+            optimizer.step()
+
+        return self.moving(step)
+
+
+def main() -> None:
+    layer, transport, where, folder, victim, fault, *seed = sys.argv[1:]
+    torch.set_num_threads(1)
+    kind = HvdJob if layer == "hvd" else TransportJob
+    job = kind(transport, Path(folder), int(victim), fault)
+    answer = getattr(job, where)(*map(int, seed))
+    partial = Path(folder) / f"answer-{job.rank}.partial"
+    partial.write_text(json.dumps(answer))
+    partial.rename(partial.with_suffix(".json"))
+    if transport == "mpi4py":  # the end of one that has lost a peer is the end of the job
+        wait_for(Path(folder), "answer-*.json", job.size - 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""The death of a rank, without a launcher, which would end the others before they could report.
+
+A row of the table is a layer, what all ranks do there, a fault, and the rank that has it. The
+others must fail with the error of the layer, end cleanly, and leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forkserver import warm
+from tests.hvd.behaviour import SHUT_DOWN
+from tests.launch.test_rendezvous import two_hosts  # noqa: F401  a fixture
+from tests.launching import (
+    exit_code,
+    kill,
+    members,
+    no_shared_memory_left,
+    run,
+    started_ranks,
+)
+
+Answer = dict[str, Any]
+ROUNDS = int(os.environ.get("TEST_CHAOS_ROUNDS", "3"))
+SEED = int(os.environ.get("TEST_CHAOS_SEED", "4"))
+LIMIT_S = 60.0
+STOP_TIMEOUT_S = "3"  # of the operations of a job in which a rank is stopped
+
+
+@dataclass(frozen=True)
+class Row:
+    """One death: in which layer and transport, what the ranks do, the fault, and who has it."""
+
+    layer: str
+    where: str
+    fault: str
+    victim: int
+    n: int = 3
+    per_host: int = 0
+    """The ranks of each host, where there are to be several; between them are connections."""
+    seed: int | None = None
+
+    def __str__(self) -> str:
+        layer = self.layer.replace(" ", "-")
+        hosts = f"-{self.per_host}-a-host" if self.per_host else ""
+        return f"{layer}-{self.where}-{self.fault}-{self.victim}-of-{self.n}{hosts}"
+
+    @property
+    def arguments(self) -> list[str]:
+        """What the program of a rank gets, but for the folder."""
+        layer, transport = self.layer.split()
+        seed = [] if self.seed is None else [str(self.seed)]
+        return [layer, transport, self.where, str(self.victim), self.fault, *seed]
+
+
+BLOCKING, BIG = "in_a_blocking_operation", "in_a_big_operation"
+MANY, BY_GLOO = "with_many_in_flight", "in_an_operation_by_gloo"
+PENDING, STEP = "with_pending_operations", "in_a_step"
+SHM, MPI, HVD, HVD_GLOO = "transport shm", "transport mpi4py", "hvd shm", "hvd gloo"
+
+ALWAYS = [
+    Row(SHM, BLOCKING, "kill", 0),
+    Row(SHM, BIG, "kill", 2),
+    Row(SHM, BY_GLOO, "kill", 1, n=2),
+    Row(SHM, MANY, "stop", 1, n=2),
+    Row(SHM, "with_a_late_rank", "leave", 0),
+    Row(SHM, BIG, "kill", 3, n=4, per_host=2),
+    Row(SHM, MANY, "stop", 2, n=3, per_host=1),
+    Row(MPI, BLOCKING, "stop", 0, n=2),
+    Row(HVD, BLOCKING, "kill", 1),
+    Row(HVD, BIG, "kill", 0, n=2),
+    Row(HVD, STEP, "kill", 2),
+    Row(HVD_GLOO, STEP, "kill", 0),  # two survivors must not wait for each other: gloo.py
+    Row(HVD, "in_join", "kill", 1, n=2),
+    Row(HVD, PENDING, "leave", 1, n=2),
+    Row(HVD, PENDING, "exit", 0, n=2),
+    Row(HVD, STEP, "raise", 1, n=2),
+]
+EXHAUSTIVE = [
+    Row(SHM, BLOCKING, "stop", 0),
+    Row(SHM, BIG, "stop", 1),
+    Row(SHM, MANY, "kill", 0),
+    Row(SHM, BY_GLOO, "stop", 2),
+    Row(SHM, BLOCKING, "kill", 0, n=4, per_host=2),
+    Row(SHM, BY_GLOO, "kill", 2, n=4, per_host=2),
+    Row(SHM, BY_GLOO, "stop", 1, n=4, per_host=2),
+    Row(SHM, "with_a_late_rank", "leave", 1),
+    Row(MPI, BIG, "kill", 2),
+    Row(MPI, BIG, "stop", 0),
+    Row(MPI, MANY, "stop", 1),
+    Row(MPI, BY_GLOO, "stop", 2),
+    Row(HVD, BLOCKING, "exit", 1),
+    Row(HVD, BIG, "kill", 2),
+    Row(HVD, STEP, "exit", 0),
+    Row(HVD, PENDING, "kill", 0),
+    Row(HVD, PENDING, "raise", 2),
+    Row(HVD, "in_join", "exit", 1),
+    Row(HVD, "in_barrier", "kill", 1),
+    Row(HVD_GLOO, BIG, "kill", 2),
+]
+ROWS = [
+    *(pytest.param(row, id=str(row)) for row in ALWAYS),
+    *(pytest.param(row, id=str(row), marks=pytest.mark.exhaustive) for row in EXHAUSTIVE),
+]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_others_fail(row: Row, tmp_path: Path) -> None:
+    play(row, tmp_path)
+
+
+ON_HOSTS = [
+    Row(SHM, BIG, "kill", 3, n=4, per_host=2),
+    Row(SHM, BIG, "stop", 0, n=4, per_host=2),
+    Row(SHM, MANY, "stop", 3, n=4, per_host=2),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", ON_HOSTS, ids=str)
+def test_the_others_fail_in_two_network_namespaces(
+    row: Row,
+    tmp_path: Path,
+    two_hosts: tuple[str, str],  # noqa: F811
+) -> None:
+    play(row, tmp_path, two_hosts)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(120 + 25 * ROUNDS)
+@pytest.mark.parametrize("where", [SHM, MPI, "hosts"])
+def test_chaos(where: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """At random moments of random collectives. TEST_CHAOS_ROUNDS says how often."""
+    hosts = request.getfixturevalue("two_hosts") if where == "hosts" else None
+    chance = random.Random(SEED)
+    for turn in range(ROUNDS):
+        n = 4 if hosts else chance.choice([2, 3])
+        victim, fault = chance.randrange(n), chance.choice(["kill", "stop"])
+        layer = SHM if hosts else where
+        row = Row(layer, "in_any", fault, victim, n, 2 if hosts else 0, chance.randrange(10**6))
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        try:
+            play(row, folder, hosts)
+        except AssertionError as error:
+            raise AssertionError(f"{row}: {error}") from error
+
+
+def play(row: Row, folder: Path, hosts: tuple[str, str] | None = None) -> None:
+    """Run the job of a row, and check how the ranks ended."""
+    if row.layer == MPI:
+        answers, output = run_under_mpirun(row, folder)
+        if row.fault == "kill":  # mpirun has ended the others, wherever they were
+            assert (folder / "died").exists(), output
+            return
+    else:
+        answers, output = run_ranks(row, folder, hosts)
+    assert (folder / "died").exists(), output
+    for rank, answer in enumerate(answers):
+        if rank != row.victim:
+            assert answer, f"rank {rank} has not answered:\n{output}"
+            check_survivor(row, answer)
+
+
+def check_survivor(row: Row, answer: Answer) -> None:
+    """The right error, which names the victim, now and later; and nothing of the engine is left."""
+    text = answer["text"]
+    if row.layer.startswith("hvd"):
+        assert answer["kind"] == "HorovodInternalError", answer
+        assert text.startswith(SHUT_DOWN), answer
+        assert answer["next"].startswith(SHUT_DOWN), answer
+        assert not answer["threads"], answer
+        if (row.where, row.fault) == (BLOCKING, "kill"):
+            assert f"Rank {row.victim} (process" in text, answer
+        return
+    assert answer["kind"] == "PeerLost", answer
+    assert answer["next"] != "it works again", answer
+    reason, _, _ = text.partition("; rank ")
+    named = re.findall(r"rank (\d+)", reason.rpartition(" has given up, for ")[2])
+    assert named == [str(row.victim)], answer
+    if row.fault == "stop":
+        assert text.startswith(("all_reduce(float32[", "gather(float32[")), answer
+        assert f"{STOP_TIMEOUT_S} s" in text, answer
+        if row.per_host:
+            assert "; rank " in text, "others are named, too"
+    elif row.fault == "leave":
+        assert f"rank {row.victim} (process " in text, answer
+        assert "has left" in text, answer
+    elif row.per_host:
+        assert "has ended" in text, answer
+
+
+def run_ranks(row: Row, folder: Path, hosts: tuple[str, str] | None) -> tuple[list[Answer], str]:
+    """Run a row without a launcher. Return the answers, {} for the victim's, and the output."""
+    lines = [warm([*inside, *program(row, folder)]) for inside in prefixes(row, hosts)]
+    with no_shared_memory_left(), started_ranks(lines, **environment(row, hosts)) as running:
+        deadline = time.monotonic() + LIMIT_S
+        for rank, (process, log) in enumerate(running):
+            if rank == row.victim and row.fault == "stop":
+                continue
+            code = exit_code(running, rank, deadline)
+            expected = {"kill": -signal.SIGKILL, "raise": 1}.get(row.fault, 0)
+            text = log.read_text(errors="replace")
+            assert code == (expected if rank == row.victim else 0), text
+            assert rank == row.victim or "Traceback" not in text, text
+            if row.fault != "stop":
+                left = members(process.marker)
+                assert not left, f"rank {rank} left processes behind: {left}"
+        output = "".join(log.read_text(errors="replace") for _, log in running)
+        for process, _ in running:
+            kill(process.marker)
+    return answers_in(folder, row.n), output
+
+
+def run_under_mpirun(row: Row, folder: Path) -> tuple[list[Answer], str]:
+    """Run a row to the end of its job: mpirun ends it when a rank dies or fails."""
+    line = warm(["mpirun", "-np", str(row.n), *program(row, folder)])
+    with no_shared_memory_left():
+        finished = run(line, timeout=LIMIT_S, env=environment(row, None))
+    assert finished.code != 0, finished.output
+    return answers_in(folder, row.n), finished.output
+
+
+def program(row: Row, folder: Path) -> list[str]:
+    layer, transport, where, *rest = row.arguments
+    module = [sys.executable, "-m", "tests.death.rank"]
+    return [*module, layer, transport, where, str(folder), *rest]
+
+
+def environment(row: Row, hosts: tuple[str, str] | None) -> dict[str, str]:
+    env = {"HVDTRAIN_TRANSPORT": row.layer.split()[1]} if row.layer.startswith("hvd") else {}
+    if row.fault == "stop":
+        env["TEST_TIMEOUT_S"] = STOP_TIMEOUT_S
+    if hosts is not None:
+        return {**env, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29577"}
+    return env if row.layer == MPI else {**env, "LOCAL_WORLD_SIZE": str(row.per_host or row.n)}
+
+
+def prefixes(row: Row, hosts: tuple[str, str] | None) -> list[list[str]]:
+    """Return what starts each rank's program: in one of two network namespaces, or here, with the
+    local rank of a host of so many ranks.
+    """
+    if hosts is None:
+        local = [rank % row.per_host if row.per_host else rank for rank in range(row.n)]
+        return [["env", f"LOCAL_RANK={rank}"] for rank in local]
+    names = [(hosts[rank // row.per_host], "ab"[rank // row.per_host]) for rank in range(row.n)]
+    link = f"GLOO_SOCKET_IFNAME=hv{os.getpid()}"
+    return [["ip", "netns", "exec", name, "env", link + end] for name, end in names]
+
+
+def answers_in(folder: Path, n: int) -> list[Answer]:
+    files = [folder / f"answer-{rank}.json" for rank in range(n)]
+    return [json.loads(file.read_text()) if file.exists() else {} for file in files]

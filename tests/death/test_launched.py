@@ -1,0 +1,267 @@
+"""The death of a rank under a launcher: the exit code of the job, and one report, which names it.
+
+Each cell of the table in launchers/README.md is tried, by launcher and by what ends the job. The
+layers are a training of the Trainer, and a loop of the user's own on a backend.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from tests.forkserver import warm
+from tests.launch import failing
+from tests.launch.test_failure import FAILING, check_ended, line, line_in, settings, traces
+from tests.launching import ROOT, Started, members, started, wait_for
+
+# Slurm's srun, as its manual describes it: `--kill-on-bad-exit` ends the others when a task fails,
+# and the largest code counts, 128 + number for a signal; a task that srun has ended does not count.
+SRUN = """
+import os, signal, subprocess, sys
+common = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0",
+          "SLURM_JOB_NODELIST": "localhost", "SLURM_NODEID": "0", "SLURM_NNODES": "1",
+          "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost",
+          "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
+tasks = {}
+for number in "01":
+    env = {**os.environ, **common, "SLURM_PROCID": number, "SLURM_LOCALID": number}
+    task = subprocess.Popen(sys.argv[1:], env=env, start_new_session=True)
+    tasks[task.pid] = task
+def forward(number, frame):
+    for pid in tasks:
+        os.kill(pid, number)
+signal.signal(signal.SIGTERM, forward)
+signal.signal(signal.SIGINT, forward)
+worst, ended = 0, False
+while tasks:
+    pid, status = os.wait()
+    del tasks[pid]
+    code = os.waitstatus_to_exitcode(status)
+    if not ended:
+        worst = max(worst, code if code >= 0 else 128 - code)
+    if code and not ended:
+        ended = True
+        forward(signal.SIGTERM, None)
+sys.exit(worst)
+"""
+DONE, BUG, INPUT, NAN = "done", "a bug", "bad input", "the loss is not finite"
+LOST, CTRL_C, TERM, KILLED = (
+    "a peer is lost or late",
+    "Ctrl-C",
+    "SIGTERM",
+    "a rank is killed with -9",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A launcher, and the end of the table in the manual that it must come to.
+
+    `how` and `where` the rank fails (-1: all), as failing.py has them; "exit" is with code 3.
+    """
+
+    launcher: str
+    end: str
+    how: str
+    where: str = "loop"
+    victim: int = 1
+    backend: str = "ddp"
+    transport: str = "auto"
+    n: int = 2
+    options: str = ""
+    own_loop: bool = False
+    always: bool = False
+
+    def __str__(self) -> str:
+        layer = "backend" if self.own_loop else "training"
+        parts = [self.launcher, layer, self.backend, self.transport, self.how, self.where]
+        return "-".join([*parts, f"{self.victim}", self.end.replace(" ", "_")])
+
+
+def cells() -> dict[tuple[str, str], list[int]]:
+    """Return the exit codes of the table in the manual, by launcher and by what ends the job."""
+    text = (ROOT / "launchers" / "README.md").read_text()
+    lines = text.partition("## Exit codes")[2].partition("\n## ")[0].splitlines()
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"
+    ]
+    return {
+        (launcher.strip("`"), cells[0]): [int(text) for text in re.findall(r"\d+", cell)]
+        for cells in rows
+        for launcher, cell in zip(head[1:], cells[1:], strict=True)
+        if cell
+    }
+
+
+CELLS = cells()
+# What differs from the defaults below, so that every launcher, backend, fault, place and victim
+# meets the others once.
+CHOSEN = [
+    Row("torchrun", BUG, "raise", backend="compat", always=True),
+    Row("torchrun", INPUT, "refuse", always=True),
+    Row("torchrun", KILLED, "kill", victim=0, backend="ps"),
+    Row("torchrun", LOST, "wait", transport="gloo", own_loop=True, always=True),
+    Row("torchrun", LOST, "other", transport="gloo", own_loop=True),
+    Row("torchrun", LOST, "stop", victim=0, backend="compat", always=True),
+    Row("torchrun", LOST, "stop", transport="shm", own_loop=True),
+    Row("mpirun", BUG, "raise", victim=2, n=3, backend="horovod", own_loop=True, always=True),
+    Row("mpirun", INPUT, "refuse", where="model", backend="compat"),
+    Row("mpirun", NAN, "exit", where="model", victim=0, backend="horovod"),
+    Row("mpirun", NAN, "_exit", victim=0, own_loop=True),
+    Row("mpirun", LOST, "stop", backend="compat", transport="mpi", own_loop=True),
+    Row("mpirun", LOST, "wait", victim=0, backend="horovod"),
+    Row("mpirun", TERM, "train", victim=-1, always=True),
+    Row("horovodrun", BUG, "raise", backend="horovod"),
+    Row("horovodrun", NAN, "exit", where="model", victim=0, backend="horovod", always=True),
+    Row("horovodrun", LOST, "wait", backend="compat", transport="gloo"),
+    Row("hvdrun", BUG, "raise", where="model", victim=-1, backend="compat"),
+    Row("hvdrun", NAN, "diverge", victim=-1, options="--log-every 1", always=True),
+    Row("hvdrun", KILLED, "kill", always=True),
+    Row("srun", BUG, "raise", backend="compat", victim=0, own_loop=True),
+]
+DEFAULTS = {
+    DONE: Row("", DONE, "train", victim=-1, options="--max-steps 2"),
+    BUG: Row("", BUG, "raise"),
+    INPUT: Row("", INPUT, "train", victim=-1, options="--batch-size -1"),
+    NAN: Row("", NAN, "diverge", victim=-1, options="--log-every 1"),
+    LOST: Row("", LOST, "wait"),
+    CTRL_C: Row("", CTRL_C, "train", victim=-1),
+    TERM: Row("", TERM, "train", victim=-1),
+    KILLED: Row("", KILLED, "kill"),
+}
+
+
+def rows() -> list[Row]:
+    """Return the chosen rows, and a default one for each cell that none of them is in."""
+    rest = CELLS.keys() - {(row.launcher, row.end) for row in CHOSEN}
+    made = []
+    for launcher, end in sorted(rest):
+        default = DEFAULTS[end]
+        one = launcher == "hvdtrain"
+        victim = 0 if one and default.victim == 1 else default.victim
+        made.append(replace(default, launcher=launcher, victim=victim, n=1 if one else 2))
+    return CHOSEN + made
+
+
+def test_the_manual_has_every_end() -> None:
+    assert [end for launcher, end in CELLS if launcher == "mpirun"] == list(DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=str(row), marks=() if row.always else pytest.mark.exhaustive)
+        for row in rows()
+    ],
+)
+def test_a_rank_ends_the_job(row: Row, tmp_path: Path) -> None:
+    env = {"OMPI_MCA_odls_base_sigkill_timeout": "5"}  # from SIGTERM to SIGKILL
+    with started(command(row, tmp_path), env=env) as (process, log):
+        if row.end in (CTRL_C, TERM):
+            send(process, row.end, tmp_path / "mark", log)
+        if row.how == "stop":
+            let_go(process, log)
+        code = process.wait(60)
+        check_ended(process, log)
+        output = log.read_text(errors="replace")
+    assert (code if code >= 0 else 128 - code) in CELLS[row.launcher, row.end], output
+    assert (tmp_path / "mark").exists() or row.victim == -1, output
+    check_report(row, output)
+
+
+def command(row: Row, folder: Path) -> list[str]:
+    """Return what starts the job. Ranks that are stopped are not warm: a signal reaches the client
+    alone.
+    """
+    if row.own_loop:
+        timeout = "3" if row.end == LOST else "300"
+        place = [row.backend, row.how, row.victim, folder / "mark", row.transport, timeout]
+        words = [FAILING, *place]
+    else:
+        words = ["-m", "hvdtrain", *settings(folder, row.where, row.how, row.victim)]
+        words += ["--epochs", 1000, "--timeout", 5 if row.end == LOST else 300]
+        words += row.options.split()
+        if row.launcher != "hvdtrain":
+            words += ["--backend", row.backend, "--transport", row.transport]
+    program = [sys.executable, *map(str, words)]
+    heat = list if row.how == "stop" else warm
+    if row.launcher == "hvdtrain":
+        return heat(program)
+    if row.launcher == "srun":
+        return [sys.executable, "-c", SRUN, *heat(program)]
+    if row.launcher == "hvdrun":  # its agent needs more file descriptors than a forked one gets
+        return [sys.executable, "-m", "hvdtrain", "launch", "-np", str(row.n), *heat(program)]
+    return heat(line(row.launcher, row.n, *program[1:]))
+
+
+def send(process: Started, end: str, mark: Path, log: Path) -> None:
+    """Send a signal once the ranks train: Ctrl-C to the process group, as a terminal does."""
+    deadline = time.monotonic() + 90
+    while not mark.exists():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+    if end == CTRL_C:
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGTERM)
+
+
+def let_go(process: Started, log: Path) -> None:
+    """Continue the stopped rank once another has reported it, for torchrun waits for it."""
+    wait_for(log, "has not run for", seconds=90)
+    for pid in members(process.marker):
+        os.kill(pid, signal.SIGCONT)
+
+
+def check_report(row: Row, output: str) -> None:
+    """Every failure is reported once, with the rank."""
+    lines = output.splitlines()
+    who = f"rank {row.victim}/{row.n}"
+    summary = "error: rank "  # by hvdrun, of the rank that ended first
+    errors = [text for text in lines if "error: " in text and not text.startswith(summary)]
+    if row.own_loop and row.end == LOST:
+        errors = [text for text in lines if "lost contact with" in text][:1]
+    elif row.victim >= 0:  # all ranks alike print their traceback each
+        assert len(traces(output)) == (row.how == "raise"), output
+    if row.how == "raise":
+        named = [text for text in lines if f"[{who}] failed:" in text]
+        assert len(named) == (row.n > 1 and row.victim >= 0), output
+        assert "ArithmeticError: as told" in output, output
+    elif row.how == "exit":
+        assert len([text for text in lines if f"[{who}] exits with code 3" in text]) == 1, output
+    elif row.how == "refuse":
+        assert [text[-len("refused as told") :] for text in errors] == ["refused as told"], output
+        assert f"[{who}] error: " in errors[0], output
+    elif row.end == INPUT:
+        assert len(errors) == 1, output
+    elif row.end == LOST:
+        assert len(errors) == 1, output
+        check_reason(row, errors[0])
+        if row.own_loop:  # whose stack is printed if it does not fail itself
+            thread = f"rank {row.victim} ({socket.gethostname()}), thread Main"
+            assert (thread in output) == (row.how == "wait"), output
+
+
+def check_reason(row: Row, error: str) -> None:
+    """The error of a rank that waited names the victim, with its host, its step and its line."""
+    if row.backend == "horovod":
+        assert "timed out after 5 s in the averaging" in error, error
+        return
+    assert "lost contact with" in error, error
+    rank = rf"rank {row.victim} \({re.escape(socket.gethostname())}\)"
+    where = " in step 5: " if row.own_loop else ""
+    reason = {
+        "wait": rf"{rank} has not come: it is in step \d+, in {re.escape(line_in(failing.wait))}",
+        "other": rf"{rank} waits: it is in step 5, in failing.py:\d+, main \(last collective: ",
+        "stop": rf"rank {row.victim} \(\S+\) has not run for \d+ s",
+    }[row.how]
+    assert re.search(f"{where}.*{reason}", error), error

@@ -1,0 +1,96 @@
+"""What each rank keeps for itself goes into checkpoints, and back, one rank at a time."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvdtrain import Backend
+from hvdtrain.backends import ddp_compression
+from hvdtrain.backends.model_sync import broadcast_tree
+from hvdtrain.training import checkpoint, resumption, run_state, saver
+from hvdtrain.trees import map_tree
+from tests.parity.resume import train
+from tests.ranks import Ranks
+
+LOCAL: dict[str, Any] = {"sync_every": 3, "epochs": 2}
+
+
+class Counted:
+    """Counts, in a block, the trees of other ranks that this rank holds at a time."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._alive: set[int] = set()
+        self._real = broadcast_tree
+
+    def __call__(self, backend: Backend, tree: Any, root: int = 0) -> Any:
+        number = max(self._alive, default=0) + 1
+        received = self._real(backend, tree, root)
+        tensors: list[Tensor] = []
+        map_tree(tensors.append, Tensor, received)
+        if tensors and backend.world.rank != root:
+            self._alive.add(number)
+            weakref.finalize(tensors[0], self._alive.discard, number)
+            self.most = max(self.most, len(self._alive))
+        return received
+
+
+def held_at_a_time(backend: Backend, /, folder: Path) -> tuple[int, int, str]:
+    """Save, and resume; return the most trees of others while saving, and while resuming."""
+    saving, resuming = Counted(), Counted()
+    with mock.patch.object(saver, "broadcast_tree", saving):
+        train(backend, folder, 7, **LOCAL)
+    with mock.patch.object(resumption, "broadcast_tree", resuming):
+        digest = train(backend, folder, resume="must", **LOCAL)["digest"]
+    return saving.most, resuming.most, digest
+
+
+def digest_of(backend: Backend, /, folder: Path, **changes: Any) -> str:
+    digest: str = train(backend, folder, **LOCAL, **changes)["digest"]
+    return digest
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 3)], indirect=True)
+def test_a_rank_holds_one_other_rank_s_state_at_a_time(ranks: Ranks, tmp_path: Path) -> None:
+    whole = ranks.run(digest_of, tmp_path / "whole")
+    for saving, resuming, digest in ranks.run(held_at_a_time, tmp_path / "parts"):
+        assert (saving, digest) == (1, whole[0])
+        assert resuming <= 2  # what it keeps for good is its own
+    last, _ = checkpoint.newest(tmp_path / "parts" / "checkpoints")
+    assert last is not None
+    assert {f"rank-{rank}" for rank in range(3)} <= set(checkpoint.part_names(last))
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+def test_a_checkpoint_with_all_ranks_in_one_part_resumes(ranks: Ranks, tmp_path: Path) -> None:
+    """As versions before November 2026 wrote it."""
+    whole = ranks.run(digest_of, tmp_path / "whole")
+    ranks.run(stopped, tmp_path / "parts")
+    root = tmp_path / "parts" / "checkpoints"
+    path, _ = checkpoint.newest(root)
+    assert path is not None
+    parts = {name: checkpoint.load(path, name) for name in checkpoint.part_names(path)}
+    parts["ranks"] = [parts.pop(run_state.rank_part(rank)) for rank in range(2)]
+    checkpoint.save(root, parts["trainer"]["position"]["step"], parts, {"world_size": 2})
+    assert ranks.run(digest_of, tmp_path / "parts", resume="must") == whole
+
+
+def stopped(backend: Backend, /, folder: Path) -> None:
+    train(backend, folder, 7, **LOCAL)
+
+
+def test_powersgd_s_errors_are_where_the_gradients_are() -> None:
+    saved = {0: torch.ones(2)}
+    state = {"steps": 3, "errors": saved, "factors": saved, "products": saved}
+    hook = ddp_compression.PowerSGD(torch.device("meta"))
+    hook.load_state_dict(state)
+    restored = hook.state_dict()
+    for name in ("errors", "factors", "products"):
+        assert restored[name][0].device.type == "meta", name
