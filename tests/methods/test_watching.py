@@ -624,7 +624,7 @@ def test_a_log_of_a_process_with_many_open_files(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limits[0] < 2048:
         resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
-    opened = []
+    opened: list[int] = []
     try:
         while not opened or opened[-1] < 1100:
             opened.append(os.dup(0))
