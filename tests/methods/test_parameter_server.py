@@ -17,6 +17,8 @@ from torch import nn
 
 from hvdtrain import Backend, Trainer
 from hvdtrain.backends.base import BackendOptions
+from hvdtrain.backends.ps import ParameterServer
+from hvdtrain.backends.ps_messages import encode
 from hvdtrain.backends.server_optimizer import _Server, owners_of
 from hvdtrain.backends.single import Single
 from hvdtrain.errors import InputError
@@ -233,3 +235,10 @@ def test_a_rank_that_is_killed(victim: int, mode: list[str], tmp_path: Path) -> 
     assert said in texts[0]
     assert about["outcome"] == "finished"
     assert about["backend"]["lost_ranks"] == {"1": "has ended: its connection is closed"}
+
+
+def test_a_mean_is_that_of_the_ranks_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = ParameterServer(World(0, 3, 0, 3), BackendOptions(device="cpu"))
+    monkeypatch.setattr(backend, "_collect", lambda value: [value, encode(torch.tensor([6.0]))])
+    assert backend.all_reduce(torch.tensor([2.0])).tolist() == [4.0]
+    assert backend.all_reduce(torch.tensor([2.0]), "sum").tolist() == [8.0]
