@@ -28,13 +28,18 @@ from hvdtrain.training import checkpoint
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.world import World
 from tests.forkserver import warm
+from tests.launch import dying
 from tests.launching import started_ranks
 from tests.methods.arms import options_of
 from tests.parity.resume import CONFIG, Stateful, train
 from tests.ranks import Ranks
 from tests.runs import records, run_json
 
-on_ranks = pytest.mark.parametrize("ranks", [("ps-torchrun", 2), ("ps-torchrun", 3)], indirect=True)
+on_ranks = pytest.mark.parametrize(
+    "ranks",
+    [("ps-torchrun", 2), pytest.param(("ps-torchrun", 3), marks=pytest.mark.exhaustive)],
+    indirect=True,
+)
 
 
 def digest(backend: Backend, /, folder: Path, **changes: Any) -> str:
@@ -43,6 +48,7 @@ def digest(backend: Backend, /, folder: Path, **changes: Any) -> str:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [("ps-torchrun", 1)], indirect=True)
 @pytest.mark.parametrize("changes", [{}, {"ps_async": True}, {"ps_servers": "all"}], ids=str)
 def test_one_worker_is_plain_training(
@@ -212,18 +218,13 @@ def test_two_asynchronous_models(ranks: Ranks) -> None:
 def test_a_rank_that_is_killed(victim: int, mode: list[str], tmp_path: Path) -> None:
     """Three ranks started by hand, as on three machines with an agent each."""
     command = warm([sys.executable, "-m", "hvdtrain", "--backend", "ps", *mode])
-    command += ["--run-dir", str(tmp_path / "run")]
-    command += ["--epochs", "6", "--checkpoint-every", "10", "--timeout", "30", "--log-every", "5"]
+    command += ["--task", f"{dying.__file__}:Dying", "--run-dir", str(tmp_path / "run")]
+    command += ["--set", f"folder={tmp_path}", "--set", f"deaths={victim}:12"]  # in its 12th step
+    command += "--epochs 2 --batch-size 4 --checkpoint-every 5 --timeout 30 --log-every 5".split()
     with started_ranks([command] * 3, LOCAL_WORLD_SIZE="3") as ranks:
-        logs = [log for _, log in ranks]
-        deadline = time.monotonic() + 60
-        while not checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints"):
-            assert time.monotonic() < deadline, logs[0].read_text()
-            time.sleep(0.02)
-        ranks[victim][0].send_signal(signal.SIGKILL)
         codes = [process.wait(60) for process, _ in ranks]
-        texts = [log.read_text() for log in logs]
-    assert codes[victim] == -signal.SIGKILL
+        texts = [log.read_text() for _, log in ranks]
+    assert codes[victim] == -signal.SIGKILL, texts
     kept = checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")
     assert checkpoint.problem(kept[-1]) is None
     about = run_json(tmp_path / "run")
