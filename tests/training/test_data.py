@@ -413,7 +413,7 @@ def train_on_other_data(backend: Backend, of: str, run_dir: Path) -> tuple[str, 
     return "no error", False
 
 
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 3), ("ddp-gloo", 2)], indirect=True)
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 3)], indirect=True)
 def test_the_ranks_must_have_the_same_data(ranks: Ranks, tmp_path: Path) -> None:
     """One line, before the first step, on every rank; and no run directory."""
     wanted = {
