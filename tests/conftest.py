@@ -42,10 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# What a reason for a skip names, and how to have it on Debian and Ubuntu.
+# What the reason for a skip names, and how to have it on Debian and Ubuntu.
 _HOW_TO_HAVE = {
     "chromium": "apt-get install chromium chromium-driver",
     "sshd": "as root: apt-get install openssh-server iproute2",
+    "namespaces": "as root",
+    "setpriv": "as root",
 }
 
 

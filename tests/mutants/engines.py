@@ -260,7 +260,7 @@ FAULTS = [
         "hvd/engine/adasum.py",
         "partner = me ^ distance",
         "partner = (me + distance) % batch.size",
-        "tests/hvd/test_behaviour.py tests/hvd/test_exact.py -k adasum",
+        "tests/hvd/test_adasum.py tests/hvd/test_behaviour.py -k adasum",
         "adasum combines other pairs than recursive doubling does",
     ),
     Fault(
