@@ -573,12 +573,22 @@ def test_two_hosts(two_hosts: tuple[str, str], launcher: str, tmp_path: Path) ->
     assert [answer.get("place") for answer in got] == [[0, 1, 0, 2], [0, 1, 1, 2]], got
 
 
-def test_hosts_with_unequal_numbers_of_ranks_in_any_order(two_hosts: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("given", "local"),
+    [("0021", [0, 0, 2, 1]), pytest.param("", [0, 0, 1, 2], marks=pytest.mark.exhaustive)],
+    ids=["by the launcher", "by the rank"],
+)
+def test_hosts_with_unequal_numbers_of_ranks_in_any_order(
+    two_hosts: tuple[str, str], given: str, local: list[int]
+) -> None:
+    """With the local ranks that the launcher has given, if it has."""
     address = {"MASTER_ADDR": "10.77.0.2", "MASTER_PORT": "29571", "WORLD_SIZE": "4"}
     hosts = [two_hosts[host] for host in (1, 0, 1, 1)]
     envs = [{"RANK": str(rank), **address} for rank in range(4)]
+    for env, local_rank in zip(envs, given, strict=False):
+        env["LOCAL_RANK"] = local_rank
     got = rendezvous_on(*zip(hosts, envs, strict=True), value="v")
-    places = [[0, 3, 0, 2], [0, 1, 1, 2], [1, 3, 0, 2], [2, 3, 0, 2]]
+    places = [[local[0], 3, 0, 2], [local[1], 1, 1, 2], [local[2], 3, 0, 2], [local[3], 3, 0, 2]]
     assert [answer.get("place") for answer in got] == places, got
 
 
