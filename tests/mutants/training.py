@@ -56,8 +56,8 @@ FAULTS = [
     Fault(
         "code-in-a-checkpoint-runs",
         "training/checkpoint.py",
-        '        return torch.load(path, map_location="cpu", weights_only=True)',
-        '        return torch.load(path, map_location="cpu", weights_only=False)',
+        'return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)',
+        'return torch.load(path, map_location="cpu", weights_only=False, mmap=mapped)',
         "tests/training/test_checkpoint.py tests/test_security.py",
         "a checkpoint of somebody else runs its code",
     ),
@@ -96,8 +96,8 @@ FAULTS = [
     Fault(
         "rank-state-of-a-neighbour",
         "training/resumption.py",
-        "saved = dict(ranks[world.rank]) if",
-        "saved = dict(ranks[world.rank - 1]) if",
+        "                if rank == backend.world.rank:\n",
+        "                if rank != backend.world.rank:\n",
         "tests/methods/test_methods.py tests/methods/test_buffers.py -k resume",
         "each rank resumes with what another one kept for itself",
     ),
