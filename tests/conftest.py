@@ -42,6 +42,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# What the reason for a skip names, and how to have it on Debian and Ubuntu.
+_HOW_TO_HAVE = {
+    "chromium": "apt-get install chromium chromium-driver",
+    "sshd": "as root: apt-get install openssh-server iproute2",
+    "namespaces": "as root",
+    "setpriv": "as root",
+}
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the reporter's: after its last line
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Say in the last line how many tests were left out for want of a program."""
+    yield
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and not hasattr(session.config, "workerinput"):
+        reasons = [str(report.longrepr) for report in reporter.stats.get("skipped", ())]
+        if line := left_out(reasons):
+            reporter.write_line(line)
+
+
+def left_out(reasons: list[str]) -> str:
+    """Return how many of the skips named each program, and how to have it; "" if none did."""
+    counts = {name: sum(name in why for why in reasons) for name in _HOW_TO_HAVE}
+    found = [f"{n} without {name} ({_HOW_TO_HAVE[name]})" for name, n in counts.items() if n]
+    return f"left out: {'; '.join(found)}" if found else ""
+
+
 def pytest_unconfigure() -> None:
     shutil.rmtree(_CONFIG_HOME)
 

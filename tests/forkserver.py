@@ -1,4 +1,4 @@
-"""Fork Python programs from a process that has imported torch: 0.1 s of CPU each instead of 3.
+"""Fork Python programs from a process that has imported torch: 1.5 s of CPU less for each.
 
 `warm(command)` replaces, in a command, the interpreter by a small client; so too torchrun,
 horovodrun and hvdtrain, which are Python scripts. The client sends its arguments, environment,
@@ -14,6 +14,9 @@ The client lives as long as the program and ends as it does, so a launcher or a 
 it, or kills it, sees no difference. What does differ: the program's parent is the server, its
 /proc/PID/environ is the server's, and all ranks have the same hash seed. Tests of starting, ending,
 importing and of signals therefore start real processes.
+
+It stays for what it saves: eight tests of launch/test_rendezvous.py with 18 processes take 8 s of
+CPU (20 s on two busy cores) with it, and 35 s (70 s) without, where `warm` returns its argument.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,6 +159,17 @@ def wait_for(log: Path, text: str, times: int = 1, seconds: float = 60) -> None:
     while log.read_text(errors="replace").count(text) < times:
         assert time.monotonic() < deadline, log.read_text(errors="replace")
         time.sleep(0.02)
+
+
+def wait_until(
+    is_true: Callable[[], object], what: str, seconds: float = 60, log: Path | None = None
+) -> None:
+    """Wait for a condition. Fail the test, with what it waited for and the output of a command."""
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        output = "" if log is None else f":\n{log.read_text(errors='replace')}"
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}{output}"
+        time.sleep(0.005)
 
 
 def _stragglers(marker: str) -> dict[int, str]:

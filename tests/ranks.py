@@ -4,6 +4,8 @@ Importing torch takes a rank seconds. So the ranks of one arm (a backend under o
 alive for all tests of that arm: the real launcher starts them, they open the backend and connect to
 a Unix socket. After a call that hung, or failed on some ranks only, the ranks may disagree on the
 next collective: they are killed and started again. tests/hvd/pool.py does this for a Horovod API.
+They stay for what they save: two ranks forked for each test (forkserver.py) cost it 0.65 s of CPU
+more, where the 246 tests of transports/test_collectives.py take 0.14 s each.
 
     test                                     rank (tests/rank.py)
      |<------ rank, or Raised ----------------|   once the backend is open

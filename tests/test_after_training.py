@@ -26,6 +26,7 @@ from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.training import run_dir
 from tests.forkserver import warm
 from tests.launching import ROOT, run
+from tests.messages import Message
 from tests.runs import records, run_json
 from tests.test_cli import Lines
 
@@ -221,7 +222,7 @@ def without_checkpoint(line: Lines) -> None:
 
 
 def half_a_record(line: Lines) -> None:
-    (line.folder / "run" / "run.json").write_text('{"format": 1,')
+    (line.folder / "run" / "run.json").write_text('{"format": ')
 
 
 def of_the_future(line: Lines) -> None:
@@ -235,53 +236,50 @@ def nothing(line: Lines) -> None:
     torch.save({"model": {}, "epoch": 1}, line.folder / "dict.pt")
 
 
-WIDER = "of another shape: 0.weight (4, 2) instead of (3, 2), 0.bias (4,) instead of (3,), "
-
-
 @pytest.mark.parametrize(
-    ("prepare", "command", "said"),
+    ("prepare", "command"),
     [
-        (nothing, "evaluate none", "no weights in none: there is no such file or directory"),
-        (nothing, "evaluate empty", "no weights in empty: it has neither a run.json nor"),
-        (nothing, "evaluate model.pt", "model.pt does not say what task it is of; give --task"),
-        (nothing, "evaluate model.pt --best --task digits", "--best wants a run directory"),
-        (nothing, "evaluate model.pt --task my.py:Mine", WIDER),
-        (nothing, "evaluate run --task mlp", "; unexpected: 1.weight, 1.bias; of another shape: "),
-        (nothing, "evaluate run --task no.py:Mine", "no task file 'no.py'"),
-        (nothing, "evaluate run --task my.py:Silent", "has no evaluation data; return them from"),
-        (nothing, "evaluate run --backend hovorod", "did you mean 'horovod'?"),
-        (nothing, "evaluate run --batch-size 0", "--batch-size 0 must be greater than zero"),
-        (nothing, "evaluate text.pt --task digits", "it is damaged, or no file of torch.save"),
-        (nothing, "evaluate module.pt --task digits", "which may run code when loaded"),
-        (nothing, "evaluate dict.pt --task digits", "no state dict but a dict of model, epoch"),
-        (damaged, "evaluate run", "model.pt is damaged: its bytes do not match"),
-        (damaged, "export run x.pt", "give another one, such as run/checkpoints/step-0"),
-        (damaged, "--init-from run --task my.py:Mine", "model.pt is damaged"),
-        (without_checkpoint, "evaluate run", "run has no checkpoint: the run (finished) has saved"),
-        (half_a_record, "evaluate run", "run/run.json is damaged: "),
-        (half_a_record, "show run", "run/run.json is damaged: "),
-        (of_the_future, "show run", "run/run.json has format 2; this version reads 1"),
-        (nothing, "predict run", "Missing option '--output'"),
-        (nothing, "predict run -o x.csv", "x.csv has the suffix '.csv'; a file to write is one of"),
-        (nothing, "predict run -o no/x.pt", "cannot write no/x.pt: No such file or directory"),
-        (nothing, "predict run -o x.pt --task my.py:ByName", "a method predict(net, batch)"),
-        (nothing, "predict run -o x.pt --task my.py:OneArgument", "called as predict(net, batch)"),
-        (nothing, "export run x.bin", "x.bin has the suffix '.bin'; a file to write is one of"),
-        (nothing, "export run no/x.pt", "cannot write no/x.pt: No such file or directory"),
-        (nothing, "--init-from none --task my.py:Mine", "no weights in none"),
-        (nothing, "--init-from model.pt --task my.py:Mine", WIDER),
-        (nothing, "runs none", "no folder none"),
-        (nothing, "runs empty", "no run in empty"),
-        (nothing, "show none", "no run in none: No such file or directory"),
-        (nothing, "checkpoints none", "no folder none; give a run directory"),
-        (nothing, "checkpoints empty", "no run in empty; give a run directory"),
-        (nothing, "show run --png no/x.png", "cannot write no/x.png: No such file or directory"),
+        (nothing, "evaluate none"),
+        (nothing, "evaluate empty"),
+        (nothing, "evaluate model.pt"),
+        (nothing, "evaluate model.pt --best --task digits"),
+        (nothing, "evaluate model.pt --task my.py:Mine"),
+        (nothing, "evaluate run --task mlp"),
+        (nothing, "evaluate run --task no.py:Mine"),
+        (nothing, "evaluate run --task my.py:Silent"),
+        (nothing, "evaluate run --backend hovorod"),
+        (nothing, "evaluate run --batch-size 0"),
+        (nothing, "evaluate text.pt --task digits"),
+        (nothing, "evaluate module.pt --task digits"),
+        (nothing, "evaluate dict.pt --task digits"),
+        (damaged, "evaluate run"),
+        (damaged, "export run x.pt"),
+        (damaged, "--init-from run --task my.py:Mine"),
+        (without_checkpoint, "evaluate run"),
+        (half_a_record, "evaluate run"),
+        (half_a_record, "show run"),
+        (of_the_future, "show run"),
+        (nothing, "predict run"),
+        (nothing, "predict run -o x.csv"),
+        (nothing, "predict run -o no/x.pt"),
+        (nothing, "predict run -o x.pt --task my.py:ByName"),
+        (nothing, "predict run -o x.pt --task my.py:OneArgument"),
+        (nothing, "export run x.bin"),
+        (nothing, "export run no/x.pt"),
+        (nothing, "--init-from none --task my.py:Mine"),
+        (nothing, "--init-from model.pt --task my.py:Mine"),
+        (nothing, "runs none"),
+        (nothing, "runs empty"),
+        (nothing, "show none"),
+        (nothing, "checkpoints none"),
+        (nothing, "checkpoints empty"),
+        (nothing, "show run --png no/x.png"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_bad_input(line: Lines, prepare: Any, command: str, said: str) -> None:
+def test_bad_input(line: Lines, prepare: Any, command: str, message: Message) -> None:
     prepare(line)
-    assert said in line.refused(*command.split(), alone=False)
+    message(line.refused(*command.split(), alone=False))
 
 
 @pytest.mark.parametrize("named", ["{0}/evil.py", "link.py", "run/evil.py", "antigravity"])

@@ -237,10 +237,5 @@ def report(files_over: int = 400, functions_over: int = 40) -> str:
     return "".join(parts)
 
 
-def test_sizes_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    with capsys.disabled():
-        print("\n" + report())
-
-
 if __name__ == "__main__":
     print(report())

@@ -24,6 +24,7 @@ from hvdtrain.training import checkpoint
 from hvdtrain.training.config import TrainConfig, flag
 from tests.forkserver import warm
 from tests.launching import ROOT, Finished, clean_env, run, started
+from tests.messages import Message
 from tests.runs import run_json
 
 HVDTRAIN = [sys.executable, "-m", "hvdtrain"]
@@ -155,113 +156,121 @@ def test_underscores_and_local_rank(line: Lines) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    "arguments",
     [
-        (["trian"], "no command 'trian'; did you mean 'train'?"),
-        (["--epoch", "1"], "--epochs"),
-        (["--batch_sise", "1"], "--batch-size"),
-        (["--epochs"], "requires an argument"),
-        (["--epochs", "x"], "'x' is not a valid int"),
-        (["--epochs", "1.5"], "'1.5' is not a valid int"),
-        (["--epochs", "-1"], "--epochs -1 must be greater than zero"),
-        (["--lr", "nan"], "--lr nan"),
-        (["--lr", "-1"], "--lr -1.0"),
-        (["--lr", "inf"], "--lr inf"),
-        (["--clip-norm", "nan"], "--clip-norm nan"),
-        (["--timeout", "inf"], "--timeout inf"),
-        (["--timeout", "nan"], "--timeout nan"),
-        (["--bucket-mib", "inf"], "--bucket-mib inf"),
-        (["--seed", "-1"], "--seed -1 must not be negative"),
-        (["--precision", "fp8"], "'fp8' is not one of"),
-        (["--step-epochs", "a"], "--step-epochs 'a'"),
-        (["--sync-bn", *QUICK], "--sync-bn has no effect: the model of mlp has no BatchNorm layer"),
-        (["--step-factor", "0.5"], "--step-factor 0.5 has no effect without --schedule step or"),
-        (["--plateau", "loss:3"], "--plateau loss:3 has no effect without --schedule plateau"),
-        (["--local-state", "average"], "average has no effect without --sync-every; give that"),
-        (["--outer-lr", "1"], "--outer-lr 1.0 has no effect without --outer-optimizer sgd or"),
-        (["--compression", "fp16", "--backend", "ddp", *HALF], "the gradients are fp16 already"),
-        (["--batch-size", "1", "--global-batch-size", "1"], "exclude each other"),
-        (["--config", "no.toml"], "cannot read --config no.toml"),
-        (["--config", "/"], "cannot read --config /"),
-        (["--config", "/dev/zero"], "--config /dev/zero has more than 1048576 bytes"),
-        (["--config", ""], "--config is empty"),
-        (["--run-dir", ""], "--run-dir is empty"),
-        (["--epochs", "1" * 10_000], "characters ...]"),
-        (["--epochs", "1" * 4_000], "--epochs over 1e300 must be at most 1e+30"),
-        (["--threads", "100000"], "--threads 100000 must be at most 4096"),
-        (["--workers", "100000"], "--workers 100000 must be at most 4096"),
-        (["--timeout", "1e300", "--backend", "ddp"], "--timeout over 1e300 must be at most 1e+09"),
-        (["--bucket-mib", "1e30"], "--bucket-mib 1e+30 must be at most 1e+09"),
-        (["--lr", "1e299"], "--lr 1e+299 must be at most 1e+30"),
-        (["--batch-size", "9" * 20, "--uneven", "pad", *QUICK], "too large for any memory"),
-        (["--set", f"samples={'-' * 100_000}1", "--task", "mlp"], "characters ...]"),
-        (["--set", "samples=" + "9" * 20, "--task", "mlp"], "must be at most 1000000000"),
-        (["--resume", "must"], "--resume must looks for a checkpoint in --run-dir"),
-        (["my.py:Task"], "to train that task: hvdtrain --task my.py:Task"),
-        (["digits"], "to train that task: hvdtrain --task digits"),
-        (["train", "my.py:Task"], "a task is given with: --task my.py:Task"),
-        (["-np", "2"], "-n is an option of launchers"),
-        (["train", "-np", "2"], "torchrun --nproc-per-node 2 -m hvdtrain"),
-        (["--nproc_per_node=2", "--task", "mlp"], "--nproc-per-node is an option of launchers"),
-        (["--hostfile", "h"], "--hostfile is an option of launchers"),
-        (["report", "/dev/zero"], "/dev/zero is not a file"),
-        (["stray"], "no command 'stray'"),
-        (["train", "stray"], "stray"),
-        (["--set", "x"], "--set 'x' is not name=value"),
-        (["--set", "sample=1", "--task", "mlp"], "did you mean 'samples'?"),
-        (["--task", "digitz"], "unknown task 'digitz'; did you mean 'digits'?"),
-        (["--task", "no.py:Task"], "no task file 'no.py'"),
-        (["--task", "no_such_module:Task"], "no module named 'no_such_module'"),
-        (["--task", "json:JSONDecoder"], "json has no Task subclass"),
-        (["--backend", "hovorod"], "did you mean 'horovod'?"),
-        (["--backend", "DDP"], "did you mean 'ddp'?"),
-        (["--backend", "gloo"], "gloo is a transport: --backend ddp --transport gloo"),
-        (["--backend", "my.py:Thing"], "give a module, without .py"),
-        (["--task", "my.py"], "which class of the file? my.py:Class"),
-        (["--backend", "no_such:Thing"], "cannot load the backend"),
-        (["--transport", "carrier-pigeon", "--backend", "ddp"], "unknown transport"),
-        (["--transport", "carrier-pigeon"], "unknown transport"),
-        (["--task", "mlp", "--set", "samples=8"], "larger than the training data, 8 samples"),
-        (["--run-dir", "/proc/no/run"], "cannot write the run directory"),
+        ["trian"],
+        ["--epoch", "1"],
+        ["--batch_sise", "1"],
+        ["--epochs"],
+        ["--epochs", "x"],
+        ["--epochs", "1.5"],
+        ["--epochs", "-1"],
+        ["--lr", "nan"],
+        ["--lr", "-1"],
+        ["--lr", "inf"],
+        ["--clip-norm", "nan"],
+        ["--timeout", "inf"],
+        ["--timeout", "nan"],
+        ["--bucket-mib", "inf"],
+        ["--seed", "-1"],
+        ["--precision", "fp8"],
+        ["--step-epochs", "a"],
+        ["--sync-bn", *QUICK],
+        ["--step-factor", "0.5"],
+        ["--plateau", "loss:3"],
+        ["--local-state", "average"],
+        ["--outer-lr", "1"],
+        ["--compression", "fp16", "--backend", "ddp", *HALF],
+        ["--batch-size", "1", "--global-batch-size", "1"],
+        ["--config", "no.toml"],
+        ["--config", "/"],
+        ["--config", "/dev/zero"],
+        ["--config", ""],
+        ["--run-dir", ""],
+        ["--epochs", "1" * 10_000],
+        ["--epochs", "1" * 4_000],
+        ["--threads", "100000"],
+        ["--workers", "100000"],
+        ["--timeout", "1e300", "--backend", "ddp"],
+        ["--bucket-mib", "1e30"],
+        ["--lr", "1e299"],
+        ["--batch-size", "9" * 20, "--uneven", "pad", *QUICK],
+        ["--set", f"samples={'-' * 100_000}1", "--task", "mlp"],
+        ["--set", "samples=" + "9" * 20, "--task", "mlp"],
+        ["--resume", "must"],
+        ["my.py:Task"],
+        ["digits"],
+        ["train", "my.py:Task"],
+        ["-np", "2"],
+        ["train", "-np", "2"],
+        ["--nproc_per_node=2", "--task", "mlp"],
+        ["--hostfile", "h"],
+        ["report", "/dev/zero"],
+        ["stray"],
+        ["train", "stray"],
+        ["--set", "x"],
+        ["--set", "sample=1", "--task", "mlp"],
+        ["--task", "digitz"],
+        ["--task", "no.py:Task"],
+        ["--task", "no_such_module:Task"],
+        ["--task", "json:JSONDecoder"],
+        ["--backend", "hovorod"],
+        ["--backend", "DDP"],
+        ["--backend", "gloo"],
+        ["--backend", "my.py:Thing"],
+        ["--task", "my.py"],
+        ["--backend", "no_such:Thing"],
+        ["--transport", "carrier-pigeon", "--backend", "ddp"],
+        ["--transport", "carrier-pigeon"],
+        ["--task", "mlp", "--set", "samples=8"],
+        ["--run-dir", "/proc/no/run"],
     ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value)[:40],
 )
-def test_a_wrong_command_line(line: Lines, arguments: list[str], said: str) -> None:
-    assert said in line.refused(*arguments)
+def test_a_wrong_command_line(line: Lines, arguments: list[str], message: Message) -> None:
+    message(line.refused(*arguments))
 
 
 @pytest.mark.parametrize(
-    ("toml", "said"),
+    "toml",
     [
-        ("epoch = 1", "unknown key 'epoch' in --config c.toml; did you mean 'epochs'?"),
-        ("xyzzy = 1", "unknown key 'xyzzy' in --config c.toml; one of: task, "),
-        ("[train]\nepochs = 1", "unknown key 'train'"),
-        ("epochs =", "--config c.toml is not TOML"),
-        ('epochs = "x"', "epochs = 'x' is not a whole number"),
-        ("epochs = [1]", "epochs = [1] is not a whole number"),
-        ("epochs = 2.5", "epochs = 2.5 is not a whole number"),
-        ("epochs = true", "epochs = True is not a whole number"),
-        ("epochs = {a = 1}", "is not a whole number"),
-        ('lr = "fast"', "lr = 'fast' is not a number"),
-        ("deterministic = 1", "deterministic = 1 is not true or false"),
-        ("task = 5", "task = 5 is not a string"),
-        ('task = ["mlp"]', "is not a string"),
-        ("step_epochs = [30, 60]", "is not a string"),
-        ('set = "a=1"', "set = 'a=1' is not a table, nor a list"),
-        ("set = [1]", "set = [1] is not a table, nor a list"),
-        ("epochs = -1", "--epochs -1 must be greater than zero"),
-        ('precision = "fp8"', "'fp8' is not one of"),
-        ("lr = nan", "--lr nan"),
-        ("x = " + "[" * 100_000, "--config c.toml is not TOML: nested too deeply"),
-        ("epochs = " + "1" * 10_000, "--config c.toml is not TOML: Exceeds the limit"),
-        ("task = 0x" + "f" * 10_000, "task = int too long to print is not a string"),
-        ("epochs = 0x" + "f" * 10_000, "--epochs over 1e300 must be at most"),
+        "epoch = 1",
+        "xyzzy = 1",
+        "[train]\nepochs = 1",
+        'epochs = "x"',
+        "epochs = [1]",
+        "epochs = 2.5",
+        "epochs = true",
+        "epochs = {a = 1}",
+        'lr = "fast"',
+        "deterministic = 1",
+        "task = 5",
+        'task = ["mlp"]',
+        "step_epochs = [30, 60]",
+        'set = "a=1"',
+        "set = [1]",
+        "epochs = -1",
+        'precision = "fp8"',
+        "lr = nan",
+        "task = 0x" + "f" * 10_000,
+        "epochs = 0x" + "f" * 10_000,
     ],
     ids=lambda text: text[:30],
 )
-def test_a_wrong_file(line: Lines, toml: str, said: str) -> None:
+def test_a_wrong_file(line: Lines, toml: str, message: Message) -> None:
     line.write("c.toml", toml)
-    assert said in line.refused("--config", "c.toml")
+    message(line.refused("--config", "c.toml"))
+
+
+@pytest.mark.parametrize(
+    "toml",
+    ["epochs =", "x = " + "[" * 100_000, "epochs = " + "1" * 10_000],
+    ids=lambda text: text[:30],
+)
+def test_a_file_that_is_no_toml(line: Lines, toml: str) -> None:
+    """The rest of the sentence is that of Python's parser, and of its version."""
+    line.write("c.toml", toml)
+    assert "--config c.toml is not TOML" in line.refused("--config", "c.toml")
 
 
 def test_a_file_that_is_not_utf8(line: Lines) -> None:
@@ -275,22 +284,22 @@ def test_a_whole_number_in_a_file_may_be_a_float(line: Lines) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value"),
     [
-        ("HVDTRAIN_EPOCH", "1", "HVDTRAIN_EPOCH; did you mean 'HVDTRAIN_EPOCHS'?"),
-        ("HVDTRAIN_epochs", "1", "did you mean 'HVDTRAIN_EPOCHS'?"),
-        ("HVDTRAIN_", "1", "unknown environment variable HVDTRAIN_"),
-        ("HVDTRAIN_EPOCHS", "x", "'x' is not a valid int"),
-        ("HVDTRAIN_EPOCHS", "0", "--epochs 0"),
-        ("HVDTRAIN_DETERMINISTIC", "perhaps", "not a valid bool"),
-        ("HVDTRAIN_CONFIG", "no.toml", "cannot read --config no.toml"),
-        ("WORLD_SIZE", "2", "incomplete env:// environment: WORLD_SIZE=2"),
-        ("PMI_RANK", "1" * 10_000, "incomplete mpich environment"),
+        ("HVDTRAIN_EPOCH", "1"),
+        ("HVDTRAIN_epochs", "1"),
+        ("HVDTRAIN_", "1"),
+        ("HVDTRAIN_EPOCHS", "x"),
+        ("HVDTRAIN_EPOCHS", "0"),
+        ("HVDTRAIN_DETERMINISTIC", "perhaps"),
+        ("HVDTRAIN_CONFIG", "no.toml"),
+        ("WORLD_SIZE", "2"),
+        ("PMI_RANK", "1" * 10_000),
     ],
     ids=lambda text: text[:30],
 )
-def test_a_wrong_variable(line: Lines, name: str, value: str, said: str) -> None:
-    assert said in line.refused(env={name: value})
+def test_a_wrong_variable(line: Lines, name: str, value: str, message: Message) -> None:
+    message(line.refused(env={name: value}))
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -382,8 +391,12 @@ class Bare(Mine):
     ("task", "error", "frames"),
     [
         ("Mine", "RuntimeError: mat1 and mat2 shapes", ["in loss", "in inner"]),  # inside torch
-        ("Loading", "LookupError: no row", ["in __getitem__"]),  # inside a loader process
-        ("Calling", "OSError: no such data", ["in datasets"]),  # inside an installed library
+        pytest.param(  # inside a loader process
+            *("Loading", "LookupError: no row", ["in __getitem__"]), marks=pytest.mark.exhaustive
+        ),
+        pytest.param(  # inside an installed library
+            *("Calling", "OSError: no such data", ["in datasets"]), marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_an_error_has_the_frames_of_the_users_code(
@@ -523,49 +536,39 @@ def test_a_bug_of_the_task_keeps_its_traceback(
 
 
 @pytest.mark.parametrize(
-    ("methods", "said"),
+    "methods",
     [
-        ("def model(self): return nn.Linear", "model must return a torch.nn.Module; it returned"),
-        ("def model(self): return nn.LazyLinear(1)", "have no shape yet: weight, bias"),
-        ("def model(self, width): pass", "model is called as model(): missing a required"),
-        (
-            "def optimizer(self, m): return [1]",
-            "must return one torch.optim.Optimizer; it returned",
-        ),
-        ("def datasets(self): pass", "datasets must return two: the training data, and"),
-        (
-            "def datasets(self): return [object()] * 64, None",
-            "do not make a batch: default_collate",
-        ),
-        ("def loss(self, net, b): return net(b[0])", "a tensor of float32 of shape (32, 1)"),
-        ("def loss(self, net, b): return 0.5", "the mean over the batch; it returned a float, 0.5"),
-        ("def loss(self, net, b): return net(b[0]).sum().detach()", "without a gradient"),
-        ("def loss(self, batch): pass", "loss is called as loss(net, batch): too many"),
-        ("def metrics(self, net, b): return {'a': 0.5}", "number as 'a', the mean over the batch"),
-        ("def metrics(self, net, b): return net(b[0])", "metrics must return a dict of tensors"),
-        ("schedule_unit = 'batch'", "schedule_unit is 'batch'; it must be 'step' or 'epoch'"),
-        (
-            "schedule_metric = 'f1'; schedule = lambda self, o, a, b: ReduceLROnPlateau(o)",
-            "'f1', which it does not have; one of: loss",
-        ),
-        ("def metrics(self, net, b): return {'a': Sum(0.5)}", "Sum wants a real tensor; it was"),
-        ("def derived_metrics(self, totals): return 1", "must return a dict of numbers or tensors"),
-        ("def derived_metrics(self, totals): return {'a': 'b'}", "the metric 'a' is a str"),
-        ("def schedule(self, o, a, b): return 0.5", "schedule must return a scheduler of torch"),
-        (
-            "def schedule(self, o, a, b): return StepLR(SGD([o.x]), 1)",
-            "of the optimizer that it is",
-        ),
+        "def model(self): return nn.Linear",
+        "def model(self): return nn.LazyLinear(1)",
+        "def model(self, width): pass",
+        "def optimizer(self, m): return [1]",
+        "def datasets(self): pass",
+        "def datasets(self): return [object()] * 64, None",
+        "def loss(self, net, b): return net(b[0])",
+        "def loss(self, net, b): return 0.5",
+        "def loss(self, net, b): return net(b[0]).sum().detach()",
+        "def loss(self, batch): pass",
+        "def metrics(self, net, b): return {'a': 0.5}",
+        "def metrics(self, net, b): return net(b[0])",
+        "schedule_unit = 'batch'",
+        "schedule_metric = 'f1'; schedule = lambda self, o, a, b: ReduceLROnPlateau(o)",
+        "def metrics(self, net, b): return {'a': Sum(0.5)}",
+        "def derived_metrics(self, totals): return 1",
+        "def derived_metrics(self, totals): return {'a': 'b'}",
+        "def schedule(self, o, a, b): return 0.5",
+        "def schedule(self, o, a, b): return StepLR(SGD([o.x]), 1)",
     ],
 )
-def test_a_task_method_that_returns_the_wrong_type(line: Lines, methods: str, said: str) -> None:
+def test_a_task_method_that_returns_the_wrong_type(
+    line: Lines, methods: str, message: Message
+) -> None:
     method = methods.replace("SGD([o.x])", "torch.optim.SGD(nn.Linear(1, 1).parameters())")
     line.write("own.py", f"{TASK}\nclass Wrong(Evaluated):\n    {method}\n")
     finished = line("--task", "own.py:Wrong", "--max-steps", 2)
     assert finished.code == 2, finished.output
     assert "Traceback" not in finished.output
     (only,) = finished.lines("error:")
-    assert said in only
+    message(only)
 
 
 def test_an_error_in_a_loader_process_is_short(line: Lines) -> None:
@@ -587,6 +590,7 @@ def test_a_syntax_error_is_one_line(line: Lines) -> None:
         )
 
 
+@pytest.mark.exhaustive
 def test_names_do_not_show_that_a_model_is_compiled(line: Lines) -> None:
     """Checkpoints have the names of the plain model; old ones with `_orig_mod` still load."""
     line.write("own.py", TASK)

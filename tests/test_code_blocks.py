@@ -135,6 +135,7 @@ NOT_RUN = {
     "python -m pytest tests/test_world.py": BY_MAKE,
     "python -m pytest tests/backends -k ddp-torchrun-x2": BY_MAKE,
     "python -m pytest tests/test_architecture.py": BY_MAKE,
+    "python -m tests.test_architecture": "it only prints sizes",
     "torchrun --nproc-per-node 2 -m hvdtrain --backend ddp OPTIONS": "OPTIONS is the table's",
     "torchrun --nproc-per-node 2 examples/methods.py early_stop --backend ddp": "test_examples.py",
     "torchrun --nproc-per-node 2 examples/methods.py local_sgd --backend ddp": "test_examples.py",

@@ -178,6 +178,7 @@ def test_no_shared_memory(doctor: Doctor, namespaces: None) -> None:
     assert again["/dev/shm"].status == "ok"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("options", "text"), [("ro", "Read-only file system"), ("size=64m", "64 MiB free of 64")]
 )
@@ -203,6 +204,7 @@ def test_no_mpi(doctor: Doctor) -> None:
     assert doctor.report["problems"] == ["mpi"]
 
 
+@pytest.mark.exhaustive
 def test_own_name_is_loopback(doctor: Doctor, namespaces: None) -> None:
     hosts = doctor.folder.with_suffix(".hosts")
     hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
@@ -235,6 +237,7 @@ def test_wrong_interface(doctor: Doctor) -> None:
     assert doctor.report["problems"] == ["interface variables"]
 
 
+@pytest.mark.exhaustive
 def test_horovod_of_another_torch(doctor: Doctor, namespaces: None) -> None:
     installed = installed_horovod()
     if installed is None:
@@ -305,7 +308,9 @@ def check_here(names: list[str], timeout_s: float = 3.0) -> list[Finding]:
         # A stopped fork of the fork server would outlive its launcher: real processes.
         pytest.param("Stops", "mean: rank 0: ", marks=pytest.mark.exhaustive),
         ("Dies", "mean: rank "),
-        ("Sleeps", "mean: the ranks hang: no answer in 3 s"),
+        pytest.param(
+            "Sleeps", "mean: the ranks hang: no answer in 3 s", marks=pytest.mark.exhaustive
+        ),
         ("IsWrong", "mean: rank "),
     ],
 )

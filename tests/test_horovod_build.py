@@ -686,6 +686,7 @@ def test_a_failed_build_shows_the_error_and_leaves_horovod_alone(tmp_path: Path)
     assert horovod_files() == before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("machine_can_build")
 def test_no_index_is_explained(tmp_path: Path) -> None:
     log = tmp_path / "build.log"
@@ -735,6 +736,7 @@ def wait_for(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(installed_horovod() is None, reason="Horovod is not installed here")
 def test_check_of_the_real_horovod() -> None:
     done = command(

@@ -172,7 +172,13 @@ def write_files(folder: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize(
+    "section",
+    [
+        pytest.param(name, marks=() if name == "Checkpoints" else pytest.mark.exhaustive)
+        for name in SECTIONS
+    ],
+)
 def test_the_manual_shows_what_the_commands_print(section: str, tmp_path: Path) -> None:
     write_files(tmp_path)
     found = [one for block in blocks(section) for one in transcripts(block[1], tmp_path)]

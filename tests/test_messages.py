@@ -1,10 +1,11 @@
-"""The snapshot of sentences has none of a test that no longer exists."""
+"""What the suite says of itself: the snapshot of sentences, and the tests that were left out."""
 
 from __future__ import annotations
 
 import re
 
 from tests import messages
+from tests.conftest import left_out
 
 
 def test_every_sentence_has_a_test() -> None:
@@ -13,3 +14,10 @@ def test_every_sentence_has_a_test() -> None:
         path = messages.SNAPSHOT.parent / file
         assert path.exists(), f"{key}: remove it from {messages.SNAPSHOT.name}"
         assert re.search(rf"^def {test}\(.*", path.read_text(), re.MULTILINE), f"{key}: remove it"
+
+
+def test_what_was_left_out_is_said_with_how_to_have_it() -> None:
+    assert left_out([]) == left_out(["as at two ranks"]) == ""
+    said = left_out(["no chromium", "as at two ranks", "chromium is missing", "no sshd"])
+    assert said.startswith("left out: 2 without chromium (")
+    assert "; 1 without sshd (" in said

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
+from hvdtrain import peer_sockets
 from hvdtrain.addresses import listen_addresses
 from hvdtrain.errors import WorldError
 from hvdtrain.hvd.engine.engine import connect_control
@@ -98,6 +99,20 @@ def test_strangers_keep_no_rank_from_connecting(attack: str) -> None:
         with attacked(port_of(store), ATTACKS[attack]):
             store.set("attacked", "1")
             assert met.result() == [[0, 1, 2]] * 3
+
+
+def test_a_server_that_does_not_know_the_secret_is_left() -> None:
+    for reflects in (False, True):
+        with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+            place = server.getsockname()[:2]
+            client = pool.submit(peer_sockets.connect, place, b"session", 1, 60.0)
+            stranger, _ = server.accept()
+            with stranger:
+                stranger.sendall(bytes(32))
+                greeting = stranger.recv(68, socket.MSG_WAITALL)
+                stranger.sendall(greeting[-32:] if reflects else bytes(32))
+                with pytest.raises(ConnectionRefusedError):
+                    client.result()
 
 
 def test_the_port_of_one_host_is_on_its_loopback() -> None:

@@ -19,6 +19,7 @@ from hvdtrain.errors import InputError
 from hvdtrain.tasks import TASKS
 from hvdtrain.tasks.digits import Digits
 from hvdtrain.training.task import Task, load_task
+from tests.messages import Message
 
 # On a busy machine several threads mostly wait for each other.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -202,22 +203,23 @@ def test_transformer_sees_no_later_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "setting", "says"),
+    ("name", "setting"),
     [
-        ("mlp", "width=0", "width=0 must be a whole number greater than zero"),
-        ("mlp", "depth=1.5", "depth=1.5 must be"),
-        ("mlp", "samples=many", "samples='many' must be"),
-        ("mlp", "classes=True", "classes=True must be"),
-        ("mlp", "optimizer=lion", "optimizer='lion' is not one of: sgd, adamw"),
-        ("mlp", "optimizer=[1]", r"optimizer=\[1\] is not one of"),
-        ("mlp", "lr=-1", "lr=-1 must be a number greater than zero"),
-        ("convnet", "blocks=-2", "blocks=-2 must be"),
-        ("convnet", "image_size=4", "image_size=4 is too small for stages=3, which want 8"),
-        ("transformer", "heads=3", "width=128 is not a multiple of heads=3"),
-        ("transformer", "lr=nan", "lr='nan' must be a number"),
+        ("mlp", "width=0"),
+        ("mlp", "depth=1.5"),
+        ("mlp", "samples=many"),
+        ("mlp", "classes=True"),
+        ("mlp", "optimizer=lion"),
+        ("mlp", "optimizer=[1]"),
+        ("mlp", "lr=-1"),
+        ("convnet", "blocks=-2"),
+        ("convnet", "image_size=4"),
+        ("transformer", "heads=3"),
+        ("transformer", "lr=nan"),
     ],
 )
-def test_a_bad_argument_is_one_line(name: str, setting: str, says: str) -> None:
-    with pytest.raises(InputError, match=says) as caught:
+def test_a_bad_argument_is_one_line(name: str, setting: str, message: Message) -> None:
+    with pytest.raises(InputError) as caught:
         load_task(name, (setting,))
     assert "\n" not in str(caught.value)
+    message(caught.value)

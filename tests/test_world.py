@@ -1,8 +1,9 @@
-"""The launcher table, with hand-written environments. tests/launch/test_world.py has real ones."""
+"""The launcher table, with hand-written environments and with those of real launchers."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import sys
@@ -26,6 +27,7 @@ from hvdtrain.world import (
 )
 from tests.forkserver import warm
 from tests.launching import run
+from tests.mpich import mpich
 
 Env = dict[str, str]
 
@@ -621,3 +623,84 @@ for name in ("world", "errors", "cli", "cli.train", "failure", ""):
 def test_importing_brings_no_torch() -> None:
     finished = run([sys.executable, "-c", IMPORTS])
     assert finished.code == 0, finished.output
+
+
+# What the real launchers set, captured here and now
+
+
+Line = list[str | Path]
+
+DUMP = Path(__file__).with_name("launch") / "dump_environment.py"
+REAL = {
+    "torchrun": ("torchrun", "torchrun --standalone --nproc-per-node {n}"),
+    "torch.distributed.launch": (
+        "torchrun",
+        "{python} -W ignore -m torch.distributed.launch --standalone --nproc-per-node {n}",
+    ),
+    "horovodrun --gloo": ("horovodrun", "horovodrun --gloo -np {n} {python}"),
+    "horovodrun --mpi": ("openmpi", "horovodrun --mpi -np {n} {python}"),
+    "mpirun": ("openmpi", "mpirun -np {n} {python}"),
+}
+
+
+def captured(command: str, n: int, folder: Path) -> list[World]:
+    """The worlds that the ranks of a launcher find, in rank order."""
+    line: Line = [*command.format(n=n, python=sys.executable).split(), DUMP, folder]
+    finished = run(line)
+    assert finished.code == 0, finished.output
+    found = [detect(json.loads(file.read_text())) for file in folder.glob("*.json")]
+    return sorted(found, key=lambda world: world.rank)
+
+
+def check_captured(found: list[World], n: int, launcher: str) -> None:
+    facts = [
+        (w.rank, w.size, w.local_rank, w.local_size, w.cross_rank, w.cross_size) for w in found
+    ]
+    assert facts == [(rank, n, rank, n, 0, 1) for rank in range(n)]
+    assert {world.launcher for world in found} == {launcher}
+    assert all(world.one_host for world in found)
+
+
+# Those that set what another launcher sets run in `make test-rest`.
+SET_BY_ANOTHER = ("torch.distributed.launch", "horovodrun --mpi")
+
+
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [
+        pytest.param(name, 3, marks=pytest.mark.exhaustive if name in SET_BY_ANOTHER else ())
+        for name in REAL
+    ]
+    + [pytest.param(name, 1, marks=pytest.mark.exhaustive) for name in REAL],
+)
+def test_a_real_launcher(tmp_path: Path, name: str, n: int) -> None:
+    launcher, command = REAL[name]
+    check_captured(captured(command, n, tmp_path), n, launcher)
+
+
+@pytest.mark.exhaustive
+def test_horovodrun_as_it_comes(tmp_path: Path) -> None:
+    found = captured("horovodrun -np 2 {python}", 2, tmp_path)
+    assert found[0].launcher in ("horovodrun", "openmpi")  # by how Horovod was built
+    check_captured(found, 2, found[0].launcher)
+
+
+def test_torchrun_by_mpirun(tmp_path: Path) -> None:
+    command = "mpirun -np 1 torchrun --standalone --nproc-per-node 2"
+    check_captured(captured(command, 2, tmp_path), 2, "torchrun")
+
+
+def test_a_variable_left_over_from_another_job(tmp_path: Path) -> None:
+    arguments: Line = ["-np", "2", sys.executable, DUMP, tmp_path]
+    left = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    assert run(["mpirun", *arguments], env={**left, **address}).code == 0
+    for file in tmp_path.glob("*.json"):
+        with pytest.raises(Exception, match="WORLD_SIZE=1.*OMPI_COMM_WORLD_SIZE=2"):
+            detect(json.loads(file.read_text()))
+
+
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
+def test_mpich(tmp_path: Path, n: int) -> None:
+    folder, _ = mpich()
+    check_captured(captured(f"{folder}/mpiexec -n {{n}} {{python}}", n, tmp_path), n, "mpich")

@@ -88,7 +88,9 @@ class RankLog(Callback):
         )
         assert self._copier.stdout is not None
         with self._copier.stdout as ready:
-            if not (select.select([ready], [], [], _START_S)[0] and ready.read(1)):
+            poll = select.poll()  # select() takes no descriptor above 1023
+            poll.register(ready, select.POLLIN)
+            if not (poll.poll(_START_S * 1000) and ready.read(1)):
                 raise OSError(errno.ECHILD, f"output_copier did not start in {_START_S:g} s")
         for stream in self._streams:
             stream.begin()

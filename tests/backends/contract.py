@@ -100,11 +100,13 @@ def objects(backend: Backend, root: int) -> None:
     backend.barrier()
 
 
-def share_errors(backend: Backend, failing: int) -> tuple[str, bool]:
+def share_errors(backend: Backend, first: int) -> tuple[str, bool]:
+    """Fail on the ranks from `first` on."""
+    rank = backend.world.rank
     try:
         with backend.share_errors():
-            if backend.world.rank == failing:
-                raise InputError("the file is not here")
+            if rank >= first:
+                raise InputError(f"the file of rank {rank} is not here")
     except InputError as error:
         return str(error), error.on_all_ranks
     raise AssertionError("no error")

@@ -1,6 +1,6 @@
-"""The report in a real browser: silent, alone, readable everywhere, and true to compare.json.
+"""The report in a real browser: silent, alone, readable everywhere, and true to the summary.
 
-The numbers are computed here once more, from the record, and compared with what the page shows.
+The numbers of the summary are computed by hand in test_summary.py.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hvdtrain.compare import record
 from hvdtrain.compare.report import html_report
-from tests.compare.records import make_record
+from tests.compare.records import make_record, summary_of
 from tests.compare.test_report import NASTY, renamed
 
 # Its fixtures of the module are made once.
-pytestmark = pytest.mark.xdist_group("compare-browser")
+pytestmark = [pytest.mark.xdist_group("compare-browser"), pytest.mark.exhaustive]
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -147,32 +146,22 @@ TABLE = """
 """
 
 
-def test_the_speed_table_is_what_compare_json_holds(browser: Any, page: str, found: Row) -> None:
+def test_the_speed_table_is_the_summary(browser: Any, page: str, found: Row) -> None:
     rows = opened(browser, page).execute_script(TABLE, "#speed")
-    assert [row["arm"] for row in rows] == sorted(
-        found["arms"], key=lambda key: found["arms"][key]["ranks"]
-    )
-    for row in rows:
-        arm = found["arms"][row["arm"]]
-        if arm["status"] == "failed":
-            assert f"failed after 3 blocks: {arm['reason']}" in row["cells"][1]
+    summary = sorted(summary_of(found)["speed"], key=lambda row: row["ranks"])
+    assert [row["arm"] for row in rows] == [row["arm"] for row in summary]
+    assert any(expected["status"] == "failed" for expected in summary)
+    for row, expected in zip(rows, summary, strict=True):
+        if expected["status"] == "failed":
+            assert f"failed after 3 blocks: {expected['reason']}" in row["cells"][1]
             continue
-        ratio, step, p95, samples, ideal, cpu, peak, blocks = map(first, row["cells"][1:])
-        expected = computed(found, row["arm"])
-        for said, value in (
-            (ratio, expected["ratio"]),
-            (step, expected["step_ms"]),
-            (p95, expected["p95_ms"]),
-            (samples, 1000 * arm["samples_per_step"] / expected["step_ms"]),
-            (cpu, expected["cpu_s"]),
-            (peak, max(arm["peak_mib"])),
-            (blocks, expected["blocks"]),
-        ):
-            assert agrees(said, value), (row, expected)
-        if arm["role"] == "ceiling":
-            assert ideal == "–"
-        else:
-            assert agrees(ideal, expected["percent_of_ideal"]), (row, expected)
+        names = ["ratio", "step_ms", "p95_ms", "samples_per_s", "percent_of_ideal"]
+        names += ["cpu_s_per_step", "peak_mib", "blocks"]
+        for name, cell in zip(names, row["cells"][1:], strict=True):
+            if name == "percent_of_ideal" and expected["role"] == "ceiling":
+                assert cell == "–"
+            else:
+                assert agrees(first(cell), expected[name]), (name, row, expected)
 
 
 def first(cell: str) -> str:
@@ -188,46 +177,22 @@ def agrees(said: str, value: float) -> bool:
     return abs(float(said) - value) <= 0.5 * unit + 1e-9
 
 
-def computed(found: Row, key: str) -> Row:
-    """What the table must show of an arm, from the raw record alone."""
-    ranks = found["arms"][key]["ranks"]
-    same = [k for k, arm in found["arms"].items() if arm["ranks"] == ranks]
-    base = next(k for k in same if found["arms"][k]["role"] == "baseline")
-    ceiling = next(k for k in same if found["arms"][k]["role"] == "ceiling")
-    kept = [block["arms"] for block in found["blocks"] if block["kept"]]
-    slowest = [np.max(block[key]["step_ms"], axis=0) for block in kept]
-    times = {k: np.array([block_ms(block[k]) for block in kept]) for k in (key, base, ceiling)}
-    copy = np.median(found["anchors"][str(ranks)]["memcpy_ms"]) if ranks > 1 else 0.0
-    return {
-        "step_ms": np.median(times[key]),
-        "ratio": np.median(times[base] / times[key]),
-        "p95_ms": np.percentile(np.concatenate(slowest), 95),
-        "percent_of_ideal": 100 * np.median((times[ceiling] + copy) / times[key]),
-        "cpu_s": sum(sum(block[key]["cpu_s"]) for block in kept) / sum(map(len, slowest)),
-        "blocks": len(kept),
-    }
-
-
-def block_ms(window: Row) -> float:
-    return float(np.median(np.max(window["step_ms"], axis=0)))
-
-
-def test_the_scaling_table_is_what_compare_json_holds(browser: Any, page: str, found: Row) -> None:
+def test_the_scaling_table_is_the_summary(browser: Any, page: str, found: Row) -> None:
     rows = opened(browser, page).execute_script(TABLE, "#scaling-table")
     shown = {row["arm"]: row["cells"] for row in rows}
-    kept = [block["arms"] for block in found["blocks"] if block["kept"]]
-    for name in ("ddp/gloo", "ddp/shm"):
-        ratios = [block_ms(arms[f"{name} x1"]) / block_ms(arms[f"{name} x2"]) for arms in kept]
-        assert agrees(first(shown[f"{name} x2"][2]), 100 * float(np.median(ratios)))
+    summary = summary_of(found)["scaling"]
+    expected = {row["arm"]: row for row in summary if row["base_kind"] == "same arm"}
+    for name in ("ddp/gloo x2", "ddp/shm x2"):
+        assert agrees(first(shown[name][2]), 100 * expected[name]["efficiency"])
 
 
 def test_pictures_show_the_numbers_of_the_table(browser: Any, page: str, found: Row) -> None:
     text = unpacked(browser, page).execute_script(
         "return document.querySelector('#ratios svg').textContent"
     )
-    for key, arm in found["arms"].items():
-        if arm["status"] == "measured" and arm["role"] != "baseline":
-            assert f"{computed(found, key)['ratio']:.2f}" in text
+    for row in summary_of(found)["speed"]:
+        if row["status"] == "measured" and row["role"] != "baseline":
+            assert f"{row['ratio']:.2f}" in text
 
 
 @pytest.mark.parametrize("width", [320, 360, 390, 800, 1100])

@@ -1,4 +1,4 @@
-"""Objects and parameters; see behaviour.py. (Optimizer state has tests of its own.)"""
+"""Objects and compressors; see behaviour.py. (Parameters and optimizers: optimizer_state.py.)"""
 
 from __future__ import annotations
 
@@ -42,32 +42,6 @@ def closures_are_objects(hvd: Hvd) -> None:
     assert hvd.broadcast_object(lambda: rank, 1, name="f")() == 1
 
 
-def _model(rank: int) -> torch.nn.Sequential:
-    torch.manual_seed(rank)
-    norm = torch.nn.BatchNorm1d(2)
-    torch.nn.init.constant_(norm.weight, rank)
-    return torch.nn.Sequential(torch.nn.Linear(3, 2), norm)
-
-
-@case()
-def parameters_are_broadcast(hvd: Hvd) -> None:
-    expected = _model(1).state_dict()
-    for kind in ("dict", "list of pairs"):
-        model = _model(hvd.rank())
-        given: Any = model.state_dict()
-        if kind == "list of pairs":
-            given = list(model.state_dict().items())
-        assert hvd.broadcast_parameters(given, root_rank=1) is None
-        for name, value in model.state_dict().items():
-            same(value, expected[name])
-
-
-@case()
-def parameters_of_something_else(hvd: Hvd) -> None:
-    with raises(ValueError, "invalid params of type: <class 'int'>"):
-        hvd.broadcast_parameters(3, root_rank=0)
-
-
 @case()
 def compressors(hvd: Hvd) -> None:
     for dtype in (torch.float32, torch.float64, torch.float16):
@@ -85,19 +59,36 @@ def compressors(hvd: Hvd) -> None:
 
 @case(stronger="a fixed default name: None on all but the root matches")
 def objects_of_different_types(hvd: Hvd) -> None:
-    own = {"epoch": 3} if hvd.rank() == 0 else None
-    assert hvd.broadcast_object(own, root_rank=0) == {"epoch": 3}
-    gathered = hvd.allgather_object(own)
-    assert gathered == [{"epoch": 3}, *[None] * (hvd.size() - 1)]
+    for i in range(20):  # the default name is used again and again
+        own = {"epoch": i} if hvd.rank() == 0 else None
+        assert hvd.broadcast_object(own, root_rank=0) == {"epoch": i}
+        assert hvd.allgather_object(own) == [{"epoch": i}, *[None] * (hvd.size() - 1)]
+    big = bytes(3 << 20)
+    assert hvd.broadcast_object(big if hvd.rank() == 1 else "small", 1) == big
+    gathered = hvd.allgather_object(big[: hvd.rank() << 20])
+    assert [len(b) for b in gathered] == [r << 20 for r in range(hvd.size())]
 
 
-@case(stronger="generators, and buffers of any dtype")
-def parameters_of_a_generator(hvd: Hvd) -> None:
-    model = _model(hvd.rank())
-    hvd.broadcast_parameters(model.named_parameters(), root_rank=1)
-    expected = dict(_model(1).named_parameters())
-    for name, value in model.named_parameters():
-        same(value, expected[name].detach())
-    flag = torch.tensor([hvd.rank() == 1, False])
-    hvd.broadcast_parameters({"flag": flag}, root_rank=1)
-    assert flag.tolist() == [True, False]
+@case(stronger="an object that cannot be pickled raises on all ranks")
+def objects_that_cannot_be_pickled(hvd: Hvd) -> None:
+    own = (i for i in range(3)) if hvd.rank() == 0 else 1
+    text = "cannot be pickled" if hvd.rank() else "cannot pickle 'generator' object"
+    for function in (hvd.broadcast_object, hvd.allgather_object):
+        with raises(RuntimeError if hvd.rank() else TypeError, text):
+            function(own)
+    assert hvd.broadcast_object(5) == 5
+
+
+@case(stronger="bfloat16, and compressors in the gradient")
+def compressors_of_bfloat16(hvd: Hvd) -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32):
+        sent, context = hvd.Compression.bf16.compress(torch.tensor([1, 2, 3]).to(dtype))
+        assert sent.dtype == (torch.bfloat16 if dtype.is_floating_point else dtype)
+        back = hvd.Compression.bf16.decompress(sent, context)
+        assert (back.dtype, back.tolist()) == (dtype, [1, 2, 3])
+    for kind in (hvd.Compression.fp16, hvd.Compression.bf16):
+        x = torch.full((2,), float(hvd.rank()), requires_grad=True)
+        y = hvd.allreduce(x, name="x", op=hvd.Sum, compression=kind)
+        y.sum().backward()
+        assert y.dtype == torch.float32
+        assert y.tolist() == [sum(range(hvd.size()))] * 2

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import pickle
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tests.hvd.behaviour import Hvd, last, raises
+from tests.hvd.behaviour import Hvd, raises
 from tests.hvd.optimizer_table import (
     Make,
     adamw,
@@ -76,9 +77,10 @@ def parameters_of_a_generator(hvd: Hvd) -> None:
     model = net(hvd.rank())
     hvd.broadcast_parameters(model.named_parameters(), root_rank=0)
     close(model, net(0))
-    model = net(hvd.rank())
-    hvd.broadcast_parameters(model.parameters(), root_rank=root(hvd))
-    close(model, net(root(hvd)))
+    for kind in (iter, tuple):
+        model = net(hvd.rank())
+        hvd.broadcast_parameters(kind(model.parameters()), root_rank=root(hvd))
+        close(model, net(root(hvd)))
 
 
 @case()
@@ -88,6 +90,26 @@ def parameters_of_something_else(hvd: Hvd) -> None:
             hvd.broadcast_parameters(wrong, root_rank=0)
 
 
+@case(stronger="what is no tensor, or has no name of its own, is refused")
+def parameters_that_cannot_be_sent(hvd: Hvd) -> None:
+    one = torch.ones(1)
+    wrong: list[Any] = [one, "ab", {"a": one, "b": 1.0}, [("a", one), ("a", one)]]
+    texts = [f"invalid params of type: {type(params)}" for params in wrong[:2]]
+    texts += ["params must be tensors: b is a", "two of params have the same name: a"]
+    for params, text in zip(wrong, texts, strict=True):
+        with raises(ValueError, text):
+            hvd.broadcast_parameters(params, root_rank=0)
+
+
+@case()
+def parameters_in_any_order(hvd: Hvd) -> None:
+    state = {name: torch.full((2,), hvd.rank() + ord(name)) for name in "abc"}
+    if hvd.rank():
+        state = dict(reversed(state.items()))
+    hvd.broadcast_parameters(state, root_rank=0)
+    assert all((value == ord(name)).all() for name, value in state.items())
+
+
 @case(stronger="tensors of every dtype and form")
 def parameters_of_every_dtype(hvd: Hvd) -> None:
     def made(rank: int) -> dict[str, Tensor]:
@@ -95,6 +117,10 @@ def parameters_of_every_dtype(hvd: Hvd) -> None:
             "mask": torch.tensor([True, rank % 2 == 0]),
             "half": torch.full((3,), rank + 0.5, dtype=torch.bfloat16),
             "complex": torch.full((2,), complex(rank, 1)),
+            "int16": torch.full((2,), rank, dtype=torch.int16),
+            "scalar": torch.tensor(rank),
+            "empty": torch.empty(0, 3),
+            "leaf": nn.Parameter(torch.full((2,), float(rank))),
             "last": torch.arange(24.0)
             .reshape(1, 2, 3, 4)
             .mul(rank + 1)
@@ -244,40 +270,170 @@ def rate_of_plain_sgd_stays_local(hvd: Hvd) -> None:
     assert optimizer.param_groups[0]["lr"] == 1.0 + hvd.rank()
 
 
-@case(stronger="options are broadcast without state too")
-def rate_of_plain_sgd(hvd: Hvd) -> None:
-    optimizer = torch.optim.SGD(net().parameters(), lr=1.0 + hvd.rank())
-    hvd.broadcast_optimizer_state(optimizer, root_rank=root(hvd))
-    assert optimizer.param_groups[0]["lr"] == 1.0 + root(hvd)
+def same_in_all(a: Any, b: Any) -> None:
+    """Equal in every type and value; tensors in dtype, device and bits."""
+    assert type(a) is type(b), (a, b)
+    if isinstance(a, dict):
+        assert list(a) == list(b)
+        same_in_all(list(a.values()), list(b.values()))
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for one, other in zip(a, b, strict=True):
+            same_in_all(one, other)
+    elif isinstance(a, Tensor):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    else:
+        assert a == b
 
 
-@case(stronger="the rate may be a tensor")
-def rate_in_a_tensor(hvd: Hvd) -> None:
-    rate = torch.tensor(0.1 + hvd.rank())
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
-    if last(hvd):
-        loss(model, batch(0)).backward()
+class Point(NamedTuple):
+    x: int
+    y: Any
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "Adam": (torch.optim.Adam, {"betas": (0.8, 0.9), "weight_decay": 0, "amsgrad": True}),
+    "tensor lr": (torch.optim.Adam, {"lr": torch.tensor(0.1), "foreach": False}),
+    "AdamW": (torch.optim.AdamW, {}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 1}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adafactor": (torch.optim.Adafactor, {}),
+    "ASGD": (torch.optim.ASGD, {}),
+    "RMSprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.1}),
+    "Rprop": (torch.optim.Rprop, {"etas": (0.4, 1.3)}),
+}
+
+
+def made(rank: int, name: str, steps: int) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """An optimizer that has made some steps, with options that differ between ranks."""
+    torch.manual_seed(rank)
+    params = [nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(4)), nn.Parameter(
+        torch.ones(1), requires_grad=False)]  # fmt: skip
+    cls, options = OPTIMIZERS[name]
+    optimizer: torch.optim.Optimizer = cls(
+        [{"params": params[:1]}, {"params": params[1:]}], **options
+    )
+    for _ in range(steps):
+        for p in params[:2]:
+            p.grad = torch.randn_like(p)
         optimizer.step()
-    hvd.broadcast_optimizer_state(optimizer, root_rank=root(hvd))
-    assert optimizer.param_groups[0]["lr"] == torch.tensor(0.1 + root(hvd))
-    for values in optimizer.state.values():
-        assert isinstance(values["step"], Tensor)
-        assert values["step"] == 1
-        assert values["step"].shape == ()
-    equal_everywhere(hvd, [v["exp_avg"] for v in optimizer.state.values()])
+    for p in params:
+        p.grad = None
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"] = group["lr"] * (rank + 1)
+        else:
+            group["lr"] = type(group["lr"])(group["lr"] * (rank + 1))
+        group["extra"] = [None, (rank, {"a": 1.5}), True, Point(rank, 2)]
+    return params, optimizer
 
 
-@case(stronger="a rank with state loses it where the root has none", sizes=(2, 3))
-def state_that_the_root_has_not(hvd: Hvd) -> None:
-    _, optimizer = locally(hvd, sgd, steps=2 if last(hvd) else 0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    assert not any(state for state in optimizer.state.values())
+def state_becomes_the_roots(
+    hvd: Hvd, name: str, steps: list[int], wrapped: bool, root: int
+) -> None:
+    params, optimizer = made(hvd.rank(), name, steps[hvd.rank()])
+    expected = pickle.loads(pickle.dumps(made(root, name, steps[root])[1].state_dict()))
+    if wrapped:
+        state = optimizer.state_dict()
+        names = [(f"p{i}", p) for i, p in enumerate(params)]
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=names)
+        optimizer.load_state_dict(state)
+    before = [p.detach().clone() for p in params]
+    tensors = {id(t) for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)}
+    groups, had_state = optimizer.param_groups, bool(optimizer.state)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=root)
+    same_in_all(optimizer.state_dict(), expected)
+    same_in_all(
+        params, [nn.Parameter(b, p.requires_grad) for b, p in zip(before, params, strict=True)]
+    )
+    assert all((p.grad is None) is (had_state or not p.requires_grad) for p in params)
+    assert optimizer.param_groups is groups
+    assert set(optimizer.state) <= set(params)
+    if steps[hvd.rank()] and steps[root]:  # in place
+        now = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+        assert {id(t) for t in now} == tensors
+    for p in params[:2]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+@case(stronger="state of any optimizer, also where only some ranks have it", sizes=(2, 3))
+def state_of_every_optimizer(hvd: Hvd) -> None:
+    for name in OPTIMIZERS:
+        for steps in ([2, 3, 1], [2, 0, 0], [0, 2, 2], [0, 0, 0]):
+            state_becomes_the_roots(hvd, name, steps, False, 0)
+        state_becomes_the_roots(hvd, name, [0, 2, 2], False, root(hvd))
+
+
+@case(stronger="state of any wrapped optimizer", sizes=(2, 3))
+def state_of_every_wrapped_optimizer(hvd: Hvd) -> None:
+    for name in ("SGD", "momentum", "Adam", "tensor lr"):
+        for steps in ([2, 1, 3], [2, 0, 0], [0, 2, 0], [0, 0, 0]):
+            state_becomes_the_roots(hvd, name, steps, True, 0)
+
+
+class Odd(torch.optim.Optimizer):
+    """With state of every kind."""
+
+    def __init__(self, params: Any, rank: int) -> None:
+        super().__init__(params, {"lr": 1.0})
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            self.state[p] = {
+                "none": None,
+                "count": rank + i,
+                "nested": [torch.full((2,), float(rank)), {"t": torch.full((1,), rank)}],
+                "sparse": torch.eye(2).mul(rank + 1).to_sparse(),
+                "bool": torch.tensor(rank == 0),
+                "bf16": torch.full((2, 2), rank, dtype=torch.bfloat16).t(),
+                "empty": torch.empty(0),
+            }
+        self.state["all"] = {"total": torch.tensor(rank), "name": f"rank {rank}"}  # type: ignore
+
+
+@case(stronger="state of every kind", sizes=(2, 3))
+def state_of_any_kind(hvd: Hvd) -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = Odd(params, hvd.rank())
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    expected = Odd(params, 0)
+    for key, value in expected.state.items():
+        mine = dict(optimizer.state[key])
+        for name in ("sparse",) if isinstance(key, Tensor) else ():
+            mine[name], value[name] = mine[name].to_dense(), value[name].to_dense()
+        same_in_all(mine, dict(value))
+    assert set(optimizer.state) == set(expected.state)
 
 
 @case(stronger="ranks whose parameters do not fit all raise", sizes=(2, 3))
 def state_that_does_not_fit(hvd: Hvd) -> None:
-    model = net()
-    parameters = list(model.parameters())[: 3 if last(hvd) else 4]
-    with raises(ValueError):
-        hvd.broadcast_optimizer_state(sgd(parameters), root_rank=0)
+    rank = hvd.rank()
+    here = ["parameter 1 of the optimizer is (2,) on the root, (3,) on this rank"]
+    here += ["[2] on the root, [1] on this rank"]
+    for shapes, text in zip(
+        ([2, 3 if rank == 1 else 2], [2] * (2 - (rank == 1))), here, strict=True
+    ):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(s)) for s in shapes], lr=rank + 1)
+        elsewhere = "the optimizer of rank 1 of the set does not fit that of 0"
+        with raises(ValueError, text if rank == 1 else elsewhere):
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert optimizer.param_groups[0]["lr"] == rank + 1
+
+
+@case(stronger="all of them take a process set", sizes=(3,), uneven=True)
+def among_members(hvd: Hvd) -> None:
+    members = hvd.add_process_set([0, 2])
+    if members.included():
+        assert hvd.broadcast_object(hvd.rank(), 2, process_set=members) == 2
+        assert hvd.allgather_object(hvd.rank(), process_set=members) == [0, 2]
+        t = torch.full((2,), float(hvd.rank()))
+        hvd.broadcast_parameters([t], 2, process_set=members)
+        assert t.tolist() == [2, 2]
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1 + hvd.rank())
+        hvd.broadcast_optimizer_state(optimizer, 2, process_set=members)
+        assert optimizer.param_groups[0]["lr"] == 3
+    hvd.remove_process_set(members)

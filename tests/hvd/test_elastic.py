@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from hvdtrain.hvd.elastic.state import OptimizerStateHandler
 from tests.hvd.pool import HvdRanks
 
 # Horovod itself is not asked to start anew: it cannot under MPI, and with Gloo, in a world that
@@ -54,6 +55,24 @@ def train_one(hvd: Any, state: Any) -> None:
 
 def weights(state: Any) -> list[float]:
     return [value for p in state.model.parameters() for value in p.flatten().tolist()]
+
+
+def test_a_commit_survives_the_steps_after_a_restore() -> None:
+    """An optimizer adopts the tensors that it loads, and changes them in place."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+
+    def step() -> Any:
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        return optimizer.state[parameter]["momentum_buffer"].clone()
+
+    committed = step()
+    handler = OptimizerStateHandler(optimizer)
+    for _ in range(2):
+        step()
+        handler.restore()
+        assert torch.equal(optimizer.state[parameter]["momentum_buffer"], committed)
 
 
 # Failures

@@ -229,33 +229,3 @@ def test_any_mismatch_reaches_all(hvd_ranks: HvdRanks) -> None:
         hvd_ranks.run(mismatched, shapes, dtypes)
 
     holds()
-
-
-def unevenly(hvd: Any, counts: tuple[int, ...], seed: int) -> list[float]:
-    """Each rank has its own number of batches, then joins; who is left sees zeros of the others."""
-    rank, size = hvd.rank(), hvd.size()
-    for step in range(counts[rank]):
-        names = ["a", "b", "c"]
-        random.Random(seed + rank + step).shuffle(names)
-        handles = {
-            name: hvd.allreduce_async(torch.tensor([1.0 + rank, step]), name=name, op=hvd.Sum)
-            for name in names
-        }
-        left = [r for r in range(size) if counts[r] > step]
-        for handle in handles.values():
-            expected = [sum(1.0 + r for r in left), float(step * len(left))]
-            assert hvd.synchronize(handle).tolist() == expected
-    last = hvd.join()
-    assert counts[last] == max(counts[:size])
-    return [float(last), float(hvd.allreduce(torch.ones(()), op=hvd.Sum))]
-
-
-@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
-def test_any_numbers_of_batches_and_join(hvd_ranks: HvdRanks) -> None:
-    @ONCE
-    @given(st.tuples(*[st.integers(0, 5)] * 3), st.integers(0, 2**16))
-    def holds(counts: tuple[int, ...], seed: int) -> None:
-        results = hvd_ranks.run(unevenly, counts, seed)
-        assert results == [[results[0][0], float(hvd_ranks.n)]] * hvd_ranks.n
-
-    holds()

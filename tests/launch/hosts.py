@@ -127,8 +127,9 @@ def running_hosts(count: int, delay_ms: float = 0, loss_percent: int = 0) -> Ite
     `delay_ms`: of each packet on its way to or from a host. `loss_percent`: of those that arrive.
     """
     programs = ["ip", "unshare", "nsenter", "ssh", "ssh-keygen", "/usr/sbin/sshd"]
-    if os.geteuid() != 0 or (missing := [p for p in programs if shutil.which(p) is None]):
-        pytest.skip(f"hosts with sshd need root, and {missing}")
+    missing = [program for program in programs if shutil.which(program) is None]
+    if os.geteuid() != 0 or missing:
+        pytest.skip(f"hosts with sshd need root, and {' '.join(missing) or 'nothing else'}")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-hosts-")))
         login = folder.name

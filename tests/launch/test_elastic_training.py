@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import signal
@@ -15,6 +14,7 @@ import pytest
 from tests.forkserver import warm
 from tests.launch.test_elastic import HVDRUN, Job, elastic, kill_at_random
 from tests.launching import members, run
+from tests.runs import records, run_json
 
 FILE = Path(__file__).with_name("elastic_task.py")
 TRAIN = [sys.executable, "-m", "hvdtrain", "--elastic", "--task", f"{FILE}:Small"]
@@ -41,12 +41,12 @@ def check_training(job: Job) -> dict[str, Any]:
     ends = re.findall(r"END \d+/(\d+) \d+ (\w+)", job.text)
     assert len(ends) == int(ends[0][0]), job.news
     assert len({state for _, state in ends}) == 1, job.news
-    lines = (job.folder / "run/metrics.jsonl").read_text().splitlines()
-    steps = [record["step"] for record in map(json.loads, lines) if "loss" in record]
+    logged = records(job.folder / "run")
+    steps = [record["step"] for record in logged if "loss" in record]
     assert steps == list(range(1, steps[-1] + 1))
-    evaluated = [record["epoch"] for record in map(json.loads, lines) if "eval_loss" in record]
+    evaluated = [record["epoch"] for record in logged if "eval_loss" in record]
     assert evaluated == list(range(1, evaluated[-1] + 1))
-    about: dict[str, Any] = json.loads((job.folder / "run/run.json").read_text())
+    about = run_json(job.folder / "run")
     assert about["outcome"] == "finished"
     assert [seen["epoch"] for seen in about["seen"]] == evaluated
     for world in about["worlds"][1:]:
@@ -74,8 +74,7 @@ def test_ranks_die_and_hosts_come(tmp_path: Path) -> None:
         assert about["worlds"][1]["lost_steps"] <= 4
         assert about["worlds"][2]["lost_steps"] == 0
         assert "lr       x 0.5: 2 -> 1 rank (--lr-on-resize linear)" in job.text
-        lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-        rates = [record["lr"] for record in map(json.loads, lines) if "lr" in record]
+        rates = [record["lr"] for record in records(tmp_path / "run") if "lr" in record]
         assert list(dict.fromkeys(rates)) == pytest.approx([0.01, 0.005, 0.015])
         assert members(job.process.marker) == {}
 

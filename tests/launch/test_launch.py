@@ -10,11 +10,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from hvdtrain.cli import main
 from hvdtrain.errors import InputError
 from hvdtrain.launch import launcher, ssh
 from hvdtrain.launch.host_list import (
@@ -26,7 +28,17 @@ from hvdtrain.launch.host_list import (
     read_host_file,
 )
 from hvdtrain.launch.supervisor import mark_lines
-from tests.launching import BIN, Finished, Started, clean_env, members, run, started, wait_for
+from tests.launching import (
+    BIN,
+    Finished,
+    Started,
+    clean_env,
+    members,
+    run,
+    started,
+    succeed,
+    wait_for,
+)
 
 HVDRUN = [sys.executable, "-m", "hvdtrain", "launch"]
 
@@ -138,13 +150,45 @@ def test_marked_lines() -> None:
 # Command lines
 
 
-def dry_run(*arguments: object, **env: str) -> list[list[str]]:
-    finished = run([*HVDRUN, "--dry-run", *map(str, arguments)], env=env)
-    assert finished.code == 0, finished.output
-    return [shlex.split(line) for line in finished.output.splitlines()]
+Launch = Callable[..., Finished]
 
 
-def test_a_dry_run_prints_what_would_be_started(tmp_path: Path) -> None:
+@pytest.fixture
+def launch_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Launch:
+    """Run `hvdtrain launch` in this process, with other variables, for what starts no rank."""
+
+    def call(*arguments: object, **env: str) -> Finished:
+        clean = clean_env(env)
+        for name in {*os.environ} - {*clean}:
+            monkeypatch.delenv(name)
+        for name, value in clean.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["hvdtrain", "launch", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Finished(code, "".join(capfd.readouterr()))
+
+    return call
+
+
+@pytest.fixture
+def dry_run(launch_here: Launch) -> Callable[..., list[list[str]]]:
+    """Return the command lines that `hvdtrain launch` would start."""
+
+    def call(*arguments: object, **env: str) -> list[list[str]]:
+        output = succeed(launch_here("--dry-run", *arguments, **env))
+        return [shlex.split(line) for line in output.splitlines()]
+
+    return call
+
+
+DryRun = Callable[..., list[list[str]]]
+
+
+def test_a_dry_run_prints_what_would_be_started(dry_run: DryRun) -> None:
     ssh = ["-p", 2222, "-i", "key", "--start-timeout", 40]
     secret = {"HVDTRAIN_JOB_SECRET": "not on a command line", "HVDTRAIN_LR": "0.5"}
     command = ["-x", "A=b c", "python", "-c", "pass"]
@@ -165,7 +209,9 @@ def test_a_dry_run_prints_what_would_be_started(tmp_path: Path) -> None:
     assert words[words.index("--node-rank") + 1] == "0"
 
 
-def test_another_user_and_an_alias_of_ssh_are_not_this_host(tmp_path: Path) -> None:
+def test_another_user_and_an_alias_of_ssh_are_not_this_host(
+    tmp_path: Path, dry_run: DryRun
+) -> None:
     """An alias whose HostName is loopback may lead to a container behind a port of this host."""
     (tmp_path / "ssh").write_text('#!/bin/sh\necho "hostname 127.0.0.1"\n')
     (tmp_path / "ssh").chmod(0o755)
@@ -212,15 +258,19 @@ def test_an_ssh_that_runs_no_command_is_an_error(tmp_path: Path, hosts: str) -> 
     ids=lambda value: value[0],
 )
 def test_the_command_of_a_rank(
-    given: list[str], taken: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: list[str],
+    taken: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dry_run: DryRun,
 ) -> None:
     (tmp_path / "t.py").touch()
-    line = [*HVDRUN, "--dry-run", "-np", "2", *given]
-    (words,) = run(line, cwd=tmp_path, env={"PYTHONPATH": os.getcwd()}).output.splitlines()
-    assert shlex.split(words)[-len(taken) :] == taken
+    monkeypatch.chdir(tmp_path)
+    (words,) = dry_run("-np", "2", *given)
+    assert words[-len(taken) :] == taken
 
 
-def test_other_launchers() -> None:
+def test_other_launchers(dry_run: DryRun) -> None:
     """Their lines; the ranks of each have the same variables and interface."""
     hosts = ["-H", "a:2,b:2", "-p", 22, "--network-interface", "eth1", "-x", "A=1"]
     (mpirun,) = dry_run("--via", "mpirun", *hosts, "hvdtrain", HVDTRAIN_EPOCHS="3")
@@ -274,8 +324,8 @@ def test_srun(tmp_path: Path) -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_line(arguments: list[str], said: str) -> None:
-    finished = run([*HVDRUN, *arguments])
+def test_bad_input_is_one_line(arguments: list[str], said: str, launch_here: Launch) -> None:
+    finished = launch_here(*arguments)
     assert finished.code == 2
     (line,) = finished.output.splitlines()
     assert line.startswith(f"error: {said}") or said in line
@@ -365,7 +415,7 @@ WAIT = """
 import os, signal, sys, time
 def count(number, frame):
     print(f"rank {os.environ['RANK']} got {signal.Signals(number).name}", flush=True)
-    leave.append(time.monotonic() + 1.5)  # a second signal would arrive meanwhile
+    leave.append(time.monotonic() + 0.5)  # a second signal would arrive meanwhile
 leave = []
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, count)

@@ -13,7 +13,12 @@ import pytest
 from hvdtrain import addresses
 from hvdtrain.errors import LaunchError
 from tests.forkserver import warm
-from tests.launch.test_rendezvous import PROCESS, answers, job_id, namespaces, srun
+from tests.launch.test_rendezvous import (
+    job_id,
+    namespaces,
+    rendezvous_on,
+    step_on_two_hosts,
+)
 from tests.launching import started
 
 SCRIPT = """
@@ -132,17 +137,11 @@ def test_srun_without_dns(known: bool) -> None:
     """srun's own host is the first of the job, and its address is in the environment."""
     job = job_id()
     more = {"SLURM_LAUNCH_NODE_IPADDR": "10.77.0.1"} if known else {}
-    nodes = {"SLURM_STEP_NODELIST": "no-such-host[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    with namespaces() as hosts, contextlib.ExitStack() as stack:
-        running = []
-        for rank, host in enumerate(hosts):
-            env = srun(rank, 2, job, **nodes, **more, SLURM_LOCALID="0", SLURM_NODEID=str(rank))
-            env |= {"SLURM_STEP_NUM_NODES": "2"}
-            line = warm(["ip", "netns", "exec", host, *PROCESS, "20" if known else "4", f"{job}-"])
-            running.append(stack.enter_context(started(line, env=env)))
-        for process, _ in running:
-            process.wait(60)
-        got = answers("\n".join(log.read_text() for _, log in running))
+    more |= {"SLURM_STEP_NODELIST": "no-such-host[1-2]"}
+    envs = [step_on_two_hosts(rank, job, **more) for rank in range(2)]
+    with namespaces() as hosts:
+        places = zip(hosts, envs, strict=True)
+        got = rendezvous_on(*places, timeout_s=20 if known else 4, value=f"{job}-")
     if known:
         assert [answer.get("read") for answer in got] == [[f"{job}-0"] * 2] * 2, got
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -17,7 +16,8 @@ import pytest
 from hvdtrain.training import checkpoint
 from tests.forkserver import warm
 from tests.launch.test_failure import BY_HOROVODRUN, EXHAUSTIVE, train
-from tests.launching import members, started, wait_for
+from tests.launching import Started, members, started, wait_for, wait_until
+from tests.runs import run_json
 
 TERM, INT, USR1, USR2 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
 TASK = f"{Path(__file__).with_name('preempted.py')}:Told"
@@ -39,11 +39,7 @@ def preempt(
     # mpirun passes SIGTERM on after a second and kills the ranks after another, which a busy
     # machine may take itself.
     with started(command, env={"OMPI_MCA_odls_base_sigkill_timeout": "4"}) as (process, log):
-        deadline = time.monotonic() + 90
-        while not all((tmp_path / f"rank-{rank}").exists() for rank in range(n)):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.02)
+        wait_for_steps(tmp_path, n, process, log)
         if whom == "group":
             os.killpg(process.pid, number)
         elif whom == "launcher":
@@ -51,14 +47,22 @@ def preempt(
         else:
             os.kill(int((tmp_path / f"rank-{whom}").read_text()), number)
         code = process.wait(60)
-        while members(process.marker):
-            assert time.monotonic() < deadline + 60, (members(process.marker), log.read_text())
-            time.sleep(0.05)
+        wait_until(lambda: not members(process.marker), "the end of all processes", log=log)
         return code, log.read_text()
 
 
+def wait_for_steps(folder: Path, n: int, process: Started, log: Path) -> None:
+    """Wait until each of `n` ranks has taken two steps."""
+
+    def all_have() -> bool:
+        assert process.poll() is None, log.read_text()
+        return all((folder / f"rank-{rank}").exists() for rank in range(n))
+
+    wait_until(all_have, "the third step of each rank", 90, log)
+
+
 def check_saved(tmp_path: Path, output: str) -> None:
-    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    about = run_json(tmp_path / "run")
     assert about["outcome"] == "preempted", output
     (only,) = checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")
     assert checkpoint.problem(only) is None
@@ -122,7 +126,7 @@ def test_an_error_is_recorded_while_the_launcher_stops_the_rank(tmp_path: Path) 
     fault = ["--set", "fails_at=2", "--set", "terminated_in=record"]
     with started(warm(train("torchrun", 2, "ddp", *told(tmp_path, *fault)))) as (process, log):
         assert process.wait(90) == 1, log.read_text()
-    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    about = run_json(tmp_path / "run")
     assert (about["outcome"], about["error"]) == ("failed", "ArithmeticError: as asked")
 
 
@@ -167,10 +171,8 @@ def test_a_second_signal_ends_it_at_once(
 ) -> None:
     command = warm([sys.executable, "-m", "hvdtrain", *told(tmp_path, "--set", "hangs=0")])
     with started(command) as (process, log):
+        wait_for_steps(tmp_path, 1, process, log)
         deadline = time.monotonic() + 90
-        while not (tmp_path / "rank-0").exists():
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.02)
         process.send_signal(number)
         wait_for(log, "signal   ")
         signals = 1
@@ -182,4 +184,4 @@ def test_a_second_signal_ends_it_at_once(
                 process.wait(0.5)
         assert process.returncode == code, log.read_text()
         assert signals > 1, log.read_text()
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["outcome"] == outcome
+    assert run_json(tmp_path / "run")["outcome"] == outcome

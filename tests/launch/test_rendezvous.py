@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from torch.distributed import DistError
 
 from hvdtrain import addresses, rendezvous
 from hvdtrain.errors import LaunchError
-from hvdtrain.world import World
+from hvdtrain.world import World, detect
 from tests.forkserver import warm
 from tests.launching import Started, clean_env, run, started
+from tests.messages import Message
 from tests.mpich import mpich
 
 Env = dict[str, str]
@@ -102,6 +103,11 @@ def first_port(job: str) -> int:
     return rendezvous._job_ports("", f"{job}.0")[0]
 
 
+def free_port() -> int:
+    with listening() as port:
+        return port
+
+
 @contextlib.contextmanager
 def listening(port: int = 0) -> Iterator[int]:
     """A server that accepts connections and never replies."""
@@ -113,20 +119,50 @@ def listening(port: int = 0) -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-# srun
+# All ranks come
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_srun(size: int) -> None:
+def step(size: int) -> list[Env]:
+    """What srun sets for the tasks of a step."""
     job = job_id()
-    got = rendezvous_of(*(srun(rank, size, job) for rank in range(size)))
-    assert [answer.get("read") for answer in got] == [[f"{job}-0"] * size] * size, got
+    return [srun(rank, size, job) for rank in range(size)]
 
 
-def test_srun_twice_in_one_process() -> None:
-    job = job_id()
-    got = rendezvous_of(*(srun(rank, 2, job) for rank in range(2)), times=5)
-    assert [answer.get("read") for answer in got] == [[f"{job}-4"] * 2] * 2, got
+def given(port: object = None, host: str = "localhost") -> list[Env]:
+    """Two ranks with an address; a free port of this host, unless told otherwise."""
+    address = {"MASTER_ADDR": host, "MASTER_PORT": str(free_port() if port is None else port)}
+    return [torch_like(rank, 2, **address) for rank in range(2)]
+
+
+def pods(size: int, *more: str) -> list[Env]:
+    """What a launcher sets that does not say which ranks share a host, but a given address."""
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+    return [{**shared, **dict.fromkeys(("RANK", *more), str(rank))} for rank in range(size)]
+
+
+# How the ranks find each other, and how often in one process.
+MEETINGS: dict[str, tuple[Callable[[], list[Env]], int]] = {
+    "srun": (lambda: step(2), 1),
+    "srun, three ranks": (lambda: step(3), 1),
+    "srun, five times": (lambda: step(2), 5),
+    "an address, five times": (given, 5),
+    "pods of PyTorchJob": (lambda: pods(2), 2),
+    "processes of AzureML": (lambda: pods(3, "LOCAL_RANK"), 2),
+}
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_all_ranks_meet(name: str) -> None:
+    make, times = MEETINGS[name]
+    envs = make()
+    n = len(envs)
+    got = rendezvous_of(*envs, times=times)
+    value = f"{env_id(envs[0])}-{times - 1}"
+    assert [answer.get("read") for answer in got] == [[value] * n] * n, got
+    assert [answer.get("place") for answer in got] == [[rank, n, 0, 1] for rank in range(n)], got
+
+
+# Ports of srun
 
 
 def test_srun_when_a_stranger_has_the_first_port() -> None:
@@ -155,12 +191,6 @@ def test_srun_with_reserved_ports() -> None:
     assert [answer.get("read") for answer in got] == [[f"{job}-0"] * 2] * 2, got
 
 
-def test_srun_with_no_port_left() -> None:
-    with listening() as port:
-        (got,) = rendezvous_of(srun(0, 2, job_id(), SLURM_STEP_RESV_PORTS=str(port)))
-    assert "--resv-ports" in got["error"]
-
-
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_two_processes_of_one_rank(rank: int) -> None:
     job = job_id()
@@ -169,12 +199,6 @@ def test_two_processes_of_one_rank(rank: int) -> None:
     said = [a for a in got if a.get("error", "").startswith("LaunchError: two processes")]
     assert len(said) == 1, got
     assert said[0]["rank"] == rank
-
-
-@pytest.mark.parametrize("bad", ["x", "-", "1-x"])
-def test_reserved_ports_that_are_none(bad: str) -> None:
-    (got,) = rendezvous_of(srun(0, 2, job_id(), SLURM_STEP_RESV_PORTS=bad))
-    assert "LaunchError: SLURM_STEP_RESV_PORTS" in got["error"]
 
 
 # Somebody does not come
@@ -193,9 +217,7 @@ def test_a_missing_rank_is_named_under_srun(here: tuple[int, int]) -> None:
 
 
 def test_a_missing_rank_is_named_at_a_given_address() -> None:
-    with listening() as port:
-        pass  # free now
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     got = rendezvous_of(*(torch_like(rank, 3, **address) for rank in (0, 2)), timeout_s=4)
     assert "waiting for rank 1 (1 of 3 ranks missing)" in got[0]["error"], got
     assert all("WorldError" in answer["error"] for answer in got), got
@@ -216,13 +238,18 @@ print(f"{backend.world} ended after a restart: {mark.exists()}\\n", end="")
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("nodes", ["1", "2", pytest.param("1:2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "1",
+        pytest.param("2", marks=pytest.mark.exhaustive),
+        pytest.param("1:2", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_ranks_that_torchrun_starts_again(tmp_path: Path, nodes: str) -> None:
     """Its agents keep their store, and each counts its own restarts only."""
     script = tmp_path / "script.py"
     script.write_text(RESTARTED)
-    with listening() as port:
-        pass
     agent: list[str | Path] = [
         "torchrun",
         "--nnodes",
@@ -232,7 +259,7 @@ def test_ranks_that_torchrun_starts_again(tmp_path: Path, nodes: str) -> None:
         "--max-restarts",
         "3",
     ]
-    agent += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "test"]
+    agent += ["--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "test"]
     agent += ["--nproc-per-node", "2" if nodes == "1" else "1"]
     line = warm([*agent, script, tmp_path / "mark"])
     with contextlib.ExitStack() as stack:
@@ -243,26 +270,58 @@ def test_ranks_that_torchrun_starts_again(tmp_path: Path, nodes: str) -> None:
     assert output.count("ended after a restart: True") == 2, output
 
 
-# A given address
+# Addresses and ports that cannot be
 
 
-def given(port: object, host: str = "localhost") -> list[Env]:
-    address = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    return [torch_like(rank, 2, **address) for rank in range(2)]
+def error_of(env: Env, monkeypatch: pytest.MonkeyPatch) -> LaunchError:
+    """Open the store in this process, as the rank of this environment; return the error."""
+    clean = clean_env(env)
+    for name in {*os.environ} - {*clean}:
+        monkeypatch.delenv(name)
+    for name, value in clean.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError) as caught:
+        rendezvous.open_store(rendezvous.complete_world(detect(), 1), 1)
+    return caught.value
 
 
-def test_a_given_address_five_times_in_one_process() -> None:
+HOST_AND_PORT = [
+    ("no-such-host.invalid", 29500),
+    ("a" * 70 + ".invalid", 29500),
+    ("localhost", "http"),
+    ("localhost", 70000),
+    ("localhost", 0),
+]
+
+
+@pytest.mark.parametrize(("host", "port"), HOST_AND_PORT)
+def test_an_address_that_is_none(
+    host: str, port: object, message: Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero, one = (str(error_of(env, monkeypatch)) for env in given(port, host))
+    assert zero == one
+    message(zero.partition(" no host: ")[0])  # the rest is the system's
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"MASTER_ADDR": "localhost"},
+        {"MASTER_PORT": "1"},
+        *({"SLURM_STEP_RESV_PORTS": bad} for bad in ("x", "-", "1-x")),
+    ],
+    ids=str,
+)
+def test_variables_of_an_address_that_are_none(
+    more: Env, message: Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message(error_of(srun(0, 2, "1", **more), monkeypatch))
+
+
+def test_srun_with_no_port_left() -> None:
     with listening() as port:
-        pass
-    got = rendezvous_of(*given(port), times=5)
-    assert [answer.get("read") for answer in got] == [["x-4", "x-4"]] * 2, got
-
-
-def test_a_port_without_a_host_is_half_an_address() -> None:
-    (got,) = rendezvous_of({**srun(0, 2, job_id()), "MASTER_ADDR": "localhost"})
-    assert "MASTER_ADDR=localhost is set without MASTER_PORT" in got["error"]
-    (got,) = rendezvous_of({**srun(0, 2, job_id()), "MASTER_PORT": "1"})
-    assert "MASTER_PORT=1 is set without MASTER_ADDR" in got["error"]
+        (got,) = rendezvous_of(srun(0, 2, job_id(), SLURM_STEP_RESV_PORTS=str(port)))
+    assert "--resv-ports" in got["error"]
 
 
 def test_a_busy_port() -> None:
@@ -272,46 +331,12 @@ def test_a_busy_port() -> None:
     assert "does not answer as a store" in one["error"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    ("host", "port", "said"),
-    [
-        ("no-such-host.invalid", 29500, "MASTER_ADDR=no-such-host.invalid is the name of no host"),
-        ("a" * 70 + ".invalid", 29500, "is the name of no host"),
-        ("localhost", "http", "MASTER_PORT='http' is not a port"),
-        ("localhost", 70000, "MASTER_PORT='70000' is not a port"),
-        ("localhost", 0, "MASTER_PORT='0' is not a port"),
-    ],
-)
-def test_an_address_that_is_none(rank: int, host: str, port: object, said: str) -> None:
-    (got,) = rendezvous_of(given(port, host)[rank], timeout_s=4)
-    assert got["error"].startswith("LaunchError")
-    assert said in got["error"]
-
-
 # Launchers that do not say which ranks share a host
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("local_rank", [True, False])
-def test_ranks_of_a_cluster_find_who_shares_their_host(size: int, local_rank: bool) -> None:
-    """As PyTorchJob's pods (without LOCAL_RANK) and AzureML's processes are started."""
-    with listening() as port:
-        pass
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-    envs = [{"RANK": str(rank), **address} for rank in range(size)]
-    if local_rank:
-        envs = [{**env, "LOCAL_RANK": env["RANK"]} for env in envs]
-    got = rendezvous_of(*envs, times=2)
-    assert [answer.get("place") for answer in got] == [[r, size, 0, 1] for r in range(size)], got
-    assert [answer.get("read") for answer in got] == [["x-1"] * size] * size, got
-
-
 def test_a_rank_that_never_comes_is_named_before_the_hosts_are_known() -> None:
-    with listening() as port:
-        pass
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
-    got = rendezvous_of(*({"RANK": rank, **address} for rank in "02"), timeout_s=4)
+    zero, _, two = pods(3)
+    got = rendezvous_of(zero, two, timeout_s=4)
     assert all("waiting for rank 1 (1 of 3 ranks missing)" in a["error"] for a in got), got
 
 
@@ -363,25 +388,30 @@ def flux(rank: int, size: int, job: str, folder: Path, hosts: str) -> Env:
     }
 
 
-def test_a_flux_that_names_no_host(tmp_path: Path) -> None:
-    (got,) = rendezvous_of({**flux(1, 2, "f1", tmp_path, ""), "FLUX_JOB_ID": "f2"}, timeout_s=4)
-    assert "LaunchError: flux hostlist f2 does not name the job's first host" in got["error"]
+def test_a_flux_that_names_no_host(
+    tmp_path: Path, message: Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {**flux(1, 2, "f1", tmp_path, ""), "FLUX_JOB_ID": "f2"}
+    message(error_of(env, monkeypatch))
 
 
 TRAIN = "-m hvdtrain --task digits --epochs 1 --threads 1 --run-dir".split()
 
 
-def test_training_in_the_pods_of_a_cluster(tmp_path: Path) -> None:
-    """Threads, device and transport are chosen from the hosts that the ranks have found."""
-    with listening() as port:
-        pass
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+def run_in_pods(*command: str | Path) -> str:
+    """Run a command in two pods; return the output of both."""
+    line = warm([sys.executable, *command])
     with contextlib.ExitStack() as stack:
-        line = warm([sys.executable, *TRAIN, tmp_path / "run"])
-        ranks = [stack.enter_context(started(line, env={"RANK": rank, **shared})) for rank in "01"]
+        ranks = [stack.enter_context(started(line, env=env)) for env in pods(2)]
         codes = [process.wait(60) for process, _ in ranks]
         output = "".join(log.read_text() for _, log in ranks)
     assert codes == [0, 0], output
+    return output
+
+
+def test_training_in_the_pods_of_a_cluster(tmp_path: Path) -> None:
+    """Threads, device and transport are chosen from the hosts that the ranks have found."""
+    output = run_in_pods(*TRAIN, tmp_path / "run")
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (record["world"]["launcher"], record["world"]["local_size"]) == ("env://", 2)
     assert record["backend"]["name"] == "ddp"
@@ -400,15 +430,7 @@ with open_backend("ddp") as backend:
 
 def test_the_hosts_are_found_over_the_store_of_the_programs_own_group() -> None:
     """The address is then in use by torch's store."""
-    with listening() as port:
-        pass
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    with contextlib.ExitStack() as stack:
-        line = warm([sys.executable, "-c", OWN_GROUP])
-        ranks = [stack.enter_context(started(line, env={"RANK": rank, **shared})) for rank in "01"]
-        codes = [process.wait(60) for process, _ in ranks]
-        output = "".join(log.read_text() for _, log in ranks)
-    assert codes == [0, 0], output
+    output = run_in_pods("-c", OWN_GROUP)
     assert output.count("sum 2.0 2") == 2, output
 
 
@@ -438,9 +460,7 @@ def test_two_jobs_at_once(command: list[str], tmp_path: Path) -> None:
 
 
 def test_mpirun_with_a_given_address() -> None:
-    with listening() as port:
-        pass
-    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     finished = run(warm(["mpirun", "-np", "3", *PROCESS, "30", "v", "4"]), env=env)
     assert [a.get("read") for a in answers(finished.output)] == [["v3"] * 3] * 3, finished.output
 
@@ -522,49 +542,53 @@ def two_hosts() -> Iterator[tuple[str, str]]:
         yield names
 
 
-def test_two_hosts_under_srun(two_hosts: tuple[str, str]) -> None:
-    job = job_id()
+def rendezvous_on(*places: tuple[str, Env], timeout_s: float = 20, value: str) -> list[Answer]:
+    """Start one process on each of these hosts, which have these variables; return the answers."""
     with contextlib.ExitStack() as stack:
         running = []
-        for rank, host in enumerate(two_hosts):
-            env = srun(rank, 2, job, SLURM_STEP_NODELIST="10.77.0.1,10.77.0.2")
-            env |= {"SLURM_LOCALID": "0", "SLURM_NODEID": str(rank), "SLURM_STEP_NUM_NODES": "2"}
-            env |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-            command = warm(["ip", "netns", "exec", host, *PROCESS, "20", f"{job}-"])
-            running.append(stack.enter_context(started(command, env=env)))
+        for host, env in places:
+            line = warm(["ip", "netns", "exec", host, *PROCESS, str(timeout_s), value])
+            running.append(stack.enter_context(started(line, env=env)))
         for process, _ in running:
             process.wait(60)
-        got = answers("\n".join(log.read_text() for _, log in running))
-    assert [answer.get("read") for answer in got] == [[f"{job}-0"] * 2] * 2, got
+        return answers("\n".join(log.read_text() for _, log in running))
 
 
-def test_two_hosts_under_flux(two_hosts: tuple[str, str], tmp_path: Path) -> None:
+def step_on_two_hosts(rank: int, job: str, **more: str) -> Env:
+    """What srun sets for a step of one task on each of two hosts."""
+    hosts = {"SLURM_STEP_NODELIST": "10.77.0.1,10.77.0.2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    place = {"SLURM_LOCALID": "0", "SLURM_NODEID": str(rank), "SLURM_STEP_NUM_NODES": "2"}
+    return srun(rank, 2, job, **{**hosts, **place, **more})
+
+
+@pytest.mark.parametrize("launcher", ["srun", "flux"])
+def test_two_hosts(two_hosts: tuple[str, str], launcher: str, tmp_path: Path) -> None:
     job = job_id()
-    with contextlib.ExitStack() as stack:
-        running = []
-        for rank, host in enumerate(two_hosts):
-            env = flux(rank, 2, job, tmp_path, "10.77.0.[1-2]")
-            command = warm(["ip", "netns", "exec", host, *PROCESS, "20", f"{job}-"])
-            running.append(stack.enter_context(started(command, env=env)))
-        for process, _ in running:
-            process.wait(60)
-        got = answers("\n".join(log.read_text() for _, log in running))
+    if launcher == "srun":
+        envs = [step_on_two_hosts(rank, job) for rank in range(2)]
+    else:
+        envs = [flux(rank, 2, job, tmp_path, "10.77.0.[1-2]") for rank in range(2)]
+    got = rendezvous_on(*zip(two_hosts, envs, strict=True), value=f"{job}-")
     assert [answer.get("read") for answer in got] == [[f"{job}-0"] * 2] * 2, got
     assert [answer.get("place") for answer in got] == [[0, 1, 0, 2], [0, 1, 1, 2]], got
 
 
-def test_hosts_with_unequal_numbers_of_ranks_in_any_order(two_hosts: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("given", "local"),
+    [("0021", [0, 0, 2, 1]), pytest.param("", [0, 0, 1, 2], marks=pytest.mark.exhaustive)],
+    ids=["by the launcher", "by the rank"],
+)
+def test_hosts_with_unequal_numbers_of_ranks_in_any_order(
+    two_hosts: tuple[str, str], given: str, local: list[int]
+) -> None:
+    """With the local ranks that the launcher has given, if it has."""
     address = {"MASTER_ADDR": "10.77.0.2", "MASTER_PORT": "29571", "WORLD_SIZE": "4"}
-    with contextlib.ExitStack() as stack:
-        running = []
-        for rank, host in enumerate((1, 0, 1, 1)):
-            command = warm(["ip", "netns", "exec", two_hosts[host], *PROCESS, "20", "v"])
-            env = {"RANK": str(rank), **address}
-            running.append(stack.enter_context(started(command, env=env)))
-        for process, _ in running:
-            process.wait(60)
-        got = answers("\n".join(log.read_text() for _, log in running))
-    places = [[0, 3, 0, 2], [0, 1, 1, 2], [1, 3, 0, 2], [2, 3, 0, 2]]
+    hosts = [two_hosts[host] for host in (1, 0, 1, 1)]
+    envs = [{"RANK": str(rank), **address} for rank in range(4)]
+    for env, local_rank in zip(envs, given, strict=False):
+        env["LOCAL_RANK"] = local_rank
+    got = rendezvous_on(*zip(hosts, envs, strict=True), value="v")
+    places = [[local[0], 3, 0, 2], [local[1], 1, 1, 2], [local[2], 3, 0, 2], [local[3], 3, 0, 2]]
     assert [answer.get("place") for answer in got] == places, got
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,6 +15,7 @@ from tests.forkserver import warm
 from tests.launch.dying import STEPS
 from tests.launch.test_failure import EXHAUSTIVE
 from tests.launching import Finished, run, started, wait_for
+from tests.runs import records, run_json
 
 DYING = f"{Path(__file__).with_name('dying.py')}:Dying"
 HVDRUN = ["-m", "hvdtrain", "launch", "--max-restarts", "3"]
@@ -45,11 +44,6 @@ def only_run(folder: Path) -> Path:
     return path
 
 
-def about(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
-    return found
-
-
 def restarts(finished: Finished) -> list[str]:
     """Return what the ranks print of their restarts, without the paths."""
     found = re.findall(r"restart  (.*)", finished.output)
@@ -58,9 +52,9 @@ def restarts(finished: Finished) -> list[str]:
 
 def check_steps(run_dir: Path) -> None:
     """metrics.jsonl has each step once, and the evaluation of each epoch."""
-    records = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    trained = [record["step"] for record in records if "loss" in record]
-    evaluated = [record["step"] for record in records if "eval_loss" in record]
+    found = records(run_dir)
+    trained = [record["step"] for record in found if "loss" in record]
+    evaluated = [record["step"] for record in found if "eval_loss" in record]
     assert trained == [*range(1, 3 * STEPS + 1)]
     assert evaluated == [STEPS, 2 * STEPS, 3 * STEPS]
 
@@ -70,8 +64,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("undisturbed")
     assert run(line("torchrun", folder, ""), cwd=folder).code == 0
     check_steps(only_run(folder))
-    assert about(only_run(folder))["restarts"] == 0
-    return str(about(only_run(folder))["params_sha256"])
+    assert run_json(only_run(folder))["restarts"] == 0
+    return str(run_json(only_run(folder))["params_sha256"])
 
 
 def test_torchrun(undisturbed: str, tmp_path: Path) -> None:
@@ -84,7 +78,7 @@ def test_torchrun(undisturbed: str, tmp_path: Path) -> None:
         "3 of 3: continues from checkpoints/step-00000010 (rank 1: ArithmeticError: as told)",
     ]
     run_dir = only_run(tmp_path)
-    found = about(run_dir)
+    found = run_json(run_dir)
     assert (found["params_sha256"], found["restarts"]) == (undisturbed, 3)
     assert [each["outcome"] for each in found["attempts"]][1] == "killed"
     check_steps(run_dir)
@@ -110,7 +104,7 @@ def test_hosts_that_come(tmp_path: Path) -> None:
             for process, its_log in ((first, log), (second, other_log)):
                 assert process.wait(60) == 0, log.read_text() + other_log.read_text()
                 output += its_log.read_text()
-    found = about(only_run(tmp_path))
+    found = run_json(only_run(tmp_path))
     said = r"restart  after a change of the hosts: continues from \S+ \(SIGTERM at rank 0; saved "
     assert re.search(said, output), output
     assert (found["world"]["size"], found["restarts"]) == (2, 1)
@@ -135,7 +129,7 @@ def test_hvdrun(dies_early: bool, undisturbed: str, tmp_path: Path) -> None:
         f"restart {number} of 3: {cause}; all ranks start again"
         for number, cause in enumerate(causes, 1)
     ]
-    found = about(only_run(tmp_path))
+    found = run_json(only_run(tmp_path))
     assert (found["params_sha256"], found["restarts"]) == (undisturbed, 1)
     check_steps(only_run(tmp_path))
 
@@ -145,7 +139,7 @@ def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     """`--resume DIR` counts until the run has a checkpoint of its own."""
     first = run(line("torchrun", tmp_path, "", "--run-dir", tmp_path / "first"))
     assert first.code == 0, first.output
-    expected = about(tmp_path / "first")["params_sha256"]
+    expected = run_json(tmp_path / "first")["params_sha256"]
     before = tmp_path / "before"
     (tmp_path / "first" / "checkpoints" / "step-00000015").rename(before)
     more = ["--resume", before, "--run-dir", tmp_path / "second"]
@@ -157,7 +151,7 @@ def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
         f"2 of 3: {again} 0 had died)",
         "3 of 3: continues from checkpoints/step-00000020 (rank 1 had died)",
     ]
-    assert about(tmp_path / "second")["params_sha256"] == expected
+    assert run_json(tmp_path / "second")["params_sha256"] == expected
 
 
 def test_horovod_scripts_are_told(tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-# Two ranks of one backend, and three of another.
-KEPT = [("single", 1), ("ddp-torchrun", 2), ("compat-torchrun", 3)]
+from tests.methods.arms import KEPT
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

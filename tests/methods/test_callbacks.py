@@ -21,6 +21,7 @@ from hvdtrain.training.ema import EMA
 from tests.forkserver import warm
 from tests.launching import ROOT, run
 from tests.methods import data_runs
+from tests.methods.arms import KEPT
 from tests.parity import resume
 from tests.parity.resume import Stateful
 from tests.ranks import Ranks, single
@@ -28,7 +29,6 @@ from tests.runs import records, run_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RANKS = [("single", 1), *((f"{name}-torchrun", n) for name in ("ddp", "compat") for n in (2, 3))]
 EXAMPLES = ROOT / "examples" / "callbacks.py"
 OWN = tuple(f"{EXAMPLES}:{name}" for name in ("Plateaued", "Lowest", "Averaged"))
 
@@ -56,7 +56,7 @@ def same(one: Any, other: Any) -> bool:
 # Exact resume
 
 
-# At this rate the second evaluation is the best, and the next two are not, on any of RANKS.
+# At this rate the second evaluation is the best, and the next two are not, on any of KEPT.
 OPTIONS: dict[str, Any] = {
     "epochs": 5,
     "lr": 0.6,
@@ -68,7 +68,7 @@ OPTIONS: dict[str, Any] = {
 BUILT_IN: dict[str, Any] = {"early_stop": "loss:2", "keep_best": "loss", "ema": 0.9}
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", KEPT, indirect=True)
 @pytest.mark.parametrize("options", [{"callback": OWN}, BUILT_IN], ids=["own", "built in"])
 def test_callbacks_are_resumed_exactly(
     ranks: Ranks, options: dict[str, Any], tmp_path: Path
@@ -167,7 +167,7 @@ def recorded(backend: Backend, /, folder: Path) -> tuple[list[Any], list[Any]]:
     return recorder.calls, recorder.values
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", KEPT, indirect=True)
 def test_hooks_are_called_on_all_ranks_in_their_order(ranks: Ranks, tmp_path: Path) -> None:
     """Epochs of four steps; the run ends in the middle of the second."""
     found = ranks.run(recorded, tmp_path)

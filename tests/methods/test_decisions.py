@@ -17,15 +17,12 @@ from hvdtrain.errors import InputError
 from hvdtrain.training import checkpoint
 from hvdtrain.training.criterion import BestSoFar, Criterion, parse_criterion
 from hvdtrain.training.early_stop import EarlyStop
+from tests.methods.arms import WITH_HOROVOD
 from tests.ranks import Ranks, single
 from tests.runs import Stop, run_json, watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RANKS = [
-    ("single", 1),
-    *((name, n) for name in ("ddp-torchrun", "compat-torchrun", "horovod-mpi") for n in (2, 3)),
-]
 
 # Accuracy of each of five samples, at the evaluation after each epoch. The mean improves twice
 # (0.3, 0.5, then 0.4, 0.45, 0.44, 0.1). Samples go to ranks in turn, and each rank's own mean goes
@@ -99,7 +96,7 @@ def run(
     }
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
 def test_all_ranks_stop_at_the_same_evaluation(ranks: Ranks, tmp_path: Path) -> None:
     outcomes = ranks.run(run, tmp_path, keep_best="accuracy")
     # The second evaluation is the best; the third, fourth and fifth do not improve on it.
@@ -125,26 +122,7 @@ def test_all_ranks_stop_at_the_same_evaluation(ranks: Ranks, tmp_path: Path) -> 
     assert f"best     step 4, eval_accuracy 0.5000: {best}" in outcomes[0]["printed"]
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
-def test_a_killed_run_decides_the_same(ranks: Ranks, tmp_path: Path) -> None:
-    """Killed in the fourth epoch, after one evaluation that was no improvement."""
-    options: dict[str, Any] = {
-        "keep_best": "accuracy",
-        "schedule": "plateau",
-        "plateau": "accuracy:0",
-    }
-    whole = ranks.run(run, tmp_path / "whole", **options)
-    ranks.run(run, tmp_path / "parts", 7, **options)
-    rest = ranks.run(run, tmp_path / "parts", resume="must", **options)
-    assert [out["digest"] for out in rest] == [out["digest"] for out in whole]
-    assert [out["step"] for out in rest] == [10] * ranks.n
-    assert [out["rates"] for out in rest] == [out["rates"][6:] for out in whole]
-    best = tmp_path / "parts" / "checkpoints" / "step-00000004"
-    assert {out["best"] for out in rest} == {best}
-    assert checkpoint.problem(best) is None
-
-
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_plateau_has_the_rates_of_torch_in_one_process(
     ranks: Ranks, warmup: int, tmp_path: Path

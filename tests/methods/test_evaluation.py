@@ -19,13 +19,10 @@ from hvdtrain.errors import InputError
 from hvdtrain.training.data_loading import EvalBatches
 from hvdtrain.training.evaluation import Evaluation, Sum, is_metric_object
 from hvdtrain.world import World
+from tests.methods.arms import WITH_HOROVOD
 from tests.ranks import Ranks, single
 from tests.runs import records, run_json
 
-RANKS = [
-    ("single", 1),
-    *((name, n) for name in ("ddp-torchrun", "compat-torchrun", "horovod-mpi") for n in (2, 3)),
-]
 CLASSES = 4
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -66,7 +63,7 @@ def summed(backend: Backend, num: int, batch: int) -> dict[str, Any]:
     return evaluation.reduce(backend)
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
 @pytest.mark.parametrize(("num", "batch"), [(1, 2), (7, 2), (50, 4)])
 def test_sums_are_exact(ranks: Ranks, num: int, batch: int) -> None:
     scores, classes = samples(num)
@@ -134,7 +131,7 @@ def evaluated(backend: Backend, sizes: list[int], batch: int) -> list[dict[str, 
     return found
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
 def test_torchmetrics_finds_what_it_finds_in_one_process(ranks: Ranks) -> None:
     sizes = [50, 31, 40]
     everyone = ranks.run(evaluated, sizes, 4)
@@ -204,7 +201,7 @@ def of_the_protocol(backend: Backend) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
 def test_an_object_of_the_protocol(ranks: Ranks) -> None:
     for found in ranks.run(of_the_protocol):
         assert found["x_width"] == 6.0
@@ -332,7 +329,7 @@ def train(backend: Backend, folder: Path) -> dict[str, Any]:
     return {"metrics": result.metrics, "expected": expected}
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
 def test_a_run_with_every_kind(ranks: Ranks, tmp_path: Path) -> None:
     everyone = ranks.run(train, tmp_path)
     metrics, expected = everyone[0]["metrics"], everyone[0]["expected"]

@@ -17,16 +17,13 @@ from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.training import checkpoint, weights
 from hvdtrain.training.inference import Inference
 from hvdtrain.training.metrics import fingerprint
+from tests.methods.arms import WITH_HOROVOD
 from tests.methods.data_runs import Divided, Stream, samples
 from tests.ranks import Ranks
 from tests.runs import run_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RANKS = [
-    ("single", 1),
-    *((name, n) for name in ("ddp-torchrun", "compat-torchrun", "horovod-mpi") for n in (2, 3)),
-]
 CONFIG = TrainConfig(seed=5, epochs=5, batch_size=2, precision="fp64", threads=1, keep=99)
 
 
@@ -89,7 +86,7 @@ def predicted(backend: Backend, task: Task) -> Any:
         return f"{error.on_all_ranks} {error}"
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
 @pytest.mark.parametrize("data", ["by index", "stream", "divided"])
 def test_each_sample_is_predicted_once_and_in_order(ranks: Ranks, data: str) -> None:
     for num in (1, 12, 13):
@@ -99,7 +96,7 @@ def test_each_sample_is_predicted_once_and_in_order(ranks: Ranks, data: str) -> 
             assert others == [None] * (ranks.n - 1), "rank 0 alone has them"
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
 def test_predictions_do_not_depend_on_the_ranks(ranks: Ranks) -> None:
     inputs, _ = samples(13)
     torch.manual_seed(0)
@@ -116,7 +113,7 @@ def outputs(backend: Backend, task: Task) -> dict[str, Any]:
         return {"predicted": found, "alone": inference.model(inputs)}
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -147,7 +144,7 @@ def evaluated(backend: Backend, /, task: Task, path: Path, **changes: Any) -> di
     return {"metrics": inference.evaluate(), "digest": digest}
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
 def test_an_evaluation_repeats_the_last_one_of_the_run(ranks: Ranks, tmp_path: Path) -> None:
     trained = ranks.run(train, Indexed(13), tmp_path, checkpoint_every="2e")
     steps = 20 // (2 * ranks.n)
@@ -159,7 +156,7 @@ def test_an_evaluation_repeats_the_last_one_of_the_run(ranks: Ranks, tmp_path: P
     assert earlier[0] != trained[0]
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
 @pytest.mark.parametrize(
     "method",
     [{"sync_bn": True}, {"precision": "fp16", "opt_level": "O2"}],
@@ -171,7 +168,7 @@ def test_an_evaluation_of_a_method(ranks: Ranks, tmp_path: Path, method: dict[st
     assert ranks.run(evaluated, Indexed(13), tmp_path, **method) == trained
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
 def test_an_evaluation_of_an_average(ranks: Ranks, tmp_path: Path) -> None:
     trained = ranks.run(train, Indexed(13), tmp_path, ema=0.9)
     found = ranks.run(evaluated, Indexed(13), tmp_path, ema=0.9)
@@ -193,7 +190,7 @@ class Wider(Indexed):
         return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
 def test_a_task_that_has_changed(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(train, Indexed(5), tmp_path)
     for text in ranks.run(refused, Wider(5), tmp_path):
@@ -211,7 +208,7 @@ def started(backend: Backend, /, task: Task, path: Path, folder: Path, **changes
     return fingerprint(trainer.model.state_dict())
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
 def test_training_starts_from_weights(ranks: Ranks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained = ranks.run(train, Indexed(5), run)[0]["digest"]

@@ -18,7 +18,7 @@ from tests.parity.trained import Regression
 from tests.ranks import Ranks
 from tests.runs import snapshot
 
-LIVE = [("ddp-torchrun", 2), ("ddp-torchrun", 3), ("compat-torchrun", 3), ("horovod-mpi", 3)]
+LIVE = [("ddp-torchrun", 2), ("compat-torchrun", 3), ("horovod-mpi", 3)]
 CONFIG = TrainConfig(
     precision="fp64",
     batch_size=5,

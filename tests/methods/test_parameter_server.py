@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from hvdtrain import Backend, Trainer
 from hvdtrain.backends.base import BackendOptions
+from hvdtrain.backends.ps import ParameterServer
+from hvdtrain.backends.ps_messages import Messages, encode
 from hvdtrain.backends.server_optimizer import _Server, owners_of
 from hvdtrain.backends.single import Single
 from hvdtrain.errors import InputError
@@ -24,13 +28,18 @@ from hvdtrain.training import checkpoint
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.world import World
 from tests.forkserver import warm
+from tests.launch import dying
 from tests.launching import started_ranks
 from tests.methods.arms import options_of
 from tests.parity.resume import CONFIG, Stateful, train
 from tests.ranks import Ranks
 from tests.runs import records, run_json
 
-on_ranks = pytest.mark.parametrize("ranks", [("ps-torchrun", 2), ("ps-torchrun", 3)], indirect=True)
+on_ranks = pytest.mark.parametrize(
+    "ranks",
+    [("ps-torchrun", 2), pytest.param(("ps-torchrun", 3), marks=pytest.mark.exhaustive)],
+    indirect=True,
+)
 
 
 def digest(backend: Backend, /, folder: Path, **changes: Any) -> str:
@@ -39,6 +48,7 @@ def digest(backend: Backend, /, folder: Path, **changes: Any) -> str:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [("ps-torchrun", 1)], indirect=True)
 @pytest.mark.parametrize("changes", [{}, {"ps_async": True}, {"ps_servers": "all"}], ids=str)
 def test_one_worker_is_plain_training(
@@ -208,18 +218,13 @@ def test_two_asynchronous_models(ranks: Ranks) -> None:
 def test_a_rank_that_is_killed(victim: int, mode: list[str], tmp_path: Path) -> None:
     """Three ranks started by hand, as on three machines with an agent each."""
     command = warm([sys.executable, "-m", "hvdtrain", "--backend", "ps", *mode])
-    command += ["--run-dir", str(tmp_path / "run")]
-    command += ["--epochs", "6", "--checkpoint-every", "10", "--timeout", "30", "--log-every", "5"]
+    command += ["--task", f"{dying.__file__}:Dying", "--run-dir", str(tmp_path / "run")]
+    command += ["--set", f"folder={tmp_path}", "--set", f"deaths={victim}:12"]  # in its 12th step
+    command += "--epochs 2 --batch-size 4 --checkpoint-every 5 --timeout 30 --log-every 5".split()
     with started_ranks([command] * 3, LOCAL_WORLD_SIZE="3") as ranks:
-        logs = [log for _, log in ranks]
-        deadline = time.monotonic() + 60
-        while not checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints"):
-            assert time.monotonic() < deadline, logs[0].read_text()
-            time.sleep(0.02)
-        ranks[victim][0].send_signal(signal.SIGKILL)
         codes = [process.wait(60) for process, _ in ranks]
-        texts = [log.read_text() for log in logs]
-    assert codes[victim] == -signal.SIGKILL
+        texts = [log.read_text() for _, log in ranks]
+    assert codes[victim] == -signal.SIGKILL, texts
     kept = checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")
     assert checkpoint.problem(kept[-1]) is None
     about = run_json(tmp_path / "run")
@@ -232,3 +237,32 @@ def test_a_rank_that_is_killed(victim: int, mode: list[str], tmp_path: Path) -> 
     assert said in texts[0]
     assert about["outcome"] == "finished"
     assert about["backend"]["lost_ranks"] == {"1": "has ended: its connection is closed"}
+
+
+def test_a_mean_is_that_of_the_ranks_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = ParameterServer(World(0, 3, 0, 3), BackendOptions(device="cpu"))
+    monkeypatch.setattr(backend, "_collect", lambda value: [value, encode(torch.tensor([6.0]))])
+    assert backend.all_reduce(torch.tensor([2.0])).tolist() == [4.0]
+    assert backend.all_reduce(torch.tensor([2.0]), "sum").tolist() == [8.0]
+
+
+def test_a_collective_that_waits_for_the_lost_rank_alone_is_answered() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        make = [
+            pool.submit(Messages, World(rank, 3, rank, 3), store, ["127.0.0.1"], 60.0)
+            for rank in range(3)
+        ]
+        ranks = [made.result() for made in make]
+        try:
+            for messages in ranks:
+                messages.tolerates_loss = lambda rank: True
+            values = [pool.submit(ranks[rank].collect, b"%d" % rank) for rank in (0, 1)]
+            with ranks[0].changed:
+                waiting = ranks[0]._collecting
+                assert ranks[0].changed.wait_for(lambda: len(waiting.get(0, ())) == 2, 60)
+            ranks[2]._peers.close()
+            assert [value.result() for value in values] == [[b"0", b"1"]] * 2
+        finally:
+            for messages in ranks:
+                messages._peers.close()

@@ -23,12 +23,7 @@ from tests.parity.resume import CONFIG, Net, Stateful
 from tests.ranks import Ranks, single
 from tests.runs import run_json
 
-ARMS = [
-    ("ddp-torchrun", 2),
-    ("ddp-torchrun", 3),
-    ("compat-torchrun", 2),
-    pytest.param(("compat-torchrun", 3), marks=pytest.mark.exhaustive),
-]
+ARMS = [("ddp-torchrun", 2), ("compat-torchrun", 3)]
 
 
 class WideNet(Net):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.methods.arms import EVERYWHERE, TWO
+from tests.methods.arms import EVERYWHERE, LIVE, TWO
 from tests.methods.data_runs import Regression, Streamed, one_process, samples, train
 from tests.ranks import Ranks, single
 from tests.runs import records
@@ -57,7 +57,7 @@ def test_join_weights_by_samples(ranks: Ranks, tmp_path: Path) -> None:
     assert records(tmp_path / "run")[-1]["step"] == len(used)
 
 
-@SEVERAL
+@TWO
 @pytest.mark.parametrize("kind", ["stream", "divided", "by worker"])
 def test_loader_processes_change_nothing(ranks: Ranks, kind: str, tmp_path: Path) -> None:
     alone = ranks.run(train, Streamed(NUM, kind), tmp_path / "0", uneven="join")
@@ -77,14 +77,23 @@ def test_ranks_of_unequal_length_do_not_hang(ranks: Ranks, uneven: str, tmp_path
     assert len(used) == 50 if uneven != "drop" else len(flat(found)) == len(used) <= 50
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["stream", "stateful", "unequal"])
+def resumptions() -> list[Any]:
+    """Loader processes on three ranks are the same as on two."""
+    made = []
+    for arm in LIVE:
+        for kind in ("stream", "stateful", "unequal"):
+            made.append(pytest.param(arm, kind, 0))
+            if arm[1] < 3:
+                kept = (arm, kind) == (("ddp-torchrun", 2), "stateful")
+                mark = () if kept else pytest.mark.exhaustive
+                made.append(pytest.param(arm, kind, 2, marks=mark))
+    return made
+
+
+@pytest.mark.parametrize(("ranks", "kind", "workers"), resumptions(), indirect=["ranks"])
 def test_resuming_in_the_middle_of_an_epoch(
     ranks: Ranks, kind: str, workers: int, tmp_path: Path
 ) -> None:
-    if workers and (ranks.n == 3 or ranks.arm.backend == "horovod"):
-        pytest.skip("the same as at two ranks, and without MPI")
     changes: dict[str, Any] = {"uneven": "join", "workers": workers}
     whole = ranks.run(train, Streamed(NUM, kind), tmp_path / "whole", **changes)
     stop = len(whole[0]["seen"]) - 1

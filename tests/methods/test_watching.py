@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,14 +24,13 @@ from hvdtrain.training.step_profiler import clock_offset
 from hvdtrain.transports import work_queue
 from tests.forkserver import warm
 from tests.launching import ROOT, run
+from tests.methods.arms import KEPT
 from tests.parity import resume
 from tests.parity.resume import Stateful
 from tests.ranks import Ranks, single
 from tests.runs import records, snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-RANKS = [("single", 1), ("ddp-torchrun", 2), ("compat-torchrun", 3)]
 
 
 def fit(backend: Backend, /, folder: Path, task: Any = None, **changes: Any) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", KEPT, indirect=True)
 def test_tensorboard_has_what_metrics_jsonl_has(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     ranks.run(fit, tmp_path, tensorboard=True, epochs=2)
@@ -139,7 +139,7 @@ def expected(found: list[dict[str, Any]], epoch: int = 1) -> tuple[int, int, int
 TWO: dict[str, Any] = {"accumulate": 2, "log_every": 4, "checkpoint_every": 0, "epochs": 3}
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", KEPT, indirect=True)
 @pytest.mark.parametrize(("kind", "parameter"), [("loss", "head.bias"), ("grad", "body.0.bias")])
 def test_a_bad_step_is_left_out_on_all_ranks(
     ranks: Ranks, kind: str, parameter: str, tmp_path: Path
@@ -173,7 +173,7 @@ def weights_after(backend: Backend, /, folder: Path, **changes: Any) -> list[Any
     return [(step, seen[step - 2], seen[step - 1]) for step in steps if step > 1]
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", KEPT, indirect=True)
 def test_a_step_that_is_left_out_changes_neither_weights_nor_buffers(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -184,7 +184,7 @@ def test_a_step_that_is_left_out_changes_neither_weights_nor_buffers(
             assert any("running_mean" in name for name in before)
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", KEPT, indirect=True)
 def test_stop_names_rank_step_and_micro_batch(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run(fit_poisoned, tmp_path, "loss", **TWO)
     rank, step, micro = expected(found)
@@ -196,7 +196,7 @@ def test_stop_names_rank_step_and_micro_batch(ranks: Ranks, tmp_path: Path) -> N
     assert found[0]["recorded"]["on_all_ranks"]
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", KEPT, indirect=True)
 @pytest.mark.parametrize(
     ("kind", "changes", "named"),
     [
@@ -224,7 +224,7 @@ def test_stop_names_the_parameter(
             assert "nan in steps 1 to 4, first in step 3 on rank 0, micro-batch 1, in the" in text
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", KEPT, indirect=True)
 def test_a_spike_is_left_out_or_stops(ranks: Ranks, tmp_path: Path) -> None:
     options: dict[str, Any] = {**TWO, "epochs": 5, "spike": 20.0}
     found = ranks.run(fit_poisoned, tmp_path / "skip", "spike", on_nonfinite="skip", **options)
@@ -271,7 +271,7 @@ def fit_alike(backend: Backend, /, folder: Path, task: Alike, **changes: Any) ->
     return ""
 
 
-MANY = [*RANKS, ("ddp-torchrun", 3)]
+MANY = [*KEPT, ("ddp-torchrun", 3)]
 
 
 @pytest.mark.parametrize("ranks", MANY, indirect=True)
@@ -445,7 +445,7 @@ def gradients_of(backend: Backend, /, folder: Path, **changes: Any) -> list[dict
     return [line for line in seen if line["step"] % 3 == 0]
 
 
-LOGGED = [*RANKS, ("ps-torchrun", 2), ("horovod-gloo", 2)]
+LOGGED = [*KEPT, ("ps-torchrun", 2), ("horovod-gloo", 2)]
 
 
 @pytest.mark.parametrize("ranks", LOGGED, indirect=True)
@@ -486,7 +486,7 @@ class Unweighted(Alike):
         return loss * weight / weight, weight
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", KEPT, indirect=True)
 def test_a_micro_batch_of_weight_0_has_no_gradient(ranks: Ranks, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"on_nonfinite": "skip", "log_gradients": 1, "max_steps": 2}
     ranks.run(fit_alike, tmp_path, Unweighted(), **changes)
@@ -553,7 +553,7 @@ def fit_tracked(backend: Backend, /, folder: Path, name: str) -> None:
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", KEPT, indirect=True)
 @pytest.mark.parametrize(("name", "module"), [("wandb", WANDB), ("mlflow", MLFLOW)])
 def test_a_tracker_gets_what_is_logged(
     ranks: Ranks, name: str, module: str, tmp_path: Path
@@ -602,7 +602,7 @@ def fit_and_print(backend: Backend, /, folder: Path) -> None:
     assert outputs() == before
 
 
-@pytest.mark.parametrize("ranks", RANKS, indirect=True)
+@pytest.mark.parametrize("ranks", KEPT, indirect=True)
 def test_each_rank_has_a_log(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(fit_and_print, tmp_path)
     logs = tmp_path / "second" / "logs"
@@ -617,6 +617,23 @@ def test_each_rank_has_a_log(ranks: Ranks, tmp_path: Path) -> None:
         for text in ("not by Python's print", "and no end", "by a child"):
             assert lines.count(head + text) == 1
         assert lines[-1] == f"{head}the run has ended after step 2"
+
+
+def test_a_log_of_a_process_with_many_open_files(tmp_path: Path) -> None:
+    """Descriptors above 1023 are more than select() takes."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[0] < 2048:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
+    opened: list[int] = []
+    try:
+        while not opened or opened[-1] < 1100:
+            opened.append(os.dup(0))
+        fit(single(), tmp_path, rank_logs=True, max_steps=1)
+    finally:
+        for fd in opened:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "step 1" in (tmp_path / "logs" / "rank0.log").read_text()
 
 
 LAST_WORDS = {

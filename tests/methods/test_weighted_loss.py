@@ -120,7 +120,7 @@ def test_it_is_one_process_on_all_tokens(ranks: Ranks, accumulate: int, tmp_path
         assert (plain[0]["weights"] - wanted).abs().max() > 1e-4, "weights change nothing here"
 
 
-@pytest.mark.parametrize("ranks", [*LIVE, ("horovod-gloo", 2)], indirect=True)
+@pytest.mark.parametrize("ranks", [*LIVE, ("horovod-mpi", 2)], indirect=True)
 @pytest.mark.parametrize("kind", [Tokens, MaskedMean])
 @pytest.mark.parametrize("changes", [{"batch_size": 1}, {"uneven": "join"}], ids=str)
 def test_ranks_without_a_token(

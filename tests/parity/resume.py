@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 from hvdtrain import Backend, Task, TrainConfig, Trainer
 from hvdtrain.errors import Preempted
 from hvdtrain.training.commits import Commits
+from tests.launching import wait_until
 from tests.runs import Stop, watch
 
 
@@ -154,14 +154,6 @@ CASES: dict[str, dict[str, Any]] = {
 """What a copy of a run's state must contain: options of CONFIG, by name."""
 
 
-def wait_for(ready: Callable[[], object], limit_s: float = 20) -> None:
-    """Wait until `ready` returns something true."""
-    deadline = time.monotonic() + limit_s
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def train(
     backend: Backend,
     /,
@@ -194,7 +186,7 @@ def train(
         if signals is not None and step == signals.get(backend.world.rank):
             signal.raise_signal(signal.SIGUSR1)
             if signal.SIGUSR1 in config.signal_numbers():  # else the run might be over before
-                wait_for(lambda: trainer._preemption.cause)
+                wait_until(lambda: trainer._preemption.cause, "the signal")
 
     watch(trainer, advance)
     try:

@@ -26,8 +26,8 @@ from hvdtrain.training.background import BackgroundCall
 from hvdtrain.training.snapshot import Snapshot
 from tests.conftest import TWO_RANKS
 from tests.forkserver import warm
-from tests.launching import run, started
-from tests.parity.resume import CASES, CONFIG, Stateful, train, wait_for
+from tests.launching import run, started, wait_until
+from tests.parity.resume import CASES, CONFIG, Stateful, train
 from tests.ranks import Ranks, single
 from tests.runs import run_json
 
@@ -44,7 +44,7 @@ def held(until: Callable[[int], object]) -> Iterator[None]:
 
     def finish(writer: checkpoint.Writer, about: Mapping[str, Any]) -> Path:
         if threading.current_thread() is not threading.main_thread():
-            wait_for(lambda: until(writer.step))
+            wait_until(lambda: until(writer.step), f"what the save of step {writer.step} needs")
         return real(writer, about)
 
     with mock.patch.object(checkpoint.Writer, "finish", finish):
@@ -188,7 +188,8 @@ class Patient(Follow):
     def on_step_end(self, trainer: Trainer) -> None:
         super().on_step_end(trainer)
         if trainer.progress.step == 8 and trainer._run_dir is not None:
-            wait_for(lambda: not trainer._run_dir.background.is_running())  # type: ignore[union-attr]
+            background = trainer._run_dir.background
+            wait_until(lambda: not background.is_running(), "the save")
 
 
 def test_one_at_a_time_and_callbacks_follow(tmp_path: Path) -> None:
@@ -289,7 +290,7 @@ def test_a_disk_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         finally:
             released.set()
         path = tmp_path / "checkpoints" / "step-00000005"
-        wait_for(lambda: checkpoint.problem(path) is None)
+        wait_until(lambda: checkpoint.problem(path) is None, "a valid checkpoint")
 
 
 # A crash
@@ -389,7 +390,7 @@ def test_a_second_run_in_the_directory_changes_nothing(tmp_path: Path) -> None:
     """The first is writing a checkpoint, whose parts the second must not take for leftovers."""
     command = stuck(tmp_path, "--checkpoint-async", "--grace", "0.2s")
     with started(command, cwd=tmp_path, env={"STUCK": "wait"}):
-        wait_for((tmp_path / "stuck").exists)
+        wait_until((tmp_path / "stuck").exists, "the first run to write")
         before = sorted(tmp_path.rglob("*"))
         assert any(path.name.startswith(".staging") for path in before)
         again = [sys.executable, "-m", "hvdtrain", *STEPS_OF, "--run-dir", "run"]

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from hvdtrain import files
 from hvdtrain.errors import InputError
 from hvdtrain.training.run_dir import RunDirectory, make_default
 
@@ -425,3 +426,16 @@ def test_runs_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k
         Path("runs").symlink_to("/not/mounted")
     with pytest.raises(InputError, match="cannot write the run directory runs"):
         make_default("digits", "ddp")
+
+
+def test_a_file_is_on_the_disk_before_it_replaces_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, synced = tmp_path / "run.json", list[tuple[int, bool]]()
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.append((os.fstat(fd).st_size, file.exists()))
+    )
+    files.write_atomically(file, "whole")
+    assert synced == [(len("whole"), False)]
+    files.write_atomically(file, "later", sync=False)
+    assert len(synced) == 1

@@ -370,7 +370,13 @@ def ends_at_call(n: int, action: Callable[[], object], disk: UnsyncedDisk) -> bo
 
 
 @pytest.mark.parametrize("scenario", KEPT_SCENARIOS)
-@pytest.mark.parametrize("loses_renames", [False, True], ids=["files", "files and renames"])
+@pytest.mark.parametrize(
+    "loses_renames",
+    [
+        pytest.param(False, id="files", marks=pytest.mark.exhaustive),
+        pytest.param(True, id="renames"),
+    ],
+)
 def test_a_power_failure_at_any_call(
     root: Path, scenario: str, loses_renames: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

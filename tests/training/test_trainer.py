@@ -25,10 +25,11 @@ from hvdtrain.errors import InputError, Preempted
 from hvdtrain.training import checkpoint, meter, weights
 from hvdtrain.training.console import LineConsole
 from hvdtrain.training.meter import Meter
+from tests.launching import wait_until
 from tests.methods import data_runs
 from tests.methods.test_callbacks import Dies, fit
 from tests.methods.test_watching import scalars
-from tests.parity.resume import Stateful, wait_for
+from tests.parity.resume import Stateful
 from tests.ranks import Ranks, single
 from tests.runs import records, run_json
 
@@ -256,7 +257,7 @@ class Signals(Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.progress.step == self.step:
             signal.raise_signal(signal.SIGUSR1)
-            wait_for(lambda: trainer._preemption.cause)
+            wait_until(lambda: trainer._preemption.cause, "the signal")
 
 
 def test_a_request_does_not_replace_that_of_a_preemption(tmp_path: Path) -> None:

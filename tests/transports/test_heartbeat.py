@@ -99,7 +99,7 @@ def test_a_rank_without_descriptors_copies(left: int, moves: bool) -> None:
     t = torch.zeros(MOVE_BYTES, dtype=torch.uint8)
     buffers.prepare(t)
     used = [int(name) for name in os.listdir("/proc/self/fd")]
-    taken = []
+    taken = list[int]()
     with descriptors(max(used) + 64):
         try:
             with suppress(OSError):  # until there are too many
@@ -115,8 +115,20 @@ def test_a_rank_without_descriptors_copies(left: int, moves: bool) -> None:
     buffers.close()
 
 
-def test_ranks_look_for_room_and_take_it_in_turn(tmp_path: Path) -> None:
+def test_ranks_look_for_room_and_take_it_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All found the same room free; torch below 2.10 then writes beyond it, which is SIGBUS."""
+    is_refused, lock = threading.Event(), fcntl.flock
+
+    def flock(fd: int, operation: int) -> None:
+        try:
+            lock(fd, operation)
+        except BlockingIOError:
+            is_refused.set()
+            raise
+
+    monkeypatch.setattr(fcntl, "flock", flock)
     buffers = SharedBuffers(str(tmp_path))
     t = torch.zeros(MOVE_BYTES, dtype=torch.uint8)
     buffers.prepare(t)
@@ -124,7 +136,7 @@ def test_ranks_look_for_room_and_take_it_in_turn(tmp_path: Path) -> None:
     fcntl.flock(other, fcntl.LOCK_EX)
     thread = threading.Thread(target=buffers.prepare, args=(t,))
     thread.start()
-    thread.join(0.3)
+    assert is_refused.wait(60), "it did not ask for its turn"
     assert buffers.find(t) is None
     os.close(other)
     thread.join()

@@ -13,7 +13,7 @@ from tests.transports.collectives.table import Dist, case, refused, same, usable
 WRONG_SUMS = "it gives wrong sums, or SIGABRT"
 
 
-@case(unlike_gloo=WRONG_SUMS)
+@case(unlike_gloo=WRONG_SUMS, everywhere=True)
 def different_collectives(dist: Dist) -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
     others: dict[str, Callable[[], object]] = {
@@ -72,7 +72,7 @@ def calls_with_long_texts(dist: Dist) -> None:
     usable(dist)
 
 
-@case(unlike_gloo=WRONG_SUMS)
+@case(unlike_gloo=WRONG_SUMS, everywhere=True)
 def a_small_and_a_large_tensor(dist: Dist) -> None:
     """Transports handle them in different ways; the comparison must be the same."""
     rank = dist.get_rank()

@@ -87,6 +87,24 @@ def a_group_numbers_its_ranks_itself(dist: Dist) -> None:
     dist.destroy_process_group(pair)
 
 
+@case(sizes=(3,), everywhere=True)
+def groups_in_an_order_of_their_own(dist: Dist) -> None:
+    rank = dist.get_rank()
+    for members in ([0, 2], [1, 2], [2, 1, 0], [1]):
+        group = dist.new_group(members, sort_ranks=False)
+        if rank not in members:
+            continue
+        assert dist.get_rank(group) == members.index(rank)
+        t = torch.full((3000,), float(10**rank))
+        dist.all_reduce(t, group=group)
+        same(t, torch.full((3000,), float(sum(10**r for r in members))))
+        t.fill_(rank)
+        dist.broadcast(t, members[-1], group=group)
+        same(t, torch.full((3000,), float(members[-1])))
+        dist.destroy_process_group(group)
+    dist.barrier()
+
+
 @case()
 def groups_of_the_same_ranks_at_once(dist: Dist) -> None:
     rank, n = dist.get_rank(), dist.get_world_size()

@@ -10,7 +10,7 @@ import torch
 from tests.transports.collectives.table import ALL, SIZES, Dist, case, close, computed, same, values
 
 
-@case()
+@case(everywhere=True)
 def broadcast(dist: Dist) -> None:
     for root in range(dist.get_world_size()):
         for count in SIZES:
@@ -213,6 +213,29 @@ def reduce(dist: Dist) -> None:
                 dist.reduce(t, root, getattr(dist.ReduceOp, op))
                 if rank == root:
                     same(t, computed(dist, op, count, torch.float32))
+
+
+@case(everywhere=True)
+def moves_around_the_borders_of_paths(dist: Dist) -> None:
+    """Those of mpi4py: what a message's slot holds, and what is sent whole to all."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for count in (1, 508, 509, 16_384, 16_385):
+        for root in range(n):
+            t = values(rank, count, torch.int32)
+            dist.broadcast(t, root)
+            same(t, values(root, count, torch.int32))
+        parts = [torch.zeros(count, dtype=torch.int32) for _ in range(n)]
+        dist.all_gather(parts, values(rank, count, torch.int32))
+        for r, part in enumerate(parts):
+            same(part, values(r, count, torch.int32))
+        whole, out = values(rank, n * count), torch.zeros(n * count)
+        dist.all_to_all_single(out, whole)
+        for r in range(n):
+            same(out[r * count :][:count], values(r, n * count)[rank * count :][:count])
+        for dtype in (torch.float16, torch.int32):
+            share = torch.zeros(count, dtype=dtype)
+            dist.reduce_scatter(share, [*torch.split(whole.to(dtype), count)])
+            same(share, computed(dist, "SUM", n * count, dtype)[rank * count :][:count])
 
 
 @case()

@@ -97,18 +97,24 @@ def all_reduce_of_every_size_again_and_again(dist: Dist) -> None:
             same(t, sum((values(r + turn, count) for r in range(n)), torch.zeros(count)))
 
 
-@case()
+@case(everywhere=True)
 def all_reduce_around_the_borders_of_paths(dist: Dist) -> None:
-    for num_bytes in (64 << 10, (2 << 20) // dist.get_world_size(), 1 << 20, 4 << 20):
-        for count in (num_bytes // 4 - 1, num_bytes // 4, num_bytes // 4 + 1):
-            t = torch.empty(count)
-            for _ in range(3):
-                t.copy_(values(dist.get_rank(), count))
-                dist.all_reduce(t)
-                same(t, computed(dist, "SUM", count, torch.float32))
+    rank, n = dist.get_rank(), dist.get_world_size()
+    # What a message's slot holds over MPI, and what is sent whole to all; then the paths of `shm`.
+    every = [(size, torch.bfloat16, ("SUM", "MAX", "AVG")) for size in (2032, 64 << 10)]
+    every += [(size, torch.float32, ("SUM", "MAX", "AVG")) for size in (2032, 64 << 10)]
+    every += [(size, torch.float32, ("SUM",) * 3) for size in ((2 << 20) // n, 1 << 20, 4 << 20)]
+    for num_bytes, dtype, ops in every:
+        border = num_bytes // dtype.itemsize
+        for count in (border - 1, border, border + 1):
+            t = torch.empty(count, dtype=dtype)
+            for op in ops:
+                t.copy_(values(rank, count))
+                dist.all_reduce(t, getattr(dist.ReduceOp, op))
+                close(t, computed(dist, op, count, dtype))
 
 
-@case(unlike_gloo="it adds up half by half")
+@case(unlike_gloo="it adds up half by half", everywhere=True)
 def halves_are_added_up_in_float32(dist: Dist) -> None:
     """1 + 2^-11 + 2^-11 is 1 in steps of float16, and 1 + 2^-10 rightly."""
     n = dist.get_world_size()
