@@ -12,7 +12,6 @@ JSON, in the folder. The files there are the events:
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -21,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -239,9 +238,8 @@ class HvdJob(Job):
     def close(self) -> None:
         hvd.shutdown()
 
-    @contextlib.contextmanager
-    def _ready_when_sent(self) -> Iterator[None]:
-        """Mark this rank as ready once its engine has sent its request to rank 0."""
+    def _in(self, operation: Callable[[], object]) -> Answer:
+        """The others are ready once their engines have sent the request to rank 0."""
         control = basics.engine.control
         send = control.send
 
@@ -250,12 +248,9 @@ class HvdJob(Job):
             if header[0] in ("op", "hit", "join"):
                 self.mark("ready")
 
-        control.send = send_and_mark  # type: ignore[method-assign]
-        yield
-
-    def _in(self, operation: Callable[[], object]) -> Answer:
-        with self._ready_when_sent() if not self.is_victim else contextlib.nullcontext():
-            return self.waiting(operation)
+        if not self.is_victim:
+            control.send = send_and_mark  # type: ignore[method-assign]
+        return self.waiting(operation)
 
     def in_a_blocking_operation(self) -> Answer:
         return self._in(lambda: hvd.allreduce(torch.ones(3), name="alpha"))

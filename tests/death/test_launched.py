@@ -113,7 +113,7 @@ CHOSEN = [
     Row("torchrun", LOST, "stop", victim=0, backend="compat", always=True),
     Row("torchrun", LOST, "stop", transport="shm", own_loop=True),
     Row("mpirun", BUG, "raise", victim=2, n=3, backend="horovod", own_loop=True, always=True),
-    Row("mpirun", INPUT, "refuse", where="model", backend="compat"),
+    Row("mpirun", INPUT, "refuse", backend="compat"),
     Row("mpirun", NAN, "exit", where="model", victim=0, backend="horovod"),
     Row("mpirun", NAN, "_exit", victim=0, own_loop=True),
     Row("mpirun", LOST, "stop", backend="compat", transport="mpi", own_loop=True),
@@ -125,7 +125,7 @@ CHOSEN = [
     Row("hvdrun", BUG, "raise", where="model", victim=-1, backend="compat"),
     Row("hvdrun", NAN, "diverge", victim=-1, options="--log-every 1", always=True),
     Row("hvdrun", KILLED, "kill", always=True),
-    Row("srun", BUG, "raise", backend="compat", victim=0, own_loop=True),
+    Row("srun", BUG, "raise", backend="compat", victim=0),
 ]
 DEFAULTS = {
     DONE: Row("", DONE, "train", victim=-1, options="--max-steps 2"),
