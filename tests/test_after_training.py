@@ -90,6 +90,7 @@ def record(line: Lines) -> dict[str, Any]:
 # Evaluate
 
 
+@pytest.mark.exhaustive
 def test_evaluate_finds_the_last_metrics(line: Lines) -> None:
     expected = record(line)["metrics"]["loss"]
     for source in (["run"], ["model.pt", "--task", "my.py:Mine", "--set", "width=4"]):
@@ -104,7 +105,7 @@ def test_evaluate_finds_the_last_metrics(line: Lines) -> None:
     ("launcher", "backend"),
     [
         (TORCHRUN, "ddp"),
-        (MPIRUN, "horovod"),
+        pytest.param(MPIRUN, "horovod", marks=pytest.mark.exhaustive),
         pytest.param(MPIRUN, "compat", marks=pytest.mark.exhaustive),
     ],
 )

@@ -260,6 +260,7 @@ def test_too_many_threads(doctor: Doctor) -> None:
     assert found.fix.startswith("export OMP_NUM_THREADS=")
 
 
+@pytest.mark.exhaustive
 def test_what_killed_jobs_leave(doctor: Doctor) -> None:
     """Old files of jobs that no process maps or names are found and removed, others are not."""
     folder = doctor.folder

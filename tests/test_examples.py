@@ -69,6 +69,7 @@ def test_data_task_trains(tmp_path: Path, task: str) -> None:
     assert [epoch["samples_by_rank"] for epoch in seen] == [[501, 500]] * 2
 
 
+@pytest.mark.exhaustive
 def test_callbacks_stop_the_digits(tmp_path: Path) -> None:
     names = ("Plateaued", "Lowest", "Averaged")
     own = [part for name in names for part in ("--callback", f"examples/callbacks.py:{name}")]
@@ -82,6 +83,7 @@ def test_callbacks_stop_the_digits(tmp_path: Path) -> None:
     assert last == best + 44
 
 
+@pytest.mark.exhaustive
 def test_digits_drives_the_trainer(tmp_path: Path) -> None:
     # It writes its run directory into the working folder.
     command = warm([*TORCHRUN, EXAMPLES / "digits.py"])
@@ -142,6 +144,7 @@ class MNIST:
 """
 
 
+@pytest.mark.exhaustive
 def test_mnist_trains_and_one_rank_alone_downloads(tmp_path: Path) -> None:
     env = fake_torchvision(tmp_path, "")
     (tmp_path / "torchvision" / "datasets.py").write_text(FAKE_MNIST)

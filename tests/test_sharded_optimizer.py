@@ -498,6 +498,7 @@ def test_a_copy_is_a_plain_optimizer() -> None:
     assert Threads(2).run(rank) == [None, None]
 
 
+@pytest.mark.exhaustive
 def test_descriptors_and_memory_are_given_back() -> None:
     import gc
     import os

@@ -119,6 +119,7 @@ def test_the_evaluation_data_are_an_eighth_more(name: str) -> None:
     assert (len(training), len(evaluation)) == (512, 64)
 
 
+@pytest.mark.exhaustive
 def test_the_digits_are_those_of_scikit_learn() -> None:
     """The digits equal scikit-learn's, which the task itself does not import: it takes seconds."""
     training, evaluation = Digits().datasets()

@@ -662,7 +662,7 @@ def check_captured(found: list[World], n: int, launcher: str) -> None:
 
 
 # Those that set what another launcher sets run in `make test-rest`.
-SET_BY_ANOTHER = ("torch.distributed.launch", "horovodrun --mpi")
+SET_BY_ANOTHER = ("torch.distributed.launch", "horovodrun --mpi", "horovodrun --gloo")
 
 
 @pytest.mark.parametrize(
@@ -685,6 +685,7 @@ def test_horovodrun_as_it_comes(tmp_path: Path) -> None:
     check_captured(found, 2, found[0].launcher)
 
 
+@pytest.mark.exhaustive
 def test_torchrun_by_mpirun(tmp_path: Path) -> None:
     command = "mpirun -np 1 torchrun --standalone --nproc-per-node 2"
     check_captured(captured(command, 2, tmp_path), 2, "torchrun")

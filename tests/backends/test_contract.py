@@ -60,10 +60,6 @@ def test_gradients_are_means(ranks: Ranks, micro_batches: int) -> None:
     ranks.run(contract.gradients_are_means, micro_batches)
 
 
-def test_compiled_nets_train_the_same(ranks: Ranks) -> None:
-    ranks.run(contract.compiled_nets)
-
-
 def test_tensor_hooks_run_once(ranks: Ranks) -> None:
     ranks.run(contract.tensor_hooks_run_once)
 

@@ -209,6 +209,7 @@ def test_unequal_and_failing_arms_say_why_and_the_others_go_on(
     assert len(found["blocks"]) == 6
 
 
+@pytest.mark.exhaustive
 def test_a_baseline_that_is_lost_ends_it(tmp_path: Path) -> None:
     arms = "tests.compare.failing:Raises/gloo,ddp/gloo"
     line = ["--arms", arms, "--budget", "1h", "--proof-steps", "4"]

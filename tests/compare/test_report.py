@@ -477,6 +477,7 @@ def invoke(*arguments: object) -> None:
     command.main([str(part) for part in arguments], standalone_mode=False)
 
 
+@pytest.mark.exhaustive
 def test_the_command_draws_again_and_prints_the_tables(written: Path) -> None:
     (written / "report.html").unlink()
     finished = run([sys.executable, "-m", "hvdtrain", "report", written], timeout=60)

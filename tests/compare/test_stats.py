@@ -104,6 +104,7 @@ def _samples(rng: np.random.Generator, count: int, blocks: int, factor: float = 
 
 
 @pytest.mark.parametrize("blocks", [6, 7, 10, 15, 40])
+@pytest.mark.exhaustive
 def test_the_interval_holds_the_truth_in_95_percent(
     blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +134,7 @@ def _verdicts(rng: np.random.Generator, factor: float, count: int) -> list[str]:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.exhaustive
 def test_how_often_the_whole_decision_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "RESAMPLES", 999)
     rng = np.random.default_rng(2)

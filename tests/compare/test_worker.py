@@ -76,6 +76,7 @@ def worker(task: str, *settings: str) -> Iterator[ArmProcess]:
             made.end()
 
 
+@pytest.mark.exhaustive
 def test_every_step_counts_whatever_it_was_for() -> None:
     with worker("digits", "width=4") as rank:
         found = [rank.call("fingerprint")[0]]
@@ -208,8 +209,8 @@ time.sleep(60)
     ("launcher", "how", "said"),
     [
         ("torchrun", "signal", "code -9"),
-        ("mpirun", "code", "code 9"),
-        ("horovodrun", "code", "code 9"),
+        pytest.param("mpirun", "code", "code 9", marks=pytest.mark.exhaustive),
+        pytest.param("horovodrun", "code", "code 9", marks=pytest.mark.exhaustive),
         pytest.param("torchrun", "code", "code 9", marks=pytest.mark.exhaustive),
         pytest.param("mpirun", "signal", "signal 9", marks=pytest.mark.exhaustive),
     ],
@@ -295,6 +296,7 @@ class LargeStart(MLP):
 
 
 @resets_peak
+@pytest.mark.exhaustive
 def test_peak_memory_is_not_that_of_the_start(tmp_path: Path) -> None:
     """Of 384 MiB, far more than what luck adds to the steps."""
     task = tmp_path / "large_start.py"
@@ -352,7 +354,10 @@ KINDS = ["contiguous", "transposed", "channels last"]
 
 
 @resets_peak
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [k if k == "transposed" else pytest.param(k, marks=pytest.mark.exhaustive) for k in KINDS],
+)
 def test_the_proof_takes_little_memory(kind: str) -> None:
     """Of 64 MiB of gradients."""
     model = nn.Module()

@@ -62,10 +62,12 @@ def test_results_come_in_rank_order() -> None:
     assert [result[3]() for result in results] == [0, 3]
 
 
+@pytest.mark.exhaustive
 def test_one_process_is_the_default() -> None:
     assert run(lambda: os.environ["WORLD_SIZE"]) == ["1"]
 
 
+@pytest.mark.exhaustive
 def test_ranks_see_our_path_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "only_here.py").write_text("def work():\n    import os\n    return os.getcwd()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -101,6 +103,7 @@ def test_output_goes_to_files_too(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert "hvdtrain.run: starting 2 processes" in captured.err
 
 
+@pytest.mark.exhaustive
 def test_interfaces_reach_the_ranks() -> None:
     def names() -> list[str]:
         return [os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]]
@@ -131,10 +134,18 @@ def test_a_failing_rank_is_named_with_its_traceback() -> None:
     ("how", "message"),
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 was killed by SIGKILL"),
-        (lambda: os._exit(7), "rank 1 exited with 7"),
-        (lambda: os._exit(0), "rank 1 ended without returning"),
-        (lambda: sys.exit(3), "rank 1 failed:\n(.|\n)*SystemExit: 3"),
-        (lambda: sys.exit(), "rank 1 ended without returning"),
+        pytest.param(lambda: os._exit(7), "rank 1 exited with 7", marks=pytest.mark.exhaustive),
+        pytest.param(
+            lambda: os._exit(0), "rank 1 ended without returning", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            lambda: sys.exit(3),
+            "rank 1 failed:\n(.|\n)*SystemExit: 3",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            lambda: sys.exit(), "rank 1 ended without returning", marks=pytest.mark.exhaustive
+        ),
         (lambda: threading.Lock(), "rank 1 failed:\n(.|\n)*the result cannot be pickled"),
     ],
     ids=["killed", "exit", "exit-0", "sys-exit", "sys-exit-0", "result"],
@@ -182,11 +193,17 @@ def test_what_does_not_apply_is_refused(arguments: dict[str, Any], message: str)
     ("arguments", "category", "message"),
     [
         ({"ssh_port": 22, "slots": 2}, UserWarning, "hvdtrain.run ignores slots, ssh_port: it"),
-        ({"np": 2}, DeprecationWarning, "np is deprecated, use num_proc instead"),
-        (
+        pytest.param(
+            {"np": 2},
+            DeprecationWarning,
+            "np is deprecated, use num_proc instead",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
             {"network_interface": "lo"},
             DeprecationWarning,
             "network_interface is deprecated, use network_interfaces instead",
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=str,
@@ -204,6 +221,7 @@ def test_what_changes_nothing_is_warned_about(
     assert warning.filename == __file__
 
 
+@pytest.mark.exhaustive
 def test_this_host_may_be_named(tmp_path: Path) -> None:
     assert run(lambda: 0, num_proc=1, hosts=f"{socket.gethostname()}:2", use_gloo=True) == [0]
     (tmp_path / "hosts").write_text("# ours\n\nlocalhost slots=1\n127.0.0.1\n")

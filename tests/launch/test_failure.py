@@ -225,7 +225,7 @@ while True:
     ("launcher", "number", "script"),
     [
         ("torchrun", signal.SIGKILL, False),
-        ("mpirun", signal.SIGKILL, True),
+        pytest.param("mpirun", signal.SIGKILL, True, marks=EXHAUSTIVE),
         pytest.param("horovodrun", signal.SIGKILL, True, marks=EXHAUSTIVE),
         pytest.param("horovodrun-mpi", signal.SIGKILL, True, marks=EXHAUSTIVE),
         pytest.param("horovodrun-mpi", signal.SIGINT, False, marks=EXHAUSTIVE),
@@ -254,6 +254,7 @@ REAPER = "unshare --pid --fork --mount-proc --kill-child sh -c".split()
 
 
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=EXHAUSTIVE)])
+@pytest.mark.exhaustive
 def test_ranks_end_with_a_launcher_that_ends_while_they_start(tmp_path: Path, hosts: int) -> None:
     """On one host the agent's store refuses; on two only the process that adopts them shows it."""
     command = line("torchrun", 2 // hosts, "-m", "hvdtrain", "--run-dir", tmp_path / "run")
@@ -294,6 +295,7 @@ Path(sys.argv[1]).write_text("goes on")
 """
 
 
+@pytest.mark.exhaustive
 def test_a_shell_that_leaves_mpirun_behind_is_no_launcher(tmp_path: Path) -> None:
     script, mark = tmp_path / "script.py", tmp_path / "mark"
     script.write_text(IN_THE_BACKGROUND)

@@ -35,6 +35,7 @@ def stalled(tmp_path: Path, *options: str) -> Finished:
     return run(warm(command))
 
 
+@pytest.mark.exhaustive
 def test_a_stalled_data_loader(tmp_path: Path) -> None:
     """Named, and with a dump of every rank in the run directory, which torch's own tool reads."""
     finished = stalled(tmp_path, "--backend", "ddp", "--transport", "gloo")

@@ -387,6 +387,7 @@ def test_the_first_failure_is_named() -> None:
     assert finished.lines("error: ") == ["error: rank 1 on localhost exited with code 3"]
 
 
+@pytest.mark.exhaustive
 def test_a_busy_port_is_replaced_or_named(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -484,6 +485,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("is_elastic", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
 def test_ranks_save_after_their_terminal_has_closed(is_elastic: bool, tmp_path: Path) -> None:
     """Output to it fails then; that must not end them earlier."""
     hosts = ["--host-discovery-script", "echo localhost:1"] if is_elastic else ["-np", "1"]

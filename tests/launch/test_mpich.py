@@ -28,6 +28,7 @@ def packages() -> dict[str, str]:
     return tests.mpich.mpich()[1]
 
 
+@pytest.mark.exhaustive
 def test_training_under_mpich(tmp_path: Path, mpich: Path, packages: dict[str, str]) -> None:
     command: Line = [mpich / "mpiexec", "-n", "2", mpich / "python", "-m", "hvdtrain"]
     arguments = "--backend ddp --task digits --epochs 1 --threads 1 --run-dir".split()

@@ -192,6 +192,7 @@ def test_srun_with_reserved_ports() -> None:
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+@pytest.mark.exhaustive
 def test_two_processes_of_one_rank(rank: int) -> None:
     job = job_id()
     ranks = [0, 1, rank]
@@ -363,6 +364,7 @@ def test_jsrun_over_mpi(size: int) -> None:
     assert [answer.get("read") for answer in got] == [["v1"] * size] * size, got
 
 
+@pytest.mark.exhaustive
 def test_pals_over_mpi() -> None:
     folder, packages = mpich()
     process = [str(folder / "python"), *PROCESS[1:]]
@@ -561,7 +563,7 @@ def step_on_two_hosts(rank: int, job: str, **more: str) -> Env:
     return srun(rank, 2, job, **{**hosts, **place, **more})
 
 
-@pytest.mark.parametrize("launcher", ["srun", "flux"])
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("flux", marks=pytest.mark.exhaustive)])
 def test_two_hosts(two_hosts: tuple[str, str], launcher: str, tmp_path: Path) -> None:
     job = job_id()
     if launcher == "srun":
@@ -615,6 +617,7 @@ print("hvd", hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist())
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.exhaustive
 def test_hosts_whose_own_name_is_a_loopback_address(
     two_hosts: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -690,6 +693,7 @@ def hvd_on(
         yield running
 
 
+@pytest.mark.exhaustive
 def test_hvd_on_two_hosts(two_hosts: tuple[str, str]) -> None:
     with hvd_on(two_hosts, "-c", HVD) as running:
         for process, _ in running:
@@ -701,6 +705,7 @@ def test_hvd_on_two_hosts(two_hosts: tuple[str, str]) -> None:
 
 @pytest.mark.timeout(60 + 45 * ROUNDS)
 @pytest.mark.parametrize("transport", [pytest.param("gloo", marks=pytest.mark.exhaustive), "shm"])
+@pytest.mark.exhaustive
 def test_a_link_that_goes_down(two_hosts: tuple[str, str], transport: str, tmp_path: Path) -> None:
     """While data are in flight. TEST_CHAOS_ROUNDS says how often."""
     link = ["ip", "-n", two_hosts[1], "link", "set", f"hv{os.getpid()}b"]

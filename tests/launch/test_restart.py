@@ -111,7 +111,8 @@ def test_hosts_that_come(tmp_path: Path) -> None:
     check_steps(only_run(tmp_path))
 
 
-@pytest.mark.parametrize("dies_early", [False, pytest.param(True, marks=EXHAUSTIVE)])
+@EXHAUSTIVE
+@pytest.mark.parametrize("dies_early", [False, True])
 def test_hvdrun(dies_early: bool, undisturbed: str, tmp_path: Path) -> None:
     who = "on localhost was killed by SIGKILL"
     deaths = [("1:12", "continues from checkpoints/step-00000010")]

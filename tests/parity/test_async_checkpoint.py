@@ -108,7 +108,11 @@ OF_RANKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("ranks", "case"),
     [
-        pytest.param(*arm.values, case, marks=arm.marks)
+        pytest.param(
+            *arm.values,
+            case,
+            marks=() if arm.values[0] == ("ddp-torchrun", 2) else pytest.mark.exhaustive,
+        )
         for arm in TWO_RANKS
         for case in OF_RANKS
         if (arm.values[0], case) != (("ps-torchrun", 2), "local SGD")  # it has none

@@ -24,7 +24,11 @@ def joined(batches: Iterable[list[int]]) -> list[int]:
     return [index for batch in batches for index in batch]
 
 
-@pytest.mark.parametrize("ranks", [*TWO_RANKS, ("ddp-torchrun", 3)], indirect=True)
+@pytest.mark.parametrize(
+    "ranks",
+    [*TWO_RANKS, pytest.param(("ddp-torchrun", 3), marks=pytest.mark.exhaustive)],
+    indirect=True,
+)
 def test_across_backends_and_world_sizes(ranks: Ranks, tmp_path: Path) -> None:
     """One process stops in the middle of an epoch; these ranks go on: each sample once an epoch."""
     first = train(single(), tmp_path, 6)

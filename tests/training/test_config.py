@@ -377,6 +377,7 @@ def test_threads_of_a_rank_that_its_launcher_has_bound(
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.exhaustive
 def test_the_launcher_of_a_bound_rank_is_its_parent() -> None:
     cores = sorted(os.sched_getaffinity(0))
     names = ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")

@@ -46,6 +46,7 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
+@pytest.mark.exhaustive
 def test_a_pipe_gets_lines(tmp_path: Path) -> None:
     finished = run([sys.executable, *LINE, "--run-dir", tmp_path / "run"])
     assert finished.lines("step 10/12  epoch 1  lr 0.05  loss ")

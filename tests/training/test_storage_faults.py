@@ -285,7 +285,10 @@ def prepare(root: Path, template: Path, scenario: str) -> None:
         shutil.copytree(root / "step-00000010", root / ".trash-step-00000020-1")
 
 
-ERRORS = [(errno.EDQUOT, False), (errno.EIO, True)]
+ERRORS = [
+    (errno.EDQUOT, False),
+    pytest.param(errno.EIO, True, marks=pytest.mark.exhaustive),
+]
 
 
 @pytest.mark.parametrize("scenario", KEPT_SCENARIOS)

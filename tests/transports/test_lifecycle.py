@@ -21,6 +21,7 @@ def check_bounded(answers: list[Answer], mib: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1_000, pytest.param(4_000, marks=pytest.mark.soak)])
+@pytest.mark.exhaustive
 def test_temporaries_take_no_memory(count: int, tmp_path: Path) -> None:
     answers, _ = run_scenario("many_temporaries", tmp_path, count, timeout=110)
     check_bounded(answers, 64)

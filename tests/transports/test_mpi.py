@@ -71,6 +71,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_lost_a_rank_ends_the_job() -> None:
     """MPI_Finalize would wait for the rank that hangs."""
     finished = run(["mpirun", "-np", "2", sys.executable, "-c", LOSES], timeout=60)

@@ -83,6 +83,7 @@ def test_every_operation_of_ranks_that_then_leave_mpi(ssh_hosts: Hosts, tmp_path
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.exhaustive
 def test_training_beside_a_busy_process(ssh_hosts: Hosts, tmp_path: Path) -> None:
     options = "--backend compat --epochs 1 --timeout 15 --run-dir".split()
     with started([sys.executable, "-c", "while True: pass"]):
