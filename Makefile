@@ -1,7 +1,7 @@
 # make demo    from a bare clone: installs, trains the digits with 2 ranks under native DDP, and
 #              compares DDP over Gloo, DDP over shared memory, and compat
 # make test    from a bare clone: installs everything, Open MPI and real Horovod included, and runs what a
-#              user relies on, on real ranks: six minutes on two cores
+#              user relies on, on real ranks
 # make test-rest  what CI adds: pairs of launcher, backend, size and method, hosts in network namespaces, a browser
 # make test-all   both
 # make soak    what only a distribution shows: random kills and faults, accuracy over seeds, durations. Not in CI;

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
-from hvdtrain import BackendOptions, Task, detect, open_backend
+from hvdtrain import Backend, BackendOptions, Task, detect, open_backend
 from hvdtrain.errors import InputError
 
 
@@ -117,12 +117,23 @@ def main() -> None:
     with open_backend(backend_name, options=options) as backend:
         for step in range(1, 1_000_000):
             backend.progress.step = step
+            if step == 4 and how == "link":
+                await_heartbeat(backend)
             if step == 5 and backend.world.rank == int(rank):
                 if how == "other":
                     Path(mark).touch()
                     backend.broadcast_(torch.ones(70))
                 fail(how, mark)
             backend.all_reduce(torch.ones(3))
+
+
+def await_heartbeat(backend: Backend) -> None:
+    """Wait until the other rank of two has said which step it is in."""
+    watch, deadline = backend._hang_watch, time.monotonic() + 60
+    assert watch is not None
+    while watch._heartbeat(1 - backend.world.rank)[0] is None:
+        assert time.monotonic() < deadline, "no heartbeat"
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":
