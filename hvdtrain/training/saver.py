@@ -145,6 +145,7 @@ class Saver:
                         _write, run_dir, writer, parts, self._about(), self._config.keep
                     )
                     if self._config.checkpoint_async:
+                        writer = None  # the thread's, whatever happens here
                         run_dir.background.start(write)
                     else:
                         write()

@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def await_heartbeat(backend: Backend) -> None:
-    """Wait until the other rank of two has said which step it is in."""
+    """Wait for a heartbeat of the peer that has its step."""
     watch, deadline = backend._hang_watch, time.monotonic() + 60
     assert watch is not None
     while watch._heartbeat(1 - backend.world.rank)[0] is None:

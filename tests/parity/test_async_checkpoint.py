@@ -228,6 +228,22 @@ def test_an_error_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
     assert "No space left" in run_json(tmp_path)["error"]
 
 
+def test_an_interruption_leaves_the_thread_its_checkpoint(tmp_path: Path) -> None:
+    real = BackgroundCall.start
+
+    def start(background: BackgroundCall, call: Callable[[], None]) -> None:
+        real(background, call)
+        raise KeyboardInterrupt
+
+    config = replace(CONFIG, run_dir=str(tmp_path), checkpoint_async=True, checkpoint_every=5)
+    trainer = Trainer(Stateful(), single(), config)
+    with held(lambda step: run_json(tmp_path)["outcome"] == "interrupted"):
+        with mock.patch.object(BackgroundCall, "start", start), pytest.raises(KeyboardInterrupt):
+            trainer.fit()
+    newest, skipped = checkpoint.newest(tmp_path / "checkpoints")
+    assert (newest, skipped) == (tmp_path / "checkpoints" / "step-00000005", [])
+
+
 def fail_at_the_end(backend: Backend, /, run_dir: Path) -> str:
     real = checkpoint.Writer.finish
 
