@@ -51,7 +51,8 @@ def windows(hvd: Hvd, lengths: list[int], *, sets_passes: bool = False, **option
 def passes_are_summed(hvd: Hvd) -> None:
     """Those of a short window are reduced at its step."""
     windows(hvd, [2, 2, 2], backward_passes_per_step=2)
-    for groups in (None, 2, []):
+    groupings: tuple[Any, ...] = (None, 2, [])
+    for groups in groupings:
         windows(hvd, [3, 1, 3, 2, 3], backward_passes_per_step=3, groups=groups)
 
 
