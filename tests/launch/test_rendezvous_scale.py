@@ -45,7 +45,7 @@ class CountingStore(Store):
 
     def __init__(self) -> None:
         super().__init__()
-        self._store = HashStore()
+        self._store: Any = HashStore()
         self._lock = threading.Lock()
         self._requests: Counter[tuple[int, str, str, int]] = Counter()
         self.counted = Counted()
@@ -94,7 +94,8 @@ class CountingStore(Store):
         return values
 
     def multi_set(self, keys: list[str], values: list[bytes]) -> None:
-        self._store.multi_set(keys, values)
+        for key, value in zip(keys, values, strict=True):
+            self._store.set(key, value)
         self._count("multi_set", keys, values)
 
     def has_extended_api(self) -> bool:
