@@ -95,6 +95,8 @@ ip -n {1} addr add fd77::2/64 dev {link}b nodad
         pytest.param(WRONG, "10.78.0.1 node0\n10.78.0.2 node1", id="a wrong link"),
         pytest.param(BRIDGE, "172.17.0.1 node0 node1", id="a bridge"),
         pytest.param(WRONG, "", id="names that do not resolve"),
+        # As Debian has it in /etc/hosts: Gloo would tell the other host 127.0.1.1.
+        pytest.param("", "127.0.1.1 node0 node1", id="names that are loopback addresses"),
     ],
 )
 def test_gloo_takes_the_route_to_rank_0(commands: str, names: str, tmp_path: Path) -> None:
