@@ -15,7 +15,7 @@ import pytest
 
 from hvdtrain.training import checkpoint
 from tests.forkserver import warm
-from tests.launch.test_failure import BY_HOROVODRUN, EXHAUSTIVE, train
+from tests.launch.test_failure import EXHAUSTIVE, train
 from tests.launching import Started, members, started, wait_for, wait_until
 from tests.runs import run_json
 
@@ -28,6 +28,10 @@ def told(tmp_path: Path, *more: object) -> list[str]:
     return [*map(str, settings), "--threads", "1", "--checkpoint-every", "1000000", *map(str, more)]
 
 
+# A horovodrun that ends its ranks can lose their exit codes, and then ends with 0: two threads wait
+# for each rank, and Popen.wait returns 0 where psutil has taken the status before it
+# (safe_shell_exec.py: _exec_middleman, terminate_executor_shell_and_children).
+BY_HOROVODRUN = [1, 0]
 # mpirun ends with 1 if it sees its own end first, and else with its first rank's code.
 BY_MPIRUN = [1, 143]
 
@@ -83,16 +87,11 @@ def check_saved(tmp_path: Path, output: str) -> None:
         pytest.param("horovodrun", "horovod", TERM, "launcher", BY_HOROVODRUN, marks=EXHAUSTIVE),
         pytest.param("torchrun", "ps --ps-async", USR2, 1, [1], marks=EXHAUSTIVE),
         ("torchrun", "compat", INT, "group", [1]),  # as a terminal sends Ctrl-C
-        pytest.param("mpirun", "ddp", INT, "group", [1], marks=EXHAUSTIVE),
         pytest.param("horovodrun", "ddp", INT, "group", [1], marks=EXHAUSTIVE),
         pytest.param("hvdrun", "ddp", INT, "group", [130], marks=EXHAUSTIVE),
-        pytest.param("torchrun", "ddp", USR1, "launcher", [-10], marks=EXHAUSTIVE),
-        pytest.param("torchrun", "compat", TERM, 0, [1], marks=EXHAUSTIVE),
+        pytest.param("torchrun", "ddp --sync-every 40", USR1, "launcher", [-10], marks=EXHAUSTIVE),
         pytest.param("mpirun", "ddp", TERM, "launcher", BY_MPIRUN, marks=EXHAUSTIVE),
-        pytest.param("mpirun", "horovod", TERM, 1, [143], marks=EXHAUSTIVE),
-        pytest.param("horovodrun", "compat", USR1, 1, [1], marks=EXHAUSTIVE),
         pytest.param("horovodrun-mpi", "horovod", TERM, "launcher", [-15], marks=EXHAUSTIVE),
-        pytest.param("torchrun", "ddp --sync-every 40", USR1, 0, [1], marks=EXHAUSTIVE),
     ],
 )
 def test_under_a_launcher(
@@ -130,27 +129,20 @@ def test_an_error_is_recorded_while_the_launcher_stops_the_rank(tmp_path: Path) 
     assert (about["outcome"], about["error"]) == ("failed", "ArithmeticError: as asked")
 
 
-@pytest.mark.parametrize(
-    ("number", "exit_code"), [(TERM, 143), pytest.param(INT, 130, marks=EXHAUSTIVE)]
-)
-def test_a_signal_to_a_process_and_its_loaders(
-    number: signal.Signals, exit_code: int, tmp_path: Path
-) -> None:
+def test_a_signal_to_a_process_and_its_loaders(tmp_path: Path) -> None:
     """As batch systems and terminals send it: the loader processes must not be the first to end."""
     command = [sys.executable, "-m", "hvdtrain", *told(tmp_path, "--workers", 2)]
-    code, output = preempt(command, tmp_path, 1, number, "group")
-    assert code == exit_code, output
+    code, output = preempt(command, tmp_path, 1, TERM, "group")
+    assert code == 143, output
     check_saved(tmp_path, output)
-    assert f"signal   {number.name} at rank 0: the run saves and ends, within 30 s" in output
+    assert "signal   SIGTERM at rank 0: the run saves and ends, within 30 s" in output
 
 
-@pytest.mark.parametrize("n", [1, pytest.param(2, marks=EXHAUSTIVE)])
-def test_no_checkpoint_within_the_grace_period(n: int, tmp_path: Path) -> None:
-    more = ["--set", f"hangs={n - 1}", "--grace", "1s", "--requeue-exit-code", "75"]
+def test_no_checkpoint_within_the_grace_period(tmp_path: Path) -> None:
+    more = ["--set", "hangs=0", "--grace", "1s", "--requeue-exit-code", 75]
     arguments = told(tmp_path, *more, "--checkpoint-every", 1)
-    one = [sys.executable, "-m", "hvdtrain", *arguments]
-    command = one if n == 1 else train("mpirun", 2, "ddp", *arguments)
-    code, output = preempt(warm(command), tmp_path, n, USR1, 0)
+    command = [sys.executable, "-m", "hvdtrain", *arguments]
+    code, output = preempt(warm(command), tmp_path, 1, USR1, 0)
     assert code == 75, output
     (line,) = (line for line in output.splitlines() if "error: " in line)
     assert line == (
@@ -162,26 +154,20 @@ def test_no_checkpoint_within_the_grace_period(n: int, tmp_path: Path) -> None:
     assert newest.name == "step-00000003"
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "outcome"),
-    [pytest.param(TERM, 143, "terminated", marks=EXHAUSTIVE), (INT, 130, "interrupted")],
-)
-def test_a_second_signal_ends_it_at_once(
-    number: signal.Signals, code: int, outcome: str, tmp_path: Path
-) -> None:
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     command = warm([sys.executable, "-m", "hvdtrain", *told(tmp_path, "--set", "hangs=0")])
     with started(command) as (process, log):
         wait_for_steps(tmp_path, 1, process, log)
         deadline = time.monotonic() + 90
-        process.send_signal(number)
+        process.send_signal(INT)
         wait_for(log, "signal   ")
         signals = 1
         while process.poll() is None:  # those of the first seconds count as one
             assert time.monotonic() < deadline, log.read_text()
-            process.send_signal(number)
+            process.send_signal(INT)
             signals += 1
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.5)
-        assert process.returncode == code, log.read_text()
+        assert process.returncode == 130, log.read_text()
         assert signals > 1, log.read_text()
-    assert run_json(tmp_path / "run")["outcome"] == outcome
+    assert run_json(tmp_path / "run")["outcome"] == "interrupted"
