@@ -7,8 +7,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,43 +75,41 @@ class Failing(Task):
         if self.how == "train":  # until a signal comes
             time.sleep(0.01)
         if self.steps == 4 and self.mine and self.where == "backward":
-            return self._interrupt_backward(loss)
+            return self._interrupt_backward(loss, net)
         return loss
 
-    def _interrupt_backward(self, loss: Tensor) -> Tensor:
+    def _interrupt_backward(self, loss: Tensor, net: Any) -> Tensor:
         """Let Ctrl-C come while backward is in C++, so that what it calls next in Python gets it:
-        the process group. Or, if `how` is "waiting", while rank 0 waits there for the others.
+        the process group. Or, if `how` is "waiting", while rank 0 waits there for the others, which
+        come after that.
         """
+        begun = threading.Event()
         if self.how == "waiting":
             if detect().rank > 0:
-                wait()
-            interrupt_once(waits_in_a_collective)
+                while not Path(self.mark).exists():
+                    time.sleep(0.005)
+                return loss
+            next(net.parameters()).register_post_accumulate_grad_hook(lambda p: begun.set())
+            interrupt_after(begun, Path(self.mark))
             return loss
         big = torch.ones(2500, 2500)  # for half a second and more
         product = (loss * big) @ big
-        has_begun = threading.Event()
-        product.register_hook(lambda grad: has_begun.set())  # type: ignore[no-untyped-call]
-        interrupt_once(has_begun.is_set)
+        product.register_hook(lambda grad: begun.set())  # type: ignore[no-untyped-call]
+        interrupt_after(begun, Path(self.mark))
         return product.sum()
 
 
-def interrupt_once(is_true: Callable[[], bool]) -> None:
-    """Send SIGINT to this process from a thread, as soon as a condition holds."""
+def interrupt_after(begun: threading.Event, mark: Path) -> None:
+    """Send SIGINT to this process from a thread, after an event in its main thread; then write a
+    file.
+    """
 
     def watch() -> None:
-        while not is_true():
-            time.sleep(0.005)
+        begun.wait()
         os.kill(os.getpid(), signal.SIGINT)
+        mark.touch()
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def waits_in_a_collective() -> bool:
-    """Return whether the main thread is in the code of a transport."""
-    main_thread = threading.main_thread().ident
-    assert main_thread is not None
-    stack = traceback.extract_stack(sys._current_frames()[main_thread])
-    return any("/hvdtrain/transports/" in frame.filename for frame in stack)
 
 
 def main() -> None:
