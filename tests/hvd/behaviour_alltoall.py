@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from tests.hvd.behaviour import MOVED, TYPES, Hvd, case, data, fails, last, mine, raises, same
+from tests.hvd.behaviour import TYPES, Hvd, case, data, fails, last, mine, raises, same
 
 
 def swapped(
@@ -57,13 +57,6 @@ def splits_of_a_list_or_a_tensor(hvd: Hvd) -> None:
         assert type(result) is tuple
         same(result[0], expected)
         assert result[1].tolist() == [rows(source, me) for source in range(n)]
-
-
-@case()
-def every_dtype(hvd: Hvd) -> None:
-    for dtype in MOVED:
-        tensor, splits, expected = swapped(hvd, lambda r, s: r + s, dtype=dtype)
-        same(hvd.alltoall(tensor, splits, name=f"x.{dtype}")[0], expected)
 
 
 @case()

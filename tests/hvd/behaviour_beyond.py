@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from typing import Any
@@ -14,7 +13,6 @@ from tests.hvd.behaviour import (
     case,
     data,
     everyones,
-    fails,
     last,
     mean,
     mine,
@@ -22,38 +20,6 @@ from tests.hvd.behaviour import (
     same,
     total,
 )
-from tests.hvd.behaviour_alltoall import swapped
-from tests.hvd.behaviour_reducescatter import part
-
-SMALL = (torch.uint8, torch.int8, torch.int16)
-
-
-@case(stronger="bfloat16")
-def bfloat16(hvd: Hvd) -> None:
-    n, dtype = hvd.size(), torch.bfloat16
-    tensors = everyones(hvd, 4, dtype=dtype)
-    tensor = mine(hvd, 4, dtype=dtype)
-    same(hvd.allreduce(tensor, name="x", op=hvd.Sum), total(tensors))
-    same(hvd.allreduce(tensor, name="y"), mean(tensors))
-    same(hvd.allreduce(tensor, name="z", op=hvd.Min), tensors[0])
-    same(hvd.allgather(tensor, name="x"), torch.cat(tensors))
-    same(hvd.broadcast(tensor, 1, name="x"), tensors[1])
-    same(hvd.reducescatter(tensor, name="x", op=hvd.Sum), part(hvd, total(tensors)))
-    sent, splits, expected = swapped(hvd, lambda r, s: r + s, dtype=dtype)
-    same(hvd.alltoall(sent, splits, name="x")[0], expected)
-    ones = torch.full((2,), 1.0 + 1 / 128, dtype=dtype)
-    same(hvd.allreduce(ones, name="s", op=hvd.Sum, prescale_factor=1 / n), ones)
-
-
-@case(stronger="small integers are reduced")
-def small_integers(hvd: Hvd) -> None:
-    for dtype in SMALL:
-        tensors = everyones(hvd, 3, dtype=dtype)
-        tensor = mine(hvd, 3, dtype=dtype)
-        same(hvd.allreduce(tensor, name=f"s{dtype}", op=hvd.Sum), total(tensors))
-        same(hvd.allreduce(tensor, name=f"a{dtype}"), mean(tensors))
-        same(hvd.allreduce(tensor, name=f"m{dtype}", op=hvd.Max), tensors[-1])
-        same(hvd.reducescatter(tensor, name=f"s{dtype}", op=hvd.Sum), part(hvd, total(tensors)))
 
 
 @case(stronger="uint64")
@@ -99,22 +65,6 @@ def complex_numbers(hvd: Hvd) -> None:
         same(hvd.allreduce(tensor, name=f"a{dtype}"), total(tensors) / hvd.size())
         same(hvd.allgather(tensor, name=f"{dtype}"), torch.cat(tensors))
         same(hvd.broadcast(tensor, 1, name=f"{dtype}"), tensors[1])
-
-
-@case(stronger="tensors that are not contiguous")
-def not_contiguous(hvd: Hvd) -> None:
-    n = hvd.size()
-
-    def turned(rank: int) -> torch.Tensor:
-        return data(rank, 3, 2 * n).t()
-
-    tensors = [turned(r) for r in range(n)]
-    same(hvd.allreduce(turned(hvd.rank()), name="x", op=hvd.Sum), total(tensors))
-    same(hvd.allgather(turned(hvd.rank()), name="x"), torch.cat(tensors))
-    same(hvd.broadcast(turned(hvd.rank()), 1, name="x"), tensors[1])
-    same(hvd.reducescatter(turned(hvd.rank()), name="x", op=hvd.Sum), part(hvd, total(tensors)))
-    expected = torch.cat([t[2 * hvd.rank() : 2 * hvd.rank() + 2] for t in tensors])
-    same(hvd.alltoall(turned(hvd.rank()), name="x"), expected)
 
 
 @case(stronger="tensors that are not contiguous")
@@ -264,16 +214,6 @@ def channels_last(hvd: Hvd) -> None:
     same(hvd.allreduce(mixed, name="mixed", op=hvd.Max), images(0))
 
 
-@case(stronger="a later member of a group need not be contiguous; Horovod mixes its values up")
-def later_group_member_not_contiguous(hvd: Hvd) -> None:
-    turned = torch.arange(6.0).view(2, 3).t()
-    got = hvd.grouped_allreduce([torch.ones(1), turned], name="g")
-    same(got[1], turned)
-    group = [torch.ones(1), torch.arange(6.0).view(2, 3).t()]
-    hvd.grouped_allreduce_(group, name="g", op=hvd.Sum)
-    same(group[1], turned * hvd.size())
-
-
 @case(stronger="a call that fails on one rank only leaves unnamed operations in step")
 def unnamed_after_a_failed_call(hvd: Hvd) -> None:
     if hvd.rank() == 0:
@@ -339,26 +279,3 @@ def adasum_of_half_and_zero(hvd: Hvd) -> None:
 def half_does_not_overflow_in_an_average(hvd: Hvd) -> None:
     tensor = torch.full((2,), 60000.0, dtype=torch.float16)
     assert hvd.allreduce(tensor, name="x").tolist() == [60000.0, 60000.0]
-
-
-@case(stronger="joined ranks answer for the dtypes that Horovod has not")
-def join_with_bfloat16(hvd: Hvd) -> None:
-    if hvd.rank():
-        got = hvd.allreduce(torch.ones(2, dtype=torch.bfloat16), name="x", op=hvd.Sum)
-        same(got, torch.full((2,), hvd.size() - 1.0, dtype=torch.bfloat16))
-    hvd.join()
-
-
-@case(stronger="infinite and undefined values pass through")
-def values_that_are_not_finite(hvd: Hvd) -> None:
-    tensor = torch.tensor([math.inf, -math.inf, math.nan if last(hvd) else 1.0])
-    got = hvd.allreduce(tensor, name="x")
-    assert got[0] == math.inf
-    assert got[1] == -math.inf
-    assert got[2].isnan()
-
-
-@case(stronger="a mismatch of dtypes that Horovod has not is reported as well")
-def mismatched_extensions(hvd: Hvd) -> None:
-    with fails(hvd, "Mismatched data types: One rank had type {}", "bfloat16", "float32"):
-        hvd.allreduce(torch.ones(2, dtype=torch.bfloat16 if last(hvd) else None), name="x")

@@ -96,14 +96,6 @@ def gradient_of_a_sum(hvd: Hvd) -> None:
 
 
 @case()
-def gradient_through_compression(hvd: Hvd) -> None:
-    x = mine(hvd, 2).requires_grad_()
-    y = hvd.allreduce(x, name="x", compression=hvd.Compression.fp16, op=hvd.Sum)
-    (2 * y).sum().backward()
-    same(x.grad, torch.full((2,), 2.0 * hvd.size()))
-
-
-@case()
 def no_gradient_where_none_is_asked(hvd: Hvd) -> None:
     assert not hvd.allreduce(mine(hvd, 2)).requires_grad
     with torch.no_grad():

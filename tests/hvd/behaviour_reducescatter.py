@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from tests.hvd.behaviour import (
-    REDUCED,
     TYPES,
     Hvd,
     case,
@@ -34,17 +33,6 @@ def every_number_of_rows(hvd: Hvd) -> None:
         expected = part(hvd, mean(everyones(hvd, rows, 2)))
         same(hvd.reducescatter(mine(hvd, rows, 2), name="x"), expected)
         same(hvd.synchronize(hvd.reducescatter_async(mine(hvd, rows, 2), name="x")), expected)
-
-
-@case()
-def every_dtype(hvd: Hvd) -> None:
-    for dtype in REDUCED:
-        tensors = everyones(hvd, 5, dtype=dtype)
-        tensor = mine(hvd, 5, dtype=dtype)
-        got = hvd.reducescatter(tensor, name=f"s.{dtype}", op=hvd.Sum)
-        same(got, part(hvd, total(tensors)))
-        same(hvd.reducescatter(tensor, name=f"a.{dtype}"), part(hvd, mean(tensors)))
-        same(tensor, mine(hvd, 5, dtype=dtype))
 
 
 @case()
