@@ -45,7 +45,8 @@ WITHOUT_TORCH = """errors files signals trees processes commands provenance worl
     launch.discovery launch.host_list launch.ssh launch.launcher launch.supervisor
     launch.other_launchers cli.launch cli.compare cli.doctor cli.report cli.install_horovod
     cli.evaluate cli.predict cli.export cli.runs cli.show cli.checkpoints training.run_dir
-    training.background job_secret""".split()
+    training.background job_secret compare.proof.parity compare.analysis.summary
+    compare.report.html_report compare.report.terminal""".split()
 
 PUBLIC = """Backend BackendOptions Callback HvdtrainError Task TrainConfig Trainer World detect
     open_backend run shard_bounds""".split()

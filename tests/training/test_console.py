@@ -13,7 +13,7 @@ import pytest
 
 from hvdtrain.training.console import Console, LineConsole, describe, make_console
 from hvdtrain.world import World
-from tests.launching import ROOT, clean_env, run
+from tests.launching import ROOT, clean_env
 
 LINE = "-m hvdtrain --task mlp --set width=8 --epochs 1 --max-steps 12".split()
 
@@ -46,13 +46,6 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-@pytest.mark.exhaustive
-def test_a_pipe_gets_lines(tmp_path: Path) -> None:
-    finished = run([sys.executable, *LINE, "--run-dir", tmp_path / "run"])
-    assert finished.lines("step 10/12  epoch 1  lr 0.05  loss ")
-    assert "\x1b" not in finished.output
-
-
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     console = make_console(World(rank=1, size=2, local_rank=1, local_size=2))
     assert type(console) is Console
@@ -72,9 +65,3 @@ def test_a_launcher_that_forwards_lines_gets_lines() -> None:
 def test_describe() -> None:
     record = {"step": 3, "epoch": 1, "loss": 0.5, "step_ms": 4.06, "samples_per_s": 1234.5}
     assert describe(record) == "epoch 1  loss 0.5000  4.1 ms/step  1234 samples/s"
-
-
-def test_describe_leaves_out_what_is_no_number() -> None:
-    """A record may have any values, and is shown on one rank alone."""
-    record = {"step": 3, "loss": None, "name": "a text", "lr": "high", "by": {"a": 1}, "rows": [1]}
-    assert describe({**record, "epoch": 0.5, "count": 12}) == "epoch 0.5  count 12"

