@@ -22,9 +22,11 @@ DATA = eager.pack([torch.ones(2)])
 class Rank0(Coordinator):
     """A coordinator that records what it sends: ranks, header, payload."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, fusion_bytes: int = 0) -> None:
         self.sent: list[tuple[list[int], list[Any], bytes]] = []
-        super().__init__(size, 8, 0, lambda *sent: self.sent.append(sent), Timeline(None))
+        super().__init__(
+            size, 8, fusion_bytes, lambda *sent: self.sent.append(sent), Timeline(None)
+        )
 
     def deliver(self, rank: int, *header: Any, data: bytes = b"") -> None:
         self.receive(rank, list(header), data, 0.0)
@@ -115,3 +117,17 @@ def test_a_death_while_another_rank_leaves_is_reported() -> None:
         rank0.deliver(rank, "drained")
     rank0.report_lost(2, "process 6 on host", "has ended")
     assert rank0.answers == ["down", "down", "close"]
+
+
+@pytest.mark.parametrize(
+    ("fusion_bytes", "sizes"), [(0, [1, 1, 1]), (800_000, [2, 1]), (1 << 30, [3])]
+)
+def test_operations_are_fused_up_to_the_threshold(fusion_bytes: int, sizes: list[int]) -> None:
+    """Three of 400,000 bytes each, which become ready while another one runs."""
+    rank0 = Rank0(2, fusion_bytes)
+    for name in ("runs", "a", "b", "c"):
+        for rank in (0, 1):
+            rank0.deliver(rank, "op", Key(GLOBAL_SET, name), LARGE)
+    rank0.deliver(0, "idle")
+    assert rank0.answers == ["run"] * (1 + len(sizes))
+    assert [len(header[3]) for _, header, _ in rank0.sent[1:]] == sizes
