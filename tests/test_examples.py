@@ -50,7 +50,7 @@ def test_minimal_trains() -> None:
 
 def test_minimal_task_trains(tmp_path: Path) -> None:
     task = ["--task", "examples/minimal_task.py:MyTask", "--epochs", "2"]
-    output = succeed(run(warm([*TORCHRUN, "-m", "hvdtrain", *task, "--run-dir", tmp_path / "run"])))
+    output = succeed(run(warm(["hvdtrain", *task, "--run-dir", tmp_path / "run"])))
     losses = [float(text) for text in re.findall(r"  loss (\S+)", output)]
     assert losses[-1] < 0.1 * losses[0]
 
