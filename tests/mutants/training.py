@@ -122,8 +122,7 @@ FAULTS = [
         "training/resumption.py",
         '            precision.scaler.load_state_dict(loaded["scaler"])',
         "            pass",
-        "tests/methods/test_opt_levels.py tests/parity/test_resume.py"
-        " tests/training/test_config.py",
+        "tests/methods/test_opt_levels.py tests/parity/test_resume.py",
         "a resumed fp16 run begins with another loss scale",
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""Options that make no sense are refused, by flag; precision does what its name says."""
+"""Options that make no sense are refused, by flag; threads, and the ledger of a run."""
 
 from __future__ import annotations
 
@@ -6,25 +6,20 @@ import dataclasses
 import math
 import os
 import signal
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from torch import Tensor, nn
 
 from hvdtrain.errors import InputError
 from hvdtrain.provenance import variables, versions
 from hvdtrain.training.config import TrainConfig, flag
 from hvdtrain.training.determinism import set_threads
 from hvdtrain.training.ledger import Ledger
-from hvdtrain.training.lr_schedule import build_schedule, planned_rates, set_base_lr
-from hvdtrain.training.precision import Precision
+from hvdtrain.training.lr_schedule import planned_rates
 from hvdtrain.world import World
-from tests.launching import clean_env
 from tests.messages import Message
 
 FIELDS = dataclasses.fields(TrainConfig)
@@ -33,39 +28,6 @@ POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size global_batc
 NOT_NEGATIVE = """workers log_gradients warmup_steps checkpoint_every seed sync_every local_warmup
     outer_momentum ps_max_staleness ps_sync_every""".split()
 CHOICES = [item.name for item in FIELDS if item.metadata["choices"]]
-
-
-# What an option needs beside it.
-LOCAL: dict[str, Any] = {"sync_every": 1}
-BESIDE: dict[str, dict[str, Any]] = {
-    "outer_optimizer": LOCAL,
-    "local_state": LOCAL,
-    "local_warmup": LOCAL,
-    "outer_lr": {**LOCAL, "outer_optimizer": "sgd"},
-    "outer_momentum": {**LOCAL, "outer_optimizer": "sgd"},
-    "commit_every": {"elastic": True},
-    "lr_on_resize": {"elastic": True},
-    "ps_max_staleness": {"ps_async": True},
-    "ps_sync_every": {"ps_async": True},
-    "step_factor": {"schedule": "step"},
-    "step_epochs": {"schedule": "step"},
-    "plateau": {"schedule": "plateau"},
-}
-# A value of each that is not the default.
-OTHER = {
-    "outer_optimizer": "sgd",
-    "local_state": "average",
-    "local_warmup": 3,
-    "outer_lr": 0.5,
-    "outer_momentum": 0.5,
-    "commit_every": 5,
-    "lr_on_resize": "linear",
-    "ps_max_staleness": 2,
-    "ps_sync_every": 2,
-    "step_factor": 0.5,
-    "step_epochs": "2",
-    "plateau": "loss:1",
-}
 
 
 def make(**values: Any) -> TrainConfig:
@@ -88,22 +50,11 @@ def test_what_must_be_positive(name: str) -> None:
         make(clip_norm=math.inf).check()  # no clipping
     else:
         assert refusal(**{name: math.inf}) == f"{flag(name)} inf must be finite"
-        make(**{name: 0.5 if name == "ema" else 1}, **BESIDE.get(name, {})).check()
 
 
 @pytest.mark.parametrize("name", NOT_NEGATIVE)
 def test_what_must_not_be_negative(name: str) -> None:
     assert refusal(**{name: -1}) == f"{flag(name)} -1 must not be negative"
-    make(**{name: 0}, **BESIDE.get(name, {})).check()
-
-
-@pytest.mark.parametrize("name", BESIDE)
-def test_an_option_without_effect_is_refused(name: str) -> None:
-    value, needed = OTHER[name], list(BESIDE[name].items())[-1]
-    text = refusal(**{name: value})
-    assert text.startswith(f"{flag(name)} {value} has no effect without {flag(needed[0])}")
-    assert text.endswith(f"; give that, too, or leave {flag(name)} out")
-    make(**{name: value}, **BESIDE[name]).check()
 
 
 def test_every_number_has_a_rule() -> None:
@@ -146,6 +97,19 @@ REFUSED: list[dict[str, Any]] = [
     *({"spike": value} for value in (1, math.nan, math.inf)),
     *({"step_epochs": text} for text in ("x", "1.5", "1,-2")),
     *({"checkpoint_every": given} for given in ("", "0e", "1e3", 2.5, True)),
+    # Options that have no effect without another one.
+    {"outer_optimizer": "sgd"},
+    {"local_state": "average"},
+    {"local_warmup": 3},
+    {"sync_every": 1, "outer_lr": 0.5},
+    {"sync_every": 1, "outer_momentum": 0.5},
+    {"commit_every": 5},
+    {"lr_on_resize": "linear"},
+    {"ps_max_staleness": 2},
+    {"ps_sync_every": 2},
+    {"step_factor": 0.5},
+    {"step_epochs": "2"},
+    {"plateau": "loss:1"},
 ]
 
 
@@ -163,11 +127,6 @@ def test_what_is_close_to_it() -> None:
 @pytest.mark.parametrize("name", CHOICES)
 def test_choices(name: str) -> None:
     (item,) = (item for item in FIELDS if item.name == name)
-    for choice in item.metadata["choices"]:
-        # tests/methods/test_opt_levels.py has the precisions that go with each level.
-        half = {"precision": "fp16"} if choice in ("O1", "O2", "O3") else {}
-        make(**{name: choice}, **half, **BESIDE.get(name, {})).check()
-    assert item.default in item.metadata["choices"]
     text = refusal(**{name: "nonsense"})
     assert text == f"{flag(name)} 'nonsense' is not one of: {', '.join(item.metadata['choices'])}"
 
@@ -217,19 +176,12 @@ def test_ranks_compare_every_option_that_changes_their_collectives() -> None:
 # The ledger
 
 
-def test_the_ledger_of_an_accumulated_run() -> None:
+def test_the_ledger_of_an_accumulated_run(message: Message) -> None:
     rates = planned_rates(TrainConfig(schedule="cosine", warmup_steps=5), [0.8], 150, 15, 0)
     ledger = Ledger(8, 2, 4, 1000, -40, 15, 150, [0.1], [0.8], "linear", "cosine", 5, **rates)
-    assert ledger.global_batch == 64
     assert ledger.as_dict()["global_batch"] == 64
-    batch, steps, lr = ledger.lines()
-    assert batch == "batch    8 samples x 2 accumulated x 4 ranks = 64 a step"
-    assert steps == "steps    150 (15 an epoch); 40 of 1000 samples dropped each epoch"
-    assert lr == (
-        "lr       0.1 -> 0.8 (linear scaling), cosine, 5 steps of warm-up; 0.133333 at the start, "
-        "0.8 after warm-up, 9.38808e-05 at the end"
-    )
     assert ledger.as_dict()["lr_at_end"] == [pytest.approx(9.388e-5, rel=1e-4)]
+    message("\n".join(ledger.lines()))
 
 
 # The environment
@@ -265,15 +217,6 @@ def test_the_one_thread_that_torchrun_sets_is_ignored(given: str) -> None:
     assert set_threads(None, world, {"OMP_NUM_THREADS": given}).startswith("1 a rank (")
     alone = set_threads(None, World(), {"OMP_NUM_THREADS": "" if given == "1" else given})
     assert "cores / 1)" in alone
-
-
-BOUND = """
-import os
-from hvdtrain.training.determinism import set_threads
-from hvdtrain.world import detect
-os.sched_setaffinity(0, {cores})
-print(set_threads(None, detect(), {{}}))
-"""
 
 
 @pytest.mark.usefixtures("threads")
@@ -313,90 +256,7 @@ def test_threads_of_a_rank_that_its_launcher_has_bound(
     assert set_threads(None, world, {}) == expected
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-@pytest.mark.exhaustive
-def test_the_launcher_of_a_bound_rank_is_its_parent() -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    names = ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
-    env = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(names, "0011", strict=True)}
-    line = [sys.executable, "-c", BOUND.format(cores=cores[:1])]
-    done = subprocess.run(line, env={**clean_env(), **env}, capture_output=True, check=True)
-    assert done.stdout.decode() == f"1 a rank (bound to 1 of {len(cores)} cores)\n"
-
-
 def test_records() -> None:
     env = {"NCCL_DEBUG": "INFO", "PATH": "x", "AWS_SECRET_KEY": "y", "OMP_NUM_THREADS": "2"}
     assert variables(env) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
     assert versions()["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
-
-
-# Precision
-
-CPU = torch.device("cpu")
-
-
-def test_fp64_converts_model_and_batch() -> None:
-    precision = Precision("fp64", CPU)
-    model = precision.convert(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    dtypes = {name: t.dtype for name, t in model.state_dict().items()}
-    assert dtypes.pop("1.num_batches_tracked") == torch.int64
-    assert set(dtypes.values()) == {torch.float64}
-    assert precision.convert_batch(torch.ones(2)).dtype == torch.float64
-    assert precision.convert_batch(torch.ones(2, dtype=torch.int64)).dtype == torch.int64
-    with precision.autocast():
-        assert model(precision.convert_batch(torch.ones(3, 2))).dtype == torch.float64
-
-
-def trained(precision: Precision | None) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(3):
-        loss = model(torch.randn(5, 4)).square().mean()
-        if precision is None:
-            loss.backward()
-            optimizer.step()
-        else:
-            precision.backward(loss)
-            precision.unscale_(optimizer)
-            precision.step(optimizer)
-        optimizer.zero_grad()
-    return model.state_dict()
-
-
-def test_scaling_is_undone() -> None:
-    """A scale is a power of two, so in fp32 not a bit is lost."""
-    plain, scaled = trained(None), trained(Precision("fp16", CPU))
-    assert all(torch.equal(plain[key], scaled[key]) for key in plain)
-
-
-@pytest.mark.parametrize("start", [0, 5])
-def test_an_overflow_skips_the_step_and_warns_of_nothing(start: int) -> None:
-    """The first scale of all is often too large; torch would then warn that the schedule was
-    stepped before the optimizer.
-    """
-    precision, model = Precision("fp16", CPU), nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
-    set_base_lr(optimizer, None, 1.0)
-    schedule = build_schedule(optimizer, TrainConfig(warmup_steps=3), start, 10, 10)
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    scale = precision.scaler.get_scale()
-    for value in (torch.inf, 1.0):
-        precision.backward(model(torch.full((1, 2), value)).mean())
-        precision.unscale_(optimizer)
-        precision.step(optimizer)
-        schedule.step()
-        optimizer.zero_grad()
-        same = [torch.equal(before[name], t) for name, t in model.state_dict().items()]
-        assert same == [value == torch.inf] * 2
-        assert precision.scaler.get_scale() == scale / 2
-    assert schedule.last_epoch == start + 2
-
-
-def test_the_scale_survives_a_checkpoint() -> None:
-    old, new = Precision("fp16", CPU), Precision("fp16", CPU)
-    old.scaler.scale(torch.ones(1))
-    old.scaler.update(8.0)
-    new.scaler.load_state_dict(old.scaler.state_dict())
-    assert new.scaler.get_scale() == 8.0
-    Precision("fp32", CPU).scaler.load_state_dict(old.scaler.state_dict())

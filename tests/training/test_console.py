@@ -13,6 +13,7 @@ import pytest
 
 from hvdtrain.training.console import Console, LineConsole, describe, make_console
 from hvdtrain.world import World
+from tests.forkserver import warm
 from tests.launching import ROOT, clean_env
 
 LINE = "-m hvdtrain --task mlp --set width=8 --epochs 1 --max-steps 12".split()
@@ -21,7 +22,7 @@ LINE = "-m hvdtrain --task mlp --set width=8 --epochs 1 --max-steps 12".split()
 def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     """Through a real pseudo-terminal: the bar, the evaluation above it, and the last line."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, *LINE, "--run-dir", str(tmp_path / "run")]
+    command = warm([sys.executable, *LINE, "--run-dir", tmp_path / "run"])
     env = clean_env({"TERM": "xterm", "COLUMNS": "100"})
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)

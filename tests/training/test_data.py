@@ -31,12 +31,11 @@ from hvdtrain.training.data_loading import (
     derive_seed,
     make_loader,
     on_device,
-    shard,
     size_of,
 )
 from hvdtrain.world import World
 from tests.parity.resume import Stateful
-from tests.ranks import Ranks, single
+from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
 quick = settings(max_examples=60, deadline=None, database=None)
@@ -225,54 +224,6 @@ class SizedStream(Stream):
         return 3
 
 
-class Shuffle:
-    """A sampler that notes how it is used. It draws from torch's own generator."""
-
-    def __init__(self, calls: list[str], has_batches: bool) -> None:
-        self.calls, self.has_batches = calls, has_batches
-        calls.append("made")
-
-    def __len__(self) -> int:
-        return 4 if self.has_batches else 8
-
-    def __iter__(self) -> Iterator[Any]:
-        self.calls.append("drawn")
-        order = torch.randperm(8)
-        return iter((order.view(4, 2) if self.has_batches else order).tolist())
-
-
-@pytest.mark.parametrize("has_batches", [False, True])
-def test_a_sampler_is_made_and_drawn_once_in_each_epoch(has_batches: bool) -> None:
-    """It may read all samples: that of classes with equal weights, for example."""
-    calls: list[str] = []
-    data = TensorDataset(torch.arange(8))
-    config = TrainConfig(seed=3, batch_size=None if has_batches else 2)
-    batches = shard(data, config, world(0, 1), lambda *_: Shuffle(calls, has_batches))
-    batches.begin(single(), 0, 0)
-    assert calls == ["made", "drawn"]
-    batches.begin(single(), 1, 0)
-    assert calls == ["made", "drawn"] * 2
-    torch.manual_seed(derive_seed(3, 1))
-    assert list(batches) == torch.randperm(8).view(4, 2).tolist()
-
-
-def test_a_task_without_a_sampler_is_asked_once() -> None:
-    seeds: list[int] = []
-    data = TensorDataset(torch.arange(8))
-    batches = shard(data, TrainConfig(batch_size=2), world(0, 1), lambda _, s: seeds.append(s))
-    batches.begin(single(), 1, 0)
-    assert (type(batches), seeds) == (ShardedBatches, [derive_seed(0, 0)])
-
-
-def test_a_sampler_in_some_epochs_only_is_refused() -> None:
-    made = [[[0, 1], [2, 3]], None]
-    batches = shard(
-        TensorDataset(torch.arange(4)), TrainConfig(), world(0, 1), lambda *_: made.pop(0)
-    )
-    with pytest.raises(InputError, match="method sampler returned None in epoch 2, and a sampler"):
-        batches.begin(single(), 1, 0)
-
-
 def test_size_of() -> None:
     assert size_of(TensorDataset(torch.arange(3)), "training") == 3
     for dataset in (NoLength(), Stream(), SizedStream()):
@@ -300,17 +251,6 @@ def test_loader_processes_change_nothing() -> None:
     for (x, y), (u, v) in zip(alone, helped, strict=True):
         assert torch.equal(x, u)
         assert torch.equal(y, v)
-    assert not multiprocessing.active_children()
-
-
-def test_an_abandoned_loader_leaves_no_process() -> None:
-    dataset = TensorDataset(torch.arange(40.0))
-    batches = ShardedBatches(40, 4, world(0, 1), 0, "drop")
-    loader = make_loader(dataset, batches, default_collate, world(0, 1), CPU, 2, seed=0)
-    data = on_device(loader, CPU, lambda t: t)
-    next(data)
-    data.close()  # type: ignore[attr-defined]
-    del data, loader
     assert not multiprocessing.active_children()
 
 

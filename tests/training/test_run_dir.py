@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,28 +72,6 @@ def test_numbers_that_json_lacks_are_text_that_float_reads(tmp_path: Path) -> No
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     assert math.isnan(float(line["grad_norm"]))
     assert line["nested"] == [["-inf"]]
-
-
-def test_run_json_is_whole_at_every_moment(tmp_path: Path) -> None:
-    with opened(tmp_path) as run_dir:
-        run_dir.start({})
-        stop, reads = threading.Event(), []
-
-        def reader() -> None:
-            while not stop.is_set():
-                reads.append(len(read(tmp_path)["padding"]))
-
-        run_dir.update(padding="x" * 100_000)
-        thread = threading.Thread(target=reader)
-        thread.start()
-        written = 0
-        while (written < 30 or len(reads) < 6) and thread.is_alive():
-            run_dir.update(padding="x" * (10, 200_000)[written % 2])
-            written += 1
-        stop.set()
-        thread.join()
-    assert len(reads) > 5
-    assert set(reads) <= {10, 100_000, 200_000}
 
 
 def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:
@@ -327,35 +304,16 @@ def test_a_fresh_start_in_an_old_directory_drops_all_lines(tmp_path: Path) -> No
 
 def test_default_names_never_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    made = [make_default("digits", "ddp") for _ in range(20)]
+    made = [make_default("some/where/my_task.py:MyTask", "ddp") for _ in range(20)]
     assert len(set(made)) == 20
     assert all(path.is_dir() and path.parent == Path("runs") for path in made)
-    assert all("-digits-ddp" in path.name for path in made)
+    assert all("-mytask-ddp" in path.name for path in made)
 
 
-@pytest.mark.parametrize(
-    ("task", "name"),
-    [
-        ("digits", "digits-ddp"),
-        ("some/where/my_task.py:MyTask", "mytask-ddp"),
-        ("package.module:MyTask", "mytask-ddp"),
-    ],
-)
-def test_default_names_contain_the_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, name: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert make_default(task, "ddp").name.endswith(name)
-
-
-@pytest.mark.parametrize("kind", ["file", "dangling symlink"])
-def test_runs_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_runs_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A link to a disk that is not there must not make it look for a free name for ever."""
     monkeypatch.chdir(tmp_path)
-    if kind == "file":
-        Path("runs").write_text("")
-    else:
-        Path("runs").symlink_to("/not/mounted")
+    Path("runs").symlink_to("/not/mounted")
     with pytest.raises(InputError, match="cannot write the run directory runs"):
         make_default("digits", "ddp")
 

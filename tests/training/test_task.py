@@ -53,12 +53,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.path[:] = path
 
 
-@pytest.mark.parametrize("name", ["digit", "dig", "transformers"])
-def test_a_typing_error_gets_a_suggestion(name: str) -> None:
-    with pytest.raises(InputError, match="unknown task .*did you mean '(digits|transformer)'"):
-        load_task(name)
-
-
 @pytest.mark.parametrize(
     "form", ["mine_task.py:Mine", "./mine_task.py:Mine", "{}/mine_task.py:Mine"]
 )
