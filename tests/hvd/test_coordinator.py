@@ -86,6 +86,22 @@ def test_a_joined_rank_contributes_what_it_had_submitted(joins_first: bool) -> N
     assert rank0.answers == ["done", "run"]
 
 
+@pytest.mark.parametrize(
+    ("fusion_bytes", "batches"), [(0, [1, 1, 1, 1]), (800_000, [2, 2]), (10_000_000, [4])]
+)
+def test_waiting_operations_are_fused_up_to_the_threshold(
+    fusion_bytes: int, batches: list[int]
+) -> None:
+    rank0 = Rank0(2, fusion_bytes)
+    for name in "abcde":  # of 400,000 bytes; the first runs at once, and the others wait for it
+        for rank in (0, 1):
+            rank0.deliver(rank, "op", Key(GLOBAL_SET, name), LARGE)
+    for _ in batches:
+        rank0.deliver(0, "idle")
+    assert rank0.answers == ["run"] * len(rank0.sent)
+    assert [len(header[3]) for _, header, _ in rank0.sent[1:]] == batches
+
+
 def test_a_process_set_is_removed_after_its_operations() -> None:
     rank0 = Rank0(2)
     for rank in (0, 1):
@@ -117,17 +133,3 @@ def test_a_death_while_another_rank_leaves_is_reported() -> None:
         rank0.deliver(rank, "drained")
     rank0.report_lost(2, "process 6 on host", "has ended")
     assert rank0.answers == ["down", "down", "close"]
-
-
-@pytest.mark.parametrize(
-    ("fusion_bytes", "sizes"), [(0, [1, 1, 1]), (800_000, [2, 1]), (1 << 30, [3])]
-)
-def test_operations_are_fused_up_to_the_threshold(fusion_bytes: int, sizes: list[int]) -> None:
-    """Three of 400,000 bytes each, which become ready while another one runs."""
-    rank0 = Rank0(2, fusion_bytes)
-    for name in ("runs", "a", "b", "c"):
-        for rank in (0, 1):
-            rank0.deliver(rank, "op", Key(GLOBAL_SET, name), LARGE)
-    rank0.deliver(0, "idle")
-    assert rank0.answers == ["run"] * (1 + len(sizes))
-    assert [len(header[3]) for _, header, _ in rank0.sent[1:]] == sizes
