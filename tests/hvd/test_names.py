@@ -312,19 +312,6 @@ def test_hosts() -> None:
         hosts.parse_hosts_and_slots("a")
 
 
-def test_util_env(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    from hvdtrain.hvd.util import env
-
-    monkeypatch.setenv("A_VARIABLE", "before")
-    with env(A_VARIABLE="in", ANOTHER_VARIABLE="x", A_THIRD=None):
-        assert (os.environ["A_VARIABLE"], os.environ["ANOTHER_VARIABLE"]) == ("in", "x")
-        assert "A_THIRD" not in os.environ
-    assert os.environ["A_VARIABLE"] == "before"
-    assert "ANOTHER_VARIABLE" not in os.environ
-
-
 def test_util_average_or_op() -> None:
     from hvdtrain.hvd.util import get_average_backwards_compatibility_fun
 

@@ -98,11 +98,6 @@ def far_from_zero(hvd: Any) -> None:
     close(y, all_y[4 * hvd.rank() :][:4], 1e-8)
 
 
-@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
-def test_a_mean_far_from_zero_costs_no_precision(hvd_ranks: HvdRanks) -> None:
-    hvd_ranks.run(far_from_zero)
-
-
 def other_modes(hvd: Any) -> None:
     rank = hvd.rank()
     batches, _ = data([3, 2, 4][: hvd.size()], (4,))
@@ -133,11 +128,6 @@ def other_modes(hvd: Any) -> None:
     ours.bias.requires_grad_(True)
     ours(mine).sum().backward()
     close(ours.bias.grad, torch.full((3,), len(mine) * 4.0).double())
-
-
-@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
-def test_eval_no_grad_and_frozen_parameters(hvd_ranks: HvdRanks) -> None:
-    hvd_ranks.run(other_modes)
 
 
 def narrow(hvd: Any, dtype: torch.dtype, parameters: torch.dtype) -> None:
@@ -208,11 +198,6 @@ def a_network(hvd: Any) -> None:
     assert sites[0].calls == 2
 
 
-@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
-def test_modules_and_calls_are_told_apart(hvd_ranks: HvdRanks) -> None:
-    hvd_ranks.run(a_network)
-
-
 def again(hvd: Any) -> tuple[int, int]:
     """Ranks that constructed, and used, different modules before still fit after a new `init`."""
     extra = [hvd.SyncBatchNorm(2) for _ in range(hvd.rank())]
@@ -239,20 +224,19 @@ def refused(hvd: Any) -> None:
             hvd.SyncBatchNorm(3)(torch.ones(shape))
 
 
-@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
-def test_wrong_shapes_are_refused(hvd_ranks: HvdRanks) -> None:
-    hvd_ranks.run(refused)
-
-
-def alone(hvd: Any) -> None:
-    for options in OPTIONS:
-        compare(hvd, 3, [4], **options)
+@pytest.mark.parametrize(
+    "function", [far_from_zero, other_modes, a_network, refused], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
+def test_other_uses(hvd_ranks: HvdRanks, function: Any) -> None:
+    hvd_ranks.run(function)
 
 
 @pytest.mark.exhaustive  # a pool of its own
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 1)], indirect=True)
-def test_one_rank(hvd_ranks: HvdRanks) -> None:
-    hvd_ranks.run(alone)
+def test_one_rank(hvd_ranks: HvdRanks, options: dict[str, Any]) -> None:
+    hvd_ranks.run(compare, 3, [4], **options)
 
 
 def on_a_gpu(hvd: Any) -> None:
