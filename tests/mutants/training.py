@@ -353,7 +353,7 @@ FAULTS = [
         "training/commits.py",
         "newest = max(by_rank, key=",
         "newest = min(by_rank, key=",
-        "tests/parity/test_commits.py",
+        "tests/parity/test_interruption.py -k newcomer",
         "an elastic run goes on from the commit of a new process",
     ),
     Fault(
