@@ -25,6 +25,8 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMPI_MCA_rmaps_base_oversubscribe := 1
+# Else each of the thousand processes that the tests start compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-rest test-all soak mutants steady check bench bench-gpu clean
 

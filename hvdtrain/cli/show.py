@@ -14,7 +14,7 @@ from hvdtrain.errors import BackendUnavailable, InputError, printable
 from hvdtrain.training import run_dir
 from hvdtrain.training.config import flag
 
-# What is drawn: the key of a record, the rows on the terminal, and whether the axis may be log.
+# What is drawn: the key of a record, and the rows on the terminal.
 _SERIES = (("loss", 8), ("lr", 4))
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _MARGIN = 12

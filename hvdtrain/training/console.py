@@ -113,7 +113,7 @@ def describe(record: dict[str, Any]) -> str:
         "epoch": "epoch {}",
         "loss_scale": "loss_scale {:g}",
     }
-    skipped = {"step", "time", "data_ms"}
+    skipped = {"step", "data_ms"}
     return "  ".join(
         formats.get(key, key + (" {:d}" if isinstance(value, int) else " {:.4f}")).format(value)
         for key, value in record.items()

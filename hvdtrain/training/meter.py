@@ -19,8 +19,6 @@ from hvdtrain.training.gradient_values import is_finite
 
 _MAX_LOSSES = 1000
 """Losses that are kept to name the first one that is not finite."""
-_WITHOUT_FP64 = ("mps",)
-"""Types of devices that have no float64."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Meter:
             self._losses.append((self._steps, micro, value))
         if of_step is not None:
             # The first is converted; the sum with later ones is of the wider type.
-            self._loss = _widened(of_step) if self._loss is None else self._loss + of_step
+            self._loss = of_step.double() if self._loss is None else self._loss + of_step
         self._steps += 1
         self._skipped += not losses
         self._samples += samples
@@ -152,8 +150,3 @@ class Meter:
         text = f", first in step {first} on rank {rank}, micro-batch {micro}"
         # What is found later, on a GPU, is what it has spread to.
         return f"{text}, in {found[1]}" if found and found[1] and found[0] <= first else text
-
-
-def _widened(loss: Tensor) -> Tensor:
-    """Return a loss in float64, or in float32 on a device that lacks it."""
-    return loss if loss.device.type in _WITHOUT_FP64 else loss.double()

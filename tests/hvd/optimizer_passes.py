@@ -21,26 +21,26 @@ from tests.hvd.optimizer_table import (
     plain,
     sgd,
     shard,
+    side_by_side,
     synchronized,
-    train,
     twin,
     update,
     wrap,
 )
 from tests.hvd.optimizer_training import GUARD
 
-TOO_MANY = (
-    "Gradients were computed more than backward_passes_per_step times before call to step(). "
-    "Increase backward_passes_per_step to accumulate gradients locally."
-)
+TOO_MANY = "Gradients were computed more than backward_passes_per_step times before call to step()"
 
 
-def windows(hvd: Hvd, lengths: list[int], **options: Any) -> None:
-    """Train over windows of these numbers of passes; in each, gradients are summed."""
+def windows(hvd: Hvd, lengths: list[int], *, sets_passes: bool = False, **options: Any) -> None:
+    """Train over windows of these numbers of passes, in each of which gradients are summed."""
     model, expected = net(), net()
     optimizer, by_itself = wrap(hvd, model, **options), sgd(expected.parameters())
     steps = itertools.count()
     for length in lengths:
+        if sets_passes:
+            optimizer.set_backward_passes_per_step(length)
+            assert optimizer.backward_passes_per_step == length
         window = list(itertools.islice(steps, length))
         update(model, optimizer, *(shard(hvd, step) for step in window))
         update(expected, by_itself, *map(batch, window))
@@ -49,42 +49,26 @@ def windows(hvd: Hvd, lengths: list[int], **options: Any) -> None:
 
 @case()
 def passes_are_summed(hvd: Hvd) -> None:
+    """Those of a short window are reduced at its step."""
     windows(hvd, [2, 2, 2], backward_passes_per_step=2)
-    windows(hvd, [3, 3, 3], backward_passes_per_step=3, groups=2)
+    groupings: tuple[Any, ...] = (None, 2, [])
+    for groups in groupings:
+        windows(hvd, [3, 1, 3, 2, 3], backward_passes_per_step=3, groups=groups)
 
 
 @case()
-def a_short_window_is_reduced_at_the_step(hvd: Hvd) -> None:
-    windows(hvd, [3, 1, 3, 2, 3], backward_passes_per_step=3)
-    windows(hvd, [3, 1, 3, 2, 3], backward_passes_per_step=3, groups=[])
+def the_number_can_be_changed(hvd: Hvd) -> None:
+    windows(hvd, [1, 1, 3, 3, 2, 2, 1, 1], sets_passes=True)
 
 
 @case()
-def keeping_the_gradients(hvd: Hvd) -> None:
-    """Windows without zero_grad between them: gradients go on from the reduced ones."""
-    model, expected = net(), net()
-    optimizer = wrap(hvd, model, backward_passes_per_step=2)
-    by_itself = sgd(expected.parameters())
-    for step in range(0, 6, 2):
-        for k in (step, step + 1):
-            loss(model, shard(hvd, k)).backward()
-            loss(expected, batch(k)).backward()
-        optimizer.step()
-        by_itself.step()
-    close(model, expected)
-
-
-@case()
-def one_pass_without_zero_grad(hvd: Hvd) -> None:
-    """The same at one pass a window: each reduction is of all that has come together."""
-    model, expected = net(), net()
-    optimizer, by_itself = wrap(hvd, model), sgd(expected.parameters())
-    for step in range(4):
-        loss(model, shard(hvd, step)).backward()
-        optimizer.step()
-        loss(expected, batch(step)).backward()
-        by_itself.step()
-    close(model, expected)
+def without_zero_grad(hvd: Hvd) -> None:
+    """Gradients go on from those that the step before has reduced."""
+    for passes in (1, 2):
+        for _, model, optimizer, data in side_by_side(hvd, backward_passes_per_step=passes):
+            for _ in range(passes):
+                loss(model, data).backward()
+            optimizer.step()
 
 
 @case()
@@ -96,10 +80,8 @@ def gradients_are_local_between_passes(hvd: Hvd) -> None:
         first = each_ranks(hvd, twin(model), window)[hvd.rank()]
         loss(model, shard(hvd, window)).backward()
         close(grads(model), first)
-        expected = [
-            sum(pair)
-            for pair in zip(*(averages(hvd, twin(model), window + k) for k in (0, 1)), strict=True)
-        ]
+        both = (averages(hvd, twin(model), window + k) for k in (0, 1))
+        expected = [sum(pair) for pair in zip(*both, strict=True)]
         loss(model, shard(hvd, window + 1)).backward()
         with synchronized(optimizer):
             close(grads(model), expected)
@@ -135,34 +117,18 @@ def zero_grad_is_guarded_within_a_window(hvd: Hvd) -> None:
     close(model, by_hand(1))
 
 
-@case()
-def the_number_can_be_changed(hvd: Hvd) -> None:
-    model, expected = net(), net()
-    optimizer, by_itself = wrap(hvd, model), sgd(expected.parameters())
-    steps = itertools.count()
-    for passes in (1, 3, 2, 1):
-        optimizer.set_backward_passes_per_step(passes)
-        assert optimizer.backward_passes_per_step == passes
-        for _ in range(2):
-            window = list(itertools.islice(steps, passes))
-            update(model, optimizer, *(shard(hvd, step) for step in window))
-            update(expected, by_itself, *map(batch, window))
-    close(model, expected)
-
-
 @case(sizes=(2, 3))
 def ranks_may_differ_in_the_last_window(hvd: Hvd) -> None:
     """One rank steps early, with fewer passes than the others."""
     model = net()
     optimizer = wrap(hvd, model, plain, backward_passes_per_step=3)
-    train_window = 2 if last(hvd) else 3
     expected = [torch.zeros_like(p) for p in model.parameters()]
     for step in range(3):
-        for rank, local in enumerate(each_ranks(hvd, twin(model), step)):
-            if step < 2 or rank != hvd.size() - 1:
-                for total, grad in zip(expected, local, strict=True):
-                    total += grad / hvd.size()
-    for step in range(train_window):
+        locals_ = each_ranks(hvd, twin(model), step)
+        for local in locals_[:-1] if step == 2 else locals_:
+            for total, grad in zip(expected, local, strict=True):
+                total += grad / hvd.size()
+    for step in range(2 if last(hvd) else 3):
         loss(model, shard(hvd, step)).backward()
     with synchronized(optimizer):
         close(grads(model), expected)
@@ -171,17 +137,9 @@ def ranks_may_differ_in_the_last_window(hvd: Hvd) -> None:
 @case()
 def parts_of_the_model_at_different_passes(hvd: Hvd) -> None:
     """Half of the parameters get gradients in the first pass, all of them in the second."""
-    model, expected = net(), net()
-    optimizer = wrap(hvd, model, backward_passes_per_step=2)
-    by_itself = sgd(expected.parameters())
-    for step in range(3):
+    for _, model, optimizer, data in side_by_side(hvd, backward_passes_per_step=2):
         optimizer.zero_grad()
-        by_itself.zero_grad()
-        for module, data in ((model, shard(hvd, step)), (expected, batch(step))):
-            hidden = module[1](module[0](data[0])).detach()
-            torch.nn.functional.mse_loss(module[2](hidden), data[1]).backward()  # type: ignore[no-untyped-call]
-            loss(module, data).backward()
+        hidden = model[1](model[0](data[0])).detach()
+        torch.nn.functional.mse_loss(model[2](hidden), data[1]).backward()  # type: ignore[no-untyped-call]
+        loss(model, data).backward()
         optimizer.step()
-        by_itself.step()
-    close(model, expected)
-    train(hvd, model, optimizer, range(2))

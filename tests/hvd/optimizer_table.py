@@ -17,6 +17,7 @@ from tests.hvd import behaviour
 from tests.hvd.behaviour import Case, F, Hvd
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Data = tuple[Tensor, Tensor]
 
 TABLE: list[Case] = []
 ROWS = 12  # of a global batch: divisible by every number of ranks
@@ -34,7 +35,7 @@ def net(seed: int = 0) -> Any:
         return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+def batch(step: int) -> Data:
     """The global batch of a step."""
     generator = torch.Generator().manual_seed(1000 + step)
     x = torch.randn(ROWS, 4, generator=generator, dtype=torch.double)
@@ -42,13 +43,13 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def shard(hvd: Hvd, step: int) -> tuple[Tensor, Tensor]:
+def shard(hvd: Hvd, step: int) -> Data:
     """This rank's part of it."""
     x, y = batch(step)
     return x[hvd.rank() :: hvd.size()], y[hvd.rank() :: hvd.size()]
 
 
-def loss(model: nn.Module, data: tuple[Tensor, Tensor]) -> Any:
+def loss(model: nn.Module, data: Data) -> Any:
     return nn.functional.mse_loss(model(data[0]), data[1])
 
 
@@ -86,7 +87,7 @@ def train(hvd: Hvd, model: nn.Module, optimizer: Any, steps: Iterable[int]) -> N
         update(model, optimizer, shard(hvd, step))
 
 
-def update(model: nn.Module, optimizer: Any, *batches: tuple[Tensor, Tensor]) -> None:
+def update(model: nn.Module, optimizer: Any, *batches: Data) -> None:
     """Make one step, wrapped or not, on the sum of the gradients of these batches."""
     optimizer.zero_grad()
     for data in batches:
@@ -94,16 +95,43 @@ def update(model: nn.Module, optimizer: Any, *batches: tuple[Tensor, Tensor]) ->
     optimizer.step()
 
 
+def side_by_side(
+    hvd: Hvd,
+    make: Make = sgd,
+    *,
+    new: Callable[[], Any] = net,
+    steps: int = 4,
+    tolerance: float = 1e-12,
+    **options: Any,
+) -> Iterator[tuple[int, Any, Any, Data]]:
+    """Yield (step, model, optimizer, data) twice for each step: the wrapped optimizer with this
+    rank's part of the batch, then a plain one with the whole batch. Both must move alike.
+    """
+    model, expected = new(), new()
+    optimizer, by_itself = wrap(hvd, model, make, **options), make(expected.parameters())
+    for step in range(steps):
+        yield step, model, optimizer, shard(hvd, step)
+        yield step, expected, by_itself, batch(step)
+        close(model, expected, tolerance)
+    equal_everywhere(hvd, model)
+
+
 @contextlib.contextmanager
 def synchronized(optimizer: Any) -> Iterator[None]:
-    """Run the block between synchronisation and step, as scripts do to clip the gradients."""
+    """Run the block between synchronisation and step, as scripts do to clip the gradients. Of a
+    plain optimizer, only the step is left.
+    """
+    if not hasattr(optimizer, "synchronize"):
+        yield
+        optimizer.step()
+        return
     optimizer.synchronize()
     yield
     with optimizer.skip_synchronize():
         optimizer.step()
 
 
-def gradients(model: nn.Module, data: tuple[Tensor, Tensor]) -> list[Tensor]:
+def gradients(model: nn.Module, data: Data) -> list[Tensor]:
     """The gradients of these data, in the order of the parameters; the model is left alone."""
     return list(torch.autograd.grad(loss(model, data), list(model.parameters())))
 
@@ -127,10 +155,14 @@ def grads(model: nn.Module) -> list[Tensor]:
     return found
 
 
-def close(got: Iterable[Tensor] | nn.Module, expected: Iterable[Tensor] | nn.Module) -> None:
+def close(
+    got: Iterable[Tensor] | nn.Module,
+    expected: Iterable[Tensor] | nn.Module,
+    tolerance: float = 1e-12,
+) -> None:
     """Equal up to the rounding of double precision."""
     for a, b in zip(tensors(got), tensors(expected), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 def equal_everywhere(hvd: Hvd, values: Iterable[Tensor] | nn.Module) -> None:
