@@ -329,6 +329,7 @@ def test_bad_input(line: str, message: Message) -> None:
     """tests/test_cli.py shows that such an error ends a command with 2 and one line."""
     with pytest.raises((InputError, click.UsageError)) as caught:
         command.main(line.split(), standalone_mode=False)
+    assert isinstance(caught.value, InputError | click.UsageError)
     assert caught.value.exit_code == 2
     message(caught.value)
 
