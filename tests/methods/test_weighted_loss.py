@@ -17,12 +17,15 @@ from torch.utils.data import Dataset, TensorDataset
 from hvdtrain import Backend, Task
 from hvdtrain.compare.run.by_hand import ByHand
 from hvdtrain.errors import InputError
+from hvdtrain.training import methods
+from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.evaluation import Evaluation, WeightedMean
 from hvdtrain.training.task import CheckedTask
 from hvdtrain.training.weighted_loss import WeightedLosses
 from tests.forkserver import warm
 from tests.launching import ROOT, run
 from tests.messages import Message
+from tests.methods import arms
 from tests.methods.arms import EVERYWHERE, LIVE, TWO
 from tests.methods.data_runs import CONFIG, Regression, one_process, shuffled, train
 from tests.ranks import Ranks, single
@@ -175,21 +178,28 @@ class OnOneRank(Tokens):
         return loss if forgets else (loss, weight)
 
 
-REFUSED: list[tuple[tuple[str, int], type[Tokens], dict[str, Any]]] = [
-    (("ddp-torchrun", 2), NoToken, {}),
-    (("ddp-gloo", 2), OnOneRank, {}),
-    (("ddp-gloo", 2), OnOneRank, {"sync_every": 3}),
-    (("ddp-torchrun", 2), Tokens, {"sync_every": 3}),
-    (("ps-torchrun", 2), Tokens, {"ps_async": True}),
-]
-
-
-@pytest.mark.parametrize(("ranks", "kind", "changes"), REFUSED, indirect=["ranks"])
+@TWO
+@pytest.mark.parametrize(("kind", "changes"), [(NoToken, {}), (Tokens, {"sync_every": 3})], ids=str)
 def test_weights_that_are_refused(
     ranks: Ranks, kind: type[Tokens], changes: dict[str, Any], tmp_path: Path, message: Message
 ) -> None:
-    """All are 0, one rank has none, or the method cannot weigh the ranks exactly."""
+    """All are 0, or the method cannot weigh the ranks exactly."""
     texts = {rank["error"] for rank in ranks.run(train, kind(48), tmp_path / "run", **changes)}
+    message("\n".join(texts))
+
+
+@pytest.mark.parametrize("name", methods.NOT_WEIGHTED)
+def test_methods_that_cannot_weigh_exactly(name: str) -> None:
+    with pytest.raises(InputError):
+        methods.check_weighted_loss(TrainConfig(**arms.SETTINGS[name]))
+
+
+@pytest.mark.parametrize("ranks", [("ddp-gloo", 2)], indirect=True)
+@pytest.mark.parametrize("changes", [{}, {"sync_every": 3}], ids=str)
+def test_a_weight_on_some_ranks_only(
+    ranks: Ranks, changes: dict[str, Any], tmp_path: Path, message: Message
+) -> None:
+    texts = {rank["error"] for rank in ranks.run(train, OnOneRank(48), tmp_path / "run", **changes)}
     message("\n".join(texts))
 
 
