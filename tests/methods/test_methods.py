@@ -1,4 +1,4 @@
-"""The table of methods: each no says why. Each yes trains and resumes in tests/parity."""
+"""The table of methods: each no says why. Each method trains and resumes in tests/parity."""
 
 from __future__ import annotations
 
