@@ -24,7 +24,7 @@ from hvdtrain.cli import checkpoints, export, runs, show
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.training import run_dir
 from tests.forkserver import warm
-from tests.launching import ROOT, run
+from tests.launching import run
 from tests.messages import Message
 from tests.runs import records, run_json
 from tests.test_cli import Lines
@@ -174,16 +174,6 @@ def test_safetensors(line: Lines) -> None:
     assert f"eval_loss {record(line)['metrics']['loss']:.4f}" in found.output
     (line.folder / "bad.safetensors").write_text("x")
     assert "cannot load bad.safetensors" in line.refused("export", "bad.safetensors", "x.pt")
-
-
-def test_safetensors_is_optional(line: Lines) -> None:
-    (line.folder / "safetensors.py").write_text("raise ModuleNotFoundError('no', name='x')")
-    said = line.refused("export", "run", "model.safetensors", env={"PYTHONPATH": here(line)})
-    assert "pip install 'hvdtrain[safetensors]'" in said
-
-
-def here(line: Lines) -> str:
-    return f"{line.folder}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT)}"
 
 
 # Bad input
@@ -359,14 +349,6 @@ def test_checkpoints_are_listed_and_verified(line: Lines) -> None:
     finished = line("checkpoints", "more")
     assert finished.lines("more/empty/checkpoints  no checkpoint")
     assert finished.lines("NOT VALID: model.pt has 9 bytes")
-
-
-def test_metrics_of_a_killed_run(tmp_path: Path) -> None:
-    assert run_dir.read_metrics(tmp_path) == []
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n[1]\n\n{"step": 2, "lo')
-    assert run_dir.read_metrics(tmp_path) == [{"step": 1}]
-    with pytest.raises(InputError, match="no run in"):
-        run_dir.read(tmp_path)
 
 
 # A run directory from a stranger

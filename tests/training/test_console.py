@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.training.console import Console, LineConsole, describe, make_console
+from hvdtrain.training.console import Console, LineConsole, make_console
 from hvdtrain.world import World
 from tests.forkserver import warm
 from tests.launching import ROOT, clean_env
@@ -61,8 +61,3 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_launcher_that_forwards_lines_gets_lines() -> None:
     """Open MPI gives its ranks a pseudo-terminal, which no user looks at."""
     assert isinstance(make_console(World(launcher="openmpi")), LineConsole)
-
-
-def test_describe() -> None:
-    record = {"step": 3, "epoch": 1, "loss": 0.5, "step_ms": 4.06, "samples_per_s": 1234.5}
-    assert describe(record) == "epoch 1  loss 0.5000  4.1 ms/step  1234 samples/s"

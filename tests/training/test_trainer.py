@@ -133,6 +133,24 @@ def test_loader_processes_stay_and_a_resumed_run_has_their_numbers(tmp_path: Pat
     assert weights_of(tmp_path / "parts") == weights_of(tmp_path / "whole")
 
 
+class Draws(Stateful):
+    """Draws a random number in each step, as dropout does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        self.drawn.append(torch.rand(()).item())
+        return super().loss(net, batch)
+
+
+def test_each_step_has_random_numbers_of_its_own(tmp_path: Path) -> None:
+    task = Draws()
+    fit(single(), tmp_path, task=task, epochs=2)
+    assert len(set(task.drawn)) == len(task.drawn) == 8
+
+
 def weights_of(folder: Path) -> Any:
     """Return the hash of a finished run's weights, and its last evaluation."""
     about = run_json(folder)
