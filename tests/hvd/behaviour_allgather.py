@@ -38,14 +38,6 @@ def rows_may_differ(hvd: Hvd) -> None:
 
 
 @case()
-def no_rows_and_no_elements(hvd: Hvd) -> None:
-    n = hvd.size()
-    assert hvd.allgather(torch.empty(0), name="a").shape == (0,)
-    assert hvd.allgather(torch.empty(0, 3), name="b").shape == (0, 3)
-    assert hvd.allgather(torch.empty(2, 0), name="c").shape == (2 * n, 0)
-
-
-@case()
 def scalars_are_refused(hvd: Hvd) -> None:
     handle = hvd.allgather_async(torch.tensor(1.0), name="x")
     with fails(hvd, "Process-set rank zero tried to ALLGATHER a rank-zero tensor."):
@@ -82,14 +74,6 @@ def gradient_is_averaged(hvd: Hvd) -> None:
 
 
 @case()
-def gradient_of_no_rows(hvd: Hvd) -> None:
-    x = mine(hvd, hvd.rank(), 2).requires_grad_()
-    y = hvd.allgather(x, name="x")
-    y.backward(torch.ones_like(y))
-    same(x.grad, torch.ones(hvd.rank(), 2))
-
-
-@case()
 def grouped(hvd: Hvd) -> None:
     n, rank = hvd.size(), hvd.rank()
 
@@ -114,9 +98,3 @@ def grouped_gradient(hvd: Hvd) -> None:
     torch.autograd.backward([x, y], [torch.ones_like(x), torch.full_like(y, rank + 1.0)])
     same(a.grad, torch.ones(rank + 1))
     same(b.grad, torch.full((2, 2), (hvd.size() + 1) / 2))
-
-
-@case(different="the blocking form says the same as the other; Horovod's is an IndexError")
-def scalars_are_refused_at_once(hvd: Hvd) -> None:
-    with fails(hvd, "Process-set rank zero tried to ALLGATHER a rank-zero tensor."):
-        hvd.allgather(torch.tensor(1.0), name="x")

@@ -33,8 +33,9 @@ AGAIN = "initialised again at once, at any size and however often"
 @case()
 def topology_of_one_host(hvd: Hvd) -> None:
     n, rank = hvd.size(), hvd.rank()
+    hvd.init()  # again, which changes nothing
     assert hvd.is_initialized() is True
-    assert (hvd.local_size(), hvd.local_rank()) == (n, rank)
+    assert (hvd.rank(), hvd.local_size(), hvd.local_rank()) == (rank, n, rank)
     assert (hvd.cross_size(), hvd.cross_rank()) == (1, 0)
     assert hvd.mpi_ops.is_homogeneous() is True
     assert hvd.allgather(torch.tensor([rank]), name="ranks").tolist() == list(range(n))
@@ -42,12 +43,10 @@ def topology_of_one_host(hvd: Hvd) -> None:
 
 @case()
 def what_was_built(hvd: Hvd) -> None:
-    for name in "mpi_built gloo_built ddl_built ccl_built cuda_built rocm_built".split():
+    for name in "mpi_built ddl_built ccl_built cuda_built rocm_built mpi_enabled".split():
         assert type(getattr(hvd, name)()) is bool, name
     assert type(hvd.nccl_built()) is int
     assert hvd.gloo_built() is True
-    assert type(hvd.mpi_enabled()) is bool
-    assert type(hvd.gloo_enabled()) is bool
     assert hvd.mpi_enabled() is not hvd.gloo_enabled()
     if hvd.mpi_enabled():
         assert type(hvd.mpi_threads_supported()) is bool
@@ -55,14 +54,6 @@ def what_was_built(hvd: Hvd) -> None:
         text = "Horovod MPI is not enabled; Please make sure it's installed and enabled."
         with raises(ValueError, text):
             hvd.mpi_threads_supported()
-
-
-@case()
-def init_again_changes_nothing(hvd: Hvd) -> None:
-    before = (hvd.rank(), hvd.size(), hvd.local_rank())
-    hvd.init()
-    hvd.init(comm=None, process_sets=None)
-    assert (hvd.rank(), hvd.size(), hvd.local_rank()) == before
 
 
 @case()
@@ -107,19 +98,6 @@ def shutdown_and_init_again(hvd: Hvd) -> None:
         assert (hvd.rank(), hvd.size()) == place
         same(hvd.allreduce(mine(hvd, 2), name="x"), mean(everyones(hvd, 2)))
         same(hvd.allreduce(mine(hvd, 2) + i), mean(everyones(hvd, 2)) + i)
-
-
-@case(stronger=AGAIN)
-def handles_end_with_a_shutdown(hvd: Hvd) -> None:
-    handle = hvd.allreduce_async(mine(hvd, 2), name="x")
-    hvd.synchronize(handle)
-    hvd.shutdown()
-    hvd.init()
-    with raises(ValueError, "was not created or has been cleared."):
-        hvd.poll(handle + 1)
-    first = hvd.allreduce_async(mine(hvd, 2), name="x")
-    assert first <= handle
-    same(hvd.synchronize(first), mean(everyones(hvd, 2)))
 
 
 @case(stronger="the others always get an error; real ones now and then hang", ends=True)

@@ -120,23 +120,6 @@ def held_over_steps(hvd: Hvd) -> None:
 
 
 @case()
-def kept_and_zeroed(hvd: Hvd) -> None:
-    """Gradients that are zeroed, not replaced, keep their memory if a script holds it."""
-    for holds in (False, True):
-        model = wide()
-        optimizer = wrap(hvd, model, slow)
-        held: list[Tensor] = []
-        for expected in steps(hvd, model, optimizer):
-            with synchronized(optimizer):
-                close(grads(model), expected)
-                if holds and not held:
-                    held = [grad.view(-1) for grad in grads(model)]
-                for view, grad in zip(held, grads(model) if holds else [], strict=True):
-                    assert view.data_ptr() == grad.data_ptr()
-            model.zero_grad(set_to_none=False)
-
-
-@case()
 def used_in_another_graph(hvd: Hvd) -> None:
     """A gradient that autograd has saved, for a penalty on the next step's, stays as it was."""
     model = wide()
@@ -199,18 +182,6 @@ def gradients_that_overlap_themselves(hvd: Hvd) -> None:
             assert value == hvd.rank() + 1
             del held
             optimizer.zero_grad()
-
-
-@case(stronger="compression leaves gradients in their memory; with Horovod's they move")
-def compressed_views_of_a_flat_buffer(hvd: Hvd) -> None:
-    model = wide()
-    flat = flat_gradients(model)
-    optimizer = wrap(hvd, model, slow, compression=hvd.Compression.fp16)
-    for expected in steps(hvd, model, optimizer):
-        optimizer.synchronize()
-        wanted = torch.cat([grad.reshape(-1) for grad in expected])
-        assert (flat - wanted).norm() < 2e-3 * wanted.norm()
-        flat.zero_()
 
 
 @case()

@@ -114,30 +114,27 @@ def parameters_of_every_dtype(hvd: Hvd) -> None:
 @case()
 def training_goes_on_from_a_checkpoint(hvd: Hvd) -> None:
     """The root resumes, the others have nothing: the recipe of every script."""
-    whole = by_hand(2)
-    for wrapped in (True, False):
+    for wraps_first in (True, False):
         model = net(hvd.rank())
         original = sgd(model.parameters())
+        saved = net()
+        alone = sgd(saved.parameters())
+        for step in range(2):
+            update(saved, alone, batch(step))
         if hvd.rank() == 0:
-            saved = net()
-            alone = sgd(saved.parameters())
-            for step in range(2):
-                update(saved, alone, batch(step))
-            model.load_state_dict(whole.state_dict())
+            model.load_state_dict(saved.state_dict())
             original.load_state_dict(alone.state_dict())
-        optimizer = original
-        if wrapped:
+        if wraps_first:
             optimizer = hvd.DistributedOptimizer(original, model.named_parameters())
             if hvd.rank() == 0:
                 optimizer.load_state_dict(alone.state_dict())
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         else:
             hvd.broadcast_optimizer_state(original, root_rank=0)
             state = original.state_dict()
-            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
             optimizer = hvd.DistributedOptimizer(original, model.named_parameters())
             optimizer.load_state_dict(state)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         train(hvd, model, optimizer, range(2, 5))
         close(model, by_hand(5))
         equal_everywhere(hvd, model)

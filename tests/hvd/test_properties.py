@@ -206,7 +206,7 @@ def test_every_dtype(hvd_ranks: HvdRanks, kind: str) -> None:
 
 
 ONCE = settings(
-    max_examples=50,
+    max_examples=30,
     derandomize=True,
     deadline=None,
     database=None,
