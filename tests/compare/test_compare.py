@@ -88,6 +88,8 @@ def test_from_the_command_to_the_report(tmp_path: Path, more: tuple[str, ...]) -
     wanted = ("threads", "interop_threads", "affinity")
     forces = [[[rank[n] for n in wanted] for rank in row["in_force"]] for row in rows.values()]
     assert all(force == forces[0] for force in forces)
+    num_cores = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert [(rank[0], len(rank[2])) for rank in forces[0]] == [(num_cores, num_cores)] * 2
     cores = [rank[2] for rank in forces[0]]
     assert not set(cores[0]) & set(cores[1])
     assert found["outcome"] == "finished"
