@@ -121,7 +121,9 @@ def test_without_torchvision_one_line_says_so(tmp_path: Path, task: str, problem
     assert not (tmp_path / "run").exists()
 
 
+# Like torchvision's; a download fails if its rank does not hold the lock.
 FAKE_MNIST = """
+import fcntl
 from pathlib import Path
 import torch
 
@@ -129,6 +131,12 @@ class MNIST:
     def __init__(self, root, train=True, download=False):
         folder = Path(root) / "MNIST" / "raw"
         if download and not folder.exists():
+            with (Path(root) / ".lock").open() as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    raise AssertionError("downloaded without the lock")
+                except BlockingIOError:
+                    pass
             with (Path(root) / "downloads").open("a") as log:
                 log.write("one\\n")
             folder.mkdir(parents=True)

@@ -38,14 +38,6 @@ def rows_may_differ(hvd: Hvd) -> None:
 
 
 @case()
-def no_rows_and_no_elements(hvd: Hvd) -> None:
-    n = hvd.size()
-    assert hvd.allgather(torch.empty(0), name="a").shape == (0,)
-    assert hvd.allgather(torch.empty(0, 3), name="b").shape == (0, 3)
-    assert hvd.allgather(torch.empty(2, 0), name="c").shape == (2 * n, 0)
-
-
-@case()
 def scalars_are_refused(hvd: Hvd) -> None:
     handle = hvd.allgather_async(torch.tensor(1.0), name="x")
     with fails(hvd, "Process-set rank zero tried to ALLGATHER a rank-zero tensor."):

@@ -27,12 +27,6 @@ def every_form(hvd: Hvd) -> None:
 
 
 @case()
-def scalars_and_no_elements(hvd: Hvd) -> None:
-    assert hvd.broadcast(torch.tensor(hvd.rank() + 5), 1, name="s").item() == 6
-    assert hvd.broadcast(torch.empty(0, 3), 1, name="e").shape == (0, 3)
-
-
-@case()
 def roots_out_of_range(hvd: Hvd) -> None:
     for root in (-1, hvd.size()):
         with raises(ValueError, INVALID.format(root=root)):

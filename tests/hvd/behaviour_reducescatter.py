@@ -11,7 +11,6 @@ from tests.hvd.behaviour import (
     everyones,
     fails,
     last,
-    mean,
     mine,
     raises,
     same,
@@ -25,14 +24,6 @@ def part(hvd: Hvd, whole: torch.Tensor) -> torch.Tensor:
     rows = [len(whole) // n + (r < len(whole) % n) for r in range(n)]
     mine_of_it: torch.Tensor = torch.split(whole, rows)[rank]
     return mine_of_it
-
-
-@case()
-def every_number_of_rows(hvd: Hvd) -> None:
-    for rows in range(2 * hvd.size() + 1):
-        expected = part(hvd, mean(everyones(hvd, rows, 2)))
-        same(hvd.reducescatter(mine(hvd, rows, 2), name="x"), expected)
-        same(hvd.synchronize(hvd.reducescatter_async(mine(hvd, rows, 2), name="x")), expected)
 
 
 @case()

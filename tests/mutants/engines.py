@@ -236,7 +236,7 @@ FAULTS = [
         "hvd/engine/collectives.py",
         "request.postscale / (batch.size if request.op == AVERAGE else 1)",
         "request.postscale / (batch.size if request.op == ADASUM else 1)",
-        "tests/hvd/test_behaviour.py -k hvd-torchrun",
+        "tests/hvd/test_properties.py tests/hvd/test_behaviour.py",
         "hvd.allreduce with Average adds up (large tensors)",
     ),
     Fault(

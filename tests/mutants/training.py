@@ -98,7 +98,7 @@ FAULTS = [
         "training/resumption.py",
         "                if rank == backend.world.rank:\n",
         "                if rank != backend.world.rank:\n",
-        "tests/methods/test_methods.py tests/methods/test_buffers.py -k resume",
+        "tests/methods/test_rank_states.py",
         "each rank resumes with what another one kept for itself",
     ),
     Fault(
@@ -353,7 +353,7 @@ FAULTS = [
         "training/commits.py",
         "newest = max(by_rank, key=",
         "newest = min(by_rank, key=",
-        "tests/parity/test_commits.py",
+        "tests/parity/test_interruption.py -k newcomer",
         "an elastic run goes on from the commit of a new process",
     ),
     Fault(
