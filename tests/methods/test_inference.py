@@ -168,19 +168,6 @@ def test_an_evaluation_of_an_average(ranks: Ranks, tmp_path: Path) -> None:
     assert plain[0]["metrics"] != trained[0]["metrics"]
 
 
-class Wider(Indexed):
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-
-
-@TWO
-def test_a_task_that_has_changed(ranks: Ranks, tmp_path: Path, message: Message) -> None:
-    ranks.run(train, Indexed(5), tmp_path)
-    outcomes = ranks.outcomes(evaluated, Wider(5), tmp_path)
-    assert [out.kind for out in outcomes] == ["InputError"] * ranks.n
-    message(outcomes[0].text)
-
-
 # Training that starts from weights
 
 

@@ -107,20 +107,3 @@ def test_each_rank_resumes_with_its_own_buffers(ranks: Ranks, tmp_path: Path) ->
             assert torch.equal(value, other["buffers"][name]), name
     means = {tuple(one["buffers"]["2.running_mean"].tolist()) for one in whole}
     assert len(means) == ranks.n, "the ranks' statistics are equal, so that this tests nothing"
-
-
-@TWO
-def test_a_checkpoint_of_another_policy_of_buffers(ranks: Ranks, tmp_path: Path) -> None:
-    """Both ways, in a line: each rank continues with those of rank 0."""
-    task = data_runs.Regression(16, conv=True)
-    ranks.run(data_runs.train, task, tmp_path, 3)
-    (line,) = own_state(
-        ranks.run(data_runs.train, task, tmp_path, 4, resume="must", buffers="local")
-    )
-    assert line.endswith("each rank's own state starts afresh, as the checkpoint has none")
-    (line,) = own_state(ranks.run(data_runs.train, task, tmp_path, resume="must"))
-    assert line == "resume   RankBuffers: the checkpoint's state is not used"
-
-
-def own_state(found: list[dict[str, Any]]) -> list[str]:
-    return [line for line in found[0]["lines"] if "RankBuffers" in line]
