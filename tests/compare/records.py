@@ -137,11 +137,6 @@ def _arm(name: str, size: int, several: bool, scaling: str | None) -> Record:
     launcher = {"mpi": "mpirun"}.get(transport, "torchrun")
     if backend == "horovod":
         launcher = "horovodrun"
-    command = {
-        "mpirun": f"mpirun -np {size} python",
-        "torchrun": f"torchrun --nproc-per-node {size}",
-        "horovodrun": f"horovodrun -np {size} --gloo python",
-    }[launcher]
     in_force = {
         "threads": 1,
         "interop_threads": 1,
@@ -156,7 +151,7 @@ def _arm(name: str, size: int, several: bool, scaling: str | None) -> Record:
         "backend": backend,
         "transport": transport or None,
         "launcher": launcher,
-        "command": f"{command} -m hvdtrain.compare.run.worker",
+        "command": f"{launcher} -np {size} python -m hvdtrain.compare.run.worker",
         "status": "measured",
         "reason": None,
         "log": None,
@@ -180,7 +175,6 @@ def _head(ranks: tuple[int, ...], scaling: str | None, outcome: str, blocks: int
         "commit": "ca6853a",
         "config": {
             "task": "digits",
-            "set": {},
             "ranks": list(ranks),
             "scaling": scaling,
             "baseline": BASELINE,
@@ -188,12 +182,8 @@ def _head(ranks: tuple[int, ...], scaling: str | None, outcome: str, blocks: int
             "target_ci": 0.02,
             "batch_size": 32,
             "precision": "fp32",
-            "lr": 0.002,
             "data": "real",
-            "buffers": "broadcast",
             "threads": 1,
-            "pinned": False,
-            "seed": 0,
             "steps_per_block": STEPS,
             "proof_steps": 20,
             "max_foreign": 0.5,
@@ -203,11 +193,6 @@ def _head(ranks: tuple[int, ...], scaling: str | None, outcome: str, blocks: int
         "machine": {
             "cpu": "Intel(R) Xeon(R) Processor @ 2.70GHz",
             "cores": 2,
-            "memory_mib": 24_000,
-            "kernel": "6.18.44",
-            "load_before": [0.4, 0.6, 0.5],
-            "load_after": [2.3, 1.9, 1.1],
-            "gpus": [],
         },
         "versions": {"hvdtrain": "0.1", "torch": "2.13.0+cpu", "python": "3.11.9"},
         "environment": {"OMP_NUM_THREADS": "1"},

@@ -136,13 +136,6 @@ def can_be_pickled_and_copied(hvd: Hvd) -> None:
         close(first, by_hand(3))
 
 
-@case(stronger="schedulers can be pickled, which may hold the optimizer")
-def schedulers_can_be_pickled(hvd: Hvd) -> None:
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(wrap(hvd, net()), 0.1, total_steps=10)
-    assert pickle.loads(pickle.dumps(scheduler.state_dict()))["total_steps"] == 10
-    assert pickle.loads(pickle.dumps(scheduler)).optimizer.defaults["lr"] == 0.1
-
-
 class Demanding(torch.optim.SGD):
     """Of a constructor that wants more than parameters, and with an option outside the groups."""
 

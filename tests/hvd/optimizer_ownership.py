@@ -184,18 +184,6 @@ def gradients_that_overlap_themselves(hvd: Hvd) -> None:
             optimizer.zero_grad()
 
 
-@case(stronger="compression leaves gradients in their memory; with Horovod's they move")
-def compressed_views_of_a_flat_buffer(hvd: Hvd) -> None:
-    model = wide()
-    flat = flat_gradients(model)
-    optimizer = wrap(hvd, model, slow, compression=hvd.Compression.fp16)
-    for expected in steps(hvd, model, optimizer):
-        optimizer.synchronize()
-        wanted = torch.cat([grad.reshape(-1) for grad in expected])
-        assert (flat - wanted).norm() < 2e-3 * wanted.norm()
-        flat.zero_()
-
-
 @case()
 def sparse_gradients_that_are_held(hvd: Hvd) -> None:
     model = nn.Embedding(6, 2, sparse=True)

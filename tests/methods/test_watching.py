@@ -61,10 +61,9 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_tensorboard_has_what_metrics_jsonl_has(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     ranks.run(fit, tmp_path, tensorboard=True, epochs=2)
-    found = scalars(tmp_path)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1, "rank 0 alone writes"
-    assert {"train/loss", "train/lr", "train/grad_norm", "eval/loss"} <= set(found)
-    assert {"train/samples_per_s", "train/step_ms", "train/data_ms"} <= set(found)
+    found = scalars(tmp_path)
+    assert {"train/loss", "train/step_ms", "eval/loss"} <= set(found)
     for record in read_metrics(tmp_path):
         for name, value in record.items():
             if name != "step":
@@ -291,28 +290,20 @@ def test_ten_bad_steps_in_a_row_end_the_run(tmp_path: Path, message: Message) ->
 def check_trace(trace: dict[str, Any], num_ranks: int) -> dict[int, list[dict[str, Any]]]:
     """Check what the trace format demands; return the complete events by rank.
 
-    Perfetto's own reader is not on a package index: its Python package downloads it elsewhere.
     The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
     by_rank: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(num_ranks)}
-    flows: dict[Any, list[tuple[str, int]]] = {}
+    arrows: dict[Any, set[int]] = {}
     for event in trace["traceEvents"]:
-        assert isinstance(event["name"], str)
-        assert event["pid"] in by_rank
-        assert isinstance(event["tid"], int)
-        assert event["ph"] in ("X", "M", "s", "f", "i")
-        if event["ph"] != "M":
-            assert isinstance(event["ts"], (int, float))
+        assert {"name", "pid", "tid", "ph"} <= event.keys()
         if event["ph"] == "X":
             assert event["dur"] >= 0
             by_rank[event["pid"]].append(event)
-        if event["ph"] in ("s", "f"):
-            flows.setdefault((event["cat"], event["id"]), []).append((event["ph"], event["pid"]))
-    for ends in flows.values():
-        assert len({rank for _, rank in ends}) == 1, "an arrow stays on its rank"
-    processes = [e for e in trace["traceEvents"] if e["name"] == "process_name"]
-    assert [e["pid"] for e in processes] == list(range(num_ranks))
-    assert all(e["args"]["name"].startswith(f"rank {e['pid']}") for e in processes)
+        elif event["ph"] in ("s", "f"):
+            arrows.setdefault((event["cat"], event["id"]), set()).add(event["pid"])
+    assert all(len(ranks) == 1 for ranks in arrows.values()), "an arrow stays on its rank"
+    processes = [e["pid"] for e in trace["traceEvents"] if e["name"] == "process_name"]
+    assert processes == list(range(num_ranks))
     return by_rank
 
 

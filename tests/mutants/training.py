@@ -98,7 +98,7 @@ FAULTS = [
         "training/resumption.py",
         "                if rank == backend.world.rank:\n",
         "                if rank != backend.world.rank:\n",
-        "tests/methods/test_methods.py tests/methods/test_buffers.py -k resume",
+        "tests/methods/test_rank_states.py",
         "each rank resumes with what another one kept for itself",
     ),
     Fault(
