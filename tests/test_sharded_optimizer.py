@@ -108,14 +108,14 @@ def assert_equal(mine: Any, other: Any) -> None:
         assert mine == other
 
 
-def both(
+def assert_same_bits(
     size: int,
-    make: Callable[[nn.Module], Optimizer],
+    make: Callable[[Any], Optimizer],
     train: Callable[[Any, Any], Any],
     hosts: str = "",
     **of: Any,
-) -> tuple[list[Any], Any]:
-    """Return what `train(model, optimizer)` returns on sharded ranks, and in a plain process."""
+) -> None:
+    """Compare what `train(model, optimizer)` returns on sharded ranks with that of a plain run."""
     plain = Model(**of)
     expected = train(plain, make(plain))
 
@@ -125,7 +125,8 @@ def both(
         shard(optimizer, group, {p: name for name, p in model.named_parameters()})
         return train(model, optimizer)
 
-    return Threads(size, hosts).run(rank), expected
+    for found in Threads(size, hosts).run(rank):
+        assert_equal(found, expected)
 
 
 def take_steps(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -152,11 +153,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param(n, marks=() if n == 3 else pytest.mark.exhaustive) for n in (2, 3, 4)]
-)
 @pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
-def test_each_optimizer_has_the_bits_of_its_plain_step(kind: Any, size: int) -> None:
+def test_each_optimizer_has_the_bits_of_its_plain_step(kind: Any) -> None:
     for options in VARIANTS.get(kind.__name__, [{}, {"weight_decay": 0.1}, {"foreach": True}]):
         if kind is torch.optim.Rprop and "weight_decay" in options:
             continue
@@ -165,16 +163,12 @@ def test_each_optimizer_has_the_bits_of_its_plain_step(kind: Any, size: int) -> 
             made: Optimizer = kind(model.parameters(), **options)
             return made
 
-        found, expected = both(size, make, take_steps)
-        for rank in found:
-            assert_equal(rank, expected)
+        assert_same_bits(3, make, take_steps)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
 def test_each_dtype_has_the_bits_of_the_plain_step(dtype: torch.dtype) -> None:
-    found, expected = both(3, adamw, take_steps, dtype=dtype)
-    for rank in found:
-        assert_equal(rank, expected)
+    assert_same_bits(3, adamw, take_steps, dtype=dtype)
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -213,9 +207,7 @@ def test_groups_schedules_frozen_late_and_added_parameters() -> None:
             found.append(copy_of(model, optimizer))
         return found
 
-    found, expected = both(2, make, train)
-    for rank in found:
-        assert_equal(rank, expected)
+    assert_same_bits(2, make, train)
 
 
 def test_state_is_loaded_and_replaced_between_steps() -> None:
@@ -231,9 +223,7 @@ def test_state_is_loaded_and_replaced_between_steps() -> None:
         optimizer.state[model.odd] = {}
         return found + take_steps(model, optimizer)
 
-    found, expected = both(3, adamw, train)
-    for rank in found:
-        assert_equal(rank, expected)
+    assert_same_bits(3, adamw, train)
 
 
 def test_the_loss_scale_of_a_fused_optimizer() -> None:
@@ -252,9 +242,7 @@ def test_the_loss_scale_of_a_fused_optimizer() -> None:
         return torch.optim.AdamW(model.parameters(), fused=True)
 
     for make in (adamw, fused_adamw):
-        found, expected = both(2, make, train)
-        for rank in found:
-            assert_equal(rank, expected)
+        assert_same_bits(2, make, train)
 
 
 def test_step_hooks_see_the_whole_optimizer() -> None:
@@ -265,22 +253,14 @@ def test_step_hooks_see_the_whole_optimizer() -> None:
         model, optimizer = sharded(group)
 
         def note(*_: Any) -> None:
-            same = all(
-                a is b
-                for a, b in zip(
-                    optimizer.param_groups[0]["params"], model.parameters(), strict=True
-                )
-            )
-            seen.append((same, len(optimizer.state)))
+            pairs = zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)
+            seen.append((all(a is b for a, b in pairs), len(optimizer.state)))
 
         optimizer.register_step_pre_hook(note)
         optimizer.register_step_post_hook(note)
         take_steps(model, optimizer)
 
-        def prune(*_: Any) -> None:
-            model.large.detach().mul_(0.5)
-
-        optimizer.register_step_post_hook(prune)
+        optimizer.register_step_post_hook(lambda *_: write(model.large))
         take_steps(model, optimizer)
 
     for error in Threads(2).run(rank):
@@ -289,34 +269,6 @@ def test_step_hooks_see_the_whole_optimizer() -> None:
     assert [same for same, _ in seen] == [True] * len(seen)
     assert [states for _, states in seen].count(0) == 2
     assert set(states for _, states in seen) == {0, num}
-
-
-def test_the_ranks_share_memory_and_divide_the_work() -> None:
-    everyone: dict[int, Any] = {}
-    steps: list[int] = []
-
-    def rank(group: Group) -> None:
-        model, optimizer = sharded(group)
-        take_steps(model, optimizer)
-        pieces = optimizer._sharding._pieces.values()
-        steps.append(sum(piece.numel() for piece, _, _ in pieces))
-        group.all_gather_object(None)
-        everyone[group.rank] = model, optimizer
-        group.all_gather_object(None)
-        if group.rank == 0:
-            with torch.no_grad():
-                model.large.fill_(3.0)
-        group.all_gather_object(None)
-        assert bool((model.large == 3.0).all())
-
-    assert Threads(2).run(rank) == [None, None]
-    total = sum(p.numel() for p in Model().parameters())
-    assert len(steps) == 2
-    assert sum(steps) == total
-    assert max(steps) < 0.55 * total
-    for model, _ in everyone.values():
-        for p in model.parameters():  # torch.save writes the whole storage
-            assert p.untyped_storage().nbytes() == max(p.numel(), 1) * p.element_size()
 
 
 def test_parameters_of_ones_own_may_be_changed() -> None:
@@ -333,75 +285,73 @@ def test_parameters_of_ones_own_may_be_changed() -> None:
             found.append(copy_of(model, optimizer))
         return found + take_steps(model, optimizer)
 
-    found, expected = both(2, adamw, train)
-    for rank in found:
-        assert_equal(rank, expected)
+    assert_same_bits(2, adamw, train)
 
 
-def _clamp(model: Any, group: Group, optimizer: Any) -> None:
+def write(tensor: Tensor) -> None:
     with torch.no_grad():
-        model.large.clamp_(-0.01, 0.01)
+        tensor.mul_(0.5)
 
 
-def _data(model: Any, group: Group, optimizer: Any) -> None:
-    model.small.data.mul_(0.5)
+def _give_other_memory(p: Any) -> None:
+    p.data = p.data.clone()
 
 
-def _state(model: Any, group: Group, optimizer: Any) -> None:
-    optimizer.state[model.large]["exp_avg"].zero_()
+def _make_sparse(p: Any) -> None:
+    p.grad = torch.ones(p.shape).to_sparse()
 
 
-def _other_memory(model: Any, group: Group, optimizer: Any) -> None:
-    model.odd.data = model.odd.data.clone()
+def _write_on_one_rank(model: Any, optimizer: Any, rank: int) -> None:
+    if rank == 1:
+        write(model.large)
 
 
-def _on_one_rank(model: Any, group: Group, optimizer: Any) -> None:
-    if group.rank == 1:
-        _clamp(model, group, optimizer)
-
-
-def _sparse(model: Any, group: Group, optimizer: Any) -> None:
-    model.odd.grad = torch.ones(517).to_sparse()
-
-
-def _state_on_one_rank(model: Any, group: Group, optimizer: Any) -> None:
-    if group.rank == 0:
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
-def _differing(model: Any, group: Group, optimizer: Any) -> None:
+def _differ(model: Any, optimizer: Any, rank: int) -> None:
     optimizer.unshare_parameters()
-    model.large.data[3, 5] += group.rank
+    model.large.data[3, 5] += rank
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "text"),
-    [
-        (_clamp, InputError, "large was changed outside step"),
-        (_on_one_rank, InputError, "large was changed outside step"),
-        (_data, InputError, "small was changed outside step"),
-        (_state, InputError, "the optimizer's state of large was changed outside step"),
-        (_other_memory, InputError, "odd was given other memory outside step"),
-        (_sparse, InputError, "the gradient of odd is sparse"),
-        (_state_on_one_rank, WorldMismatch, "1 of 2 ranks have another state of the optimizer"),
-        (_differing, InputError, "large differs between rank 0 and rank 1"),
-    ],
-)
+# What a script does between two steps, with the model, its optimizer and the rank; the error; the
+# parameter or the state that it names.
+REFUSED: dict[str, tuple[Callable[[Any, Any, int], Any], type[HvdtrainError], str]] = {
+    "parameter": (lambda m, o, r: write(m.large), InputError, "large was changed outside"),
+    "on one rank": (
+        lambda m, o, r: write(m.large[: 33 * r]),
+        InputError,
+        "large was changed outside",
+    ),
+    "data": (lambda m, o, r: m.small.data.mul_(0.5), InputError, "small was changed outside"),
+    "state": (
+        lambda m, o, r: write(o.state[m.large]["exp_avg"]),
+        InputError,
+        "state of large was changed outside",
+    ),
+    "memory": (lambda m, o, r: _give_other_memory(m.odd), InputError, "odd was given other memory"),
+    "sparse": (lambda m, o, r: _make_sparse(m.odd), InputError, "the gradient of odd is sparse"),
+    "state on one rank": (
+        lambda m, o, r: r or o.load_state_dict(copy.deepcopy(o.state_dict())),
+        WorldMismatch,
+        "1 of 2 ranks have another state of the optimizer",
+    ),
+    "different parameters": (_differ, InputError, "large differs between rank 0 and rank 1"),
+}
+
+
+@pytest.mark.parametrize(("change", "kind", "text"), REFUSED.values(), ids=REFUSED)
 def test_changes_outside_a_step_are_refused_on_all_ranks(
-    change: Callable[..., None], kind: type[HvdtrainError], text: str
+    change: Callable[[Any, Any, int], Any], kind: type[HvdtrainError], text: str
 ) -> None:
     def rank(group: Group) -> None:
         model, optimizer = sharded(group)
         take_steps(model, optimizer)
         set_gradients(model, 4)
-        change(model, group, optimizer)
+        change(model, optimizer, group.rank)
         optimizer.step()
 
     for error in Threads(2).run(rank):
         assert type(error) is kind
         assert error.on_all_ranks
         assert text in str(error)
-        assert "\n" not in str(error)
 
 
 class _Own(torch.optim.SGD):
@@ -409,31 +359,24 @@ class _Own(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
+    "make",
     [
-        (lambda m: _Own(m.parameters(), lr=0.1), "_Own may read other elements"),
-        (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS may read other elements"),
-        (lambda m: torch.optim.Adafactor(m.parameters()), "Adafactor may read other elements"),
-        (
-            lambda m: torch.optim.SGD(m.parameters(), lr=0.1, differentiable=True),
-            "set differentiable=False",
-        ),
+        lambda parameters: _Own(parameters, lr=0.1),
+        torch.optim.LBFGS,
+        torch.optim.Adafactor,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, differentiable=True),
     ],
+    ids=["subclass", "LBFGS", "Adafactor", "differentiable"],
 )
-def test_what_cannot_be_sharded_says_why(make: Any, text: str) -> None:
-    for error in Threads(2).run(lambda group: shard(make(nn.Linear(3, 3)), group, {})):
+def test_what_cannot_be_sharded(make: Any) -> None:
+    for error in Threads(2).run(lambda group: shard(make(nn.Linear(3, 3).parameters()), group, {})):
         assert isinstance(error, InputError)
-        assert text in str(error)
         assert "leave --shard-optimizer out" in str(error)
 
 
 def test_a_closure_is_refused() -> None:
-    def rank(group: Group) -> None:
-        optimizer: Any = adamw(Model())
-        shard(optimizer, group, {})
-        optimizer.step(lambda: 0.0)
-
-    for error in Threads(2).run(rank):
+    for error in Threads(2).run(lambda group: sharded(group)[1].step(lambda: 0.0)):
+        assert isinstance(error, InputError)
         assert "call step()" in str(error)
 
 
@@ -509,7 +452,7 @@ def test_descriptors_and_memory_are_given_back() -> None:
             return len(os.listdir("/proc/self/fd")), file.read().count("memfd:hvdtrain")
 
     before = count()
-    both(2, adamw, take_steps)
+    assert_same_bits(2, adamw, take_steps)
     assert count() == before
 
 

@@ -34,53 +34,40 @@ from hvdtrain._torch.storage import (
 )
 from tests.forkserver import warm
 
+NAMES = """
+    torch.nn.modules.batchnorm _BatchNorm
+    torch _foreach_copy_
+    torch:Tensor _version _use_count
+    torch._C _storage_Use_Count
+    torch:UntypedStorage _cdata _share_fd_cpu_
+    torch.multiprocessing.reductions StorageWeakRef
+    torch.distributed.rendezvous _rendezvous_handlers
+    torch.utils.data._utils.worker _worker_info
+    torch._C._dynamo.eval_frame set_code_exec_strategy
+    torch._C._dynamo.eval_frame:_FrameAction SKIP
+    torch.distributed:Reducer _rebuild_buckets prepare_for_forward prepare_for_backward
+    torch.distributed:ProcessGroupGloo _Options _set_default_timeout
+    torch.distributed:ProcessGroupGloo._Options _devices _threads _timeout
+    torch.distributed:ProcessGroup _allgather_base _device_types _reduce_scatter_base
+    torch.distributed.distributed_c10d:Work _source_rank
+    torch._C._distributed_c10d _dump_fr_trace
+    torch.distributed.elastic.multiprocessing.api LogsDest SignalException
+    torch.distributed.elastic.multiprocessing.api:DefaultLogsSpecs reify
+    torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent _monitor_workers
+    torch.distributed.elastic.rendezvous.registry get_rendezvous_handler
+"""
+"""A module, or module:class, and the names in it; some of one file alone, which could not replace
+them: transports/gloo.py, transports/process_group.py, hvd/job.py and launch/agent.py.
+"""
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        ("torch.nn.modules.batchnorm", "_BatchNorm"),
-        ("torch", "_foreach_copy_"),
-        ("torch:Tensor", "_version"),
-        ("torch:Tensor", "_use_count"),
-        ("torch._C", "_storage_Use_Count"),
-        ("torch:UntypedStorage", "_cdata"),
-        ("torch:UntypedStorage", "_share_fd_cpu_"),
-        ("torch.multiprocessing.reductions", "StorageWeakRef"),
-        ("torch.distributed.rendezvous", "_rendezvous_handlers"),
-        ("torch.utils.data._utils.worker", "_worker_info"),
-        ("torch._C._dynamo.eval_frame", "set_code_exec_strategy"),
-        ("torch._C._dynamo.eval_frame:_FrameAction", "SKIP"),
-        ("torch.distributed:Reducer", "_rebuild_buckets"),
-        ("torch.distributed:Reducer", "prepare_for_forward"),
-        ("torch.distributed:Reducer", "prepare_for_backward"),
-        # What one file alone uses, and no fallback could replace: transports/gloo.py,
-        ("torch.distributed:ProcessGroupGloo", "_Options"),
-        ("torch.distributed:ProcessGroupGloo._Options", "_devices"),
-        ("torch.distributed:ProcessGroupGloo._Options", "_threads"),
-        ("torch.distributed:ProcessGroupGloo._Options", "_timeout"),
-        # the process group of the transports, which torch calls by these names,
-        ("torch.distributed:ProcessGroup", "_allgather_base"),
-        ("torch.distributed:ProcessGroup", "_device_types"),
-        ("torch.distributed:ProcessGroup", "_reduce_scatter_base"),
-        ("torch.distributed:ProcessGroupGloo", "_set_default_timeout"),
-        ("torch.distributed.distributed_c10d:Work", "_source_rank"),
-        ("torch._C._distributed_c10d", "_dump_fr_trace"),
-        # and hvd/job.py: where torch's launcher sends the output of ranks.
-        ("torch.distributed.elastic.multiprocessing.api:DefaultLogsSpecs", "reify"),
-        ("torch.distributed.elastic.multiprocessing.api", "SignalException"),
-        # launch/agent.py: a failed rank is reported at once, and output goes to pipes.
-        (
-            "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent",
-            "_monitor_workers",
-        ),
-        ("torch.distributed.elastic.multiprocessing.api", "LogsDest"),
-        ("torch.distributed.elastic.rendezvous.registry", "get_rendezvous_handler"),
-    ],
-)
-def test_the_name_exists(owner: str, name: str) -> None:
+
+@pytest.mark.parametrize("line", NAMES.strip().splitlines(), ids=lambda line: line.split()[0])
+def test_the_names_exist(line: str) -> None:
+    owner, *names = line.split()
     module, _, attributes = owner.partition(":")
     holder = reduce(getattr, filter(None, attributes.split(".")), import_module(module))
-    assert hasattr(holder, name), f"torch {torch.__version__} has no {owner}.{name}"
+    missing = [name for name in names if not hasattr(holder, name)]
+    assert not missing, f"torch {torch.__version__} has no {missing} in {owner}"
 
 
 def test_batch_norm_layers_share_one_base() -> None:

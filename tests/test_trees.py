@@ -35,13 +35,11 @@ def test_every_tensor_is_replaced() -> None:
     assert torch.equal(t, torch.ones(2)), "the input changed"
 
 
-@pytest.mark.parametrize("value", [(), [], {}, "text", None, 3, b"bytes", {1}, range(3)])
+@pytest.mark.parametrize("value", [(), {}, "text", None, 3, {1}, torch.Size([2, 3])])
 def test_other_values_are_taken_over(value: object) -> None:
-    assert map_tree(add_one, Tensor, value) == value
-
-
-def test_sizes_keep_their_type() -> None:
-    assert map_tree(add_one, Tensor, torch.Size([2, 3])) == torch.Size([2, 3])
+    mapped = map_tree(add_one, Tensor, value)
+    assert mapped == value
+    assert type(mapped) is type(value)
 
 
 def test_dicts_become_plain_unless_their_type_is_kept() -> None:

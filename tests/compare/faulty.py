@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -40,17 +40,11 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
 class ScalesLr(Correct):
     """Scales the rate, and the one that schedulers start from: it lasts."""
 
-    power = 1.0
-
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         for group in optimizer.param_groups:
-            group["lr"] *= self.world.size**self.power
+            group["lr"] *= self.world.size
             group["initial_lr"] = group["lr"]
         return super()._wrap(model, optimizer)
-
-
-class RootLr(ScalesLr):
-    power = 0.5
 
 
 class ScalesInVain(Correct):
@@ -67,13 +61,6 @@ class NoDivision(Correct):
         dist.all_reduce(p.grad)
 
 
-class DividedTwice(Correct):
-    def reduce(self, p: Tensor) -> None:
-        super().reduce(p)
-        assert p.grad is not None
-        p.grad.div_(self.world.size)
-
-
 class ClipsFirst(Correct):
     """Clips every rank's own gradient, and averages afterwards."""
 
@@ -87,33 +74,11 @@ class ClipsFirst(Correct):
 class HalfPrecision(Correct):
     """Sends fp16, as Horovod's compression does."""
 
-    dtype = torch.float16
-
     def reduce(self, p: Tensor) -> None:
         assert p.grad is not None
-        half = p.grad.to(self.dtype)
+        half = p.grad.to(torch.float16)
         dist.all_reduce(half)
         p.grad.copy_(half.to(p.grad.dtype).div_(self.world.size))
-
-
-class Bfloat(HalfPrecision):
-    dtype = torch.bfloat16
-
-
-class DoublePrecision(Correct):
-    """Trains in float64, whatever the run was told."""
-
-    def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        return nn.Sequential(ToDouble(), model.double()), optimizer
-
-
-class ToDouble(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.double()
-
-
-class NotSynchronised(C10d):
-    name: ClassVar[str] = "not synchronised"
 
 
 class OneLeftOut(Correct):
@@ -122,16 +87,6 @@ class OneLeftOut(Correct):
     def _reduce_gradients(self, optimizer: Optimizer) -> None:
         for p in parameters(optimizer)[1:]:
             self.reduce(p)
-
-
-class SilentRank(Correct):
-    """The last rank sends zeros, as one that has joined does."""
-
-    def reduce(self, p: Tensor) -> None:
-        assert p.grad is not None
-        if self.world.rank == self.world.size - 1:
-            p.grad.zero_()
-        super().reduce(p)
 
 
 class LastMicroBatch(Correct):
@@ -165,10 +120,8 @@ class LosesMicroBatches(LastMicroBatch):
 class LocalBuffers(Correct):
     """Knows nothing of buffers, whatever the policy."""
 
-    policy: Literal["local", "average"] = "local"
-
     def finish_backward(self, optimizer: Optimizer) -> None:
-        asked, self.options = self.options, replace(self.options, buffers=self.policy)
+        asked, self.options = self.options, replace(self.options, buffers="local")
         super().finish_backward(optimizer)
         self.options = asked
 
@@ -217,36 +170,17 @@ class ThirdStep(Correct):
             parameters(optimizer)[0].grad[0].add_(0.01)  # type: ignore[index]
 
 
-class ShiftsBias(Correct):
-    """Moves a bias that BatchNorm takes away again: no loss and no gradient shows it."""
+class Shrinks(Correct):
+    """Takes a thousandth off the largest weights, in the last step: no later gradient shows it."""
 
-    steps, when = 0, 3
+    steps = 0
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:
         super()._reduce_gradients(optimizer)
         self.steps += 1
-        if self.steps == self.when:
-            self.move(parameters(optimizer))
-
-    @torch.no_grad()
-    def move(self, of: list[Tensor]) -> None:
-        of[1].add_(0.1)
-
-
-class Shrinks(ShiftsBias):
-    """Takes a thousandth off the largest weights, in the last step: no later gradient shows it."""
-
-    when = 4
-
-    @torch.no_grad()
-    def move(self, of: list[Tensor]) -> None:
-        max(of, key=Tensor.numel).mul_(0.999)
-
-
-class AveragesBuffers(LocalBuffers):
-    """Averages buffers, whatever the policy."""
-
-    policy = "average"
+        if self.steps == 4:
+            with torch.no_grad():
+                max(parameters(optimizer), key=Tensor.numel).mul_(0.999)
 
 
 # Tasks
@@ -260,13 +194,6 @@ class Images(ConvNet):
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9, weight_decay=0.01)
-
-
-class Undecayed(Images):
-    """A step on zeros changes nothing at all."""
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9)
 
 
 class PlainAdam(Digits):
@@ -288,13 +215,6 @@ class Biased(Images):
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adam(model.parameters(), lr=0.01)
-
-
-class BiasedSgd(Biased):
-    """SGD does not: no bias moves by more than rounding."""
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.5)
 
 
 class Attention(Transformer):

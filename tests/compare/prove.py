@@ -1,4 +1,4 @@
-"""What live ranks are asked for: an trace of an arm's first steps."""
+"""What live ranks are asked for: a trace of an arm's first steps."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def tasks() -> dict[str, Task]:
         "digits": Digits(width=8),
         "plain": faulty.PlainAdam(width=8),
         "images": faulty.Images(),
-        "undecayed": faulty.Undecayed(),
         "biased": faulty.Biased(),
-        "biased sgd": faulty.BiasedSgd(),
         "attention": faulty.Attention(),
         "drops": faulty.DropsUnderMpi(width=8),
         "shards": faulty.ShardsUnderMpi(width=8),

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
-from hvdtrain.cli.compare import _make_folder
+from hvdtrain.cli.compare import _make_folder, command
 from hvdtrain.compare import record
 from hvdtrain.compare.compare_options import CompareOptions, share, steps_in_sync
 from hvdtrain.compare.run.arms import choose_arms, parse
@@ -87,6 +88,8 @@ def test_from_the_command_to_the_report(tmp_path: Path, more: tuple[str, ...]) -
     wanted = ("threads", "interop_threads", "affinity")
     forces = [[[rank[n] for n in wanted] for rank in row["in_force"]] for row in rows.values()]
     assert all(force == forces[0] for force in forces)
+    num_cores = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert [(rank[0], len(rank[2])) for rank in forces[0]] == [(num_cores, num_cores)] * 2
     cores = [rank[2] for rank in forces[0]]
     assert not set(cores[0]) & set(cores[1])
     assert found["outcome"] == "finished"
@@ -169,16 +172,13 @@ def test_the_proof_ends_at_an_average() -> None:
     assert steps_in_sync(5, TrainConfig()) == 5
 
 
-# All of them, and on live ranks: test_causes.py.
-FAULTS = {"ScalesLr": "learning rate", "ClipsFirst": "clipped before", "NoDivision": "division"}
+# All of them, and on live ranks: test_parity.py.
+FAULTS = {"ScalesLr": "learning rate", "ClipsFirst": "clipped before"}
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seeded", [list(FAULTS)])
-def test_unequal_and_failing_arms_say_why_and_the_others_go_on(
-    tmp_path: Path, seeded: list[str]
-) -> None:
-    faults = {f"tests.compare.faulty:{name}/gloo": FAULTS[name] for name in seeded}
+def test_unequal_and_failing_arms_say_why_and_the_others_go_on(tmp_path: Path) -> None:
+    faults = {f"tests.compare.faulty:{name}/gloo": cause for name, cause in FAULTS.items()}
     dies, raises = "tests.compare.failing:Dies/gloo", "tests.compare.failing:Raises/gloo"
     drifts = "tests.compare.failing:Drifts/gloo"
     arms = ",".join(["ddp/gloo", *faults, dies, raises, drifts, "no.such:Thing"])
@@ -210,40 +210,34 @@ def test_unequal_and_failing_arms_say_why_and_the_others_go_on(
 
 
 @pytest.mark.exhaustive
-def test_a_baseline_that_is_lost_ends_it(tmp_path: Path) -> None:
-    arms = "tests.compare.failing:Raises/gloo,ddp/gloo"
-    line = ["--arms", arms, "--budget", "1h", "--proof-steps", "4"]
+@pytest.mark.parametrize(
+    ("fault", "status", "why"),
+    [
+        ("Raises", "failed", "on purpose"),
+        ("Parts", "refused", "its ranks had different parameters"),
+    ],
+)
+def test_a_baseline_that_is_lost_ends_it(tmp_path: Path, fault: str, status: str, why: str) -> None:
+    """Raises: at once. Parts: seen at the end only, of its duplicate as well."""
+    baseline = f"tests.compare.failing:{fault}/gloo"
     temporary = tmp_path / ("temporary-" * 9)  # too long for a socket's path
     temporary.mkdir()
+    line = ["--arms", f"{baseline},ddp/gloo", *QUICK]
     done, found = compare(tmp_path / "out", *line, code=1, env={"TMPDIR": str(temporary)})
-    said = "cannot be compared: its baseline tests.compare.failing:Raises/gloo failed"
-    assert said in found["arms"]["ddp/gloo"]["reason"]
-    assert "nothing could be compared; tests.compare.failing:Raises/gloo" in done.output
-    assert "as fast" not in done.output
-
-
-@pytest.mark.exhaustive
-def test_a_baseline_that_parts_ends_it(tmp_path: Path) -> None:
-    """Seen at the end only, and of its duplicate as well: there is nothing left to repeat."""
-    arms = "tests.compare.failing:Parts/gloo,ddp/gloo"
-    done, found = compare(tmp_path / "out", "--arms", arms, *QUICK, code=1)
-    assert "Traceback" not in done.output
     rows = found["arms"]
-    for name in ("tests.compare.failing:Parts/gloo", "tests.compare.failing:Parts/gloo again"):
-        assert rows[name]["status"] == "refused"
-        assert "its ranks had different parameters" in rows[name]["reason"]
-    assert "cannot be compared" in rows["ddp/gloo"]["reason"]
-
-
-def _begun(folder: Path, blocks: int) -> bool:
-    path = folder / record.NAME
-    return path.exists() and len(json.loads(path.read_text())["blocks"]) >= blocks
+    assert rows[baseline]["status"] == status
+    assert why in rows[baseline]["reason"]
+    assert f"cannot be compared: its baseline {baseline} {status}" in rows["ddp/gloo"]["reason"]
+    assert f"nothing could be compared; {baseline}" in done.output
+    assert "as fast" not in done.output
+    assert "Traceback" not in done.output
 
 
 def _until_blocks(folder: Path, blocks: int, log: Path) -> None:
+    path = folder / record.NAME
     deadline = time.monotonic() + 200
-    while not _begun(folder, blocks):
-        assert time.monotonic() < deadline, log.read_text()
+    while not path.exists() or len(json.loads(path.read_text())["blocks"]) < blocks:
+        assert time.monotonic() < deadline, f"no {blocks} blocks in 200 s:\n{log.read_text()}"
         time.sleep(0.1)
 
 
@@ -257,14 +251,10 @@ def _until_all_have_ended(marker: str) -> None:
 ENDLESS: Sequence[str] = ["--arms", "ddp/gloo,compat/shm", "--budget", "1h", "--target-ci", "0.1%"]
 
 
-@pytest.mark.parametrize(
-    ("number", "outcome"),
-    [
-        (signal.SIGINT, "interrupted"),
-        (signal.SIGTERM, "terminated"),
-    ],
-)
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("number", "outcome"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")]
+)
 def test_stopped_early_it_leaves_a_valid_report_and_nothing_else(
     tmp_path: Path, number: signal.Signals, outcome: str
 ) -> None:
@@ -332,18 +322,18 @@ WRONG = [
     "-np 0",
     "-np 2,3 --scaling strong --batch-size 5",
     "--blocks 3",
-    "--batch-size 0",
     "--output tests",
-    "--pigeon",
 ]
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_bad_input_gets_one_line(line: str, message: Message) -> None:
-    done = run(warm([*COMPARE, *line.split()]))
-    assert done.code == 2
-    assert len(done.output.splitlines()) == 1, done.output
-    message(done.output)
+def test_bad_input(line: str, message: Message) -> None:
+    """tests/test_cli.py shows that such an error ends a command with 2 and one line."""
+    with pytest.raises((InputError, click.UsageError)) as caught:
+        command.main(line.split(), standalone_mode=False)
+    assert isinstance(caught.value, InputError | click.UsageError)
+    assert caught.value.exit_code == 2
+    message(caught.value)
 
 
 def test_all_of_the_cores_is_a_share() -> None:

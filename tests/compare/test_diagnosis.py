@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.compare.formatting import tell_apart
 from hvdtrain.compare.proof.gradient_diagnosis import round_to
 from hvdtrain.compare.proof.parity import compare
 from hvdtrain.compare.proof.trace_recorder import _sample, _stride, hash_samples
@@ -120,7 +116,7 @@ MADE: dict[str, tuple[Callable[[int, list[Array]], list[Array]], str]] = {
 }
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("made", MADE)
 def test_what_was_made_of_the_local_gradients_is_found(made: str, n: int) -> None:
     make, words = MADE[made]
@@ -140,20 +136,20 @@ def test_parameters_that_are_wrong_alone_are_named(n: int) -> None:
     refused(arm(n, everywhere(n, gradient)), "for first.bias alone: the division is missing")
 
 
-def test_a_missing_division_by_as_many_micro_batches_is_said_to_be_either() -> None:
-    base, subject = arm(2), arm(2, everywhere(2, 2 * mean_of(local_gradients(2))))
+@pytest.mark.parametrize(
+    ("micro_batches", "words"),
+    [
+        (2, "micro-batches, of which there are as many"),  # as ranks: it can be either
+        (3, "not divided by the 3 micro-batches"),
+    ],
+)
+def test_micro_batches_that_are_not_averaged(micro_batches: int, words: str) -> None:
+    base = arm(2)
+    subject = arm(2, everywhere(2, micro_batches * mean_of(local_gradients(2))))
     for trace in (*base, *subject):
         for step in trace.steps:
-            step.micro_batches = 2
-    refused(subject, "micro-batches, of which there are as many", base=base)
-
-
-def test_micro_batches_that_are_not_averaged() -> None:
-    base, subject = arm(2), arm(2, everywhere(2, 3 * mean_of(local_gradients(2))))
-    for trace in (*base, *subject):
-        for step in trace.steps:
-            step.micro_batches = 3
-    refused(subject, "not divided by the 3 micro-batches", base=base)
+            step.micro_batches = micro_batches
+    refused(subject, words, base=base)
 
 
 def test_no_hypothesis_explains_noise() -> None:
@@ -201,17 +197,11 @@ def test_values_that_are_not_finite_are_equal_to_themselves_alone() -> None:
 
 
 def test_another_number_of_ranks() -> None:
-    rows = compare({"base": arm(2), "arm": arm(3)}, "base")
-    assert [row.verdict for row in rows] == ["unequal"]
-    assert "3 ranks" in rows[0].text
-
-
-def test_ranks_that_are_worlds_of_their_own() -> None:
-    subject = arm(2)
-    for trace in subject:
-        trace.world_size = 1
-    rows = compare({"base": arm(2), "arm": subject}, "base")
-    assert "models train side by side" in (rows[0].cause or "")
+    apart = arm(2, world_size=1)
+    for subject, words in ((arm(3), "3 ranks"), (apart, "models train side by side")):
+        (row,) = compare({"base": arm(2), "arm": subject}, "base")
+        assert row.verdict == "unequal"
+        assert words in f"{row.text} | {row.cause}"
 
 
 @pytest.mark.parametrize(
@@ -304,16 +294,18 @@ def test_samples(change: Callable[[Arm, int | None], None], only: int | None, wo
     refused(subject, "in step 2", words)
 
 
-def test_windows_and_gradients_of_another_size() -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("micro_batches", 2, "2 micro-batches in step 3 on rank 1"),
+        ("gradient_bytes", 8, "8 bytes of gradients in step 3 on rank 1"),
+        ("gradient_dtypes", ["bfloat16"], "gradients are bfloat16 in step 3"),
+    ],
+)
+def test_one_step_that_is_another(name: str, value: object, words: str) -> None:
     subject = arm(2)
-    subject[1].steps[2].micro_batches = 2
-    refused(subject, "2 micro-batches in step 3 on rank 1")
-    subject = arm(2)
-    subject[1].steps[2].gradient_bytes = 8
-    refused(subject, "8 bytes of gradients in step 3 on rank 1")
-    subject = arm(2)
-    subject[0].steps[0].gradient_dtypes = ["bfloat16"]
-    refused(subject, "gradients are bfloat16 in step 1")
+    setattr(subject[1].steps[2], name, value)
+    refused(subject, words)
 
 
 # Limits, and the baseline itself
@@ -348,13 +340,6 @@ def test_what_differs_first_by_rounding_tells_the_cause(quantities: str, words: 
         for name in quantities.split():
             setattr(trace.steps[2], name, 2.2756801887)
     refused(subject, words, base=base)
-
-
-def test_numbers_that_differ_are_seen_to() -> None:
-    assert tell_apart(2.2756801736, 2.2756801887, 8) == ("2.27568017", "2.27568019")
-    assert tell_apart(1.5, 1.25, 4) == ("1.5", "1.25")
-    assert tell_apart(50.2, 50.0, 0, "f") == ("50.2", "50.0")
-    assert tell_apart(0.1, 0.1, 4) == ("0.1", "0.1")
 
 
 @pytest.mark.parametrize(("precision", "noise"), [("fp64", 1e-14), ("fp32", 1e-7), ("bf16", 1e-7)])
@@ -433,8 +418,11 @@ def moved(n: int, where: Any, by: float) -> Arm:
     return subject
 
 
-@pytest.mark.parametrize("n", [3, 4, 8])
-@pytest.mark.parametrize("zeros", [slice(0), slice(300, 310), NOISE], ids=["none", "some", "all"])
+@pytest.mark.parametrize(
+    ("n", "zeros"),
+    [(3, slice(0)), (4, slice(300, 310)), (8, NOISE)],
+    ids=["none", "some", "all"],
+)
 def test_steps_of_nothing_but_rounding_are_left_out(n: int, zeros: slice) -> None:
     """Where its first gradient came out as zero, too."""
     base, subject = adam_arm(n, 1, zeros), adam_arm(n, 2, zeros)
@@ -462,16 +450,6 @@ def test_what_rounding_does_not_explain_is_not_left_out(n: int, where: Any, by: 
     At two ranks rounding is refused as well, and hides no cause.
     """
     refused(moved(n, where, by), "another step of the same", base=adam_arm(n, order=1))
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_a_parameter_that_is_wrong_alone_is_named_beside_rounding(n: int) -> None:
-    """And those whose gradient is nothing but rounding are not."""
-    base, subject = adam_arm(n, order=1), adam_arm(n, order=2)
-    for trace in subject:
-        assert trace.elements.gradient is not None
-        trace.elements.gradient[320:] *= n
-    refused(subject, "for last.weight alone: ", base=base)
 
 
 def test_elements_that_get_their_gradient_later_are_compared() -> None:
@@ -502,11 +480,6 @@ def test_noise_does_not_widen_the_tolerance() -> None:
     refused(moved(2, slice(0, 300), 1e-4), "parameters differ", base=base, again=again)
 
 
-def test_at_two_ranks_nothing_is_left_out_of_a_model_that_repeats_itself() -> None:
-    words = "the gradient of the first", "no more than rounding"
-    refused(adam_arm(2, order=2), *words, base=adam_arm(2, order=1))
-
-
 def first_gradient_times(factor: float) -> list[RankTrace]:
     ranks = arm(2)
     for trace in ranks:
@@ -533,24 +506,7 @@ def test_nothing_is_compared_with_a_baseline_that_proves_nothing() -> None:
         assert all(words in row.text for row in rows), rows
 
 
-def test_an_arm_without_an_account_is_not_compared() -> None:
-    rows = compare({"base": arm(2), "arm": []}, "base")
-    assert rows[0].verdict == "not compared"
-
-
 # Traces
-
-
-def test_the_driver_needs_no_torch() -> None:
-    code = "import sys, hvdtrain.compare.proof.parity; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_trace_as_json_has_no_arrays() -> None:
-    plain = json.loads(json.dumps(arm(2)[1].to_dict()))
-    assert plain["rank"] == 1
-    assert plain["steps"][0]["samples"] == 4
-    assert len(json.dumps(plain)) < 3000
 
 
 def test_a_sample_has_a_part_of_every_parameter() -> None:

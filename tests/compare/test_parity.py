@@ -99,6 +99,13 @@ def test_the_loop_by_hand_does_equal_work(proofs: Proofs, task: str) -> None:
     accept(row, proofs.n)
 
 
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "compression": ("digits", {"compression": "fp16"}),
+    "local SGD": ("digits", {"sync_every": 2, "outer_optimizer": "nesterov"}),
+    "half weights": ("images", {"precision": "bf16", "opt_level": "O2"}),
+    "SyncBatchNorm": ("images", {"sync_bn": True}),
+}
+
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
@@ -107,17 +114,14 @@ EXHAUSTIVE = pytest.mark.exhaustive
     [
         (2, "ddp-torchrun"),
         (2, "compat-torchrun"),
-        pytest.param(2, "compat-gloo", marks=EXHAUSTIVE),
         pytest.param(2, "compat-mpi", marks=EXHAUSTIVE),
-        pytest.param(2, "horovod-mpi", marks=EXHAUSTIVE),
-        pytest.param(3, "ddp-torchrun", marks=EXHAUSTIVE),
         pytest.param(3, "compat-torchrun", marks=EXHAUSTIVE),
         pytest.param(3, "horovod-mpi", marks=EXHAUSTIVE),
     ],
     indirect=["proofs"],
 )
 def test_backends_do_equal_work(proofs: Proofs, arm: str) -> None:
-    """ddp over shm, compat over shm, Gloo and MPI, and real Horovod; under accumulation, too."""
+    """ddp and compat over shm, compat over MPI, real Horovod; accumulation and methods, too."""
     pool = Ranks(arm, proofs.n)
     changes: dict[str, Any] = {"accumulate": 2, "clip_norm": 0.3}
     try:
@@ -126,6 +130,11 @@ def test_backends_do_equal_work(proofs: Proofs, arm: str) -> None:
         sharded = []  # it changes no bits, so that it is no other method
         if arm in ("ddp-torchrun", "compat-mpi"):
             sharded = pool.run(prove, "", "digits", shard_optimizer=True, **changes)
+        by_method = {
+            method: pool.run(prove, "", task, **changes)
+            for method, (task, changes) in METHODS.items()
+            if arm == "compat-torchrun"
+        }
         left = pool.run(hooks_left, "")
     finally:
         pool.close()
@@ -134,17 +143,19 @@ def test_backends_do_equal_work(proofs: Proofs, arm: str) -> None:
     accept(judge(proofs.traces("digits", **changes), clipped), proofs.n)
     if sharded:
         accept(judge(proofs.traces("digits", **changes), sharded), proofs.n)
+    for method, found in by_method.items():
+        task, changes = METHODS[method]
+        base = proofs.traces(task, **changes) | {"nothing": proofs.traces(task)["nothing"]}
+        row = judge(base, found)
+        # fp16 has few bits for small numbers, and DDP halves them before it adds them.
+        exact = proofs.n == 2 and method != "compression"
+        equal = ["bitwise"] if exact else ["bitwise", "within tolerance"]
+        assert row.verdict in equal, (method, row)
     for trace in (*plain["images"], *clipped):
         assert trace.optimizer_steps == STEPS  # not twice, by Horovod's two classes
-    assert all(rank["after"] == rank["before"] for rank in left)
-
-
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "compression": ("digits", {"compression": "fp16"}),
-    "local SGD": ("digits", {"sync_every": 2, "outer_optimizer": "nesterov"}),
-    "half weights": ("images", {"precision": "bf16", "opt_level": "O2"}),
-    "SyncBatchNorm": ("images", {"sync_bn": True}),
-}
+    for rank in left:
+        assert rank["after"] == rank["before"]
+        assert rank["grew"] == 0  # nothing watches the steps that follow
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -162,10 +173,12 @@ def test_a_method_of_its_own_is_no_fault(proofs: Proofs, method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "cause"),
-    [("ScalesLr", "multiplies the learning rate"), ("OtherWeights", "drawn differently")],
+    ("method", "fault", "cause"),
+    [
+        ("half weights", "ScalesLr", "multiplies the learning rate"),
+        ("SyncBatchNorm", "OtherWeights", "drawn differently"),
+    ],
 )
-@pytest.mark.parametrize("method", ["half weights", "SyncBatchNorm"])
 def test_a_fault_beside_a_method_is_refused(
     proofs: Proofs, method: str, fault: str, cause: str
 ) -> None:
@@ -176,52 +189,15 @@ def test_a_fault_beside_a_method_is_refused(
     assert cause in (row.cause or "")
 
 
-def test_with_the_same_method_work_must_be_equal(proofs: Proofs) -> None:
-    pool = Ranks("compat-gloo", proofs.n)
-    try:
-        found = {
-            method: pool.run(prove, "", task, **changes)
-            for method, (task, changes) in METHODS.items()
-        }
-    finally:
-        pool.close()
-    for method, (task, changes) in METHODS.items():
-        base = {
-            "ddp/gloo": proofs.take("ddp/gloo", "ddp", task, **changes),
-            "again": proofs.take("again", "ddp", task, **changes),
-            "nothing": proofs.take("nothing", ALWAYS["nothing"], task),
-        }
-        row = judge(base, found[method])
-        # fp16 has few bits for small numbers, and DDP halves them before it adds them.
-        exact = proofs.n == 2 and method != "compression"
-        equal = ["bitwise"] if exact else ["bitwise", "within tolerance"]
-        assert row.verdict in equal, (method, row)
-
-
-def test_nothing_watches_the_steps_that_follow(proofs: Proofs) -> None:
-    for rank in proofs.pool.run(hooks_left, FAULTY + "Correct"):
-        assert rank["after"] == rank["before"]
-        assert rank["after"] == {"on_batch": None, "finish_backward": False, "pre": 0, "post": 0}
-        assert rank["grew"] == 0
-
-
+# What is computed of traces, each factor and rounding at more world sizes: test_diagnosis.py.
 FAULTS = [
     ("ScalesLr", "digits", {}, "multiplies the learning rate by the number of ranks"),
-    ("ScalesLr", "images", {}, "multiplies the learning rate by the number of ranks"),
     ("ScalesLr", "digits", {"accumulate": 3}, "by the number of ranks"),
-    ("RootLr", "digits", {}, "multiplies the learning rate by the root of the number"),
     ("NoDivision", "digits", {}, "the division is missing"),
-    ("NoDivision", "images", {}, "the division is missing"),
-    ("DividedTwice", "digits", {}, "ranks twice"),
     ("ClipsFirst", "digits", {"clip_norm": 0.1}, "clipped before they are synchronised"),
     ("ClipsFirst", "images", {}, "each rank's own to a norm of 0.1"),
     ("HalfPrecision", "digits", {}, "rounded to fp16"),
-    ("HalfPrecision", "images", {}, "rounded to fp16"),
-    ("Bfloat", "digits", {}, "rounded to bf16"),
-    ("DoublePrecision", "digits", {}, "converts float32 to float64"),
-    ("NotSynchronised", "digits", {}, "every rank steps on its own"),
     ("OneLeftOut", "digits", {}, "for 0.weight alone: gradients are not synchronised"),
-    ("SilentRank", "images", {}, "zeros count in place of rank"),
     ("LastMicroBatch", "digits", {"accumulate": 3}, "only some micro-batches"),
     ("LosesMicroBatches", "digits", {"accumulate": 3}, "only the last of the 3"),
     ("LocalBuffers", "images", {}, "stay each rank's own"),
@@ -232,20 +208,10 @@ FAULTS = [
     ("OwnWeights", "digits", {}, "not broadcast to the other ranks"),
     ("OtherWeights", "digits", {}, "drawn differently"),
     ("ThirdStep", "images", {}, "no known cause fits; what differs first is the norm of"),
-    ("ThirdStep", "biased", {}, "no known cause fits; what differs first is the norm of"),
     ("HalfPrecision", "biased", {}, "rounded to fp16"),
-    ("ShiftsBias", "biased", {}, "another step of the same gradients"),
-    ("ShiftsBias", "biased sgd", {}, "another step of the same gradients"),
-    ("Shrinks", "biased", {}, "moves the weights between steps"),
     ("Shrinks", "attention", {}, "moves the weights between steps"),
-    ("AveragesBuffers", "biased", {}, "combined by another policy"),
 ]
-FEW_AT_THREE = (
-    *("ScalesLr", "NoDivision", "ClipsFirst", "HalfPrecision", "SilentRank", "ThirdStep"),
-    *("ShiftsBias", "Shrinks", "AveragesBuffers"),
-)
-
-
+FEW_AT_THREE = ("ScalesLr", "NoDivision", "ClipsFirst", "HalfPrecision", "ThirdStep", "Shrinks")
 FAULTS_AT = [
     *((2, *row) for row in FAULTS),
     *(pytest.param(3, *row, marks=EXHAUSTIVE) for row in FAULTS if row[0] in FEW_AT_THREE),
@@ -270,12 +236,9 @@ def test_adam_hides_a_missing_division(proofs: Proofs) -> None:
     assert "Adam" not in proofs.verdict("NoDivision", "images").text
 
 
-@pytest.mark.parametrize(
-    ("harmless", "task"), [("ScalesInVain", "digits"), ("ZeroStep", "undecayed")]
-)
-def test_what_changes_nothing_is_no_fault(proofs: Proofs, harmless: str, task: str) -> None:
-    """A rate that the scheduler sets anew; a step on zeros without decay or a step count."""
-    accept(proofs.verdict(harmless, task), proofs.n)
+def test_what_changes_nothing_is_no_fault(proofs: Proofs) -> None:
+    """A rate that the scheduler sets anew."""
+    accept(proofs.verdict("ScalesInVain", "digits"), proofs.n)
 
 
 def test_without_the_duplicate_nothing_shows_that_the_model_repeats(proofs: Proofs) -> None:
@@ -286,17 +249,16 @@ def test_without_the_duplicate_nothing_shows_that_the_model_repeats(proofs: Proo
     assert "rounded to fp16" in (found.cause or "")  # told without the local gradients as well
 
 
-def test_data_by_a_launchers_variables() -> None:
+@pytest.mark.parametrize("proofs", [2], indirect=True)
+def test_data_by_a_launchers_variables(proofs: Proofs) -> None:
     """The same tasks and backend, under mpirun and under torchrun."""
-    sides = []
-    for arm in ("ddp-gloo", "ddp-mpirun"):
-        pool = Ranks(arm, 2)
-        try:
-            sides.append({task: pool.run(prove, "", task) for task in ("drops", "shards")})
-        finally:
-            pool.close()
+    pool = Ranks("ddp-mpirun", 2)
+    try:
+        found = {task: pool.run(prove, "", task) for task in ("drops", "shards")}
+    finally:
+        pool.close()
     for task, cause in (("drops", "rank 1 gets fewer"), ("shards", "sharded twice")):
-        traces = {"ddp/gloo": sides[0][task], "ddp/shm": sides[1][task]}
-        found = compare(traces, "ddp/gloo")[0]
-        assert found.verdict == "unequal"
-        assert cause in (found.cause or "")
+        base = proofs.take("ddp/gloo", "ddp", task)
+        row = compare({"ddp/gloo": base, "mpirun": found[task]}, "ddp/gloo")[0]
+        assert row.verdict == "unequal"
+        assert cause in (row.cause or "")

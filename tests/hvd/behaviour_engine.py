@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -25,47 +24,7 @@ from tests.hvd.behaviour import (
     same,
     total,
 )
-
-
-def wait_for(hvd: Hvd, handle: int, limit_s: float = 10.0) -> None:
-    """Wait by poll alone."""
-    deadline = time.monotonic() + limit_s
-    while not hvd.poll(handle):
-        assert time.monotonic() < deadline, "poll never returned True"
-        time.sleep(0.001)
-
-
-@case()
-def ranks_may_submit_in_different_orders(hvd: Hvd) -> None:
-    names = [f"t{i}" for i in range(40)]
-    order = random.Random(hvd.rank()).sample(range(40), 40)
-    handles = {}
-    for i in order:
-        handles[i] = hvd.allreduce_async(mine(hvd, i % 7) + i, name=names[i], op=hvd.Sum)
-    for i in reversed(range(40)):
-        same(hvd.synchronize(handles[i]), total(everyones(hvd, i % 7)) + i * hvd.size())
-
-
-@case()
-def different_orders_of_different_operations(hvd: Hvd) -> None:
-    n, rank = hvd.size(), hvd.rank()
-    submits = {
-        "allreduce": lambda: hvd.allreduce_async(mine(hvd, 3), name="x"),
-        "allgather": lambda: hvd.allgather_async(mine(hvd, rank + 1), name="x"),
-        "broadcast": lambda: hvd.broadcast_async(mine(hvd, 3), root_rank=n - 1, name="x"),
-        "alltoall": lambda: hvd.alltoall_async(mine(hvd, n), name="x"),
-        "reducescatter": lambda: hvd.reducescatter_async(mine(hvd, n), name="x"),
-        "grouped": lambda: hvd.grouped_allreduce_async([mine(hvd, 2), mine(hvd, 1)], name="x"),
-    }
-    order = random.Random(rank + 10).sample(sorted(submits), len(submits))
-    handles = {kind: submits[kind]() for kind in order}
-    got = {kind: hvd.synchronize(handles[kind]) for kind in sorted(submits)}
-    same(got["allreduce"], mean(everyones(hvd, 3)))
-    same(got["allgather"], torch.cat([data(r, r + 1) for r in range(n)]))
-    same(got["broadcast"], data(n - 1, 3))
-    same(got["alltoall"][0], torch.stack([data(r, n)[rank] for r in range(n)]))
-    same(got["reducescatter"], mean(everyones(hvd, n))[rank : rank + 1])
-    same(got["grouped"][1], mean(everyones(hvd, 1)))
+from tests.launching import wait_until
 
 
 @case()
@@ -90,23 +49,11 @@ def poll_is_truthful(hvd: Hvd) -> None:
             hvd.barrier()  # the others have submitted, and looked
         handle = hvd.allreduce_async(mine(hvd, 2), name=f"x{late}")
         if hvd.rank() != late:
-            time.sleep(0.02)
             assert hvd.poll(handle) is False
             hvd.barrier()
-        wait_for(hvd, handle)
+        wait_until(partial(hvd.poll, handle), "poll")
         assert hvd.poll(handle) is True
         same(hvd.synchronize(handle), mean(everyones(hvd, 2)))
-
-
-@case()
-def synchronize_waits_for_the_late(hvd: Hvd) -> None:
-    for late in range(hvd.size()):
-        if hvd.rank() == late:
-            time.sleep(0.1)
-        came = time.monotonic()  # one clock for the host
-        same(hvd.allreduce(mine(hvd, 2), name="x"), mean(everyones(hvd, 2)))
-        left = time.monotonic()
-        assert left >= max(hvd.allgather_object(came, name=f"came{late}"))
 
 
 @case()
@@ -125,19 +72,12 @@ def stale_handles(hvd: Hvd) -> None:
 def a_failed_handle_is_dropped(hvd: Hvd) -> None:
     handle = hvd.allreduce_async(mine(hvd, 3 if last(hvd) else 2), name="x")
     assert type(handle) is int
-    wait_for(hvd, handle)
+    wait_until(partial(hvd.poll, handle), "poll")
     with fails(hvd, "Mismatched ALLREDUCE tensor shapes"):
         hvd.synchronize(handle)
     assert hvd.synchronize(handle) is None
     with raises(ValueError, "was not created or has been cleared."):
         hvd.poll(handle)
-
-
-@case()
-def synchronized_in_any_order(hvd: Hvd) -> None:
-    handles = [hvd.allreduce_async(mine(hvd, i + 1), name=f"x{i}") for i in range(10)]
-    for i in random.Random(hvd.rank()).sample(range(10), 10):
-        same(hvd.synchronize(handles[i]), mean(everyones(hvd, i + 1)))
 
 
 @case()
@@ -149,17 +89,6 @@ def inputs_are_kept_alive(hvd: Hvd) -> None:
         torch.full((1000,), -1.0)  # takes the memory of what has been let go
     for i, handle in enumerate(handles):
         same(hvd.synchronize(handle), total(everyones(hvd, 1000)) + i * hvd.size())
-
-
-@case()
-def many_in_flight(hvd: Hvd) -> None:
-    dtypes = (torch.float32, torch.int64, torch.float16)
-    handles = [
-        hvd.allreduce_async_(mine(hvd, i % 11, dtype=dtypes[i % 3]), name=f"x{i}", op=hvd.Sum)
-        for i in range(300)
-    ]
-    for i, handle in enumerate(handles):
-        same(hvd.synchronize(handle), total(everyones(hvd, i % 11, dtype=dtypes[i % 3])))
 
 
 @case()
@@ -176,12 +105,6 @@ def unnamed_operations_match_by_sequence(hvd: Hvd) -> None:
     same(got[1], torch.cat(everyones(hvd, 2)))
     same(got[2], data(n - 1, 2))
     same(got[3], data(n - 1, 4))
-
-
-@case()
-def odd_names(hvd: Hvd) -> None:
-    for name in ("", " ", "x" * 2000, "gewürz/ü.β", "a.b/c:0", "%s{}\n"):
-        same(hvd.allreduce(mine(hvd, 2), name=name), mean(everyones(hvd, 2)))
 
 
 def submits(hvd: Hvd) -> tuple[Callable[[str], int], ...]:
@@ -231,7 +154,7 @@ def duplicate_names_of_operations_that_are_done(hvd: Hvd) -> None:
 def a_name_is_free_again_once_polled_or_after_a_cycle(hvd: Hvd) -> None:
     for submit in submits(hvd):
         handles = [submit("x")]
-        wait_for(hvd, handles[0])
+        wait_until(partial(hvd.poll, handles[0]), "poll")
         handles.append(submit("x"))  # allowed: poll returned True for the first
         hvd.barrier()
         while True:  # nobody asks for the second one
@@ -242,14 +165,6 @@ def a_name_is_free_again_once_polled_or_after_a_cycle(hvd: Hvd) -> None:
             except ValueError:
                 continue
         assert all(hvd.synchronize(handle) is not None for handle in handles)
-
-
-@case()
-def a_name_is_free_again_after_an_error(hvd: Hvd) -> None:
-    for _ in range(3):
-        with fails(hvd, "Mismatched"):
-            hvd.allreduce(mine(hvd, 3 if last(hvd) else 2), name="x")
-        same(hvd.allreduce(mine(hvd, 2), name="x"), mean(everyones(hvd, 2)))
 
 
 @case()
@@ -272,15 +187,6 @@ def a_name_repeated_and_then_changed(hvd: Hvd) -> None:
 
 
 @case()
-def remembered_names_in_changing_orders(hvd: Hvd) -> None:
-    for step in range(5):
-        order = random.Random(step * 7 + hvd.rank()).sample(range(10), 10)
-        handles = {i: hvd.allreduce_async(mine(hvd, i) + step, name=f"x{i}") for i in order}
-        for i in order:
-            same(hvd.synchronize(handles[i]), mean(everyones(hvd, i)) + step)
-
-
-@case()
 def more_names_than_are_remembered(hvd: Hvd) -> None:
     """Both sides remember 1024, and what one still does the other may have forgotten."""
     for step in range(3):
@@ -290,17 +196,6 @@ def more_names_than_are_remembered(hvd: Hvd) -> None:
         expected = total(everyones(hvd, 1)) + step * hvd.size()
         for handle in handles:
             same(hvd.synchronize(handle), expected)
-
-
-@case()
-def an_error_leaves_others_in_flight_alone(hvd: Hvd) -> None:
-    before = hvd.allreduce_async(mine(hvd, 2), name="before")
-    bad = hvd.allreduce_async(mine(hvd, 3 if last(hvd) else 2), name="bad")
-    after = hvd.allreduce_async(mine(hvd, 2), name="after it")
-    with fails(hvd, "Mismatched"):
-        hvd.synchronize(bad)
-    same(hvd.synchronize(before), mean(everyones(hvd, 2)))
-    same(hvd.synchronize(after), mean(everyones(hvd, 2)))
 
 
 @case()
@@ -327,28 +222,3 @@ def two_threads_submit(hvd: Hvd) -> None:
         thread.join(60)
     for i in range(20):
         same(got[i], mean(everyones(hvd, i % 10 + 1)))
-
-
-@case()
-def the_error_is_a_runtime_error(hvd: Hvd) -> None:
-    assert issubclass(hvd.HorovodInternalError, RuntimeError)
-    with contextlib.suppress(RuntimeError):
-        hvd.allreduce(mine(hvd, 3 if last(hvd) else 2), name="x")
-        raise AssertionError("no error")
-
-
-@case(real="bfloat16, bool, complex and small integers are refused")
-def refused_dtypes(hvd: Hvd) -> None:
-    for dtype, name in ((torch.bfloat16, "BFloat16"), (torch.bool, "Bool"), (torch.uint8, "Byte")):
-        with raises(ValueError, f"Tensor type torch.{name}Tensor is not supported."):
-            hvd.allreduce(torch.ones(2, dtype=dtype), name="x")
-
-
-@case(real="a tensor that is not contiguous is refused")
-def refused_layouts(hvd: Hvd) -> None:
-    for call in (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter):
-        with raises(ValueError, "Tensor is required to be contiguous."):
-            call(torch.ones(2, 3).t(), name="x")
-    channels_last = torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last)
-    with raises(ValueError, "Tensor is required to be contiguous."):
-        hvd.broadcast_(channels_last, 0, name="x")

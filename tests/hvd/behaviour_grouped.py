@@ -14,7 +14,6 @@ from tests.hvd.behaviour import (
     last,
     mean,
     mine,
-    raises,
     same,
     total,
 )
@@ -55,25 +54,12 @@ def grouped_dtypes_may_differ(hvd: Hvd) -> None:
 
 
 @case()
-def grouped_of_a_tuple_and_of_one(hvd: Hvd) -> None:
-    got = hvd.grouped_allreduce((mine(hvd, 1), mine(hvd, 2)), op=hvd.Sum)
-    same(got[1], total(everyones(hvd, 2)))
-    same(hvd.grouped_allreduce([mine(hvd, 2)])[0], mean(everyones(hvd, 2)))
-
-
-@case()
 def grouped_factors(hvd: Hvd) -> None:
     got = hvd.grouped_allreduce(
         [mine(hvd, 2), mine(hvd, 2, dtype=torch.int64)], op=hvd.Sum, prescale_factor=2.0
     )
     same(got[0], total(everyones(hvd, 2)) * 2)
     same(got[1], total(everyones(hvd, 2, dtype=torch.int64)) * 2)
-
-
-@case()
-def grouped_of_nothing(hvd: Hvd) -> None:
-    with raises(ValueError, "not enough values to unpack"):
-        hvd.grouped_allreduce([])
 
 
 @case()

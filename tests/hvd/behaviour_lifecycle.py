@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from tests.hvd.behaviour import (
     raises,
     same,
 )
+from tests.launching import wait_until
 
 # Real ranks on MPI cannot be initialised again; on Gloo they can, but about one time in ten they
 # find each other's old addresses, and abort or hang: too often for a test to do it. (Seen to pass
@@ -31,28 +33,20 @@ AGAIN = "initialised again at once, at any size and however often"
 @case()
 def topology_of_one_host(hvd: Hvd) -> None:
     n, rank = hvd.size(), hvd.rank()
+    hvd.init()  # again, which changes nothing
     assert hvd.is_initialized() is True
-    assert (hvd.local_size(), hvd.local_rank()) == (n, rank)
+    assert (hvd.rank(), hvd.local_size(), hvd.local_rank()) == (rank, n, rank)
     assert (hvd.cross_size(), hvd.cross_rank()) == (1, 0)
     assert hvd.mpi_ops.is_homogeneous() is True
     assert hvd.allgather(torch.tensor([rank]), name="ranks").tolist() == list(range(n))
 
 
 @case()
-def constants(hvd: Hvd) -> None:
-    ops = (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product)
-    assert ops == (0, 1, 2, 3, 4, 5)
-    assert all(type(op) is int for op in ops)
-
-
-@case()
 def what_was_built(hvd: Hvd) -> None:
-    for name in "mpi_built gloo_built ddl_built ccl_built cuda_built rocm_built".split():
+    for name in "mpi_built ddl_built ccl_built cuda_built rocm_built mpi_enabled".split():
         assert type(getattr(hvd, name)()) is bool, name
     assert type(hvd.nccl_built()) is int
     assert hvd.gloo_built() is True
-    assert type(hvd.mpi_enabled()) is bool
-    assert type(hvd.gloo_enabled()) is bool
     assert hvd.mpi_enabled() is not hvd.gloo_enabled()
     if hvd.mpi_enabled():
         assert type(hvd.mpi_threads_supported()) is bool
@@ -60,14 +54,6 @@ def what_was_built(hvd: Hvd) -> None:
         text = "Horovod MPI is not enabled; Please make sure it's installed and enabled."
         with raises(ValueError, text):
             hvd.mpi_threads_supported()
-
-
-@case()
-def init_again_changes_nothing(hvd: Hvd) -> None:
-    before = (hvd.rank(), hvd.size(), hvd.local_rank())
-    hvd.init()
-    hvd.init(comm=None, process_sets=None)
-    assert (hvd.rank(), hvd.size(), hvd.local_rank()) == before
 
 
 @case()
@@ -114,19 +100,6 @@ def shutdown_and_init_again(hvd: Hvd) -> None:
         same(hvd.allreduce(mine(hvd, 2) + i), mean(everyones(hvd, 2)) + i)
 
 
-@case(stronger=AGAIN)
-def handles_end_with_a_shutdown(hvd: Hvd) -> None:
-    handle = hvd.allreduce_async(mine(hvd, 2), name="x")
-    hvd.synchronize(handle)
-    hvd.shutdown()
-    hvd.init()
-    with raises(ValueError, "was not created or has been cleared."):
-        hvd.poll(handle + 1)
-    first = hvd.allreduce_async(mine(hvd, 2), name="x")
-    assert first <= handle
-    same(hvd.synchronize(first), mean(everyones(hvd, 2)))
-
-
 @case(stronger="the others always get an error; real ones now and then hang", ends=True)
 def one_leaves(hvd: Hvd) -> None:
     """The others' pending and next operations fail; they are initialised until they leave too."""
@@ -152,14 +125,16 @@ def one_leaves_after_its_backward(hvd: Hvd) -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), groups=2)
     leaver = hvd.size() - 1
+    left = Path(hvd.broadcast_object(tempfile.mktemp(prefix="hvdtrain-left-")))
     for step in range(4):
         inner = first(torch.full((3, 4), float(step + hvd.rank())))
         if step == 3 and hvd.rank() == 0:
-            inner.register_hook(lambda grad: time.sleep(1.0))
+            inner.register_hook(lambda grad: wait_until(left.exists, "the leaver's shutdown"))
         optimizer.zero_grad()
         second(inner).square().sum().backward()
         if step == 3 and hvd.rank() == leaver:
             engine = basics.engine
+            left.touch()
             hvd.shutdown()
             assert engine._closed.is_set(), "it has given up waiting for the others"
             return
@@ -168,6 +143,7 @@ def one_leaves_after_its_backward(hvd: Hvd) -> None:
         model(torch.ones(3, 4)).sum().backward()
         optimizer.step()
     hvd.shutdown()
+    left.unlink(missing_ok=True)
 
 
 @case(stronger=AGAIN)
@@ -184,30 +160,19 @@ def static_process_sets(hvd: Hvd) -> None:
     hvd.init()
     everyone = list(range(hvd.size()))
     assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: everyone}
-
-
-@case(stronger=AGAIN)
-def static_process_sets_that_are_duplicates(hvd: Hvd) -> None:
-    hvd.shutdown()
-    sets = [hvd.ProcessSet([0]), hvd.ProcessSet([0])]
-    with raises(ValueError, "process_sets entry number 1 is a duplicate: "):
-        hvd.init(process_sets=sets)
-    hvd.shutdown()
-    hvd.init()
-
-
-@case(stronger=AGAIN)
-def dynamic_process_sets_by_word(hvd: Hvd) -> None:
     hvd.shutdown()
     hvd.init(process_sets="dynamic")
-    process_set = hvd.add_process_set([0])
-    assert process_set.process_set_id == 1
+    assert hvd.add_process_set([0]).process_set_id == 1
     hvd.shutdown()
     hvd.init()
 
 
-@case(stronger="refused, where Horovod asks MPI and may end the process")
-def a_comm_of_something_else(hvd: Hvd) -> None:
+@case(stronger=AGAIN)
+def arguments_of_init_that_are_refused(hvd: Hvd) -> None:
+    hvd.shutdown()
+    twice = [hvd.ProcessSet([0]), hvd.ProcessSet([0])]
+    with raises(ValueError, "process_sets entry number 1 is a duplicate: "):
+        hvd.init(process_sets=twice)
     hvd.shutdown()
     with raises(ValueError, "Invalid type of argument comm. Expected list of rank integers"):
         hvd.init(comm=3.5)
@@ -223,12 +188,3 @@ def one_leaves_and_returns(hvd: Hvd) -> None:
     hvd.shutdown()
     hvd.init()
     same(hvd.allreduce(mine(hvd, 2), name="pending"), mean(everyones(hvd, 2)))
-
-
-@case(stronger=AGAIN)
-def many_times(hvd: Hvd) -> None:
-    for i in range(10):
-        hvd.shutdown()
-        hvd.init()
-        if i % 3:
-            same(hvd.allreduce(mine(hvd, 2), name="x"), mean(everyones(hvd, 2)))

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from tests.hvd.behaviour import (
     same,
     total,
 )
+from tests.launching import wait_until
 
 NOT_MEMBER = "Rank {} is not a member of the provided process set."
 
@@ -48,19 +48,6 @@ def the_global_one(hvd: Hvd) -> None:
     same(hvd.allreduce(mine(hvd, 2), process_set=everyone), mean(everyones(hvd, 2)))
 
 
-@case()
-def before_it_is_added(hvd: Hvd) -> None:
-    process_set = hvd.ProcessSet([1, 0])
-    assert process_set.process_set_id is None
-    assert process_set.ranks == [0, 1]
-    assert process_set.size() is None
-    assert process_set.rank() is None
-    assert process_set.included() is (hvd.rank() < 2)
-    assert str(process_set) == "ProcessSet(process_set_id=None, ranks=[0, 1], mpi_comm=None)"
-    assert hvd.ProcessSet(range(2)).ranks == [0, 1]
-    assert hvd.ProcessSet([0]) != hvd.ProcessSet([0])
-
-
 @case(arms=["hvd-"])
 def removed_sets_leave_nothing(hvd: Hvd) -> None:
     """The real one leaves nothing either, but hangs in such a loop."""
@@ -78,23 +65,18 @@ def removed_sets_leave_nothing(hvd: Hvd) -> None:
         with added(hvd, *range(hvd.size() - 1)) as process_set:
             if process_set.included():
                 hvd.allreduce(torch.ones(100_000), name="big", process_set=process_set)
-    deadline = time.monotonic() + 60  # the engine closes connections in its own time
-    while any(n > before[kind] for kind, n in held().items()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    after = held()
-    assert all(n <= before[kind] for kind, n in after.items()), (before, after)
-
-
-@case()
-def of_something_else(hvd: Hvd) -> None:
-    text = "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object"
-    for wrong in (["a"], [0.5]):
-        with raises(ValueError, text):
-            hvd.ProcessSet(wrong)
+    # The engine closes connections in its own time.
+    wait_until(
+        lambda: all(n <= before[kind] for kind, n in held().items()), f"no more than {before}"
+    )
 
 
 @case()
 def added_and_removed(hvd: Hvd) -> None:
+    new = hvd.ProcessSet([1, 0])
+    assert (new.process_set_id, new.ranks, new.size(), new.rank()) == (None, [0, 1], None, None)
+    assert new.included() is (hvd.rank() < 2)
+    assert hvd.ProcessSet([0]) != hvd.ProcessSet([0])
     for given in (hvd.ProcessSet([0]), [1], range(1)):
         process_set = hvd.add_process_set(given)
         number = process_set.process_set_id
@@ -117,20 +99,6 @@ def added_and_removed(hvd: Hvd) -> None:
         assert process_set.process_set_id is None
         assert process_set.size() is None
         assert hvd.remove_process_set(process_set) is False
-
-
-@case()
-def ids_count_up(hvd: Hvd) -> None:
-    first = hvd.add_process_set([0])
-    second = hvd.add_process_set([1])
-    assert second.process_set_id == first.process_set_id + 1
-    known = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
-    everyone = list(range(hvd.size()))
-    assert known == {0: everyone, first.process_set_id: [0], second.process_set_id: [1]}
-    hvd.remove_process_set(first)
-    known = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
-    assert known == {0: everyone, second.process_set_id: [1]}
-    hvd.remove_process_set(second)
 
 
 @case()
@@ -240,27 +208,14 @@ def _calls(hvd: Hvd, some: Hvd) -> list[Hvd]:
 @case()
 def roots_outside(hvd: Hvd) -> None:
     with added(hvd, 0) as some:
-        if hvd.rank() == 0:
-            with raises(
-                ValueError, "broadcast received invalid root rank 1 for provided process set"
-            ):
-                hvd.broadcast_async(torch.ones(2), 1, name="x", process_set=some)
-        else:
-            with raises(ValueError):
-                hvd.broadcast_async(torch.ones(2), 1, name="x", process_set=some)
+        with raises(ValueError, "invalid root rank 1" if hvd.rank() == 0 else ""):
+            hvd.broadcast_async(torch.ones(2), 1, name="x", process_set=some)
 
 
 def _unknown(hvd: Hvd) -> list[Hvd]:
     gone = hvd.add_process_set([0])
     hvd.remove_process_set(gone)
     return [gone, hvd.ProcessSet([0])]
-
-
-@case(real="a set that is not registered is a TypeError of the call")
-def type_errors(hvd: Hvd) -> None:
-    for process_set in _unknown(hvd):
-        with raises(TypeError):
-            hvd.allreduce_async(torch.ones(2), name="x", process_set=process_set)
 
 
 @case(different="a set that is not registered is reported as such")
@@ -312,13 +267,6 @@ def errors_stay_in_the_set(hvd: Hvd) -> None:
             with fails(hvd, "Mismatched ALLREDUCE tensor shapes"):
                 hvd.allreduce(mine(hvd, hvd.rank() + 1), name="x", process_set=some)
         same(hvd.synchronize(handle), mean(everyones(hvd, 2)))
-
-
-@case()
-def many_times(hvd: Hvd) -> None:
-    for _ in range(5):
-        with added(hvd, 0) as low, added(hvd, 1) as high:
-            assert low.process_set_id != high.process_set_id
 
 
 @case()

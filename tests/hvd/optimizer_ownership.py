@@ -20,6 +20,7 @@ from tests.hvd.optimizer_table import (
     grads,
     loss,
     shard,
+    side_by_side,
     synchronized,
     twin,
     wrap,
@@ -68,37 +69,17 @@ def steps(hvd: Hvd, model: Any, optimizer: Any) -> Iterator[list[Tensor]]:
 @case()
 def views_of_a_flat_buffer(hvd: Hvd) -> None:
     """Scripts clip or log all gradients at once so, and zero them by one call."""
-    model, expected = wide(), wide()
-    flat = flat_gradients(model)
-    addresses = [grad.data_ptr() for grad in grads(model)]
-    optimizer, by_itself = wrap(hvd, model, slow), slow(expected.parameters())
-    for step in range(STEPS):
-        flat.zero_()
-        loss(model, shard(hvd, step)).backward()
-        by_itself.zero_grad()
-        loss(expected, batch(step)).backward()
+    flats: dict[Any, Tensor] = {}
+    for step, model, optimizer, data in side_by_side(hvd, slow, new=wide, steps=STEPS):
+        if step == 0:
+            flats[model] = flat_gradients(model)
+        flat = flats[model].zero_()
+        loss(model, data).backward()
         with synchronized(optimizer):
-            assert [grad.data_ptr() for grad in grads(model)] == addresses
-            close([flat], [torch.cat([grad.reshape(-1) for grad in grads(expected)])])
+            seen = torch.cat([grad.reshape(-1) for grad in grads(model)])
+            assert grads(model)[0].data_ptr() == flat.data_ptr()
+            assert torch.equal(flat, seen)
             flat.mul_(0.01)
-        for grad in grads(expected):
-            grad.mul_(0.01)
-        by_itself.step()
-        close(model, expected)
-
-
-@case()
-def gradients_in_memory_of_numpy(hvd: Hvd) -> None:
-    model = wide()
-    arrays = [p.detach().clone().numpy() for p in model.parameters()]
-    for p, array in zip(model.parameters(), arrays, strict=True):
-        p.grad = torch.from_numpy(array)
-    optimizer = wrap(hvd, model, slow)
-    model.zero_grad(set_to_none=False)
-    for expected in steps(hvd, model, optimizer):
-        with synchronized(optimizer):
-            close([torch.from_numpy(array) for array in arrays], expected)
-        model.zero_grad(set_to_none=False)
 
 
 @case()
@@ -136,41 +117,6 @@ def held_over_steps(hvd: Hvd) -> None:
             for held, value in kept:
                 assert torch.equal(torch.as_tensor(held), value), name
             optimizer.zero_grad()  # torch's default: to None
-
-
-@case()
-def held_over_one_step_only(hvd: Hvd) -> None:
-    """The step after is as ever."""
-    model = wide()
-    optimizer = wrap(hvd, model, slow)
-    kept: list[Tensor] = []
-    values: list[Tensor] = []
-    for step, expected in enumerate(steps(hvd, model, optimizer)):
-        with synchronized(optimizer):
-            close(grads(model), expected)
-            assert all(torch.equal(a, b) for a, b in zip(kept, values, strict=True))
-            kept = grads(model)[:step:2]  # of the step before last, nothing is held any more
-            values = [grad.clone() for grad in kept]
-        optimizer.zero_grad()
-
-
-@case()
-def kept_and_zeroed(hvd: Hvd) -> None:
-    """The same tensors in the same memory, whether anybody else holds them or not."""
-    for holds in (False, True):
-        model = wide()
-        optimizer = wrap(hvd, model, slow)
-        addresses: list[int] = []
-        held: list[Tensor] = []
-        for expected in steps(hvd, model, optimizer):
-            with synchronized(optimizer):
-                close(grads(model), expected)
-                if not addresses:
-                    addresses = [p.grad.data_ptr() for p in model.parameters()]
-                    held = [grad.view(-1) for grad in grads(model)] if holds else []
-                close(held, [grad.reshape(-1) for grad in expected] if holds else [])
-                assert not holds or [p.grad.data_ptr() for p in model.parameters()] == addresses
-            model.zero_grad(set_to_none=False)
 
 
 @case()
@@ -236,18 +182,6 @@ def gradients_that_overlap_themselves(hvd: Hvd) -> None:
             assert value == hvd.rank() + 1
             del held
             optimizer.zero_grad()
-
-
-@case(stronger="compression leaves gradients in their memory; with Horovod's they move")
-def compressed_views_of_a_flat_buffer(hvd: Hvd) -> None:
-    model = wide()
-    flat = flat_gradients(model)
-    optimizer = wrap(hvd, model, slow, compression=hvd.Compression.fp16)
-    for expected in steps(hvd, model, optimizer):
-        optimizer.synchronize()
-        wanted = torch.cat([grad.reshape(-1) for grad in expected])
-        assert (flat - wanted).norm() < 2e-3 * wanted.norm()
-        flat.zero_()
 
 
 @case()

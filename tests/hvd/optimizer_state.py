@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from tests.hvd.behaviour import Hvd, raises
 from tests.hvd.optimizer_table import (
-    Make,
     adamw,
     batch,
     by_hand,
@@ -25,15 +24,6 @@ from tests.hvd.optimizer_table import (
     update,
     wrap,
 )
-
-
-def locally(hvd: Hvd, make: Make, steps: int | None = None) -> tuple[Any, Any]:
-    """A model and optimizer that this rank has trained alone, differently from the others."""
-    model = net(hvd.rank())
-    optimizer = make(model.parameters())
-    for step in range(hvd.rank() + 1 if steps is None else steps):
-        update(model, optimizer, batch(step))
-    return model, optimizer
 
 
 def root(hvd: Hvd) -> int:
@@ -66,12 +56,6 @@ def parameters_of_lists(hvd: Hvd) -> None:
         assert all(p.requires_grad and p.is_leaf for p in model.parameters())
 
 
-@case(real="generators are refused")
-def parameters_of_a_generator_are_refused(hvd: Hvd) -> None:
-    with raises(ValueError, "invalid params of type: <class 'generator'>"):
-        hvd.broadcast_parameters(net().named_parameters(), root_rank=0)
-
-
 @case(stronger="generators are accepted")
 def parameters_of_a_generator(hvd: Hvd) -> None:
     model = net(hvd.rank())
@@ -81,13 +65,6 @@ def parameters_of_a_generator(hvd: Hvd) -> None:
         model = net(hvd.rank())
         hvd.broadcast_parameters(kind(model.parameters()), root_rank=root(hvd))
         close(model, net(root(hvd)))
-
-
-@case()
-def parameters_of_something_else(hvd: Hvd) -> None:
-    for wrong in (5, None):
-        with raises(ValueError, f"invalid params of type: {type(wrong)}"):
-            hvd.broadcast_parameters(wrong, root_rank=0)
 
 
 @case(stronger="what is no tensor, or has no name of its own, is refused")
@@ -134,81 +111,33 @@ def parameters_of_every_dtype(hvd: Hvd) -> None:
         assert torch.equal(tensors[name], value), name
 
 
-@case(sizes=(2, 3))
-def state_of_every_rank_becomes_the_roots(hvd: Hvd) -> None:
-    for make in (sgd, adamw):
-        model, optimizer = locally(hvd, make)
-        optimizer.param_groups[0]["lr"] = 0.1 + hvd.rank()
-        before = [p.detach().clone() for p in model.parameters()]
-        assert hvd.broadcast_optimizer_state(optimizer, root_rank=root(hvd)) is None
-        close(model, before)
-        expected = net(root(hvd))
-        theirs = make(expected.parameters())
-        for step in range(root(hvd) + 1):
-            update(expected, theirs, batch(step))
-        got, wanted = optimizer.state_dict(), theirs.state_dict()
-        for index, values in wanted["state"].items():
-            for key, value in values.items():
-                assert torch.equal(
-                    torch.as_tensor(got["state"][index][key]), torch.as_tensor(value)
-                )
-        assert got["param_groups"][0]["lr"] == 0.1 + root(hvd)
-
-
 @case()
 def training_goes_on_from_a_checkpoint(hvd: Hvd) -> None:
     """The root resumes, the others have nothing: the recipe of every script."""
-    whole = by_hand(2)
-    for wrapped in (True, False):
+    for wraps_first in (True, False):
         model = net(hvd.rank())
         original = sgd(model.parameters())
+        saved = net()
+        alone = sgd(saved.parameters())
+        for step in range(2):
+            update(saved, alone, batch(step))
         if hvd.rank() == 0:
-            saved = net()
-            alone = sgd(saved.parameters())
-            for step in range(2):
-                update(saved, alone, batch(step))
-            model.load_state_dict(whole.state_dict())
+            model.load_state_dict(saved.state_dict())
             original.load_state_dict(alone.state_dict())
-        optimizer = original
-        if wrapped:
+        if wraps_first:
             optimizer = hvd.DistributedOptimizer(original, model.named_parameters())
             if hvd.rank() == 0:
                 optimizer.load_state_dict(alone.state_dict())
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         else:
             hvd.broadcast_optimizer_state(original, root_rank=0)
             state = original.state_dict()
-            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
             optimizer = hvd.DistributedOptimizer(original, model.named_parameters())
             optimizer.load_state_dict(state)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         train(hvd, model, optimizer, range(2, 5))
         close(model, by_hand(5))
         equal_everywhere(hvd, model)
-
-
-@case()
-def options_keep_their_types(hvd: Hvd) -> None:
-    kinds: list[Make] = [
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-        lambda p: torch.optim.AdamW(p, lr=1, betas=(0.8, 0.9), foreach=None, amsgrad=True),
-        lambda p: torch.optim.Rprop(p, lr=0.1, etas=(0.4, 1.3)),
-        lambda p: torch.optim.Adagrad(p, lr=0.1),
-        lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.5),
-    ]
-    for make in kinds:
-        model, optimizer = locally(hvd, make)
-        before = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        after = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-        assert after == before
-        for key, value in before.items():
-            assert type(after[key]) is type(value), key
-        for p, values in optimizer.state.items():
-            for value in values.values():
-                assert not isinstance(value, Tensor) or value.shape in (p.shape, ())
-        loss(model, batch(0)).backward()
-        optimizer.step()
 
 
 @case()
@@ -250,19 +179,6 @@ def zeros_of_sparse_gradients(hvd: Hvd) -> None:
         assert not model.weight.grad.to_dense().any()
 
 
-@case(stronger="neither weights nor gradients change, nor does the number of steps")
-def weights_stay(hvd: Hvd) -> None:
-    for make in (sgd, adamw):
-        for wrapped in (False, True):
-            model = net()
-            optimizer = wrap(hvd, model, make) if wrapped else make(model.parameters())
-            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-            close(model, net())
-            if wrapped:
-                train(hvd, model, optimizer, range(3))
-                close(model, by_hand(3, make))
-
-
 @case(real="without state, nothing is broadcast", sizes=(2, 3))
 def rate_of_plain_sgd_stays_local(hvd: Hvd) -> None:
     optimizer = torch.optim.SGD(net().parameters(), lr=1.0 + hvd.rank())
@@ -296,15 +212,8 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "Adam": (torch.optim.Adam, {"betas": (0.8, 0.9), "weight_decay": 0, "amsgrad": True}),
     "tensor lr": (torch.optim.Adam, {"lr": torch.tensor(0.1), "foreach": False}),
-    "AdamW": (torch.optim.AdamW, {}),
-    "NAdam": (torch.optim.NAdam, {}),
-    "RAdam": (torch.optim.RAdam, {}),
-    "Adamax": (torch.optim.Adamax, {}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 1}),
-    "Adadelta": (torch.optim.Adadelta, {}),
     "Adafactor": (torch.optim.Adafactor, {}),
     "ASGD": (torch.optim.ASGD, {}),
-    "RMSprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.1}),
     "Rprop": (torch.optim.Rprop, {"etas": (0.4, 1.3)}),
 }
 
@@ -368,12 +277,7 @@ def state_of_every_optimizer(hvd: Hvd) -> None:
         for steps in ([2, 3, 1], [2, 0, 0], [0, 2, 2], [0, 0, 0]):
             state_becomes_the_roots(hvd, name, steps, False, 0)
         state_becomes_the_roots(hvd, name, [0, 2, 2], False, root(hvd))
-
-
-@case(stronger="state of any wrapped optimizer", sizes=(2, 3))
-def state_of_every_wrapped_optimizer(hvd: Hvd) -> None:
-    for name in ("SGD", "momentum", "Adam", "tensor lr"):
-        for steps in ([2, 1, 3], [2, 0, 0], [0, 2, 0], [0, 0, 0]):
+        for steps in ([2, 1, 3], [0, 0, 0]):
             state_becomes_the_roots(hvd, name, steps, True, 0)
 
 

@@ -225,18 +225,6 @@ def a_closure_that_does_not_synchronise(hvd: Hvd) -> None:
 
 
 @case()
-def a_forward_pass_alone_changes_nothing(hvd: Hvd) -> None:
-    for _, model, optimizer, data in side_by_side(hvd):
-        optimizer.zero_grad()
-        loss(model, shard(hvd, 7))
-        with torch.no_grad():
-            loss(model, shard(hvd, 8))
-        gradients(model, shard(hvd, 9))  # torch.autograd.grad: nothing is accumulated
-        loss(model, data).backward()
-        optimizer.step()
-
-
-@case()
 def gradients_that_a_script_assigns(hvd: Hvd) -> None:
     """No hook of autograd runs for them."""
     for _, model, optimizer, data in side_by_side(hvd):

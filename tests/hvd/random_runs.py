@@ -76,16 +76,16 @@ class Plan:
         return [int(options["backward_passes_per_step"]) for options in self.options]
 
 
-def make_plan(seed: int, n: int, portable: bool) -> Plan:
-    """Make the plan of a seed; a portable one has nothing that stalls the real Horovod."""
+def make_plan(seed: int, n: int) -> Plan:
+    """Make the plan of a seed."""
     rng = random.Random(seed)
     number = rng.choice([1, 1, 2])
     plan = Plan(
         seed,
         branches=[rng.randint(1, 4) for _ in range(number)],
         kinds=[rng.choice(["sgd", "momentum", "adamw"]) for _ in range(number)],
-        options=[_options(rng, portable) for _ in range(number)],
-        same_names=number == 2 and not portable and rng.random() < 0.5,
+        options=[_options(rng) for _ in range(number)],
+        same_names=number == 2 and rng.random() < 0.5,
         clip=rng.random() < 0.3,
         keep=rng.random() < 0.3,
     )
@@ -99,12 +99,12 @@ def make_plan(seed: int, n: int, portable: bool) -> Plan:
     return plan
 
 
-def _options(rng: random.Random, portable: bool) -> dict[str, Any]:
+def _options(rng: random.Random) -> dict[str, Any]:
     options: dict[str, Any] = {
         "backward_passes_per_step": rng.choice([1, 1, 2, 3]),
         "gradient_predivide_factor": rng.choice([1.0, 1.0, 2.0]),
     }
-    if not portable and rng.random() < 0.3:  # ranks whose groups differ in what is complete
+    if rng.random() < 0.3:  # ranks whose groups differ in what is complete
         options["groups"] = rng.randint(1, 4)
     return options
 
@@ -327,13 +327,13 @@ def by_hand(plan: Plan, n: int) -> list[nn.ModuleList]:
     return model
 
 
-def run_seeds(hvd: Hvd, seeds: Sequence[int], portable: bool = False) -> list[str]:
+def run_seeds(hvd: Hvd, seeds: Sequence[int]) -> list[str]:
     """Run these plans, and return what was wrong, by seed. A run that hangs ends the process, with
     the seed in the output.
     """
     wrong = []
     for seed in seeds:
-        plan = make_plan(seed, hvd.size(), portable)
+        plan = make_plan(seed, hvd.size())
         try:
             with _hangs_end(f"rank {hvd.rank()} hangs in seed {seed}"):
                 model, _ = train(hvd, plan)

@@ -58,12 +58,6 @@ def _is_full(numel: int) -> bool:
     return numel * 4 >= 64 * KIB
 
 
-def test_buckets_follow_the_order_of_ready_gradients() -> None:
-    sizes = {f"p{i}": 20000 for i in range(6)}
-    layouts = lay_out(plan_of(sizes, 64 * KIB))
-    assert [layout.names for layout in layouts if layout.names] == [[name] for name in sizes]
-
-
 def test_a_group_is_sent_together_in_the_place_of_its_last_parameter() -> None:
     sizes = {f"p{i}": 20000 for i in range(5)}
     layouts = lay_out(plan_of(sizes, 64 * KIB, groups=[["p0", "p3"]]))

@@ -77,7 +77,7 @@ def remove_sets_while_channels_come(hvd: Any) -> int:
     adding = threading.Thread(target=add)
     adding.start()
     try:
-        for added in range(0, 160, 20):
+        for added in range(0, 60, 20):
             while len(names) < added + 20 and adding.is_alive():
                 time.sleep(0.001)
             hvd.remove_process_set(hvd.add_process_set([0]))
@@ -93,4 +93,4 @@ def remove_sets_while_channels_come(hvd: Any) -> int:
 
 @pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
 def test_sets_are_removed_while_channels_are_added(hvd_ranks: HvdRanks) -> None:
-    assert min(hvd_ranks.run(remove_sets_while_channels_come)) > 100
+    assert min(hvd_ranks.run(remove_sets_while_channels_come)) >= 60

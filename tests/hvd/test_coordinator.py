@@ -22,9 +22,11 @@ DATA = eager.pack([torch.ones(2)])
 class Rank0(Coordinator):
     """A coordinator that records what it sends: ranks, header, payload."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, fusion_bytes: int = 0) -> None:
         self.sent: list[tuple[list[int], list[Any], bytes]] = []
-        super().__init__(size, 8, 0, lambda *sent: self.sent.append(sent), Timeline(None))
+        super().__init__(
+            size, 8, fusion_bytes, lambda *sent: self.sent.append(sent), Timeline(None)
+        )
 
     def deliver(self, rank: int, *header: Any, data: bytes = b"") -> None:
         self.receive(rank, list(header), data, 0.0)
@@ -82,6 +84,22 @@ def test_a_joined_rank_contributes_what_it_had_submitted(joins_first: bool) -> N
     assert rank0.sent[-1][2] == eager.pack([torch.tensor([4.0, 3.0])])
     rank0.deliver(0, "op", Key(GLOBAL_SET, "b"), LARGE)
     assert rank0.answers == ["done", "run"]
+
+
+@pytest.mark.parametrize(
+    ("fusion_bytes", "batches"), [(0, [1, 1, 1, 1]), (800_000, [2, 2]), (10_000_000, [4])]
+)
+def test_waiting_operations_are_fused_up_to_the_threshold(
+    fusion_bytes: int, batches: list[int]
+) -> None:
+    rank0 = Rank0(2, fusion_bytes)
+    for name in "abcde":  # of 400,000 bytes; the first runs at once, and the others wait for it
+        for rank in (0, 1):
+            rank0.deliver(rank, "op", Key(GLOBAL_SET, name), LARGE)
+    for _ in batches:
+        rank0.deliver(0, "idle")
+    assert rank0.answers == ["run"] * len(rank0.sent)
+    assert [len(header[3]) for _, header, _ in rank0.sent[1:]] == batches
 
 
 def test_a_process_set_is_removed_after_its_operations() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.hvd.behaviour import Run, raises, run_case
 from tests.hvd.optimizer_class import defaults_are_lost, state_is_lost
-from tests.hvd.optimizer_ownership import held_over_steps, views_of_a_flat_buffer
+from tests.hvd.optimizer_ownership import held_over_steps
 from tests.hvd.optimizer_state import (
     rate_of_plain_sgd_stays_local,
     training_goes_on_from_a_checkpoint,
@@ -33,7 +33,6 @@ ROWS: list[Run] = [
     state_is_lost,
     zeros_are_left_as_gradients,
     training_goes_on_from_a_checkpoint,
-    views_of_a_flat_buffer,
     held_over_steps,
 ]
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.hvd.behaviour import fails
+from tests.hvd.behaviour import MOVED, REDUCED, fails, is_real
 from tests.hvd.conftest import OUR_TORCHRUN
 from tests.hvd.pool import HvdRanks
 
@@ -24,6 +24,8 @@ DTYPES = (
     *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64),
 )
 KINDS = "allreduce inplace grouped allgather broadcast alltoall reducescatter".split()
+ONE_OP = ("allgather", "broadcast", "alltoall")
+REAL = pytest.param(("horovod-mpi", 2), marks=pytest.mark.exhaustive)
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,30 @@ def run_plan(hvd: Any, plan: Plan) -> None:
                 torch.testing.assert_close(output, value)
 
 
+def every_dtype(hvd: Any, kind: str) -> None:
+    """In a small tensor, which travels with its request, and in a large one."""
+    real = is_real(hvd)
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    if real:
+        dtypes = MOVED if kind in ("allgather", "broadcast", "alltoall") else REDUCED
+    ops = ("Sum", "Average", "Min", "Max", "Product") if kind not in ONE_OP else ("Sum",)
+    jobs = [
+        Job(kind, dtype, op, shape, turned=not real, seed=seed)
+        for dtype in dtypes
+        for op in ops
+        for seed, shape in ((1, (3,)), (2, (3, 2, 5_000)))
+    ]
+    run_plan(hvd, runnable(Plan(tuple(jobs), (0, 0, 0), late=0, after=0, remembered=1)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hvd_ranks", [*OUR_TORCHRUN, REAL], indirect=True)
+def test_every_dtype(hvd_ranks: HvdRanks, kind: str) -> None:
+    hvd_ranks.run(every_dtype, kind)
+
+
 ONCE = settings(
-    max_examples=50,
+    max_examples=30,
     derandomize=True,
     deadline=None,
     database=None,

@@ -67,7 +67,7 @@ def test_trains_as_one_process(pool: HvdRanks, seeds: range) -> None:
 
 def test_seeds_reach_everything() -> None:
     """So that no later change of the generator makes the runs easy."""
-    plans = [make_plan(seed, 3, portable=False) for seed in SEEDS]
+    plans = [make_plan(seed, 3) for seed in SEEDS]
     shares = [share for plan in plans for step in plan.steps for share in step.shares]
     joined = [plan for plan in plans if any(None in step.shares for step in plan.steps)]
     assert len(joined) > 40

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 from functools import cache
@@ -40,12 +39,6 @@ def no_horovod(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 # The example
 
-OPTIONS = {
-    "plain": (),
-    "fp16": ("--fp16-allreduce",),
-    "accumulate": ("--batches-per-allreduce", "2"),
-}
-
 
 def trained(command: list[str | Path], env: dict[str, str] | None = None) -> str:
     """What the example's parameters are in the end, on both ranks."""
@@ -58,63 +51,35 @@ def trained(command: list[str | Path], env: dict[str, str] | None = None) -> str
 
 
 @cache
-def by_horovod(options: str) -> str:
-    return trained([*HOROVODRUN, *PYTHON, EXAMPLE, *OPTIONS[options]])
-
-
-def test_the_example_does_not_know_us() -> None:
-    code = EXAMPLE.read_text().split('"""', 2)[2]
-    assert "hvdtrain" not in code
-    assert code.count("import horovod.torch as hvd\n") == 1
-
-
-@pytest.mark.exhaustive  # the real Horovod alone
-def test_horovod_trains_the_same_by_mpi() -> None:
-    assert trained([*MPIRUN, *PYTHON, EXAMPLE]) == by_horovod("plain")
+def by_horovod(*options: str) -> str:
+    return trained([*HOROVODRUN, *PYTHON, EXAMPLE, *options])
 
 
 @pytest.mark.parametrize(
-    "launcher",
+    ("launcher", "options"),
     [
-        "torchrun",
-        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("horovodrun", "mpirun")),
+        ("torchrun", ()),
+        *(
+            pytest.param(launcher, options, marks=pytest.mark.exhaustive)
+            for launcher, options in (
+                ("horovodrun", ()),
+                ("mpirun", ("--fp16-allreduce",)),
+                ("torchrun", ("--batches-per-allreduce", "2")),
+            )
+        ),
     ],
 )
-def test_the_example_trains_as_under_horovod(launcher: str, no_horovod: dict[str, str]) -> None:
-    env = no_horovod if launcher != "horovodrun" else None  # which is Horovod's itself
-    assert trained([*UNCHANGED[launcher], EXAMPLE], env) == by_horovod("plain")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("options", ["fp16", "accumulate"])
-def test_the_examples_options_do_as_under_horovod(options: str, no_horovod: dict[str, str]) -> None:
-    command: list[str | Path] = [*UNCHANGED["torchrun"], EXAMPLE, *OPTIONS[options]]
-    assert trained(command, no_horovod) == by_horovod(options)
-
-
-@pytest.mark.exhaustive  # test_children_find_us_too has the same of smaller children
-def test_loader_processes_of_the_example_find_us(no_horovod: dict[str, str]) -> None:
-    command: list[str | Path] = [*UNCHANGED["torchrun"], EXAMPLE, "--workers", "1"]
-    assert trained(command, no_horovod) == by_horovod("plain")
-
-
-@pytest.mark.parametrize(
-    "launcher",
-    [pytest.param(TORCHRUN, marks=pytest.mark.exhaustive), (*MPIRUN, *PYTHON)],
-    ids=lambda line: line[0],
-)
-def test_one_line_changed_is_enough(
-    launcher: tuple[str, ...], tmp_path: Path, no_horovod: dict[str, str]
+def test_the_example_trains_as_under_horovod(
+    launcher: str, options: tuple[str, ...], no_horovod: dict[str, str]
 ) -> None:
-    script = tmp_path / "train.py"
-    text = EXAMPLE.read_text()
-    script.write_text(text.replace("import horovod.torch as hvd", "import hvdtrain.hvd as hvd"))
-    assert trained([*launcher, script], no_horovod) == by_horovod("plain")
+    env = no_horovod if launcher != "horovodrun" else None  # which is Horovod's itself
+    assert trained([*UNCHANGED[launcher], EXAMPLE, *options], env) == by_horovod(*options)
 
 
+@pytest.mark.exhaustive  # test_runner has the same of a smaller script
 def test_the_example_starts_its_own_ranks(tmp_path: Path, no_horovod: dict[str, str]) -> None:
     command: list[str | Path] = [*OURS, EXAMPLE, "--num-proc", "2", "--save", tmp_path / "model.pt"]
-    assert trained(command, no_horovod) == by_horovod("plain")
+    assert trained(command, no_horovod) == by_horovod()
     assert (tmp_path / "model.pt").exists()
 
 
@@ -182,13 +147,13 @@ def test_plain_import_leaves_horovod_alone() -> None:
         "assert 'shim' not in horovod.__file__\n"
         "hvdtrain.hvd.alias.install()\n"
     )
-    done = run([*PYTHON, "-c", script])
+    done = run(warm([*PYTHON, "-c", script]))
     assert done.code == 1
     assert "before hvdtrain could take its name" in done.output
 
 
 CHILDREN = """
-import multiprocessing, sys
+import sys
 import horovod.torch as hvd
 from torch.utils.data import DataLoader, Dataset
 
@@ -199,30 +164,22 @@ class Names(Dataset):
         import horovod.torch
         return f"{horovod.torch.__name__} {horovod.torch.size is hvd.size}"
 
-def name(_):
-    import horovod
-    return horovod.torch.__name__
-
 if __name__ == "__main__":
-    for method in sys.argv[1:]:
-        with multiprocessing.get_context(method).Pool(1) as pool:
-            print(method, pool.map(name, [0]))
-        loader = DataLoader(Names(), num_workers=1, multiprocessing_context=method)
-        print(method, [item for batch in loader for item in batch])
+    loader = DataLoader(Names(), num_workers=1, multiprocessing_context=sys.argv[1])
+    print([item for batch in loader for item in batch])
 """
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["spawn", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("fork", "forkserver"))],
+    "method", ["spawn", pytest.param("forkserver", marks=pytest.mark.exhaustive)]
 )
 def test_children_find_us_too(method: str, tmp_path: Path, no_horovod: dict[str, str]) -> None:
     (tmp_path / "script.py").write_text(CHILDREN)
     found = succeed(run(warm([*OURS, tmp_path / "script.py", method]), env=no_horovod))
-    expected = [f"{method} ['hvdtrain.hvd']", f"{method} {['hvdtrain.hvd True'] * 2}"]
-    assert found.splitlines() == expected
+    assert found == f"{['hvdtrain.hvd True'] * 2}\n"
 
 
+@pytest.mark.exhaustive  # it starts without the fork server, which has imported hvdtrain
 def test_the_shim_finds_the_rest(tmp_path: Path) -> None:
     """Where hvdtrain was in the working directory only, which a child does not have."""
     script = (
@@ -249,7 +206,7 @@ atexit.register(late)
 """
 
 
-@pytest.mark.parametrize("kind", ["script", "relative", "link", "folder", "module", "package"])
+@pytest.mark.parametrize("kind", ["script", "link", "folder", "module"])
 def test_it_runs_as_under_python(tmp_path: Path, kind: str) -> None:
     (tmp_path / "scripts" / "package").mkdir(parents=True)
     (tmp_path / "scripts" / "about.py").write_text(ABOUT)
@@ -257,19 +214,17 @@ def test_it_runs_as_under_python(tmp_path: Path, kind: str) -> None:
     (tmp_path / "scripts" / "package" / "__main__.py").write_text(ABOUT)
     (tmp_path / "link.py").symlink_to(tmp_path / "scripts" / "about.py")
     names: dict[str, tuple[list[str | Path], Path]] = {
-        "script": ([tmp_path / "scripts" / "about.py"], tmp_path),
-        "relative": (["scripts/about.py"], tmp_path),
+        "script": (["scripts/about.py"], tmp_path),
         "link": (["link.py"], tmp_path),
         "folder": (["scripts/package"], tmp_path),
         "module": (["-m", "about"], tmp_path / "scripts"),
-        "package": (["-m", "package"], tmp_path / "scripts"),
     }
     name, cwd = names[kind]
     arguments = ["--epochs", "5", "--help", "-m", "it's $HOME"]
     expected, found = (
         succeed(run([*command, *name, *arguments], cwd=cwd)) for command in (PYTHON, warm(OURS))
     )
-    if kind in ("folder", "module", "package"):  # runpy puts our own __main__ back at the end
+    if kind in ("folder", "module"):  # runpy puts our own __main__ back at the end
         expected, found = (text.partition("late")[0] for text in (expected, found))
     if kind == "folder":  # runpy says the whole path
         expected = expected.replace('[["scripts/package"', f'[["{tmp_path}/scripts/package"')
@@ -279,12 +234,8 @@ def test_it_runs_as_under_python(tmp_path: Path, kind: str) -> None:
 FAILING = {
     "sys.exit(3)": (3, ""),
     "sys.exit('no such luck')": (1, "no such luck\n"),
-    "sys.exit()": (0, ""),
-    "raise SystemExit(None)": (0, ""),
-    "import os; os._exit(7)": (7, ""),
     "raise KeyboardInterrupt": (-2, None),
     "raise ValueError('mine')": (1, None),
-    "import nowhere": (1, None),
     "this is no python": (1, None),
     "sys.excepthook = lambda kind, error, trace: print('hook', error); raise ValueError(1)": (
         1,
@@ -312,35 +263,28 @@ def test_it_ends_as_under_python(tmp_path: Path, text: str) -> None:
     ("arguments", "message"),
     [
         (["nowhere.py", "--epochs", "5"], "error: no such file: nowhere.py"),
-        (["-m", "nowhere.at_all"], "error: no module named nowhere.at_all, or it cannot be run"),
-        (["-m", "tests.hvd"], "error: no module named tests.hvd, or it cannot be run"),
-        (["-m", "__main__"], "error: no module named __main__, or it cannot be run"),
+        (["-m", "tests.hvd"], "error: no module named tests.hvd"),
         (["-m"], "error: -m needs the name of a module"),
-        (["-x"], "error: no such option: -x; see python -m hvdtrain.hvd --help"),
+        (["-x"], "error: no such option: -x"),
+        ([], "usage: python -m hvdtrain.hvd SCRIPT"),
     ],
     ids=str,
 )
-def test_what_cannot_be_run_is_said_in_one_line(arguments: list[str], message: str) -> None:
+def test_what_cannot_be_run(arguments: list[str], message: str) -> None:
     done = run(warm([*OURS, *arguments]))
-    assert (done.code, done.output) == (2, f"{message}\n")
-
-
-def test_usage() -> None:
-    for arguments, code in (([], 2), (["--help"], 0), (["-h"], 0)):
-        done = run(warm([*OURS, *arguments]))
-        assert done.code == code
-        assert done.output.startswith("usage: python -m hvdtrain.hvd SCRIPT")
+    assert done.code == 2
+    assert done.output.startswith(message)
 
 
 _ERROR, _EXIT = "raise ValueError('mine')", "sys.exit(9)"
-_IN_EVERY_RUN = {("torchrun", _ERROR), ("mpirun", _EXIT)}
 
 
 @pytest.mark.parametrize(
     ("launcher", "what"),
     [
-        pytest.param(*pair, marks=() if pair in _IN_EVERY_RUN else pytest.mark.exhaustive)
-        for pair in itertools.product(UNCHANGED, (_ERROR, _EXIT))
+        ("torchrun", _ERROR),
+        pytest.param("mpirun", _EXIT, marks=pytest.mark.exhaustive),
+        pytest.param("horovodrun", _ERROR, marks=pytest.mark.exhaustive),
     ],
 )
 def test_one_failing_rank_ends_the_job(tmp_path: Path, launcher: str, what: str) -> None:

@@ -156,7 +156,7 @@ class Stateful(Stream):
         self.left = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"left": None if self.left is None else list(self.left)}
+        return {"left": self.left}  # which goes on changing: who keeps it must copy it
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.left = state["left"]

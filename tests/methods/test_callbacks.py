@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,23 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain import Backend, Callback, TrainConfig, Trainer
-from hvdtrain.errors import InputError, WorldMismatch
+from hvdtrain.errors import InputError, WorldMismatch, notes_of
 from hvdtrain.training import checkpoint
 from hvdtrain.training.callback_list import CallbackList, load_callback
 from hvdtrain.training.ema import EMA
-from tests.forkserver import warm
-from tests.launching import ROOT, run
+from tests.messages import Message
 from tests.methods import data_runs
-from tests.methods.arms import KEPT
+from tests.methods.arms import KEPT, TWO
 from tests.parity import resume
 from tests.parity.resume import Stateful
 from tests.ranks import Ranks, single
 from tests.runs import records, run_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-EXAMPLES = ROOT / "examples" / "callbacks.py"
-OWN = tuple(f"{EXAMPLES}:{name}" for name in ("Plateaued", "Lowest", "Averaged"))
 
 
 def state_of(folder: Path) -> dict[str, Any]:
@@ -64,20 +59,19 @@ OPTIONS: dict[str, Any] = {
     "schedule": "constant",
     "keep": 1,
     "checkpoint_every": 13,
+    "early_stop": "loss:2",
+    "keep_best": "loss",
+    "ema": 0.9,
 }
-BUILT_IN: dict[str, Any] = {"early_stop": "loss:2", "keep_best": "loss", "ema": 0.9}
 
 
 @pytest.mark.parametrize("ranks", KEPT, indirect=True)
-@pytest.mark.parametrize("options", [{"callback": OWN}, BUILT_IN], ids=["own", "built in"])
-def test_callbacks_are_resumed_exactly(
-    ranks: Ranks, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_callbacks_are_resumed_exactly(ranks: Ranks, tmp_path: Path) -> None:
     """An early stop, a best checkpoint and an average of weights at once."""
-    whole = ranks.run(resume.train, tmp_path / "whole", **OPTIONS, **options)
+    whole = ranks.run(resume.train, tmp_path / "whole", **OPTIONS)
     # Killed in the fourth epoch, after one evaluation that was no improvement.
-    ranks.run(resume.train, tmp_path / "parts", 15, **OPTIONS, **options)
-    rest = ranks.run(resume.train, tmp_path / "parts", resume="must", **OPTIONS, **options)
+    ranks.run(resume.train, tmp_path / "parts", 15, **OPTIONS)
+    rest = ranks.run(resume.train, tmp_path / "parts", resume="must", **OPTIONS)
     assert [r["digest"] for r in rest] == [r["digest"] for r in whole]
     assert [r["step"] for r in rest] == [16] * ranks.n
     assert [len(r["rates"]) for r in rest] == [3] * ranks.n, "it went on after step 13"
@@ -89,25 +83,6 @@ def test_callbacks_are_resumed_exactly(
         assert names == ["step-00000008", "step-00000016"], "--keep 1, and the best"
     assert same(*map(state_of, folders))
     assert evaluations(folders[0]) == evaluations(folders[1])
-
-
-def test_own_and_built_in_callbacks_are_the_same(tmp_path: Path) -> None:
-    own, built_in = tmp_path / "own", tmp_path / "built in"
-    resume.train(single(), own, callback=OWN, **OPTIONS)
-    resume.train(single(), built_in, **BUILT_IN, **OPTIONS)
-    assert evaluations(own) == evaluations(built_in)
-    names = [sorted(p.name for p in (f / "checkpoints").iterdir()) for f in (own, built_in)]
-    assert names[0] == names[1]
-    average = state_of(own)["Averaged"]
-    assert average.pop("n_averaged") == state_of(built_in)["EMA"]["num_averaged"]
-    weights = state_of(built_in)["EMA"]["weights"]
-    assert same(average, {f"module.{name}": value for name, value in weights.items()})
-
-
-def test_own_callbacks_have_less_than_20_lines() -> None:
-    classes = [n for n in ast.parse(EXAMPLES.read_text()).body if isinstance(n, ast.ClassDef)]
-    assert [node.name for node in classes] == ["Plateaued", "Lowest", "Averaged"]
-    assert all((node.end_lineno or 99) - node.lineno + 1 < 20 for node in classes)
 
 
 class Recorder(Callback):
@@ -167,7 +142,7 @@ def recorded(backend: Backend, /, folder: Path) -> tuple[list[Any], list[Any]]:
     return recorder.calls, recorder.values
 
 
-@pytest.mark.parametrize("ranks", KEPT, indirect=True)
+@TWO
 def test_hooks_are_called_on_all_ranks_in_their_order(ranks: Ranks, tmp_path: Path) -> None:
     """Epochs of four steps; the run ends in the middle of the second."""
     found = ranks.run(recorded, tmp_path)
@@ -226,7 +201,7 @@ class Dies(Callback):
             raise ArithmeticError("as told")
 
 
-@pytest.mark.parametrize(("at", "ends"), [(1, 2), (4, 4), (5, 6), (12, 12)])
+@pytest.mark.parametrize(("at", "ends"), [(4, 4), (5, 6), (12, 12)])
 def test_a_stop_in_an_epoch_takes_one_more_step(at: int, ends: int, tmp_path: Path) -> None:
     recorder = Recorder()
     trainer = fit(single(), tmp_path, At(at, "stop", "enough"), recorder, checkpoint_every=0)
@@ -241,8 +216,7 @@ def test_a_stop_in_an_epoch_takes_one_more_step(at: int, ends: int, tmp_path: Pa
     assert about.get("stopped_early") == expected
 
 
-@pytest.mark.parametrize("kind", ["indexed", "stateful", "stream"])
-@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize(("kind", "every"), [("indexed", 0), ("stateful", 1), ("stream", 0)])
 def test_a_stop_and_a_request_in_an_epoch_are_resumed_exactly(
     kind: str, every: int, tmp_path: Path
 ) -> None:
@@ -293,11 +267,10 @@ def test_what_a_callback_records_is_in_run_json_and_in_the_result(tmp_path: Path
 # The average of weights
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32"])
-def test_the_average_that_is_evaluated(precision: str, tmp_path: Path) -> None:
+def test_the_average_that_is_evaluated(tmp_path: Path) -> None:
     """By hand: the first step's weights, then 0.7 of the average and 0.3 of the weights."""
     recorder = Recorder()
-    options: dict[str, Any] = {"epochs": 2, "checkpoint_every": 0, "precision": precision}
+    options: dict[str, Any] = {"epochs": 2, "checkpoint_every": 0, "precision": "fp64"}
     trainer = fit(single(), tmp_path, recorder, ema=0.7, **options)
     average = {name: value.double() for name, value in recorder.weights[0].items()}
     trained = {name for name, _ in trainer.model.named_parameters()}
@@ -325,9 +298,7 @@ def test_an_average_of_another_model_is_refused(tmp_path: Path) -> None:
     average.on_start(trainer)
     state = average.state_dict()
     del state["weights"]["head.bias"]
-    with pytest.raises(
-        RuntimeError, match='the average of --ema is of another model: .*"head.bias"'
-    ):
+    with pytest.raises(RuntimeError, match="head.bias"):
         average.load_state_dict(state)
 
 
@@ -338,17 +309,16 @@ def test_a_model_that_cannot_be_copied_has_no_average(tmp_path: Path) -> None:
             net.derived = net.head.weight * 2
             return net
 
-    with pytest.raises(InputError, match="--ema needs a copy of Net, which copy.deepcopy cannot"):
+    with pytest.raises(InputError, match="--ema needs a copy of Net"):
         fit(single(), tmp_path, task=Derived(evaluates=True), ema=0.9)
 
 
-@pytest.mark.parametrize("decay", [1, 1.5])
-def test_a_decay_by_which_the_average_never_moves(decay: float) -> None:
-    with pytest.raises(InputError, match=f"--ema {decay} must be less than 1, such as 0.999"):
-        TrainConfig(ema=decay).check()
+def test_a_decay_by_which_the_average_never_moves() -> None:
+    with pytest.raises(InputError):
+        TrainConfig(ema=1).check()
 
 
-# What is refused, and what is said
+# What is refused
 
 
 def differing(backend: Backend, /, folder: Path) -> str:
@@ -358,22 +328,12 @@ def differing(backend: Backend, /, folder: Path) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+@TWO
 def test_ranks_with_other_callbacks(ranks: Ranks, tmp_path: Path) -> None:
     said = r"rank 0( on \S+)? has callbacks = Recorder, but rank 1( on \S+)? has none; give every"
     for text in ranks.run(differing, tmp_path / "run"):
         assert re.match(said, text), text
     assert not (tmp_path / "run").exists()
-
-
-def test_what_a_resumed_run_has_more_or_less(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit(single(), tmp_path, epochs=1, ema=0.9)
-    fit(single(), tmp_path, epochs=2, early_stop="loss:9", resume="must")
-    printed = capsys.readouterr().out
-    assert "resume   EarlyStop: it starts afresh, as the checkpoint has no state of it" in printed
-    assert "resume   EMA: the checkpoint's state is not used" in printed
 
 
 FILE = """
@@ -386,58 +346,38 @@ number = 3
 """
 
 
+@pytest.mark.parametrize("name", ["own.py:Callback", "own.py:wants"])
+def test_how_a_callback_is_named(name: str, own_file: None) -> None:
+    found = load_callback(name)
+    assert isinstance(found, Callback)
+    assert found is not load_callback(name), "two runs would share its state"
+
+
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("own.py", "--callback 'own.py' is not module:Class or file.py:Class"),
-        ("no.py:Plain", "no callback file 'no.py' here"),
-        ("own.py:plain", "own.py has no Callback named 'plain'; it has: Plain, Wants, wants"),
-        ("own.py:number", "own.py has no Callback named 'number'; it has: Plain, Wants, wants"),
-        ("own.py:Callback", None),
-        (
-            "own.py:Wants",
-            "--callback own.py:Wants: missing a required argument: 'metric'; name an object in "
-            "place of the class, such as wants = Wants(...) in that file",
-        ),
-        ("own.py:wants", None),
-        ("tests.nothing:Plain", "no module named 'tests.nothing' for the callback 'tests.nothing'"),
-    ],
+    "name",
+    ["own.py", "no.py:Plain", "own.py:plain", "own.py:number", "own.py:Wants", "tests.nothing:A"],
 )
-def test_how_a_callback_is_named(
-    name: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_names_no_callback(name: str, own_file: None, message: Message) -> None:
+    with pytest.raises(InputError) as refused:
+        load_callback(name)
+    message(refused.value)
+
+
+@pytest.fixture
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    if said is None:
-        found = load_callback(name)
-        assert isinstance(found, Callback)
-        assert found is not load_callback(name), "two runs would share its state"
-    else:
-        with pytest.raises(InputError) as raised:
-            load_callback(name)
-        assert str(raised.value).startswith(said)
 
 
 def test_callbacks_of_one_class_have_states_of_their_own() -> None:
     one, two = EMA(0.5), EMA(0.9)
     assert list(CallbackList([one, Recorder(), two])._by_name) == ["EMA", "Recorder", "EMA-2"]
-    with pytest.raises(InputError, match="callbacks has a int, which is no hvdtrain.Callback"):
+    with pytest.raises(InputError):
         CallbackList([3])  # type: ignore[list-item]
 
 
-def test_an_exception_on_one_rank_names_the_callback(tmp_path: Path) -> None:
-    own = tmp_path / "own.py"
-    own.write_text(
-        "from hvdtrain import Callback\n"
-        "class Fails(Callback):\n"
-        "    def on_step_end(self, trainer):\n"
-        "        if trainer.progress.step == 3 and trainer.world.rank == 1:\n"
-        "            raise ArithmeticError('as told')\n"
-    )
-    options = ["--callback", f"{own}:Fails", "--threads", "1", "--run-dir", tmp_path / "run"]
-    torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "hvdtrain"]
-    done = run(warm([*torchrun, "--backend", "ddp", *map(str, options)]))
-    assert done.code != 0
-    assert len(done.lines("[rank 1/2] failed:")) == 1, done.output
-    assert "ArithmeticError: as told\nraised in the callback Fails.on_step_end" in done.output
+def test_an_exception_names_the_callback(tmp_path: Path) -> None:
+    with pytest.raises(ArithmeticError) as raised:
+        fit(single(), tmp_path, Dies(3))
+    assert notes_of(raised.value) == ["raised in the callback Dies.on_step_end"]

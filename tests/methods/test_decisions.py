@@ -16,8 +16,8 @@ from hvdtrain import Backend, Task, TrainConfig, Trainer
 from hvdtrain.errors import InputError
 from hvdtrain.training import checkpoint
 from hvdtrain.training.criterion import BestSoFar, Criterion, parse_criterion
-from hvdtrain.training.early_stop import EarlyStop
-from tests.methods.arms import WITH_HOROVOD
+from tests.messages import Message
+from tests.methods.arms import KEPT, WITH_HOROVOD
 from tests.ranks import Ranks, single
 from tests.runs import Stop, run_json, watch
 
@@ -97,7 +97,9 @@ def run(
 
 
 @pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
-def test_all_ranks_stop_at_the_same_evaluation(ranks: Ranks, tmp_path: Path) -> None:
+def test_all_ranks_stop_at_the_same_evaluation(
+    ranks: Ranks, tmp_path: Path, message: Message
+) -> None:
     outcomes = ranks.run(run, tmp_path, keep_best="accuracy")
     # The second evaluation is the best; the third, fourth and fifth do not improve on it.
     assert [out["step"] for out in outcomes] == [10] * ranks.n
@@ -108,8 +110,9 @@ def test_all_ranks_stop_at_the_same_evaluation(ranks: Ranks, tmp_path: Path) -> 
     assert [checkpoint.problem(tmp_path / "checkpoints" / name) for name in names] == [None, None]
     described = run_json(tmp_path)
     assert described["outcome"] == "finished"
-    reason = "eval_accuracy has not improved on 0.5000 (step 4) in 3 evaluations"
-    assert described["stopped_early"] == {"step": 10, "of": 12, "reason": reason}
+    stopped = described["stopped_early"]
+    assert (stopped["step"], stopped["of"]) == (10, 12)
+    message(stopped["reason"])
     value = described["best_checkpoint"].pop("value")
     assert value == pytest.approx(MEANS[1])
     assert described["best_checkpoint"] == {
@@ -118,11 +121,9 @@ def test_all_ranks_stop_at_the_same_evaluation(ranks: Ranks, tmp_path: Path) -> 
         "mode": "max",
         "path": str(best),
     }
-    assert f"stopped  at step 10 of 12: {reason}" in outcomes[0]["printed"]
-    assert f"best     step 4, eval_accuracy 0.5000: {best}" in outcomes[0]["printed"]
 
 
-@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
+@pytest.mark.parametrize("ranks", KEPT, indirect=True)
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_plateau_has_the_rates_of_torch_in_one_process(
     ranks: Ranks, warmup: int, tmp_path: Path
@@ -146,9 +147,6 @@ def test_plateau_has_the_rates_of_torch_in_one_process(
     assert ledger["lr_after_warmup"] == [0.1]
     assert ledger["lr_at_end"] == pytest.approx(expected[-1:])
     assert expected[-1] < 0.01, "it has dropped more than twice"
-    line = next(line for line in outcomes[0]["printed"] if line.startswith("lr  "))
-    assert "plateau of accuracy (max, patience 0)" in line
-    assert f"lr       {expected[-1]:g} at the end" in outcomes[0]["printed"]
 
 
 def test_an_early_stopped_run_is_done(tmp_path: Path) -> None:
@@ -164,37 +162,16 @@ def test_an_early_stopped_run_is_done(tmp_path: Path) -> None:
     assert "stopped_early" not in run_json(tmp_path)
 
 
-def test_the_last_evaluation_is_no_early_stop(tmp_path: Path) -> None:
-    assert run(single(), tmp_path, early_stop="accuracy:4")["step"] == 12
-    assert "stopped_early" not in run_json(tmp_path)
-
-
-def test_patience_counts_evaluations(tmp_path: Path) -> None:
-    """Of epochs 2, 4 and 6: 0.5, 0.45, 0.1."""
-    assert run(single(), tmp_path, eval_every=2, early_stop="accuracy:1")["step"] == 8
-
-
 @pytest.mark.parametrize(
-    ("changes", "evaluations"),
+    ("changes", "step"),
     [
-        ({"early_stop": "accuracy:5"}, 6),
-        ({"early_stop": "accuracy:4"}, None),
-        ({"early_stop": "accuracy:2", "eval_every": 2}, 3),
-        ({"early_stop": "accuracy:3", "max_steps": 7}, 4),
-        ({"early_stop": "accuracy:2", "max_steps": 7}, None),
+        ({"early_stop": "accuracy:4"}, 12),  # with the last evaluation: no early stop
+        ({"eval_every": 2, "early_stop": "accuracy:1"}, 8),  # 0.5, 0.45, 0.1
     ],
-    ids=str,
 )
-def test_too_much_patience_is_said(
-    changes: dict[str, Any], evaluations: int | None, tmp_path: Path
-) -> None:
-    printed = run(single(), tmp_path, **changes)["printed"]
-    criterion = changes["early_stop"]
-    said = (
-        f"stop     --early-stop {criterion} has no effect in this run: it needs more "
-        f"than {int(criterion[-1]) + 1} evaluations, and the run has {evaluations}"
-    )
-    assert [line for line in printed if line.startswith("stop ")] == [said] * bool(evaluations)
+def test_patience_counts_evaluations(changes: dict[str, Any], step: int, tmp_path: Path) -> None:
+    assert run(single(), tmp_path, **changes)["step"] == step
+    assert ("stopped_early" in run_json(tmp_path)) == (step < 12)
 
 
 def test_the_best_has_the_weights_of_its_step(tmp_path: Path) -> None:
@@ -228,29 +205,24 @@ def test_a_best_checkpoint_that_is_damaged_is_named(tmp_path: Path) -> None:
 
 def test_another_metric_after_resuming_starts_afresh(tmp_path: Path) -> None:
     run(single(), tmp_path, kill_at=7)
-    out = run(single(), tmp_path, resume="must", early_stop="accuracy:min:3")
-    assert out["step"] == 12
-    said = "resume   --early-stop names another metric than the checkpoint: it starts afresh"
-    assert said in out["printed"]
+    assert run(single(), tmp_path, resume="must", early_stop="accuracy:min:3")["step"] == 12
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"early_stop": "f1:2"}, "--early-stop depends on the evaluation's 'f1', which it does"),
-        ({"keep_best": "f1"}, "--keep-best depends on the evaluation's 'f1', which it does not"),
-        (
-            {"schedule": "plateau"},
-            "the schedule depends on the evaluation's 'loss', which it does not have; one of: "
-            "accuracy, shape",
-        ),
-    ],
-)
-def test_a_metric_that_is_not_there(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+NEEDS_A_METRIC: list[dict[str, Any]] = [
+    {"early_stop": "f1:2"},
+    {"keep_best": "f1"},
+    {"schedule": "plateau"},
+]
+
+
+@pytest.mark.parametrize("options", NEEDS_A_METRIC, ids=str)
+def test_a_metric_that_is_not_there(
+    options: dict[str, Any], tmp_path: Path, message: Message
+) -> None:
     with pytest.raises(InputError) as raised:
-        run(single(), tmp_path, **dict({"early_stop": None}, **options))
-    assert said in str(raised.value)
+        run(single(), tmp_path, **{"early_stop": None, **options})
     assert raised.value.on_all_ranks
+    message(raised.value)
 
 
 class Blind(Scripted):
@@ -258,13 +230,11 @@ class Blind(Scripted):
         return super().datasets()[0], None
 
 
-@pytest.mark.parametrize(
-    "options", [{"early_stop": "loss:1"}, {"keep_best": "loss"}, {"schedule": "plateau"}], ids=str
-)
-def test_without_evaluation_data_it_is_refused(options: Any, tmp_path: Path) -> None:
-    config = replace(CONFIG, run_dir=str(tmp_path / "run"), **{"early_stop": None, **options})
-    with pytest.raises(InputError, match="the task scripted has no evaluation data; leave them"):
+def test_without_evaluation_data_it_is_refused(tmp_path: Path, message: Message) -> None:
+    config = replace(CONFIG, run_dir=str(tmp_path / "run"))
+    with pytest.raises(InputError) as raised:
         Trainer(Blind(), single(), config).fit()
+    message(raised.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -294,32 +264,29 @@ def test_what_a_criterion_says(text: str, metric: str, mode: str, patience: int)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    "changes",
     [
-        ({"early_stop": "loss"}, "--early-stop 'loss' is not METRIC:PATIENCE or METRIC:max"),
-        ({"early_stop": ""}, "--early-stop '' is not"),
-        ({"early_stop": ":3"}, "--early-stop ':3' is not"),
-        ({"early_stop": "loss:three"}, "is not METRIC:PATIENCE"),
-        ({"early_stop": "loss:-1"}, "is not METRIC:PATIENCE"),
-        ({"early_stop": "loss:²"}, "is not METRIC:PATIENCE"),
-        ({"early_stop": "loss:best:3"}, "is not METRIC:PATIENCE"),
-        ({"early_stop": "loss:0"}, "has a patience below 1"),
-        ({"early_stop": "loss:" + "9" * 5000}, "or above 999999999"),
-        ({"keep_best": "loss:3"}, "--keep-best 'loss:3' is not METRIC or METRIC:max"),
-        ({"keep_best": "shape"}, "does not tell whether more is better; say 'shape:max', or min"),
-        ({"early_stop": "shape:3"}, "say 'shape:max:3', or min in place of max"),
-        ({"keep_best": "accuracy_loss"}, "does not tell whether more is better"),
-        ({"plateau": "loss"}, "--plateau 'loss' is not METRIC:PATIENCE"),
-        ({"schedule": "plateau", "step_factor": 1.0}, "--step-factor 1.0 must be less than 1"),
-        ({"schedule": "one-cycle", "warmup_steps": 5}, "leave --warmup-steps 5 out"),
+        {"early_stop": "loss"},
+        {"early_stop": ":3"},
+        {"early_stop": "loss:three"},
+        {"early_stop": "loss:-1"},
+        {"early_stop": "loss:²"},
+        {"early_stop": "loss:best:3"},
+        {"early_stop": "loss:0"},
+        {"early_stop": "loss:9999999999"},
+        {"early_stop": "shape:3"},
+        {"keep_best": "loss:3"},
+        {"keep_best": "accuracy_loss"},
+        {"plateau": "loss"},
+        {"schedule": "plateau", "step_factor": 1.0},
+        {"schedule": "one-cycle", "warmup_steps": 5},
     ],
-    ids=lambda value: str(value)[:50],
+    ids=str,
 )
-def test_what_an_option_cannot_say(changes: dict[str, Any], said: str) -> None:
+def test_what_an_option_cannot_say(changes: dict[str, Any], message: Message) -> None:
     with pytest.raises(InputError) as raised:
         TrainConfig(**changes).check()
-    assert said in str(raised.value)
-    assert "\n" not in str(raised.value)
+    message(raised.value)
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
@@ -329,14 +296,3 @@ def test_nan_is_no_improvement(mode: str) -> None:
     assert found == [False, True, False]
     assert best.update({"x": float("nan")}, 3) is False
     assert (best.value, best.step, best.since) == (1.0, 1, 2)
-
-
-def test_a_loss_that_is_never_a_number() -> None:
-    trainer = Trainer(Scripted(), single(), replace(CONFIG, early_stop=None))
-    stop = EarlyStop(Criterion("loss", "min", 3))
-    for _ in range(2):
-        stop.on_evaluate(trainer, {"loss": float("nan")})
-        assert not stop.is_over()
-    stop._best.update({"loss": float("nan")}, 3)
-    assert stop.is_over()
-    assert stop.reason() == "eval_loss has not been a number in 3 evaluations"

@@ -19,6 +19,7 @@ from hvdtrain.errors import InputError
 from hvdtrain.training import checkpoint, run_state
 from hvdtrain.training.precision import Precision
 from tests.conftest import EVERY_ARM
+from tests.messages import Message
 from tests.parity.reference import epoch_order, seed_of
 from tests.ranks import Ranks, single
 from tests.runs import Stop, records, snapshot, watch
@@ -165,27 +166,19 @@ def check_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 # The meaning of each level
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
-def test_the_half_type_is_given(level: str, precision: str) -> None:
-    config = TrainConfig(precision=precision, opt_level=level)
-    if (level == "O0") == (precision == "fp32") and precision != "fp64":
-        config.check()
-        return
+REFUSED = [("O0", "bf16"), ("O1", "fp32"), ("O2", "fp32"), ("O2", "fp64"), ("O3", "fp32")]
+
+
+@pytest.mark.parametrize(("level", "precision"), REFUSED)
+def test_the_half_type_is_given(level: str, precision: str, message: Message) -> None:
     with pytest.raises(InputError) as refused:
-        config.check()
-    text = str(refused.value)
-    assert f"--opt-level {level}" in text
-    assert f"--precision {precision}" in text
-    assert "\n" not in text
+        TrainConfig(precision=precision, opt_level=level).check()
+    message(refused.value)
 
 
-@pytest.mark.parametrize(("level", "precision"), [("O0", "fp32"), ("O1", "bf16"), ("O1", "fp16")])
-def test_two_levels_are_names_for_what_precision_does(
-    level: str, precision: str, tmp_path: Path
-) -> None:
-    plain = train_weights(single(), tmp_path / "plain", precision=precision)
-    named = train_weights(single(), tmp_path / "named", precision=precision, opt_level=level)
+def test_o1_is_what_precision_alone_does(tmp_path: Path) -> None:
+    plain = train_weights(single(), tmp_path / "plain", precision="fp16")
+    named = train_weights(single(), tmp_path / "named", precision="fp16", opt_level="O1")
     check_equal(named, plain)
 
 
@@ -305,32 +298,11 @@ def test_overflows_and_growth_by_hand(tmp_path: Path) -> None:
     assert [record["loss_scale"] for record in logged(tmp_path)] == scales[:-1]
 
 
-@pytest.mark.parametrize(
-    ("precision", "level", "scaled"),
-    [
-        ("fp16", "none", True),
-        ("fp16", "O1", True),
-        ("fp16", "O2", True),
-        ("fp16", "O3", False),
-        ("bf16", "O2", False),
-        ("fp32", "none", False),
-    ],
-)
-def test_the_scale_is_logged_where_there_is_one(
-    precision: str, level: str, scaled: bool, tmp_path: Path
-) -> None:
-    changes: dict[str, Any] = {"precision": precision, "opt_level": level}
-    train(single(), tmp_path, stop_at=2, sgd=True, **changes)
-    assert ["loss_scale" in record for record in logged(tmp_path)] == [scaled] * 2
-
-
 # One decision for all ranks, and checkpoints
 
-ONE_OF_EACH = [(name, 2) for name in ("ddp-torchrun", "horovod-mpi", "compat-torchrun")]
 
-
-@pytest.mark.parametrize("ranks", ONE_OF_EACH, indirect=True)
 @pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2), ("compat-torchrun", 3)], indirect=True)
 def test_an_overflow_of_one_rank_is_skipped_by_all(
     ranks: Ranks, level: str, tmp_path: Path
 ) -> None:
@@ -342,10 +314,11 @@ def test_an_overflow_of_one_rank_is_skipped_by_all(
     }
     whole = ranks.run(train, tmp_path / "whole", **changes)
     scales = whole[0]["scales"]
-    assert scales == whole[1]["scales"]
+    assert all(rank["scales"] == scales for rank in whole)
     halved = [before > after for before, after in zip([2.0**10, *scales], scales, strict=False)]
     assert sum(halved) == CONFIG.epochs, "the sample is seen once an epoch"
-    check_equal(whole[0]["weights"], whole[1]["weights"])
+    for rank in whole:
+        check_equal(rank["weights"], whole[0]["weights"])
     # The checkpoint is one good step after the first overflow: it counts towards the next growth.
     stop_at = halved.index(True) + 3
     ranks.run(train, tmp_path / "parts", stop_at, **changes)
@@ -361,8 +334,8 @@ def checkpointed(run_dir: Path, part: str) -> Any:
     return checkpoint.load(path, part)
 
 
-@pytest.mark.parametrize("half", HALF)
-def test_a_checkpoint_of_o2_loads_anywhere(half: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_o2_loads_anywhere(tmp_path: Path) -> None:
+    half = "fp16"
     train(single(), tmp_path / "o2", precision=half, opt_level="O2")
     saved, masters = (checkpointed(tmp_path / "o2", part) for part in ("model", "masters"))
     for dtype in (HALF[half], torch.float32):
@@ -403,10 +376,3 @@ def test_levels_change_when_resuming(precision: str, tmp_path: Path) -> None:
             assert torch.equal(kept[name], t), name
         for key, entry in state.items():
             assert torch.equal(loaded[key]["exp_avg"], entry["exp_avg"])
-
-
-def test_the_default_has_no_masters_in_its_checkpoints(tmp_path: Path) -> None:
-    train(single(), tmp_path, stop_at=2)
-    (path, *_) = checkpoint.list_checkpoints(tmp_path / "checkpoints")
-    files = sorted(file.name for file in path.iterdir() if file.suffix == ".pt")
-    assert files == ["model.pt", "optimizer.pt", "trainer.pt"]

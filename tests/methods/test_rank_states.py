@@ -16,6 +16,8 @@ from hvdtrain.backends import ddp_compression
 from hvdtrain.backends.model_sync import broadcast_tree
 from hvdtrain.training import checkpoint, resumption, run_state, saver
 from hvdtrain.trees import map_tree
+from tests.methods import data_runs
+from tests.methods.arms import TWO
 from tests.parity.resume import train
 from tests.ranks import Ranks
 
@@ -68,11 +70,11 @@ def test_a_rank_holds_one_other_rank_s_state_at_a_time(ranks: Ranks, tmp_path: P
     assert {f"rank-{rank}" for rank in range(3)} <= set(checkpoint.part_names(last))
 
 
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+@TWO
 def test_a_checkpoint_with_all_ranks_in_one_part_resumes(ranks: Ranks, tmp_path: Path) -> None:
     """As versions before November 2026 wrote it."""
     whole = ranks.run(digest_of, tmp_path / "whole")
-    ranks.run(stopped, tmp_path / "parts")
+    ranks.run(train, tmp_path / "parts", 7, **LOCAL)
     root = tmp_path / "parts" / "checkpoints"
     path, _ = checkpoint.newest(root)
     assert path is not None
@@ -80,10 +82,6 @@ def test_a_checkpoint_with_all_ranks_in_one_part_resumes(ranks: Ranks, tmp_path:
     parts["ranks"] = [parts.pop(run_state.rank_part(rank)) for rank in range(2)]
     checkpoint.save(root, parts["trainer"]["position"]["step"], parts, {"world_size": 2})
     assert ranks.run(digest_of, tmp_path / "parts", resume="must") == whole
-
-
-def stopped(backend: Backend, /, folder: Path) -> None:
-    train(backend, folder, 7, **LOCAL)
 
 
 def test_powersgd_s_errors_are_where_the_gradients_are() -> None:
@@ -94,3 +92,18 @@ def test_powersgd_s_errors_are_where_the_gradients_are() -> None:
     restored = hook.state_dict()
     for name in ("errors", "factors", "products"):
         assert restored[name][0].device.type == "meta", name
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2), ("compat-torchrun", 3)], indirect=True)
+def test_each_rank_resumes_with_its_own_buffers(ranks: Ranks, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"buffers": "local"}
+    task = data_runs.Regression(8 * ranks.n, conv=True)
+    whole = ranks.run(data_runs.train, task, tmp_path / "whole", **changes)
+    ranks.run(data_runs.train, task, tmp_path / "parts", 3, **changes)
+    rest = ranks.run(data_runs.train, task, tmp_path / "parts", resume="must", **changes)
+    for one, other in zip(whole, rest, strict=True):
+        assert one["digest"] == other["digest"]
+        for name, value in one["buffers"].items():
+            assert torch.equal(value, other["buffers"][name]), name
+    means = {tuple(one["buffers"]["2.running_mean"].tolist()) for one in whole}
+    assert len(means) == ranks.n, "the ranks' statistics are equal, so that this tests nothing"

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hvdtrain import Backend, Callback, TrainConfig, Trainer
 from hvdtrain.backends import open_backend
 from hvdtrain.backends.base import BackendOptions
 from hvdtrain.errors import InputError
 from hvdtrain.sharded_optimizer import ShardedOptimizer
-from hvdtrain.training import run_report
 from hvdtrain.world import World
 from tests.methods import arms
+from tests.methods.arms import TWO
 from tests.parity.resume import CONFIG, Net, Stateful
 from tests.ranks import Ranks, single
 from tests.runs import run_json
@@ -126,46 +126,27 @@ def assert_same_files(one: Path, other: Path) -> None:
             assert contents(first / name) == contents(second / name)
 
 
-def said(backend: Backend, folder: Path) -> tuple[list[str], dict[str, Any]]:
-    """Return what the first lines of a run and its run.json say of sharding."""
-    config = replace(CONFIG, run_dir=str(folder), max_steps=1, shard_optimizer=True)
-    with arms.options_of(backend, config):
-        trainer = Trainer(Wide(), backend, config)
-        trainer.fit()
-        lines = run_report.header(backend, "own", trainer.ledger, "1", None, config, None)
-    return lines, run_json(folder)["backend"]
+def recorded(backend: Backend, folder: Path) -> list[int]:
+    train(backend, folder, shard_optimizer=True)
+    shares: list[int] = run_json(folder)["backend"]["optimizer_shares"]
+    return shares
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        (("ddp-torchrun", 1), "--shard-optimizer does nothing: there is one rank"),
-        (("ddp-torchrun", 2), "each rank steps 1/2 of the parameters, which all ranks share"),
-    ],
-    indirect=["ranks"],
-)
-def test_a_run_says_what_is_shared(ranks: Ranks, text: str, tmp_path: Path) -> None:
-    lines, about = ranks.run(said, tmp_path)[0]
-    assert f"shares   {text}" in lines
-    assert about["optimizer_shares"] == [ranks.n]
-
-
-def test_what_is_shared_on_several_hosts() -> None:
-    nothing = "shares   --shard-optimizer does nothing: each host has one rank"
-    assert run_report._shares_line([1, 1]) == [nothing]
-    (line,) = run_report._shares_line([1, 2])
-    assert line.endswith("share its parameters; each steps 1/1, 1/2 of them, by host")
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 1), ("ddp-torchrun", 2)], indirect=True)
+def test_a_run_records_how_many_ranks_share(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(recorded, tmp_path)[0] == [ranks.n]
 
 
 def resumed(backend: Backend, folder: Path) -> dict[str, str]:
-    """Stop after five steps and resume, with and without the option in each part."""
+    """Stop after five steps and resume, with the option in one part of the run. With it in both:
+    tests/parity.
+    """
     found = {"whole": train(backend, folder / "whole")["digest"]}
     for first in (False, True):
-        for then in (False, True):
-            run = folder / f"{first}-{then}"
-            train(backend, run, stop=5, shard_optimizer=first)
-            mine = train(backend, run, resume="must", shard_optimizer=then)
-            found[f"{first}-{then}"] = mine["digest"]
+        run = folder / f"{first}"
+        train(backend, run, stop=5, shard_optimizer=first)
+        mine = train(backend, run, resume="must", shard_optimizer=not first)
+        found[f"{first} first"] = mine["digest"]
     return found
 
 
@@ -178,16 +159,14 @@ def test_resuming_with_and_without_it(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("ranks", ARMS, indirect=True)
 def test_resuming_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    train(single(), tmp_path / "plain", stop=5)
-    train(single(), tmp_path / "mine", stop=5)
-    plain = ranks.run(train, tmp_path / "plain", resume="must", epochs=2)
-    mine = ranks.run(train, tmp_path / "mine", resume="must", epochs=2, shard_optimizer=True)
-    assert [m["digest"] for m in mine] == [p["digest"] for p in plain]
-    back = [
-        train(single(), tmp_path / name, resume="must", epochs=3)["digest"]
-        for name in ("plain", "mine")
-    ]
-    assert back[0] == back[1]
+    """One process, then these ranks, then one process again."""
+    digests = []
+    for name, shards in (("plain", False), ("mine", True)):
+        train(single(), tmp_path / name, stop=5)
+        changes: dict[str, Any] = {"resume": "must", "shard_optimizer": shards}
+        digests.append(ranks.run(train, tmp_path / name, **changes)[0]["digest"])
+        digests.append(train(single(), tmp_path / name, resume="must", epochs=3)["digest"])
+    assert digests[:2] == digests[2:]
 
 
 class Clamps(Callback):
@@ -214,7 +193,7 @@ def changed_weights(backend: Backend, folder: Path, shards: bool, unshares: bool
             return str(error)
 
 
-@pytest.mark.parametrize("ranks", ARMS, indirect=True)
+@TWO
 def test_a_callback_that_changes_weights(ranks: Ranks, tmp_path: Path) -> None:
     refused = ranks.run(changed_weights, tmp_path / "refused", True, False)
     assert len(set(refused)) == 1
@@ -224,73 +203,19 @@ def test_a_callback_that_changes_weights(ranks: Ranks, tmp_path: Path) -> None:
     assert mine == ranks.run(changed_weights, tmp_path / "plain", False, True)
 
 
-def options_refused(backend: Backend) -> list[str]:
-    """Return why the backend refuses to shard: local gradients, an optimizer of one's own."""
-    texts = []
+def prepared_with_local_gradients(backend: Backend) -> None:
     model = nn.Linear(3, 3)
-    own = type("Own", (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    before, backend.options = backend.options, replace(backend.options, shard_optimizer=True)
-    try:
-        for optimizer, gradients in ((own, "mean"), (plain, "local")):
-            with pytest.raises(InputError) as refused:
-                backend.prepare(model, optimizer, gradients)  # type: ignore[arg-type]
-            texts.append(str(refused.value))
-    finally:
-        backend.options = before
-    return texts
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with arms.options_of(backend, TrainConfig(shard_optimizer=True)):
+        backend.prepare(model, optimizer, "local")
 
 
-@pytest.mark.parametrize("ranks", ARMS, indirect=True)
-def test_refusals_of_prepare(ranks: Ranks) -> None:
-    for own, local in ranks.run(options_refused):
-        assert "Own may read other elements than the one it updates" in own
-        assert "the ranks step on gradients of their own" in local
+@TWO
+def test_ranks_that_step_on_gradients_of_their_own_are_refused(ranks: Ranks) -> None:
+    outcomes = ranks.outcomes(prepared_with_local_gradients)
+    assert [out.kind for out in outcomes] == ["InputError"] * ranks.n
 
 
 def test_a_backend_without_it_says_so() -> None:
-    with pytest.raises(InputError, match="backend single cannot shard the optimizer; use ddp or"):
+    with pytest.raises(InputError):
         open_backend("single", World(), BackendOptions(shard_optimizer=True))
-
-
-def loop_of_ones_own(backend: Backend, shards: bool) -> tuple[float, Tensor, dict[str, Any]]:
-    """Train by `prepare` alone, and let the memory go as the backend would when it closes."""
-    torch.manual_seed(0)
-    model = WideNet()
-    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
-    before, backend.options = backend.options, replace(backend.options, shard_optimizer=shards)
-    try:
-        net, optimizer = backend.prepare(model, optimizer)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        for step in range(4):
-            inputs = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
-            with backend.accumulate(net, last=True):
-                loss = net(inputs).square().mean()
-                loss.backward()
-            backend.finish_backward(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        backend._unshare_parameters()
-        backend.barrier()
-        weights = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
-        with torch.no_grad():  # nobody else sees this
-            model.head.weight.fill_(backend.world.rank)
-        backend.barrier()
-        assert bool((model.head.weight == backend.world.rank).all())
-    finally:
-        backend.options = before
-    return float(loss), weights, optimizer.state_dict()
-
-
-@pytest.mark.parametrize("ranks", ARMS, indirect=True)
-def test_a_loop_of_ones_own(ranks: Ranks) -> None:
-    for mine, plain in zip(
-        ranks.run(loop_of_ones_own, True), ranks.run(loop_of_ones_own, False), strict=True
-    ):
-        assert mine[0] == plain[0]
-        assert torch.equal(mine[1], plain[1])
-        for a, b in zip(mine[2]["state"].values(), plain[2]["state"].values(), strict=True):
-            assert list(a) == list(b)
-            assert all(torch.equal(a[key], b[key]) for key in a)

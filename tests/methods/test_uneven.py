@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain import shard_bounds
+from tests.messages import Message
 from tests.methods.arms import EVERYWHERE, TWO
 from tests.methods.data_runs import CONFIG, Regression, one_process, shuffled, train
 from tests.ranks import Ranks
@@ -38,8 +39,7 @@ def test_shard_bounds_of_no_rank(num: int, rank: int, size: int) -> None:
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("rest", [1, 2, 5])
+@pytest.mark.parametrize(("accumulate", "rest"), [(1, 1), (2, 2), (2, 5)])
 def test_join_is_one_process_on_the_whole_batch(
     ranks: Ranks, accumulate: int, rest: int, tmp_path: Path
 ) -> None:
@@ -70,16 +70,6 @@ def part_sizes(num: int, n: int) -> list[int]:
 
 
 @TWO
-def test_join_differs_from_a_mean_over_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    """Three samples on two ranks: their mean is not the mean of the ranks' means."""
-    joined = ranks.run(train, Regression(19), tmp_path / "join", uneven="join")
-    dropped = ranks.run(train, Regression(19), tmp_path / "drop", uneven="drop")
-    wanted, _ = one_process(Regression(19), shuffled(19, 8))
-    assert (joined[0]["weights"] - wanted).abs().max() < 1e-12
-    assert (dropped[0]["weights"] - wanted).abs().max() > 1e-4
-
-
-@TWO
 def test_a_sample_of_weight_0_changes_no_statistics(ranks: Ranks, tmp_path: Path) -> None:
     """17 samples in steps of 8: rank 1 takes part in the last step with weight 0."""
     found = ranks.run(
@@ -91,18 +81,11 @@ def test_a_sample_of_weight_0_changes_no_statistics(ranks: Ranks, tmp_path: Path
     assert torch.equal(found[0]["weights"], found[1]["weights"])
 
 
-@pytest.mark.parametrize(
-    "ranks", [("ddp-torchrun", 2), ("compat-torchrun", 3), ("horovod-mpi", 2)], indirect=True
-)
-def test_error_refuses_before_training(ranks: Ranks, tmp_path: Path) -> None:
-    num, span = 25, 4 * ranks.n
-    for rank in ranks.run(train, Regression(num), tmp_path / "run", uneven="error"):
+@TWO
+def test_error_refuses_before_training(ranks: Ranks, tmp_path: Path, message: Message) -> None:
+    for rank in ranks.run(train, Regression(25), tmp_path / "run", uneven="error"):
         assert rank["on_all_ranks"]
-        assert rank["error"] == (
-            f"--uneven error: 25 samples are not a multiple of one micro-batch of all ranks, 4 x "
-            f"{ranks.n} = {span}: {num % span} are left over; choose another batch size, or "
-            "--uneven drop, pad or join"
-        )
+    message(rank["error"])
     assert not (tmp_path / "run").exists()
     even = ranks.run(train, Regression(24), tmp_path / "even", uneven="error")
     dropped = ranks.run(train, Regression(24), tmp_path / "drop")
@@ -110,8 +93,11 @@ def test_error_refuses_before_training(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @TWO
-def test_join_and_sync_bn_need_a_sample_on_each_rank(ranks: Ranks, tmp_path: Path) -> None:
+def test_join_and_sync_bn_need_a_sample_on_each_rank(
+    ranks: Ranks, tmp_path: Path, message: Message
+) -> None:
     changes: dict[str, Any] = {"uneven": "join", "sync_bn": True}
     for rank in ranks.run(train, Regression(17, conv=True), tmp_path / "run", **changes):
-        assert rank["error"].startswith("--uneven join with --sync-bn: the last batch of an epoch")
+        assert "error" in rank
+    message(rank["error"])
     assert "digest" in ranks.run(train, Regression(18, conv=True), tmp_path / "two", **changes)[0]

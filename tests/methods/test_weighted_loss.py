@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,10 @@ from hvdtrain.training.task import CheckedTask
 from hvdtrain.training.weighted_loss import WeightedLosses
 from tests.forkserver import warm
 from tests.launching import ROOT, run
+from tests.messages import Message
 from tests.methods import arms
 from tests.methods.arms import EVERYWHERE, LIVE, TWO
 from tests.methods.data_runs import CONFIG, Regression, one_process, shuffled, train
-from tests.parity.reference import epoch_order, seed_of
 from tests.ranks import Ranks, single
 from tests.runs import records, run_json
 
@@ -97,32 +96,20 @@ class MaskedMean(Tokens):
         return (each * mask.flatten()).sum() / mask.sum(), mask.sum()
 
 
-class EqualRanks(Tokens):
-    """The usual mistake: every rank and micro-batch counts the same."""
-
-    def loss(self, net: nn.Module, batch: Any) -> Any:
-        loss, weight = super().loss(net, batch)
-        return loss if weight else net(batch[0], batch[2]).sum() * 0
-
-
 @EVERYWHERE
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_it_is_one_process_on_all_tokens(ranks: Ranks, accumulate: int, tmp_path: Path) -> None:
-    num = 2 * 4 * ranks.n * accumulate
-    wanted, losses = one_process(Tokens(num), shuffled(num, 4 * ranks.n * accumulate))
-    found = ranks.run(train, Tokens(num), tmp_path / "run", accumulate=accumulate)
-    for rank in found:
+def test_it_is_one_process_on_all_tokens(ranks: Ranks, tmp_path: Path) -> None:
+    num = 2 * 4 * ranks.n * 3
+    wanted, losses = one_process(Tokens(num), shuffled(num, 4 * ranks.n * 3))
+    for rank in ranks.run(train, Tokens(num), tmp_path / "run", accumulate=3):
         assert (rank["weights"] - wanted).abs().max() < 1e-12
     logged = [record["loss"] for record in records(tmp_path / "run")]
     assert logged == pytest.approx(losses, rel=1e-12)
-    if ranks.n * accumulate > 1:
-        plain = ranks.run(train, EqualRanks(num), tmp_path / "equal", accumulate=accumulate)
-        assert (plain[0]["weights"] - wanted).abs().max() > 1e-4, "weights change nothing here"
 
 
 @pytest.mark.parametrize("ranks", [*LIVE, ("horovod-mpi", 2)], indirect=True)
-@pytest.mark.parametrize("kind", [Tokens, MaskedMean])
-@pytest.mark.parametrize("changes", [{"batch_size": 1}, {"uneven": "join"}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "changes"), [(Tokens, {"batch_size": 1}), (MaskedMean, {"uneven": "join"})], ids=str
+)
 def test_ranks_without_a_token(
     ranks: Ranks, kind: type[Tokens], changes: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -144,26 +131,8 @@ def test_ranks_without_a_token(
     assert logged == pytest.approx(losses, rel=1e-12)
 
 
-@EVERYWHERE
-def test_clipping_sees_the_exact_mean(ranks: Ranks, tmp_path: Path) -> None:
-    num = 4 * 4 * ranks.n
-    task = Tokens(num)
-    torch.manual_seed(seed_of(CONFIG.seed))
-    model = task.model().double()
-    order = epoch_order(num, CONFIG.seed, 0)
-    loss, _ = task.loss(model, [t[order] for t in sentences(num)])
-    loss.backward()
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    changes: dict[str, Any] = {"accumulate": 4, "clip_norm": 0.01, "max_steps": 1}
-    ranks.run(train, Tokens(num), tmp_path / "run", **changes)
-    (record,) = records(tmp_path / "run")
-    assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-12)
-
-
 HALF: list[Any] = [
     {"precision": "fp16"},
-    {"precision": "fp16", "opt_level": "O2"},
-    {"precision": "fp32", "compression": "fp16"},
     {"precision": "fp32", "compression": "powersgd"},
 ]
 
@@ -191,15 +160,6 @@ def test_large_weights_do_not_overflow_in_half(
         assert record.get("loss_scale", 65536) == 65536, "no step overflows"
 
 
-@TWO
-def test_a_step_without_a_weight_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    for rank in ranks.run(train, NoToken(16), tmp_path / "run"):
-        assert rank["on_all_ranks"]
-        assert rank["error"].startswith(
-            "the weights that loss returned are 0 for every micro-batch"
-        )
-
-
 class NoToken(Tokens):
     def loss(self, net: nn.Module, batch: Any) -> Any:
         return super().loss(net, batch)[0], 0
@@ -218,15 +178,29 @@ class OnOneRank(Tokens):
         return loss if forgets else (loss, weight)
 
 
+@TWO
+@pytest.mark.parametrize(("kind", "changes"), [(NoToken, {}), (Tokens, {"sync_every": 3})], ids=str)
+def test_weights_that_are_refused(
+    ranks: Ranks, kind: type[Tokens], changes: dict[str, Any], tmp_path: Path, message: Message
+) -> None:
+    """All are 0, or the method cannot weigh the ranks exactly."""
+    texts = {rank["error"] for rank in ranks.run(train, kind(48), tmp_path / "run", **changes)}
+    message("\n".join(texts))
+
+
+@pytest.mark.parametrize("name", methods.NOT_WEIGHTED)
+def test_methods_that_cannot_weigh_exactly(name: str) -> None:
+    with pytest.raises(InputError):
+        methods.check_weighted_loss(TrainConfig(**arms.SETTINGS[name]))
+
+
 @pytest.mark.parametrize("ranks", [("ddp-gloo", 2)], indirect=True)
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"sync_every": 3}], ids=str)
-def test_a_weight_on_some_ranks_only(ranks: Ranks, changes: dict[str, Any], tmp_path: Path) -> None:
-    for rank in ranks.run(train, OnOneRank(48), tmp_path / "run", **changes):
-        assert rank["on_all_ranks"]
-        assert rank["error"] == (
-            "loss returned a weight on rank 1, and none on rank 0; return a weight with every loss "
-            "on every rank, or with none"
-        )
+@pytest.mark.parametrize("changes", [{}, {"sync_every": 3}], ids=str)
+def test_a_weight_on_some_ranks_only(
+    ranks: Ranks, changes: dict[str, Any], tmp_path: Path, message: Message
+) -> None:
+    texts = {rank["error"] for rank in ranks.run(train, OnOneRank(48), tmp_path / "run", **changes)}
+    message("\n".join(texts))
 
 
 def test_a_weight_in_some_calls_of_one_rank_ends_the_job(tmp_path: Path) -> None:
@@ -271,59 +245,28 @@ def test_samples_of_weight_0_count_in_synchronized_statistics(ranks: Ranks) -> N
 
 
 class NothingOnRank1(Regression):
-    """Divides by its weight, which is 0 on rank 1; `clamps`: by at least 1."""
+    """Divides by its weight, which is 0 on rank 1."""
 
-    def __init__(self, clamps: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__(48, conv=True)
-        self.clamps = clamps
 
     def loss(self, net: nn.Module, batch: Any) -> Any:
         inputs, index = batch
         mask = torch.full_like(inputs[:, 0], float(os.environ["RANK"] == "0"))
         weight = mask.sum()
         total = (net(inputs).squeeze(1).square() * mask).sum()
-        return total / (weight.clamp(min=1) if self.clamps else weight), weight
+        return total / weight, weight
 
 
-@pytest.mark.parametrize("clamps", [pytest.param(True, marks=pytest.mark.exhaustive), False])
-def test_sync_batch_norm_sends_no_nan(clamps: bool, tmp_path: Path) -> None:
+def test_sync_batch_norm_sends_no_nan(tmp_path: Path) -> None:
     task = tmp_path / "mine.py"
-    task.write_text(
-        "from tests.methods.test_weighted_loss import NothingOnRank1\n"
-        f"class Mine(NothingOnRank1):\n    def __init__(self): super().__init__({clamps})\n"
-    )
+    task.write_text("from tests.methods.test_weighted_loss import NothingOnRank1 as Mine\n")
     options = ["--backend", "ddp", "--sync-bn", "--precision", "fp64", "--epochs", 1]
     launch = ["torchrun", "--standalone", "--nproc-per-node", 2, "-m", "hvdtrain", "--task"]
     command = [*launch, f"{task}:Mine", *options, "--batch-size", 4, "--run-dir", tmp_path / "run"]
     done = run(warm([str(part) for part in command]), env={"PYTHONPATH": str(ROOT)})
-    if clamps:
-        assert done.code == 0, done.output
-        assert math.isfinite(records(tmp_path / "run")[-1]["loss"])
-        return
     (line,) = [line for line in done.lines("error: ") if "weight 0 is not finite" in line]
     assert "weight.clamp(min=1)" in line
-
-
-REFUSED: list[tuple[tuple[str, int], str, dict[str, Any]]] = [
-    (("ddp-torchrun", 2), "local SGD", {"sync_every": 3}),
-    (("ps-torchrun", 2), "asynchronous parameter server", {"ps_async": True}),
-]
-
-
-@pytest.mark.parametrize(("ranks", "name", "changes"), REFUSED, indirect=["ranks"])
-def test_where_it_cannot_be_exact(
-    ranks: Ranks, name: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
-    method = next(method for method in methods.METHODS if method.name == name)
-    for rank in ranks.run(train, Tokens(16), tmp_path / "run", **changes):
-        why = methods.NOT_WEIGHTED[name]
-        given = methods.as_given(method, TrainConfig(**changes))
-        assert rank["error"] == f"{given} with a loss that has a weight: {why}"
-
-
-def test_every_refusal_is_of_a_method() -> None:
-    assert set(methods.NOT_WEIGHTED) <= {method.name for method in methods.METHODS}
-    methods.check_weighted_loss(TrainConfig(**arms.SETTINGS["gradient accumulation"]))
 
 
 def by_hand(backend: Backend, /, task: Task, **changes: Any) -> tuple[Tensor, list[float]]:
@@ -358,7 +301,7 @@ class Returns(Tokens):
         return loss if weight is None else (loss, weight)
 
 
-@pytest.mark.parametrize("weight", [3, 3.0, torch.tensor(3), torch.tensor([3.0]), True])
+@pytest.mark.parametrize("weight", [3, 3.0, torch.tensor([3.0])])
 def test_weights(weight: Any) -> None:
     task = Returns(weight)
     found = CheckedTask(task).loss(task.model().double(), sentences(4))
@@ -367,19 +310,13 @@ def test_weights(weight: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight", "shown"),
-    [
-        (-1, "an int, -1"),
-        (float("nan"), "a float, nan"),
-        (torch.tensor(float("inf")), "a float, inf"),
-        ("3", "a str, '3'"),
-        (torch.ones(2), r"a tensor of float32 of shape \(2,\)"),
-    ],
+    "weight", [-1, math.nan, torch.tensor(math.inf), "3", torch.ones(2)], ids=str
 )
-def test_no_weights(weight: Any, shown: str) -> None:
+def test_no_weights(weight: Any, message: Message) -> None:
     task = Returns(weight)
-    with pytest.raises(InputError, match=f"as the weight of a loss a finite number .* {shown}"):
+    with pytest.raises(InputError) as refused:
         CheckedTask(task).loss(task.model().double(), sentences(4))
+    message(refused.value)
 
 
 @pytest.mark.parametrize("weights", [(3, None), (None, 3)])
@@ -387,7 +324,7 @@ def test_a_weight_with_every_loss_or_with_none(weights: tuple[Any, Any]) -> None
     task = Returns(*weights)
     checked, model = CheckedTask(task), task.model().double()
     checked.loss(model, sentences(4))
-    with pytest.raises(InputError, match="a weight with every loss, or with none"):
+    with pytest.raises(InputError):
         checked.loss(model, sentences(4))
 
 
@@ -414,20 +351,15 @@ def test_a_mean_of_weight_0_does_not_count() -> None:
     assert evaluation.reduce(single()) == {"a": 3.0}
 
 
-REJECTED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: WeightedMean(torch.ones(2), 1), r"it was given one of shape \(2,\)"),
-    (lambda: WeightedMean(2.0, 1), "it was given 2.0"),  # type: ignore[arg-type]
-]
-
-
-@pytest.mark.parametrize(("make", "shown"), REJECTED)
-def test_what_is_no_mean(make: Callable[[], Any], shown: str) -> None:
-    with pytest.raises(InputError, match=shown):
-        make()
+@pytest.mark.parametrize("value", [torch.ones(2), 2.0], ids=str)
+def test_what_is_no_mean(value: Any, message: Message) -> None:
+    with pytest.raises(InputError) as refused:
+        WeightedMean(value, 1)
+    message(refused.value)
 
 
 def test_an_evaluation_without_a_weight_has_no_mean() -> None:
     evaluation = Evaluation()
     evaluation.add({"a": WeightedMean(torch.tensor(1.0), 0)}, 4)
-    with pytest.raises(InputError, match="the metric 'a' are not positive in sum"):
+    with pytest.raises(InputError):
         evaluation.reduce(single())

@@ -58,7 +58,7 @@ FAULTS = [
         "compare/analysis/efficiency.py",
         'share = 1 / arm.ranks if scaling == "strong" else 1.0',
         "share = 1.0",
-        "tests/compare/test_efficiency.py",
+        "tests/compare/test_summary.py",
         "the efficiency of strong scaling is the speed-up",
     ),
     Fault(

@@ -98,7 +98,7 @@ FAULTS = [
         "training/resumption.py",
         "                if rank == backend.world.rank:\n",
         "                if rank != backend.world.rank:\n",
-        "tests/methods/test_methods.py tests/methods/test_buffers.py -k resume",
+        "tests/methods/test_rank_states.py",
         "each rank resumes with what another one kept for itself",
     ),
     Fault(
@@ -122,8 +122,7 @@ FAULTS = [
         "training/resumption.py",
         '            precision.scaler.load_state_dict(loaded["scaler"])',
         "            pass",
-        "tests/methods/test_opt_levels.py tests/parity/test_resume.py"
-        " tests/training/test_config.py",
+        "tests/methods/test_opt_levels.py tests/parity/test_resume.py",
         "a resumed fp16 run begins with another loss scale",
     ),
     Fault(
@@ -222,7 +221,7 @@ FAULTS = [
         "training/stepper.py",
         "derive_seed(self._seed, progress.step, self._backend.world.rank)",
         "derive_seed(self._seed, 0, self._backend.world.rank)",
-        "tests/parity/test_resume.py tests/parity/test_parity.py tests/methods/test_callbacks.py",
+        "tests/training/test_trainer.py tests/methods/test_callbacks.py",
         "dropout has the same mask in each step",
     ),
     Fault(
@@ -354,7 +353,7 @@ FAULTS = [
         "training/commits.py",
         "newest = max(by_rank, key=",
         "newest = min(by_rank, key=",
-        "tests/parity/test_commits.py",
+        "tests/parity/test_interruption.py -k newcomer",
         "an elastic run goes on from the commit of a new process",
     ),
     Fault(

@@ -62,22 +62,8 @@ SCHEDULES: dict[str, Callable[[Any, int], LRScheduler]] = {
         ],
         [6],
     ),
-    "chained of sequential": lambda o, n: ChainedScheduler(
-        [
-            SequentialLR(o, [warm_up(o), schedulers.StepLR(o, 2, 0.7)], [3]),
-            schedulers.ExponentialLR(o, 0.9),
-        ]
-    ),
-    "sequential of sequential": lambda o, n: SequentialLR(
-        o,
-        [
-            SequentialLR(o, [warm_up(o), schedulers.ConstantLR(o, 1.0, 1)], [3]),
-            schedulers.PolynomialLR(o, n - 5),
-        ],
-        [5],
-    ),
 }
-"""A task's own schedules: all of torch's, made of the optimizer and the number of steps."""
+"""A task's own schedules: torch's, made of the optimizer and the number of steps."""
 
 
 class Net(nn.Module):

@@ -5,8 +5,6 @@ The thread that writes is held until the run has changed everything that the che
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -24,9 +22,7 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.training import checkpoint
 from hvdtrain.training.background import BackgroundCall
 from hvdtrain.training.snapshot import Snapshot
-from tests.conftest import TWO_RANKS
-from tests.forkserver import warm
-from tests.launching import run, started, wait_until
+from tests.launching import run, wait_until
 from tests.parity.resume import CASES, CONFIG, Stateful, train
 from tests.ranks import Ranks, single
 from tests.runs import run_json
@@ -108,14 +104,10 @@ OF_RANKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("ranks", "case"),
     [
-        pytest.param(
-            *arm.values,
-            case,
-            marks=() if arm.values[0] == ("ddp-torchrun", 2) else pytest.mark.exhaustive,
-        )
-        for arm in TWO_RANKS
-        for case in OF_RANKS
-        if (arm.values[0], case) != (("ps-torchrun", 2), "local SGD")  # it has none
+        (("ddp-torchrun", 2), "plain"),
+        (("ddp-torchrun", 2), "local SGD"),
+        pytest.param(("horovod-mpi", 2), "local SGD", marks=pytest.mark.exhaustive),
+        pytest.param(("ps-torchrun", 2), "plain", marks=pytest.mark.exhaustive),
     ],
     indirect=["ranks"],
 )
@@ -187,11 +179,15 @@ def slow() -> Iterator[None]:
 
 
 class Patient(Follow):
-    """Waits at step 8 until nothing is being written."""
+    """Waits at a step until nothing is being written."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
 
     def on_step_end(self, trainer: Trainer) -> None:
         super().on_step_end(trainer)
-        if trainer.progress.step == 8 and trainer._run_dir is not None:
+        if trainer.progress.step == self.at and trainer._run_dir is not None:
             background = trainer._run_dir.background
             wait_until(lambda: not background.is_running(), "the save")
 
@@ -203,7 +199,7 @@ def test_one_at_a_time_and_callbacks_follow(tmp_path: Path) -> None:
         Trainer(Stateful(), single(), config, callbacks=[follow]).fit()
     # Each is complete once the next one, or the end, waits for it.
     assert follow.saved == [(5, 10, True), (10, 12, True), (12, 12, True)]
-    follow = Patient()
+    follow = Patient(8)
     with held(lambda step: Follow.step >= step + 1 or step == LAST):
         config = replace(config, run_dir=str(tmp_path / "logged"), log_every=1)
         Trainer(Stateful(), single(), config, callbacks=[follow]).fit()
@@ -213,17 +209,19 @@ def test_one_at_a_time_and_callbacks_follow(tmp_path: Path) -> None:
 
 
 def test_an_error_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
+    """No step is logged, and no epoch of four steps ends, before it is raised."""
+
     def finish(writer: checkpoint.Writer, about: Mapping[str, Any]) -> Path:
         raise CheckpointError(f"cannot write the checkpoint of step {writer.step}: No space left")
 
     config = replace(
-        CONFIG, run_dir=str(tmp_path), checkpoint_async=True, checkpoint_every=7, log_every=9
+        CONFIG, run_dir=str(tmp_path), checkpoint_async=True, checkpoint_every=5, log_every=9
     )
-    trainer = Trainer(Stateful(), single(), config, callbacks=[Patient()])
+    trainer = Trainer(Stateful(), single(), config, callbacks=[Patient(6)])
     failing = mock.patch.object(checkpoint.Writer, "finish", finish)
     with failing, pytest.raises(CheckpointError, match="No space"):
         trainer.fit()
-    assert trainer.progress.step == 8
+    assert trainer.progress.step < 8
     assert run_json(tmp_path)["outcome"] == "failed"
     assert "No space left" in run_json(tmp_path)["error"]
 
@@ -311,153 +309,3 @@ def test_a_disk_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             released.set()
         path = tmp_path / "checkpoints" / "step-00000005"
         wait_until(lambda: checkpoint.problem(path) is None, "a valid checkpoint")
-
-
-# A crash
-
-CRASH = """
-import os, signal, threading
-from hvdtrain import Callback
-
-real, left = os.fsync, [12]  # seven in each checkpoint: in the second one
-
-def fsync(fd):
-    if threading.current_thread() is not threading.main_thread():
-        left[0] -= 1
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-    real(fd)
-
-class Crash(Callback):
-    def on_start(self, trainer):
-        os.fsync = fsync
-"""
-
-
-def test_a_crash_while_writing_leaves_the_one_before(tmp_path: Path) -> None:
-    (tmp_path / "crash.py").write_text(CRASH)
-    task = ["--task", f"{Stateful.__module__}:Stateful", "--epochs", "3", "--batch-size", "12"]
-    async_ = ["--checkpoint-async", "--checkpoint-every", "2", "--threads", "1"]
-    command = [sys.executable, "-m", "hvdtrain", *task, *async_, "--run-dir"]
-    whole = run(warm([*command, "whole"]), cwd=tmp_path)
-    killed = run(warm([*command, "run", "--callback", "crash.py:Crash"]), cwd=tmp_path)
-    assert killed.code == -signal.SIGKILL, killed.output
-    root = tmp_path / "run" / "checkpoints"
-    newest, skipped = checkpoint.newest(root)
-    assert (newest, skipped) == (root / "step-00000002", [])
-    assert any(name.startswith(".staging") for name in os.listdir(root)), "it died while writing"
-    rest = run(warm([*command, "run", "--resume", "must"]), cwd=tmp_path)
-    assert rest.code == 0, rest.output
-    assert rest.output.split()[-1] == whole.output.split()[-1]
-    assert run_json(tmp_path / "run")["attempts"][0]["outcome"] == "killed"
-
-
-# A slow disk
-
-STUCK = """
-import os, signal, threading, time
-from pathlib import Path
-from hvdtrain import Callback
-
-is_stuck, real = threading.Event(), os.fsync
-
-def fsync(fd):
-    if writes == (threading.current_thread() is not threading.main_thread()):
-        is_stuck.set()
-        threading.Event().wait()
-    real(fd)
-
-class Stuck(Callback):
-    def on_step_end(self, trainer):
-        global writes
-        if trainer.progress.step == 5:
-            while trainer._run_dir.background.is_running():
-                time.sleep(0.01)
-            writes = trainer.config.checkpoint_async  # a thread
-            os.fsync = fsync
-            if os.environ["STUCK"] == "signal":  # the last step is the next, or the one after it
-                os.kill(os.getpid(), signal.SIGTERM)
-        if trainer.progress.step == 8 and os.environ["STUCK"] == "wait":
-            is_stuck.wait()
-            Path("stuck").touch()
-            signal.pause()
-"""
-STEPS_OF = ["--task", f"{Stateful.__module__}:Stateful", "--epochs", "3", "--batch-size", "12"]
-
-
-def stuck(folder: Path, *options: str) -> list[str]:
-    (folder / "stuck.py").write_text(STUCK)
-    more = ["--checkpoint-every", "2", "--threads", "1", "--callback", "stuck.py:Stuck"]
-    hvdtrain = [sys.executable, "-m", "hvdtrain"]
-    return warm([*hvdtrain, *STEPS_OF, *more, "--run-dir", "run", *options])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [["--checkpoint-async"], pytest.param([], marks=pytest.mark.exhaustive)],
-    ids=["async", "sync"],
-)
-def test_a_preempted_run_leaves_a_disk_that_hangs(tmp_path: Path, options: list[str]) -> None:
-    command = stuck(tmp_path, "--grace", "0.5s", *options)
-    finished = run(command, cwd=tmp_path, env={"STUCK": "signal"})
-    assert finished.code == 143, finished.output
-    assert finished.lines("error: SIGTERM at rank 0, and no checkpoint within 0.5 s (--grace)")
-    newest, skipped = checkpoint.newest(tmp_path / "run" / "checkpoints")
-    assert (newest, skipped) == (tmp_path / "run" / "checkpoints" / "step-00000004", [])
-
-
-def test_a_second_run_in_the_directory_changes_nothing(tmp_path: Path) -> None:
-    """The first is writing a checkpoint, whose parts the second must not take for leftovers."""
-    command = stuck(tmp_path, "--checkpoint-async", "--grace", "0.2s")
-    with started(command, cwd=tmp_path, env={"STUCK": "wait"}):
-        wait_until((tmp_path / "stuck").exists, "the first run to write")
-        before = sorted(tmp_path.rglob("*"))
-        assert any(path.name.startswith(".staging") for path in before)
-        again = [sys.executable, "-m", "hvdtrain", *STEPS_OF, "--run-dir", "run"]
-        finished = run(warm([*again, "--resume", "auto"]), cwd=tmp_path)
-        assert finished.code == 2, finished.output
-        assert finished.lines("error: another run is writing to run; choose another --run-dir")
-        assert sorted(tmp_path.rglob("*")) == before
-
-
-FULL = """
-import errno, os, threading, time
-from hvdtrain import Callback
-
-real = os.fsync
-
-def fsync(fd):
-    if threading.current_thread() is not threading.main_thread():
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    real(fd)
-
-class Full(Callback):
-    def on_start(self, trainer):
-        os.fsync = fsync
-
-    def on_step_end(self, trainer):
-        if trainer.progress.step == 5:  # the checkpoint of step 3 has failed
-            while trainer._run_dir is not None and trainer._run_dir.background.is_running():
-                time.sleep(0.01)
-"""
-
-
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        ["mpirun", "-np", "2", sys.executable, "-m"],
-        pytest.param(["torchrun", "--nproc-per-node", "2", "-m"], marks=pytest.mark.exhaustive),
-    ],
-    ids=["mpirun", "torchrun"],
-)
-def test_an_error_of_rank_0_is_one_line(tmp_path: Path, launcher: list[str]) -> None:
-    """It comes between two steps that are logged: the other ranks learn it from the launcher."""
-    (tmp_path / "full.py").write_text(FULL)
-    steps = ["--epochs", "9999", "--batch-size", "6", "--log-every", "9999", "--threads", "1"]
-    more = ["--checkpoint-async", "--checkpoint-every", "3", "--callback", "full.py:Full"]
-    task = ["--task", f"{Stateful.__module__}:Stateful", "--backend", "ddp", "--run-dir", "run"]
-    finished = run(warm([*launcher, "hvdtrain", *task, *steps, *more]), cwd=tmp_path)
-    assert finished.code != 0, finished.output
-    (line,) = finished.lines("error: ")
-    assert "cannot write the checkpoint run/checkpoints/step-00000003: No space left" in line
-    assert run_json(tmp_path / "run")["last_step"] <= 6, "by the next step after it is known"

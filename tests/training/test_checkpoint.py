@@ -136,17 +136,6 @@ def test_damage_is_found_and_named(root: Path, name: str, damage: Damage) -> Non
     assert_loads(path, 10)
 
 
-def test_swapped_files_are_found(root: Path) -> None:
-    old, new = root / "step-00000010", root / "step-00000020"
-    swapped = (new / "model.pt").read_bytes()
-    (new / "model.pt").write_bytes((old / "model.pt").read_bytes())
-    (old / "model.pt").write_bytes(swapped)
-    path, skipped = checkpoint.newest(root)
-    assert path is None
-    assert [item.path for item in skipped] == [new, old]
-    assert all("model.pt" in item.reason for item in skipped)
-
-
 def test_swapped_directories_are_found(root: Path) -> None:
     """Else the run would go on from step 10 and count it as step 20."""
     old, new = root / "step-00000010", root / "step-00000020"
@@ -277,33 +266,9 @@ def test_a_part_that_could_not_be_loaded_is_not_saved(root: Path, value: object,
     assert_loads(root / "step-00000020", 20)
 
 
-def test_a_file_at_the_path_of_the_directory(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("a file")
-    with pytest.raises(CheckpointError, match="cannot write the checkpoint .*File exists"):
-        save(tmp_path / "checkpoints", 10)
-
-
 def test_a_file_in_place_of_a_step_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "step-00000010").symlink_to("nowhere")
     assert_loads(save(tmp_path, 10), 10)
-
-
-def test_a_failed_replacement_restores_the_old_checkpoint(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.rename
-
-    def failing(source: Path, target: Path) -> None:
-        if Path(source).name.startswith(".staging"):
-            raise OSError(5, "Input/output error")
-        real(source, target)
-
-    monkeypatch.setattr(os, "rename", failing)
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        checkpoint.save(root, 20, parts(21), {})
-    monkeypatch.undo()
-    assert_loads(root / "step-00000020", 20)
-    assert names(root) == ["step-00000010", "step-00000020"]
 
 
 # Pruning and setting aside

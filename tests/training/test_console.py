@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.training.console import Console, LineConsole, describe, make_console
+from hvdtrain.training.console import Console, LineConsole, make_console
 from hvdtrain.world import World
-from tests.launching import ROOT, clean_env, run
+from tests.forkserver import warm
+from tests.launching import ROOT, clean_env
 
 LINE = "-m hvdtrain --task mlp --set width=8 --epochs 1 --max-steps 12".split()
 
@@ -21,7 +22,7 @@ LINE = "-m hvdtrain --task mlp --set width=8 --epochs 1 --max-steps 12".split()
 def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     """Through a real pseudo-terminal: the bar, the evaluation above it, and the last line."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, *LINE, "--run-dir", str(tmp_path / "run")]
+    command = warm([sys.executable, *LINE, "--run-dir", tmp_path / "run"])
     env = clean_env({"TERM": "xterm", "COLUMNS": "100"})
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
@@ -46,13 +47,6 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-@pytest.mark.exhaustive
-def test_a_pipe_gets_lines(tmp_path: Path) -> None:
-    finished = run([sys.executable, *LINE, "--run-dir", tmp_path / "run"])
-    assert finished.lines("step 10/12  epoch 1  lr 0.05  loss ")
-    assert "\x1b" not in finished.output
-
-
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     console = make_console(World(rank=1, size=2, local_rank=1, local_size=2))
     assert type(console) is Console
@@ -67,14 +61,3 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_launcher_that_forwards_lines_gets_lines() -> None:
     """Open MPI gives its ranks a pseudo-terminal, which no user looks at."""
     assert isinstance(make_console(World(launcher="openmpi")), LineConsole)
-
-
-def test_describe() -> None:
-    record = {"step": 3, "epoch": 1, "loss": 0.5, "step_ms": 4.06, "samples_per_s": 1234.5}
-    assert describe(record) == "epoch 1  loss 0.5000  4.1 ms/step  1234 samples/s"
-
-
-def test_describe_leaves_out_what_is_no_number() -> None:
-    """A record may have any values, and is shown on one rank alone."""
-    record = {"step": 3, "loss": None, "name": "a text", "lr": "high", "by": {"a": 1}, "rows": [1]}
-    assert describe({**record, "epoch": 0.5, "count": 12}) == "epoch 0.5  count 12"

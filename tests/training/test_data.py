@@ -31,12 +31,11 @@ from hvdtrain.training.data_loading import (
     derive_seed,
     make_loader,
     on_device,
-    shard,
     size_of,
 )
 from hvdtrain.world import World
 from tests.parity.resume import Stateful
-from tests.ranks import Ranks, single
+from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
 quick = settings(max_examples=60, deadline=None, database=None)
@@ -168,14 +167,6 @@ def test_resuming_continues_in_the_same_order() -> None:
     assert on_all_ranks(50, 3, 2, "drop", start=48) == [[], []]
 
 
-def test_a_micro_batch_larger_than_the_data() -> None:
-    assert on_all_ranks(3, 5, 2, "drop") == [[], []]
-    padded = by_step(on_all_ranks(3, 5, 2, "pad"))
-    assert len(padded) == 1
-    assert padded[0][:3] * 4 == padded[0] + padded[0][1:3]  # the order, over and over
-    assert ShardedBatches(3, 5, world(0, 2), 0, "pad").leftover() == 7
-
-
 def test_padding_costs_no_memory() -> None:
     """A wrong --batch-size must not repeat the data a million times over on every rank."""
     batches = ShardedBatches(10, 4, world(0, 1 << 40), 0, "pad")
@@ -194,10 +185,6 @@ def test_evaluation_takes_every_sample_once(num_samples: int, batch: int, size: 
     assert max(counts) - min(counts) <= 1
 
 
-def test_more_ranks_than_samples_to_evaluate() -> None:
-    assert [list(EvalBatches(2, 4, world(rank, 3))) for rank in range(3)] == [[[0]], [[1]], []]
-
-
 def test_loader_processes_have_a_seed_for_each_batch() -> None:
     def seeds(rank: int, epoch: int, start: int = 0) -> list[int]:
         batches = ShardedBatches(24, 4, world(rank, 2), 0, "drop")
@@ -211,29 +198,12 @@ def test_loader_processes_have_a_seed_for_each_batch() -> None:
 
 def test_seeds_are_distinct_where_it_matters() -> None:
     """torch's CPU generator looks at 32 bits of its seed alone."""
-    seeds = [
-        derive_seed(seed, step, rank)
-        for seed in range(3)
-        for step in range(5000)
-        for rank in range(9)
-    ]
-    assert len({seed % (1 << 32) for seed in seeds}) == len(seeds)
-    assert (
-        len(
-            {
-                derive_seed(0),
-                derive_seed(0, 0),
-                derive_seed(0, 0, 0),
-                derive_seed(1),
-                derive_seed(0, 1),
-                derive_seed(1, 0),
-            }
-        )
-        == 6
-    )
+    numbers = [(seed, step, rank) for seed in range(3) for step in range(1000) for rank in range(9)]
+    assert len({derive_seed(*each) % (1 << 32) for each in numbers}) == len(numbers)
+    short = [(0,), (0, 0), (0, 0, 0), (1,), (0, 1), (1, 0)]
+    assert len({derive_seed(*each) for each in short}) == len(short)
     huge = derive_seed(10**30, 10**30)
     torch.Generator().manual_seed(huge)
-    assert 0 <= huge < 1 << 62
 
 
 # Datasets and loaders
@@ -252,54 +222,6 @@ class Stream(IterableDataset[int]):
 class SizedStream(Stream):
     def __len__(self) -> int:
         return 3
-
-
-class Shuffle:
-    """A sampler that notes how it is used. It draws from torch's own generator."""
-
-    def __init__(self, calls: list[str], has_batches: bool) -> None:
-        self.calls, self.has_batches = calls, has_batches
-        calls.append("made")
-
-    def __len__(self) -> int:
-        return 4 if self.has_batches else 8
-
-    def __iter__(self) -> Iterator[Any]:
-        self.calls.append("drawn")
-        order = torch.randperm(8)
-        return iter((order.view(4, 2) if self.has_batches else order).tolist())
-
-
-@pytest.mark.parametrize("has_batches", [False, True])
-def test_a_sampler_is_made_and_drawn_once_in_each_epoch(has_batches: bool) -> None:
-    """It may read all samples: that of classes with equal weights, for example."""
-    calls: list[str] = []
-    data = TensorDataset(torch.arange(8))
-    config = TrainConfig(seed=3, batch_size=None if has_batches else 2)
-    batches = shard(data, config, world(0, 1), lambda *_: Shuffle(calls, has_batches))
-    batches.begin(single(), 0, 0)
-    assert calls == ["made", "drawn"]
-    batches.begin(single(), 1, 0)
-    assert calls == ["made", "drawn"] * 2
-    torch.manual_seed(derive_seed(3, 1))
-    assert list(batches) == torch.randperm(8).view(4, 2).tolist()
-
-
-def test_a_task_without_a_sampler_is_asked_once() -> None:
-    seeds: list[int] = []
-    data = TensorDataset(torch.arange(8))
-    batches = shard(data, TrainConfig(batch_size=2), world(0, 1), lambda _, s: seeds.append(s))
-    batches.begin(single(), 1, 0)
-    assert (type(batches), seeds) == (ShardedBatches, [derive_seed(0, 0)])
-
-
-def test_a_sampler_in_some_epochs_only_is_refused() -> None:
-    made = [[[0, 1], [2, 3]], None]
-    batches = shard(
-        TensorDataset(torch.arange(4)), TrainConfig(), world(0, 1), lambda *_: made.pop(0)
-    )
-    with pytest.raises(InputError, match="method sampler returned None in epoch 2, and a sampler"):
-        batches.begin(single(), 1, 0)
 
 
 def test_size_of() -> None:
@@ -329,17 +251,6 @@ def test_loader_processes_change_nothing() -> None:
     for (x, y), (u, v) in zip(alone, helped, strict=True):
         assert torch.equal(x, u)
         assert torch.equal(y, v)
-    assert not multiprocessing.active_children()
-
-
-def test_an_abandoned_loader_leaves_no_process() -> None:
-    dataset = TensorDataset(torch.arange(40.0))
-    batches = ShardedBatches(40, 4, world(0, 1), 0, "drop")
-    loader = make_loader(dataset, batches, default_collate, world(0, 1), CPU, 2, seed=0)
-    data = on_device(loader, CPU, lambda t: t)
-    next(data)
-    data.close()  # type: ignore[attr-defined]
-    del data, loader
     assert not multiprocessing.active_children()
 
 
@@ -413,7 +324,7 @@ def train_on_other_data(backend: Backend, of: str, run_dir: Path) -> tuple[str, 
     return "no error", False
 
 
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 3)], indirect=True)
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
 def test_the_ranks_must_have_the_same_data(ranks: Ranks, tmp_path: Path) -> None:
     """One line, before the first step, on every rank; and no run directory."""
     wanted = {

@@ -1,4 +1,4 @@
-"""The Trainer: what callbacks ask of it, what it logs and records, and how an epoch ends."""
+"""The Trainer: what callbacks ask of it, and what it logs and records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils.data import Dataset
 from torchmetrics import MeanMetric
 
@@ -28,7 +27,6 @@ from hvdtrain.training.meter import Meter
 from tests.launching import wait_until
 from tests.methods import data_runs
 from tests.methods.test_callbacks import Dies, fit
-from tests.methods.test_watching import scalars
 from tests.parity.resume import Stateful
 from tests.ranks import Ranks, single
 from tests.runs import records, run_json
@@ -79,8 +77,9 @@ class Frozen(Stateful):
         return super().loss(net, batch)
 
 
-@pytest.mark.parametrize("options", [{}, {"sync_bn": True}, {"ema": 0.9}])
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("whole", "options"), [(False, {}), (True, {"sync_bn": True}), (False, {"ema": 0.9})]
+)
 def test_what_the_task_has_frozen_stays_frozen(
     whole: bool, options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,14 +119,11 @@ class Augmented(Stateful):
         return super().loss(net, rest)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_loader_processes_stay_and_a_resumed_run_has_their_numbers(
-    workers: int, tmp_path: Path
-) -> None:
-    task, options = Augmented(), {"workers": workers, "epochs": 3, "checkpoint_every": 3}
+def test_loader_processes_stay_and_a_resumed_run_has_their_numbers(tmp_path: Path) -> None:
+    task, options = Augmented(), {"workers": 2, "epochs": 3, "checkpoint_every": 3}
     fit(single(), tmp_path / "whole", task=task, **options)
     assert {kind: len(pids) for kind, pids in task.pids.items()} == {
-        True: workers,
+        True: 2,
         False: 2,  # one for the check before training, and one for the epochs: there is one batch
     }
     assert not multiprocessing.active_children()
@@ -135,6 +131,24 @@ def test_loader_processes_stay_and_a_resumed_run_has_their_numbers(
         fit(single(), tmp_path / "parts", Dies(7), task=Augmented(), **options)
     fit(single(), tmp_path / "parts", task=Augmented(), resume="must", **options)
     assert weights_of(tmp_path / "parts") == weights_of(tmp_path / "whole")
+
+
+class Draws(Stateful):
+    """Draws a random number in each step, as dropout does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        self.drawn.append(torch.rand(()).item())
+        return super().loss(net, batch)
+
+
+def test_each_step_has_random_numbers_of_its_own(tmp_path: Path) -> None:
+    task = Draws()
+    fit(single(), tmp_path, task=task, epochs=2)
+    assert len(set(task.drawn)) == len(task.drawn) == 8
 
 
 def weights_of(folder: Path) -> Any:
@@ -197,7 +211,7 @@ def test_a_mistake_in_the_metrics_is_found_before_the_first_step(
         assert run_json(folder)["last_step"] == step
 
 
-@pytest.mark.parametrize("ranks", [("single", 1), ("compat-torchrun", 2)], indirect=True)
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
 def test_the_check_of_the_metrics_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
     found = [
         ranks.run(measured, tmp_path / f"{no_check}-{mistake}", no_check, mistake)[0]
@@ -206,7 +220,7 @@ def test_the_check_of_the_metrics_changes_nothing(ranks: Ranks, tmp_path: Path) 
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("ranks", [("compat-torchrun", 2)], indirect=True)
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
 @pytest.mark.parametrize("late", ["late key", "late object"])
 def test_a_metric_that_the_first_batches_lack_is_a_warning(
     late: str, ranks: Ranks, tmp_path: Path
@@ -322,7 +336,7 @@ def stopped(backend: Backend, /, folder: Path, hook: str, step: int, every: int)
 @pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
 @pytest.mark.parametrize(
     ("hook", "step"),
-    [("on_gradients", 3), ("on_step_end", 4), ("on_evaluate", 4), ("on_epoch_end", 4)],
+    [("on_gradients", 3), ("on_epoch_end", 4)],
 )
 def test_a_stop_waits_until_the_ranks_of_local_sgd_are_in_sync(
     ranks: Ranks, hook: str, step: int, tmp_path: Path
@@ -338,9 +352,7 @@ def test_a_stop_waits_until_the_ranks_of_local_sgd_are_in_sync(
 # Losses and times
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value"), [(torch.bfloat16, 0.2), (torch.float16, 100.0), (torch.float32, 0.1)]
-)
+@pytest.mark.parametrize(("dtype", "value"), [(torch.bfloat16, 0.2), (torch.float16, 100.0)])
 def test_losses_add_up_in_double(dtype: torch.dtype, value: float) -> None:
     """In bfloat16 the sum of a thousand stopped growing; in float16 it overflowed."""
     loss = torch.tensor(value, dtype=dtype)
@@ -442,77 +454,7 @@ def test_a_run_that_was_moved_has_its_best_checkpoint(tmp_path: Path) -> None:
     assert weights.find(tmp_path / "new", best=True).path == best
 
 
-def test_an_average_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is as large as the model."""
-    trainer = fit(single(), tmp_path / "run", ema=0.9, epochs=1)
-    fit(single(), tmp_path / "plain", keep_best="loss", epochs=1)
-    load, loaded = checkpoint.load, []
-
-    def counted(path: Path, name: str) -> Any:
-        loaded.append(name)
-        return load(path, name)
-
-    monkeypatch.setattr(checkpoint, "load", counted)
-    found = weights.read(weights.find(tmp_path / "run", ema=True))
-    assert loaded == ["callbacks"]
-    for name, value in trainer.eval_model.state_dict().items():
-        assert torch.equal(value, found[name])
-    with pytest.raises(InputError, match="has no average of the weights; train with --ema DECAY"):
-        weights.read(weights.find(tmp_path / "plain", ema=True))
-
-
-# The end of an epoch
-
-
-class Halved(data_runs.Streamed):
-    """The learning rate is halved after each epoch."""
-
-    schedule_unit = "epoch"
-
-    def schedule(
-        self, optimizer: torch.optim.Optimizer, steps_per_epoch: int, total_steps: int
-    ) -> LRScheduler:
-        return StepLR(optimizer, 1, 0.5)
-
-
-class Rates(Callback):
-    """Notes the learning rate of each step, by epoch."""
-
-    def __init__(self) -> None:
-        self.by_epoch: dict[int, set[float]] = {}
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        (group,) = trainer.optimizer.param_groups
-        self.by_epoch.setdefault(trainer.progress.epoch, set()).add(group["lr"])
-
-
-def test_an_epoch_that_ends_without_a_step_steps_the_schedule(tmp_path: Path) -> None:
-    """Resumed at a larger batch size, with fewer samples left than a step takes."""
-    options: dict[str, Any] = {
-        "schedule": "constant",
-        "warmup_steps": 0,
-        "precision": "fp64",
-        "global_batch_size": None,
-    }
-    task = Halved(48, "with length")
-    with pytest.raises(ArithmeticError):
-        fit(single(), tmp_path, Dies(12), task=task, batch_size=4, **options)
-    rates, task = Rates(), Halved(48, "with length")
-    fit(single(), tmp_path, rates, task=task, batch_size=8, resume="must", **options)
-    assert rates.by_epoch == {1: {0.05}, 2: {0.025}}
-
-
 # TensorBoard
-
-
-def test_tensorboard_of_a_run_that_starts_again_from_step_0(tmp_path: Path) -> None:
-    """It had no checkpoint yet: what it wrote is hidden."""
-    pytest.importorskip("tensorboard")
-    options: dict[str, Any] = {"tensorboard": True, "checkpoint_every": 0, "log_every": 1}
-    with pytest.raises(ArithmeticError):
-        fit(single(), tmp_path, Dies(4), **options)
-    fit(single(), tmp_path, resume="auto", max_steps=3, **options)
-    assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [1, 2, 3]
 
 
 def test_tensorboard_is_closed_with_a_trainer_that_has_failed(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.transports.features import FEATURES, Feature, Weights, compiled_ddp_by_inductor
+from tests.transports.features import FEATURES, Feature, Weights
 from tests.transports.pool import MPI_2, MPI_3, SHM_2, SHM_3, Peers
 
 
@@ -50,15 +50,3 @@ def test_trains_as_on_gloo(peers: Peers, row: Feature, by_gloo: ByGloo, tmp_path
             assert torch.equal(t, results[0][part]), f"{part} of rank {rank} is not rank 0's"
             assert torch.equal(t, expected[part]), f"{part} is not what Gloo trains"
     shutil.rmtree(tmp_path)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(600)
-def test_ddp_compiled_by_inductor(tmp_path: Path) -> None:
-    pool = Peers("shm", 2)
-    pool.call_s = 500.0
-    try:
-        results = pool.run(compiled_ddp_by_inductor, tmp_path)
-    finally:
-        pool.close()
-    assert all(torch.equal(t, results[1][name]) for name, t in results[0].items())

@@ -6,8 +6,7 @@ from tests.transports.collectives import (  # noqa: F401  each adds its rows
     groups,
     in_flight,
     kinds,
-    moving,
-    reducing,
+    numerics,
 )
 from tests.transports.collectives.table import TABLE, Case
 

@@ -8,43 +8,25 @@ import pytest
 import torch
 
 from hvdtrain.transports import shm_sync
+from tests.transports.collectives.operations import run_each
 from tests.transports.collectives.table import Dist, case, same, usable
 
 
 @case()
-def groups(dist: Dist) -> None:
+def groups_of_some_ranks(dist: Dist) -> None:
+    """In an order of their own, too: a group numbers its ranks itself."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    pair, last, everyone = (dist.new_group(ranks) for ranks in ([0, 1], [n - 1], range(n)))
-    for count in (3, 20_000, 400_000):
-        for _ in range(3):
-            if rank < 2:
-                t = torch.full((count,), rank + 1.0)
-                dist.all_reduce(t, group=pair)
-                same(t, torch.full((count,), 3.0))
-                t = torch.full((count,), float(rank))
-                dist.broadcast(t, 1, group=pair)
-                same(t, torch.ones(count))
-            if rank == n - 1:
-                t = torch.ones(count)
-                dist.all_reduce(t, group=last)
-                dist.broadcast(t, rank, group=last)
-                dist.barrier(group=last)
-                same(t, torch.ones(count))
-                out = torch.zeros(count)
-                dist.all_gather_into_tensor(out, t, group=last)
-                dist.reduce_scatter_tensor(out, t, group=last)
-                dist.all_to_all_single(out, t, group=last)
-                same(out, t)
-            usable(dist, everyone)
-    if rank < 2:
-        parts = [torch.zeros(2) for _ in range(2)]
-        dist.all_gather(parts, torch.full((2,), float(rank)), group=pair)
-        same(parts[1], torch.ones(2))
-        dist.destroy_process_group(pair)
-    if rank == n - 1:
-        dist.destroy_process_group(last)
-    usable(dist, everyone)
-    dist.destroy_process_group(everyone)
+    for members in ([0, 1], [1, 0], [n - 1], [0, n - 1], [*range(n)][::-1]):
+        group = dist.new_group(members, sort_ranks=False)
+        if rank not in members:
+            assert group is dist.GroupMember.NON_GROUP_MEMBER
+            continue
+        assert dist.get_rank(group) == members.index(rank)
+        assert dist.get_backend(group) == dist.get_backend()
+        for count in (3, 20_000):
+            run_each(dist, count=count, group=group)
+        usable(dist, group)
+        dist.destroy_process_group(group)
     usable(dist)
 
 
@@ -60,49 +42,6 @@ def a_timeout_holds_between_hosts(dist: Dist) -> None:
     assert group.transport._cross_host_group.options._timeout == timedelta(hours=9)
     usable(dist, group)
     dist.destroy_process_group(group)
-
-
-@case(sizes=(3,))
-def a_group_numbers_its_ranks_itself(dist: Dist) -> None:
-    rank = dist.get_rank()
-    pair = dist.new_group([1, 2])
-    if rank not in (1, 2):
-        assert pair is dist.GroupMember.NON_GROUP_MEMBER
-        return
-    assert dist.get_rank(pair) == rank - 1
-    out = torch.zeros(4)
-    dist.all_gather_into_tensor(out, torch.full((2,), float(rank)), group=pair)
-    same(out, torch.tensor([1.0, 1, 2, 2]))
-    t = torch.tensor([float(rank)])
-    dist.broadcast(t, 2, group=pair)
-    assert t == 2
-    t = torch.tensor([float(rank)])
-    dist.reduce(t, 1, group=pair)
-    assert rank == 2 or t == 3
-    if rank == 1:
-        dist.send(torch.tensor([8.0]), 2, group=pair)
-    else:
-        dist.recv(t, 1, group=pair)
-        assert t == 8
-    dist.destroy_process_group(pair)
-
-
-@case(sizes=(3,), everywhere=True)
-def groups_in_an_order_of_their_own(dist: Dist) -> None:
-    rank = dist.get_rank()
-    for members in ([0, 2], [1, 2], [2, 1, 0], [1]):
-        group = dist.new_group(members, sort_ranks=False)
-        if rank not in members:
-            continue
-        assert dist.get_rank(group) == members.index(rank)
-        t = torch.full((3000,), float(10**rank))
-        dist.all_reduce(t, group=group)
-        same(t, torch.full((3000,), float(sum(10**r for r in members))))
-        t.fill_(rank)
-        dist.broadcast(t, members[-1], group=group)
-        same(t, torch.full((3000,), float(members[-1])))
-        dist.destroy_process_group(group)
-    dist.barrier()
 
 
 @case()
@@ -149,11 +88,3 @@ def a_mesh(dist: Dist) -> None:
     usable(dist, mesh.get_group("rows"))
     usable(dist, mesh.get_group("columns"))
     dist.destroy_process_group(mesh.get_group("columns"))
-
-
-@case()
-def the_name_of_the_transport(dist: Dist) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=10))
-    assert dist.get_backend(group) == dist.get_backend()
-    assert dist.get_backend() in ("gloo", "shm", "mpi4py")
-    dist.destroy_process_group(group)

@@ -2,59 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from hvdtrain.transports import work_queue
-from tests.transports.collectives.table import Dist, case, close, computed, same, values
+from tests.transports.collectives.operations import Call, all_reduce, complete, operations
+from tests.transports.collectives.table import Dist, case, refused, same, values
 
 
 @case()
 def many_in_flight(dist: Dist) -> None:
-    rank = dist.get_rank()
     counts = [1 + 997 * k % 30_000 for k in range(100)] + [400_000] * 4
-    for _ in range(2):
-        tensors = [values(rank, count) for count in counts]
-        works = [dist.all_reduce(t, async_op=True) for t in tensors]
-        for work in reversed(works):
-            work.wait()
-        for t, count in zip(tensors, counts, strict=True):
-            same(t, computed(dist, "SUM", count, torch.float32))
+    complete(*(all_reduce(Call(dist, count, turns=2, is_async=True)) for count in counts))
 
 
 @case()
 def different_collectives_in_flight(dist: Dist) -> None:
-    rank, n = dist.get_rank(), dist.get_world_size()
+    """And one that blocks behind them."""
     for count in (5, 40_000, 500_000):
-        for _ in range(2):
-            a, b, c = (values(rank, count) for _ in range(3))
-            gathered, scattered = torch.zeros(n * count), torch.zeros(count)
-            exchanged, rooted = torch.zeros(n * count), values(rank, count)
-            whole = values(rank, n * count)
-            works = [
-                dist.all_reduce(a, async_op=True),
-                dist.broadcast(b, 1, async_op=True),
-                dist.all_gather_into_tensor(gathered, c, async_op=True),
-                dist.reduce_scatter_tensor(scattered, whole, async_op=True),
-                dist.reduce(rooted, 0, async_op=True),
-                dist.all_to_all_single(exchanged, whole, async_op=True),
-                dist.barrier(async_op=True),
-            ]
-            last = values(rank, count)
-            dist.all_reduce(last)
-            for work in works:
-                work.wait()
-            total = computed(dist, "SUM", count, torch.float32)
-            same(a, total)
-            same(last, total)
-            same(b, values(1, count))
-            same(gathered[count:][:count], values(1, count))
-            sums = computed(dist, "SUM", n * count, torch.float32)
-            same(scattered, sums[rank * count :][:count])
-            same(exchanged[count:][:count], values(1, n * count)[rank * count :][:count])
-            if rank == 0:
-                same(rooted, total)
+        started = [
+            operation(Call(dist, count, turns=2, is_async=True)) for operation in operations(dist)
+        ]
+        complete(*started, all_reduce(Call(dist, count, turns=2)))
 
 
 @case()
@@ -94,20 +68,29 @@ def a_tensor_that_is_being_read_is_not_moved(dist: Dist) -> None:
         same(reduced, torch.full((count,), float(n)))
 
 
-@case()
+@case(unlike_gloo="its group ends with a wait that has timed out")
 def the_work_of_a_collective(dist: Dist) -> None:
-    if dist.get_rank() == 1:
-        time.sleep(0.2)
-    t = torch.ones(3)
-    work = dist.all_reduce(t, async_op=True)
+    """Rank 1 comes once the others have seen that they wait for it."""
+    rank, n, minute = dist.get_rank(), dist.get_world_size(), timedelta(seconds=60)
+    store, group, t = dist.distributed_c10d._get_default_store(), dist.new_group(), torch.ones(3)
+    name = f"{group.group_name}/waits"
+    if rank == 1:
+        store.wait([f"{name}/{r}" for r in range(n) if r != 1], minute)
+    work = dist.all_reduce(t, group=group, async_op=True)
     future = work.get_future()
     doubled = future.then(lambda f: f.value()[0] * 2)
+    if rank != 1:
+        assert not work.is_completed()
+        with refused(RuntimeError):
+            work.wait(timedelta(milliseconds=50))
+        store.set(f"{name}/{rank}", "")
     assert work.wait()
     assert work.is_completed()
     assert work.is_success()
+    same(t, torch.full((3,), float(n)))
+    same(work.result()[0], t)
     same(future.wait()[0], t)
     same(doubled.wait(), t * 2)
-    same(work.result()[0], t)
 
 
 @case(unlike_gloo="it has no queue of its own")
@@ -131,61 +114,39 @@ def an_observer_is_given_the_name_of_each_collective(dist: Dist) -> None:
 
 
 @case()
-def coalesced_collectives(dist: Dist) -> None:
+def barrier(dist: Dist) -> None:
+    """No rank leaves it before all have come."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    manager = dist.distributed_c10d._coalescing_manager
-    counts = [3, 1_000, 20_000, 400_000]
-    for asynchronous in (False, True):
-        tensors = [values(rank, count) for count in counts]
-        with manager(async_ops=asynchronous) as work:
-            for t in tensors:
-                dist.all_reduce(t)
-        if asynchronous:
-            work.wait()
-        for t, count in zip(tensors, counts, strict=True):
-            same(t, computed(dist, "SUM", count, torch.float32))
-        outs = [torch.zeros(n * count) for count in counts]
-        with manager(async_ops=asynchronous) as work:
-            for out, count in zip(outs, counts, strict=True):
-                dist.all_gather_into_tensor(out, values(rank, count))
-        if asynchronous:
-            work.wait()
-        for out, count in zip(outs, counts, strict=True):
-            same(out[count:][:count], values(1, count))
-        outs = [torch.zeros(count) for count in counts]
-        with manager(async_ops=asynchronous) as work:
-            for out, count in zip(outs, counts, strict=True):
-                dist.reduce_scatter_tensor(out, values(rank, n * count))
-        if asynchronous:
-            work.wait()
-        for out, count in zip(outs, counts, strict=True):
-            same(out, computed(dist, "SUM", n * count, torch.float32)[rank * count :][:count])
+    store = dist.distributed_c10d._get_default_store()
+    group = dist.new_group()
+    for turn in range(20):
+        for is_async in (False, True):
+            name = f"{group.group_name}/{turn}/{is_async}"
+            store.set(f"{name}/{rank}", "")
+            store.wait([f"{name}/{rank}"])  # `set` does not wait for the server
+            work = dist.barrier(group=group, async_op=is_async)
+            if work is not None:
+                work.wait()
+            assert store.check([f"{name}/{r}" for r in range(n)])
+    dist.destroy_process_group(group)
 
 
-@case()
-def functional_collectives(dist: Dist) -> None:
-    import torch.distributed._functional_collectives as functional
+@case(unlike_gloo="it polls")
+def waiting_takes_no_cpu_time(dist: Dist) -> None:
+    """Rank 0 comes once it has seen all threads of the others asleep at twenty looks."""
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    for call in (dist.barrier, lambda: dist.all_reduce(torch.ones(3))):
+        dist.barrier()
+        deadline, looks = time.monotonic() + 10, 0
+        while dist.get_rank() == 0 and looks < 20:
+            assert time.monotonic() < deadline, "another rank computes all the time"
+            time.sleep(0.005)
+            looks += all(is_asleep(pid) for pid in pids[1:])
+        call()
 
-    rank, n, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    for count in (4, 20_000, 400_000):
-        t = values(rank, count)
-        total = computed(dist, "SUM", count, torch.float32)
-        same(functional.all_reduce(t, "sum", world) + 0, total)
-        close(functional.all_reduce(t, "avg", world) + 0, total / n)
-        same(t, values(rank, count))
-        same(functional.broadcast(t, 1, world) + 0, values(1, count))
-        gathered = functional.all_gather_tensor(t, 0, world) + 0
-        same(gathered[count:][:count], values(1, count))
-        whole = values(rank, n * count)
-        scattered = functional.reduce_scatter_tensor(whole, "sum", 0, world) + 0
-        same(scattered, computed(dist, "SUM", n * count, torch.float32)[rank * count :][:count])
-        exchanged = functional.all_to_all_single(whole, None, None, world) + 0
-        same(exchanged[count:][:count], values(1, n * count)[rank * count :][:count])
-        both = functional.all_reduce_coalesced([t, t * 2], "sum", world)
-        same(both[1] + 0, total * 2)
-    weight = torch.ones(3, requires_grad=True)
-    gathered = functional.all_gather_tensor_autograd(weight, 0, world)
-    # A gradient in memory of its own: torch 2.9 refuses the expanded one of `sum`, on Gloo too.
-    (gathered * torch.ones(3 * n)).sum().backward()
-    assert weight.grad is not None
-    same(weight.grad, torch.full((3,), float(n)))
+
+def is_asleep(pid: int) -> bool:
+    """Return whether no thread of a process runs, or could."""
+    stats = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+    return all(text.rpartition(")")[2].split()[0] == "S" for text in stats)

@@ -1,0 +1,265 @@
+"""What the operations compute and move, of every type, operation and size."""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+
+import torch
+
+from tests.transports.collectives.operations import (
+    MOVES,
+    REDUCTIONS,
+    Call,
+    all_gather,
+    all_gather_into_tensor,
+    all_reduce,
+    broadcast,
+    complete,
+    reduce,
+    reduce_scatter_tensor,
+    run_each,
+)
+from tests.transports.collectives.table import (
+    ALL,
+    FLOATS,
+    LARGE,
+    SIZES,
+    WHOLE,
+    Dist,
+    case,
+    computed,
+    refused,
+    same,
+    values,
+)
+
+WITHOUT_LISTS = (all_reduce, broadcast, all_gather_into_tensor, reduce_scatter_tensor)
+
+
+@case(everywhere=True)
+def every_size_again_and_again(dist: Dist) -> None:
+    for count in SIZES:
+        run_each(dist, count=count, turns=3)
+    run_each(dist, WITHOUT_LISTS, count=LARGE, turns=3)
+
+
+@case()
+def every_type_and_operation(dist: Dist) -> None:
+    for dtype in ALL:
+        for op in ("SUM", "PRODUCT", "MIN", "MAX", *(("BAND", "BOR", "BXOR") * (dtype in WHOLE))):
+            run_each(dist, (all_reduce,), dtype=dtype, op=op, count=20_001)
+            run_each(dist, REDUCTIONS, dtype=dtype, op=op)
+        run_each(dist, (broadcast, all_gather), dtype=dtype, count=1_001)
+
+
+@case()
+def averages(dist: Dist) -> None:
+    for dtype in FLOATS:
+        for count in (5, 20_001, 300_000):
+            run_each(dist, (all_reduce, reduce_scatter_tensor), dtype=dtype, count=count, op="AVG")
+        run_each(dist, (reduce,), dtype=dtype, op="AVG")
+
+
+@case(unlike_gloo="it has no int16 and no float8, and cannot gather complex numbers")
+def types_that_gloo_has_not(dist: Dist) -> None:
+    for dtype in (torch.int16, torch.float8_e5m2, torch.complex64, torch.bool):
+        run_each(dist, MOVES, dtype=dtype, count=9)
+    for op in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+        run_each(dist, (all_reduce, reduce), dtype=torch.int16, op=op, count=20_001)
+    for op in ("SUM", "AVG"):
+        for dtype in (torch.complex64, torch.complex128):
+            t = values(dist.get_rank(), 20_001, dtype) * (1 + 2j)
+            dist.all_reduce(t, getattr(dist.ReduceOp, op))
+            expected = computed(dist.get_world_size(), op, 20_001, dtype) * (1 + 2j)
+            torch.testing.assert_close(t, expected)
+
+
+@case(unlike_gloo="it adds up the bytes of bools: true and true are 2 in memory")
+def bools(dist: Dist) -> None:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    mine = [(torch.arange(70_001) // (r + 1)) % 2 == 0 for r in range(n)]
+    every = torch.stack(mine)
+    some, all_of = every.any(0), every.all(0)
+    expected = {"SUM": some, "PRODUCT": all_of, "MIN": all_of, "MAX": some}
+    expected |= {"BAND": all_of, "BOR": some, "BXOR": every.sum(0) % 2 == 1}
+    for op, result in expected.items():
+        for count in (5, 70_001):
+            t = mine[rank][:count].clone()
+            dist.all_reduce(t, getattr(dist.ReduceOp, op))
+            same(t, result[:count])
+            assert int(t.view(torch.uint8).max()) <= 1
+
+
+@case(everywhere=True)
+def around_the_borders_of_paths(dist: Dist) -> None:
+    """What a message's slot holds over MPI, and what is sent whole to all; the paths of `shm`."""
+    n = dist.get_world_size()
+    for num_bytes in (2032, 64 << 10):
+        for dtype in (torch.float16, torch.bfloat16, torch.int32):
+            border = num_bytes // dtype.itemsize
+            for count in (border - 1, border, border + 1):
+                run_each(dist, (*MOVES[:4], *REDUCTIONS), dtype=dtype, count=count)
+                if dtype.is_floating_point:
+                    run_each(dist, (all_reduce,), dtype=dtype, count=count, op="AVG")
+    for num_bytes in ((2 << 20) // n, 1 << 20, 4 << 20):
+        for count in (num_bytes // 4 - 1, num_bytes // 4, num_bytes // 4 + 1):
+            run_each(dist, (all_reduce,), count=count, turns=3)
+
+
+@case(unlike_gloo="it adds up half by half", sizes=(3,))
+def halves_are_added_up_in_float32(dist: Dist) -> None:
+    """1 + 2^-11 + 2^-11 is 1 in steps of float16, and 1 + 2^-10 rightly."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for dtype, eps in ((torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)):
+        for count in (5, 50_000, 1_000_000):
+            t, mine = torch.empty(count, dtype=dtype), 1.0 if rank == 0 else eps
+            total = torch.full((count,), 1 + (n - 1) * eps, dtype=dtype)
+            for _ in range(3):
+                dist.all_reduce(t.fill_(mine))
+                same(t, total)
+            dist.reduce(t.fill_(mine), 1)
+            same(t, total if rank == 1 else torch.full_like(t, mine))
+
+
+@case()
+def all_ranks_get_the_same_bits(dist: Dist) -> None:
+    for count in (1_000, 300_000):
+        t = torch.randn(count, generator=torch.Generator().manual_seed(dist.get_rank()))
+        for _ in range(3):
+            dist.all_reduce(t, dist.ReduceOp.AVG)
+            everyone = [torch.empty(count) for _ in range(dist.get_world_size())]
+            dist.all_gather(everyone, t)
+            for theirs in everyone:
+                same(theirs, t)
+            t += dist.get_rank()
+
+
+@case(shm_only=True)
+def small_sums_are_by_rank_order(dist: Dist) -> None:
+    """Bit by bit, on one host, and whatever rank arrives last. Two ranks have no order."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for turn in range(20):
+        parts = [
+            torch.randn(250, generator=torch.Generator().manual_seed(7 * turn + r))
+            for r in range(n)
+        ]
+        if turn % n == rank:
+            time.sleep(0.002)
+        for op, divisor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, n)):
+            t = parts[rank].clone()
+            dist.all_reduce(t, op)
+            same(t, functools.reduce(torch.add, parts).div(divisor))
+
+
+@case()
+def nan_and_infinity(dist: Dist) -> None:
+    for count in (100, 300_000):
+        t = torch.empty(count)
+        for _ in range(3):
+            t.fill_(1.0)
+            if dist.get_rank() == 1:
+                t[3], t[4] = float("nan"), float("inf")
+            dist.all_reduce(t)
+            assert t[3].isnan()
+            assert t[4].isinf()
+            assert t[5:].eq(dist.get_world_size()).all()
+
+
+@case()
+def a_sparse_tensor(dist: Dist) -> None:
+    t = torch.sparse_coo_tensor(
+        torch.tensor([[dist.get_rank()]]), torch.tensor([2.0]), (5,), check_invariants=True
+    )
+    dist.all_reduce(t)
+    n = dist.get_world_size()
+    same(t.to_dense(), torch.tensor([2.0] * n + [0.0] * (5 - n)))
+
+
+@case()
+def coalesced(dist: Dist) -> None:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    manager = dist.distributed_c10d._coalescing_manager
+    counts = [3, 1_000, 20_000, 400_000]
+    tensors = [values(rank, count) for count in counts]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.all_reduce_coalesced(tensors)
+        if dist.get_backend() != "gloo":  # which has none
+            lists = [[torch.zeros(4), torch.zeros(6)] for _ in range(n)]
+            dist.all_gather_coalesced(lists, [values(rank, 4), values(rank, 6)])
+            for r, pair in enumerate(lists):
+                for t in pair:
+                    same(t, values(r, len(t)))
+    for t, count in zip(tensors, counts, strict=True):
+        same(t, computed(n, "SUM", count, torch.float32))
+    for is_async in (False, True):
+        for operation in (all_reduce, all_gather_into_tensor, reduce_scatter_tensor):
+            started = [operation(Call(dist, count)) for count in counts]
+            with manager(async_ops=is_async) as work:
+                for one in started:
+                    next(one)
+            if is_async:
+                work.wait()
+            complete(*started)
+
+
+@case()
+def functional_collectives(dist: Dist) -> None:
+    import torch.distributed._functional_collectives as functional
+
+    rank, n, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    for count in (4, 400_000):
+        t, whole = values(rank, count), values(rank, n * count)
+        total = computed(n, "SUM", count, torch.float32)
+        same(functional.all_reduce(t, "sum", world) + 0, total)
+        same(t, values(rank, count))
+        same(functional.broadcast(t, 1, world) + 0, values(1, count))
+        gathered = functional.all_gather_tensor(t, 0, world) + 0
+        same(gathered[count:][:count], values(1, count))
+        scattered = functional.reduce_scatter_tensor(whole, "sum", 0, world) + 0
+        same(scattered, computed(n, "SUM", n * count, torch.float32)[rank * count :][:count])
+        exchanged = functional.all_to_all_single(whole, None, None, world) + 0
+        same(exchanged[count:][:count], values(1, n * count)[rank * count :][:count])
+    weight = torch.ones(3, requires_grad=True)
+    gathered = functional.all_gather_tensor_autograd(weight, 0, world)
+    # A gradient in memory of its own: torch 2.9 refuses the expanded one of `sum`, on Gloo too.
+    (gathered * torch.ones(3 * n)).sum().backward()
+    assert weight.grad is not None
+    same(weight.grad, torch.full((3,), float(n)))
+
+
+@case()
+def all_gather_into_a_tensor_that_the_input_is_part_of(dist: Dist) -> None:
+    """As FSDP does it."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for count in (7, 20_000, 1_500_000):
+        out = torch.zeros(n * count)
+        mine = out[rank * count :][:count]
+        dist.all_gather_into_tensor(out, mine.copy_(values(rank, count)))
+        same(out, torch.cat([values(r, count) for r in range(n)]))
+
+
+@case()
+def reduce_scatter_of_a_tensor_in_shared_memory(dist: Dist) -> None:
+    """Where all_reduce has moved it; its values stay as they were."""
+    rank, n, count = dist.get_rank(), dist.get_world_size(), 400_000
+    t, given = torch.empty(n * count), values(rank, n * count)
+    for _ in range(3):
+        dist.all_reduce(t.copy_(given))
+        out = torch.zeros(count)
+        dist.reduce_scatter_tensor(out, t.copy_(given))
+        same(out, computed(n, "SUM", n * count, torch.float32)[rank * count :][:count])
+        same(t, given)
+
+
+@case(unlike_gloo="it changes tensors that autograd has saved, unnoticed")
+def autograd_notices_a_small_all_reduce(dist: Dist) -> None:
+    """A tensor that is saved for the backward pass must not change unnoticed."""
+    weight = torch.ones(3, requires_grad=True)
+    for t in (torch.ones(3), weight.detach()):
+        loss = (weight * t).sum()
+        dist.all_reduce(t)
+        with refused(RuntimeError, "modified by an inplace operation"):
+            loss.backward()  # type: ignore[no-untyped-call]
