@@ -140,7 +140,8 @@ class RankItems(IterableDataset[tuple[int, Any]]):
     def _again(self) -> Generator[Any, None, None]:
         """Yield the items from the start, over and over."""
         has_state = hasattr(self.dataset, "load_state_dict")
-        state = self.dataset.state_dict() if has_state else None
+        # A copy: a dataset may return what it goes on changing.
+        state = copy.deepcopy(self.dataset.state_dict()) if has_state else None
         try:
             while True:
                 is_empty = True
@@ -166,7 +167,8 @@ class RankItems(IterableDataset[tuple[int, Any]]):
             "number": self._number,
             "skip": self._skip,
             "random": self._random.state_dict(),
-            "items": owner.state_dict(),
+            # A copy: a thread of a loader process sends it later, while more items are read.
+            "items": copy.deepcopy(owner.state_dict()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
