@@ -194,7 +194,9 @@ def load_file(path: Path, mapped: bool = False) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a damaged pickle can raise nearly anything
         why = _one_line(error)
-        if " " not in why:  # such as the key of a KeyError
+        if "weights_only" in why:  # torch's advice to load it in a way that may run code
+            why = "it is damaged, or no file of torch.save with tensors and numbers alone"
+        elif " " not in why:  # such as the key of a KeyError
             why = f"it is damaged, or no file of torch.save ({type(error).__name__}: {why})"
         raise CheckpointError(f"cannot load {path}: {why}") from None
 

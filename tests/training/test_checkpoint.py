@@ -243,6 +243,14 @@ def test_a_malicious_pickle_does_not_run(root: Path) -> None:
     assert "weights_only" not in str(caught.value), "torch's advice to trust it"
 
 
+@pytest.mark.parametrize("text", ["hello", "vm-17\n", ""])
+def test_a_file_of_something_else_is_said_to_be_that(text: str, tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_text(text)
+    with pytest.raises(CheckpointError, match="no file of torch.save") as caught:
+        checkpoint.load_file(tmp_path / "model.pt")
+    assert "weights_only" not in str(caught.value), "torch's advice to trust it"
+
+
 def test_a_file_that_is_not_in_the_manifest_is_not_loaded(root: Path) -> None:
     path = root / "step-00000020"
     torch.save({"weight": torch.ones(1)}, path / "extra.pt")
