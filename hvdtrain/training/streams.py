@@ -167,7 +167,8 @@ class RankItems(IterableDataset[tuple[int, Any]]):
             "number": self._number,
             "skip": self._skip,
             "random": self._random.state_dict(),
-            # A copy: a thread of a loader process sends it later, while more items are read.
+            # A copy: the next items are read before a step ends, and before a loader process has
+            # compared it with the last one and sent it.
             "items": copy.deepcopy(owner.state_dict()),
         }
 
@@ -292,8 +293,7 @@ class StreamBatches:
             own = [row[self._world.rank] for row in sizes]
             self._own += sum(own)
             if self._is_due():
-                # A copy: the dataset goes on while the next step is loaded.
-                loader = None if self.why_skip else copy.deepcopy(self.loader.state_dict())
+                loader = None if self.why_skip else self.loader.state_dict()
                 workers = self._config.workers
                 self._state = {"own": self._own, "workers": workers, "loader": loader}
             following = self._agree(batches, accumulate)

@@ -211,8 +211,8 @@ FAULTS = [
     Fault(
         "stream-state-not-copied",
         "training/streams.py",
-        "copy.deepcopy(self.loader.state_dict())",
-        "self.loader.state_dict()",
+        "copy.deepcopy(owner.state_dict())",
+        "owner.state_dict()",
         "tests/methods/test_streams.py",
         "the position in a stream that a checkpoint has is that of the next step",
     ),

@@ -44,6 +44,18 @@ def test_no_step_is_left_for_the_others_to_end_after(tmp_path: Path) -> None:
     assert found["digest"] == whole["digest"]
 
 
+def test_the_last_step_is_the_one_after_the_furthest_rank_s() -> None:
+    """Rank 0 decides once all ranks have said which step they have begun."""
+    backend = single()
+    backend.world = replace(backend.world, size=2, rank=0)
+    ended = preemption.Preemption(backend, TrainConfig())
+    assert not ended.begin_step(6)
+    ended._on_message(0, ["hold", "SIGTERM at rank 1"], b"")
+    ended._on_message(1, ["begun", 7], b"")
+    assert not ended.begin_step(7)
+    assert ended.begin_step(8)
+
+
 def test_the_loss_of_rank_0_in_the_grace_period_keeps_the_cause() -> None:
     """No one decides on a last step any more, and --grace may end the run."""
     backend = single()
