@@ -190,29 +190,32 @@ def test_calls_are_compared_in_full_between_large_hosts(count: int) -> None:
 
 
 def test_hosts_are_watched_with_many_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that watches them uses descriptors of 1024 and more, too."""
+    """The thread that watches them uses descriptors of 1024 and more, too. Each rank has a row."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 1200:
         pytest.skip(f"this system allows {hard} descriptors")
     with descriptors(max(soft, 1200)):
         filler = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
         try:
-            store, ranks = HashStore(), [[0], [1]]
+            store, ranks = HashStore(), [[0], [1, 2]]
             tables = [
-                HeartbeatTable(memoryview(bytearray(HeartbeatTable.size_bytes(2))), ranks, me)
+                HeartbeatTable(memoryview(bytearray(HeartbeatTable.size_bytes(3))), ranks, me)
                 for me in range(2)
             ]
 
             def watch(me: int) -> Heartbeat:
-                near = [RankStatus(7 + me, HERE)]
+                near = [RankStatus(7 + rank, HERE) for rank in ranks[me]]
                 return Heartbeat(store, tables[me], "127.0.0.1", lambda: near, 10.0)
 
             with ThreadPoolExecutor(2) as both:
                 watches = list(both.map(watch, range(2)))
             deadline = time.monotonic() + 60
-            while tables[0].read(1)[0].entered != 8 and time.monotonic() < deadline:
+            while tables[0].read(2)[0].entered != 9 and time.monotonic() < deadline:
                 time.sleep(0.02)
-            assert tables[0].read(1)[0] == RankStatus(8, HERE)
+            assert [tables[0].read(rank)[0] for rank in (1, 2)] == [
+                RankStatus(8, HERE),
+                RankStatus(9, HERE),
+            ]
             for one in watches:
                 one.close()
         finally:
