@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from hvdtrain import peer_sockets
+from hvdtrain import peer_sockets, peers
 from hvdtrain.addresses import listen_addresses
-from hvdtrain.errors import WorldError
+from hvdtrain.errors import LaunchError, WorldError
 from hvdtrain.hvd.engine.engine import connect_control
 from hvdtrain.peers import ENDED, PeerLost, Peers, await_ranks, exchange
 from hvdtrain.world import World
@@ -236,6 +236,16 @@ class LastMoment(HashStore):
 
 def test_a_rank_that_comes_at_the_last_moment_has_come() -> None:
     assert exchange(LastMoment(), "name", 0, 2, [0], 0.1) == [[0], [1]]
+
+
+def test_two_processes_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    for _ in range(2):
+        peers._check_unique(store, world(1))
+    monkeypatch.setattr(peers, "_PROCESS_ID", "another")
+    peers._check_unique(store, world(2))
+    with pytest.raises(LaunchError, match="two processes say that they are rank 1"):
+        peers._check_unique(store, world(1))
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,6 +74,23 @@ def test_an_ignored_signal_stays_ignored() -> None:
         with failure.guard(world), Preemption(single(), config):
             signal.raise_signal(signal.SIGINT)
     assert not found
+
+
+def test_a_second_signal_ends_a_rank_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher's repetition of the first, within two seconds, does not."""
+    now, codes = 100.0, list[int]()
+    monkeypatch.setattr(failure, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(failure, "_requested", [])
+    monkeypatch.setattr(os, "_exit", codes.append)
+    stop = failure._RaiseOnce()
+    with pytest.raises(KeyboardInterrupt):
+        stop(signal.SIGINT, None)
+    now += 1
+    stop(signal.SIGTERM, None)
+    assert not codes
+    now += 2
+    stop(signal.SIGTERM, None)
+    assert codes == [143]
 
 
 def test_another_thread_runs_the_block_unchanged() -> None:

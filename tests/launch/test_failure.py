@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain import failure
+from hvdtrain.errors import InputError, WorldError
+from hvdtrain.world import World
 from tests.forkserver import warm
 from tests.launching import Started, members, no_shared_memory_left, run, started, wait_until
 from tests.runs import run_json
@@ -101,6 +104,22 @@ def test_what_one_rank_alone_has_wrong_is_said() -> None:
     assert finished.code == 2
     (only,) = finished.lines("error: ")
     assert "[rank 1/2] error: --epochs -1" in only
+
+
+def test_an_error_of_all_ranks_is_printed_by_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
+    error = InputError("not so", on_all_ranks=True)
+    for rank, lines in ((0, ["error: not so"]), (1, [])):
+        failure.report(world(rank), error)
+        assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_who_failed_reports_before_who_lost_it() -> None:
+    lost, failed = WorldError("lost contact with a peer"), ValueError("the cause")
+    assert failure._report_delay_s(world(1), failed) < failure._report_delay_s(world(0), lost)
+
+
+def world(rank: int) -> World:
+    return World(rank, 2, rank, 2, 0, 1, "torchrun", "a test")
 
 
 # Signals that end a run at once: see test_preemption.py for those that save first

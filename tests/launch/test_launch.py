@@ -27,7 +27,7 @@ from hvdtrain.launch.host_list import (
     parse_host_list,
     read_host_file,
 )
-from hvdtrain.launch.supervisor import mark_lines
+from hvdtrain.launch.supervisor import mark_lines, parse
 from tests.launching import (
     BIN,
     Finished,
@@ -134,6 +134,12 @@ def test_slots_are_filled_in_order() -> None:
         choose_slots(hosts, 9, None, None)
     with pytest.raises(InputError, match="--nnodes 4 is more than the hosts"):
         choose_slots(hosts, None, 4, None)
+
+
+@pytest.mark.parametrize(("host", "ranks"), [(0, range(2)), (1, range(2, 3)), (2, range(3, 7))])
+def test_the_ranks_of_hosts_with_different_slots(host: int, ranks: range) -> None:
+    hosts = f"--nproc-per-node 2,1,4 --node-rank {host} --master-addr a --master-port 1".split()
+    assert parse([*hosts, "--start-timeout", "1", "python"]).ranks == ranks
 
 
 def test_marked_lines() -> None:

@@ -16,9 +16,7 @@ class Fault:
     """What is replaced: it occurs once in the file."""
     replacement: str
     tests: str
-    """The arguments of pytest that select the tests of what is broken, separated by spaces. They
-    stay in the ring of `make test`.
-    """
+    """The arguments of pytest that select the tests of what is broken, separated by spaces."""
     wrong: str
     """What goes wrong for a user."""
     accepted: str = ""

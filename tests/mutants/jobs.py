@@ -139,7 +139,7 @@ FAULTS = [
         "failure.py",
         "                os._exit(128 + number)",
         "                return",
-        "tests/launch/test_failure.py tests/death/test_launched.py tests/launch/test_preemption.py",
+        "tests/test_signals.py tests/launch/test_failure.py tests/launch/test_preemption.py",
         "a second Ctrl-C does not end a rank that hangs",
     ),
     Fault(

@@ -3,7 +3,8 @@
     python -m tests.mutants.run [--jobs N] [--tree COMMIT] [--out FILE] [names of faults]
 
 Each job works on a copy of the tree in a temporary folder. A fault is `killed` by a test that fails
-with it; by a `hang` if its tests do not end in time; else it is `alive`. At the end all tests that
+with it, of `make test` or else of `make test-rest`; by a `hang` if its tests do not end in time;
+else it is `alive`. At the end all tests that
 have killed a fault run once without any: a fault whose test fails then is `unsound`, as is one
 whose tests could not be run. The results are written with the commit. Ends with 1 if a fault is
 unsound, or alive and not accepted.
@@ -41,7 +42,8 @@ RESULTS = ROOT / "benchmarks/results/mutants.json"
 LIMIT_S = 300.0
 """For the tests of one fault: what hangs with a fault waits for the limits of the tests."""
 _MARK = "TEST_MUTANTS_TREE"
-RING_1 = "not exhaustive and not soak"
+RINGS = ("not exhaustive and not soak", "exhaustive and not soak")
+"""The marks of `make test` and of `make test-rest`."""
 
 
 def copy_tree(target: Path, commit: str) -> None:
@@ -158,17 +160,26 @@ def failed_test(output: str) -> str:
 
 
 def test_fault(tree: Path, fault: Fault, limit_s: float) -> dict[str, Any]:
-    """Run the tests of one fault. Return its outcome, and the test that has killed it."""
+    """Run the tests of one fault, first those of `make test`. Return its outcome, the ring and the
+    test that has killed it.
+    """
     began = time.monotonic()
+    found: dict[str, Any] = {"outcome": "alive", "ring": 0, "test": ""}
     with seeded(tree, fault):
-        code, output = run_tests(tree, ["-x", "-m", RING_1, *fault.tests.split(" ")], limit_s)
-    seconds, test = round(time.monotonic() - began, 1), failed_test(output)
-    outcome = "alive" if code == 0 else "hang" if code is None else "killed"
-    if outcome == "alive":
-        test = ""
-    elif not test:  # no test has begun: a wrong file or expression, or a module that does not load
-        outcome, test = "unsound", f"pytest ended with {code}: {output.strip()[-300:]}"
-    return {"outcome": outcome, "test": test, "seconds": seconds}
+        for ring, marks in enumerate(RINGS, 1):
+            code, output = run_tests(tree, ["-x", "-m", marks, *fault.tests.split(" ")], limit_s)
+            if code == pytest.ExitCode.OK or (
+                ring == 2 and code == pytest.ExitCode.NO_TESTS_COLLECTED
+            ):
+                continue
+            outcome, test = "hang" if code is None else "killed", failed_test(output)
+            if (
+                not test
+            ):  # none has begun: a wrong file or expression, or a module that does not load
+                outcome, test = "unsound", f"pytest ended with {code}: {output.strip()[-300:]}"
+            found = {"outcome": outcome, "ring": ring, "test": test}
+            break
+    return {**found, "seconds": round(time.monotonic() - began, 1)}
 
 
 test_fault.__test__ = False  # type: ignore[attr-defined]
@@ -215,7 +226,7 @@ def main() -> int:
             try:
                 result = test_fault(tree, fault, args.limit)
             except ValueError as error:  # its text is not in the tree
-                result = {"outcome": "unsound", "test": str(error), "seconds": 0.0}
+                result = {"outcome": "unsound", "ring": 0, "test": str(error), "seconds": 0.0}
             finally:
                 trees.put(tree)
             detail = result["test"] or (fault.accepted and f"accepted: {fault.accepted}")
