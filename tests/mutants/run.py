@@ -155,7 +155,7 @@ def failed_test(output: str) -> str:
     has begun.
     """
     progress = re.split(r"^=+ (?:FAILURES|ERRORS) =+$", output, flags=re.MULTILINE)[0]
-    line = r"^(tests/\S+?::.+?)(?: +(?:PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b.*)? *$"
+    line = r"^(tests/\S+?::.+?)(?: +(?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|\++ Timeout)\b.*)? *$"
     return str(([""] + re.findall(line, progress, re.MULTILINE))[-1])
 
 
@@ -189,7 +189,9 @@ def failing_without_fault(tree: Path, tests: Sequence[str], limit_s: float) -> s
     """Return those of the tests that do not pass in a tree without a fault."""
     if not tests:
         return set()
-    _, output = run_tests(tree, tests, limit_s * len(tests))
+    code, output = run_tests(tree, tests, limit_s * len(tests))
+    if code == pytest.ExitCode.USAGE_ERROR:  # which says nothing of any test
+        raise SystemExit(f"pytest ended with {code}: {output.strip()[-300:]}")
     return {test for test in tests if f"\n{test} PASSED" not in output}
 
 

@@ -39,6 +39,7 @@ def test_a_fault_can_be_applied(fault: Fault) -> None:
             "tests/a.py::test_a[a - b] FAILED [ 9%]\n\n==== FAILURES ====\n",
             "tests/a.py::test_a[a - b]",
         ),
+        ("tests/a.py::test_a[2] +++++ Timeout +++++\n", "tests/a.py::test_a[2]"),
         ("no tests ran\n", ""),
     ],
 )
