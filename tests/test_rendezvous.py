@@ -1,4 +1,4 @@
-"""Connecting to rank 0's store: what the error says of names that did not resolve."""
+"""Connecting to rank 0's store: which it is, and what the error says of unresolved names."""
 
 from __future__ import annotations
 
@@ -59,3 +59,12 @@ def test_a_host_that_does_not_resolve(
     answer: Callable[[str, int], OSError], end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert failure(monkeypatch, answer).endswith(end)
+
+
+def test_the_store_of_another_job_is_passed_over() -> None:
+    deadline = time.monotonic() + 60
+    theirs, mine = (rendezvous._serve(0, deadline) for _ in range(2))
+    for store, token in ((theirs, "theirs"), (mine, "mine")):
+        rendezvous._put_proof(store, token)
+    places = [("localhost", store.port) for store in (theirs, mine)]
+    assert rendezvous._connect(WORLD, places, "mine", deadline).port == mine.port

@@ -22,7 +22,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.elastic_world import HostUpdateResult
+from hvdtrain import elastic_world
+from hvdtrain.elastic_world import HostUpdateResult, RemovedFromJob
 from hvdtrain.hvd.elastic.launcher_notices import _Unpickler
 from hvdtrain.launch.discovery import Discovery, FailedHosts
 from hvdtrain.launch.elastic_server import ElasticServer, RankRequest
@@ -347,6 +348,36 @@ def test_no_rank_waits_in_the_store_for_a_dead_one(tmp_path: Path) -> None:
         for operation in ("get", "multi_get", "wait"):
             assert f"lost: {operation} a rank of this generation has exited" in job.text
         assert "went on 1" in job.text
+
+
+DIES = """
+import os, signal
+from hvdtrain.elastic_world import enter
+
+enter(60)
+if os.environ["HOROVOD_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+enter(60)
+"""
+
+
+def test_more_changes_than_the_reset_limit(tmp_path: Path) -> None:
+    options = ("--min-np", "1", "--reset-limit", "0")
+    ended = hvdrun(tmp_path, DIES, *options)
+    assert ended.code == 4, ended.output
+    assert "rank 1 on localhost died (SIGKILL), after --reset-limit 0 changes" in ended.output
+
+
+def test_a_rank_that_has_lost_its_place_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher answers -1, as Horovod's driver does."""
+    monkeypatch.setattr(elastic_world._Asked, "worker", "a:1")
+    monkeypatch.setattr(elastic_world._Asked, "count", 0)
+    removed = ",".join("-1" for _ in elastic_world.NUMBERS).encode()
+    monkeypatch.setattr(elastic_world, "request", lambda path, timeout_s: removed)
+    before = dict(os.environ)
+    with pytest.raises(RemovedFromJob, match="a:1 is no longer part of the job"):
+        elastic_world.enter_next_generation(60)
+    assert dict(os.environ) == before
 
 
 def test_too_few_hosts(tmp_path: Path) -> None:
