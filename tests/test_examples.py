@@ -252,6 +252,7 @@ def train_method(backend: Backend, name: str) -> tuple[str, float, str]:
     ],
     indirect=True,
 )
+@pytest.mark.exhaustive
 def test_methods_in_a_loop_of_ones_own(ranks: Ranks) -> None:
     found = {name: ranks.run(train_method, name) for name in ALL}
     for name, of_ranks in found.items():

@@ -508,6 +508,7 @@ def test_a_compiler_that_compiles_nothing_is_missing_too() -> None:
     assert "true (from $CXX) cannot compile a C++20 program" in str(found.problem)
 
 
+@pytest.mark.exhaustive
 def test_a_dry_run_prints_decisions_and_commands_and_does_nothing(
     facts: Facts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -568,6 +569,7 @@ def stand_in(folder: Path, body: str) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("facts")
+@pytest.mark.exhaustive
 def test_a_failed_build_shows_the_error_and_leaves_horovod_alone(tmp_path: Path) -> None:
     before = horovod_files()
     temporary = tmp_path / "tmp"

@@ -36,7 +36,7 @@ CONTRACT = [
     contract.sync_batch_norm_of_an_evaluation,
 ]
 # Each takes seconds: torch.compile.
-COMPILED_IN_MAKE_TEST = [("ddp-torchrun", 2), ("compat-torchrun", 2)]
+COMPILED_IN_MAKE_TEST = [("ddp-torchrun", 2)]
 
 
 @pytest.mark.parametrize("holds", CONTRACT, ids=lambda function: function.__name__)

@@ -317,5 +317,6 @@ def _pruned(draw: Any, value: Any, depth: int = 0) -> Any:
 
 @given(st.data())
 @settings(max_examples=25, deadline=None)
+@pytest.mark.exhaustive
 def test_no_partial_record_is_too_little(data: st.DataObject) -> None:
     summary_of(_pruned(data.draw, make_record(blocks=7, ranks=(1, 2), scaling="weak")))

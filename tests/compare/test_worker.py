@@ -195,6 +195,7 @@ time.sleep(60)
         pytest.param("mpirun", "signal", "signal 9", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive
 def test_who_ended_first_is_what_the_launcher_says(
     tmp_path: Path, launcher: str, how: str, said: str
 ) -> None:

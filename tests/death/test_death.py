@@ -75,7 +75,6 @@ ALWAYS = [
     Row(SHM, MANY, "stop", 1, n=2),
     Row(SHM, "with_a_late_rank", "leave", 0),
     Row(SHM, BIG, "kill", 3, n=4, per_host=2),
-    Row(SHM, MANY, "stop", 2, n=3, per_host=1),
     Row(MPI, BLOCKING, "stop", 0, n=2),
     Row(HVD, BLOCKING, "kill", 1),
     Row(HVD, STEP, "kill", 2),
@@ -85,6 +84,7 @@ ALWAYS = [
     Row(HVD, PENDING, "exit", 0, n=2),
 ]
 EXHAUSTIVE = [
+    Row(SHM, MANY, "stop", 2, n=3, per_host=1),
     Row(SHM, BIG, "kill", 2),
     Row(HVD, BIG, "kill", 0, n=2),
     Row(HVD, STEP, "raise", 1, n=2),

@@ -106,13 +106,13 @@ CELLS = cells()
 # meets the others once.
 CHOSEN = [
     Row("torchrun", BUG, "raise", backend="compat", always=True),
-    Row("torchrun", INPUT, "refuse", always=True),
+    Row("torchrun", INPUT, "refuse"),
     Row("torchrun", KILLED, "kill", victim=0, backend="ps"),
     Row("torchrun", LOST, "wait", transport="gloo", own_loop=True, always=True),
     Row("torchrun", LOST, "other", transport="gloo", own_loop=True),
     Row("torchrun", LOST, "stop", victim=0, backend="compat"),
     Row("torchrun", LOST, "stop", transport="shm", own_loop=True),
-    Row("mpirun", BUG, "raise", victim=2, n=3, backend="horovod", own_loop=True, always=True),
+    Row("mpirun", BUG, "raise", victim=2, n=3, backend="horovod", own_loop=True),
     Row("mpirun", INPUT, "refuse", backend="compat"),
     Row("mpirun", NAN, "exit", where="model", victim=0, backend="horovod"),
     Row("mpirun", NAN, "_exit", victim=0, own_loop=True),

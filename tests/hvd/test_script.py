@@ -173,6 +173,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "method", ["spawn", pytest.param("forkserver", marks=pytest.mark.exhaustive)]
 )
+@pytest.mark.exhaustive
 def test_children_find_us_too(method: str, tmp_path: Path, no_horovod: dict[str, str]) -> None:
     (tmp_path / "script.py").write_text(CHILDREN)
     found = succeed(run(warm([*OURS, tmp_path / "script.py", method]), env=no_horovod))

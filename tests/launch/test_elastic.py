@@ -387,6 +387,7 @@ def test_too_few_hosts(tmp_path: Path) -> None:
     assert "0 ranks are ready, fewer than 3 (--min-np)" in few.output, few.output
 
 
+@pytest.mark.exhaustive
 def test_a_host_without_an_address_is_put_aside(tmp_path: Path) -> None:
     """MPI operator's script can list a pod before its name resolves."""
     hosts = "echo localhost:1; echo no-such-host.invalid:1"
@@ -452,6 +453,7 @@ def test_hosts_of_a_script(tmp_path: Path) -> None:
     assert discovery("true", [], []).run_script() == []
 
 
+@pytest.mark.exhaustive
 def test_the_last_good_answer_stands(tmp_path: Path) -> None:
     text, failures, found = tmp_path / "text", list[str](), list[list[Host]]()
     text.write_text("a:1\n")

@@ -98,6 +98,7 @@ def test_bad_input_is_said_once(tmp_path: Path, launcher: str, bad: str) -> None
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_what_one_rank_alone_has_wrong_is_said() -> None:
     good = [sys.executable, "-m", "hvdtrain", "--backend", "ddp"]
     finished = run(warm(["mpirun", "-np", "1", *good, ":", "-np", "1", *good, "--epochs", "-1"]))
@@ -154,8 +155,9 @@ def test_ctrl_c_in_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "whom"),
-    [("torchrun", "launcher"), pytest.param("mpirun", "rank 0", marks=EXHAUSTIVE)],
+    [("torchrun", "launcher"), ("mpirun", "rank 0")],
 )
+@pytest.mark.exhaustive
 def test_sigterm(tmp_path: Path, launcher: str, whom: str) -> None:
     """To the launcher or to a rank. What each launcher makes of it: tests/death."""
     command = train(launcher, 2, "ddp", *settings(tmp_path, "loop", "wait", -1), *AT_ONCE)
@@ -165,7 +167,7 @@ def test_sigterm(tmp_path: Path, launcher: str, whom: str) -> None:
     assert not traces(output), output
 
 
-@pytest.mark.parametrize("how", ["computing", "waiting"])
+@pytest.mark.parametrize("how", ["computing", pytest.param("waiting", marks=EXHAUSTIVE)])
 def test_ctrl_c_inside_backward(how: str, tmp_path: Path) -> None:
     arguments = [*settings(tmp_path, "backward", how, -1), *AT_ONCE]
     finished = run(warm(train("torchrun", 2, "ddp", *arguments)))

@@ -372,7 +372,7 @@ def test_an_unfinished_line_is_ended_before_another_one() -> None:
     assert last == "error: rank 1 on localhost exited with code 1"
 
 
-@pytest.mark.parametrize("is_elastic", [False, True])
+@pytest.mark.parametrize("is_elastic", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_the_last_line_of_stderr_needs_no_newline(tmp_path: Path, is_elastic: bool) -> None:
     (tmp_path / "ssh").write_text("#!/bin/sh\nprintf half >&2; sleep 0.3; exec printf done >&2\n")
     (tmp_path / "ssh").chmod(0o755)
@@ -455,7 +455,7 @@ def test_a_signal_reaches_each_rank_once(number: signal.Signals, whom: str, code
         assert not members(process.marker)
 
 
-@pytest.mark.parametrize("is_elastic", [False, True])
+@pytest.mark.parametrize("is_elastic", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_terminal_that_closes_ends_the_job_as_sigterm_does(is_elastic: bool) -> None:
     """And says so in what may be a log. `nohup` keeps the job."""
     hosts = ["--host-discovery-script", "echo localhost:1"] if is_elastic else ["-np", "1"]
@@ -509,7 +509,9 @@ def test_ranks_save_after_their_terminal_has_closed(is_elastic: bool, tmp_path: 
     assert (tmp_path / "saved").exists()
 
 
-@pytest.mark.parametrize("stopped", ["agent", "supervisor"])
+@pytest.mark.parametrize(
+    "stopped", ["agent", pytest.param("supervisor", marks=pytest.mark.exhaustive)]
+)
 def test_a_rank_of_a_stopped_agent_is_missed(stopped: str) -> None:
     """As long as the agent is stopped nobody else reads the rank's exit code."""
     code = "import os, time; print('ready', os.getpid()); time.sleep(300)"
@@ -525,6 +527,7 @@ def test_a_rank_of_a_stopped_agent_is_missed(stopped: str) -> None:
         assert not members(process.marker)
 
 
+@pytest.mark.exhaustive
 def test_an_agent_ends_with_its_supervisor_while_it_imports() -> None:
     line = [*HVDRUN, "-H", "localhost:1,127.0.0.1:1", sys.executable, "-c", "pass"]
     with started(line) as (process, log):

@@ -88,7 +88,7 @@ ROWS = {
     "pbs.sh": Row(f"{SCRIPTS}/pbs.sh", "ddp", "torchrun", env=PBS),
     "lsf.sh": Row(f"{SCRIPTS}/lsf.sh", "ddp", "torchrun", env=LSF),
     "flux.sh": Row(f"{SCRIPTS}/flux.sh", "ddp", "flux", env=ON_FLUX),
-    "trainjob.yaml": Row("0", "ddp", "torchrun", env=KUBEFLOW, always=True),
+    "trainjob.yaml": Row("0", "ddp", "torchrun", env=KUBEFLOW),
     "mpijob.yaml": Row("0", "horovod", "openmpi", "mpi", env=MPI_OPERATOR),
     "mpi-runtime.yaml": Row("1", "horovod", "openmpi", "mpi", env=MPI_OPERATOR),
 }

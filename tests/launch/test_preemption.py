@@ -83,7 +83,7 @@ def check_saved(tmp_path: Path, output: str) -> None:
     ("launcher", "backend", "number", "whom", "codes"),
     [
         ("torchrun", "ddp", TERM, "launcher", [1]),
-        ("mpirun", "compat", USR1, "launcher", [143]),
+        pytest.param("mpirun", "compat", USR1, "launcher", [143], marks=EXHAUSTIVE),
         pytest.param("horovodrun", "horovod", TERM, "launcher", BY_HOROVODRUN, marks=EXHAUSTIVE),
         pytest.param("torchrun", "ps --ps-async", USR2, 1, [1], marks=EXHAUSTIVE),
         ("torchrun", "compat", INT, "group", [1]),  # as a terminal sends Ctrl-C

@@ -159,6 +159,7 @@ def test_all_ranks_meet(name: str) -> None:
 # Ports of srun
 
 
+@pytest.mark.exhaustive
 def test_srun_when_a_stranger_has_the_first_port() -> None:
     job = job_id()
     with listening(first_port(job)):
@@ -189,7 +190,7 @@ def test_two_processes_of_one_rank() -> None:
 # Somebody does not come
 
 
-@pytest.mark.parametrize("make", [step, pods])
+@pytest.mark.parametrize("make", [pods, pytest.param(step, marks=pytest.mark.exhaustive)])
 def test_a_missing_rank_is_named(make: Callable[[int], list[Env]]) -> None:
     """Where the launcher names the hosts, and before the ranks have found these."""
     zero, _, two = make(3)
@@ -250,7 +251,7 @@ def error_of(env: Env, monkeypatch: pytest.MonkeyPatch) -> LaunchError:
 
 HOST_AND_PORT = [
     ("no-such-host.invalid", 29500),
-    ("a" * 70 + ".invalid", 29500),
+    pytest.param("a" * 70 + ".invalid", 29500, marks=pytest.mark.exhaustive),
     ("localhost", "http"),
     ("localhost", 70000),
     ("localhost", 0),
@@ -287,6 +288,7 @@ def test_srun_with_no_port_left() -> None:
     assert "--resv-ports" in got["error"]
 
 
+@pytest.mark.exhaustive
 def test_a_busy_port() -> None:
     with listening() as port:
         zero, one = rendezvous_of(*given(port), timeout_s=5)
@@ -309,7 +311,7 @@ exec "$@"
 """
 
 
-@pytest.mark.parametrize("other", ["none", "jsrun"])
+@pytest.mark.parametrize("other", ["none", pytest.param("jsrun", marks=pytest.mark.exhaustive)])
 def test_mpirun_as_it_is_and_as_another_launcher(other: str) -> None:
     shell = ["sh", "-c", JSRUN, "sh"] if other == "jsrun" else []
     command = ["mpirun", "-np", "2", *shell, *PROCESS, "30", "v", "2"]
@@ -507,7 +509,8 @@ def step_on_two_hosts(rank: int, job: str, **more: str) -> Env:
     return srun(rank, 2, job, **{**hosts, **place, **more})
 
 
-@pytest.mark.parametrize("launcher", ["srun", pytest.param("flux", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("launcher", ["srun", "flux"])
+@pytest.mark.exhaustive
 def test_two_hosts(two_hosts: tuple[str, str], launcher: str, tmp_path: Path) -> None:
     job = job_id()
     if launcher == "srun":

@@ -11,9 +11,10 @@ import pytest
 
 from hvdtrain import Backend, TrainConfig
 
-# One process, two ranks of one backend, and three of another; `make test-rest` has the others of a
-# list (see conftest.py).
-KEPT = [("single", 1), ("ddp-torchrun", 2), ("compat-torchrun", 3)]
+# Of a list, `make test` has one process and two ranks; `make test-rest` the others (conftest.py).
+IN_MAKE_TEST = [("single", 1), ("ddp-torchrun", 2)]
+# One process, two ranks of one backend, and three of another.
+KEPT = [*IN_MAKE_TEST, ("compat-torchrun", 3)]
 LIVE = [*KEPT, ("ps-torchrun", 2)]
 WITH_HOROVOD = [*KEPT, ("horovod-mpi", 2)]
 EVERYWHERE = pytest.mark.parametrize("ranks", LIVE, indirect=True)
@@ -78,6 +79,21 @@ CHANGES_NO_BITS = (
     "elastic training",
 )
 """Methods that leave the bits as they are everywhere."""
+
+WITHOUT_STATE = (
+    "gradient accumulation",
+    "gradient clipping",
+    "gradient log",
+    "bf16 autocast",
+    "O1: autocast",
+    "O3: fp16 weights alone",
+    "O3: bf16 weights alone",
+    "SyncBatchNorm",
+    "size of buckets",
+    "fp16 gradients",
+    "bf16 gradients",
+)
+"""Methods that keep nothing from one step to the next."""
 
 NOT_DETERMINISTIC = ("asynchronous parameter server",)
 """Methods whose ranks do not wait for each other."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.methods.arms import KEPT
+from tests.methods.arms import IN_MAKE_TEST
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if own and callspec is not None and isinstance(callspec.params.get("ranks"), tuple):
             of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for group in of_test.values():
-        left_out = [item for item in group if item.callspec.params["ranks"] not in KEPT]  # type: ignore[attr-defined]
+        left_out = [item for item in group if item.callspec.params["ranks"] not in IN_MAKE_TEST]  # type: ignore[attr-defined]
         if len(left_out) < len(group):
             for item in left_out:
                 item.add_marker(pytest.mark.exhaustive)

@@ -424,6 +424,7 @@ def test_the_gradient_log_has_each_parameter(ranks: Ranks, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("ranks", KEPT, indirect=True)
+@pytest.mark.exhaustive
 def test_the_own_gradients_are_in_the_unit_of_their_mean(ranks: Ranks, tmp_path: Path) -> None:
     """With weights, and in the first step. The ranks have one gradient: that is the mean."""
     ranks.run(fit_alike, tmp_path, Alike(), log_gradients=1, max_steps=2)

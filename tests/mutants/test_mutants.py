@@ -15,6 +15,9 @@ from tests.mutants.table import FAULTS
 ROOT = Path(__file__).resolve().parents[2]
 
 
+pytestmark = pytest.mark.exhaustive
+
+
 def test_names_are_unique() -> None:
     assert [name for name, num in Counter(fault.name for fault in FAULTS).items() if num > 1] == []
 

@@ -320,7 +320,11 @@ def ends_at_call(n: int, action: Callable[[], object], disk: UnsyncedDisk) -> bo
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("is_a_kill", [True, False], ids=["kill", "power failure"])
+@pytest.mark.parametrize(
+    "is_a_kill",
+    [pytest.param(True, marks=pytest.mark.exhaustive), False],
+    ids=["kill", "power failure"],
+)
 def test_an_end_at_any_call(
     root: Path, scenario: str, is_a_kill: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,7 +221,9 @@ def test_the_check_of_the_metrics_changes_nothing(ranks: Ranks, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
-@pytest.mark.parametrize("late", ["late key", "late object"])
+@pytest.mark.parametrize(
+    "late", ["late key", pytest.param("late object", marks=pytest.mark.exhaustive)]
+)
 def test_a_metric_that_the_first_batches_lack_is_a_warning(
     late: str, ranks: Ranks, tmp_path: Path
 ) -> None:

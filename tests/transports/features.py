@@ -366,7 +366,7 @@ def parameters(model: nn.Module) -> Weights:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@feature(sizes=(2,))
+@feature(first_on="", sizes=(2,))
 def compiled_ddp(dist: Dist, folder: Path) -> Weights:
     wrapped = parallel(WithBreak())
     train(dist, compiled(wrapped))

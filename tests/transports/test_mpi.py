@@ -94,6 +94,7 @@ dist.new_group(timeout=timedelta(seconds=3))
 """
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_hangs_while_a_group_is_made() -> None:
     """After all have met in the store, MPI_Comm_create_group itself has no timeout."""
     finished = run(warm(["mpirun", "-np", "2", sys.executable, "-c", NEVER_CONNECTS]))
@@ -118,6 +119,7 @@ join("mpi4py")
 """
 
 
+@pytest.mark.exhaustive
 def test_mpi_without_threads() -> None:
     finished = run(warm(["mpirun", "-np", "1", sys.executable, "-c", FUNNELED]))
     assert finished.code != 0

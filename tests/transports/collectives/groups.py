@@ -12,7 +12,7 @@ from tests.transports.collectives.operations import run_each
 from tests.transports.collectives.table import Dist, case, same, usable
 
 
-@case()
+@case(everywhere=True)
 def groups_of_some_ranks(dist: Dist) -> None:
     """In an order of their own, too: a group numbers its ranks itself."""
     rank, n = dist.get_rank(), dist.get_world_size()

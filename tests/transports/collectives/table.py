@@ -30,7 +30,7 @@ class Case:
     unlike_gloo: str  # why Gloo does it otherwise, or not at all
     shm_only: bool
     sizes: Sequence[int]
-    everywhere: bool  # `make test` runs it on two ranks of shm, too
+    everywhere: bool  # `make test` runs it on two ranks of shm and three of MPI, too
 
     @property
     def name(self) -> str:
@@ -43,10 +43,9 @@ class Case:
 
     def is_first_on(self, transport: str, n: int) -> bool:
         """Return whether `make test` runs the row there. Gloo is the check of the table itself."""
-        more = self.everywhere or self.sizes == (2,)
-        return (
-            (transport, n) in (("shm", 3), ("mpi4py", 3)) or (transport, n) == ("shm", 2) and more
-        )
+        first = [("shm", max(self.sizes)), ("mpi4py", min(self.sizes))]
+        more = [("shm", 2), ("mpi4py", 3)] if self.everywhere else []
+        return (transport, n) in (*first, *more)
 
 
 TABLE: list[Case] = []
