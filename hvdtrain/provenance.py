@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from collections.abc import Mapping
@@ -23,6 +24,11 @@ _VARIABLES = tuple(
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that a result may depend on."""
+    return dict(_versions())
+
+
+@functools.cache  # reading them takes tens of milliseconds
+def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:

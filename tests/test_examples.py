@@ -194,13 +194,14 @@ def test_the_notebooks_table(tmp_path: Path) -> None:
     assert len({accuracy[n] for n in ("DDP", "parameter server", "Horovod", "hvdtrain.hvd")}) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("backend", "n"),
     [
         ("ddp", 2),
-        pytest.param("compat", 3, marks=pytest.mark.exhaustive),
+        ("compat", 3),
         # Not with three: Horovod's own fusion then decides in which order numbers are added up.
-        pytest.param("horovod", 2, marks=pytest.mark.exhaustive),
+        ("horovod", 2),
     ],
 )
 def test_two_models_resume_exactly(backend: str, n: int, tmp_path: Path) -> None:

@@ -489,6 +489,7 @@ def facts() -> Facts:
     return found
 
 
+@pytest.mark.exhaustive
 def test_what_is_missing_is_said_at_once(tmp_path: Path) -> None:
     """With an empty PATH, tools beside the interpreter are found, the system's are not."""
     done = command("--dry-run", PATH=str(tmp_path), CXX="/nowhere/g++", CC="")

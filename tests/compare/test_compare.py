@@ -354,6 +354,7 @@ def test_a_folder_is_one_comparisons_alone(tmp_path: Path, monkeypatch: pytest.M
     assert len(named_by_time) == 5
 
 
+@pytest.mark.exhaustive
 def test_a_task_that_cannot_be_used_is_said_once(tmp_path: Path) -> None:
     done, _ = compare(tmp_path / "out", "--task", "pigeon", "--arms", "ddp/gloo", *QUICK, code=1)
     assert done.output.splitlines()[-1].count("unknown task 'pigeon'") == 1

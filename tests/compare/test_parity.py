@@ -16,6 +16,7 @@ from tests.ranks import Ranks
 # Its fixtures of the module are made once.
 pytestmark = pytest.mark.xdist_group("compare-parity")
 
+EXHAUSTIVE = pytest.mark.exhaustive
 FAULTY = "tests.compare.faulty:"
 # The names of the three arms that are always there.
 ALWAYS = {
@@ -81,7 +82,10 @@ def accept(row: ParityRow, n: int) -> None:
         assert 0 < row.difference < 2e-6 < row.tolerance
 
 
-@pytest.mark.parametrize("task", ["digits", "images", "biased", "attention"])
+@pytest.mark.parametrize(
+    "task",
+    ["digits", "images", *(pytest.param(t, marks=EXHAUSTIVE) for t in ("biased", "attention"))],
+)
 def test_equal_work_is_accepted(proofs: Proofs, task: str) -> None:
     row = proofs.verdict("Correct", task)
     accept(row, proofs.n)
@@ -105,8 +109,6 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "half weights": ("images", {"precision": "bf16", "opt_level": "O2"}),
     "SyncBatchNorm": ("images", {"sync_bn": True}),
 }
-
-EXHAUSTIVE = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(
@@ -249,6 +251,7 @@ def test_without_the_duplicate_nothing_shows_that_the_model_repeats(proofs: Proo
     assert "rounded to fp16" in (found.cause or "")  # told without the local gradients as well
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("proofs", [2], indirect=True)
 def test_data_by_a_launchers_variables(proofs: Proofs) -> None:
     """The same tasks and backend, under mpirun and under torchrun."""

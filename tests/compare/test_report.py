@@ -356,7 +356,7 @@ def test_where_no_block_counts_it_says_so_once_and_shows_no_figures() -> None:
     [
         {"arms": {}, "blocks": []},
         pytest.param(make_record(blocks=0), marks=pytest.mark.exhaustive),
-        make_record(blocks=1),
+        pytest.param(make_record(blocks=1), marks=pytest.mark.exhaustive),
         pytest.param(make_record(blocks=6, failed="ddp/gloo"), marks=pytest.mark.exhaustive),
         pytest.param(make_record(blocks=6, ranks=(1, 2, 3)), marks=pytest.mark.exhaustive),
     ],

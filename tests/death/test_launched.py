@@ -123,7 +123,7 @@ CHOSEN = [
     Row("horovodrun", NAN, "exit", where="model", victim=0, backend="horovod", always=True),
     Row("horovodrun", LOST, "wait", backend="compat", transport="gloo"),
     Row("hvdrun", BUG, "raise", where="model", victim=-1, backend="compat"),
-    Row("hvdrun", NAN, "diverge", victim=-1, options="--log-every 1", always=True),
+    Row("hvdrun", NAN, "diverge", victim=-1, options="--log-every 1"),
     Row("hvdrun", KILLED, "kill", always=True),
     Row("srun", BUG, "raise", backend="compat", victim=0),
 ]

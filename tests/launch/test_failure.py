@@ -145,6 +145,7 @@ def ended_by(
         return code, log.read_text(), run_json(tmp_path / "run")["outcome"]
 
 
+@EXHAUSTIVE
 def test_ctrl_c_in_one_process(tmp_path: Path) -> None:
     arguments = map(str, settings(tmp_path, "loop", "wait", -1))
     command = [sys.executable, "-m", "hvdtrain", *arguments, *AT_ONCE]

@@ -345,6 +345,7 @@ def launch(*arguments: object, code: str, **env: str) -> Finished:
     return run(line, env=env)
 
 
+@pytest.mark.exhaustive
 def test_output(tmp_path: Path) -> None:
     """Lines in the order of each rank, with its number; without it in the files."""
     code = (

@@ -59,6 +59,7 @@ def test_one_rank_never_comes_under_mpich(mpich: Path, packages: dict[str, str])
     assert "--epochs -1" in only
 
 
+@pytest.mark.exhaustive
 def test_mpich_with_an_open_mpi_library(tmp_path: Path, mpich: Path) -> None:
     command: Line = [
         mpich / "mpiexec",

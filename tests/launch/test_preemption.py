@@ -129,6 +129,7 @@ def test_an_error_is_recorded_while_the_launcher_stops_the_rank(tmp_path: Path) 
     assert (about["outcome"], about["error"]) == ("failed", "ArithmeticError: as asked")
 
 
+@EXHAUSTIVE
 def test_a_signal_to_a_process_and_its_loaders(tmp_path: Path) -> None:
     """As batch systems and terminals send it: the loader processes must not be the first to end."""
     command = [sys.executable, "-m", "hvdtrain", *told(tmp_path, "--workers", 2)]

@@ -140,6 +140,7 @@ def simulate(size: int) -> Counted:
     return store.finish()
 
 
+@pytest.mark.exhaustive
 def test_rank_0_serves_at_most_n_log_n() -> None:
     small, large = 64, 256
     few, many = simulate(small), simulate(large)

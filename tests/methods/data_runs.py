@@ -25,9 +25,7 @@ from tests.methods.arms import options_of
 from tests.parity.reference import epoch_order, seed_of
 from tests.runs import Stop, watch
 
-CONFIG = TrainConfig(
-    seed=5, epochs=2, batch_size=4, precision="fp64", log_every=1, checkpoint_every=1, threads=1
-)
+CONFIG = TrainConfig(seed=5, epochs=2, batch_size=4, precision="fp64", log_every=1, threads=1)
 
 
 def samples(num: int) -> tuple[Tensor, Tensor]:
@@ -218,8 +216,11 @@ class Streamed(Regression):
 def train(
     backend: Backend, /, task: Regression, run_dir: Path, stop_at: int = -1, **changes: Any
 ) -> dict[str, Any]:
-    """Train, or die before step `stop_at`; return what this rank saw, and what came of it."""
-    config = replace(CONFIG, run_dir=str(run_dir), **changes)
+    """Train, or die before step `stop_at`, after a checkpoint; return what this rank saw, and what
+    came of it.
+    """
+    every = max(stop_at - 1, 0)
+    config = replace(CONFIG, run_dir=str(run_dir), **{"checkpoint_every": every, **changes})
     with options_of(backend, config):
         trainer = Trainer(task, backend, config)
         lines: list[str] = []

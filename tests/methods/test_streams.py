@@ -80,7 +80,7 @@ def test_ranks_of_unequal_length_do_not_hang(ranks: Ranks, uneven: str, tmp_path
 
 # With loader processes, which are the same on any number of ranks, it takes long.
 RESUMED = [
-    (("ddp-torchrun", 2), "stream", 0),
+    pytest.param(("ddp-torchrun", 2), "stream", 0, marks=pytest.mark.exhaustive),
     (("ddp-torchrun", 2), "stateful", 0),
     (("ddp-torchrun", 2), "unequal", 0),
     (("compat-torchrun", 3), "stateful", 0),

@@ -50,9 +50,10 @@ def train_with(backend: Backend, /, folder: Path, name: str, **more: Any) -> dic
 
 
 def stop(backend: Backend, /, folder: Path, name: str, at: int) -> dict[str, Any]:
-    first = train_with(backend, folder, name, stop_at=at)
+    every = at - 1
+    first = train_with(backend, folder, name, stop_at=at, checkpoint_every=every)
     assert first["digest"] == "stopped"
-    rest = train_with(backend, folder, name, resume="auto")
+    rest = train_with(backend, folder, name, resume="auto", checkpoint_every=every)
     # The last step before the stop may have no checkpoint; local SGD saves when it has averaged.
     return {**rest, "again": (0, CONFIGURATIONS[name].get("sync_every", 1)), "first": first}
 

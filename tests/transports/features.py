@@ -113,7 +113,7 @@ def ddp(dist: Dist, folder: Path) -> Weights:
     return train(dist, parallel(made()))
 
 
-@feature()
+@feature(first_on="")
 def ddp_with_views_and_many_buckets(dist: Dist, folder: Path) -> Weights:
     wrapped = parallel(made(), gradient_as_bucket_view=True, bucket_cap_mb=1)
     return train(dist, wrapped)
@@ -125,7 +125,7 @@ def ddp_with_unused_parameters(dist: Dist, folder: Path) -> Weights:
     return train(dist, wrapped, sometimes=True)
 
 
-@feature()
+@feature(first_on="")
 def ddp_with_fp16_compression(dist: Dist, folder: Path) -> Weights:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -134,7 +134,7 @@ def ddp_with_fp16_compression(dist: Dist, folder: Path) -> Weights:
     return train(dist, wrapped)
 
 
-@feature()
+@feature(first_on="")
 def ddp_with_power_sgd(dist: Dist, folder: Path) -> Weights:
     """In one bucket: with several, what follows a bucket's first collective is called by another
     thread at any time, so that ranks call collectives in different orders. Gloo ends the process.
@@ -149,7 +149,7 @@ def ddp_with_power_sgd(dist: Dist, folder: Path) -> Weights:
     return train(dist, wrapped)
 
 
-@feature()
+@feature(first_on="")
 def ddp_with_the_hook_in_c(dist: Dist, folder: Path) -> Weights:
     wrapped = parallel(made())
     wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
@@ -184,7 +184,7 @@ def ddp_without_synchronisation_at_times(dist: Dist, folder: Path) -> Weights:
     return snapshot(wrapped.module)
 
 
-@feature(first_on="mpi4py")
+@feature(first_on="")
 def ddp_with_uneven_inputs(dist: Dist, folder: Path) -> Weights:
     from torch.distributed.algorithms.join import Join
 
@@ -313,7 +313,7 @@ def checkpoint(dist: Dist, folder: Path) -> Weights:
     return result
 
 
-@feature()
+@feature(first_on="")
 def checkpoint_in_the_background(dist: Dist, folder: Path) -> Weights:
     """While training goes on, so in a group of its own; named with its device, too."""
     from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -421,7 +421,7 @@ def compiled_fsdp2(dist: Dist, folder: Path) -> Weights:
 # Groups of the script's own
 
 
-@feature(first_on="mpi4py")
+@feature(first_on="")
 def training_is_not_disturbed_by_other_groups(dist: Dist, folder: Path) -> Weights:
     """Metrics and messages of the script's own between, in and beside DDP's."""
     other = dist.new_group()
