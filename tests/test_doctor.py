@@ -131,6 +131,7 @@ def test_every_collective_on_every_transport(doctor: Doctor) -> None:
         assert all(ms > 0 for ms in times.values())
 
 
+@pytest.mark.exhaustive
 def test_lines_without_a_terminal() -> None:
     finished = run(warm([*DOCTOR, "--no-collectives", "--need", "torchrun,shm"]))
     assert finished.code == 0, finished.output

@@ -187,6 +187,7 @@ def test_numbers_have_three_digits_and_no_exponent(value: float | None, said: st
 # Files and pictures
 
 
+@pytest.mark.exhaustive
 def test_the_command_prints_the_summary_and_writes_the_same_files_again(
     written: Path, summary: Record, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from kubeflow_trainer_api import models
 
 from tests.launching import ROOT
 
@@ -46,6 +45,8 @@ def test_pods(name: str) -> None:
 @pytest.mark.parametrize("name", ["trainjob.yaml", "mpi-runtime.yaml"])
 def test_trainer_v2(name: str) -> None:
     for manifest in load(name):
+        from kubeflow_trainer_api import models  # seconds
+
         model = getattr(models, f"TrainerV1alpha1{manifest['kind']}")
         # The models drop unknown fields, so a misspelt one is missing after the round trip.
         assert without_empty(model.from_dict(manifest).to_dict()) == manifest

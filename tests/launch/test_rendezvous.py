@@ -199,6 +199,7 @@ def test_a_missing_rank_is_named(make: Callable[[int], list[Env]]) -> None:
     assert all("WorldError" in answer["error"] for answer in got), got
 
 
+@pytest.mark.exhaustive
 def test_without_rank_0_there_is_no_store() -> None:
     (got,) = rendezvous_of(step(2)[1], timeout_s=4)
     assert "could not reach rank 0's store" in got["error"]
