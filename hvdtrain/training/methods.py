@@ -1,8 +1,10 @@
-"""The table of training methods: the options that choose each, and the backends that have it.
+"""The table of training methods: the options that choose each, the backends that have it, what it
+needs of the others and what it takes from them.
 
-Three things are made from it: the refusals before a launch (`check`), the table of the manual
-(`python -m hvdtrain.training.methods`), and the tests of each cell (tests/methods). Imports no
-torch: `hvdtrain train` checks its options with it.
+Two methods exclude each other where one `needs` what the other `lacks`. From the table are made the
+refusals before a launch (`check`), the tables of the manual (`python -m hvdtrain.training.methods`)
+and the tests of each cell (tests/methods). Imports no torch: `hvdtrain train` checks its options
+with it.
 
 To add a method: write its file, add its options to TrainConfig, a row here, and an arm to the
 table of tests/methods/arms.py.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
@@ -25,29 +28,30 @@ ONE_PROCESS = {
     for name in ("single", "dp")
 }
 
-LEFT_OUT_BY_SCALE = "the loss scale leaves steps out itself"
 NO_DDP_BUCKETS = (
     "it is the size of DDP's buckets, and Horovod's is the variable HOROVOD_FUSION_THRESHOLD; use "
     "that, or --backend ddp"
 )
-NO_MASTERS = "the half weights are averaged, and the fp32 masters are not"
-NO_MEAN = "it reads the averaged gradient, and each rank steps on its own"
-NO_MEAN_AT_ONCE = "it reads the averaged gradient, and each rank's is applied by itself"
-NO_OVERFLOW = "an overflow would stay in the errors that each rank keeps"
-NO_SCALE = "the loss scale needs gradients that are equal on all ranks"
 NO_SERVER = dict.fromkeys(
     ("single", "dp", "ddp", "horovod", "compat"), "it has no server; use --backend ps"
 )
 NO_RANKS_STEP = "the server alone steps; use --backend ddp"
 SENDS_ALL = {"ps": "a parameter server receives uncompressed gradients; use --backend ddp"}
 
-KEPT_BY_RANK = "each rank keeps state of its own, which is lost with it"
-NOT_HELD = "an evaluation is of averaged parameters, which no rank has until the next average"
+
+class Need(Enum):
+    """What a method may need of a run. Each holds, unless another method lacks it."""
+
+    MEAN = "the mean gradient of all ranks in each step"
+    EVALUATED = "the weights that are evaluated on each rank"
+    FP32 = "fp32 weights"
+    EVERY_STEP = "that nothing else leaves steps out"
+    NOTHING_OF_ONE_RANK = "that nothing is lost with one rank"
 
 
 @dataclass(frozen=True)
 class Method:
-    """One row: a method, its options, and where it is refused."""
+    """One row: a method, its options, where it is refused, and what it needs and lacks."""
 
     name: str
     option: str
@@ -55,8 +59,9 @@ class Method:
     is_chosen: Callable[[TrainConfig], bool]
     refused: Mapping[str, str] = field(default_factory=dict)
     """Reasons by backend. The backends that are not named have the method."""
-    not_with: Mapping[str, str] = field(default_factory=dict)
-    """Reasons by the name of another method."""
+    needs: tuple[Need, ...] = ()
+    lacks: Mapping[Need, str] = field(default_factory=dict)
+    """What methods beside it do not have, and why: the end of a sentence."""
 
 
 _NO_BF16_GRADIENTS = {
@@ -65,79 +70,73 @@ _NO_BF16_GRADIENTS = {
 }
 
 
-def _half_weights(level: str, half: str, masters: str, refused: Mapping[str, str] = {}) -> Method:
+_LEAVES_STEPS_OUT = {Need.EVERY_STEP: "the loss scale leaves out steps that overflow"}
+
+
+def _half_weights(
+    level: str,
+    half: str,
+    masters: str,
+    refused: Mapping[str, str] = {},
+    lacks: Mapping[Need, str] = {},
+) -> Method:
     """Return the row of an opt level with half weights, in one half type."""
     return Method(
         f"{level}: {half} weights{masters}",
         f"--precision {half} --opt-level {level}",
         lambda c: (c.opt_level, c.precision) == (level, half),
         refused=refused,
+        needs=(Need.MEAN,) if level == "O2" else (),  # which also steps the masters
+        lacks={Need.FP32: f"weights and gradients are {half}", **lacks},
     )
-
-
-def _are_sent_in(half: str) -> Mapping[str, str]:
-    """Return why the weights of a half type exclude gradients compressed to it."""
-    levels = (f"O2: {half} weights, fp32 masters", f"O3: {half} weights alone")
-    return dict.fromkeys(levels, f"the gradients are {half} already")
 
 
 METHODS = (
     Method("gradient accumulation", "--accumulate 4", lambda c: c.accumulate > 1),
-    Method("gradient clipping", "--clip-norm 1.0", lambda c: c.clip_norm < float("inf")),
+    Method(
+        "gradient clipping",
+        "--clip-norm 1.0",
+        lambda c: c.clip_norm < float("inf"),
+        needs=(Need.MEAN,),
+    ),
     Method("one-cycle learning rate", "--schedule one-cycle", lambda c: c.schedule == "one-cycle"),
     Method("plateau learning rate", "--schedule plateau", lambda c: c.schedule == "plateau"),
     Method(
         "early stopping",
         "--early-stop loss:3",
         lambda c: c.early_stop is not None,
-        not_with={"local SGD": NOT_HELD},
+        needs=(Need.EVALUATED,),
     ),
     Method(
         "best checkpoint",
         "--keep-best accuracy",
         lambda c: c.keep_best is not None,
-        not_with={"local SGD": NOT_HELD},
+        needs=(Need.EVALUATED,),
     ),
     Method(
         "average of weights",
         "--ema 0.999",
         lambda c: c.ema is not None,
-        not_with={
-            "local SGD": "the ranks' weights differ between two averages of local SGD",
-            **dict.fromkeys(
-                (
-                    "O2: fp16 weights, fp32 masters",
-                    "O2: bf16 weights, fp32 masters",
-                    "O3: fp16 weights alone",
-                    "O3: bf16 weights alone",
-                ),
-                "an average of half weights rounds its small updates away",
-            ),
-        },
+        needs=(Need.MEAN, Need.FP32),
     ),
     Method(
         "bad steps left out",
         "--on-nonfinite skip",
         lambda c: c.on_nonfinite == "skip",
-        not_with={
-            "local SGD": NO_MEAN,
-            "asynchronous parameter server": NO_MEAN_AT_ONCE,
-            "PowerSGD": NO_OVERFLOW,
-            "fp16 with a scaled loss": LEFT_OUT_BY_SCALE,
-            "O2: fp16 weights, fp32 masters": LEFT_OUT_BY_SCALE,
-        },
+        needs=(Need.MEAN, Need.EVERY_STEP),
+        lacks={Need.EVERY_STEP: "steps that are not finite are left out"},
     ),
     Method(
         "gradient spikes",
         "--spike 10",
         lambda c: c.spike is not None,
-        not_with={"local SGD": NO_MEAN, "asynchronous parameter server": NO_MEAN_AT_ONCE},
+        needs=(Need.MEAN,),
     ),
     Method(
         "gradient log",
         "--log-gradients 100",
         lambda c: c.log_gradients > 0,
-        not_with={"local SGD": NO_MEAN, "asynchronous parameter server": NO_MEAN_AT_ONCE},
+        needs=(Need.MEAN,),
     ),
     Method(
         "bf16 autocast",
@@ -148,9 +147,11 @@ METHODS = (
         "fp16 with a scaled loss",
         "--precision fp16",
         lambda c: c.precision == "fp16" and c.opt_level in ("none", "O1"),
+        needs=(Need.MEAN,),
+        lacks=_LEAVES_STEPS_OUT,
     ),
     Method("O1: autocast", "--precision fp16 --opt-level O1", lambda c: c.opt_level == "O1"),
-    _half_weights("O2", "fp16", ", fp32 masters"),
+    _half_weights("O2", "fp16", ", fp32 masters", lacks=_LEAVES_STEPS_OUT),
     _half_weights("O2", "bf16", ", fp32 masters", refused=_NO_BF16_GRADIENTS),
     _half_weights("O3", "fp16", " alone"),
     _half_weights("O3", "bf16", " alone", refused=_NO_BF16_GRADIENTS),
@@ -159,15 +160,21 @@ METHODS = (
         "short last batch, weighted",
         "--uneven join",
         lambda c: c.uneven == "join",
-        not_with={"local SGD": "a step of one rank has no mean over the samples of all"},
+        needs=(Need.MEAN,),
     ),
     Method(
         "SyncBatchNorm",
         "--sync-bn",
         lambda c: c.sync_bn,
         refused={"dp": "nn.DataParallel's replicas cannot communicate; use --backend ddp"},
+        needs=(Need.MEAN,),
     ),
-    Method("buffers of each rank", "--buffers local", lambda c: c.buffers == "local"),
+    Method(
+        "buffers of each rank",
+        "--buffers local",
+        lambda c: c.buffers == "local",
+        lacks={Need.NOTHING_OF_ONE_RANK: "each rank keeps its own buffers"},
+    ),
     Method(
         "size of buckets",
         "--bucket-mib 10",
@@ -177,14 +184,14 @@ METHODS = (
             **dict.fromkeys(("horovod", "compat"), NO_DDP_BUCKETS),
             "ps": "a parameter server is sent whole parameters; use --backend ddp",
         },
-        not_with={"local SGD": "no gradients are sent"},
+        needs=(Need.MEAN,),
     ),
     Method(
         "fp16 gradients",
         "--compression fp16",
         lambda c: c.compression == "fp16",
         refused={**ONE_PROCESS, **SENDS_ALL},
-        not_with=_are_sent_in("fp16"),
+        needs=(Need.MEAN, Need.FP32),
     ),
     Method(
         "bf16 gradients",
@@ -195,7 +202,7 @@ METHODS = (
             **SENDS_ALL,
             "horovod": "Horovod 0.28.1 compresses to fp16 only; use --backend compat or ddp",
         },
-        not_with=_are_sent_in("bf16"),
+        needs=(Need.MEAN, Need.FP32),
     ),
     Method(
         "PowerSGD",
@@ -207,10 +214,8 @@ METHODS = (
             "horovod": "PowerSGD is a communication hook of DDP; use --backend ddp",
             "compat": "PowerSGD is a communication hook of DDP; use --backend ddp",
         },
-        not_with=dict.fromkeys(
-            ("fp16 with a scaled loss", "O2: fp16 weights, fp32 masters"),
-            NO_OVERFLOW,
-        ),
+        needs=(Need.MEAN, Need.EVERY_STEP),  # an overflow would stay in the errors that it keeps
+        lacks={Need.NOTHING_OF_ONE_RANK: "each rank keeps the errors of its compression"},
     ),
     Method(
         "sharded optimizer",
@@ -221,22 +226,18 @@ METHODS = (
             "horovod": "Horovod's ranks share no memory; use --backend ddp or compat",
             "ps": "its servers step for all ranks, --ps-servers all in parts; use --backend ddp",
         },
-        not_with={"local SGD": "each rank steps on its own"},
+        needs=(Need.MEAN,),
+        lacks={Need.NOTHING_OF_ONE_RANK: "each rank keeps a part of the optimizer's state"},
     ),
     Method(
         "local SGD",
         "--sync-every 8",
         lambda c: c.sync_every > 0,
         refused={**ONE_PROCESS, "ps": NO_RANKS_STEP},
-        not_with={
-            "gradient clipping": NO_MEAN,
-            "fp16 with a scaled loss": NO_SCALE,
-            "O2: fp16 weights, fp32 masters": NO_MASTERS,
-            "O2: bf16 weights, fp32 masters": NO_MASTERS,
-            "SyncBatchNorm": "its layers communicate in every step",
-            **dict.fromkeys(
-                ("fp16 gradients", "bf16 gradients", "PowerSGD"), "no gradients are sent"
-            ),
+        lacks={
+            Need.MEAN: "each rank steps on its own gradient",
+            Need.EVALUATED: "the average is evaluated, which no rank keeps",
+            Need.NOTHING_OF_ONE_RANK: "each rank keeps its own weights",
         },
     ),
     Method(
@@ -256,15 +257,7 @@ METHODS = (
         "--ps-async",
         lambda c: c.ps_async,
         refused=NO_SERVER,
-        not_with={
-            "gradient clipping": NO_MEAN_AT_ONCE,
-            "fp16 with a scaled loss": NO_SCALE,
-            "O2: fp16 weights, fp32 masters": NO_SCALE,
-            "O2: bf16 weights, fp32 masters": "the masters are not at the server",
-            "short last batch, weighted": "there is no mean over the samples of all ranks",
-            "SyncBatchNorm": "its layers wait for all ranks in every step",
-            "average of weights": "the ranks have different weights between two evaluations",
-        },
+        lacks={Need.MEAN: "the server steps with each rank's gradient by itself"},
     ),
     Method(
         "elastic training",
@@ -275,21 +268,9 @@ METHODS = (
             "or ddp",
             "ps": "the parameters of a lost server are lost; use --backend compat or ddp",
         },
-        not_with={
-            "PowerSGD": KEPT_BY_RANK,
-            "local SGD": KEPT_BY_RANK,
-            "buffers of each rank": KEPT_BY_RANK,
-            "sharded optimizer": KEPT_BY_RANK,
-        },
+        needs=(Need.NOTHING_OF_ONE_RANK,),
     ),
 )
-
-
-NOT_WEIGHTED = {
-    "local SGD": "a step of one rank has no mean over the weights of all",
-    "asynchronous parameter server": "there is no mean over the weights of all ranks",
-}
-"""Why a method excludes a task whose `loss` returns `(loss, weight)`, by the method's name."""
 
 
 def chosen(config: TrainConfig) -> list[Method]:
@@ -303,13 +284,22 @@ def check(config: TrainConfig, backend: str) -> None:
     A backend that is not in the table (a user's own) is assumed to have every method.
     """
     methods = chosen(config)
-    for method in reversed(methods):  # the more special ones are below
+    for i, method in enumerate(reversed(methods), start=1):  # the more special ones are below
         if backend in method.refused:
             raise InputError(f"{as_given(method, config)}: {method.refused[backend]}")
-        for other in methods:
-            if why := method.not_with.get(other.name):
-                given = f"{as_given(method, config)} with {as_given(other, config)}"
-                raise InputError(f"{given}: {why}; leave one of them out")
+        for other in methods[:-i]:
+            _check_needs(method, other, config)
+            _check_needs(other, method, config)
+
+
+def _check_needs(method: Method, other: Method, config: TrainConfig) -> None:
+    """Raise InputError if a method needs what the other lacks."""
+    for need in method.needs:
+        if why := other.lacks.get(need):
+            raise InputError(
+                f"{as_given(method, config)} needs {need.value}; with {as_given(other, config)}, "
+                f"{why}; leave one of them out"
+            )
 
 
 def as_given(method: Method, config: TrainConfig) -> str:
@@ -329,15 +319,18 @@ def check_weighted_loss(config: TrainConfig) -> None:
     Not collective. No option says it: the first loss does.
     """
     for method in chosen(config):
-        if why := NOT_WEIGHTED.get(method.name):
+        if why := method.lacks.get(Need.MEAN):
             raise InputError(
-                f"{as_given(method, config)} with a loss that has a weight: {why}",
+                f"a loss that has a weight needs {Need.MEAN.value}; with "
+                f"{as_given(method, config)}, {why}",
                 on_all_ranks=not config.ps_async,
             )
 
 
 def table() -> str:
-    """Return the table of methods and backends, in Markdown, with the reasons below."""
+    """Return the table of methods and backends, in Markdown, with the reasons below, and that of
+    what methods need and lack.
+    """
     lines = [
         f"| method | options | {' | '.join(BACKENDS)} |",
         "|---|---|" + "---|" * len(BACKENDS),
@@ -356,16 +349,12 @@ def table() -> str:
         cells = " | ".join(cell(method, backend) for backend in BACKENDS)
         lines.append(f"| {method.name} | `{method.option}` | {cells} |")
     notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
-    apart = [
-        f"- `{method.option}` is refused with {other}: {why}"
-        for method in METHODS
-        for other, why in method.not_with.items()
-    ]
-    apart += [
-        f"- `{method.option}` is refused with a loss that has a weight: {NOT_WEIGHTED[method.name]}"
-        for method in METHODS
-        if method.name in NOT_WEIGHTED
-    ]
+    apart = ["| needed | by | not with |", "|---|---|---|"]
+    for need in Need:
+        by = [f"`{method.option}`" for method in METHODS if need in method.needs]
+        by += ["a loss that has a weight"] * (need == Need.MEAN)
+        without = [f"`{m.option}`: {m.lacks[need]}" for m in METHODS if need in m.lacks]
+        apart.append(f"| {need.value} | {', '.join(by)} | {'; '.join(without)} |")
     return "\n".join([*lines, "", *notes, "", *apart]).strip() + "\n"
 
 
