@@ -125,15 +125,20 @@ def check_training(job: Job) -> None:
     assert len({checksum for _, checksum in ends}) == 1, job.text
 
 
+# The host whose rank dies gets no other one: it is not listed any more when hosts come. Else the
+# launcher may start a process there that it ends at once, which holds a slot for a moment.
+BOTH_NAMES = "127.0.0.1:1", "localhost:1"
+KEPT_ASIDE = "--min-np", "1", "--blacklist-cooldown-range", "600", "600"
+
+
 def test_ranks_die_and_hosts_come(tmp_path: Path) -> None:
     """2 -> 1 -> 3 -> 2: the survivor keeps its process, also when rank 0 dies."""
-    launcher = [*HVDRUN, "--min-np", "1", "--max-np", "3", "--blacklist-cooldown-range", "0.1", "1"]
-    with elastic(tmp_path, launcher, "localhost:2") as job:
+    launcher = [*HVDRUN, "--max-np", "3", *KEPT_ASIDE]
+    with elastic(tmp_path, launcher, *BOTH_NAMES) as job:
         first = job.pids(2)
-        job.set_hosts("localhost:1")
         job.kill(first[0])
         assert job.pids(1) == {0: first[1]}
-        assert "rank 0 on localhost died (SIGKILL); world 2 -> 1 rank, generation 2" in job.text
+        assert "rank 0 on 127.0.0.1 died (SIGKILL); world 2 -> 1 rank, generation 2" in job.text
         job.set_hosts("localhost:3")
         grown = job.pids(3)
         assert grown[0] == first[1]

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from tests.forkserver import warm
-from tests.launch.test_elastic import HVDRUN, Job, elastic, kill_at_random
+from tests.launch.test_elastic import (
+    BOTH_NAMES,
+    HVDRUN,
+    KEPT_ASIDE,
+    Job,
+    elastic,
+    kill_at_random,
+)
 from tests.launching import members, run
 from tests.runs import records, run_json
 
@@ -59,10 +66,9 @@ def test_ranks_die_and_hosts_come(tmp_path: Path) -> None:
     """2 -> 1 -> 3: the survivor keeps its process, and takes the run directory of a dead rank 0."""
     options = "--backend", "compat", "--commit-every", "4", "--lr-on-resize", "linear"
     command = training(tmp_path, *options)
-    with elastic(tmp_path, QUICK, "localhost:2", command=command) as job:
+    with elastic(tmp_path, [*HVDRUN, *KEPT_ASIDE], *BOTH_NAMES, command=command) as job:
         first = job.pids(2)
         job.wait(":step 6/")
-        job.set_hosts("localhost:1")
         job.kill(first[0])
         assert job.pids(1) == {0: first[1]}
         job.set_hosts("localhost:3")
