@@ -78,7 +78,7 @@ class Bench:
                     log_every=10**6,
                     precision=precision,
                     device=self.device,
-                    eval_every=2,
+                    eval_every="2e",
                 )
                 trainer = Trainer(self.task(), opened, config)
                 trainer.console = watch = Stopwatch(self.synchronise)

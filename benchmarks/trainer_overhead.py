@@ -100,7 +100,7 @@ def by_trainer(
             run_dir=backend.broadcast_object(folder) + "/run",
             log_every=50,
             threads=1,
-            eval_every=2,
+            eval_every="2e",
             **options,
         )
         own = [kind() for kind in callbacks]
@@ -116,9 +116,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--tensorboard": {"tensorboard": True},
     "--log-gradients 50": {"log_gradients": 50},
     "--on-nonfinite skip": {"on_nonfinite": "skip"},
-    "--spike 1000000": {"spike": 1e6},  # which no step of this task reaches
     "--ema 0.999": {"ema": 0.999},
-    "--rank-logs": {"rank_logs": True},
     "--stragglers": {"stragglers": True},
 }
 PROFILE = "--profile 50:5"

@@ -9,7 +9,7 @@ hvdtrain/training/README.md. Several models and optimizers are in gan.py.
 
 import argparse
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 
 from hvdtrain import Backend, BackendOptions, open_backend, shard_bounds
+from hvdtrain.optim.local_sgd import LocalSGD
 from hvdtrain.tasks.digits import Digits
 from hvdtrain.training.evaluation import Evaluation
 from hvdtrain.training.metrics import agreed_fingerprint
@@ -35,6 +36,11 @@ def plain(backend: Backend) -> nn.Module:
 def train(backend: Backend, model: nn.Module) -> nn.Module:
     model = model.to(backend.device)
     net, optimizer = backend.prepare(model, sgd(model))
+    loop(backend, net, optimizer)
+    return model
+
+
+def loop(backend: Backend, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for epoch in range(EPOCHS):
         for images, labels in batches(backend, epoch):
             with backend.accumulate(net, last=True):
@@ -43,7 +49,6 @@ def train(backend: Backend, model: nn.Module) -> nn.Module:
             backend.finish_backward(optimizer)  # now p.grad is the mean over all ranks
             optimizer.step()
             optimizer.zero_grad()
-    return model
 
 
 def gradient_accumulation(backend: Backend) -> nn.Module:
@@ -114,52 +119,48 @@ def learning_rate(backend: Backend) -> nn.Module:
     return model
 
 
-def local_sgd(backend: Backend, every: int = 8) -> nn.Module:
+def local_sgd(backend: Backend, every: int = 8, **outer: Any) -> nn.Module:
     """Each rank steps alone; after every 8 steps the parameters are averaged."""
     model = new_model().to(backend.device)
-    net, optimizer = backend.prepare(model, sgd(model), gradients="local")
-    step = 0
+    net, own = backend.prepare(model, sgd(model), gradients="local")
+    optimizer = LocalSGD(own, model, backend, every, **outer)
+    loop(backend, net, optimizer)
+    optimizer.synchronize()
+    return model
+
+
+def diloco(backend: Backend) -> nn.Module:
+    """Local SGD whose average is the gradient of an outer optimizer (Douillard et al., 2023)."""
+    outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+    return local_sgd(backend, outer=outer)
+
+
+def sam(backend: Backend, rho: float = 0.05) -> nn.Module:
+    """Sharpness-aware minimization (Foret et al., 2021): the mean of the gradients where a step of
+    `rho` up each rank's own gradient leads.
+    """
+    model = new_model().to(backend.device)
+    net, optimizer = backend.prepare(model, sgd(model))
     for epoch in range(EPOCHS):
         for images, labels in batches(backend, epoch):
-            F.cross_entropy(net(images), labels).backward()  # type: ignore[no-untyped-call]
+            with backend.accumulate(net, last=False):  # nothing is averaged
+                F.cross_entropy(net(images), labels).backward()  # type: ignore[no-untyped-call]
+            before = {p: p.detach().clone() for p in model.parameters()}
+            with torch.no_grad():
+                grads = [p.grad for p in before if p.grad is not None]
+                norm = nn.utils.get_total_norm(grads)
+                for p, grad in zip(before, grads, strict=True):
+                    p.add_(grad, alpha=rho / float(norm))
+            model.zero_grad()  # not the optimizer's, which has not stepped
+            with backend.accumulate(net, last=True):
+                F.cross_entropy(net(images), labels).backward()  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                for p, value in before.items():
+                    p.copy_(value)
+            backend.finish_backward(optimizer)
             optimizer.step()
             optimizer.zero_grad()
-            step += 1
-            if step % every == 0:
-                average(backend, model)
-    average(backend, model)
     return model
-
-
-def diloco(backend: Backend, every: int = 8) -> nn.Module:
-    """Local SGD whose average is the gradient of an outer optimizer (Douillard et al., 2023)."""
-    model = new_model().to(backend.device)
-    net, optimizer = backend.prepare(model, sgd(model), gradients="local")
-    common = [p.detach().clone() for p in model.parameters()]  # the same on all ranks
-    outer = torch.optim.SGD(common, lr=0.7, momentum=0.9, nesterov=True)
-    steps = [batch for epoch in range(EPOCHS) for batch in batches(backend, epoch)]
-    for step, (images, labels) in enumerate(steps, 1):
-        F.cross_entropy(net(images), labels).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % every == 0 or step == len(steps):
-            average(backend, model)
-            with torch.no_grad():
-                for start, p in zip(common, model.parameters(), strict=True):
-                    start.grad = start - p  # how far the ranks have moved
-                outer.step()
-                for start, p in zip(common, model.parameters(), strict=True):
-                    p.copy_(start)
-    return model
-
-
-def average(backend: Backend, model: nn.Module) -> None:
-    """Replace parameters and statistics by their means over all ranks, in one all-reduce."""
-    tensors = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
-    with torch.no_grad():
-        flat = backend.all_reduce(torch.cat([t.flatten() for t in tensors]))
-        for t, mean in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
-            t.copy_(mean.view_as(t))
 
 
 def early_stop(backend: Backend, patience: int = 2) -> nn.Module:
@@ -218,12 +219,17 @@ METHODS: dict[str, Callable[[Backend], nn.Module]] = {
         sync_batch_norm,
         learning_rate,
         local_sgd,
+        sam,
         diloco,
         early_stop,
         stream,
     )
 }
-OPTIONS = {"compressed_gradients": BackendOptions(compression="fp16")}
+OPTIONS = {
+    "compressed_gradients": BackendOptions(compression="fp16"),
+    "local_sgd": BackendOptions(buffers="average"),
+    "diloco": BackendOptions(buffers="average"),
+}
 
 # What all of them share: the model, the data, the evaluation.
 

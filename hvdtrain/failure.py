@@ -164,11 +164,7 @@ def _abort(code: int) -> NoReturn:
 def _wait_until_output_is_read() -> None:
     """Wait until the launcher has read this rank's output from its pipes."""
     deadline = time.monotonic() + _MAX_FORWARD_S
-    fds = {1, 2}
-    for stream in (sys.stdout, sys.stderr):  # elsewhere if `--rank-logs` reads 1 and 2
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            fds.add(stream.fileno())
-    for fd in fds:
+    for fd in (1, 2):
         with contextlib.suppress(OSError):  # closed
             while stat.S_ISFIFO(os.fstat(fd).st_mode) and time.monotonic() < deadline:
                 if struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4))) == (0,):

@@ -299,19 +299,11 @@ def test_a_run_is_running_while_its_process_lives() -> None:
     assert run_dir.outcome_of({**about, "outcome": "failed"}) == "failed"
 
 
-def test_show_draws_loss_and_rate(line: Lines) -> None:
-    finished = line("show", "run")
+def test_show_says_what_a_run_was_and_draws_it(line: Lines) -> None:
+    finished = line("show", "run", "--png", "run.png")
     assert finished.code == 0, finished.output
-    losses = [entry["loss"] for entry in records(line.folder / "run") if "loss" in entry]
-    about = record(line)
     assert finished.lines("--task my.py:Mine --set ['width=4']")
-    assert finished.lines(f"params_sha256 {about['params_sha256'][:12]}")
-    (top,) = finished.lines(f" loss {max(losses):.4g} ")
-    (bottom,) = finished.lines(f" {min(losses):.4g} ")
-    assert bottom.count("█") > top.count("█") >= 1
-    assert len(bottom) <= 80
-    assert finished.lines(f"lr 0.1 at each of the steps 1 to {len(losses)}")
-    assert line("show", "run", "--png", "run.png").code == 0
+    assert finished.lines(f"params_sha256 {record(line)['params_sha256'][:12]}")
     assert (line.folder / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -319,7 +311,6 @@ def test_a_run_that_has_logged_nothing(line: Lines) -> None:
     (line.folder / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": "nan"}\n{"st')
     finished = line("show", "run")
     assert finished.code == 0, finished.output
-    assert "█" not in finished.output
     assert "nothing to draw" in line.refused("show", "run", "--png", "run.png")
 
 

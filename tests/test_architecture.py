@@ -32,6 +32,7 @@ LAYERS = (
     "hvd",
     "horovod_build",
     "backends",
+    "optim",
     "tasks training",
     "compare",
     "doctor",

@@ -268,8 +268,8 @@ class Backend(ABC):
 
         `gradients`: what `p.grad` is after `finish_backward`. With "share" it is what this rank's
         `optimizer.step()` needs, which may be None; the caller asks `synchronize` for the mean
-        where it reads it. With "local" it stays this rank's own, nothing is wrapped, `accumulate`
-        is not called, and the caller keeps the ranks equal.
+        where it reads it. With "local" it stays this rank's own, nothing is wrapped, and the caller
+        keeps the ranks equal, as `optim.LocalSGD` does.
 
         `model` must be on `self.device` already. Load state and build a scheduler afterwards, on
         the returned objects: a backend may make a new optimizer. Keep `model` for `state_dict()`:
@@ -330,7 +330,12 @@ class Backend(ABC):
 
         Gradients are summed over the micro-batches of a step: divide the loss by their number.
         """
-        return self._accumulate(uncompiled_net(net), last)
+        bare = uncompiled_net(net)
+        if any(
+            made.model is bare and made.gradients == "local" for made in self._prepared.values()
+        ):
+            return nullcontext()
+        return self._accumulate(bare, last)
 
     def _accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Do the engine's part of `accumulate`, on the net without the wrapper of torch.compile."""
@@ -341,12 +346,12 @@ class Backend(ABC):
         (but see `prepare`). Collective. Also coalesce sparse gradients, and synchronise buffers by
         their policy.
 
-        Call it once a step, before unscaling, clipping and stepping. Raises InputError with the
-        names of the parameters without a gradient, unless `unused_parameters` is "zero".
+        Call it once a step, before unscaling, clipping and stepping, with the optimizer that
+        `prepare` returned or one that has it as its `wrapped`. Raises InputError with the names of
+        the parameters without a gradient, unless `unused_parameters` is "zero".
         """
-        if id(optimizer) not in self._prepared:
-            raise ValueError("finish_backward wants the optimizer that prepare returned")
-        made = self._prepared[id(optimizer)]
+        made = self._made_of(optimizer)
+        optimizer = made.optimizer
         model_sync.fill_missing_gradients(optimizer, made.names, self.options.unused_parameters)
         if made.gradients == "local":
             return
@@ -356,6 +361,14 @@ class Backend(ABC):
                 p.grad = p.grad.coalesce()
         if not self.is_asynchronous:
             model_sync.sync_buffers(self, made.model)
+
+    def _made_of(self, optimizer: Optimizer) -> _Prepared:
+        """Return what `prepare` has made of an optimizer, which a method may have wrapped since."""
+        while id(optimizer) not in self._prepared:
+            if not hasattr(optimizer, "wrapped"):
+                raise ValueError("finish_backward wants the optimizer that prepare returned")
+            optimizer = optimizer.wrapped
+        return self._prepared[id(optimizer)]
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:  # noqa: B027
         """Average the gradients, or wait until they are averaged. Collective.

@@ -1,8 +1,7 @@
-"""`hvdtrain show`: one run, with a plot of its loss and learning rate."""
+"""`hvdtrain show`: one run, and a picture of its loss and learning rate."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,8 @@ from hvdtrain.errors import BackendUnavailable, InputError, printable
 from hvdtrain.training import run_dir
 from hvdtrain.training.config import flag
 
-# What is drawn: the key of a record, and the rows on the terminal.
-_SERIES = (("loss", 8), ("lr", 4))
-_BLOCKS = " ▁▂▃▄▅▆▇█"
-_MARGIN = 12
+_SERIES = ("loss", "lr")
+"""What is drawn: keys of the records."""
 _MAX_VALUE = 1e300  # also of an int, which can be larger than any float
 
 Points = list[tuple[int, float]]
@@ -29,10 +26,10 @@ Points = list[tuple[int, float]]
     "--png",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw to this file, not on the terminal. Needs matplotlib.",
+    help="Draw loss and learning rate to this file. Needs matplotlib.",
 )
 def command(path: Path, png: Path | None) -> None:
-    """Show one run: what it was, how it ended, and a plot of loss and learning rate.
+    """Show one run: what it was, and how it ended.
 
     \b
     exit code 0   shown
@@ -43,21 +40,13 @@ def command(path: Path, png: Path | None) -> None:
     with run_dir.checked(path / "run.json"):
         facts = _facts(path, run)
     records = run_dir.read_metrics(path)
-    series = {name: _points(records, name) for name, _ in _SERIES}
     if png is not None:
-        _draw(series, str(path), png)
+        _draw({name: _points(records, name) for name in _SERIES}, str(path), png)
     for name, value in facts:
         # A line end of a value must not look like the next one's name.
         click.echo(f"{name:8} {printable(value)}".replace("\n", "\n" + 9 * " "))
     if png is not None:
         click.echo(f"png      {png}")
-        return
-    width = max(20, min(100, shutil.get_terminal_size().columns) - _MARGIN - 1)
-    for name, height in _SERIES:
-        if len(series[name]) > 1:
-            click.echo("")
-            for line in _plot(name, series[name], width, height):
-                click.echo(line)
 
 
 def _facts(path: Path, run: dict[str, Any]) -> list[tuple[str, str]]:
@@ -95,32 +84,6 @@ def _points(records: list[dict[str, Any]], name: str) -> Points:
         for step, value in found
         if isinstance(step, int) and isinstance(value, (int, float)) and abs(value) < _MAX_VALUE
     )
-
-
-def _plot(name: str, points: Points, width: int, height: int) -> list[str]:
-    """Return the lines of a plot in block characters: of each column, the mean of its values."""
-    first, last = points[0][0], points[-1][0]
-    columns: list[list[float]] = [[] for _ in range(width)]
-    for step, value in points:
-        columns[(step - first) * (width - 1) // max(1, last - first)].append(value)
-    means = [sum(values) / len(values) if values else None for values in columns]
-    known = [mean for mean in means if mean is not None]
-    low, high = min(known), max(known)
-    if low == high:
-        return [f"{name} {low:.4g}".rjust(_MARGIN - 1) + f" at each of the steps {first} to {last}"]
-    eighths, level = [], 0
-    for mean in means:  # a column without a value repeats the one before
-        if mean is not None:
-            level = 1 + round((mean - low) / (high - low) * (8 * height - 1))
-        eighths.append(level)
-    lines = []
-    for row in range(height):
-        below = 8 * (height - 1 - row)
-        bar = "".join(_BLOCKS[min(8, max(0, eighth - below))] for eighth in eighths)
-        label = f"{name} {high:.4g}" if row == 0 else f"{low:.4g}" if row == height - 1 else ""
-        lines.append(f"{label:>{_MARGIN - 1}} {bar}".rstrip())
-    steps = f"step {first}"
-    return [*lines, " " * _MARGIN + steps + f"{last}".rjust(width - len(steps))]
 
 
 def _draw(series: dict[str, Points], title: str, png: Path) -> None:

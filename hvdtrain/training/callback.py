@@ -20,17 +20,19 @@ class Callback:
     """Code that the Trainer calls at fixed points of a run; override the hooks that it needs.
 
         on_start, then load_state_dict if the run is resumed
+        for each epoch:    on_epoch_start
         for each step:     on_gradients, then on_step_end
-        for each epoch:    on_evaluate if there is an evaluation, then on_epoch_end
+        for each evaluation, after some steps or an epoch:  on_evaluation_start, then on_evaluate
+        for each epoch:    on_epoch_end, after its evaluation
         for each save:     state_dict, then on_checkpoint
-        on_end
+        on_end, or on_exception on a rank that fails
 
-    Each hook is called on every rank, after the same step, callback after callback. So a hook may
-    call the collectives of `trainer.backend`, if all ranks do: what decides it must be the same on
-    all ranks. These are the same: `trainer.progress`, `trainer.config`, what `on_evaluate` is
-    given, and after each step the parameters, their gradients and the optimizer's state (with local
-    SGD only after an average). These are not: the batch, its loss, times, and the buffers with
-    `--buffers local`.
+    Each hook but the last is called on every rank, after the same step, callback after callback. So
+    a hook may call the collectives of `trainer.backend`, if all ranks do: what decides it must be
+    the same on all ranks. These are the same: `trainer.progress`, `trainer.config`, what
+    `on_evaluate` is given, and after each step the parameters, their gradients and the optimizer's
+    state (with local SGD only after an average). These are not: the batch, its loss, times, and the
+    buffers with `--buffers local`.
 
     A hook may call `trainer.stop`, `request_checkpoint`, `record` and `log`, as all ranks do. A
     callback that differs between ranks is not supported: every rank has the same callbacks with the
@@ -45,6 +47,11 @@ class Callback:
         is resumed. Collectives may be called.
 
         Create here what `load_state_dict` fills: that is called next.
+        """
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        """Called before the first step of each epoch, or of its rest in a resumed run. Collectives
+        may be called.
         """
 
     def on_gradients(self, trainer: Trainer, losses: Sequence[Tensor]) -> None:
@@ -62,6 +69,11 @@ class Callback:
 
         `trainer.progress.step` counts it. Gradients are still there, as the optimizer used them;
         with `--opt-level O2` these are the half ones, multiplied by the loss scale.
+        """
+
+    def on_evaluation_start(self, trainer: Trainer) -> None:
+        """Called before each evaluation of `trainer.eval_model`, but not before the check of one
+        batch. Collectives may be called.
         """
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
@@ -96,6 +108,11 @@ class Callback:
     def on_end(self, trainer: Trainer) -> None:
         """Called at the end of a run, after its last checkpoint; not if it fails or is killed.
         Collectives may be called.
+        """
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Called when a run ends with an exception, Ctrl-C and a preemption included, on each rank
+        that it ends on. It must call no collective; what it raises is printed, and changes nothing.
         """
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.backends.base import Backend, check_same
 from hvdtrain.backends.model_sync import to_cpu
-from hvdtrain.errors import HvdtrainError, InputError, add_note
+from hvdtrain.errors import HvdtrainError, InputError, add_note, one_line
 from hvdtrain.training.best_checkpoint import BestCheckpoint
 from hvdtrain.training.callback import Callback
 from hvdtrain.training.config import TrainConfig
@@ -18,7 +18,6 @@ from hvdtrain.training.early_stop import EarlyStop
 from hvdtrain.training.ema import EMA
 from hvdtrain.training.gradient_guard import GradientGuard
 from hvdtrain.training.gradient_log import GradientLog
-from hvdtrain.training.rank_log import RankLog
 from hvdtrain.training.step_profiler import StepProfiler
 from hvdtrain.training.stragglers import Stragglers
 from hvdtrain.training.tensorboard import TensorBoard
@@ -42,12 +41,10 @@ def from_options(config: TrainConfig) -> list[Callback]:
         found.append(BestCheckpoint(best))
     if config.ema is not None:
         found.append(EMA(config.ema))
-    if config.rank_logs:
-        found.append(RankLog())
     if config.log_gradients:
         found.append(GradientLog(config.log_gradients))
-    if config.on_nonfinite == "skip" or config.spike is not None:
-        found.append(GradientGuard(config.on_nonfinite == "skip", config.spike))
+    if config.on_nonfinite == "skip":
+        found.append(GradientGuard())
     if (steps := config.profile_steps()) is not None:
         found.append(StepProfiler(*steps))
     if config.tensorboard:
@@ -112,6 +109,15 @@ class CallbackList:
         for name, method in self._overridden[hook]:
             with _named(name, hook):
                 method(trainer, *args)
+
+    def tell_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Call `on_exception` of all callbacks; print what they raise. Not collective."""
+        for name, method in self._overridden["on_exception"]:
+            try:
+                method(trainer, error)
+            except Exception as own:
+                text = f"{name}.on_exception raised {type(own).__name__}: {one_line(own)}"
+                trainer.console.print_line(f"callback {text}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all callbacks by name, on the CPU. Not collective."""

@@ -205,7 +205,11 @@ class TrainConfig:
         False,
         "Do not evaluate one batch before the first step, which finds mistakes in the metrics.",
     )
-    eval_every: int = _option(1, "Epochs between evaluations; the last step always has one.")
+    eval_every: int | str = _option(
+        "1e",
+        "Steps between evaluations, or epochs, such as 2e; the last step always has one. 0: that "
+        "one only.",
+    )
     early_stop: str | None = _option(
         None,
         "METRIC[:min|max]:PATIENCE: end after PATIENCE evaluations without an improvement.",
@@ -229,11 +233,6 @@ class TrainConfig:
         "stop",
         "skip",
     )
-    spike: float | None = _option(
-        None,
-        "Treat a gradient as not finite if its norm exceeds this many times the median of the "
-        "last 100 steps.",
-    )
     tensorboard: bool = _option(
         False, "Also write the metrics as TensorBoard scalars, into the run directory."
     )
@@ -245,9 +244,6 @@ class TrainConfig:
     profile: str | None = _option(
         None,
         "START:STEPS, such as 20:5: write a trace of these steps on all ranks, for Perfetto.",
-    )
-    rank_logs: bool = _option(
-        False, "Keep what each rank prints, in logs/rank0.log and so on of the run directory."
     )
     log_every: int = _option(10, "Steps between lines of metrics.")
     stragglers: bool = _option(
@@ -274,11 +270,6 @@ class TrainConfig:
         "30s",
         "After such a signal: the time to save, such as 90s or 5m; then the run ends without a new "
         "checkpoint.",
-    )
-    requeue_exit_code: int = _option(
-        143,
-        "The exit code of a run that a signal of --checkpoint-signals has ended; after INT it is "
-        "130.",
     )
     resume: str = _option(
         "none",
@@ -309,8 +300,8 @@ class TrainConfig:
     def check(self) -> None:
         """Raise InputError for an invalid value, or an invalid combination of values."""
         positive = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size
-            accumulate lr step_factor clip_norm eval_every log_every keep outer_lr ema
-            spike commit_every""".split()
+            accumulate lr step_factor clip_norm log_every keep outer_lr ema
+            commit_every""".split()
         for name in positive:
             value = getattr(self, name)
             if value is not None and not value > 0:  # not `value <= 0`: NaN is refused, too
@@ -345,11 +336,10 @@ class TrainConfig:
             raise InputError(
                 "--stragglers with --ps-async: no rank waits for another one; leave one out"
             )
-        if self.elastic and (self.rank_logs or self.profile is not None):
-            name = "--rank-logs" if self.rank_logs else "--profile"
+        if self.elastic and self.profile is not None:
             raise InputError(
-                f"{name} with --elastic: the ranks get other numbers when the world changes; leave "
-                "one out (hvdrun --output-filename keeps what each process prints)"
+                "--profile with --elastic: the ranks get other numbers when the world changes; "
+                "leave one out"
             )
         if self.outer_optimizer == "nesterov" and not self.outer_momentum:
             raise InputError("--outer-optimizer nesterov wants an --outer-momentum above zero")
@@ -358,12 +348,9 @@ class TrainConfig:
                 f"--ema {self.ema} must be less than 1, such as 0.999; with 1 the average would "
                 "never move"
             )
-        if self.spike is not None and self.spike <= 1:
-            raise InputError(f"--spike {self.spike} must be greater than 1, such as 10")
-        if self.requeue_exit_code not in range(256):
-            raise InputError(f"--requeue-exit-code {self.requeue_exit_code} is not one of 0 to 255")
         self.profile_steps()
         self.checkpoint_interval()
+        self.evaluation_interval()
         self.grace_s()
         self.drop_epochs()
         if self.schedule == "one-cycle" and self.warmup_steps:
@@ -391,7 +378,6 @@ class TrainConfig:
             "outer_lr": ("--outer-optimizer sgd or nesterov", self.outer_optimizer != "none"),
             "outer_momentum": ("--outer-optimizer sgd or nesterov", self.outer_optimizer != "none"),
             "grace": ("--checkpoint-signals", has_signals),
-            "requeue_exit_code": ("--checkpoint-signals", has_signals),
             "plateau": ("--schedule plateau", self.schedule == "plateau"),
             "ps_max_staleness": ("--ps-async", self.ps_async),
             "ps_sync_every": ("--ps-async", self.ps_async),
@@ -419,16 +405,29 @@ class TrainConfig:
 
         Raises InputError if `checkpoint_every` is neither a number of steps nor of epochs.
         """
-        found = re.fullmatch(r"(-?[0-9]{1,31})(e?)", str(self.checkpoint_every).strip())
+        steps, epochs = self._interval("checkpoint_every")
+        return steps, epochs or int(not steps)
+
+    def evaluation_interval(self) -> tuple[int, int]:
+        """Return the steps and the epochs between evaluations; 0 means never.
+
+        Raises InputError if `eval_every` is neither a number of steps nor of epochs.
+        """
+        return self._interval("eval_every")
+
+    def _interval(self, name: str) -> tuple[int, int]:
+        """Return the steps and the epochs that an option is; one of them, or both, are 0."""
+        given = getattr(self, name)
+        found = re.fullmatch(r"(-?[0-9]{1,31})(e?)", str(given).strip())
         if found is None or (found[2] and int(found[1]) < 1):
             raise InputError(
-                f"--checkpoint-every {self.checkpoint_every!r} is neither a number of steps, such "
-                "as 500, nor of epochs, such as 2e"
+                f"{flag(name)} {given!r} is neither a number of steps, such as 500, nor of epochs, "
+                "such as 2e"
             )
         number = int(found[1])
         if number < 0:
-            raise InputError(f"--checkpoint-every {number} must not be negative")
-        return (0, number or 1) if found[2] or not number else (number, 0)
+            raise InputError(f"{flag(name)} {number} must not be negative")
+        return (0, number) if found[2] else (number, 0)
 
     def signal_numbers(self) -> tuple[signal.Signals, ...]:
         """Return `checkpoint_signals`. Raises InputError for a signal that cannot be one."""

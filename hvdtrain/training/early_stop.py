@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,11 @@ class EarlyStop(Callback):
 def num_evaluations(trainer: Trainer) -> int:
     """Return how many evaluations a run has that starts afresh; of a stream, at most."""
     config, per_epoch = trainer.config, trainer.ledger.steps_per_epoch
+    steps, every = config.evaluation_interval()
+    if steps:
+        total = trainer.ledger.total_steps
+        return sys.maxsize if total is None else -(-total // steps)
     epochs = config.epochs
     if config.max_steps is not None and per_epoch:
         epochs = min(epochs, -(-config.max_steps // per_epoch))
-    return -(-epochs // config.eval_every)
+    return -(-epochs // every) if every else 1

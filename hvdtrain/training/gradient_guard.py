@@ -1,10 +1,9 @@
-"""`--on-nonfinite skip` and `--spike`: a callback that checks the gradient of each step.
+"""`--on-nonfinite skip`: a callback that checks the gradient of each step.
 
     every rank    records the norm of each parameter's own gradient, as backward computes it
     every rank    all-reduces the norm of the averaged gradient, and the loss: one small collective
-    every rank    compares these with the last 100 norms: the same bits, so the same decision
     if it is bad  all ranks gather what each has noted, and name parameter, rank and micro-batch;
-                  then all raise, or all leave the step out
+                  then all leave the step out
 
 A step that is left out changes neither parameters nor buffers. The step and the data advance.
 """
@@ -12,8 +11,6 @@ A step that is left out changes neither parameters nor buffers. The step and the
 from __future__ import annotations
 
 import math
-import statistics
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,20 +25,15 @@ from hvdtrain.training.gradient_values import is_finite, norm_of, watch
 if TYPE_CHECKING:
     from hvdtrain.training.trainer import Trainer
 
-_WINDOW = 100
-_LEAST = 10
-"""Norms that must be known before one is called a spike."""
 _MAX_IN_A_ROW = 10
 """Steps left out in a row, after which the run ends: the weights or the data are beyond repair."""
 _MAX_RECORDED = 100
 
 
 class GradientGuard(Callback):
-    """Stops before a step with a gradient that is not finite, or a spike; or leaves it out."""
+    """Leaves steps out whose loss or gradient is not finite."""
 
-    def __init__(self, skips: bool, spike: float | None) -> None:
-        self._skips, self._spike = skips, spike
-        self._norms: deque[float] = deque(maxlen=_WINDOW)
+    def __init__(self) -> None:
         self._in_a_row = 0
         self._skipped: list[dict[str, Any]] = []
         self._own: list[tuple[int, str, Tensor]] = []
@@ -62,40 +54,28 @@ class GradientGuard(Callback):
         self._own.append((micro_batch, name, norm_of(grad)))
 
     def _remember_buffers(self, model: nn.Module) -> None:
-        if self._skips:
-            self._buffers = [buffer.clone() for buffer in model.buffers()]
+        self._buffers = [buffer.clone() for buffer in model.buffers()]
 
     def on_gradients(self, trainer: Trainer, losses: Sequence[Tensor]) -> None:
-        """Look at a step's gradient. Raises TrainingDiverged, on every rank, unless it skips."""
-        backend, scaler = trainer.backend, trainer.precision.scaler
+        """Look at a step's gradient. Raises TrainingDiverged, on every rank, after too many bad
+        ones in a row.
+        """
+        backend = trainer.backend
         backend.synchronize(trainer.optimizer, "gradients")
         own, self._own = self._own, []
         grads = [p.grad for p in self._parameters if p.grad is not None]
         norms = torch.stack([norm_of(grad) for grad in grads])
-        norm = torch.linalg.vector_norm(norms) / scaler.get_scale()
+        norm = torch.linalg.vector_norm(norms)
         total = torch.stack([loss.double().reshape(()) for loss in losses]).sum()
         both = torch.stack([norm, total])
         size, loss = backend.all_reduce(both, "mean").tolist()
-        if not math.isfinite(size) and scaler.is_enabled():
-            return  # the loss scale adapts, and its step is left out
         if not (math.isfinite(size) and math.isfinite(loss)):
             bad = "loss" if not math.isfinite(loss) else "norm of the gradient"
             why = f"the {bad} is {loss if bad == 'loss' else size}"
-            self._skip_or_raise(trainer, why, "first", self._first_not_finite(trainer, own, losses))
-        elif self._is_spike(size):
-            median = statistics.median(self._norms)
-            times = f"{size / median:.3g} times the median"
-            why = f"the norm of the gradient is {size:.4g}, {times}"
-            self._skip_or_raise(trainer, why, "most", self._largest(trainer, own))
+            self._skip(trainer, why, self._first_not_finite(trainer, own, losses))
         else:
-            self._norms.append(size)
             self._in_a_row = 0
             self._remember_buffers(trainer.model)
-
-    def _is_spike(self, norm: float) -> bool:
-        if self._spike is None or len(self._norms) < _LEAST:
-            return False
-        return norm > self._spike * statistics.median(self._norms)
 
     def _first_not_finite(
         self, trainer: Trainer, own: list[tuple[int, str, Tensor]], losses: Sequence[Tensor]
@@ -120,42 +100,29 @@ class GradientGuard(Callback):
         bad_names = [name for name, grad in grads if not is_finite(grad)]
         return {"parameter": uncompiled(bad_names[0])} if bad_names else {}
 
-    def _largest(self, trainer: Trainer, own: list[tuple[int, str, Tensor]]) -> dict[str, Any]:
-        """Return the rank, micro-batch and parameter with the largest gradient. Collective."""
-        largest, mine = -1.0, {}
-        for micro_batch, name, noted in own:
-            norm = float(noted) * trainer._stepper.factor_of(micro_batch)
-            if norm > largest:
-                largest, mine = norm, {"micro_batch": micro_batch, "parameter": name}
-        everyone = trainer.backend.all_gather_object((largest, -trainer.world.rank, mine))
-        _, rank, found = max(everyone, key=lambda item: item[:2])
-        return {"rank": -rank, **found}
-
-    def _skip_or_raise(self, trainer: Trainer, why: str, how: str, where: dict[str, Any]) -> None:
-        """Leave the step out, or raise TrainingDiverged on every rank."""
+    def _skip(self, trainer: Trainer, why: str, where: dict[str, Any]) -> None:
+        """Leave the step out; raise TrainingDiverged, on every rank, if it is one too many."""
         progress = trainer.progress
         step, self._in_a_row = progress.step + 1, self._in_a_row + 1
         order = f"position {progress.sample} of epoch {progress.epoch + 1}"
         place = [f"{name.replace('_', '-')} {value}" for name, value in where.items()]
         place = place if "rank" in where else ["the mean of the ranks", *place]
-        text = f"step {step} ({order}): {why}, {how} on {', '.join(place)}"
-        if self._skips and self._in_a_row < _MAX_IN_A_ROW:
-            trainer.skip_step()
-            with torch.no_grad():
-                for buffer, value in zip(trainer.model.buffers(), self._buffers, strict=True):
-                    buffer.copy_(value)
-            trainer.console.print_line(f"skipped  {text}")
-            entry = {"step": step, "epoch": progress.epoch + 1, "sample": progress.sample}
-            kept = self._skipped[1 - _MAX_RECORDED :]
-            self._skipped = [*kept, {**entry, **where, "why": why}]
-            trainer.record(skipped_steps=self._skipped)
-            return
-        if self._skips:
-            text += f"; it would be the {_MAX_IN_A_ROW}th step in a row that is left out"
-        raise TrainingDiverged(
-            f"{text}; lower the learning rate, clip with --clip-norm, or look at the data",
-            on_all_ranks=True,
-        )
+        text = f"step {step} ({order}): {why}, first on {', '.join(place)}"
+        if self._in_a_row >= _MAX_IN_A_ROW:
+            raise TrainingDiverged(
+                f"{text}; it would be the {_MAX_IN_A_ROW}th step in a row that is left out; lower "
+                "the learning rate, clip with --clip-norm, or look at the data",
+                on_all_ranks=True,
+            )
+        trainer.skip_step()
+        with torch.no_grad():
+            for buffer, value in zip(trainer.model.buffers(), self._buffers, strict=True):
+                buffer.copy_(value)
+        trainer.console.print_line(f"skipped  {text}")
+        entry = {"step": step, "epoch": progress.epoch + 1, "sample": progress.sample}
+        kept = self._skipped[1 - _MAX_RECORDED :]
+        self._skipped = [*kept, {**entry, **where, "why": why}]
+        trainer.record(skipped_steps=self._skipped)
 
     def on_end(self, trainer: Trainer) -> None:
         """Remove the hooks; record all skipped steps, also those before a resume."""
@@ -165,10 +132,9 @@ class GradientGuard(Callback):
             trainer.record(skipped_steps=self._skipped)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last norms, and the steps that were left out."""
-        return {"norms": list(self._norms), "skipped": self._skipped, "in_a_row": self._in_a_row}
+        """Return the steps that were left out."""
+        return {"skipped": self._skipped, "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state."""
-        self._norms.extend(state["norms"])
         self._skipped, self._in_a_row = list(state["skipped"]), state["in_a_row"]

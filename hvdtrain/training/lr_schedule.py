@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, InputError
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.criterion import number_of
 
@@ -43,9 +43,19 @@ def set_base_lr(
 ) -> tuple[list[float], list[float]]:
     """Set the learning rate that every schedule starts from, in place.
 
-    Returns the rates before and after scaling, by parameter group.
+    `lr` replaces that of the first parameter group; those of the others keep their ratios to it.
+    Returns the rates before and after scaling, by group. Raises InputError if there is no ratio.
     """
-    before = [float(group["lr"]) if lr is None else lr for group in optimizer.param_groups]
+    before = [float(group["lr"]) for group in optimizer.param_groups]
+    if lr is not None:
+        first = before[0]
+        if first == 0 and any(before):
+            raise InputError(
+                f"--lr {lr:g} replaces the rate of the optimizer's first group, which is 0 and has "
+                "no ratio to those of the others; leave --lr out",
+                on_all_ranks=True,
+            )
+        before = [lr * (rate / first) if first else lr for rate in before]
     after = [value * factor for value in before]
     for group, value in zip(optimizer.param_groups, after, strict=True):
         group["lr"] = group["initial_lr"] = value

@@ -127,12 +127,6 @@ METHODS = (
         lacks={Need.EVERY_STEP: "steps that are not finite are left out"},
     ),
     Method(
-        "gradient spikes",
-        "--spike 10",
-        lambda c: c.spike is not None,
-        needs=(Need.MEAN,),
-    ),
-    Method(
         "gradient log",
         "--log-gradients 100",
         lambda c: c.log_gradients > 0,

@@ -46,7 +46,7 @@ class Preemption:
     def __init__(self, backend: Backend, config: TrainConfig) -> None:
         self._backend, self._world = backend, backend.world
         self._numbers = config.signal_numbers()
-        self._grace_s, self._requeue_code = config.grace_s(), config.requeue_exit_code
+        self._grace_s = config.grace_s()
         self._pid = os.getpid()
         self._stack = ExitStack()
         self._before: dict[int, Any] = {}  # the handlers outside of the block
@@ -132,7 +132,7 @@ class Preemption:
     @property
     def _exit_code(self) -> int:
         """The exit code, equal on all ranks, as the cause is. Ctrl-C asks for no other start."""
-        return 130 if self.cause.startswith("SIGINT ") else self._requeue_code
+        return 130 if self.cause.startswith("SIGINT ") else 143
 
     # Signals
 

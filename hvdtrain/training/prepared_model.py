@@ -5,20 +5,23 @@ The Trainer builds the model before it opens the run directory, and prepares it 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from hvdtrain._torch.batch_norm import BatchNormBase
+from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends.base import Backend, Gradients, RankState
 from hvdtrain.backends.model_sync import uncompiled
 from hvdtrain.errors import InputError
+from hvdtrain.optim.local_sgd import LocalSGD, OwnOptimizer
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import derive_seed
-from hvdtrain.training.local_sgd import LocalSGD
 from hvdtrain.training.lr_schedule import lr_factor, set_base_lr
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.task import CheckedTask
@@ -33,19 +36,59 @@ class PreparedModel:
     net: nn.Module
     """The model in the backend's wrapper, if it has one: what the loss is computed with."""
     optimizer: Optimizer
+    """The task's own, as the backend and the method have wrapped it."""
     precision: Precision
-    local: LocalSGD | None
-    rank_states: list[RankState]
-    """What each rank keeps for itself between steps."""
+    rank_states: dict[str, RankState]
+    """What each rank keeps for itself between steps, by its name in checkpoints."""
+    has_mean_gradient: bool
+    """Whether `p.grad` can be the mean of all ranks after `finish_backward`."""
     lr_before: list[float]
     """The learning rates by parameter group, before and after scaling."""
     lr_after: list[float]
 
-    def is_in_sync(self, step: int) -> bool:
-        """Return whether all ranks have the same parameters after a step: always, but for local
-        SGD.
-        """
-        return self.local is None or self.local.is_in_sync(step)
+    # Local SGD alone lets the ranks differ
+
+    @property
+    def _local(self) -> LocalSGD | None:
+        return self.optimizer if isinstance(self.optimizer, LocalSGD) else None
+
+    @property
+    def in_sync(self) -> bool:
+        """Whether all ranks have the same parameters now."""
+        return self._local is None or self._local.in_sync
+
+    @property
+    def syncs_next(self) -> bool:
+        """Whether they will after the next step."""
+        return self._local is None or self._local.syncs_next
+
+    def skip_step(self) -> None:
+        """Leave a step of the optimizer out, on all ranks. Collective where they synchronize."""
+        mark_as_stepped(self.optimizer)  # the schedule advances without it
+        if self._local is not None:
+            self._local.skip_step()
+
+    def synchronize(self) -> bool:
+        """Give all ranks the same parameters. Return whether some had others. Collective."""
+        if self._local is None or self._local.in_sync:
+            return False
+        self._local.synchronize()
+        return True
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the average of all ranks. Collective."""
+        return nullcontext() if self._local is None else self._local.averaged()
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the state of the method that all ranks have alike. Not collective."""
+        return {} if self._local is None else {"local_sgd": self._local.shared_state()}
+
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        """Restore it from the trainer's part of a checkpoint. Not collective."""
+        if self._local is not None:
+            # Of a run with another method, or of before November 2026.
+            other = {"num_steps": state["position"]["step"], "outer": state.get("outer")}
+            self._local.load_shared_state(state.get("local_sgd", other))
 
 
 class RankBuffers:
@@ -103,13 +146,38 @@ def prepare_model(
     known = len(backend.rank_states)
     kind: Gradients = "local" if config.sync_every > 0 else "share"
     net, optimizer = backend.prepare(model, optimizer, kind)
-    rank_states = backend.rank_states[known:]
+    rank_states = {type(state).__name__: state for state in backend.rank_states[known:]}
     precision.make_masters(model, optimizer)
-    local = None
     if config.sync_every > 0:
-        local = LocalSGD(backend, model, optimizer, config)
         if config.local_state == "local":
-            rank_states.append(local)
+            rank_states["LocalSGD"] = OwnOptimizer(optimizer)  # its name of before November 2026
+        optimizer = _make_local(optimizer, model, backend, config)
     if config.buffers == "local" and size > 1:
-        rank_states.append(RankBuffers(model))
-    return PreparedModel(model, net, optimizer, precision, local, rank_states, lr_before, lr_after)
+        rank_states["RankBuffers"] = RankBuffers(model)
+    has_mean = config.sync_every == 0 and not backend.is_asynchronous
+    return PreparedModel(
+        model, net, optimizer, precision, rank_states, has_mean, lr_before, lr_after
+    )
+
+
+def _make_local(
+    optimizer: Optimizer, model: nn.Module, backend: Backend, config: TrainConfig
+) -> LocalSGD:
+    """Return the wrapper of local SGD or DiLoCo that the options choose. Not collective."""
+    outer = None
+    if config.outer_optimizer != "none":
+        outer = partial(
+            SGD,
+            lr=config.outer_lr,
+            momentum=config.outer_momentum,
+            nesterov=config.outer_optimizer == "nesterov",
+        )
+    return LocalSGD(
+        optimizer,
+        model,
+        backend,
+        config.sync_every,
+        warmup=config.local_warmup,
+        averages_state=config.local_state == "average",
+        outer=outer,
+    )

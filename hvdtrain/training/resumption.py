@@ -88,8 +88,7 @@ class Resumption:
         if loaded["scaler"]:  # empty unless the checkpoint is of an fp16 run
             precision.scaler.load_state_dict(loaded["scaler"])
         self._resume_rank_states(is_commit)
-        if prepared.local is not None:
-            prepared.local.resume(loaded.get("outer"))
+        prepared.load_shared_state(loaded)
         self._progress.move_to(**loaded["position"])
         if self._progress.sample:
             self._resume_data(loaded.get("data"))
@@ -198,8 +197,7 @@ class Resumption:
                 theirs = broadcast_tree(backend, theirs)
                 if rank == backend.world.rank:
                     mine = map_tree(Tensor.clone, Tensor, theirs)  # rank 0's are in the file
-        for state in states:
-            name = type(state).__name__
+        for name, state in states.items():
             if name in mine:
                 state.load_state_dict(mine[name])
                 continue
@@ -207,5 +205,5 @@ class Resumption:
             self._console.print_line(
                 f"resume   {name}: each rank's own state starts afresh, as the checkpoint {has}"
             )
-        for name in sorted(names - {type(state).__name__ for state in states}):
+        for name in sorted(names - states.keys()):
             self._console.print_line(f"resume   {name}: the checkpoint's state is not used")

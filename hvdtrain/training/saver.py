@@ -76,13 +76,13 @@ class Saver:
         self.saved_path: Path | None = None
         """Its path, on rank 0, if this run has written it."""
 
-    def is_due(self, step: int) -> bool:
-        """Return whether `--checkpoint-every` asks for a checkpoint after a step."""
+    def is_due(self, step: int, ends_epoch: bool = False) -> bool:
+        """Return whether `--checkpoint-every` asks for a checkpoint after a step. `ends_epoch`: it
+        is the last of an epoch, and the progress is at the start of the next one.
+        """
+        if ends_epoch and self._epochs > 0 and self._progress.epoch % self._epochs == 0:
+            return True
         return self._every > 0 and step % self._every == 0
-
-    def is_due_after_epoch(self, epoch: int) -> bool:
-        """Return whether `--checkpoint-every` asks for a checkpoint after an epoch."""
-        return self._epochs > 0 and epoch % self._epochs == 0
 
     def request(self, step: int) -> None:
         """Make a checkpoint due after `step`. Requests for several steps may wait at a time."""
@@ -91,7 +91,7 @@ class Saver:
     def will_save(self, step: int) -> bool:
         """Return whether a checkpoint follows the next step, `step`, in the middle of an epoch."""
         waits = self._is_due or bool(self._requested)
-        return self.is_due(step) or (waits and self._prepared.is_in_sync(step))
+        return self.is_due(step) or (waits and self._prepared.syncs_next)
 
     def may_save_next(self) -> bool:
         """Return whether a checkpoint, or a commit, may follow the next step, in the middle of an
@@ -110,7 +110,7 @@ class Saver:
         later = {requested for requested in self._requested if requested > step}
         self._is_due |= is_due or later != self._requested
         self._requested = later
-        if not (self._is_due and self._prepared.is_in_sync(step)):
+        if not (self._is_due and self._prepared.in_sync):
             return False
         self._is_due = False
         return True
@@ -178,7 +178,7 @@ class Saver:
         states, world = self._prepared.rank_states, self._backend.world
         if not states:
             return
-        mine = to_cpu({type(state).__name__: state.state_dict() for state in states})
+        mine = to_cpu({name: state.state_dict() for name, state in states.items()})
         for rank in range(world.size):
             theirs = broadcast_tree(self._backend, mine if rank == world.rank else None, rank)
             with self._backend.share_errors():
@@ -249,8 +249,7 @@ class Saver:
         )
         if states := self._callbacks.state_dict():
             parts["callbacks"] = states
-        if prepared.local is not None:
-            parts["trainer"]["outer"] = prepared.local.outer_state()
+        parts["trainer"] |= prepared.shared_state()
         parts["trainer"]["data"] = data
         is_pending = stop is not None and stop.after > self._progress.step
         parts["trainer"]["stop"] = asdict(stop) if stop is not None and is_pending else None

@@ -10,12 +10,10 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
-from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends.base import Backend
 from hvdtrain.backends.model_sync import uncompiled
 from hvdtrain.errors import InputError
@@ -53,9 +51,9 @@ class Stepper:
         self._names_suspects = config.on_nonfinite == "stop"
         self._suspect: tuple[int, str] | None = None
         """The first step seen with a loss or norm that is not finite, and the parameter."""
-        self._model, self._net = prepared.model, prepared.net
+        self._prepared, self._model, self._net = prepared, prepared.model, prepared.net
         self._optimizer, self._precision = prepared.optimizer, prepared.precision
-        self._local, self._schedule = prepared.local, schedule
+        self._schedule = schedule
         self._progress = progress
         self._on_gradients = on_gradients
         self._weighted: WeightedLosses | None = None
@@ -80,12 +78,12 @@ class Stepper:
         determinism.seed_all(derive_seed(self._seed, progress.step, self._backend.world.rank))
         losses = self._backward(window, meter, on_batch)
         step = progress.step + 1
-        self._average(step)
+        self._backend.finish_backward(self._optimizer)
         skips = self._on_gradients is not None and self._on_gradients(losses)
         # On a GPU only a step that logs: each look waits for the device.
         if not skips and (logs or self._backend.device.type == "cpu"):
             self._check(step, losses)
-        norm, scale = self._update(step, logs, skips)
+        norm, scale = self._update(logs, skips)
         progress.step = step
         progress.sample += window.samples
         meter.count(window.samples, [] if skips else losses)
@@ -124,7 +122,7 @@ class Stepper:
                 on_batch(batch)
             counts = weights is None or weights[micro] > 0
             with (
-                self._accumulate(last=micro == num_micro_batches - 1),
+                self._backend.accumulate(self._net, last=micro == num_micro_batches - 1),
                 contextlib.nullcontext() if counts else unchanged_buffers(self._model),
             ):
                 with self._precision.autocast():
@@ -172,40 +170,27 @@ class Stepper:
         )
         return self._weighted
 
-    def _accumulate(self, last: bool) -> AbstractContextManager[None]:
-        if self._local is not None:
-            return contextlib.nullcontext()
-        return self._backend.accumulate(self._net, last)
-
-    def _average(self, step: int) -> None:
-        """Average the gradients of a step. Collective."""
-        self._backend.finish_backward(self._optimizer)
-        if self._local is not None:
-            self._local.finish_backward(step)
-
-    def _update(self, step: int, logs: bool, skips: bool) -> tuple[Tensor | None, dict[str, float]]:
+    def _update(self, logs: bool, skips: bool) -> tuple[Tensor | None, dict[str, float]]:
         """Clip the averaged gradients, and step optimizer and schedule. Collective.
 
-        `step`: its number; `skips`: leave the optimizer out. Returns the norm of the gradient, if
-        it was computed, and, if the step `logs`, its loss scale.
+        `skips`: leave the optimizer out. Returns the norm of the gradient, if it was computed, and,
+        if the step `logs`, its loss scale.
         """
-        optimizer, local = self._optimizer, self._local
+        optimizer = self._optimizer
         if logs:
             self.last_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         scale = self._precision.loss_scale() if logs else {}
         norm = None
         if skips:
-            mark_as_stepped(optimizer)  # the schedule advances without it
+            self._prepared.skip_step()
         else:
             norm = self._clip_and_step(logs)
-        if local is not None:
-            local.finish_step(step)
         self._schedule.after_step()
         return norm, scale
 
     def _clip_and_step(self, logs: bool) -> Tensor | None:
-        optimizer, local = self._optimizer, self._local
-        wants_norm = logs and local is None and not self._backend.is_asynchronous
+        optimizer = self._optimizer
+        wants_norm = logs and self._prepared.has_mean_gradient
         if wants_norm or self._clips or self._precision.scaler.is_enabled():
             self._backend.synchronize(optimizer, "gradients")
         self._precision.unscale_(optimizer)

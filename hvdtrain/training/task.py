@@ -121,6 +121,15 @@ class Task(ABC):
         """Return a scheduler, stepped after each `schedule_unit`; None: the options choose."""
         return None
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the task's own state for checkpoints: tensors, numbers and strings, in dicts and
+        lists. It must call no collective. Rank 0's is saved, and given to all ranks.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Restore what `state_dict` returned, in a run that is resumed, before its first step."""
+
     def collate(self, samples: list[Any]) -> Batch:
         """Return a batch made from a list of samples. The default is torch's default_collate."""
         from torch.utils.data import default_collate

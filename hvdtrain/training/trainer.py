@@ -54,6 +54,7 @@ from hvdtrain.training.run_report import Result
 from hvdtrain.training.saver import Saver
 from hvdtrain.training.stepper import Stepper
 from hvdtrain.training.task import CheckedTask, Task
+from hvdtrain.training.task_state import TaskState, has_state
 from hvdtrain.transports.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -102,16 +103,20 @@ class Trainer:
         self._run_dir: RunDirectory | None = None
         self._recorded: dict[str, Any] = {}
         self._own_samples = 0
+        """Samples that this rank has used of this epoch, since the run was resumed."""
+        self._epoch_began = (0, 0)
+        """This epoch, counted from 0, and the position in it from which the run has continued."""
+        self._eval_steps, self._eval_epochs = config.evaluation_interval()
+        self._metrics: dict[str, Any] = {}
+        """Those of the last evaluation, which was after `_evaluated_step`."""
+        self._evaluated_step = -1
         self._stop: run_state.Stop | None = None
         self._skips = False
         """Whether a callback leaves this step out."""
         self._save_after = 0
-        """The step after which a checkpoint that is requested now can be saved: the last one begun
-        if it ends an epoch or the run, else the next one.
-        """
-        self._stop_after = 0
-        """The step after which a stop that is requested now can end the run: the same, or the next
-        one if the ranks are not in sync after that.
+        """The step after which a checkpoint that is requested now can be saved, and a stop can end
+        the run: the last one begun if it ends an epoch or the run, or has an evaluation, else the
+        next one.
         """
         self._preemption = Preemption(backend, config)
         self._start_of_run = restart.initial_start(self.world)
@@ -132,6 +137,8 @@ class Trainer:
         except BaseException as error:
             lost = self.backend._peer_error(error) if isinstance(error, Exception) else None
             self._start_of_run.note_end(lost or error)
+            if hasattr(self, "_callbacks"):  # else setting up has failed before
+                self._callbacks.tell_exception(self, error)
             if self._run_dir is not None:
                 if self._commits is None or not self._commits.ends_world(error):
                     self._run_dir.fail(error, self.progress.step)
@@ -184,13 +191,13 @@ class Trainer:
 
     def stop(self, reason: str) -> None:
         """End the run early, and save its last step: from `on_gradients` and `on_step_end` the step
-        that follows, unless an epoch ends with this one. Between two averages of local SGD, one
-        step follows in any case.
+        that follows, unless an epoch ends with this one or an evaluation follows it. Local SGD ends
+        with an average.
 
         Every rank calls it after the same step. The first `reason` is printed, and in run.json.
         """
         if self._stop is None:
-            self._stop = run_state.Stop(reason, self._stop_after)
+            self._stop = run_state.Stop(reason, self._save_after)
             self._saver.request(self._stop.after)
 
     def skip_step(self) -> None:
@@ -201,8 +208,8 @@ class Trainer:
 
     def request_checkpoint(self) -> None:
         """Save a checkpoint after the evaluation or the epoch; from `on_gradients` and
-        `on_step_end` after the step that follows, unless an epoch ends with this one. Every rank
-        calls it after the same step.
+        `on_step_end` after the step that follows, unless an epoch ends with this one or an
+        evaluation follows it. Every rank calls it after the same step.
         """
         self._saver.request(self._save_after)
 
@@ -227,6 +234,10 @@ class Trainer:
         """The learning rates of the last step that was logged, by parameter group."""
         return self._stepper.last_lrs
 
+    def _may_save_next(self) -> bool:
+        """Return whether a checkpoint may follow the next step, in the middle of an epoch."""
+        return self._saver.may_save_next() or self._is_evaluated(self.progress.step + 1)
+
     # Setting up
 
     def _build(self) -> None:
@@ -238,9 +249,7 @@ class Trainer:
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         determinism.seed_all(derive_seed(config.seed))
-        self._data = RunData(
-            self._checked, config, self.backend, lambda: self._saver.may_save_next()
-        )
+        self._data = RunData(self._checked, config, self.backend, self._may_save_next)
         self.batches = self._data.batches
         self.model = build_model(self._checked, config, self.precision, self.backend)
         has_commit = self._commits is not None and self._commits.root is not None
@@ -251,7 +260,10 @@ class Trainer:
             self.console.print_line(f"init     from {found.path}")
         self.eval_model = self.model
         """What evaluations use, without a wrapper; a callback may put another one here."""
-        self._callbacks = CallbackList([*from_options(config), *self._given_callbacks])
+        callbacks = [*from_options(config), *self._given_callbacks]
+        if has_state(self.task):
+            callbacks.append(TaskState(self.task))
+        self._callbacks = CallbackList(callbacks)
 
     def _start(self) -> None:
         """Prepare the backend, then load state, then build the scheduler: the order matters."""
@@ -261,17 +273,15 @@ class Trainer:
         prepared = prepare_model(
             self.model, self._checked, config, self.precision, backend, first_size
         )
-        self.net, self.optimizer, self._local = prepared.net, prepared.optimizer, prepared.local
+        self._prepared, self.net, self.optimizer = prepared, prepared.net, prepared.optimizer
         common = backend, config, prepared, self.batches, progress
         again = self._start_of_run.restart
         resumption = Resumption(*common, self._run_dir, self.console, again, commits)
         loaded = resumption.load()
-        self._save_after = self._stop_after = progress.step
+        self._save_after = progress.step
         plan = RunPlan(config, self.world.size, self.batches, progress, prepared)
         self.schedule = plan.make_schedule(self.task, self._checked, loaded)
         self.ledger = plan.ledger
-        if self._local is not None:
-            self._local.last_step = self.ledger.total_steps or -1
         hook = self._call_on_gradients if self._callbacks.has("on_gradients") else None
         self._stepper = Stepper(
             self._checked, backend, config, prepared, self.schedule, progress, hook
@@ -322,13 +332,112 @@ class Trainer:
     # The loop
 
     def _train(self) -> Result:
+        """Take the steps that are left of the run, and finish it. Collective."""
         self._check_evaluation()
         self.console.start(self.ledger.total_steps, self.progress.step)
-        metrics: dict[str, Any] | None = None
         while not self._is_finished():
-            metrics = self._run_epoch()
-        if metrics is None:  # resumed from the last step: there was none to take
-            metrics = self._evaluate()
+            for _ in self._take_epoch(Meter(self.backend)):
+                self._after_step()
+        return self._finish()
+
+    def _take_epoch(self, meter: Meter) -> Iterator[None]:
+        """Take the remaining steps of the epoch or run. Yield after each; once, if an epoch that a
+        resumed run continues has none left. Collective.
+        """
+        progress = self.progress
+        steps = self._data.begin_epoch(progress, self.precision.convert_batch)
+        if not self.model.training:  # else modules that the task has frozen would be thawed
+            self.model.train()
+        self.meter = meter
+        self._epoch_began, self._own_samples = (progress.epoch, progress.sample), 0
+        self._callbacks.call("on_epoch_start", self)
+        is_over = False
+        while not (is_over or self._is_finished()):
+            if self._preemption.begin_step(progress.step + 1) and not self._is_preempted:
+                self._is_preempted = True
+                self._saver.request(progress.step + 1)
+            waited = time.perf_counter()
+            step = next(steps, None)
+            meter.data_s += time.perf_counter() - waited
+            if step is None:
+                self._data.check_used(progress)
+                mark_as_stepped(self.optimizer)  # it was, in this epoch, before the run was resumed
+            else:
+                self._take_step(step, meter)
+            if is_over := step is None or step.last:
+                progress.end_epoch()
+                self.schedule.after_epoch()
+            yield
+
+    def _take_step(self, batches: StepBatches, meter: Meter) -> None:
+        """Take one step, and log it if it is due. Collective."""
+        self.backend.progress.step = step = self.progress.step + 1
+        last = batches.last or self._stop is not None or step == self.config.max_steps
+        # A request in this step is too late for it: the position in a stream is copied before.
+        is_prepared = last or self._is_evaluated(step)
+        self._save_after = step if is_prepared else step + 1
+        # Log before every checkpoint: that checks the loss, so that no diverged state is saved.
+        due = is_prepared or step % self.config.log_every == 0 or self._saver.will_save(step)
+        record = self._stepper.take(batches, meter, self._records and due, self.on_batch)
+        self._own_samples += batches.own
+        if record is not None:
+            self.log(record)
+        self._callbacks.call("on_step_end", self)
+        self._saver.raise_error()
+        # Ranks that step at different times agree at the next save.
+        if due and not self.backend.is_asynchronous:
+            with meter.paused():
+                self._complete_save(wait=False)
+        self.optimizer.zero_grad()
+        self.console.advance(step)
+
+    def _after_step(self) -> None:
+        """Evaluate and save, if it is due; end a preempted run that has its checkpoint. Collective.
+
+        At the end of an epoch, `progress` is at the start of the next one.
+        """
+        progress, ends_epoch = self.progress, not self.progress.sample
+        done = self._is_finished()  # before what an evaluation decides
+        if ends_epoch or done:
+            self._record_samples()
+        if done:
+            self._prepared.synchronize()
+        of_epoch = ends_epoch and self._eval_epochs and progress.epoch % self._eval_epochs == 0
+        if done or of_epoch or self._is_evaluated(progress.step):
+            assert self.meter is not None
+            with self.meter.paused():
+                metrics = self._evaluate()
+                # Before the checkpoint: a resumed run must not see this evaluation again.
+                self.schedule.after_evaluation(metrics, progress.step)
+                if metrics:
+                    self._callbacks.call("on_evaluate", self, metrics)
+        if ends_epoch:
+            self._callbacks.call("on_epoch_end", self)
+        self._save_if_due(done or self._saver.is_due(progress.step, ends_epoch))
+        stops = self._is_finished()
+        is_preempted = self._is_preempted and self._saver.has_saved() and not stops
+        if (stops or is_preempted) and not (ends_epoch or done):
+            self._record_samples()
+        if is_preempted:
+            self._end_preempted()
+
+    def _is_finished(self) -> bool:
+        """Return whether no step follows."""
+        stop = self._stop
+        stopped = stop is not None and self.progress.step >= stop.after
+        return stopped or self.progress.is_complete(self.config)
+
+    def _is_evaluated(self, step: int) -> bool:
+        """Return whether `--eval-every` asks for an evaluation after a step of this run."""
+        is_new = step > self._first_step
+        return is_new and self._eval_steps > 0 and step % self._eval_steps == 0
+
+    def _finish(self) -> Result:
+        """Evaluate and save the last step, unless it is, and return the outcome. Collective."""
+        # A stop that an evaluation asks for may come between two averages of local SGD.
+        if self._prepared.synchronize() or self._evaluated_step != self.progress.step:
+            self._evaluate()
+        metrics = self._metrics
         self._save()
         digest = agreed_fingerprint(self.backend, self.model)
         self._complete_save()
@@ -368,41 +477,6 @@ class Trainer:
             self.console.print_line(f"stopped  at step {step} of {planned.total_steps}: {why}")
         return about
 
-    def _run_epoch(self) -> dict[str, Any] | None:
-        """Take the remaining steps of the epoch or run, then evaluate and save if it is due.
-
-        Returns the metrics of the evaluation, if there was one.
-        """
-        progress, config = self.progress, self.config
-        self._own_samples, epoch, start = 0, progress.epoch, progress.sample
-        meter = Meter(self.backend)
-        for last in self._take_epoch(meter):
-            if not last:
-                self._save_if_due(self._saver.is_due(progress.step), meter)
-                if self._may_end():
-                    self._record_samples(epoch, start)
-                    self._end_preempted()
-        self._record_samples(epoch, start)
-        done = self._is_finished()
-        metrics = None
-        if done or progress.epoch % config.eval_every == 0:
-            metrics = self._evaluate()
-            # Before the checkpoint: a resumed run must not see this evaluation again.
-            self.schedule.after_evaluation(metrics, progress.step)
-            if metrics:
-                self._callbacks.call("on_evaluate", self, metrics)
-        if not progress.sample:
-            self._callbacks.call("on_epoch_end", self)
-        epoch_is_due = done or self._saver.is_due_after_epoch(progress.epoch)
-        self._save_if_due(epoch_is_due or self._saver.is_due(progress.step), meter)
-        if self._may_end() and not self._is_finished():  # a callback may have stopped it since
-            self._end_preempted()
-        return metrics
-
-    def _may_end(self) -> bool:
-        """Return whether a preempted run has the checkpoint that it was to write."""
-        return self._is_preempted and self._saver.has_saved()
-
     def _end_preempted(self) -> NoReturn:
         """Say which signal has ended the run, and raise Preempted, on every rank. Collective."""
         self._complete_save()
@@ -414,80 +488,15 @@ class Trainer:
         )
         raise ended
 
-    def _is_finished(self) -> bool:
-        """Return whether no step follows."""
-        stop = self._stop
-        stopped = stop is not None and self.progress.step >= stop.after
-        return stopped or self.progress.is_complete(self.config)
-
-    def _take_epoch(self, meter: Meter) -> Iterator[bool]:
-        """Take the remaining steps of the epoch or run; after each, yield if it was the last."""
-        progress, config = self.progress, self.config
-        windows = self._data.begin_epoch(progress, self.precision.convert_batch)
-        if not self.model.training:  # else modules that the task has frozen would be thawed
-            self.model.train()
-        self.meter = meter
-        is_last = False
-        while not is_last:
-            if self._preemption.begin_step(progress.step + 1) and not self._is_preempted:
-                self._is_preempted = True
-                self._saver.request(progress.step + 1)
-            waited = time.perf_counter()
-            window = next(windows, None)
-            meter.data_s += time.perf_counter() - waited
-            if window is None:
-                self._data.check_used(progress)
-                mark_as_stepped(self.optimizer)  # it was, in this epoch, before the run was resumed
-                self._end_epoch()
-                return
-            ends_run = progress.step + 1 == config.max_steps or self._stop is not None
-            is_last = window.last or ends_run
-            ends_run |= window.last and progress.epoch + 1 >= config.epochs
-            if ends_run and self._local is not None:
-                self._local.last_step = progress.step + 1
-            self._take_step(window, meter, is_last)
-            if window.last:
-                self._end_epoch()
-            yield is_last
-
-    def _end_epoch(self) -> None:
-        """Move to the next epoch, and step a schedule by epoch."""
-        self.progress.end_epoch()
-        self.schedule.after_epoch()
-
-    def _record_samples(self, epoch: int, start: int) -> None:
-        """Add to run.json how many samples each rank used of this epoch. Collective.
-
-        `start`: the position from which a resumed run has continued.
-        """
+    def _record_samples(self) -> None:
+        """Add to run.json how many samples each rank has used of this epoch. Collective."""
         by_rank = self.backend.all_gather_object(self._own_samples)
         if self._run_dir is not None:
             seen = self._run_dir.run.get("seen", [])
+            epoch, start = self._epoch_began
             new = {"epoch": epoch + 1, "from_sample": start, "samples_by_rank": by_rank}
             # Written at once: the next world of an elastic run begins with what is in the file.
             self._run_dir.update(seen=[*seen, new])
-
-    def _take_step(self, window: StepBatches, meter: Meter, last: bool) -> None:
-        """Take one step; `last`: it is the last of the epoch or run."""
-        self.backend.progress.step = step = self.progress.step + 1
-        # Log before every checkpoint: that checks the loss, so that no diverged state is saved.
-        due = last or step % self.config.log_every == 0 or self._saver.will_save(step)
-        # A request in this step is too late for it: the position in a stream is copied before.
-        self._save_after = self._stop_after = step if last else step + 1
-        if last and self._local is not None and not self._local.is_in_sync(step):
-            self._stop_after = step + 1
-        record = self._stepper.take(window, meter, self._records and due, self.on_batch)
-        self._own_samples += window.own
-        if record is not None:
-            self.log(record)
-        self._callbacks.call("on_step_end", self)
-        self._saver.raise_error()
-        # Ranks that step at different times agree at the next save.
-        if due and not self.backend.is_asynchronous:
-            with meter.paused():
-                self._complete_save(wait=False)
-        self.optimizer.zero_grad()
-        self.console.advance(step)
 
     def _call_on_gradients(self, losses: list[Tensor]) -> bool:
         """Call the hook, and return whether to leave the step out."""
@@ -500,13 +509,13 @@ class Trainer:
         """Return the metrics of the whole evaluation data, exact for any number of ranks. Between
         two synchronizations of local SGD they are those of the averaged parameters.
         """
-        if not self._data.has_evaluation:
-            return {}
-        self.backend.synchronize(self.optimizer, "parameters")
-        if self._local is None or self._local.is_in_sync(self.progress.step):
-            return self._evaluate_model()
-        with self._local.averaged():
-            return self._evaluate_model()
+        self._evaluated_step = self.progress.step
+        if self._data.has_evaluation:
+            self._callbacks.call("on_evaluation_start", self)
+            self.backend.synchronize(self.optimizer, "parameters")
+            with self._prepared.averaged():
+                self._metrics = self._evaluate_model()
+        return self._metrics
 
     @torch.no_grad()
     def _check_evaluation(self) -> None:
@@ -569,15 +578,16 @@ class Trainer:
         self.console.log(record)
         self._callbacks.call("on_log", self, record)
 
-    def _save_if_due(self, is_due: bool, meter: Meter) -> None:
+    def _save_if_due(self, is_due: bool) -> None:
+        assert self.meter is not None
         saves = self._saver.falls_due(is_due)
         if saves:
-            with meter.paused():
+            with self.meter.paused():
                 self._save()
         commits, progress = self._commits, self.progress
         if commits is None or not (saves or not progress.sample or commits.is_due(progress.step)):
             return
-        with meter.paused():
+        with self.meter.paused():
             self._saver.commit(self._stop)
         if not (self._is_finished() or self._is_preempted):
             commits.check_hosts()

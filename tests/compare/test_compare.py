@@ -158,7 +158,7 @@ def test_the_options_of_an_arm() -> None:
     hand, alone = (next(arm for arm in arms if arm.role == role) for role in ("by hand", "ceiling"))
     assert hand.config(options).compression == alone.config(options).compression == "none"
     # Its precision they have, as the ranks compute in it; the loop by hand has no half weights.
-    base = CompareOptions(arms=("ddp/gloo+precision=bf16+opt-level=O2+compression=fp16",))
+    base = CompareOptions(arms=("ddp/gloo+precision=bf16+opt-level=O2+sync-bn",))
     arms, _ = choose_arms(base, 2)
     again, hand, alone = arms[-3:]
     assert again.options == arms[0].options

@@ -113,10 +113,10 @@ def test_under_a_launcher(
 @pytest.mark.parametrize("where", ["record", pytest.param("close", marks=EXHAUSTIVE)])
 def test_a_rank_that_ends_is_told_too(where: str, tmp_path: Path) -> None:
     """As by a launcher that ends: each rank notices that within a second, by itself."""
-    more = ["--set", f"terminated_in={where}", "--requeue-exit-code", 75]
+    more = ["--set", f"terminated_in={where}"]
     command = train("mpirun", 2, "ddp", *told(tmp_path, *more))
     code, output = preempt(warm(command), tmp_path, 2, TERM, 1)
-    assert code == 75, output
+    assert code == 143, output
     check_saved(tmp_path, output)
 
 
@@ -140,11 +140,11 @@ def test_a_signal_to_a_process_and_its_loaders(tmp_path: Path) -> None:
 
 
 def test_no_checkpoint_within_the_grace_period(tmp_path: Path) -> None:
-    more = ["--set", "hangs=0", "--grace", "1s", "--requeue-exit-code", 75]
+    more = ["--set", "hangs=0", "--grace", "1s"]
     arguments = told(tmp_path, *more, "--checkpoint-every", 1)
     command = [sys.executable, "-m", "hvdtrain", *arguments]
     code, output = preempt(warm(command), tmp_path, 1, USR1, 0)
-    assert code == 75, output
+    assert code == 143, output
     (line,) = (line for line in output.splitlines() if "error: " in line)
     assert line == (
         "error: SIGUSR1 at rank 0, and no checkpoint within 1 s (--grace); --resume auto goes on "

@@ -30,7 +30,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "best checkpoint": {"keep_best": "loss"},
     "average of weights": {"ema": 0.9},
     "bad steps left out": {"on_nonfinite": "skip"},
-    "gradient spikes": {"spike": 1000.0},
     "gradient log": {"log_gradients": 2},
     "bf16 autocast": {"precision": "bf16"},
     "fp16 with a scaled loss": {"precision": "fp16"},
@@ -70,7 +69,6 @@ CHANGES_NO_BITS = (
     "best checkpoint",
     "average of weights",
     "bad steps left out",
-    "gradient spikes",
     "gradient log",
     "buffers of each rank",
     "size of buckets",  # the model fits into one bucket of either

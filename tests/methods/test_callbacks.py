@@ -99,6 +99,12 @@ class Recorder(Callback):
     def on_start(self, trainer: Trainer) -> None:
         self._note("start", trainer)
 
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        self._note("epoch start", trainer)
+
+    def on_evaluation_start(self, trainer: Trainer) -> None:
+        self._note("evaluation", trainer)
+
     def on_step_end(self, trainer: Trainer) -> None:
         self._note("step", trainer)
         state = trainer.model.state_dict()
@@ -148,6 +154,7 @@ def test_hooks_are_called_on_all_ranks_in_their_order(ranks: Ranks, tmp_path: Pa
     found = ranks.run(recorded, tmp_path)
     assert found[0][0] == [
         ("start", 0, 0),
+        ("epoch start", 0, 0),
         ("step", 1, 0),
         ("step", 2, 0),
         ("log", 3, 0),  # a checkpoint follows
@@ -155,9 +162,11 @@ def test_hooks_are_called_on_all_ranks_in_their_order(ranks: Ranks, tmp_path: Pa
         ("checkpoint", 3, 0),
         ("log", 4, 0),
         ("step", 4, 0),
+        ("evaluation", 4, 1),
         ("log eval", 4, 1),
         ("evaluate", 4, 1),
         ("epoch", 4, 1),
+        ("epoch start", 4, 1),
         ("log", 5, 1),
         ("step", 5, 1),
         ("log", 6, 1),
@@ -165,6 +174,7 @@ def test_hooks_are_called_on_all_ranks_in_their_order(ranks: Ranks, tmp_path: Pa
         ("checkpoint", 6, 1),
         ("log", 7, 1),
         ("step", 7, 1),
+        ("evaluation", 7, 1),
         ("log eval", 7, 1),
         ("evaluate", 7, 1),
         ("checkpoint", 7, 1),
@@ -174,6 +184,55 @@ def test_hooks_are_called_on_all_ranks_in_their_order(ranks: Ranks, tmp_path: Pa
     assert all(values == found[0][1] for _, values in found), "gradients and metrics are the same"
     gradients = [value for value in found[0][1] if isinstance(value, tuple)]
     assert all(norm > 0 and spread == 0 for norm, spread in gradients)
+
+
+class Last(Callback):
+    """Notes how the run ended, and fails itself."""
+
+    error: BaseException | None = None
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        self.error = error
+        raise KeyError("of its own")
+
+
+def test_an_exception_is_told_to_callbacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = Last()
+    with pytest.raises(ArithmeticError) as caught:
+        fit(single(), tmp_path, Dies(2), last)
+    assert last.error is caught.value
+    assert "callback Last.on_exception raised KeyError: 'of its own'" in capsys.readouterr().out
+    assert run_json(tmp_path)["error"].startswith("ArithmeticError")
+
+
+class Counts(Stateful):
+    """A task that counts its batches."""
+
+    batches = 0
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        self.batches += net.training
+        return super().loss(net, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": torch.tensor(self.batches)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches = int(state["batches"])
+
+
+def counted(backend: Backend, /, folder: Path, **changes: Any) -> int:
+    task = Counts(evaluates=True)
+    fit(backend, folder, task=task, epochs=1, **changes)
+    return task.batches
+
+
+@TWO
+def test_the_state_of_a_task_is_saved_and_given_to_all(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(counted, tmp_path, max_steps=2) == [2, 2]
+    assert ranks.run(counted, tmp_path, max_steps=4, resume="must") == [4, 4]
 
 
 # Stopping, and checkpoints on request
@@ -207,7 +266,7 @@ def test_a_stop_in_an_epoch_takes_one_more_step(at: int, ends: int, tmp_path: Pa
     trainer = fit(single(), tmp_path, At(at, "stop", "enough"), recorder, checkpoint_every=0)
     assert trainer.progress.step == ends
     hooks = [call[0] for call in recorder.calls]
-    tail = ["log", "step", "log eval", "evaluate", "epoch", "checkpoint", "end"]
+    tail = "log,step,evaluation,log eval,evaluate,epoch,checkpoint,end".split(",")
     if ends % 4:
         tail.remove("epoch")
     assert hooks[-len(tail) :] == tail

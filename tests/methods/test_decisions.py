@@ -19,14 +19,14 @@ from hvdtrain.training.criterion import BestSoFar, Criterion, parse_criterion
 from tests.messages import Message
 from tests.methods.arms import KEPT, WITH_HOROVOD
 from tests.ranks import Ranks, single
-from tests.runs import Stop, run_json, watch
+from tests.runs import Stop, records, run_json, watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# Accuracy of each of five samples, at the evaluation after each epoch. The mean improves twice
-# (0.3, 0.5, then 0.4, 0.45, 0.44, 0.1). Samples go to ranks in turn, and each rank's own mean goes
-# another way: rank 0 of two (samples 0, 2, 4) improves in the fourth epoch.
+# Accuracy of each of five samples, at the evaluation after each second step. The mean improves
+# twice (0.3, 0.5, then 0.4, 0.45, 0.44, 0.1). Samples go to ranks in turn, and each rank's own mean
+# goes another way: rank 0 of two (samples 0, 2, 4) improves at the fourth evaluation.
 SCRIPT = (
     (0.1, 0.9, 0.1, 0.3, 0.1),
     (0.2, 1.0, 0.2, 0.9, 0.2),
@@ -58,7 +58,7 @@ class Scripted(Task):
         return loss
 
     def metrics(self, net: nn.Module, batch: Any) -> dict[str, Any]:
-        values = torch.tensor(SCRIPT[self.trainer.progress.epoch - 1], dtype=torch.float64)
+        values = torch.tensor(SCRIPT[self.trainer.progress.step // 2 - 1], dtype=torch.float64)
         return {"accuracy": values[batch[0]].mean(), "shape": values[batch[0]].mean()}
 
 
@@ -166,12 +166,32 @@ def test_an_early_stopped_run_is_done(tmp_path: Path) -> None:
     ("changes", "step"),
     [
         ({"early_stop": "accuracy:4"}, 12),  # with the last evaluation: no early stop
-        ({"eval_every": 2, "early_stop": "accuracy:1"}, 8),  # 0.5, 0.45, 0.1
+        ({"eval_every": "2e", "early_stop": "accuracy:1"}, 8),  # 0.5, 0.45, 0.1
     ],
 )
 def test_patience_counts_evaluations(changes: dict[str, Any], step: int, tmp_path: Path) -> None:
     assert run(single(), tmp_path, **changes)["step"] == step
     assert ("stopped_early" in run_json(tmp_path)) == (step < 12)
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+def test_evaluations_in_the_middle_of_an_epoch(ranks: Ranks, tmp_path: Path) -> None:
+    """Of three steps an epoch. The fifth evaluation stops the run, also if it was interrupted."""
+    options: dict[str, Any] = {"global_batch_size": 4, "epochs": 4, "eval_every": 2}
+    options["keep_best"] = "accuracy"
+    whole = ranks.run(run, tmp_path / "whole", **options)
+    ranks.run(run, tmp_path / "parts", kill_at=8, **options)
+    parts = ranks.run(run, tmp_path / "parts", resume="must", **options)
+    for one, other in zip(whole, parts, strict=True):
+        assert one["digest"] == other["digest"]
+        assert one["step"] == other["step"] == 10
+        assert one["best"].name == other["best"].name == "step-00000004"
+    for name in ("whole", "parts"):
+        steps = [r["step"] for r in records(tmp_path / name) if "eval_accuracy" in r]
+        assert steps == [2, 4, 6, 8, 10]
+        assert checkpoint.problem(tmp_path / name / "checkpoints" / "step-00000010") is None
+    last = {"epoch": 4, "from_sample": 0, "samples_by_rank": [2, 2]}
+    assert run_json(tmp_path / "whole")["seen"][-1] == last
 
 
 def test_the_best_has_the_weights_of_its_step(tmp_path: Path) -> None:

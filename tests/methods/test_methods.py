@@ -76,7 +76,7 @@ def test_methods_that_need_nothing_of_each_other() -> None:
 
 
 def test_a_refusal_has_the_values_that_were_given() -> None:
-    methods.check(TrainConfig(clip_norm=1, spike=10), "ddp")  # a script's whole numbers
+    methods.check(TrainConfig(clip_norm=1), "ddp")  # a script's whole numbers
     config = TrainConfig(sync_every=4, clip_norm=2.5)
     with pytest.raises(InputError, match="^--sync-every 4: backend single is one process"):
         methods.check(config, "single")

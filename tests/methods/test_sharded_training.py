@@ -82,7 +82,7 @@ def train(
 
 SETTINGS: list[dict[str, Any]] = [
     {"optimizer": "sgd", "accumulate": 2, "clip_norm": 0.1, "lr": 0.1},
-    {"ema": 0.9, "on_nonfinite": "skip", "spike": 1000.0, "log_gradients": 2},
+    {"ema": 0.9, "on_nonfinite": "skip", "log_gradients": 2},
     {"precision": "fp16", "clip_norm": 0.5},
     {"precision": "fp16", "opt_level": "O2", "log_gradients": 1},
     {"unused_parameters": "zero", "schedule": "one-cycle", "warmup_steps": 0},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,8 +20,7 @@ from hvdtrain.errors import InputError, TrainingDiverged
 from hvdtrain.training.run_dir import read_metrics
 from hvdtrain.training.step_profiler import clock_offset
 from hvdtrain.transports import work_queue
-from tests.forkserver import warm
-from tests.launching import ROOT, run
+from tests.launching import ROOT
 from tests.messages import Message
 from tests.methods.arms import KEPT, TWO
 from tests.parity import resume
@@ -108,8 +106,6 @@ class Poisoned(Stateful):
             return loss
         if self.kind == "loss":
             return loss * float("nan")
-        if self.kind == "spike":
-            return loss * 1000
         # The loss is finite, the gradient of a square root at 0 is not.
         (bias,) = [p for name, p in net.named_parameters() if name.endswith("body.0.bias")]
         return loss + (bias * 0).abs().sqrt().sum()
@@ -208,28 +204,13 @@ def test_a_run_that_stops_names_rank_step_micro_batch_and_parameter(
             assert "first in step 3 on rank 0, micro-batch 1, in" in one["error"]
 
 
-@TWO
-def test_a_spike_is_left_out_or_stops(ranks: Ranks, tmp_path: Path) -> None:
-    options: dict[str, Any] = {**ACCUMULATED, "epochs": 5, "spike": 20.0}
-    found = ranks.run(fit_poisoned, tmp_path / "skip", "spike", on_nonfinite="skip", **options)
-    first = found[0]["skipped"][0]
-    assert first["step"] > 10, "ten norms are known"
-    assert first["rank"] == expected(found, first["epoch"])[0]
-    for one in ranks.run(fit_poisoned, tmp_path / "stop", "spike", **options):
-        place = f"step {first['step']} (position {first['sample']} of epoch"
-        assert one["error"].startswith(place)
-        assert f"most on rank {first['rank']}, micro-batch" in one["error"]
-
-
 class Alike(Stateful):
     """All samples and ranks have the same gradient; its micro-batches have the weights 1 and
-    9, so that the second micro-batch of two counts nine times. From step `spike` on the gradient
-    is 10,000 times as large, and times a factor by micro-batch.
+    9, so that the second micro-batch of two counts nine times.
     """
 
-    def __init__(self, spike: int = 99, spike_of: Sequence[float] = (1.0, 1.0)) -> None:
+    def __init__(self) -> None:
         super().__init__(evaluates=False)
-        self.spike, self.spike_of = spike, spike_of
 
     def model(self) -> nn.Module:
         return nn.Linear(5, 1)
@@ -238,40 +219,14 @@ class Alike(Stateful):
         return torch.optim.SGD(model.parameters(), lr=1e-9)
 
     def loss(self, net: nn.Module, batch: Any) -> Any:
-        step, micro = divmod(len(self.seen), 2)
+        micro = len(self.seen) % 2
         self.seen.append(batch[1].tolist())
-        factor = self.spike_of[micro] * 10_000 if step + 1 >= self.spike else 1.0
-        return net(torch.ones(2, 5)).mean() * factor, (1, 9)[micro]
+        return net(torch.ones(2, 5)).mean(), (1, 9)[micro]
 
 
-def fit_alike(backend: Backend, /, folder: Path, task: Alike, **changes: Any) -> str:
-    options: dict[str, Any] = {
-        "schedule": "constant",
-        "warmup_steps": 0,
-        **ACCUMULATED,
-        "epochs": 99,
-    }
-    options |= {"run_dir": str(folder), **changes}
-    try:
-        Trainer(task, backend, replace(resume.CONFIG, **options)).fit()
-    except TrainingDiverged as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("ranks", KEPT, indirect=True)
-def test_a_spike_is_found_by_what_a_micro_batch_adds(ranks: Ranks, tmp_path: Path) -> None:
-    """The first micro-batch has twice the gradient, and a ninth of the weight. Also in the first
-    step of a resumed run, whose gradients DDP sends through their hooks twice more.
-    """
-    changes: dict[str, Any] = {"spike": 20.0, "checkpoint_every": 1}
-    assert not any(ranks.run(fit_alike, tmp_path, Alike(), max_steps=11, **changes))
-    spikes_at_once, spikes_later = Alike(1, (2.0, 1.0)), Alike(12, (2.0, 1.0))
-    found = ranks.run(fit_alike, tmp_path, spikes_at_once, resume="must", **changes)
-    found += ranks.run(fit_alike, tmp_path / "whole", spikes_later, **changes)
-    for text in found:
-        assert text.startswith("step 12 ")
-        assert "most on rank 0, micro-batch 2, parameter" in text
+def fit_alike(backend: Backend, /, folder: Path, task: Alike, **changes: Any) -> None:
+    options = {"schedule": "constant", "warmup_steps": 0, **ACCUMULATED, "run_dir": str(folder)}
+    Trainer(task, backend, replace(resume.CONFIG, **{**options, **changes})).fit()
 
 
 def test_ten_bad_steps_in_a_row_end_the_run(tmp_path: Path, message: Message) -> None:
@@ -519,81 +474,3 @@ def test_a_tracker_gets_what_is_logged(
     for record, other in zip(read_metrics(tmp_path / "run"), logged, strict=True):
         record.pop("time", None)
         assert record == other
-
-
-# Logs of the ranks
-
-
-def fit_and_print(backend: Backend, /, folder: Path) -> None:
-    class Talks(Callback):
-        def on_step_end(self, trainer: Trainer) -> None:
-            print("one", end="")
-            print(f" line of {trainer.world.rank}", file=sys.stderr)
-            if trainer.progress.step == 2:
-                os.write(1, b"not by Python's print\nand no end")
-                subprocess.run(["sh", "-c", "echo by a child >&2"], check=True)
-
-    def outputs() -> list[Any]:
-        """Return what must be as before, after a run."""
-        fds = [str(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-        opened = {int(fd.rpartition("/")[2]): os.path.realpath(fd) for fd in fds}
-        num_pipes = sum("/pipe:[" in target for target in opened.values())
-        if backend.name == "compat":  # it opens a channel with pipes of its own in each run
-            num_pipes = 0
-        return [sys.stdout, sys.stderr, opened[1], opened[2], num_pipes]
-
-    def fit(name: str) -> None:
-        config = replace(resume.CONFIG, run_dir=str(folder / name), rank_logs=True, max_steps=2)
-        Trainer(Stateful(evaluates=True), backend, config, callbacks=[Talks()]).fit()
-
-    fit("first")
-    before = outputs()
-    fit("second")
-    assert outputs() == before
-
-
-@TWO
-def test_each_rank_has_a_log(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(fit_and_print, tmp_path)
-    logs = tmp_path / "second" / "logs"
-    assert len(list(logs.iterdir())) == ranks.n
-    for rank in range(ranks.n):
-        head = f"[rank {rank}/{ranks.n}] "
-        lines = (logs / f"rank{rank}.log").read_text().splitlines()
-        assert all(line.startswith(head) for line in lines)
-        assert lines.count(f"{head}one line of {rank}") == 2
-        assert any("] step 2" in line and "ms/step" in line for line in lines)
-        assert any("] task     digits" in line for line in lines) == (rank == 0)
-        for text in ("not by Python's print", "and no end", "by a child"):
-            assert lines.count(head + text) == 1
-        assert lines[-1] == f"{head}the run has ended after step 2"
-
-
-LAST_WORDS = {
-    "raise KeyError('of the task')": ("KeyError: 'of the task'",),
-    "os.write(2, b'by C code'); ctypes.string_at(0)": (
-        "by C codeFatal Python error: Segmentation fault",
-        '  File "{file}", line 5 in loss',
-    ),
-    "print('by Python'); os.write(1, b'by C code'); os.kill(os.getpid(), 9)": (
-        "by Python",
-        "by C code",
-    ),
-}
-
-
-@pytest.mark.parametrize("code", LAST_WORDS)
-def test_the_log_of_a_rank_has_its_last_words(code: str, tmp_path: Path) -> None:
-    task = tmp_path / "mine.py"
-    task.write_text(
-        "import ctypes, os\nfrom hvdtrain.tasks.mlp import MLP\nclass Mine(MLP):\n"
-        f"    def loss(self, net, batch):\n        {code}\n"
-    )
-    command = [sys.executable, "-m", "hvdtrain", "--task", f"{task}:Mine", "--rank-logs"]
-    done = run(warm([*command, "--run-dir", tmp_path / "run"]))
-    assert done.code != 0
-    log = (tmp_path / "run" / "logs" / "rank0.log").read_text()
-    for text in LAST_WORDS[code]:
-        text = text.format(file=task)
-        assert f"[rank 0/1] {text}" in log.replace("  File", "[rank 0/1]   File")
-        assert text in done.output, "the terminal has it, too"

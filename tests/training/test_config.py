@@ -24,9 +24,9 @@ from tests.messages import Message
 
 FIELDS = dataclasses.fields(TrainConfig)
 POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size accumulate lr
-    step_factor clip_norm eval_every log_every keep outer_lr ema commit_every""".split()
-NOT_NEGATIVE = """workers log_gradients warmup_steps checkpoint_every seed sync_every local_warmup
-    outer_momentum ps_max_staleness ps_sync_every""".split()
+    step_factor clip_norm log_every keep outer_lr ema commit_every""".split()
+NOT_NEGATIVE = """workers log_gradients warmup_steps checkpoint_every eval_every seed sync_every
+    local_warmup outer_momentum ps_max_staleness ps_sync_every""".split()
 CHOICES = [item.name for item in FIELDS if item.metadata["choices"]]
 
 
@@ -63,7 +63,7 @@ def test_every_number_has_a_rule() -> None:
         for item in FIELDS
         if isinstance(item.type, str) and ("int" in item.type or "float" in item.type)
     }
-    own = {"ema", "spike", "grace", "requeue_exit_code"}
+    own = {"ema", "grace"}
     assert numbers == {*POSITIVE, *NOT_NEGATIVE, *own}
 
 
@@ -84,19 +84,16 @@ def test_checkpoint_signals() -> None:
 REFUSED: list[dict[str, Any]] = [
     {"batch_size": 2, "global_batch_size": 4},
     {"resume": "auto"},  # it would make a new directory, find nothing there, and start afresh
-    {"elastic": True, "rank_logs": True},
     {"elastic": True, "profile": "20:5"},
     {"sync_every": 2, "local_warmup": 5, "max_steps": 5},
     {"checkpoint_signals": "none", "grace": "5s"},
-    {"checkpoint_signals": "none", "requeue_exit_code": 75},
     {"checkpoint_signals": "KILL"},
     {"checkpoint_signals": ""},
     {"checkpoint_signals": "USR1,nonsense"},
     *({"grace": given} for given in (0, "0s", "", "3d", "nan")),
-    *({"requeue_exit_code": code} for code in (-1, 256)),
-    *({"spike": value} for value in (1, math.nan, math.inf)),
     *({"step_epochs": text} for text in ("x", "1.5", "1,-2")),
     *({"checkpoint_every": given} for given in ("", "0e", "1e3", 2.5, True)),
+    {"eval_every": "2 epochs"},
     # Options that have no effect without another one.
     {"outer_optimizer": "sgd"},
     {"local_state": "average"},
@@ -121,7 +118,7 @@ def test_what_makes_no_sense(values: dict[str, Any], message: Message) -> None:
 def test_what_is_close_to_it() -> None:
     make(resume="auto", run_dir="runs/a").check()
     make(resume="runs/a/checkpoints/step-00000010").check()
-    make(sync_every=2, local_warmup=5, max_steps=6, spike=1.5, requeue_exit_code=75).check()
+    make(sync_every=2, local_warmup=5, max_steps=6).check()
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -141,9 +138,12 @@ def test_huge_numbers_are_no_crash() -> None:
     ("given", "steps", "epochs"),
     [(0, 0, 1), ("0", 0, 1), (5, 5, 0), ("5", 5, 0), ("1e", 0, 1), ("20e", 0, 20)],
 )
-def test_checkpoints_by_steps_or_by_epochs(given: int | str, steps: int, epochs: int) -> None:
-    make(checkpoint_every=given).check()
-    assert make(checkpoint_every=given).checkpoint_interval() == (steps, epochs)
+def test_intervals_of_steps_or_of_epochs(given: int | str, steps: int, epochs: int) -> None:
+    config = make(checkpoint_every=given, eval_every=given)
+    config.check()
+    assert config.checkpoint_interval() == (steps, epochs)
+    never = str(given) == "0"
+    assert config.evaluation_interval() == (steps, 0 if never else epochs)
 
 
 def test_step_epochs() -> None:

@@ -191,7 +191,10 @@ def test_set_base_lr() -> None:
     assert set_base_lr(optimizer, None, 4.0) == ([0.1, 0.2], [0.4, 0.8])
     assert [group["lr"] for group in optimizer.param_groups] == [0.4, 0.8]
     assert [group["initial_lr"] for group in optimizer.param_groups] == [0.4, 0.8]
-    assert set_base_lr(optimizer, 0.5, 2.0) == ([0.5, 0.5], [1.0, 1.0])
+    assert set_base_lr(optimizer, 0.5, 2.0) == ([0.5, 1.0], [1.0, 2.0])
+    assert set_base_lr(optimizer_of(0.0), 0.5, 1.0) == ([0.5], [0.5])
+    with pytest.raises(InputError, match="no ratio"):
+        set_base_lr(optimizer_of(0.0, 0.1), 0.5, 1.0)
 
 
 def test_a_rate_in_a_tensor() -> None:

@@ -26,5 +26,5 @@ class NoCommunication(C10d):
 
         A parameter without a gradient is an error or gets zeros, as with every backend.
         """
-        names = self._prepared[id(optimizer)].names
+        names = self._made_of(optimizer).names
         fill_missing_gradients(optimizer, names, self.options.unused_parameters)
