@@ -318,8 +318,8 @@ FAULTS = [
     Fault(
         "skipped-step-changes-buffers",
         "training/gradient_guard.py",
-        "                    buffer.copy_(value)",
-        "                    pass",
+        "                buffer.copy_(value)",
+        "                pass",
         "tests/methods/test_watching.py",
         "the statistics of a bad batch stay",
     ),
