@@ -593,6 +593,7 @@ def outlive_signals(worker: int) -> None:
     """
     signals.set_handler(signal.SIG_IGN, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     rank = multiprocessing.parent_process()
+    # A handler is not told who has sent a signal; a thread that waits for one is.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def wait() -> None:

@@ -365,7 +365,8 @@ def outcome_of(run: dict[str, Any]) -> str:
         return outcome
     try:
         started = psutil.Process(int(process["pid"])).create_time()
-        # A process that is younger than the run has its id by chance.
+        # A process that is younger than the run, by more than the clocks' ticks, has its id by
+        # chance.
         is_alive = started <= datetime.fromisoformat(run["start"]).timestamp() + 1
     except (psutil.Error, LookupError, TypeError, ValueError):
         is_alive = False

@@ -133,7 +133,8 @@ class Stepper:
                     # `accumulate`: an epoch's last step may have fewer.
                     if isinstance(loss, tuple):
                         loss, weight = loss
-                        weighted = weighted or self._begin_weighted(num_micro_batches)
+                        if weighted is None:
+                            self._weighted = weighted = self._make_weighted(num_micro_batches)
                         loss = weighted.scale(loss, weight if counts else 0.0)
                     elif weights is None:
                         loss = loss / num_micro_batches
@@ -158,17 +159,17 @@ class Stepper:
                 on_all_ranks=True,
             )
 
-    def _begin_weighted(self, num_micro_batches: int) -> WeightedLosses:
-        """Begin a step whose losses have weights. Raises InputError if a method excludes them."""
+    def _make_weighted(self, num_micro_batches: int) -> WeightedLosses:
+        """Return what scales the losses of a step that have weights. Raises InputError if a method
+        excludes them.
+        """
         methods.check_weighted_loss(self._config)
-        # The layers of torch, Horovod and the backends all have this name.
+        # The backward pass of such a layer needs all ranks, also those whose loss has no weight.
+        # torch's, Horovod's and the backends' all have this name.
         sync_bn = self._backend.world.size > 1 and any(
             type(layer).__name__ == "SyncBatchNorm" for layer in self._model.modules()
         )
-        self._weighted = WeightedLosses(
-            self._backend, self._model.parameters(), num_micro_batches, sync_bn
-        )
-        return self._weighted
+        return WeightedLosses(self._backend, self._model.parameters(), num_micro_batches, sync_bn)
 
     def _update(self, logs: bool, skips: bool) -> tuple[Tensor | None, dict[str, float]]:
         """Clip the averaged gradients, and step optimizer and schedule. Collective.

@@ -252,6 +252,7 @@ class Trainer:
         self._data = RunData(self._checked, config, self.backend, self._may_save_next)
         self.batches = self._data.batches
         self.model = build_model(self._checked, config, self.precision, self.backend)
+        # A commit has the weights of later steps.
         has_commit = self._commits is not None and self._commits.root is not None
         if config.init_from is not None and self.world.rank == 0 and not has_commit:
             # `prepare` broadcasts them.

@@ -83,6 +83,11 @@ def load_module(name: str, what: str) -> ModuleType:
 
 
 def _load_file(name: str, what: str) -> ModuleType:
+    """Import a user's file by its stem, unless it is imported already and has not changed since.
+
+    Raises InputError if it is not there, cannot be imported by a name, or has the name of another
+    module. `__user_file__` of the module is its path and when it was changed.
+    """
     path = Path(name).resolve()
     if not path.is_file():
         raise InputError(f"no {what} file {name!r} here ({Path.cwd()})")
