@@ -103,7 +103,10 @@ def _load_file(name: str, what: str) -> ModuleType:
         del sys.modules[path.stem]  # an earlier file of the same name
     _add_to_path(path.parent)
     importlib.invalidate_caches()
-    spec = importlib.util.find_spec(path.stem)
+    try:
+        spec = importlib.util.find_spec(path.stem)
+    except ValueError:  # of a module without one, as `__main__` may be
+        spec = None
     # Loader processes import the module by its name: the name must lead to this very file.
     if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
         if known is not None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -146,6 +147,16 @@ def test_a_file_named_like_a_module_of_python_is_refused(folder: Path) -> None:
     with pytest.raises(InputError, match="rename the file"):
         load_task("random.py:Mine")
     assert hasattr(sys.modules["random"], "randint")
+
+
+def test_a_file_named_like_a_module_in_memory_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was not imported from a file, as `__main__` of `python -c`."""
+    monkeypatch.setitem(sys.modules, "in_memory", ModuleType("in_memory"))
+    (folder / "in_memory.py").write_text(SOURCE.format(name="Mine", answer=1))
+    with pytest.raises(InputError, match="imports from elsewhere; rename the file"):
+        load_task("in_memory.py:Mine")
 
 
 def test_a_loader_process_can_import_what_a_task_file_defines(folder: Path) -> None:
