@@ -107,7 +107,9 @@ def _config_of(found: Weights, given: dict[str, Any], launch: TrainConfig) -> Tr
     try:
         if run:
             values = {name: run["config"][name] for name in _OF_RUN if name in run["config"]}
-            values["batch_size"] = run["ledger"]["micro_batch"]  # whichever option it is from
+            # Whichever option it is from.
+            of_evaluation = run["config"].get("eval_batch_size")
+            values["batch_size"] = of_evaluation or run["ledger"]["micro_batch"]
         values["set"] = (*values.get("set", ()), *given.get("set", ()))
         values.update((name, value) for name, value in given.items() if name != "set")
         if "task" not in values:

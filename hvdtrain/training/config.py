@@ -205,6 +205,9 @@ class TrainConfig:
         False,
         "Do not evaluate one batch before the first step, which finds mistakes in the metrics.",
     )
+    eval_batch_size: int | None = _option(
+        None, "Samples of one rank's micro-batch of an evaluation. [default: as in training]"
+    )
     eval_every: int | str = _option(
         "1e",
         "Steps between evaluations, or epochs, such as 2e; the last step always has one. 0: that "
@@ -299,8 +302,8 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise InputError for an invalid value, or an invalid combination of values."""
-        positive = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size
-            accumulate lr step_factor clip_norm log_every keep outer_lr ema
+        positive = """threads timeout bucket_mib epochs max_steps batch_size eval_batch_size
+            global_batch_size accumulate lr step_factor clip_norm log_every keep outer_lr ema
             commit_every""".split()
         for name in positive:
             value = getattr(self, name)

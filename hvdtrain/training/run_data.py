@@ -52,7 +52,7 @@ class RunData:
         self._make_train_loader(train, task, state_is_due)
         self._eval_data: EvalData | None = None
         if evaluation is not None:
-            each, workers = self.batches.batch_size, config.workers
+            each, workers = self._eval_batch_size, config.workers
             self._eval_data = make_eval_data(
                 evaluation, each, task.collate, backend, workers, config.seed
             )
@@ -149,7 +149,7 @@ class RunData:
         """
         evaluation, config = self.datasets[1], self._config
         assert evaluation is not None
-        each, workers = self.batches.batch_size, min(config.workers, 1)
+        each, workers = self._eval_batch_size, min(config.workers, 1)
         first = make_eval_data(
             evaluation, each, self._collate, self._backend, workers, config.seed, only_first=True
         )
@@ -161,4 +161,8 @@ class RunData:
         Equal on all ranks.
         """
         size = size_of(cast("Any", self.datasets[1]), "evaluation")
-        return size <= self.batches.batch_size * self._backend.world.size
+        return size <= self._eval_batch_size * self._backend.world.size
+
+    @property
+    def _eval_batch_size(self) -> int:
+        return self._config.eval_batch_size or self.batches.batch_size

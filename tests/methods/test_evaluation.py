@@ -21,7 +21,7 @@ from hvdtrain.training.evaluation import Evaluation, Sum
 from hvdtrain.world import World
 from tests.messages import Message
 from tests.methods.arms import TWO, WITH_HOROVOD
-from tests.ranks import Ranks
+from tests.ranks import Ranks, single
 from tests.runs import records, run_json
 
 CLASSES = 4
@@ -323,3 +323,38 @@ def test_a_run_with_every_kind(ranks: Ranks, tmp_path: Path) -> None:
     assert about["metrics"] == metrics
     assert about["best_checkpoint"]["metric"] == "f1_of_counts"
     assert records(tmp_path)[-1]["eval_confusion"] == metrics["confusion"]
+
+
+class Sizes(Task):
+    """Notes the sizes of the batches of its evaluation."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        return TensorDataset(torch.ones(8, 1)), TensorDataset(torch.ones(10, 1))
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = net(batch[0]).mean()
+        return loss
+
+    def metrics(self, net: nn.Module, batch: Any) -> dict[str, Any]:
+        self.sizes.append(len(batch[0]))
+        return super().metrics(net, batch)
+
+
+@pytest.mark.parametrize(("changes", "sizes"), [({}, [4, 4, 2]), ({"eval_batch_size": 6}, [6, 4])])
+def test_the_batches_of_an_evaluation(
+    changes: dict[str, Any], sizes: list[int], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "epochs": 1, "threads": 1, "no_check": True}
+    config = TrainConfig(run_dir=str(tmp_path), **options, **changes)
+    task = Sizes()
+    Trainer(task, single(), config).fit()
+    assert task.sizes == sizes

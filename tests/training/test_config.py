@@ -23,8 +23,9 @@ from hvdtrain.world import World
 from tests.messages import Message
 
 FIELDS = dataclasses.fields(TrainConfig)
-POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size global_batch_size accumulate lr
-    step_factor clip_norm log_every keep outer_lr ema commit_every""".split()
+POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size eval_batch_size
+    global_batch_size accumulate lr step_factor clip_norm log_every keep outer_lr ema
+    commit_every""".split()
 NOT_NEGATIVE = """workers log_gradients warmup_steps checkpoint_every eval_every seed sync_every
     local_warmup outer_momentum ps_max_staleness ps_sync_every""".split()
 CHOICES = [item.name for item in FIELDS if item.metadata["choices"]]
