@@ -88,6 +88,9 @@ class TrainConfig:
         "error",
         "zero",
     )
+    compile: bool = _option(
+        False, "Train the net, as the backend has wrapped it, through torch.compile."
+    )
     sync_bn: bool = _option(False, "BatchNorm layers normalize over the batches of all ranks.")
     compression: str = _option(
         "none",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -146,6 +147,8 @@ def prepare_model(
     known = len(backend.rank_states)
     kind: Gradients = "local" if config.sync_every > 0 else "share"
     net, optimizer = backend.prepare(model, optimizer, kind)
+    if config.compile:
+        net = torch.compile(net)  # type: ignore[assignment]
     rank_states = {type(state).__name__: state for state in backend.rank_states[known:]}
     precision.make_masters(model, optimizer)
     if config.sync_every > 0:

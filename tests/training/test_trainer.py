@@ -24,6 +24,8 @@ from hvdtrain.errors import InputError, Preempted
 from hvdtrain.training import checkpoint, meter, weights
 from hvdtrain.training.console import LineConsole
 from hvdtrain.training.meter import Meter
+from hvdtrain.training.metrics import agreed_fingerprint
+from tests.conftest import TWO_RANKS
 from tests.launching import wait_until
 from tests.methods import data_runs
 from tests.methods.test_callbacks import Dies, fit
@@ -470,3 +472,30 @@ def test_tensorboard_is_closed_with_a_trainer_that_has_failed(tmp_path: Path) ->
     gc.collect()  # as `elastic_training` does after each world
     left = [thread for thread in threading.enumerate() if thread not in before]
     assert not left
+
+
+# torch.compile
+
+
+def compiled(backend: Backend, /, folder: Path, is_compiled: bool) -> tuple[str, int]:
+    """Train with or without `--compile`; return the weights' digest, and how often it compiled."""
+    calls = []
+
+    def exactly(net: nn.Module) -> Any:
+        calls.append(net)
+        return compile_it(net, backend="aot_eager")  # keeps the bits
+
+    with pytest.MonkeyPatch.context() as patch:
+        compile_it = torch.compile
+        patch.setattr(torch, "compile", exactly)
+        trainer = fit(backend, folder, compile=is_compiled, epochs=2, checkpoint_every=0)
+    return agreed_fingerprint(backend, trainer.model), len(calls)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", TWO_RANKS, indirect=True)
+def test_a_compiled_net_trains_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    plain = ranks.run(compiled, tmp_path / "plain", False)
+    made = ranks.run(compiled, tmp_path / "compiled", True)
+    assert [digest for digest, _ in made] == [digest for digest, _ in plain]
+    assert [calls for _, calls in (*plain, *made)] == [0, 0, 1, 1]
