@@ -364,9 +364,21 @@ def test_output(tmp_path: Path) -> None:
         assert (folder / "stdout").read_bytes() == text + b"\xff\n[9]<exit>:1\nno newline"
 
 
-def test_an_unfinished_line_is_ended_before_another_one() -> None:
+HALF = """
+import os, sys, time
+rank, mark = int(os.environ["RANK"]), {mark!r}
+while rank and not os.path.exists(mark):  # a rank that fails ends the other one
+    time.sleep(0.01)
+sys.stderr.write(f"half {{rank}}")
+sys.stderr.flush()
+open(mark, "w").close()
+sys.exit(rank)
+"""
+
+
+def test_an_unfinished_line_is_ended_before_another_one(tmp_path: Path) -> None:
     """That of a rank, before another rank's and before the error."""
-    code = "import os, sys; r = int(os.environ['RANK']); sys.stderr.write(f'half {r}'); exit(r)"
+    code = HALF.format(mark=str(tmp_path / "mark"))
     finished = launch("-np", 2, code=code)
     *lines, last = finished.output.splitlines()
     assert sorted(lines) == ["[0]<stderr>:half 0", "[1]<stderr>:half 1"], finished.output
