@@ -32,6 +32,7 @@ _MAX = {
     "bucket_mib": 1e9,
     "lr": 1e30,  # float32
     "step_factor": 1e6,
+    "eval_batch_size": 1 << 40,
 }
 _MAX_OF_ALL = 10**30
 _SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT", "QUIT", "XCPU")

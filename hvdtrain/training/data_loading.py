@@ -481,8 +481,8 @@ def check_same_plan(
     Raises WorldMismatch, on every rank, if one differs: the ranks would take different numbers of
     steps, or use samples twice.
     """
-    names = """seed epochs max_steps accumulate uneven eval_every checkpoint_every early_stop
-        keep_best""".split()
+    names = """seed epochs max_steps accumulate uneven eval_every eval_batch_size checkpoint_every
+        early_stop keep_best""".split()
     check_same(
         backend,
         {

@@ -95,6 +95,7 @@ REFUSED: list[dict[str, Any]] = [
     *({"step_epochs": text} for text in ("x", "1.5", "1,-2")),
     *({"checkpoint_every": given} for given in ("", "0e", "1e3", 2.5, True)),
     {"eval_every": "2 epochs"},
+    {"eval_batch_size": 10**20},
     # Options that have no effect without another one.
     {"outer_optimizer": "sgd"},
     {"local_state": "average"},

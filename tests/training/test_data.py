@@ -316,7 +316,10 @@ class Uneven(Stateful):
 def train_on_other_data(backend: Backend, of: str, run_dir: Path) -> tuple[str, bool]:
     last = backend.world.rank == backend.world.size - 1
     batch = 8 if last and of == "batch" else 4
-    config = TrainConfig(batch_size=batch, epochs=1, run_dir=str(run_dir))
+    of_evaluation = 8 if last and of == "evaluation batch" else 4
+    config = TrainConfig(
+        batch_size=batch, eval_batch_size=of_evaluation, epochs=1, run_dir=str(run_dir)
+    )
     try:
         Trainer(Uneven(last, of), backend, config).fit()
     except WorldMismatch as error:
@@ -331,6 +334,7 @@ def test_the_ranks_must_have_the_same_data(ranks: Ranks, tmp_path: Path) -> None
         "train": "has samples of training data = 50, but rank {} on .* has 80; give",
         "evaluation": "has samples of evaluation data = 20, but rank {} on .* has 50; give",
         "batch": "has samples of a micro-batch = 4, but rank {} on .* has 8; give",
+        "evaluation batch": "has eval_batch_size = 4, but rank {} on .* has 8; give",
     }
     for of, text in wanted.items():
         for said, on_all_ranks in ranks.run(train_on_other_data, of, tmp_path / of):
