@@ -18,7 +18,7 @@ FIELDS = {item.name: item for item in dataclasses.fields(TrainConfig)}
 _HINTS = typing.get_type_hints(TrainConfig)
 
 
-class WholeOrText(click.ParamType[int | str]):
+class WholeOrText(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on alone
     """A whole number, else the text as it is."""
 
     name = "text"

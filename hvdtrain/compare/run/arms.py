@@ -37,7 +37,8 @@ NCCL = "nccl"
 
 LAUNCHERS = {
     "none": [],
-    "torchrun": ["torchrun", "--nproc-per-node", "{ranks}"],
+    # Before torch 2.12, or so, torchrun's default is port 29500, which one arm alone can have.
+    "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "{ranks}"],
     # Not bound, as under the other launchers: by default mpirun binds each of two ranks to a core.
     "mpirun": ["mpirun", "-bind-to", "none", "-np", "{ranks}"],
     # Without its cache, one file in the home folder that concurrent starts would share.

@@ -28,6 +28,10 @@ _WIDER = {
 }
 
 
+NOT_IN_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes that are widened for NCCL, too. It reduces the others as they are, and so does Horovod."""
+
+
 def widen(t: Tensor, op: int, factor: float, by_float32: bool = False) -> Tensor:
     """Return real elements in a dtype that can be reduced; `narrow` converts the result back.
 

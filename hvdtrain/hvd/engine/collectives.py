@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hvdtrain.hvd.engine import adasum
-from hvdtrain.hvd.engine.arithmetic import narrow, scale_, widen
+from hvdtrain.hvd.engine.arithmetic import NOT_IN_NCCL, narrow, scale_, widen
 from hvdtrain.hvd.engine.operation import Operation
 from hvdtrain.hvd.engine.process_groups import all_reduce, broadcast, reduces_in_float32
 from hvdtrain.hvd.engine.request import ADASUM, AVERAGE, Request, dtype_of
@@ -82,7 +82,7 @@ def _reduce(batch: Batch, inputs: list[Tensor], request: Request) -> list[Tensor
         # A complex sum is the sum of its real and imaginary parts.
         wire = torch.view_as_real(flat).reshape(-1) if dtype.is_complex else flat
         plain = wire.dtype
-        if request.device == "CPU" or dtype == torch.uint64:
+        if request.device == "CPU" or dtype in NOT_IN_NCCL:
             wire = widen(wire, op, factor, reduces_in_float32(batch.group))
         sizes = [inputs[i].numel() for i in indices]
         if op == ADASUM:
