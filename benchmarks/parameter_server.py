@@ -63,9 +63,8 @@ def work(arm: str) -> dict[str, float]:
         batch = torch.randn(4, 128)
 
         def step() -> None:
-            with backend.accumulate(net, last=True):
+            with backend.gradients(optimizer):
                 net(batch).square().mean().backward()
-            backend.finish_backward(optimizer)
             optimizer.step()
             optimizer.zero_grad()
 

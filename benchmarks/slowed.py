@@ -24,9 +24,9 @@ class Slowed(DDP):
         self._plain: deque[float] = deque([0.0], maxlen=50)
         self._since = time.perf_counter()
 
-    def finish_backward(self, optimizer: Optimizer) -> None:
+    def average_gradients(self, optimizer: Optimizer) -> None:
         """Do as DDP does, and then keep the core busy."""
-        super().finish_backward(optimizer)
+        super().average_gradients(optimizer)
         now = time.perf_counter()
         self._plain.append(now - self._since)
         # Not a share of this step: one after a pause would be longer by seconds.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from hvdtrain import Backend, open_backend
 from hvdtrain.backends.model_sync import broadcast_state, to_cpu
@@ -44,37 +44,34 @@ def train(backend: Backend, run_dir: Path, steps: int, every: int) -> str:
         nets[name], optimizers[name] = backend.prepare(model, adam)
     first = resume(backend, run_dir, both, optimizers)
 
-    def step_on(name: str, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
-        backend.finish_backward(optimizers[name])
-        optimizers[name].step()
-        optimizers[name].zero_grad()
-
     for step in range(first, steps):
         torch.manual_seed(step * world.size + world.rank)  # a resumed run draws the same numbers
         real = images[torch.randint(len(images), (BATCH,))]
         noise = torch.randn(BATCH, NOISE, device=backend.device)
         with torch.no_grad():
             fake = both["generator"](noise)
-        with backend.accumulate(nets["discriminator"], last=True):
+        with backend.gradients(optimizers["discriminator"]):
             # One forward pass for real and generated images: DDP prepares one backward for each.
             logits = nets["discriminator"](torch.cat([real, fake]))
             is_real = torch.cat([torch.ones(BATCH, 1), torch.zeros(BATCH, 1)]).to(backend.device)
             of_discriminator = F.binary_cross_entropy_with_logits(logits, is_real)
-            step_on("discriminator", of_discriminator)
+            of_discriminator.backward()  # type: ignore[no-untyped-call]
+        optimizers["discriminator"].step()
+        optimizers["discriminator"].zero_grad()
 
         both["discriminator"].requires_grad_(False)  # it passes gradients on, and gets none
-        with backend.accumulate(nets["generator"], last=True):
+        with backend.gradients(optimizers["generator"]):
             logits = both["discriminator"](nets["generator"](noise))
             of_generator = F.binary_cross_entropy_with_logits(logits, torch.ones_like(logits))
-            step_on("generator", of_generator)
+            of_generator.backward()  # type: ignore[no-untyped-call]
+        optimizers["generator"].step()
+        optimizers["generator"].zero_grad()
         both["discriminator"].requires_grad_(True)
 
         if (step + 1) % every == 0 or step + 1 == steps:
             losses = backend.all_reduce(torch.stack([of_discriminator, of_generator]).detach())
-            if world.rank == 0:
-                d, g = losses.tolist()
-                print(f"step {step + 1}  discriminator {d:.4f}  generator {g:.4f}", flush=True)
+            d, g = losses.tolist()
+            backend.print(f"step {step + 1}  discriminator {d:.4f}  generator {g:.4f}")
             save(backend, run_dir, step + 1, both, optimizers)
     return agreed_fingerprint(backend, both)
 
@@ -115,8 +112,7 @@ def main() -> None:
     torch.manual_seed(0)
     with open_backend(given.backend) as backend:
         digest = train(backend, given.run_dir, given.steps, given.checkpoint_every)
-        if backend.world.rank == 0:
-            print(f"done  params_sha256 {digest}")
+        backend.print(f"done  params_sha256 {digest}")
 
 
 if __name__ == "__main__":

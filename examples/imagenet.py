@@ -8,7 +8,7 @@ samples) make safe. The same line goes on from the last checkpoint after a stop.
 
     set -- --task examples/imagenet.py:ImageNet --set data=/data/imagenet --batch-size 256 \\
         --epochs 90 --precision bf16 --workers 8 --lr-scaling linear --warmup-steps 1560 \\
-        --schedule step --step-epochs 30,60,80 --run-dir runs/imagenet --resume auto
+        --schedule step:30,60,80 --run-dir runs/imagenet --resume auto
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id imagenet \\
         --rdzv-endpoint host1:29500 -m hvdtrain "$@"        # on each of the two hosts

@@ -9,7 +9,7 @@ hvdtrain/training/README.md. Several models and optimizers are in gan.py.
 
 import argparse
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 
-from hvdtrain import Backend, BackendOptions, open_backend, shard_bounds
+from hvdtrain import Backend, BackendOptions, Loader, open_backend, shard_bounds
 from hvdtrain.optim.local_sgd import LocalSGD
 from hvdtrain.tasks.digits import Digits
 from hvdtrain.training.evaluation import Evaluation
@@ -34,35 +34,35 @@ def plain(backend: Backend) -> nn.Module:
 
 
 def train(backend: Backend, model: nn.Module) -> nn.Module:
-    model = model.to(backend.device)
     net, optimizer = backend.prepare(model, sgd(model))
     loop(backend, net, optimizer)
     return model
 
 
 def loop(backend: Backend, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for epoch in range(EPOCHS):
-        for images, labels in batches(backend, epoch):
-            with backend.accumulate(net, last=True):
+    loader = Loader(backend, TRAINED, BATCH)
+    for _ in range(EPOCHS):
+        for images, labels in loader:
+            with backend.gradients(optimizer):
                 loss = F.cross_entropy(net(images), labels)
                 loss.backward()  # type: ignore[no-untyped-call]
-            backend.finish_backward(optimizer)  # now p.grad is the mean over all ranks
+            # now p.grad is the mean over all ranks
             optimizer.step()
             optimizer.zero_grad()
 
 
 def gradient_accumulation(backend: Backend) -> nn.Module:
     """Four micro-batches for each step, and clipping."""
-    model = new_model().to(backend.device)
+    model = new_model()
     net, optimizer = backend.prepare(model, sgd(model))
-    for epoch in range(EPOCHS):
-        for images, labels in batches(backend, epoch):
+    loader = Loader(backend, TRAINED, BATCH)
+    for _ in range(EPOCHS):
+        for images, labels in loader:
             for part in range(4):
                 # Only the last backward pass communicates.
-                with backend.accumulate(net, last=part == 3):
+                with backend.gradients(optimizer, last=part == 3):
                     loss = F.cross_entropy(net(images[part::4]), labels[part::4])
                     (loss / 4).backward()  # type: ignore[no-untyped-call]
-            backend.finish_backward(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the mean, not each rank's own
             optimizer.step()
             optimizer.zero_grad()
@@ -71,17 +71,17 @@ def gradient_accumulation(backend: Backend) -> nn.Module:
 
 def mixed_precision(backend: Backend) -> nn.Module:
     """fp16 with a scaled loss. For bf16: dtype=torch.bfloat16, and no scaler."""
-    model = new_model().to(backend.device)
+    model = new_model()
     net, optimizer = backend.prepare(model, sgd(model))
+    loader = Loader(backend, TRAINED, BATCH)
     scaler = torch.amp.GradScaler(backend.device.type)
-    for epoch in range(EPOCHS):
-        for images, labels in batches(backend, epoch):
-            with backend.accumulate(net, last=True):
+    for _ in range(EPOCHS):
+        for images, labels in loader:
+            with backend.gradients(optimizer):
                 with torch.autocast(backend.device.type, dtype=torch.float16):
                     loss = F.cross_entropy(net(images), labels)
                 scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             # Averaged while scaled: an overflow on one rank reaches all, so all skip that step.
-            backend.finish_backward(optimizer)
             scaler.unscale_(optimizer)  # before clipping, if there is any
             scaler.step(optimizer)
             scaler.update()
@@ -101,18 +101,18 @@ def sync_batch_norm(backend: Backend) -> nn.Module:
 
 def learning_rate(backend: Backend) -> nn.Module:
     """The rate of one rank times the number of ranks, after a warm-up (Goyal et al., 2017)."""
-    model = new_model().to(backend.device)
+    model = new_model()
     size, warmup = backend.world.size, 10
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * size)
     net, optimizer = backend.prepare(model, optimizer)
+    loader = Loader(backend, TRAINED, BATCH)
     # A schedule belongs to the optimizer that `prepare` returns.
     schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
-    for epoch in range(EPOCHS):
-        for images, labels in batches(backend, epoch):
-            with backend.accumulate(net, last=True):
+    for _ in range(EPOCHS):
+        for images, labels in loader:
+            with backend.gradients(optimizer):
                 loss = F.cross_entropy(net(images), labels)
                 loss.backward()  # type: ignore[no-untyped-call]
-            backend.finish_backward(optimizer)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -121,7 +121,7 @@ def learning_rate(backend: Backend) -> nn.Module:
 
 def local_sgd(backend: Backend, every: int = 8, **outer: Any) -> nn.Module:
     """Each rank steps alone; after every 8 steps the parameters are averaged."""
-    model = new_model().to(backend.device)
+    model = new_model()
     net, own = backend.prepare(model, sgd(model), gradients="local")
     optimizer = LocalSGD(own, model, backend, every, **outer)
     loop(backend, net, optimizer)
@@ -139,11 +139,12 @@ def sam(backend: Backend, rho: float = 0.05) -> nn.Module:
     """Sharpness-aware minimization (Foret et al., 2021): the mean of the gradients where a step of
     `rho` up each rank's own gradient leads.
     """
-    model = new_model().to(backend.device)
+    model = new_model()
     net, optimizer = backend.prepare(model, sgd(model))
-    for epoch in range(EPOCHS):
-        for images, labels in batches(backend, epoch):
-            with backend.accumulate(net, last=False):  # nothing is averaged
+    loader = Loader(backend, TRAINED, BATCH)
+    for _ in range(EPOCHS):
+        for images, labels in loader:
+            with backend.gradients(optimizer, last=False):  # nothing is averaged
                 F.cross_entropy(net(images), labels).backward()  # type: ignore[no-untyped-call]
             before = {p: p.detach().clone() for p in model.parameters()}
             with torch.no_grad():
@@ -152,12 +153,11 @@ def sam(backend: Backend, rho: float = 0.05) -> nn.Module:
                 for p, grad in zip(before, grads, strict=True):
                     p.add_(grad, alpha=rho / float(norm))
             model.zero_grad()  # not the optimizer's, which has not stepped
-            with backend.accumulate(net, last=True):
+            with backend.gradients(optimizer):
                 F.cross_entropy(net(images), labels).backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 for p, value in before.items():
                     p.copy_(value)
-            backend.finish_backward(optimizer)
             optimizer.step()
             optimizer.zero_grad()
     return model
@@ -167,31 +167,31 @@ def early_stop(backend: Backend, patience: int = 2) -> nn.Module:
     """torchmetrics (pip install torchmetrics) over all ranks, and an end that all agree on."""
     from torchmetrics.classification import MulticlassF1Score
 
-    model = new_model().to(backend.device)
+    model = new_model()
     net, optimizer = backend.prepare(model, sgd(model))
+    loader = Loader(backend, TRAINED, BATCH)
     f1: Any = MulticlassF1Score(10, average="macro").to(backend.device)
     best, waited = 0.0, 0
     for epoch in count():
-        for images, labels in batches(backend, epoch):
-            with backend.accumulate(net, last=True):
+        for images, labels in loader:
+            with backend.gradients(optimizer):
                 F.cross_entropy(net(images), labels).backward()  # type: ignore[no-untyped-call]
-            backend.finish_backward(optimizer)
             optimizer.step()
             optimizer.zero_grad()
         found = evaluate(backend, model, {"f1": f1})
         waited = 0 if found["f1"] > best else waited + 1
         best = max(best, found["f1"])
         if waited == patience:  # the same bits on all ranks, so all stop here
-            say(backend, f"stopped after {epoch + 1} epochs: f1 has not risen above {best:.4f}")
+            backend.print(f"stopped after {epoch + 1} epochs: f1 has not risen above {best:.4f}")
             return model
     raise AssertionError
 
 
 def stream(backend: Backend) -> nn.Module:
     """Iterable data: each rank reads its own part, and the parts have different lengths."""
-    model = new_model().to(backend.device)
+    model = new_model()
     net, optimizer = backend.prepare(model, sgd(model))
-    start, end = shard_bounds(len(data(0)[1]), backend.world.rank, backend.world.size)
+    start, end = shard_bounds(len(TRAINED), backend.world.rank, backend.world.size)
     for _ in range(EPOCHS):
         loader = iter(DataLoader(Part(start, end), batch_size=BATCH))
         while True:
@@ -201,9 +201,8 @@ def stream(backend: Backend) -> nn.Module:
             if batch is None or not everyone:  # in a step alone, a rank would wait for the others
                 break
             images, labels = (t.to(backend.device) for t in batch)
-            with backend.accumulate(net, last=True):
+            with backend.gradients(optimizer):
                 F.cross_entropy(net(images), labels).backward()  # type: ignore[no-untyped-call]
-            backend.finish_backward(optimizer)
             optimizer.step()
             optimizer.zero_grad()
     return model
@@ -244,20 +243,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-@cache
-def data(part: int) -> tuple[Tensor, Tensor]:
-    """Return images and labels, of 1,437 digits to train on (0) or of 360 others (1)."""
-    tensors: tuple[Tensor, Tensor] = Digits().datasets()[part].tensors  # type: ignore[attr-defined]
-    return tensors
-
-
-def batches(backend: Backend, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's batches of an epoch. All ranks have the same number of them."""
-    world, (images, labels) = backend.world, data(0)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch))
-    whole = len(order) // (BATCH * world.size) * BATCH * world.size
-    for index in order[:whole].view(-1, world.size, BATCH)[:, world.rank]:
-        yield images[index].to(backend.device), labels[index].to(backend.device)
+DIGITS: Any = Digits()
+TRAINED, EVALUATED = DIGITS.datasets()  # 1,437 images with their labels, and 360
 
 
 class Part(IterableDataset[tuple[Tensor, Tensor]]):
@@ -267,7 +254,7 @@ class Part(IterableDataset[tuple[Tensor, Tensor]]):
         self.start, self.end = start, end
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        images, labels = data(0)
+        images, labels = TRAINED.tensors
         for index in range(self.start, self.end):
             yield images[index], labels[index]
 
@@ -275,7 +262,7 @@ class Part(IterableDataset[tuple[Tensor, Tensor]]):
 def evaluate(backend: Backend, model: nn.Module, metrics: dict[str, Any]) -> dict[str, float]:
     """Return the accuracy and the given metrics over all 360 digits, the same on all ranks."""
     world, evaluation = backend.world, Evaluation()
-    images, labels = (t[world.rank :: world.size].to(backend.device) for t in data(1))
+    images, labels = (t[world.rank :: world.size].to(backend.device) for t in EVALUATED.tensors)
     model.eval()
     with torch.no_grad():
         for x, y in zip(torch.split(images, BATCH), torch.split(labels, BATCH), strict=True):
@@ -288,11 +275,6 @@ def evaluate(backend: Backend, model: nn.Module, metrics: dict[str, Any]) -> dic
     return evaluation.reduce(backend)  # weighted by samples, in the order of the ranks
 
 
-def say(backend: Backend, text: str) -> None:
-    if backend.world.rank == 0:
-        print(text, flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("method", choices=METHODS)
@@ -303,8 +285,8 @@ def main() -> None:
         model = METHODS[given.method](backend)
         accuracy = evaluate(backend, model, {})["accuracy"]
         digest = agreed_fingerprint(backend, model)
-        say(backend, f"{given.method} on {backend.world.size} ranks: accuracy {accuracy:.4f}")
-        say(backend, f"params_sha256 {digest[:12]}")
+        backend.print(f"{given.method} on {backend.world.size} ranks: accuracy {accuracy:.4f}")
+        backend.print(f"params_sha256 {digest[:12]}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ __all__ = [
     "BackendOptions",
     "Callback",
     "HvdtrainError",
+    "Loader",
     "Task",
     "TrainConfig",
     "Trainer",
@@ -31,6 +32,7 @@ _HOME = {
     "BackendOptions": "hvdtrain.backends.base",
     "Callback": "hvdtrain.training.callback",
     "HvdtrainError": "hvdtrain.errors",
+    "Loader": "hvdtrain.training.loader",
     "Task": "hvdtrain.training.task",
     "TrainConfig": "hvdtrain.training.config",
     "Trainer": "hvdtrain.training.trainer",
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from hvdtrain.hvd.runner import run
     from hvdtrain.training.callback import Callback
     from hvdtrain.training.config import TrainConfig
+    from hvdtrain.training.loader import Loader
     from hvdtrain.training.sharding import shard_bounds
     from hvdtrain.training.task import Task
     from hvdtrain.training.trainer import Trainer

@@ -49,11 +49,11 @@ WITHOUT_TORCH = """errors files signals trees processes commands provenance worl
     training.background job_secret compare.proof.parity compare.analysis.summary
     compare.report.html_report compare.report.terminal""".split()
 
-PUBLIC = """Backend BackendOptions Callback HvdtrainError Task TrainConfig Trainer World detect
-    open_backend run shard_bounds""".split()
+PUBLIC = """Backend BackendOptions Callback HvdtrainError Loader Task TrainConfig Trainer World
+    detect open_backend run shard_bounds""".split()
 
-CONTRACT = """accumulate all_gather_object all_reduce barrier broadcast_ broadcast_object close
-    describe finish_backward host_problem launcher_problem open prepare share_errors
+CONTRACT = """all_gather_object all_reduce average_gradients barrier broadcast_ broadcast_object
+    close describe gradients host_problem launcher_problem open prepare print share_errors
     synchronize""".split()
 """The public methods of `Backend`. More would be too many to implement."""
 

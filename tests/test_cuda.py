@@ -94,7 +94,7 @@ DTYPES = (
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bool], ids=str)
 def test_tensors_come_back(dtype: torch.dtype) -> None:
     given = (torch.arange(1, 25, device="cuda").reshape(6, 4) % 2).to(dtype)
-    found = {
+    found: dict[str, Any] = {
         "allgather": hvd.allgather(given),
         "broadcast": hvd.broadcast(given, 0),
         "alltoall": hvd.alltoall(given),
@@ -117,7 +117,7 @@ def test_tensors_come_back(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_result_on_another_stream_is_complete() -> None:
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     for number in range(50):
         with torch.cuda.stream(side):
             given = torch.full((1 << 22,), float(number), device="cuda")
@@ -139,11 +139,12 @@ def test_an_optimizer_steps_as_torchs(kind: str) -> None:
 
     mine, theirs = model(), model()
     plain = torch.optim.SGD(theirs.parameters(), lr=0.1)
-    more: dict[str, Any] = {
+    options: dict[str, dict[str, Any]] = {
         "sparse as dense": {"sparse_as_dense": True},
-        "groups": {"num_groups": 2},
+        "groups": {"groups": 2},
         "delayed": {"backward_passes_per_step": 2},
-    }.get(kind, {})
+    }
+    more = options.get(kind, {})
     ours = hvd.DistributedOptimizer(
         torch.optim.SGD(mine.parameters(), lr=0.1), mine.named_parameters(), **more
     )

@@ -28,7 +28,7 @@ from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain._torch.peer_errors import is_peer_error
 from hvdtrain.addresses import network_in_use
 from hvdtrain.backends import backend_batch_norm, model_sync
-from hvdtrain.backends.model_sync import uncompiled, uncompiled_net, with_sparse_gradients
+from hvdtrain.backends.model_sync import uncompiled, with_sparse_gradients
 from hvdtrain.errors import (
     HvdtrainError,
     InputError,
@@ -262,21 +262,23 @@ class Backend(ABC):
         optimizer: Optimizer,
         gradients: Gradients = "mean",
     ) -> tuple[nn.Module, Optimizer]:
-        """Wrap model and optimizer; return the wrappers. Collective.
+        """Move the model to `self.device`, wrap it and its optimizer, and return the wrappers.
+        Collective.
 
         Weights, buffers and existing optimizer state become rank 0's.
 
-        `gradients`: what `p.grad` is after `finish_backward`. With "share" it is what this rank's
-        `optimizer.step()` needs, which may be None; the caller asks `synchronize` for the mean
-        where it reads it. With "local" it stays this rank's own, nothing is wrapped, and the caller
-        keeps the ranks equal, as `optim.LocalSGD` does.
+        `gradients`: what `p.grad` is after the context `gradients`. With "share" it is what this
+        rank's `optimizer.step()` needs, which may be None; the caller asks `synchronize` for the
+        mean where it reads it. With "local" it stays this rank's own, nothing is wrapped, and the
+        caller keeps the ranks equal, as `optim.LocalSGD` does.
 
-        `model` must be on `self.device` already. Load state and build a scheduler afterwards, on
-        the returned objects: a backend may make a new optimizer. Keep `model` for `state_dict()`:
-        the wrapper may change its names. Raises WorldMismatch if the models differ in a name, shape
-        or dtype, and InputError if model and optimizer do not belong together.
+        Load state and build a scheduler afterwards, on the returned objects: a backend may make a
+        new optimizer. Keep `model` for `state_dict()`: the wrapper may change its names. Raises
+        WorldMismatch if the models differ in a name, shape or dtype, and InputError if model and
+        optimizer do not belong together.
         """
         model_sync.check_ownership(model, optimizer)
+        model.to(self.device)
         kind = self._sync_batch_norm() if self.world.size > 1 else model_sync.OneRankBatchNorm
         model_sync.convert_sync_batch_norm(model, kind)
         model_sync.check_same_model(self, model)
@@ -289,7 +291,11 @@ class Backend(ABC):
         else:
             net, wrapped = self._wrap(model, optimizer)
         sparse = with_sparse_gradients(model)
-        self._prepared[id(wrapped)] = _Prepared(wrapped, model, names, sparse, gradients)
+        made = _Prepared(wrapped, model, net, names, sparse, gradients)
+        self._prepared[id(wrapped)] = made
+        if gradients != "local":
+            wrapped.register_step_pre_hook(made.begin_step)
+            wrapped.register_step_post_hook(made.end_step)
         return net, wrapped
 
     def _shard(self, optimizer: Optimizer, names: dict[Tensor, str], gradients: Gradients) -> None:
@@ -322,33 +328,39 @@ class Backend(ABC):
         """
         return backend_batch_norm.layer_of(self)
 
-    def accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Return a context manager for the forward and backward pass of one micro-batch.
+    @contextmanager
+    def gradients(self, optimizer: Optimizer, last: bool = True) -> Iterator[None]:
+        """Return a context for a forward and a backward pass: AFTERWARDS `p.grad` IS THE MEAN OVER
+        ALL RANKS, on every backend (but see `prepare`). Collective.
 
-        `net`: what `prepare` returned, or what torch.compile has made of it. `last`: the next call
-        is `finish_backward`.
+        `optimizer`: what `prepare` returned, or one that has it as its `wrapped`. `last`: whether
+        no further pass of this step follows. Only the last one averages; over the passes of a step
+        the gradients are summed, so divide each loss by their number.
 
-        Gradients are summed over the micro-batches of a step: divide the loss by their number.
+        Unscale, clip and step afterwards. The optimizer's next step raises InputError if nothing
+        was averaged since the last one.
         """
-        bare = uncompiled_net(net)
-        if any(
-            made.model is bare and made.gradients == "local" for made in self._prepared.values()
-        ):
-            return nullcontext()
-        return self._accumulate(bare, last)
+        made = self._made_of(optimizer)
+        if made.gradients == "local":
+            yield
+        else:
+            with self._passes(made.net, made.optimizer, last):
+                yield
+        if last:
+            self.average_gradients(optimizer)
+            made.has_averaged = True
 
-    def _accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Do the engine's part of `accumulate`, on the net without the wrapper of torch.compile."""
+    def _passes(
+        self, net: nn.Module, optimizer: Optimizer, last: bool
+    ) -> AbstractContextManager[None]:
+        """Return the engine's part of the context `gradients`, for what `_wrap` has returned."""
         return nullcontext()
 
-    def finish_backward(self, optimizer: Optimizer) -> None:
-        """Finish the averaging: AFTERWARDS `p.grad` IS THE MEAN OVER ALL RANKS, on every backend
-        (but see `prepare`). Collective. Also coalesce sparse gradients, and synchronise buffers by
-        their policy.
+    def average_gradients(self, optimizer: Optimizer) -> None:
+        """Finish the averaging at the end of `gradients`, which calls it. Collective.
 
-        Call it once a step, before unscaling, clipping and stepping, with the optimizer that
-        `prepare` returned or one that has it as its `wrapped`. Raises InputError with the names of
-        the parameters without a gradient, unless `unused_parameters` is "zero".
+        Also coalesce sparse gradients, and synchronise buffers by their policy. Raises InputError
+        with the names of the parameters without a gradient, unless `unused_parameters` is "zero".
         """
         made = self._made_of(optimizer)
         optimizer = made.optimizer
@@ -366,7 +378,7 @@ class Backend(ABC):
         """Return what `prepare` has made of an optimizer, which a method may have wrapped since."""
         while id(optimizer) not in self._prepared:
             if not hasattr(optimizer, "wrapped"):
-                raise ValueError("finish_backward wants the optimizer that prepare returned")
+                raise ValueError("gradients wants the optimizer that prepare returned")
             optimizer = optimizer.wrapped
         return self._prepared[id(optimizer)]
 
@@ -381,7 +393,7 @@ class Backend(ABC):
     ) -> None:
         """Make equal on all ranks what may differ between two steps on this backend. Collective.
 
-        "gradients": after `finish_backward`, `p.grad` becomes the mean, as `prepare` with "mean"
+        "gradients": after `gradients`, `p.grad` becomes the mean, as `prepare` with "mean"
         makes it always. "parameters": also the buffers, by their policy. "state": rank 0 gets the
         whole state of the optimizer. Nothing to do for a backend whose ranks are always equal.
         """
@@ -411,6 +423,11 @@ class Backend(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Return once every rank has called. Collective."""
+
+    def print(self, *values: object) -> None:
+        """Print the values on rank 0 alone, at once. Not collective."""
+        if self.world.rank == 0:
+            print(*values, flush=True)
 
     @contextmanager
     def share_errors(self) -> Iterator[None]:
@@ -464,7 +481,7 @@ class Backend(ABC):
             raise known from error
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Prepared:
     """A model and its optimizer, wrapped. Keeps the optimizer alive, so that its id is not reused.
 
@@ -474,9 +491,32 @@ class _Prepared:
 
     optimizer: Optimizer
     model: nn.Module
+    net: nn.Module
     names: dict[Tensor, str]
     sparse: list[Tensor]
     gradients: Gradients
+    has_averaged: bool = False
+    """Whether `Backend.gradients` has ended since the last step."""
+    steps_begun: int = 0
+    """More than one where a step calls another: real Horovod's calls that of the class above."""
+
+    def begin_step(self, *_: object) -> None:
+        """Note the begin of a step: a hook of the optimizer."""
+        self.steps_begun += 1
+
+    def end_step(self, *_: object) -> None:
+        """Raise InputError if the step had gradients of one rank: a hook of the optimizer.
+
+        At its end, since the closure of a step may have averaged them.
+        """
+        self.steps_begun -= 1
+        if self.steps_begun == 0 and not self.has_averaged:
+            raise InputError(
+                "the optimizer has stepped on gradients that were not averaged: put forward and "
+                "backward pass into `with backend.gradients(optimizer):`, and step after it",
+                on_all_ranks=True,
+            )
+        self.has_averaged = self.steps_begun > 0 and self.has_averaged
 
 
 def check_same(backend: Backend, values: Mapping[str, object], advice: str = "") -> None:

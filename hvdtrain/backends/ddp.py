@@ -73,10 +73,11 @@ class DDP(C10d):
         """Return torch's own layer on CUDA, its only device."""
         return nn.SyncBatchNorm if self.device.type == "cuda" else super()._sync_batch_norm()
 
-    def _accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
+    def _passes(
+        self, net: nn.Module, optimizer: Optimizer, last: bool
+    ) -> AbstractContextManager[None]:
         """Let DDP reduce in the last micro-batch of a step only."""
-        if not isinstance(net, DistributedDataParallel):
-            raise ValueError("accumulate wants the net that prepare returned")
+        assert isinstance(net, DistributedDataParallel)
         if not last:
             return net.no_sync()
         for p in net.module.parameters():

@@ -22,7 +22,7 @@ from hvdtrain import elastic_world, failure, job_secret
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.backends.backend_batch_norm import local_in_evaluation
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
-from hvdtrain.backends.model_sync import uncompiled_net, with_sparse_gradients
+from hvdtrain.backends.model_sync import with_sparse_gradients
 from hvdtrain.errors import HvdtrainError, InputError, WorldError, WorldMismatch, first_line
 from hvdtrain.job_secret import sign, unsign
 from hvdtrain.world import World, is_mpi
@@ -48,7 +48,7 @@ class Horovod(Backend):
         super().__init__(world, options)
         self._hvd: Any = None
         self._skips: dict[int, ExitStack] = {}
-        self._optimizers: dict[int, Any] = {}
+        self._num_optimizers = 0
         self._is_last = True
         """Whether this is the last micro-batch of a step."""
         self._wait: tuple[float, str] | None = None
@@ -223,7 +223,7 @@ class Horovod(Backend):
         for p in with_sparse_gradients(model):
             p.register_post_accumulate_grad_hook(self._coalesce)  # type: ignore[no-untyped-call]
         # Horovod matches tensors of all ranks by name: two models must not share any.
-        prefix = f"{len(self._optimizers)}." if self._optimizers else ""
+        prefix = f"{self._num_optimizers}." if self._num_optimizers else ""
         named = [(prefix + name, p) for name, p in model.named_parameters()]
         try:
             wrapped = self._hvd.DistributedOptimizer(
@@ -239,7 +239,7 @@ class Horovod(Backend):
             ) from None
         if optimizer.state:
             wrapped.load_state_dict(state)  # Horovod made a new optimizer from the param_groups
-        self._optimizers[id(uncompiled_net(model))] = wrapped
+        self._num_optimizers += 1
         return model, cast("Optimizer", wrapped)
 
     def _sync_batch_norm(self) -> type[BatchNormBase]:
@@ -256,13 +256,13 @@ class Horovod(Backend):
         if self._is_last and p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.coalesce()
 
-    def _accumulate(self, net: nn.Module, last: bool) -> AbstractContextManager[None]:
+    def _passes(
+        self, net: nn.Module, optimizer: Optimizer, last: bool
+    ) -> AbstractContextManager[None]:
         """Let Horovod's hooks send gradients in the last micro-batch of a step only."""
-        if id(net) not in self._optimizers:
-            raise ValueError("accumulate wants the net that prepare returned")
         # The hooks count backward passes down from this number and send at zero. It is set anew for
         # each pass, so that a step with fewer micro-batches at an epoch's end is no special case.
-        self._optimizers[id(net)].set_backward_passes_per_step(1 if last else 2)
+        cast("Any", optimizer).set_backward_passes_per_step(1 if last else 2)
         self._is_last = last
         return nullcontext()
 

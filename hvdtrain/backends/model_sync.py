@@ -1,7 +1,7 @@
 """What every backend does to a model, its gradients and its buffers, written once.
 
-`Backend.prepare` and `Backend.finish_backward` call these functions; `training` and `compare` call
-some of them too. Every rank calls a collective one, in the same order.
+`Backend.prepare` and `Backend.average_gradients` call these functions; `training` and `compare`
+call some of them too. Every rank calls a collective one, in the same order.
 """
 
 from __future__ import annotations
@@ -162,13 +162,6 @@ def to_cpu(tree: Any) -> Any:
 def uncompiled(name: str) -> str:
     """Return a parameter's name without the `_orig_mod` that torch.compile inserts."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
-
-
-def uncompiled_net(net: nn.Module) -> nn.Module:
-    """Return the module that torch.compile has wrapped; `net` itself if it has wrapped none."""
-    while isinstance(inner := getattr(net, "_orig_mod", None), nn.Module):
-        net = inner
-    return net
 
 
 # Gradients and buffers, after each backward pass

@@ -103,7 +103,7 @@ class ParameterServer(Backend):
         if gradients == "mean" and self.is_asynchronous:
             raise InputError(
                 'asynchronous ranks have no mean gradient: call prepare(..., gradients="share"), '
-                "and read no p.grad between finish_backward and step"
+                "and read no p.grad before step()"
             )
         return super().prepare(model, optimizer, gradients)
 

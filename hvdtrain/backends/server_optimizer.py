@@ -3,8 +3,8 @@
 A server is a rank that owns parameters: rank 0 owns all of them, or each rank a share. Every rank
 trains, servers too. Synchronous training (Li et al., OSDI 2014, with a barrier at each step):
 
-    every rank   finish_backward   ["push"], gradients     ->  the server of each parameter
-    server       finish_backward   p.grad becomes the mean of all living ranks, in rank order
+    every rank   averaging         ["push"], gradients     ->  the server of each parameter
+    server       averaging         p.grad becomes the mean of all living ranks, in rank order
     server       step              steps; ["fresh"], parameters  ->  every other rank
 
 Asynchronous training: no rank waits for another one's gradient. The server has a copy of its

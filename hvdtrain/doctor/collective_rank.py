@@ -114,13 +114,13 @@ def backend_collectives(backend: Backend) -> dict[str, Collective]:
     net, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
 
     def gradients() -> Tensor | None:
-        optimizer.step()  # of the call before: `ps` sends its gradients then
-        optimizer.zero_grad()
-        with backend.accumulate(net, last=True):
+        with backend.gradients(optimizer):
             net(own).sum().backward()
-        backend.finish_backward(optimizer)
         grad = model.weight.grad
-        return None if grad is None else grad[0]
+        first = None if grad is None else grad[0].clone()
+        optimizer.step()  # `ps` sends its gradients then
+        optimizer.zero_grad()
+        return first
 
     return {
         "gradients": (gradients, mean),

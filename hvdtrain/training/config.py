@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hvdtrain.errors import InputError
 from hvdtrain.training.criterion import Criterion, parse_criterion
+from hvdtrain.training.schedule_option import ScheduleOption, parse_schedule
 
 if TYPE_CHECKING:
     from hvdtrain.backends.base import BackendOptions
@@ -31,7 +32,6 @@ _MAX = {
     "timeout": 1e9,  # torch counts milliseconds, Horovod has 32 bits
     "bucket_mib": 1e9,
     "lr": 1e30,  # float32
-    "step_factor": 1e6,
     "eval_batch_size": 1 << 40,
 }
 _MAX_OF_ALL = 10**30
@@ -183,24 +183,13 @@ class TrainConfig:
     )
     schedule: str = _option(
         "constant",
-        "The learning rate after the warm-up; a task's own schedule replaces it.",
-        "constant",
-        "cosine",
-        "step",
-        "one-cycle",
-        "plateau",
+        "The learning rate after the warm-up: constant, cosine, one-cycle, "
+        "step:EPOCH,EPOCH,...[:FACTOR] or plateau:METRIC[:min|max]:PATIENCE[:FACTOR]; a task's own "
+        "schedule replaces it.",
+        metavar="KIND",
     )
     warmup_steps: int = _option(
         0, "Steps of linear warm-up: step k of n is taken with k / (n + 1) of the rate."
-    )
-    step_epochs: str = _option(
-        "30,60,80", "For --schedule step: the epochs after which the rate drops."
-    )
-    step_factor: float = _option(0.1, "For --schedule step and plateau: the factor of each drop.")
-    plateau: str = _option(
-        "loss:10",
-        "For --schedule plateau: METRIC[:min|max]:PATIENCE; the rate drops after more than "
-        "PATIENCE evaluations without an improvement.",
     )
     clip_norm: float = _option(math.inf, "Largest norm of the averaged gradient.")
 
@@ -219,7 +208,8 @@ class TrainConfig:
     )
     early_stop: str | None = _option(
         None,
-        "METRIC[:min|max]:PATIENCE: end after PATIENCE evaluations without an improvement.",
+        "METRIC[:min|max]:PATIENCE[:DELTA]: end after PATIENCE evaluations without an improvement, "
+        "by more than DELTA.",
     )
     keep_best: str | None = _option(
         None, "METRIC[:min|max]: keep the checkpoint of the best evaluation, beside the newest."
@@ -307,7 +297,7 @@ class TrainConfig:
     def check(self) -> None:
         """Raise InputError for an invalid value, or an invalid combination of values."""
         positive = """threads timeout bucket_mib epochs max_steps batch_size eval_batch_size
-            global_batch_size accumulate lr step_factor clip_norm log_every keep outer_lr ema
+            global_batch_size accumulate lr clip_norm log_every keep outer_lr ema
             commit_every""".split()
         for name in positive:
             value = getattr(self, name)
@@ -359,24 +349,17 @@ class TrainConfig:
         self.checkpoint_interval()
         self.evaluation_interval()
         self.grace_s()
-        self.drop_epochs()
-        if self.schedule == "one-cycle" and self.warmup_steps:
+        if self.schedule_option().kind == "one-cycle" and self.warmup_steps:
             raise InputError(
                 f"--schedule one-cycle begins with a warm-up of its own; leave --warmup-steps "
                 f"{self.warmup_steps} out"
             )
-        if self.schedule == "plateau" and self.step_factor >= 1:
-            raise InputError(
-                f"--step-factor {self.step_factor} must be less than 1 for --schedule plateau"
-            )
-        self.plateau_criterion()
         self.early_stop_criterion()
         self.keep_best_criterion()
         self._check_effects()
 
     def _check_effects(self) -> None:
         """Raise InputError for an option that would have no effect beside the others."""
-        drops = self.schedule in ("step", "plateau")
         has_signals = bool(self.signal_numbers())
         needs = {
             "local_warmup": ("--sync-every", self.sync_every > 0),
@@ -385,13 +368,10 @@ class TrainConfig:
             "outer_lr": ("--outer-optimizer sgd or nesterov", self.outer_optimizer != "none"),
             "outer_momentum": ("--outer-optimizer sgd or nesterov", self.outer_optimizer != "none"),
             "grace": ("--checkpoint-signals", has_signals),
-            "plateau": ("--schedule plateau", self.schedule == "plateau"),
             "ps_max_staleness": ("--ps-async", self.ps_async),
             "ps_sync_every": ("--ps-async", self.ps_async),
             "commit_every": ("--elastic", self.elastic),
             "lr_on_resize": ("--elastic", self.elastic),
-            "step_epochs": ("--schedule step", self.schedule == "step"),
-            "step_factor": ("--schedule step or plateau", drops),
         }
         for item in dataclasses.fields(self):
             needed, is_there = needs.get(item.name, ("", True))
@@ -472,19 +452,19 @@ class TrainConfig:
             )
         return first, num
 
-    def plateau_criterion(self) -> Criterion:
-        """Return what `plateau` says. Raises InputError if it cannot be read."""
-        return parse_criterion(self.plateau, "--plateau", with_patience=True, least=0)
+    def schedule_option(self) -> ScheduleOption:
+        """Return what `schedule` says. Raises InputError if it cannot be read."""
+        return parse_schedule(self.schedule)
 
     def early_stop_criterion(self) -> Criterion | None:
         """Return what `early_stop` says, if anything. Raises InputError if it cannot be read."""
         text = self.early_stop
-        return None if text is None else parse_criterion(text, "--early-stop", with_patience=True)
+        return None if text is None else parse_criterion(text, "--early-stop", True, True)
 
     def keep_best_criterion(self) -> Criterion | None:
         """Return what `keep_best` says, if anything. Raises InputError if it cannot be read."""
         text = self.keep_best
-        return None if text is None else parse_criterion(text, "--keep-best", with_patience=False)
+        return None if text is None else parse_criterion(text, "--keep-best")
 
     def _check_opt_level(self) -> None:
         level, precision = self.opt_level, self.precision
@@ -497,18 +477,6 @@ class TrainConfig:
                 f"--opt-level {level} needs a half type, which --precision {precision} is not; "
                 "give --precision fp16 or bf16"
             )
-
-    def drop_epochs(self) -> tuple[int, ...]:
-        """Return `step_epochs` as sorted numbers. Raises InputError if it is no list of epochs."""
-        try:
-            epochs = sorted(int(part) for part in self.step_epochs.split(",") if part.strip())
-        except ValueError:
-            epochs = [0]  # refused below
-        if epochs and epochs[0] < 1:
-            raise InputError(
-                f"--step-epochs {self.step_epochs!r} is not a list of epochs, such as 30,60,80"
-            )
-        return tuple(epochs)
 
     def micro_batch(self, num_ranks: int) -> int:
         """Return the number of samples in one rank's micro-batch.

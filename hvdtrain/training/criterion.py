@@ -32,16 +32,26 @@ class Criterion:
     metric: str
     mode: str
     patience: int = 0
+    delta: float = 0.0
+    """An improvement is larger than this."""
 
     def is_better(self, value: float, than: float | None) -> bool:
         """Return whether `value` improves on the best one so far. NaN never does."""
         if than is None:
             return value == value
-        return value < than if self.mode == "min" else value > than
+        if self.mode == "min":
+            return value < than - self.delta
+        return value > than + self.delta
 
 
-def parse_criterion(text: str, option: str, with_patience: bool, least: int = 1) -> Criterion:
-    """Read METRIC[:min|max], with :PATIENCE behind it if `with_patience`.
+def parse_criterion(
+    text: str,
+    option: str,
+    with_patience: bool = False,
+    with_delta: bool = False,
+    least: int = 1,
+) -> Criterion:
+    """Read METRIC[:min|max], with :PATIENCE behind it if `with_patience`, and then [:DELTA].
 
     Raises InputError that names `option`; also if the metric's name does not tell its mode.
     """
@@ -49,6 +59,7 @@ def parse_criterion(text: str, option: str, with_patience: bool, least: int = 1)
     metric = metric.strip().removeprefix("eval_")  # as records and the last line of a run name it
     mode = rest.pop(0) if rest and rest[0] in ("min", "max") else ""
     patience = rest.pop(0) if rest and with_patience else ""
+    delta = rest.pop(0) if rest and with_delta else "0"
     # isdecimal alone accepts the digits of every script; int reads them, too.
     if not metric or rest or (with_patience and not (patience.isdecimal() and patience.isascii())):
         form = "METRIC:PATIENCE or METRIC:max:PATIENCE, such as loss:3" if with_patience else ""
@@ -56,7 +67,10 @@ def parse_criterion(text: str, option: str, with_patience: bool, least: int = 1)
         raise InputError(f"{option} {text!r} is not {form}")
     if with_patience and (len(patience) > 9 or int(patience) < least):
         raise InputError(f"{option} {text!r:.60} has a patience below {least}, or above 999999999")
-    return Criterion(metric, mode or _mode_of(metric, text, option), int(patience or 0))
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{0,9})?", delta):
+        raise InputError(f"{option} {text!r:.60}: {delta!r} is not a DELTA, such as 0.001")
+    mode = mode or _mode_of(metric, text, option)
+    return Criterion(metric, mode, int(patience or 0), float(delta))
 
 
 def _mode_of(metric: str, text: str, option: str) -> str:

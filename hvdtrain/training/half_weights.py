@@ -4,7 +4,7 @@
 add up in half precision; so at O2 the optimizer steps the masters, whose rounded values are then
 written into the model. The optimizer's parameter groups hold, in each phase of a step:
 
-    backward, finish_backward         the model's parameters, with half gradients
+    backward, averaging               the model's parameters, with half gradients
     unscale_, clip, step              the masters, with fp32 gradients    (take_gradients)
     zero_grad, the next step          the model's parameters again        (write_back)
     state_dict, load_state_dict       the masters                         (in_groups)

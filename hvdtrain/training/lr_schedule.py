@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from hvdtrain.errors import CheckpointError, InputError
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.criterion import number_of
+from hvdtrain.training.criterion import Criterion, number_of
 
 Unit = Literal["step", "epoch", "evaluation"]
 
@@ -71,17 +71,19 @@ def lr_factors(
     not 0 after a resume at another batch size.
     """
 
+    schedule = config.schedule_option()
+
     def factor(step: int) -> float:
         if step < config.warmup_steps:
             return (step + 1) / (config.warmup_steps + 1)
-        if config.schedule == "cosine":
+        if schedule.kind == "cosine":
             span = max(1, total_steps - config.warmup_steps)
             return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - config.warmup_steps) / span)))
-        if config.schedule == "step":
+        if schedule.kind == "step":
             done = step + ahead
-            drops = sum(done >= drop * steps_per_epoch for drop in config.drop_epochs())
-            return float(config.step_factor**drops)
-        if config.schedule == "one-cycle":
+            drops = sum(done >= drop * steps_per_epoch for drop in schedule.epochs)
+            return float(schedule.factor**drops)
+        if schedule.kind == "one-cycle":
             return _one_cycle(step, total_steps)
         return 1.0
 
@@ -114,7 +116,7 @@ def planned_rates(
     return {
         "lr_at_start": at(0),
         "lr_after_warmup": at(warmup) if warmup <= last else None,
-        "lr_at_end": None if config.schedule == "plateau" else at(last, ahead),
+        "lr_at_end": None if config.schedule_option().kind == "plateau" else at(last, ahead),
     }
 
 
@@ -136,11 +138,10 @@ def build_schedule(
     return LambdaLR(optimizer, factor, last_epoch=start_step - 1)
 
 
-def build_plateau(optimizer: Optimizer, config: TrainConfig) -> ReduceLROnPlateau:
+def build_plateau(optimizer: Optimizer, criterion: Criterion, factor: float) -> ReduceLROnPlateau:
     """Return torch's scheduler for `--schedule plateau`. Build it at the rates after warm-up."""
-    watched = config.plateau_criterion()
-    mode: Any = watched.mode
-    return ReduceLROnPlateau(optimizer, mode, config.step_factor, watched.patience)
+    mode: Any = criterion.mode
+    return ReduceLROnPlateau(optimizer, mode, factor, criterion.patience)
 
 
 class RateSchedule:

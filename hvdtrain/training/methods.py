@@ -99,8 +99,16 @@ METHODS = (
         lambda c: c.clip_norm < float("inf"),
         needs=(Need.MEAN,),
     ),
-    Method("one-cycle learning rate", "--schedule one-cycle", lambda c: c.schedule == "one-cycle"),
-    Method("plateau learning rate", "--schedule plateau", lambda c: c.schedule == "plateau"),
+    Method(
+        "one-cycle learning rate",
+        "--schedule one-cycle",
+        lambda c: c.schedule_option().kind == "one-cycle",
+    ),
+    Method(
+        "plateau learning rate",
+        "--schedule plateau",
+        lambda c: c.schedule_option().kind == "plateau",
+    ),
     Method(
         "early stopping",
         "--early-stop loss:3",

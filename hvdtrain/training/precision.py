@@ -84,7 +84,7 @@ class Precision:
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale, in place. Call it between `finish_backward` and
+        """Divide the gradients by the scale, in place. Call it between `average_gradients` and
         clipping, which then finds the gradients that the optimizer will use in its groups.
         """
         if self._masters is not None:

@@ -42,7 +42,7 @@ class PreparedModel:
     rank_states: dict[str, RankState]
     """What each rank keeps for itself between steps, by its name in checkpoints."""
     has_mean_gradient: bool
-    """Whether `p.grad` can be the mean of all ranks after `finish_backward`."""
+    """Whether `p.grad` can be the mean of all ranks after `average_gradients`."""
     lr_before: list[float]
     """The learning rates by parameter group, before and after scaling."""
     lr_after: list[float]

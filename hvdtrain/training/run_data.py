@@ -57,7 +57,7 @@ class RunData:
                 evaluation, each, task.collate, backend, workers, config.seed
             )
         if evaluation is None and (
-            config.early_stop or config.keep_best or config.schedule == "plateau"
+            config.early_stop or config.keep_best or config.schedule_option().criterion
         ):
             raise InputError(
                 "--early-stop, --keep-best and --schedule plateau depend on evaluations, and the "

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.criterion import Criterion
 from hvdtrain.training.data_loading import ShardedBatches
 from hvdtrain.training.ledger import Ledger
 from hvdtrain.training.lr_schedule import (
@@ -138,18 +139,18 @@ class RunPlan:
                 lr_after_warmup=None,
                 lr_at_end=None,
             )
-        elif self._config.schedule == "plateau":
-            schedule = self._make_plateau()
+        elif (watched := self._config.schedule_option().criterion) is not None:
+            schedule = self._make_plateau(watched)
         else:
             return RateSchedule(self._make_step_schedule())
         if loaded.get("schedule") is not None:
             schedule.load_state_dict(loaded["schedule"], loaded_groups)
         return schedule
 
-    def _make_plateau(self) -> RateSchedule:
+    def _make_plateau(self, watched: Criterion) -> RateSchedule:
         """Return the schedule of `--schedule plateau`, which may have a warm-up before."""
-        config, watched = self._config, self._config.plateau_criterion()
-        plateau = build_plateau(self._optimizer, config)  # at the rates after the warm-up
+        config, factor = self._config, self._config.schedule_option().factor
+        plateau = build_plateau(self._optimizer, watched, factor)  # at the rates after the warm-up
         name = f"plateau of {watched.metric} ({watched.mode}, patience {watched.patience})"
         self.ledger = replace(self.ledger, schedule=name)
         warming = self._progress.step < config.warmup_steps
@@ -164,7 +165,7 @@ class RunPlan:
 
     def _check_schedule(self, has_own: bool) -> None:
         """Raise InputError for a schedule that needs a number of steps which is not known."""
-        schedule = self._config.schedule
+        schedule = self._config.schedule_option().kind
         if self.ledger.total_steps is None and schedule in ("cosine", "one-cycle"):
             fix = "give --max-steps, or give the dataset a method __len__"
         elif self.ledger.steps_per_epoch is None and (schedule == "step" or has_own):

@@ -78,7 +78,6 @@ class Stepper:
         determinism.seed_all(derive_seed(self._seed, progress.step, self._backend.world.rank))
         losses = self._backward(window, meter, on_batch)
         step = progress.step + 1
-        self._backend.finish_backward(self._optimizer)
         skips = self._on_gradients is not None and self._on_gradients(losses)
         # On a GPU only a step that logs: each look waits for the device.
         if not skips and (logs or self._backend.device.type == "cpu"):
@@ -107,7 +106,7 @@ class Stepper:
     def _backward(
         self, window: StepBatches, meter: Meter, on_batch: Callable[[Any], None] | None
     ) -> list[Tensor]:
-        """Add up the gradients of the micro-batches in `window`, and return their losses.
+        """Compute the mean gradient of the micro-batches in `window`, and return their losses.
         Collective.
         """
         losses = []
@@ -121,8 +120,9 @@ class Stepper:
             if on_batch is not None:
                 on_batch(batch)
             counts = weights is None or weights[micro] > 0
+            last = micro == num_micro_batches - 1
             with (
-                self._backend.accumulate(self._net, last=micro == num_micro_batches - 1),
+                self._backend.gradients(self._optimizer, last),
                 contextlib.nullcontext() if counts else unchanged_buffers(self._model),
             ):
                 with self._precision.autocast():
@@ -141,8 +141,9 @@ class Stepper:
                     else:
                         loss = loss * weights[micro]
                 self._precision.backward(loss)
+                if last:
+                    self.micro_batch = 0
             losses.append(loss.detach())
-        self.micro_batch = 0
         return losses if weighted is None else [weighted.mean().detach()]
 
     def _compare_losses(self, has_weight: bool) -> None:

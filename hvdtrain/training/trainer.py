@@ -544,7 +544,7 @@ class Trainer:
         wanted = {
             "--early-stop": config.early_stop_criterion(),
             "--keep-best": config.keep_best_criterion(),
-            "the schedule": config.plateau_criterion() if config.schedule == "plateau" else None,
+            "the schedule": config.schedule_option().criterion,
         }
         for option, criterion in wanted.items():
             if criterion is None or not metrics:  # none after a warning

@@ -110,9 +110,8 @@ def backward(
 ) -> None:
     """Compute the gradients of a step of so many micro-batches."""
     for number, loss in enumerate(losses, 1):
-        with backend.accumulate(net, last=number == len(losses)):
+        with backend.gradients(optimizer, last=number == len(losses)):
             loss().backward()  # type: ignore[no-untyped-call]
-    backend.finish_backward(optimizer)
 
 
 def prepare_makes_equal(backend: Backend) -> None:
@@ -141,7 +140,7 @@ def prepare_makes_equal(backend: Backend) -> None:
 
 
 def gradients_are_means(backend: Backend) -> None:
-    """After finish_backward p.grad is the mean over ranks and micro-batches; again and again, so
+    """After `gradients` p.grad is the mean over ranks and micro-batches; again and again, so
     that state resets.
     """
     rank, size = backend.world.rank, backend.world.size
@@ -317,10 +316,9 @@ def buffers_follow_their_policy(backend: Backend) -> None:
         with options(backend, buffers=policy):
             net, optimizer = prepared(backend, model)
             torch.manual_seed(100 + backend.world.rank)
-            with backend.accumulate(net, last=True):
+            with backend.gradients(optimizer):
                 net(torch.randn(6, 4)).square().mean().backward()
-            own = backend.all_gather_object(norm.get_buffer("running_mean").clone())
-            backend.finish_backward(optimizer)
+                own = backend.all_gather_object(norm.get_buffer("running_mean").clone())
         expected = {
             "broadcast": own[0],
             "average": torch.stack(own).mean(0),
@@ -365,14 +363,27 @@ def two_models(backend: Backend) -> None:
     pairs = [prepared(backend, nn.Linear(1, 1, bias=False), lr=1.0) for _ in range(2)]
     weights = [next(net.parameters()) for net, _ in pairs]
     before = [float(weight.detach()) for weight in weights]
-    for net, _ in pairs:
-        with backend.accumulate(net, last=True):
+    for net, optimizer in pairs:
+        with backend.gradients(optimizer):
             net(torch.full((1, 1), rank + 1.0)).sum().backward()
     for _, optimizer in pairs:
-        backend.finish_backward(optimizer)
         optimizer.step()
     for weight, old in zip(weights, before, strict=True):
         torch.testing.assert_close(float(weight.detach()), old - (size + 1) / 2)
+
+
+def a_step_without_averaging(backend: Backend) -> None:
+    """It raises, on every rank; so does a second step on the same gradients."""
+    model = nn.Linear(1, 1)
+    net, optimizer = prepared(backend, model)
+    with backend.gradients(optimizer):
+        net(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    with pytest.raises(InputError, match=r"not averaged: .*`with backend.gradients"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="the optimizer that prepare returned"):
+        with backend.gradients(torch.optim.SGD(model.parameters(), lr=1.0)):
+            pass
 
 
 def sync_batch_norm(backend: Backend) -> None:
@@ -389,7 +400,7 @@ def sync_batch_norm(backend: Backend) -> None:
     inputs = torch.randn(size * (size + 1), 4, generator=torch.Generator().manual_seed(1)).double()
     mine = slice(rank * (rank + 1), (rank + 1) * (rank + 2))
     batch = inputs[mine].requires_grad_()
-    # The sum over all samples, times the number of ranks, by which finish_backward divides
+    # The sum over all samples, times the number of ranks, by which they are divided
     backward(backend, net, optimizer, lambda: net(batch).square().sum() * size)
     twin = small_model(0).double()
     whole = inputs.detach().clone().requires_grad_()

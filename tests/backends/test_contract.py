@@ -32,6 +32,7 @@ CONTRACT = [
     contract.unused_as_zero,
     contract.buffers_follow_their_policy,
     contract.two_models,
+    contract.a_step_without_averaging,
     contract.sync_batch_norm,
     contract.sync_batch_norm_of_an_evaluation,
 ]

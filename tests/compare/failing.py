@@ -12,8 +12,8 @@ from tests.compare.faulty import Correct
 class Fails(Correct):
     steps = 0
 
-    def finish_backward(self, optimizer: Optimizer) -> None:
-        super().finish_backward(optimizer)
+    def average_gradients(self, optimizer: Optimizer) -> None:
+        super().average_gradients(optimizer)
         self.steps += 1
         if self.steps == 12 and self.world.rank == 1:
             self.fail()
@@ -27,8 +27,8 @@ class Drifts(Correct):
 
     steps = 0
 
-    def finish_backward(self, optimizer: Optimizer) -> None:
-        super().finish_backward(optimizer)
+    def average_gradients(self, optimizer: Optimizer) -> None:
+        super().average_gradients(optimizer)
         self.steps += 1
         if self.steps > 12:
             for group in optimizer.param_groups:
@@ -41,10 +41,10 @@ class Parts(Correct):
 
     steps = 0
 
-    def finish_backward(self, optimizer: Optimizer) -> None:
+    def average_gradients(self, optimizer: Optimizer) -> None:
         self.steps += 1
         if self.steps <= 12:
-            super().finish_backward(optimizer)
+            super().average_gradients(optimizer)
 
 
 class Dies(Fails):

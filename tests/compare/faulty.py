@@ -96,10 +96,10 @@ class LastMicroBatch(Correct):
         super().__init__(*args)
         self.before: dict[Tensor, Tensor] = {}
 
-    def accumulate(self, net: nn.Module, last: bool) -> Any:
+    def gradients(self, optimizer: Optimizer, last: bool = True) -> Any:
         if last:
-            self.before = {p: p.grad.clone() for p in net.parameters() if p.grad is not None}
-        return super().accumulate(net, last)
+            self.before = {p: p.grad.clone() for p in parameters(optimizer) if p.grad is not None}
+        return super().gradients(optimizer, last)
 
     def reduce(self, p: Tensor) -> None:
         assert p.grad is not None
@@ -120,9 +120,9 @@ class LosesMicroBatches(LastMicroBatch):
 class LocalBuffers(Correct):
     """Knows nothing of buffers, whatever the policy."""
 
-    def finish_backward(self, optimizer: Optimizer) -> None:
+    def average_gradients(self, optimizer: Optimizer) -> None:
         asked, self.options = self.options, replace(self.options, buffers="local")
-        super().finish_backward(optimizer)
+        super().average_gradients(optimizer)
         self.options = asked
 
 

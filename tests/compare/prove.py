@@ -75,7 +75,7 @@ def _hooks(made: Trainer) -> dict[str, object]:
     optimizer: Any = made.optimizer
     return {
         "on_batch": made.on_batch,
-        "finish_backward": "finish_backward" in vars(made.backend),
+        "average_gradients": "average_gradients" in vars(made.backend),
         "pre": len(optimizer._optimizer_step_pre_hooks),
         "post": len(optimizer._optimizer_step_post_hooks),
     }

@@ -163,7 +163,7 @@ def test_a_gradient_changed_after_it_was_combined() -> None:
         assert trace.elements.used is not None
         trace.elements.used /= 2
         trace.steps[0].used_norm = 1.0
-    refused(subject, "between finish_backward and the optimizer", "norm 1,")
+    refused(subject, "between averaging and the optimizer", "norm 1,")
 
 
 def test_the_same_gradients_and_another_update() -> None:
@@ -174,7 +174,7 @@ def test_the_same_gradients_and_another_update() -> None:
     refused(subject, "step 2", "another step of the same gradients")
 
 
-def test_a_loop_without_finish_backward_is_judged_by_what_it_used() -> None:
+def test_a_loop_without_average_gradients_is_judged_by_what_it_used() -> None:
     wrong = arm(2, everywhere(2, 2 * mean_of(local_gradients(2))))
     right = arm(2)
     for trace in (*wrong, *right):

@@ -180,7 +180,9 @@ def check_survivor(row: Row, answer: Answer) -> None:
         assert answer["kind"] == "HorovodInternalError", answer
         assert text.startswith(SHUT_DOWN), answer
         assert answer["next"].startswith(SHUT_DOWN), answer
-        assert not answer["threads"], answer
+        # Over Gloo, one that closes a group may be left: see ProcessGroups._close.
+        may_stay = {"hvd-close"} if row.layer == HVD_GLOO else set()
+        assert set(answer["threads"]) <= may_stay, answer
         if (row.where, row.fault) == (BLOCKING, "kill"):
             assert f"Rank {row.victim} (process" in text, answer
         return

@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gradient clipping": {"clip_norm": 0.5},
     "one-cycle learning rate": {"schedule": "one-cycle", "warmup_steps": 0},
     # The loss falls, so that the largest one is the first: a drop, or a stop, after the second.
-    "plateau learning rate": {"schedule": "plateau", "plateau": "loss:max:0", "epochs": 3},
+    "plateau learning rate": {"schedule": "plateau:loss:max:0", "epochs": 3},
     "early stopping": {"early_stop": "loss:max:1", "epochs": 3},
     "best checkpoint": {"keep_best": "loss"},
     "average of weights": {"ema": 0.9},

@@ -128,7 +128,7 @@ def test_all_ranks_stop_at_the_same_evaluation(
 def test_plateau_has_the_rates_of_torch_in_one_process(
     ranks: Ranks, warmup: int, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"schedule": "plateau", "plateau": "accuracy:0", "step_factor": 0.3}
+    options: dict[str, Any] = {"schedule": "plateau:accuracy:0:0.3"}
     outcomes = ranks.run(run, tmp_path, early_stop=None, warmup_steps=warmup, **options)
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     plain = ReduceLROnPlateau(optimizer, "max", factor=0.3, patience=0)
@@ -228,6 +228,13 @@ def test_another_metric_after_resuming_starts_afresh(tmp_path: Path) -> None:
     assert run(single(), tmp_path, resume="must", early_stop="accuracy:min:3")["step"] == 12
 
 
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_an_improvement_is_larger_than_delta(mode: str) -> None:
+    criterion, sign = Criterion("loss", mode, 3, delta=0.5), 1 if mode == "max" else -1
+    assert not criterion.is_better(sign * 1.5, than=sign * 1.0)
+    assert criterion.is_better(sign * 1.75, than=sign * 1.0)
+
+
 NEEDS_A_METRIC: list[dict[str, Any]] = [
     {"early_stop": "f1:2"},
     {"keep_best": "f1"},
@@ -275,11 +282,11 @@ def test_without_evaluation_data_it_is_refused(tmp_path: Path, message: Message)
 )
 def test_what_a_criterion_says(text: str, metric: str, mode: str, patience: int) -> None:
     config = TrainConfig(
-        schedule="plateau", early_stop=text, plateau=text, keep_best=text.rpartition(":")[0]
+        schedule=f"plateau:{text}", early_stop=f"{text}:0.5", keep_best=text.rpartition(":")[0]
     )
     config.check()
-    assert config.early_stop_criterion() == Criterion(metric, mode, patience)
-    assert config.plateau_criterion() == Criterion(metric, mode, patience)
+    assert config.early_stop_criterion() == Criterion(metric, mode, patience, 0.5)
+    assert config.schedule_option().criterion == Criterion(metric, mode, patience)
     assert config.keep_best_criterion() == Criterion(metric, mode)
 
 
@@ -297,8 +304,8 @@ def test_what_a_criterion_says(text: str, metric: str, mode: str, patience: int)
         {"early_stop": "shape:3"},
         {"keep_best": "loss:3"},
         {"keep_best": "accuracy_loss"},
-        {"plateau": "loss"},
-        {"schedule": "plateau", "step_factor": 1.0},
+        {"early_stop": "loss:3:x"},
+        {"schedule": "plateau:loss:2:1.0"},
         {"schedule": "one-cycle", "warmup_steps": 5},
     ],
     ids=str,

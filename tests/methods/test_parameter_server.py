@@ -175,8 +175,8 @@ def two_models(backend: Backend) -> bool:
         for _ in range(20):
             for model, optimizer in prepared:
                 optimizer.zero_grad()
-                model(torch.ones(1, 2)).sum().backward()
-                backend.finish_backward(optimizer)
+                with backend.gradients(optimizer):
+                    model(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
         for _, optimizer in prepared:
             backend.synchronize(optimizer, "parameters")

@@ -278,7 +278,7 @@ def test_a_profile_has_the_steps_and_the_communication_of_all_ranks(
         assert [e["name"] for e in steps] == ["step 3", "step 4"]
         first, last = steps[0]["ts"], steps[-1]["ts"] + steps[-1]["dur"]
         names = [e["name"] for e in events if first <= e["ts"] <= last]
-        assert names.count(f"{backend}: finish_backward") == 2
+        assert names.count(f"{backend}: average_gradients") == 2
         assert any("addmm" in name for name in names), "torch's operators"
         if ranks.arm.name in ("ddp-torchrun", "compat-torchrun"):
             sent = [e for e in events if e["name"] == "all_reduce" and e["cat"] == "hvdtrain"]
@@ -298,7 +298,7 @@ def test_a_profile_that_the_run_does_not_reach(text: str, is_taken: bool, tmp_pa
     backend = single()
     fit(backend, tmp_path, profile=text)
     assert (tmp_path / "profile.json").exists() == is_taken
-    assert not set(vars(backend)) & {"finish_backward", "all_reduce", "barrier"}
+    assert not set(vars(backend)) & {"average_gradients", "all_reduce", "barrier"}
     assert work_queue.observer is None
 
 

@@ -230,10 +230,9 @@ def differences_from_one_process(backend: Backend) -> list[float]:
     alone(inputs)[:4].square().mean().backward()
     net, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     rank, losses = backend.world.rank, WeightedLosses(backend, model.parameters(), 1, True)
-    with backend.accumulate(net, last=True):
+    with backend.gradients(optimizer):
         loss = net(inputs[4 * rank : 4 * rank + 4]).square().mean()
         losses.scale(loss, 4.0 * (rank == 0)).backward()  # type: ignore[no-untyped-call]
-    backend.finish_backward(optimizer)
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
     return [float((p.grad - q.grad).abs().max()) for p, q in pairs]
 

@@ -158,7 +158,7 @@ def train(
     if of_task.get("own_schedule"):
         changes.setdefault("warmup_steps", 0)  # the warm-up is that of the options' schedules
     config = replace(CONFIG, run_dir=str(run_dir), resume=resume, **changes)
-    plateau = "plateau" in (of_task.get("own_schedule"), config.schedule)
+    plateau = of_task.get("own_schedule") == "plateau" or config.schedule.startswith("plateau")
     decides = config.early_stop or config.keep_best or config.ema or config.callback
     evaluates = bool(decides or plateau)
     task = Stateful(evaluates=evaluates, **of_task)

@@ -117,7 +117,7 @@ def test_another_rate_after_resuming(tmp_path: Path, own: str) -> None:
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_shorter_warm_up_after_resuming(tmp_path: Path, steps: int) -> None:
     """The rate of a plateau is then the whole one, not that of the warm-up when it was saved."""
-    options: dict[str, Any] = {"schedule": "plateau", "plateau": "loss:9"}
+    options: dict[str, Any] = {"schedule": "plateau:loss:9"}
     train(single(), tmp_path, 4, warmup_steps=8, **options)
     rest = train(single(), tmp_path, resume="auto", warmup_steps=steps, **options)
     assert set(rest["rates"]) == {0.02}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def train(backend: Backend, case: Case, precision: str, run_dir: Path) -> State:
         epochs=EPOCHS,
         global_batch_size=case.global_batch_size,
         accumulate=case.accumulate,
-        schedule=case.schedule,
+        schedule="step:1" if case.schedule == "step" else case.schedule,
         warmup_steps=case.warmup_steps,
         clip_norm=CLIP_NORM,
         precision=precision,
@@ -51,8 +50,6 @@ def train(backend: Backend, case: Case, precision: str, run_dir: Path) -> State:
         log_every=3,
         run_dir=str(run_dir),
     )
-    if case.schedule == "step":
-        config = replace(config, step_epochs="1")
     trainer = Trainer(Regression(case.optimizer), backend, config)
     trainer.fit()
     return snapshot(trainer.model)

@@ -16,15 +16,17 @@ import torch
 from hvdtrain.errors import InputError
 from hvdtrain.provenance import variables, versions
 from hvdtrain.training.config import TrainConfig, flag
+from hvdtrain.training.criterion import Criterion
 from hvdtrain.training.determinism import set_threads
 from hvdtrain.training.ledger import Ledger
 from hvdtrain.training.lr_schedule import planned_rates
+from hvdtrain.training.schedule_option import ScheduleOption
 from hvdtrain.world import World
 from tests.messages import Message
 
 FIELDS = dataclasses.fields(TrainConfig)
 POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size eval_batch_size
-    global_batch_size accumulate lr step_factor clip_norm log_every keep outer_lr ema
+    global_batch_size accumulate lr clip_norm log_every keep outer_lr ema
     commit_every""".split()
 NOT_NEGATIVE = """workers log_gradients warmup_steps checkpoint_every eval_every seed sync_every
     local_warmup outer_momentum ps_max_staleness ps_sync_every""".split()
@@ -92,7 +94,13 @@ REFUSED: list[dict[str, Any]] = [
     {"checkpoint_signals": ""},
     {"checkpoint_signals": "USR1,nonsense"},
     *({"grace": given} for given in (0, "0s", "", "3d", "nan")),
-    *({"step_epochs": text} for text in ("x", "1.5", "1,-2")),
+    *(
+        {"schedule": text}
+        for text in (
+            *("step:x", "step:1.5", "step:1,-2", "step:", "step:3:0", "step:3:x", "step:3:0.1:2"),
+            *("plateau:loss", "plateau:loss:3:1", "plateau:rate:3", "cosine:3", "linear"),
+        )
+    ),
     *({"checkpoint_every": given} for given in ("", "0e", "1e3", 2.5, True)),
     {"eval_every": "2 epochs"},
     {"eval_batch_size": 10**20},
@@ -106,9 +114,6 @@ REFUSED: list[dict[str, Any]] = [
     {"lr_on_resize": "linear"},
     {"ps_max_staleness": 2},
     {"ps_sync_every": 2},
-    {"step_factor": 0.5},
-    {"step_epochs": "2"},
-    {"plateau": "loss:1"},
 ]
 
 
@@ -148,10 +153,17 @@ def test_intervals_of_steps_or_of_epochs(given: int | str, steps: int, epochs: i
     assert config.evaluation_interval() == (steps, 0 if never else epochs)
 
 
-def test_step_epochs() -> None:
-    assert make(step_epochs=" 60,30,, 80 ").drop_epochs() == (30, 60, 80)
-    assert make(step_epochs="").drop_epochs() == ()
-    make(schedule="step", step_epochs="").check()
+def test_schedules() -> None:
+    def parsed(text: str) -> ScheduleOption:
+        return make(schedule=text).schedule_option()
+
+    assert parsed("step") == parsed("step: 60,30,, 80 :0.1")
+    assert parsed("step") == ScheduleOption("step", (30, 60, 80), 0.1)
+    assert parsed("step:2:3") == ScheduleOption("step", (2,), 3.0)
+    assert parsed("plateau") == parsed("plateau:loss:10") == parsed("plateau:loss:min:10:0.1")
+    loss, rate = Criterion("loss", "min", 0), Criterion("rate", "max", 4)
+    assert parsed("plateau:loss:0:0.5") == ScheduleOption("plateau", (), 0.5, loss)
+    assert parsed("plateau:rate:max:4") == ScheduleOption("plateau", (), 0.1, rate)
 
 
 def test_micro_batch() -> None:

@@ -25,9 +25,9 @@ CONFIGS = {
     "warm-up": TrainConfig(warmup_steps=3),
     "cosine": TrainConfig(schedule="cosine"),
     "cosine after warm-up": TrainConfig(schedule="cosine", warmup_steps=8),
-    "step": TrainConfig(schedule="step", step_epochs="2, 5,7", step_factor=0.5),
+    "step": TrainConfig(schedule="step:2, 5,7:0.5"),
     "one-cycle": TrainConfig(schedule="one-cycle"),
-    "step after warm-up": TrainConfig(schedule="step", step_epochs="2", warmup_steps=10),
+    "step after warm-up": TrainConfig(schedule="step:2", warmup_steps=10),
 }
 
 

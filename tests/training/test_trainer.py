@@ -200,7 +200,7 @@ class Measured(Stateful):
     [
         ("metrics", {}, KeyError),
         ("", {"keep_best": "accuracy"}, InputError),
-        ("", {"schedule": "plateau", "warmup_steps": 0, "plateau": "accuracy:1"}, InputError),
+        ("", {"schedule": "plateau:accuracy:1", "warmup_steps": 0}, InputError),
     ],
 )
 def test_a_mistake_in_the_metrics_is_found_before_the_first_step(

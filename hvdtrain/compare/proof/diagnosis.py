@@ -137,12 +137,12 @@ def explain_dtype(arm: str, base: str) -> str:
 
 
 def explain_use(mine: float, its: float) -> str:
-    """Return why gradients agree after `finish_backward` and differ at `optimizer.step`.
+    """Return why gradients agree after `average_gradients` and differ at `optimizer.step`.
 
     `mine`, `its`: their norms at `optimizer.step`.
     """
     norms = tell_apart(mine, its, 4)
     return (
-        f"the gradients (norm {norms[0]}, not {norms[1]}) are changed between finish_backward and "
-        "the optimizer: clipped differently, or reduced again within step()"
+        f"the gradients (norm {norms[0]}, not {norms[1]}) are changed between averaging and the "
+        "optimizer: clipped differently, or reduced again within step()"
     )

@@ -110,7 +110,7 @@ def _buffers(pair: ArmPair) -> Iterator[Difference]:
 def _diagnose_gradients(pair: ArmPair, local: ArmTraces | None) -> str | None:
     """Return why the first gradients differ; None if they agree or no hypothesis fits."""
     arm, base = pair.arm, pair.base
-    # A hand-written loop never calls finish_backward: only the gradient at step() is recorded.
+    # A hand-written loop never calls average_gradients: only the gradient at step() is recorded.
     known = all(a.elements.gradient is not None for a in (*arm, *base))
     mine = [a.elements.gradient if known else a.elements.used for a in arm]
     mean = base[0].elements.gradient if known else base[0].elements.used

@@ -99,7 +99,7 @@ class TraceRecorder:
         with ExitStack() as undo:
             loop.on_batch = self._on_batch
             undo.callback(setattr, loop, "on_batch", None)
-            undo.callback(self._wrap_finish_backward())
+            undo.callback(self._wrap_averaging())
             for handle in (
                 loop.optimizer.register_step_pre_hook(self._before_step),
                 loop.optimizer.register_step_post_hook(self._after_step),
@@ -119,17 +119,17 @@ class TraceRecorder:
         trace.elements.buffers = _sample(floating, _stride(floating))
         trace.elements.means = _sample(means, _stride(floating))
 
-    def _wrap_finish_backward(self) -> Callable[[], None]:
-        """Wrap the backend's `finish_backward`, and return a function that unwraps it."""
-        backend, original = self._loop.backend, self._loop.backend.finish_backward
+    def _wrap_averaging(self) -> Callable[[], None]:
+        """Wrap the backend's `average_gradients`, and return a function that unwraps it."""
+        backend, original = self._loop.backend, self._loop.backend.average_gradients
 
         def recorded(optimizer: Optimizer) -> None:
             original(optimizer)
             backend.synchronize(optimizer, "gradients")
             self._after_finish()
 
-        backend.finish_backward = recorded  # type: ignore[method-assign]
-        return lambda: vars(backend).pop("finish_backward")
+        backend.average_gradients = recorded  # type: ignore[method-assign]
+        return lambda: vars(backend).pop("average_gradients")
 
     # Hooks, in the order in which a step runs them
 

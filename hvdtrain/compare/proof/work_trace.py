@@ -32,7 +32,7 @@ class StepTrace:
     loss: float = 0.0
     """The mean over this rank's samples."""
     gradient_norm: float | None = None
-    """After `finish_backward`, before clipping, without loss scale. None: it was never called."""
+    """After `average_gradients`, before clipping, without loss scale. None: it was never called."""
     used_norm: float | None = None
     """At `optimizer.step`. None: the optimizer took no step."""
     gradient_bytes: int = 0
@@ -61,7 +61,7 @@ class ElementSample:
     """Name of every parameter and the number of its sampled elements, in the arrays' order."""
     initial: Array
     gradient: Array | None = None
-    """Gradient of the first step, after `finish_backward`."""
+    """Gradient of the first step, after `average_gradients`."""
     used: Array | None = None
     """Gradient of the first step at `optimizer.step`."""
     largest: Array | None = None

@@ -21,7 +21,7 @@ class NoCommunication(C10d):
 
     name: ClassVar[str] = "no communication"
 
-    def finish_backward(self, optimizer: Optimizer) -> None:
+    def average_gradients(self, optimizer: Optimizer) -> None:
         """Leave `p.grad` as the gradient of this rank's own samples. Not collective.
 
         A parameter without a gradient is an error or gets zeros, as with every backend.

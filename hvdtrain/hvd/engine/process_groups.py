@@ -146,6 +146,10 @@ class ProcessGroups:
         self._close(dropped)
 
     def _close(self, dropped: dict[str, Any]) -> None:
+        """End groups. A thread that waits in Gloo is left behind: if a connection breaks in the
+        middle of a message, Gloo (of torch 2.13) does not tell the operation that sends or receives
+        it, which then waits for its own limit.
+        """
         names = list(dropped)
 
         def end() -> None:
