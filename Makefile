@@ -12,7 +12,7 @@
 #              order, beside two busy processes
 # make check   ruff and mypy --strict
 # make bench   the benchmarks; writes benchmarks/results/
-# make bench-gpu  what one CUDA GPU shows, tests/test_cuda.py first, in under 10 minutes
+# make bench-gpu  what one CUDA GPU shows, tests/one_gpu.py first, in under 10 minutes
 
 PYTHON ?= python3
 VENV := .venv
@@ -65,7 +65,7 @@ bench: $(VENV)/all.installed
 	$(BIN)/python benchmarks/comparisons.py
 
 bench-gpu: $(VENV)/all.installed
-	$(BIN)/python -m pytest tests/test_cuda.py
+	$(BIN)/python -m pytest tests/one_gpu.py
 	$(BIN)/python benchmarks/gpu.py
 
 clean:

@@ -317,7 +317,7 @@ def test_damaged_checkpoints(line: Lines) -> None:
         ("ev", "evaluate", "export train"),
         ("--ep", "--epochs", "--seed"),
         ("--epochs 3 --check", "--checkpoint-every", "--epochs"),
-        ("train --schedule c", "constant cosine", "step"),
+        ("train --device c", "cpu cuda", "auto"),
         ("no-such-command e", "evaluate export", "train"),
     ],
 )

@@ -500,23 +500,28 @@ class _Prepared:
     steps_begun: int = 0
     """More than one where a step calls another: real Horovod's calls that of the class above."""
 
-    def begin_step(self, *_: object) -> None:
-        """Note the begin of a step: a hook of the optimizer."""
+    def begin_step(self, _: object, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Check a step at its begin: a hook of the optimizer. Of one that has a closure, which may
+        average the gradients, `end_step` does. `args`: the optimizer, and its step's own.
+        """
+        if self.steps_begun == 0 and not any((*args[1:], *options.values())):
+            self._check()
         self.steps_begun += 1
 
     def end_step(self, *_: object) -> None:
-        """Raise InputError if the step had gradients of one rank: a hook of the optimizer.
-
-        At its end, since the closure of a step may have averaged them.
-        """
+        """Make the next step need gradients of its own: a hook of the optimizer."""
         self.steps_begun -= 1
-        if self.steps_begun == 0 and not self.has_averaged:
+        if self.steps_begun == 0:
+            self._check()
+            self.has_averaged = False
+
+    def _check(self) -> None:
+        if not self.has_averaged:
             raise InputError(
-                "the optimizer has stepped on gradients that were not averaged: put forward and "
-                "backward pass into `with backend.gradients(optimizer):`, and step after it",
+                "the optimizer steps on gradients that were not averaged: put forward and backward "
+                "pass into `with backend.gradients(optimizer):`, and step after it",
                 on_all_ranks=True,
             )
-        self.has_averaged = self.steps_begun > 0 and self.has_averaged
 
 
 def check_same(backend: Backend, values: Mapping[str, object], advice: str = "") -> None:

@@ -379,8 +379,10 @@ def a_step_without_averaging(backend: Backend) -> None:
     with backend.gradients(optimizer):
         net(torch.ones(1, 1)).sum().backward()
     optimizer.step()
+    before = model.weight.detach().clone()
     with pytest.raises(InputError, match=r"not averaged: .*`with backend.gradients"):
         optimizer.step()
+    assert torch.equal(model.weight, before)
     with pytest.raises(ValueError, match="the optimizer that prepare returned"):
         with backend.gradients(torch.optim.SGD(model.parameters(), lr=1.0)):
             pass

@@ -1,7 +1,9 @@
 """One real GPU: each method trains and resumes on it, and hvd takes its tensors.
 
-Skipped without a GPU, as in CI. `make bench-gpu` runs it before it measures. More than one rank
-wants more GPUs: NCCL refuses to share one.
+    pytest tests/one_gpu.py          # `make bench-gpu` runs it, before it measures
+
+The rings do not run it: CI has no GPU. More than one rank wants more GPUs: NCCL refuses to share
+one.
 """
 
 from __future__ import annotations
@@ -22,8 +24,6 @@ from hvdtrain.training import methods
 from tests.launching import run
 from tests.methods.arms import NOT_DETERMINISTIC, SETTINGS, STOP_AT, TASK
 from tests.parity.resume import CONFIG, train
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 BACKENDS = ("single", "ddp", "compat")
 CELLS = [
