@@ -270,8 +270,10 @@ def test_methods_in_a_loop_of_ones_own(ranks: Ranks) -> None:
     for name, of_ranks in found.items():
         assert len({digest for digest, *_ in of_ranks}) == 1, name
         assert min(accuracy for _, accuracy, _ in of_ranks) > 0.93, name
-    digests = {name: of_ranks[0][0] for name, of_ranks in found.items()}
-    assert len(set(digests.values())) == len(ALL), "a method changes nothing"
+    # Early stopping is the plain method with another number of epochs, which may be the same one.
+    changed = [name for name in ALL if name != "early_stop"]
+    digests = {name: found[name][0][0] for name in changed}
+    assert len(set(digests.values())) == len(changed), f"a method changes nothing: {digests}"
     printed = [text for *_, text in found["early_stop"]]
     assert re.match(r"stopped after \d+ epochs: f1 has not risen above 0\.9\d+\n$", printed[0])
     assert set(printed[1:]) == {""}

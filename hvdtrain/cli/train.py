@@ -12,7 +12,7 @@ import click
 from hvdtrain import elastic_world, failure, job_secret, signals
 from hvdtrain.cli.train_options import FIELDS, kind_of, train_option
 from hvdtrain.errors import InputError, did_you_mean
-from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.config import SECTIONS, TrainConfig
 from hvdtrain.world import RESTART_VARIABLE, detect
 
 if sys.version_info >= (3, 11):
@@ -102,8 +102,22 @@ def _check_known(name: str, known: typing.Mapping[str, object], problem: str) ->
     raise InputError(f"{problem}; {hint}")
 
 
+class _InSections(click.Command):
+    """A command whose help shows the options in the sections of TrainConfig."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write each section, the common options first."""
+        rows = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
+        named = {name for names in SECTIONS.values() for name in names.split()}
+        sections = {**SECTIONS, "Other options": " ".join(n for n in rows if n and n not in named)}
+        for title, names in sections.items():
+            with formatter.section(title):
+                formatter.write_dl([row for name in names.split() if (row := rows[name])])
+
+
 @click.command(
     "train",
+    _InSections,
     context_settings={"auto_envvar_prefix": PREFIX},
     epilog="Every option can also be set as HVDTRAIN_<NAME>, or as a key of the --config file; "
     "a flag counts before a variable, and a variable before the file.",

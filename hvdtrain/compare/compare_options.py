@@ -23,7 +23,7 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 MIN_BLOCKS = 6
 METHOD_OPTIONS = (
     "precision opt_level sync_bn compression shard_optimizer sync_every local_warmup local_state "
-    "outer_optimizer outer_lr outer_momentum".split()
+    "outer_optimizer".split()
 )
 """Options of `hvdtrain train` that all arms share unless an arm has its own: `ddp/shm+sync-bn`."""
 EXACT_METHODS = ("shard_optimizer",)
@@ -141,8 +141,6 @@ class CompareOptions:
     local_warmup: int = 0
     local_state: str = "local"
     outer_optimizer: str = "none"
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
     device: str = "auto"
     lr: float | None = None
     clip_norm: float = math.inf

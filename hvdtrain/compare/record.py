@@ -200,6 +200,7 @@ class Config:
     outer_optimizer: str | None = None
     outer_lr: float | None = None
     outer_momentum: float | None = None
+    """In older files, of which `outer_optimizer` has the name alone."""
     device: str | None = None
     device_reason: str | None = None
     lr: float | list[float] | None = None

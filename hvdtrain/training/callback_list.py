@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.backends.base import Backend, check_same
 from hvdtrain.backends.model_sync import to_cpu
 from hvdtrain.errors import HvdtrainError, InputError, add_note, one_line
-from hvdtrain.training.best_checkpoint import BestCheckpoint
 from hvdtrain.training.callback import Callback
+from hvdtrain.training.callbacks.best_checkpoint import BestCheckpoint
+from hvdtrain.training.callbacks.early_stop import EarlyStop
+from hvdtrain.training.callbacks.ema import EMA
+from hvdtrain.training.callbacks.gradient_guard import GradientGuard
+from hvdtrain.training.callbacks.gradient_log import GradientLog
+from hvdtrain.training.callbacks.step_profiler import StepProfiler
+from hvdtrain.training.callbacks.stragglers import Stragglers
+from hvdtrain.training.callbacks.tensorboard import TensorBoard
+from hvdtrain.training.callbacks.timed_checkpoint import TimedCheckpoint
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.early_stop import EarlyStop
-from hvdtrain.training.ema import EMA
-from hvdtrain.training.gradient_guard import GradientGuard
-from hvdtrain.training.gradient_log import GradientLog
-from hvdtrain.training.step_profiler import StepProfiler
-from hvdtrain.training.stragglers import Stragglers
-from hvdtrain.training.tensorboard import TensorBoard
 from hvdtrain.training.user_module import load_named
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def from_options(config: TrainConfig) -> list[Callback]:
         found.append(EarlyStop(stop))
     if (best := config.keep_best_criterion()) is not None:
         found.append(BestCheckpoint(best))
+    if (interval_s := config.checkpoint_seconds()) is not None:
+        found.append(TimedCheckpoint(interval_s))
     if config.ema is not None:
         found.append(EMA(config.ema))
     if config.log_gradients:

@@ -35,7 +35,34 @@ _MAX = {
     "eval_batch_size": 1 << 40,
 }
 _MAX_OF_ALL = 10**30
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+
+SECTIONS = {
+    "Common options": """task set backend epochs batch_size lr schedule precision run_dir resume""",
+    "Where it runs": "transport device threads timeout debug",
+    "Data": """global_batch_size accumulate uneven workers seed max_steps init_from""",
+    "Learning rate": "lr_scaling warmup_steps clip_norm",
+    "Model and gradients": """compile opt_level sync_bn buffers unused_parameters compression
+        bucket_mib shard_optimizer deterministic on_nonfinite""",
+    "Evaluation": "eval_every eval_batch_size early_stop keep_best ema no_check",
+    "Output": "log_every tensorboard log_gradients profile stragglers callback",
+    "Checkpoints": """checkpoint_every keep checkpoint_async checkpoint_signals grace""",
+    "Local SGD and DiLoCo": "sync_every local_warmup local_state outer_optimizer",
+    "Parameter server": "ps_servers ps_async ps_max_staleness ps_sync_every",
+    "Elastic training": "elastic commit_every lr_on_resize",
+}
+"""The options in the order of `--help`."""
 _SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT", "QUIT", "XCPU")
+
+
+@dataclass(frozen=True)
+class OuterOptimizer:
+    """What `--outer-optimizer` says."""
+
+    kind: str
+    """`sgd` or `nesterov`."""
+    lr: float
+    momentum: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,14 +145,10 @@ class TrainConfig:
     )
     outer_optimizer: str = _option(
         "none",
-        "DiLoCo: the optimizer that steps on the change of the averaged parameters. none: take the "
-        "average itself.",
-        "none",
-        "sgd",
-        "nesterov",
+        "DiLoCo: the optimizer that steps on the change of the averaged parameters: sgd or "
+        "nesterov, with [:RATE[:MOMENTUM]], as nesterov:0.7:0.9. none: take the average itself.",
+        metavar="KIND",
     )
-    outer_lr: float = _option(0.7, "Learning rate of the outer optimizer.")
-    outer_momentum: float = _option(0.9, "Momentum of the outer optimizer.")
     ps_servers: str = _option(
         "rank0", "For ps: the ranks that own parameters, and step them.", "rank0", "all"
     )
@@ -251,7 +274,9 @@ class TrainConfig:
         None, "[default: runs/<time>-<task>-<backend>]", fingerprint=False
     )
     checkpoint_every: int | str = _option(
-        0, "Steps between checkpoints, or epochs, such as 2e. 0: at the end of every epoch."
+        0,
+        "Steps between checkpoints, or epochs, such as 2e, or a time, such as 15m, looked at every "
+        "--log-every steps. 0: at the end of every epoch.",
     )
     keep: int = _option(2, "Checkpoints to keep.")
     checkpoint_async: bool = _option(
@@ -297,7 +322,7 @@ class TrainConfig:
     def check(self) -> None:
         """Raise InputError for an invalid value, or an invalid combination of values."""
         positive = """threads timeout bucket_mib epochs max_steps batch_size eval_batch_size
-            global_batch_size accumulate lr clip_norm log_every keep outer_lr ema
+            global_batch_size accumulate lr clip_norm log_every keep ema
             commit_every""".split()
         for name in positive:
             value = getattr(self, name)
@@ -312,7 +337,7 @@ class TrainConfig:
                 shown = f"{value:g}" if value < 1e300 else "over 1e300"
                 raise InputError(f"{flag(item.name)} {shown} must be at most {maximum:g}")
         for name in """workers log_gradients warmup_steps seed sync_every local_warmup
-            outer_momentum ps_max_staleness ps_sync_every""".split():
+            ps_max_staleness ps_sync_every""".split():
             if (getattr(self, name) or 0) < 0:
                 raise InputError(f"{flag(name)} {getattr(self, name)} must not be negative")
         for item in dataclasses.fields(self):
@@ -333,13 +358,16 @@ class TrainConfig:
             raise InputError(
                 "--stragglers with --ps-async: no rank waits for another one; leave one out"
             )
+        if self.ps_async and self.checkpoint_seconds() is not None:
+            raise InputError(
+                f"--checkpoint-every {self.checkpoint_every} with --ps-async: no rank waits for "
+                "another one's clock; give a number of steps or epochs"
+            )
         if self.elastic and self.profile is not None:
             raise InputError(
                 "--profile with --elastic: the ranks get other numbers when the world changes; "
                 "leave one out"
             )
-        if self.outer_optimizer == "nesterov" and not self.outer_momentum:
-            raise InputError("--outer-optimizer nesterov wants an --outer-momentum above zero")
         if self.ema is not None and self.ema >= 1:
             raise InputError(
                 f"--ema {self.ema} must be less than 1, such as 0.999; with 1 the average would "
@@ -349,6 +377,7 @@ class TrainConfig:
         self.checkpoint_interval()
         self.evaluation_interval()
         self.grace_s()
+        self.outer_option()
         if self.schedule_option().kind == "one-cycle" and self.warmup_steps:
             raise InputError(
                 f"--schedule one-cycle begins with a warm-up of its own; leave --warmup-steps "
@@ -365,8 +394,6 @@ class TrainConfig:
             "local_warmup": ("--sync-every", self.sync_every > 0),
             "local_state": ("--sync-every", self.sync_every > 0),
             "outer_optimizer": ("--sync-every", self.sync_every > 0),
-            "outer_lr": ("--outer-optimizer sgd or nesterov", self.outer_optimizer != "none"),
-            "outer_momentum": ("--outer-optimizer sgd or nesterov", self.outer_optimizer != "none"),
             "grace": ("--checkpoint-signals", has_signals),
             "ps_max_staleness": ("--ps-async", self.ps_async),
             "ps_sync_every": ("--ps-async", self.ps_async),
@@ -388,12 +415,19 @@ class TrainConfig:
             )
 
     def checkpoint_interval(self) -> tuple[int, int]:
-        """Return the steps and the epochs between checkpoints; one of them is 0, which means never.
+        """Return the steps and the epochs between checkpoints; 0 means never.
 
-        Raises InputError if `checkpoint_every` is neither a number of steps nor of epochs.
+        Raises InputError if `checkpoint_every` is no number of steps or epochs, and no time.
         """
+        if self.checkpoint_seconds() is not None:
+            return 0, 0
         steps, epochs = self._interval("checkpoint_every")
         return steps, epochs or int(not steps)
+
+    def checkpoint_seconds(self) -> float | None:
+        """Return the time between checkpoints, if `checkpoint_every` is one."""
+        text = str(self.checkpoint_every).strip()
+        return _seconds(text) if text[-1:] in _UNITS else None
 
     def evaluation_interval(self) -> tuple[int, int]:
         """Return the steps and the epochs between evaluations; 0 means never.
@@ -409,7 +443,7 @@ class TrainConfig:
         if found is None or (found[2] and int(found[1]) < 1):
             raise InputError(
                 f"{flag(name)} {given!r} is neither a number of steps, such as 500, nor of epochs, "
-                "such as 2e"
+                f"such as 2e{', nor a time, such as 15m' * (name == 'checkpoint_every')}"
             )
         number = int(found[1])
         if number < 0:
@@ -431,10 +465,10 @@ class TrainConfig:
 
     def grace_s(self) -> float:
         """Return `grace` in seconds. Raises InputError if it is no time."""
-        found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)(s|m|h|)", str(self.grace).strip())
-        if found is None or not float(found[1]):
+        found = _seconds(str(self.grace).strip())
+        if found is None:
             raise InputError(f"--grace {self.grace!r} is not a time, such as 30s or 5m")
-        return float(found[1]) * {"m": 60, "h": 3600}.get(found[2], 1)
+        return found
 
     def profile_steps(self) -> tuple[int, int] | None:
         """Return the first step of `profile` and their number, if it is given.
@@ -451,6 +485,26 @@ class TrainConfig:
                 "20:5 for the steps 20 to 24"
             )
         return first, num
+
+    def outer_option(self) -> OuterOptimizer | None:
+        """Return what `outer_optimizer` says, if anything. Raises InputError if it cannot be
+        read.
+        """
+        if self.outer_optimizer == "none":
+            return None
+        kind, *rest = self.outer_optimizer.split(":")
+        try:
+            numbers = [float(part) for part in rest]
+        except ValueError:
+            numbers = [math.nan]
+        lr, momentum, *more = [*numbers, *(0.7, 0.9)[len(numbers) :]]
+        is_read = kind in ("sgd", "nesterov") and not more and 0 < lr < 1e6 and 0 <= momentum < 1e6
+        if not is_read or (kind == "nesterov" and not momentum):
+            raise InputError(
+                f"--outer-optimizer {self.outer_optimizer!r} is not sgd or nesterov with a rate "
+                "above 0 and a momentum (for nesterov above 0, too), such as nesterov:0.7:0.9"
+            )
+        return OuterOptimizer(kind, lr, momentum)
 
     def schedule_option(self) -> ScheduleOption:
         """Return what `schedule` says. Raises InputError if it cannot be read."""
@@ -527,3 +581,13 @@ class TrainConfig:
 def flag(name: str) -> str:
     """Return the command-line flag of a field: `batch_size` gives `--batch-size`."""
     return "--" + name.replace("_", "-")
+
+
+def _seconds(text: str) -> float | None:
+    """Return the seconds of a time such as `30s`, `5m` or `2h`; a number alone is in seconds, too.
+    None if it is no time above zero.
+    """
+    found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smh]?)", text)
+    if found is None or not float(found[1]):
+        return None
+    return float(found[1]) * _UNITS.get(found[2], 1)

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -56,7 +56,8 @@ class StepBatches:
     """
     last: bool
     """Whether it is the last of the epoch."""
-    batches: Iterator[Any]
+    data: Iterator[Any]
+    """Yields the micro-batches, and goes on with those of the next step."""
 
 
 class ShardedBatches(Sampler[list[Any]]):
@@ -156,7 +157,7 @@ class ShardedBatches(Sampler[list[Any]]):
         full = self.num_samples // self.global_micro_batch * self.batch_size
         return [full + part for part in _parts(rest, size)]
 
-    def windows(self, accumulate: int, batches: Iterator[Any]) -> Iterator[StepBatches]:
+    def steps(self, accumulate: int, batches: Iterator[Any]) -> Iterator[StepBatches]:
         """Yield the steps of `accumulate` micro-batches from the selected position on."""
         start, left = self._start, self.batches_from(self._start)
         while left:
@@ -473,7 +474,7 @@ def draw_order(sampler: Any, epoch: int) -> list[Any]:
 def check_same_plan(
     backend: Backend,
     train: Dataset[Any],
-    evaluation: Dataset[Any] | None,
+    evaluation: Mapping[str, Dataset[Any]],
     config: TrainConfig,
 ) -> None:
     """Compare the options and sizes that determine the steps between all ranks. Collective.
@@ -487,7 +488,11 @@ def check_same_plan(
         backend,
         {
             "samples of training data": _length(train),
-            "samples of evaluation data": None if evaluation is None else _length(evaluation),
+            **{
+                f"samples of evaluation data{f' {name}' * bool(name)}": _length(data)
+                for name, data in evaluation.items()
+            },
+            "evaluation data": [*evaluation],
             "samples of a micro-batch": config.micro_batch(backend.world.size),
             **{name: getattr(config, name) for name in names},
         },

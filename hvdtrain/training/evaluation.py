@@ -180,6 +180,24 @@ class Evaluation:
         return results
 
 
+def evaluate_each(
+    model: nn.Module,
+    batches: Mapping[str, Iterator[tuple[int, Any]]],
+    task: CheckedTask,
+    backend: Backend,
+    precision: Precision,
+    warn: Callable[[Exception], None] | None = None,
+) -> dict[str, Any]:
+    """Return the metrics of each evaluation data, with its name before theirs: `evaluate`.
+    Collective.
+    """
+    metrics: dict[str, Any] = {}
+    for name, of_data in batches.items():
+        found = evaluate(model, of_data, task, backend, precision, warn)
+        metrics |= {f"{name}_{metric}" if name else metric: v for metric, v in found.items()}
+    return metrics
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,

@@ -28,7 +28,7 @@ from hvdtrain.training.data_loading import (
     on_device,
     size_of,
 )
-from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.evaluation import evaluate_each
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.predictions import Predictions, check_rows
 from hvdtrain.training.streams import RankItems, make_stream_loader
@@ -98,7 +98,7 @@ class Inference:
             self._build(found)
         check_same(
             backend,
-            {"samples of evaluation data": self._num_samples, "samples of a batch": self._each},
+            {"samples of evaluation data": self._nums_samples, "samples of a batch": self._each},
             "; give every rank the same: the ranks share the samples among themselves",
         )
         check_same_model(backend, self.model)
@@ -112,15 +112,18 @@ class Inference:
         keep_freed_memory()
         determinism.seed_all(derive_seed(config.seed))
         _, evaluation = self._checked.datasets()
-        if evaluation is None:
+        if not evaluation:
             raise InputError(
                 f"the task {config.task} has no evaluation data; return them from its datasets()"
             )
-        self._num_samples = len(evaluation) if isinstance(evaluation, Sized) else None
-        self._each = config.micro_batch(1)
-        self._data = make_eval_data(
-            evaluation, self._each, self._checked.collate, backend, config.workers, config.seed
-        )
+        self._nums_samples = [
+            len(data) if isinstance(data, Sized) else None for data in evaluation.values()
+        ]
+        self._each, collate = config.micro_batch(1), self._checked.collate
+        self._data = {
+            name: make_eval_data(data, self._each, collate, backend, config.workers, config.seed)
+            for name, data in evaluation.items()
+        }
         determinism.seed_all(derive_seed(config.seed))
         self.model = self._precision.convert(self._checked.model())
         if found is not None:  # after the conversion: fp64 keeps its digits
@@ -130,8 +133,9 @@ class Inference:
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
         """Return the metrics of the whole evaluation data, equal on all ranks. Collective."""
-        batches = self._data.batches(self.backend.device, self._precision.convert_batch)
-        return evaluate(self.model, batches, self._checked, self.backend, self._precision)
+        device, convert = self.backend.device, self._precision.convert_batch
+        batches = {name: data.batches(device, convert) for name, data in self._data.items()}
+        return evaluate_each(self.model, batches, self._checked, self.backend, self._precision)
 
     @torch.no_grad()
     def predict(self) -> Any:
@@ -141,9 +145,16 @@ class Inference:
         backend = self.backend
         with backend.share_errors():
             check_methods(self._task, "predict")
+            if len(self._data) > 1:
+                raise InputError(
+                    f"the task {self._config.task} has several evaluation data "
+                    f"({', '.join(self._data)}), and predictions are of one; return one from its "
+                    "datasets(), chosen by --set"
+                )
         self.model.eval()
-        made = Predictions(self._data.divides_itself)
-        batches = self._data.batches(backend.device, self._precision.convert_batch)
+        (data,) = self._data.values()
+        made = Predictions(data.divides_itself)
+        batches = data.batches(backend.device, self._precision.convert_batch)
         for number in itertools.count():
             with backend.share_errors():
                 mine = self._predict_next(batches)

@@ -168,12 +168,9 @@ def _make_local(
 ) -> LocalSGD:
     """Return the wrapper of local SGD or DiLoCo that the options choose. Not collective."""
     outer = None
-    if config.outer_optimizer != "none":
+    if (given := config.outer_option()) is not None:
         outer = partial(
-            SGD,
-            lr=config.outer_lr,
-            momentum=config.outer_momentum,
-            nesterov=config.outer_optimizer == "nesterov",
+            SGD, lr=given.lr, momentum=given.momentum, nesterov=given.kind == "nesterov"
         )
     return LocalSGD(
         optimizer,

@@ -6,7 +6,7 @@ The Trainer uses it for datasets with an index (data_loading) and for streams (s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -27,6 +27,9 @@ from hvdtrain.training.inference import EvalData, make_eval_data
 from hvdtrain.training.run_state import Progress
 from hvdtrain.training.streams import StreamBatches
 from hvdtrain.training.task import CheckedTask
+
+EvalBatchesByName = dict[str, Iterator[tuple[int, Any]]]
+"""By the name of the evaluation data: batches, each after its number of samples."""
 
 
 class RunData:
@@ -50,13 +53,12 @@ class RunData:
         train, evaluation = self.datasets
         self._collate = task.collate
         self._make_train_loader(train, task, state_is_due)
-        self._eval_data: EvalData | None = None
-        if evaluation is not None:
-            each, workers = self._eval_batch_size, config.workers
-            self._eval_data = make_eval_data(
-                evaluation, each, task.collate, backend, workers, config.seed
-            )
-        if evaluation is None and (
+        each, workers = self._eval_batch_size, config.workers
+        self._eval_data: dict[str, EvalData] = {
+            name: make_eval_data(data, each, task.collate, backend, workers, config.seed)
+            for name, data in evaluation.items()
+        }
+        if not evaluation and (
             config.early_stop or config.keep_best or config.schedule_option().criterion
         ):
             raise InputError(
@@ -92,17 +94,17 @@ class RunData:
     def close(self) -> None:
         """End the loader processes; nothing can be loaded afterwards. Not collective."""
         del self._train_loader
-        self._eval_data = None
+        self._eval_data = {}
 
     @property
     def has_evaluation(self) -> bool:
         """Whether the task has evaluation data."""
-        return self._eval_data is not None
+        return bool(self._eval_data)
 
     @property
     def can_peek(self) -> bool:
         """Whether a batch of the evaluation data can be read twice: not of a stream."""
-        return self._eval_data is not None and self._eval_data.sampler is not None
+        return self.has_evaluation and all(d.sampler is not None for d in self._eval_data.values())
 
     def begin_epoch(
         self, progress: Progress, convert: Callable[[Tensor], Tensor]
@@ -120,7 +122,7 @@ class RunData:
         data = on_device(
             self._train_loader, self._backend.device, convert, ahead=batches.may_load_ahead
         )
-        return batches.windows(config.accumulate, data)
+        return batches.steps(config.accumulate, data)
 
     def check_used(self, progress: Progress) -> None:
         """Raise InputError, on every rank, if an epoch has ended without a step."""
@@ -131,37 +133,37 @@ class RunData:
                 on_all_ranks=True,
             )
 
-    def evaluation_batches(self, convert: Callable[[Tensor], Tensor]) -> Iterator[tuple[int, Any]]:
-        """Return this rank's batches of the evaluation data, each with its number of samples.
+    def evaluation_batches(self, convert: Callable[[Tensor], Tensor]) -> EvalBatchesByName:
+        """Return this rank's batches of each evaluation data, with their numbers of samples.
 
         Not collective: ranks may have different numbers of them.
         """
-        assert self._eval_data is not None
-        return self._eval_data.batches(self._backend.device, convert)
+        device = self._backend.device
+        return {name: data.batches(device, convert) for name, data in self._eval_data.items()}
 
-    def first_evaluation_batches(
-        self, convert: Callable[[Tensor], Tensor]
-    ) -> list[tuple[int, Any]]:
-        """Return this rank's first batch of the evaluation data, if it has one, with its size.
+    def first_evaluation_batches(self, convert: Callable[[Tensor], Tensor]) -> EvalBatchesByName:
+        """Return this rank's first batch of each evaluation data, if it has one, with its size.
 
         Not collective. Its loader loads no other, and ends. It has a process of its own if the
         others do: the processes that start later must not inherit a file that a dataset has opened.
         """
-        evaluation, config = self.datasets[1], self._config
-        assert evaluation is not None
+        config, backend = self._config, self._backend
         each, workers = self._eval_batch_size, min(config.workers, 1)
-        first = make_eval_data(
-            evaluation, each, self._collate, self._backend, workers, config.seed, only_first=True
-        )
-        return list(first.batches(self._backend.device, convert))
+        first = {
+            name: make_eval_data(data, each, self._collate, backend, workers, config.seed, True)
+            for name, data in self.datasets[1].items()
+        }
+        return {
+            name: iter(list(data.batches(backend.device, convert))) for name, data in first.items()
+        }
 
     @property
     def is_evaluated_at_once(self) -> bool:
         """Whether the first batches of all ranks are the whole evaluation data, which has an index.
         Equal on all ranks.
         """
-        size = size_of(cast("Any", self.datasets[1]), "evaluation")
-        return size <= self._eval_batch_size * self._backend.world.size
+        at_once = self._eval_batch_size * self._backend.world.size
+        return all(size_of(data, "evaluation") <= at_once for data in self.datasets[1].values())
 
     @property
     def _eval_batch_size(self) -> int:

@@ -157,11 +157,11 @@ class RunDirectory:
             self._metrics = metrics.open("a", buffering=1)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append one object to metrics.jsonl."""
+        """Append one object to metrics.jsonl, with the time in seconds since 1970."""
         if self._metrics is not None:
             self.check()
             with _writing(self.path):
-                self._metrics.write(_dump(record) + "\n")
+                self._metrics.write(_dump({**record, "time": round(time.time(), 3)}) + "\n")
 
     def update(self, **more: Any) -> None:
         """Add entries to run.json."""

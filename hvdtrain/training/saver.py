@@ -88,19 +88,14 @@ class Saver:
         """Make a checkpoint due after `step`. Requests for several steps may wait at a time."""
         self._requested.add(step)
 
-    def will_save(self, step: int) -> bool:
-        """Return whether a checkpoint follows the next step, `step`, in the middle of an epoch."""
-        waits = self._is_due or bool(self._requested)
-        return self.is_due(step) or (waits and self._prepared.syncs_next)
-
-    def may_save_next(self) -> bool:
+    def will_save(self) -> bool:
         """Return whether a checkpoint, or a commit, may follow the next step, in the middle of an
         epoch.
         """
-        step = self._progress.step + 1
-        waits = self._is_due or bool(self._requested)
-        waits |= self._commits is not None and self._commits.is_due(step)
-        return waits or self.is_due(step) or step == self._config.max_steps
+        step, waits = self._progress.step + 1, self._is_due or bool(self._requested)
+        commits = self._commits is not None and self._commits.is_due(step)
+        is_due = commits or self.is_due(step) or step == self._config.max_steps
+        return is_due or (waits and self._prepared.syncs_next)
 
     def falls_due(self, is_due: bool) -> bool:
         """Return whether to save now: a checkpoint that is due, or was; with local SGD, after the

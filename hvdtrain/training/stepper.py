@@ -65,7 +65,7 @@ class Stepper:
         """
 
     def take(
-        self, window: StepBatches, meter: Meter, logs: bool, on_batch: Callable[[Any], None] | None
+        self, batches: StepBatches, meter: Meter, logs: bool, on_batch: Callable[[Any], None] | None
     ) -> dict[str, Any] | None:
         """Take one step, and return its record for metrics.jsonl if it `logs`. Collective.
 
@@ -76,7 +76,7 @@ class Stepper:
         progress = self._progress
         # Seed by the step's number, so that a resumed run draws the same random numbers.
         determinism.seed_all(derive_seed(self._seed, progress.step, self._backend.world.rank))
-        losses = self._backward(window, meter, on_batch)
+        losses = self._backward(batches, meter, on_batch)
         step = progress.step + 1
         skips = self._on_gradients is not None and self._on_gradients(losses)
         # On a GPU only a step that logs: each look waits for the device.
@@ -84,8 +84,8 @@ class Stepper:
             self._check(step, losses)
         norm, scale = self._update(logs, skips)
         progress.step = step
-        progress.sample += window.samples
-        meter.count(window.samples, [] if skips else losses)
+        progress.sample += batches.samples
+        meter.count(batches.samples, [] if skips else losses)
         if not logs:
             return None
         numbers = meter.flush(step, norm, self._precision.scaler.is_enabled(), self._suspect)
@@ -104,18 +104,18 @@ class Stepper:
         return 1.0 if self._weighted is None else self._weighted.factor_of(micro_batch)
 
     def _backward(
-        self, window: StepBatches, meter: Meter, on_batch: Callable[[Any], None] | None
+        self, batches: StepBatches, meter: Meter, on_batch: Callable[[Any], None] | None
     ) -> list[Tensor]:
-        """Compute the mean gradient of the micro-batches in `window`, and return their losses.
+        """Compute the mean gradient of the micro-batches in `batches`, and return their losses.
         Collective.
         """
         losses = []
-        num_micro_batches, weights = window.num, window.weights
+        num_micro_batches, weights = batches.num, batches.weights
         self._weighted = weighted = None
         for micro in range(num_micro_batches):
             self.micro_batch = micro + 1
             waited = time.perf_counter()
-            batch = next(window.batches)
+            batch = next(batches.data)
             meter.data_s += time.perf_counter() - waited
             if on_batch is not None:
                 on_batch(batch)

@@ -282,7 +282,7 @@ class StreamBatches:
         full, rest = divmod(max(0, self.num_samples - start), self.global_micro_batch)
         return full + (rest > 0 and self._config.uneven in ("pad", "join"))
 
-    def windows(self, accumulate: int, batches: Iterator[Any]) -> Iterator[StepBatches]:
+    def steps(self, accumulate: int, batches: Iterator[Any]) -> Iterator[StepBatches]:
         """Yield the steps of `accumulate` micro-batches from the selected position on. Collective.
 
         Loads one step ahead: a step must know whether it is the epoch's last.

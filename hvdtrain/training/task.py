@@ -54,8 +54,9 @@ class Task(ABC):
         """Return the optimizer of `model`, which is on its device already."""
 
     @abstractmethod
-    def datasets(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
-        """Return the training data and the evaluation data, if any.
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any] | dict[str, Dataset[Any]] | None]:
+        """Return the training data and the evaluation data, if any: a dataset, or several by name,
+        such as `{"clean": a, "noisy": b}`, whose metrics are then `clean_accuracy` and so on.
 
         Called on every rank; each then loads its share. The data must be equal on all ranks. A
         dataset has `len()` and an index, or is an IterableDataset: then each rank iterates over it,
@@ -172,14 +173,22 @@ class CheckedTask(Task):
             self._refuse("optimizer", "one torch.optim.Optimizer", optimizer)
         return optimizer
 
-    def datasets(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
-        """Return the task's training data and evaluation data; `size_of` checks each later."""
+    def datasets(self) -> tuple[Dataset[Any], dict[str, Dataset[Any]]]:
+        """Return the task's training data, and its evaluation data by name: "" is that of a single
+        one. `size_of` checks each later.
+        """
         given = self._task.datasets()
         if not (isinstance(given, (tuple, list)) and len(given) == 2):
             self._refuse(
                 "datasets", "two: the training data, and the evaluation data or None", given
             )
-        return given[0], given[1]
+        train, evaluation = given
+        if not isinstance(evaluation, dict):
+            return train, {} if evaluation is None else {"": evaluation}
+        for name in evaluation:
+            if not (isinstance(name, str) and name.isidentifier()):
+                self._refuse("datasets", "evaluation data by names, such as 'clean'", name)
+        return train, evaluation
 
     def sampler(self, dataset: Dataset[Any], seed: int) -> Iterable[Any] | None:
         """Return the task's sampler, or None."""

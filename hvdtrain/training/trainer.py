@@ -30,6 +30,7 @@ from hvdtrain.errors import InputError, one_line
 from hvdtrain.training import determinism, methods, restart, run_report, run_state, weights
 from hvdtrain.training.callback import Callback
 from hvdtrain.training.callback_list import CallbackList, from_options
+from hvdtrain.training.callbacks.task_state import TaskState, has_state
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console, describe, make_console
 from hvdtrain.training.criterion import number_of
@@ -39,7 +40,7 @@ from hvdtrain.training.data_loading import (
     derive_seed,
     unchanged_buffers,
 )
-from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.evaluation import evaluate_each
 from hvdtrain.training.ledger import format_rates
 from hvdtrain.training.meter import Meter, StepTaken
 from hvdtrain.training.metrics import agreed_fingerprint
@@ -54,7 +55,6 @@ from hvdtrain.training.run_report import Result
 from hvdtrain.training.saver import Saver
 from hvdtrain.training.stepper import Stepper
 from hvdtrain.training.task import CheckedTask, Task
-from hvdtrain.training.task_state import TaskState, has_state
 from hvdtrain.transports.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -234,10 +234,6 @@ class Trainer:
         """The learning rates of the last step that was logged, by parameter group."""
         return self._stepper.last_lrs
 
-    def _may_save_next(self) -> bool:
-        """Return whether a checkpoint may follow the next step, in the middle of an epoch."""
-        return self._saver.may_save_next() or self._is_evaluated(self.progress.step + 1)
-
     # Setting up
 
     def _build(self) -> None:
@@ -249,7 +245,7 @@ class Trainer:
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         determinism.seed_all(derive_seed(config.seed))
-        self._data = RunData(self._checked, config, self.backend, self._may_save_next)
+        self._data = RunData(self._checked, config, self.backend, self._will_save)
         self.batches = self._data.batches
         self.model = build_model(self._checked, config, self.precision, self.backend)
         # A commit has the weights of later steps.
@@ -378,7 +374,7 @@ class Trainer:
         is_prepared = last or self._is_evaluated(step)
         self._save_after = step if is_prepared else step + 1
         # Log before every checkpoint: that checks the loss, so that no diverged state is saved.
-        due = is_prepared or step % self.config.log_every == 0 or self._saver.will_save(step)
+        due = is_prepared or step % self.config.log_every == 0 or self._saver.will_save()
         record = self._stepper.take(batches, meter, self._records and due, self.on_batch)
         self._own_samples += batches.own
         if record is not None:
@@ -538,8 +534,8 @@ class Trainer:
         model = self.eval_model
         with determinism.RandomState(derive_seed(config.seed)), unchanged_buffers(model):
             batches = self._data.first_evaluation_batches(self.precision.convert_batch)
-            metrics = evaluate(
-                model, iter(batches), self._checked, self.backend, self.precision, warn
+            metrics = evaluate_each(
+                model, batches, self._checked, self.backend, self.precision, warn
             )
         wanted = {
             "--early-stop": config.early_stop_criterion(),
@@ -562,7 +558,8 @@ class Trainer:
         # The unwrapped model: ranks may have different numbers of batches, and the collectives of
         # a wrapper would hang.
         batches = self._data.evaluation_batches(self.precision.convert_batch)
-        metrics = evaluate(self.eval_model, batches, self._checked, self.backend, self.precision)
+        model = self.eval_model
+        metrics = evaluate_each(model, batches, self._checked, self.backend, self.precision)
         record = {"step": self.progress.step, "epoch": self.progress.epoch_number}
         if self._run_dir is not None and self.progress.step == self._first_step:
             self._run_dir.drop_evaluation(self.progress.step)  # a run before may have done it
@@ -578,6 +575,10 @@ class Trainer:
             self._run_dir.log(record)
         self.console.log(record)
         self._callbacks.call("on_log", self, record)
+
+    def _will_save(self) -> bool:
+        """Return whether a checkpoint may follow the next step, in the middle of an epoch."""
+        return self._saver.will_save() or self._is_evaluated(self.progress.step + 1)
 
     def _save_if_due(self, is_due: bool) -> None:
         assert self.meter is not None

@@ -1,8 +1,9 @@
 """When ranks arrive at collectives: recorded by the transports `shm` and `mpi`, while switched on.
 
-`hvdtrain.training.stragglers` reads it. An all-reduce makes the steps of all ranks equally long, so
-only the time for which each rank waits for the others shows who is late. Every operation of these
-transports begins with a comparison of calls, which ends when the last rank has arrived:
+`hvdtrain.training.callbacks.stragglers` reads it. An all-reduce makes the steps of all ranks
+equally long, so only the time for which each rank waits for the others shows who is late. Every
+operation of these transports begins with a comparison of calls, which ends when the last rank has
+arrived:
 
     queued              begins            all have arrived          ends
       |-- other operations --|-- wait for ranks --|-- move the bytes --|

@@ -16,7 +16,8 @@ from hvdtrain import Backend, Callback, TrainConfig, Trainer
 from hvdtrain.errors import InputError, WorldMismatch, notes_of
 from hvdtrain.training import checkpoint
 from hvdtrain.training.callback_list import CallbackList, load_callback
-from hvdtrain.training.ema import EMA
+from hvdtrain.training.callbacks.ema import EMA
+from hvdtrain.training.callbacks.timed_checkpoint import TimedCheckpoint
 from tests.messages import Message
 from tests.methods import data_runs
 from tests.methods.arms import KEPT, TWO
@@ -310,6 +311,21 @@ def test_a_stop_that_was_saved_before_its_last_step(tmp_path: Path) -> None:
     about = run_json(tmp_path)
     assert about["stopped_early"]["reason"] == "enough"
     assert about["resumed_from"].endswith("step-00000002")
+
+
+def timed(backend: Backend, folder: Path, interval_s: float) -> None:
+    fit(backend, folder, TimedCheckpoint(interval_s), checkpoint_every="3e", keep=99)
+
+
+@pytest.mark.parametrize("ranks", [("single", 1), ("compat-torchrun", 2)], indirect=True)
+@pytest.mark.parametrize(("interval_s", "steps"), [(0.0, [3, 4, 7, 8, 11, 12]), (1e9, [12])])
+def test_checkpoints_by_the_clock(
+    ranks: Ranks, interval_s: float, steps: list[int], tmp_path: Path
+) -> None:
+    """The clock is read at the steps that are logged: every second one."""
+    ranks.run(timed, tmp_path, interval_s)
+    kept = checkpoint.list_checkpoints(tmp_path / "checkpoints")
+    assert [int(path.name[5:]) for path in kept] == steps
 
 
 def test_what_a_callback_records_is_in_run_json_and_in_the_result(tmp_path: Path) -> None:

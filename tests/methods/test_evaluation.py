@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hvdtrain.training.evaluation import Evaluation, Sum
 from hvdtrain.world import World
 from tests.messages import Message
 from tests.methods.arms import TWO, WITH_HOROVOD
+from tests.parity.resume import CONFIG, Stateful
 from tests.ranks import Ranks, single
 from tests.runs import records, run_json
 
@@ -358,3 +360,41 @@ def test_the_batches_of_an_evaluation(
     task = Sizes()
     Trainer(task, single(), config).fit()
     assert task.sizes == sizes
+
+
+class Named(Stateful):
+    """Evaluates twice: on 7 samples, and on other 11."""
+
+    def datasets(self) -> tuple[Dataset[Any], Any]:
+        train, _ = super().datasets()
+        inputs = torch.randn(18, 5, generator=torch.Generator().manual_seed(5))
+        parts = {"near": inputs[:7], "far": 3 * inputs[7:]}
+        return train, {name: TensorDataset(x, torch.arange(len(x))) for name, x in parts.items()}
+
+
+def trained_on_names(backend: Backend, folder: Path) -> dict[str, Any]:
+    config = replace(
+        CONFIG, run_dir=str(folder), early_stop="near_loss:min:9", keep_best="far_loss"
+    )
+    return Trainer(Named(), backend, config).fit().metrics
+
+
+@pytest.mark.parametrize("ranks", [("single", 1), ("ddp-torchrun", 2)], indirect=True)
+def test_several_evaluation_data_by_name(ranks: Ranks, tmp_path: Path) -> None:
+    for metrics in ranks.run(trained_on_names, tmp_path):
+        assert list(metrics) == ["near_loss", "far_loss"]
+        assert metrics["near_loss"] < metrics["far_loss"]
+    evaluated = [record for record in records(tmp_path) if "eval_far_loss" in record]
+    assert [record["step"] for record in evaluated] == [4, 8, 12]
+    assert run_json(tmp_path)["best_checkpoint"]
+
+
+def test_a_name_of_evaluation_data_is_a_word(tmp_path: Path, message: Message) -> None:
+    class Unnamed(Named):
+        def datasets(self) -> tuple[Dataset[Any], Any]:
+            train, evaluation = super().datasets()
+            return train, {"near and far": evaluation["near"]}
+
+    with pytest.raises(InputError) as raised:
+        Trainer(Unnamed(), single(), replace(CONFIG, run_dir=str(tmp_path))).fit()
+    message(raised.value)

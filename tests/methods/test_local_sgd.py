@@ -132,11 +132,10 @@ def test_evaluation_and_checkpoints_change_nothing(ranks: Ranks, tmp_path: Path)
 
 @TWO
 def test_an_outer_step_of_rate_one_is_the_average(ranks: Ranks, tmp_path: Path) -> None:
-    outer: dict[str, Any] = {"outer_optimizer": "sgd", "outer_lr": 1.0, "outer_momentum": 0.0}
     plain = ranks.run(trained, tmp_path / "plain", sync_every=3)
-    diloco = ranks.run(trained, tmp_path / "outer", sync_every=3, **outer)
-    nesterov = ranks.run(
-        trained, tmp_path / "nesterov", sync_every=3, outer_optimizer="nesterov", outer_lr=1.0
+    diloco, nesterov = (
+        ranks.run(trained, tmp_path / outer, sync_every=3, outer_optimizer=outer)
+        for outer in ("sgd:1:0", "nesterov:1")
     )
     for name, t in diloco[0]["weights"].items():
         torch.testing.assert_close(t, plain[0]["weights"][name], rtol=0, atol=1e-12)

@@ -146,7 +146,7 @@ def test_no_batch_is_lost_or_used_twice(
         world = World(rank, of, rank, of)
         batches = shard(data, config, world, lambda _, seed: Lengths(num, seed))
         batches.set_epoch(1, start)
-        windows = list(batches.windows(1, iter(())))
+        windows = list(batches.steps(1, iter(())))
         found = [b for b, w in zip(batches, windows, strict=True) if w.own]
         assert [len(b) for b in found] == [w.own for w in windows if w.own]
         return found, windows

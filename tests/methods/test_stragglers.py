@@ -13,8 +13,15 @@ from torch import Tensor, nn
 
 from hvdtrain import Backend, TrainConfig
 from hvdtrain.errors import InputError
-from hvdtrain.training import stragglers
-from hvdtrain.training.stragglers import PHASES, WINDOW, Step, Stragglers, _lateness, _phase
+from hvdtrain.training.callbacks import stragglers
+from hvdtrain.training.callbacks.stragglers import (
+    PHASES,
+    WINDOW,
+    Step,
+    Stragglers,
+    _lateness,
+    _phase,
+)
 from hvdtrain.transports.arrivals import Arrivals
 from tests.methods.arms import TWO
 from tests.methods.data_runs import Regression, train

@@ -276,7 +276,7 @@ FAULTS = [
     ),
     Fault(
         "average-of-ema-restarts",
-        "training/ema.py",
+        "training/callbacks/ema.py",
         '        self._num = state["num_averaged"]',
         "        self._num = 0",
         "tests/methods/test_callbacks.py",
@@ -309,7 +309,7 @@ FAULTS = [
     ),
     Fault(
         "limit-of-bad-steps-ignored",
-        "training/gradient_guard.py",
+        "training/callbacks/gradient_guard.py",
         "        if self._in_a_row >= _MAX_IN_A_ROW:",
         "        if False:",
         "tests/methods/test_watching.py",
@@ -317,7 +317,7 @@ FAULTS = [
     ),
     Fault(
         "skipped-step-changes-buffers",
-        "training/gradient_guard.py",
+        "training/callbacks/gradient_guard.py",
         "                buffer.copy_(value)",
         "                pass",
         "tests/methods/test_watching.py",
@@ -358,7 +358,7 @@ FAULTS = [
     ),
     Fault(
         "patience-one-too-many",
-        "training/early_stop.py",
+        "training/callbacks/early_stop.py",
         "return self._best.since >= self._best.criterion.patience",
         "return self._best.since > self._best.criterion.patience",
         "tests/methods/test_decisions.py",

@@ -15,7 +15,7 @@ import torch
 
 from hvdtrain.errors import InputError
 from hvdtrain.provenance import variables, versions
-from hvdtrain.training.config import TrainConfig, flag
+from hvdtrain.training.config import SECTIONS, TrainConfig, flag
 from hvdtrain.training.criterion import Criterion
 from hvdtrain.training.determinism import set_threads
 from hvdtrain.training.ledger import Ledger
@@ -26,10 +26,10 @@ from tests.messages import Message
 
 FIELDS = dataclasses.fields(TrainConfig)
 POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size eval_batch_size
-    global_batch_size accumulate lr clip_norm log_every keep outer_lr ema
+    global_batch_size accumulate lr clip_norm log_every keep ema
     commit_every""".split()
 NOT_NEGATIVE = """workers log_gradients warmup_steps checkpoint_every eval_every seed sync_every
-    local_warmup outer_momentum ps_max_staleness ps_sync_every""".split()
+    local_warmup ps_max_staleness ps_sync_every""".split()
 CHOICES = [item.name for item in FIELDS if item.metadata["choices"]]
 
 
@@ -84,6 +84,19 @@ def test_checkpoint_signals() -> None:
     assert make(checkpoint_signals="none").signal_numbers() == ()
 
 
+def test_checkpoints_are_due_by_steps_epochs_or_time() -> None:
+    def interval(given: int | str) -> tuple[tuple[int, int], float | None]:
+        config = make(checkpoint_every=given)
+        config.check()
+        return config.checkpoint_interval(), config.checkpoint_seconds()
+
+    assert interval(0) == ((0, 1), None)
+    assert interval(500) == interval("500") == ((500, 0), None)
+    assert interval("2e") == ((0, 2), None)
+    assert interval("15m") == ((0, 0), 900)
+    assert interval("1.5h") == ((0, 0), 5400)
+
+
 REFUSED: list[dict[str, Any]] = [
     {"batch_size": 2, "global_batch_size": 4},
     {"resume": "auto"},  # it would make a new directory, find nothing there, and start afresh
@@ -102,14 +115,19 @@ REFUSED: list[dict[str, Any]] = [
         )
     ),
     *({"checkpoint_every": given} for given in ("", "0e", "1e3", 2.5, True)),
+    {"checkpoint_every": "0s"},
+    {"checkpoint_every": "15m", "ps_async": True},
     {"eval_every": "2 epochs"},
+    {"eval_every": "15m"},
     {"eval_batch_size": 10**20},
     # Options that have no effect without another one.
     {"outer_optimizer": "sgd"},
     {"local_state": "average"},
     {"local_warmup": 3},
-    {"sync_every": 1, "outer_lr": 0.5},
-    {"sync_every": 1, "outer_momentum": 0.5},
+    *(
+        {"sync_every": 1, "outer_optimizer": text}
+        for text in ("adam", "sgd:0", "sgd:x", "sgd:1:2:3", "nesterov:1:0", "none:1")
+    ),
     {"commit_every": 5},
     {"lr_on_resize": "linear"},
     {"ps_max_staleness": 2},
@@ -151,6 +169,11 @@ def test_intervals_of_steps_or_of_epochs(given: int | str, steps: int, epochs: i
     assert config.checkpoint_interval() == (steps, epochs)
     never = str(given) == "0"
     assert config.evaluation_interval() == (steps, 0 if never else epochs)
+
+
+def test_every_option_is_in_one_section_of_the_help() -> None:
+    names = " ".join(SECTIONS.values()).split()
+    assert sorted(names) == sorted(item.name for item in dataclasses.fields(TrainConfig))
 
 
 def test_schedules() -> None:

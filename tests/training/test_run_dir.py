@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -273,9 +274,13 @@ def test_an_evaluation_that_is_done_again_is_dropped(tmp_path: Path) -> None:
     with opened(tmp_path, resuming=True) as run_dir:
         run_dir.open_metrics(10)
         run_dir.drop_evaluation(10)
+        before = time.time()
         run_dir.log({"step": 10, "eval_loss": 1})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [*records[:2], {"step": 10, "eval_loss": 1}]
+    *kept, last = [json.loads(line) for line in lines]
+    assert kept == records[:2]
+    assert before - 0.001 <= last.pop("time") <= time.time() + 0.001
+    assert last == {"step": 10, "eval_loss": 1}
 
 
 def test_a_restart_continues_once_the_run_has_chosen_its_checkpoint(tmp_path: Path) -> None:

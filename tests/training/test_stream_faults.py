@@ -61,7 +61,7 @@ def windows(
     config = TrainConfig(batch_size=2, uneven=uneven)
     batches = StreamBatches(data, config, backend, torch.tensor, lambda: False)
     batches.begin(backend, 0, 0)
-    found: list[StepBatches] = list(batches.windows(1, iter(batches.loader)))
+    found: list[StepBatches] = list(batches.steps(1, iter(batches.loader)))
     return [(window.samples, window.weights, window.last) for window in found]
 
 

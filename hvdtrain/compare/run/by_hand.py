@@ -63,7 +63,7 @@ class ByHand:
             config.workers,
             config.seed,
         )
-        check_same_plan(self.backend, data, None, config)
+        check_same_plan(self.backend, data, {}, config)
         determinism.seed_all(derive_seed(config.seed))
         self.model: nn.Module = self.precision.convert(self.task.model()).to(self.backend.device)
         self.optimizer = self.task.optimizer(self.model)
@@ -94,23 +94,23 @@ class ByHand:
             self.batches.begin(self.backend, epoch, 0)
             data = on_device(self.loader, self.backend.device, self.precision.convert_batch)
             is_first = True
-            for window in self.batches.windows(self.config.accumulate, data):
+            for batches in self.batches.steps(self.config.accumulate, data):
                 # Dropout needs the same random numbers as in every other arm.
                 determinism.seed_all(derive_seed(self.config.seed, number, self.backend.world.rank))
                 number += 1
                 if self.schedule is not None and epoch and is_first:
                     self.schedule.after_epoch()
                 is_first = False
-                yield self._step(number, window)
+                yield self._step(number, batches)
 
-    def _step(self, number: int, window: StepBatches) -> StepTaken:
+    def _step(self, number: int, batches: StepBatches) -> StepTaken:
         net, optimizer, precision = self.net, self.optimizer, self.precision
         data_s, total = 0.0, torch.zeros((), device=self.backend.device)
-        passes, weights = window.num, window.weights
+        passes, weights = batches.num, batches.weights
         weighted: WeightedLosses | None = None
         for k in range(passes):
             waited = time.perf_counter()
-            batch = next(window.batches)
+            batch = next(batches.data)
             data_s += time.perf_counter() - waited
             if self.on_batch is not None:
                 self.on_batch(batch)
