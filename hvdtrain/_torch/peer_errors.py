@@ -15,10 +15,16 @@ _PHRASES = (
     "Timed out waiting",
     "Application timeout",
     "Socket closed",
-    "ProcessGroupNCCL",
     "monitoredBarrier",
     "PeerLost",
     "connectFullMesh failed",
+)
+# Of NCCL: others, such as "Duplicate GPU detected", are about this rank's own use of it.
+_NCCL_PHRASES = (
+    "ncclRemoteError",
+    "ncclSystemError",
+    "collective operation timeout",
+    "retrieving ncclUniqueId",
 )
 
 
@@ -26,5 +32,6 @@ def is_peer_error(error: Exception) -> bool:
     """Return whether a transport or store raised `error` about a lost or late peer."""
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(phrase in text for phrase in _PHRASES)
+    nccl = isinstance(error, dist.DistBackendError)
+    phrases = (*_PHRASES, *_NCCL_PHRASES) if nccl else _PHRASES
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)

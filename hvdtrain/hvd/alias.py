@@ -102,7 +102,9 @@ class _OnlyThese(MetaPathFinder):
     ) -> ModuleSpec | None:
         if not fullname.startswith("horovod."):
             return None
-        raise ModuleNotFoundError(
-            f"No module named {fullname!r}: hvdtrain has Horovod for PyTorch only "
-            f"({', '.join(name for name in MODULES if name.count('.') == 1)}, horovod.common)"
-        )
+        if fullname.startswith("horovod.runner."):
+            has = "starts jobs by hvdtrain.run and hvdrun, not by Horovod's launcher"
+        else:
+            names = ", ".join(name for name in MODULES if name.count(".") == 1)
+            has = f"has Horovod for PyTorch only ({names}, horovod.common)"
+        raise ModuleNotFoundError(f"No module named {fullname!r}: hvdtrain {has}", name=fullname)

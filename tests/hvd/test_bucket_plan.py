@@ -19,6 +19,7 @@ def plan_of(
     dtypes: dict[str, str] | None = None,
     groups: int | list[list[str]] = 0,
     in_place: bool = False,
+    gpus: dict[str, int] | None = None,
 ) -> BucketPlan:
     """A plan of float32 vectors, in the order in which their gradients become ready."""
     names = list(sizes)
@@ -28,7 +29,8 @@ def plan_of(
         dict.fromkeys(names, "float32") | (dtypes or {}),
         dict.fromkeys(names, DENSE) | (kinds or {}),
         {},
-        [AVERAGE, None, bucket_bytes, "CPU", groups, in_place],
+        gpus or {},
+        [AVERAGE, None, bucket_bytes, groups, in_place],
     )
 
 
@@ -39,13 +41,19 @@ def test_each_dense_parameter_is_in_one_bucket_and_none_waits_for_a_later_one(se
     kinds = {name: rng.choice([DENSE, DENSE, DENSE, SPARSE, FROZEN]) for name in sizes}
     dtypes = {name: rng.choice(["float32", "float32", "float64"]) for name in sizes}
     groups = rng.choice([0, 0, 3])
-    layouts = lay_out(plan_of(sizes, 64 * KIB, kinds, dtypes, groups, rng.random() < 0.5))
+    on = {name: rng.choice([None, 0, 1]) for name in sizes} if seed % 2 else {}
+    gpus = {name: gpu for name, gpu in on.items() if gpu is not None}
+    in_place = rng.random() < 0.5
+    layouts = lay_out(plan_of(sizes, 64 * KIB, kinds, dtypes, groups, in_place, gpus))
     sent = [name for layout in layouts for name in layout.names]
     assert sorted(sent) == sorted(name for name, kind in kinds.items() if kind == DENSE)
     for layout in layouts:
         assert layout.numel == sum(sizes[name] for name in layout.names) + layout.flag
         assert {dtypes[name] for name in layout.names} <= {str(layout.dtype).removeprefix("torch.")}
+        gpu = layout.gpu if layout.device == "GPU" else None
+        assert {gpus.get(name) for name in layout.names} <= {gpu}
     assert sum(layout.flag for layout in layouts) == 1
+    assert not any(layout.flag for layout in layouts if layout.device == "GPU")
     if not groups:  # a group is sent in the place of its last parameter, of whatever dtype
         order = list(sizes)
         full = [layout for layout in layouts if layout.names and _is_full(layout.numel)]

@@ -210,6 +210,14 @@ for handle in handles:
     hvd.synchronize(handle)
 hvd.allgather(torch.ones(2), name="rows")
 hvd.broadcast(torch.ones(2), 0, name="root")
+model = torch.nn.Linear(3, 2)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+)
+for _ in range(4):
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 hvd.barrier()
 if os.environ["HOROVOD_TIMELINE"] == "DYNAMIC":
     hvd.stop_timeline()
@@ -242,3 +250,14 @@ def test_a_jobs_timeline(tmp_path: Path, how: str) -> None:
         begun = sum(e["ph"] == "B" for e in found[name])
         assert begun == sum(e["ph"] == "E" for e in found[name])
     assert "SHM_ALLREDUCE" in [e.get("name") for e in found["allreduce.large.0"]]
+    assert not [name for name in found if "@" in name]
+    for name in ("allreduce.weight", "allreduce.bias"):  # by name in step 1, then in buckets
+        labels = [e.get("name") for e in found[name]]
+        for label in ("NEGOTIATE_ALLREDUCE", "0", "1", "ALLREDUCE"):
+            assert labels.count(label) == 4, labels
+        depth = 0
+        for event in found[name]:
+            depth += {"B": 1, "E": -1}.get(event["ph"], 0)
+            assert 0 <= depth <= 2
+        times = [e["ts"] for e in found[name]]
+        assert times == sorted(times)

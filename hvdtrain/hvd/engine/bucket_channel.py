@@ -30,6 +30,7 @@ from hvdtrain.hvd.engine.bucket_plan import (
     lay_out,
     plan_request_name,
 )
+from hvdtrain.hvd.engine.gpu import await_event, record_event
 from hvdtrain.hvd.engine.operation import Operation
 from hvdtrain.hvd.engine.process_groups import ConnectionBroken, all_reduce
 from hvdtrain.hvd.engine.request import Key, Request
@@ -49,12 +50,14 @@ class BucketChannel:
         self.plan: BucketPlan | None = None
         self.version = 0
         self.layouts: list[BucketLayout] = []
+        self.gpus: list[int] = []  # of this rank: see `BucketPlan.gpus`
         self.step = 0
         self.last_sent_step = 0  # the last one whose buckets this rank has all sent
         self._members: list[int] = []
         self._in_flight: deque[tuple[int, Any, Tensor]] = deque()
         self._connected = threading.Event()
         self._groups: dict[str, Any] = {}
+        self._sent_us: dict[int, int] = {}  # by layout, for the timeline
 
     def buffer(self, layout: BucketLayout, device: torch.device) -> Tensor:
         """Return zeros for a bucket, in the transport's own memory if it has any."""
@@ -143,33 +146,38 @@ class BucketChannel:
             raise HorovodInternalError(self.engine.wait_for_failure(str(error))) from None
         in_flight = self._in_flight
         in_flight.append((self.step, work, flat))  # `drain` waits for it; keeps `flat` alive
-        timeline = self.engine.timeline
-        if timeline.is_open:
-            activity = self.engine.process_groups.activity("allreduce", layout.device)
-            for name in layout.names:
-                timeline.start(f"allreduce.{name}", "allreduce")
-                timeline.activity_start(f"allreduce.{name}", activity)
+        if self.engine.timeline.is_open:
+            self._sent_us[id(layout)] = self.engine.timeline.now_us()
         while in_flight and in_flight[0][1].is_completed():
             in_flight.popleft()
         return work
 
-    def wait(self, layout: BucketLayout, work: Any) -> None:
-        """Wait for a bucket of this rank's step.
+    def wait(self, layout: BucketLayout, work: Any, flat: Tensor) -> None:
+        """Wait for a bucket of this rank's step, on a GPU until it is complete there.
 
         Raises HorovodInternalError if a peer is lost, or left before it had sent all of this step.
         """
         try:
-            self.engine.process_groups.wait(work, layout.device == "GPU", self._reason_to_stop)
+            on_gpu = layout.device == "GPU"
+            self.engine.process_groups.wait(work, on_gpu, self._reason_to_stop)
+            if on_gpu:
+                await_event(record_event(flat.device).query, self._reason_to_stop)
         except ConnectionBroken as error:
             self.engine.report_broken(str(error))
             raise HorovodInternalError(self.engine.wait_for_failure(str(error))) from None
-        if self.engine.timeline.is_open:
-            for name in layout.names:
-                self.engine.timeline.end(f"allreduce.{name}")
+        if self.engine.timeline.is_open and id(layout) in self._sent_us:
+            activity = self.engine.process_groups.activity("allreduce", layout.device)
+            names = [f"allreduce.{name}" for name in layout.names]
+            ready_us = self.engine.ready_us(self.name, self.step, len(self._members))
+            self.engine.timeline.bucket(names, ready_us, self._sent_us.pop(id(layout)), activity)
 
     def _reason_to_stop(self) -> str | None:
         left = self.engine.peer_left_before(self.name, self.step)
-        return self.engine.shutdown_reason if left else None
+        return self.engine.shutdown_reason if left else self.engine.abort_reason
+
+    def _gpu(self, layout: BucketLayout) -> torch.device:
+        known = layout.gpu < len(self.gpus)
+        return torch.device("cuda", self.gpus[layout.gpu] if known else self.engine.executor_gpu)
 
     def drain(self) -> None:
         """Wait for the buckets that all ranks have sent, before shutdown. Runs in the executor."""
@@ -194,8 +202,7 @@ class BucketChannel:
 
         def send_zeros() -> None:
             for layout in layouts:
-                gpu = torch.device("cuda", self.engine.executor_gpu)
-                device = torch.device("cpu") if layout.device == "CPU" else gpu
+                device = torch.device("cpu") if layout.device == "CPU" else self._gpu(layout)
                 self.send(layout, torch.zeros(layout.numel, dtype=layout.dtype, device=device))
 
         return send_zeros

@@ -52,8 +52,10 @@ class BucketPlan:
     """dense: in a bucket; sparse: by allgather; frozen: no rank has a gradient for it."""
     strides: dict[str, list[int]] = field(default_factory=dict)
     """Only for parameters in another dense memory format, e.g. channels_last, on all ranks."""
+    gpus: dict[str, int] = field(default_factory=dict)
+    """For parameters on a GPU: 0 on the first GPU that the parameters are on, 1 on the next, ..."""
     options: list[Any] = field(default_factory=list)
-    """What must be equal on all ranks: reduction, compression, bucket size, device, groups, ..."""
+    """What must be equal on all ranks: reduction, compression, bucket size, groups, in place."""
 
     def to_wire(self) -> bytes:
         """Return the plan as JSON."""
@@ -86,6 +88,8 @@ def merge_plans(sent: list[bytes]) -> tuple[list[Any] | None, str | None]:
 def _differ(one: BucketPlan, other: BucketPlan) -> str | None:
     if one.options != other.options:
         return mismatched("optimizers", "has", one.options, other.options)
+    if one.gpus != other.gpus:
+        return mismatched("devices of parameters", "has on GPUs", one.gpus, other.gpus)
     for here, there in ((one, other), (other, one)):
         missing = [name for name in here.names if name not in there.shapes]
         if missing:
@@ -118,6 +122,8 @@ class BucketLayout:
     flag: bool = False
     op: int = SUM
     device: str = "CPU"
+    gpu: int = 0
+    """See `BucketPlan.gpus`."""
 
 
 def lay_out(plan: BucketPlan) -> list[BucketLayout]:
@@ -125,7 +131,7 @@ def lay_out(plan: BucketPlan) -> list[BucketLayout]:
 
     A pure function of the plan, so all ranks get the same buckets in the same order.
     """
-    op, wire, bucket_bytes, device, groups, in_place = plan.options
+    op, wire, bucket_bytes, groups, in_place = plan.options
     group_of = {name: at for at, group in enumerate(_groups(plan, groups)) for name in group}
     layouts: list[tuple[int, BucketLayout]] = []
     open_buckets: dict[Any, list[str]] = {}
@@ -140,40 +146,46 @@ def lay_out(plan: BucketPlan) -> list[BucketLayout]:
     def close(at: int, names: list[str]) -> None:
         # `at`: the bucket's place in the order of sending, that of its last parameter.
         names = sorted(names, key=lambda name: numel(name) >= SMALL_NUMEL)
-        dtype = _wire(plan, names[0], wire)
-        layouts.append(
-            (at, BucketLayout(names, dtype, sum(map(numel, names)), op=op, device=device))
-        )
+        layouts.append((at, layout(names)))
+
+    def layout(names: list[str], in_place: bool = False) -> BucketLayout:
+        dtype, gpu = memory(names[0])
+        device = "CPU" if gpu is None else "GPU"
+        size = sum(map(numel, names))
+        return BucketLayout(names, dtype, size, in_place, op=op, device=device, gpu=gpu or 0)
+
+    def memory(name: str) -> tuple[torch.dtype, int | None]:
+        """Return what the parameters of one bucket share: the dtype, and the GPU."""
+        return _wire(plan, name, wire), plan.gpus.get(name)
 
     dense = [name for name in plan.names if plan.kinds[name] == DENSE]
     for at, name in enumerate(dense):
         if name in seen:
             continue
-        dtype = _wire(plan, name, wire)
-        if name in group_of:  # one bucket per dtype, in the place of the group's last parameter
+        kind = memory(name)
+        if name in group_of:  # a bucket for each kind, in the place of the group's last parameter
             members = [n for n in dense if group_of.get(n) == group_of[name]]
             seen.update(members)
-            for d in dict.fromkeys(_wire(plan, n, wire) for n in members):
+            for each in dict.fromkeys(map(memory, members)):
                 last = max(dense.index(n) for n in members)
-                close(last, [n for n in members if _wire(plan, n, wire) == d])
+                close(last, [n for n in members if memory(n) == each])
         elif (
-            in_place
+            (in_place or name in plan.gpus)
             and num_bytes(name) >= min(IN_PLACE_BYTES, bucket_bytes)
-            and dtype == dtype_of(plan.dtypes[name])
+            and kind[0] == dtype_of(plan.dtypes[name])
         ):
-            layout = BucketLayout([name], dtype, numel(name), in_place=True, op=op, device=device)
-            layouts.append((at, layout))
+            layouts.append((at, layout([name], in_place=True)))
         else:
-            # An open bucket per dtype, closed by the parameter that makes it large enough.
-            names = open_buckets.setdefault(dtype, [])
+            # An open bucket of each kind, closed by the parameter that makes it large enough.
+            names = open_buckets.setdefault(kind, [])
             names.append(name)
             limit = bucket_bytes if layouts else min(FIRST_BYTES, bucket_bytes)
             if sum(map(num_bytes, names)) >= limit:
-                close(at, open_buckets.pop(dtype))
+                close(at, open_buckets.pop(kind))
     for names in open_buckets.values():
         close(len(dense), names)
     ordered = [layout for _, layout in sorted(layouts, key=lambda item: item[0])]
-    return _with_flag(ordered, op, device)
+    return _with_flag(ordered, op)
 
 
 def _groups(plan: BucketPlan, groups: int | list[list[str]]) -> list[list[str]]:
@@ -185,14 +197,14 @@ def _groups(plan: BucketPlan, groups: int | list[list[str]]) -> list[list[str]]:
     return [dense[a:b] for a, b in zip(ends, ends[1:], strict=False) if b > a]
 
 
-def _with_flag(layouts: list[BucketLayout], op: int, device: str) -> list[BucketLayout]:
+def _with_flag(layouts: list[BucketLayout], op: int) -> list[BucketLayout]:
     """Add the flag to a bucket that is copied anyway, which costs nothing, else as its own bucket.
 
     It must be summed; on CUDA, reading it would need a copy from the device.
     """
     for layout in layouts:
         floating = layout.dtype.is_floating_point and not layout.in_place
-        if device == "CPU" and op in (AVERAGE, SUM) and floating:
+        if layout.device == "CPU" and op in (AVERAGE, SUM) and floating:
             layout.flag = True
             layout.numel += 1
             return layouts

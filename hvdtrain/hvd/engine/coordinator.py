@@ -31,6 +31,7 @@ from hvdtrain.hvd.exceptions import SHUT_DOWN
 
 Send = Callable[[list[int], list[Any], bytes], None]
 
+_STEPS_KEPT = 8  # of which the timeline knows when each rank has begun them
 _ROOT_CAUSE_WAIT_S = 1.0  # how long to wait for the exit of a rank after a broken connection
 # Operations that need messages only, whatever their size.
 _CONTROL_KINDS = ("barrier", "add_set", "remove_set")
@@ -55,6 +56,8 @@ class Ready:
     cache_id: int
     request: Request
     extra: Any
+    gpus: list[int]
+    """The index of the GPU on each rank that has submitted it."""
 
 
 class Coordinator:
@@ -218,7 +221,8 @@ class Coordinator:
             self.timeline.end(key.name)
             self._send(sorted(requests), ["done", *key, cache_id, None], result)
         else:
-            self._ready.append(Ready(key, cache_id, request, _row_counts(request, requests)))
+            gpus = [requests[r].gpu for r in sorted(requests)]
+            self._ready.append(Ready(key, cache_id, request, _row_counts(request, requests), gpus))
             self._send_ready()
 
     def _run_control_operation(self, request: Request) -> Any:
@@ -267,7 +271,8 @@ class Coordinator:
         for item in ready:
             request = item.request
             # Requests are alike if only their shapes, dtypes and data differ.
-            alike = (item.key.set_id, *request._replace(shapes=(), dtypes=(), data=None))
+            plain = request._replace(shapes=(), dtypes=(), data=None)
+            alike = (item.key.set_id, plain, *item.gpus)
             batch, num_bytes = open_batches.get(alike, ([], 0))
             num_bytes += request.num_bytes
             fuses = request.kind in ("allreduce", "broadcast") and num_bytes <= self._fusion_bytes
@@ -340,6 +345,7 @@ class Coordinator:
         state = self._channel(name, set_id)
         state.steps[rank] = step
         state.last_step_time, state.warned = now, False
+        self._record_ready(state, rank, step)
         for joined in self.joined:
             self._request_zeros(joined, name, state)
 
@@ -371,7 +377,13 @@ class Coordinator:
         last = max(state.steps.values(), default=0)
         for step in range(state.steps.get(rank, 0) + 1, last + 1):
             self._send([rank], ["send_zeros", name, step], b"")
+            self._record_ready(state, rank, step)
         state.steps[rank] = last
+
+    def _record_ready(self, state: ChannelState, rank: int, step: int) -> None:
+        if self.timeline.is_open:
+            state.ready_us.setdefault(step, {})[rank] = self.timeline.now_us()
+            state.ready_us.pop(step - _STEPS_KEPT, None)
 
     # Shutdown
 
@@ -392,6 +404,8 @@ class ChannelState:
     steps: dict[int, int] = field(default_factory=dict)
     tensors: list[str] = field(default_factory=list)
     dropped_by: set[int] = field(default_factory=set)
+    ready_us: dict[int, dict[int, int]] = field(default_factory=dict)
+    """When each rank has begun the latest steps, for the timeline."""
     last_step_time: float = 0.0
     warned: bool = False
 

@@ -32,7 +32,7 @@ from hvdtrain.hvd.engine.request import GLOBAL_SET, Key, Request
 from hvdtrain.hvd.engine.settings import Settings
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.exceptions import SHUT_DOWN, HorovodInternalError
-from hvdtrain.peers import PeerLost, Peers, await_ranks
+from hvdtrain.peers import PeerLost, Peers, await_ranks, poll_until
 from hvdtrain.world import World
 
 _FUSION_BYTES = 128 << 20
@@ -84,7 +84,7 @@ class Engine:
             world.rank,
             self._choose_transport(),
             settings.gloo_timeout_s,
-            lambda: self.abort_reason,
+            self._abort_reason,
             settings.peer_limit_s,
         )
         # Opened before any rank can submit an operation, so that it contains the first one.
@@ -136,6 +136,7 @@ class Engine:
                 raise HorovodInternalError(self.shutdown_reason)
             if operation.key in self._pending:
                 raise ValueError(DUPLICATE_NAME)
+            operation.abort_reason = self._abort_reason
             self._pending[operation.key] = operation
             known = self._cache.get(operation.key)
             if known is not None and known[0] == request:
@@ -210,10 +211,26 @@ class Engine:
             self._coordinator.timeline = timeline
         before.close()
 
+    def ready_us(self, channel: str, step: int, num_ranks: int) -> dict[int, int]:
+        """Return when each rank has begun a step, for the timeline; {} on other ranks than 0.
+
+        All have begun it; waits up to 1 s for the control thread to read the last one's message.
+        """
+        state = self._coordinator and self._coordinator.channels.get(channel)
+        if not state:
+            return {}
+        for _ in poll_until(time.monotonic() + 1.0, 0.001):
+            if len(found := dict(state.ready_us.get(step, {}))) >= num_ranks:
+                break
+        return found
+
     def peer_left_before(self, channel: str, step: int) -> bool:
         """Return whether a rank left before it had sent all buckets of this step of a channel."""
         steps = self._final_steps
         return steps is not None and steps.get(channel, 0) < step
+
+    def _abort_reason(self) -> str | None:
+        return self.abort_reason
 
     def report_broken(self, reason: str) -> None:
         """Report a failed connection to rank 0, which shuts all ranks down a moment later."""

@@ -16,6 +16,7 @@ import torch
 from hvdtrain.errors import first_line
 from hvdtrain.failure import print_stderr
 from hvdtrain.hvd.engine import collectives
+from hvdtrain.hvd.engine.gpu import await_event
 from hvdtrain.hvd.engine.operation import Operation
 from hvdtrain.hvd.engine.process_groups import ConnectionBroken, is_refusal
 from hvdtrain.hvd.engine.request import ADASUM
@@ -33,6 +34,7 @@ class Executor:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[int, torch.cuda.Stream] = {}  # for operations on each GPU
         self._failure = ""  # of a batch that failed on this rank, perhaps not on its peers
         self._thread = threading.Thread(target=self._run, name="hvd-executor", daemon=True)
         self._thread.start()
@@ -66,8 +68,7 @@ class Executor:
             timeline.start(name, kind)
         try:
             device = requests[0].device
-            if device == "GPU":
-                self._use_device(operations)
+            stream = self._gpu_stream(operations) if device == "GPU" else None
             if requests[0].op == ADASUM:
                 device = "CPU"  # Adasum's exchanges between two ranks use host memory
             cuda = device == "GPU"
@@ -80,10 +81,10 @@ class Executor:
             batch = collectives.Batch(group, members, rank, operations, requests, extras, wait)
             for name in names:
                 timeline.activity_start(name, engine.process_groups.activity(kind, device))
-            for op in operations:
-                if op is not None and op.submitted is not None:
-                    torch.cuda.current_stream().wait_event(op.submitted)
-            collectives.RUN[kind](batch)
+            with torch.cuda.stream(stream):
+                if stream is not None:
+                    _take_inputs(operations, stream)
+                collectives.RUN[kind](batch)
         except ConnectionBroken as error:
             engine.report_broken(str(error))
             _fail(operations, HorovodInternalError(engine.wait_for_failure(str(error))))
@@ -106,17 +107,26 @@ class Executor:
         if graceful:
             for channel in self._engine.all_channels():
                 channel.drain()
+            with suppress(HorovodInternalError):
+                for stream in self._streams.values():
+                    await_event(stream.query, lambda: self._engine.abort_reason)
         else:
             # So that the operations of a peer that waits for this rank's data fail, too.
             self._engine.disconnect()
         self._engine.control.send(0, ["drained"])
 
-    def _use_device(self, operations: list[Operation | None]) -> None:
-        """Select the GPU of the tensors; on a rank that has joined, the one used last."""
+    def _gpu_stream(self, operations: list[Operation | None]) -> torch.cuda.Stream:
+        """Select the GPU of the tensors, or on a rank that has joined the one used last; return the
+        stream for operations on it.
+        """
         devices = [op.inputs[0].device.index for op in operations if op and op.inputs]
         if devices:
             self._engine.executor_gpu = devices[0]
-        torch.cuda.set_device(self._engine.executor_gpu)
+        gpu = self._engine.executor_gpu
+        torch.cuda.set_device(gpu)
+        if gpu not in self._streams:
+            self._streams[gpu] = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
+        return self._streams[gpu]
 
     def _run(self) -> None:
         try:
@@ -142,6 +152,15 @@ class Executor:
                     raise
             if engine.world.rank == 0 and self._tasks.empty():
                 engine.control.send(0, ["idle"])
+
+
+def _take_inputs(operations: list[Operation | None], stream: torch.cuda.Stream) -> None:
+    """Make a stream wait for the tensors, and keep their memory until it has used them."""
+    for operation in operations:
+        if operation is not None and operation.submitted is not None:
+            stream.wait_event(operation.submitted)
+            for t in (*operation.inputs, *(operation.outputs or ())):
+                t.record_stream(stream)
 
 
 def _fail(operations: list[Operation | None], error: Exception) -> None:

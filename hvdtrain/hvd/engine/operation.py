@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from hvdtrain.hvd.engine.gpu import await_event, record_event, use_on_current_stream
 from hvdtrain.hvd.engine.request import Key, Request
 
 
@@ -34,15 +35,18 @@ class Operation:
         self.extra: Any = None  # the numbers of rows that an allgather or alltoall has received
         self.result: Any = None
         self.error: Exception | None = None
-        self.submitted = _event() if request.device == "GPU" else None
+        self.abort_reason: Callable[[], str | None] = lambda: None
+        """Returns why the job is over, so that a GPU may never complete this; else None."""
+        # On a GPU: when its inputs are there, and when its result is.
+        self.submitted = record_event(self.inputs[0].device) if request.device == "GPU" else None
         self._finished: Any = None
         self._event = threading.Event()
 
     def finish(self, result: Any) -> None:
-        """Store the result, which on CUDA is complete once the current stream gets here."""
+        """Store the result, which on a GPU is complete once the current stream gets here."""
         self.result = result
         if self.submitted is not None:
-            self._finished = _event()
+            self._finished = record_event(self.inputs[0].device)
         self._event.set()
 
     def fail(self, error: Exception) -> None:
@@ -58,19 +62,15 @@ class Operation:
         return self._finished is None or bool(self._finished.query())
 
     def wait(self) -> Any:
-        """Wait for the result and return it. Raises the error that the operation failed with.
+        """Wait until the result is complete, also on a GPU, and return it.
 
-        On CUDA it makes the current stream wait for the result, not the host.
+        Raises the error that the operation failed with; HorovodInternalError if the job is over
+        before a GPU has completed it.
         """
         self._event.wait()
         if self.error is not None:
             raise self.error
         if self._finished is not None:
-            torch.cuda.current_stream().wait_event(self._finished)
+            await_event(self._finished.query, self.abort_reason)
+            use_on_current_stream(self.result)
         return self.result
-
-
-def _event() -> Any:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event

@@ -6,6 +6,7 @@ two slices it checks whether the control plane has reported a lost rank.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -39,6 +40,13 @@ _LIMIT_S = 24 * 3600.0
 # In error texts for tensors that torch or a transport does not support. All ranks raise them alike,
 # and the connections stay intact.
 _REFUSALS = ("scalar type", "not supported", "nsupported", "not implemented for", "cannot combine")
+# By default threads of torch's end the process when a peer is lost. The control plane notices it as
+# well, and the caller gets an error that elastic training recovers from.
+_NCCL_WATCHES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 _CONNECT_CHECK_S = 0.05
 _CLOSE_S = 0.5  # the longest time to close a group without pending operations
 _SHUT_DOWN_S = 3.0  # the same once its connections have been shut down
@@ -151,10 +159,14 @@ class ProcessGroups:
         it, which then waits for its own limit.
         """
         names = list(dropped)
+        failed = self._abort_reason() is not None
 
         def end() -> None:
             for name, group in dropped.items():
-                if name.rpartition("/")[2] != "gloo":  # whose groups end with their memory
+                if failed and name.endswith("/nccl") and hasattr(group, "abort"):
+                    # Its kernels wait on the GPU for a peer that is lost.
+                    threading.Thread(target=group.abort, name="hvd-abort", daemon=True).start()
+                elif not name.endswith("/gloo"):  # whose groups end with their memory
                     group.shutdown()
             dropped.clear()
 
@@ -223,4 +235,12 @@ def broadcast(group: Any, tensor: Tensor, root: int) -> Any:
 def _open_nccl(store: Store, rank: int, size: int, timeout_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    before = {name: os.environ.get(name) for name in _NCCL_WATCHES}
+    os.environ.update(_NCCL_WATCHES)
+    try:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value

@@ -22,7 +22,8 @@ class Request(NamedTuple):
     """One rank's request without its name. Comparable, and plain data for JSON.
 
     A group of tensors is one request. `data` is for requests without tensors; in an allreduce it is
-    true if float16 results are rounded before they are scaled, as in Horovod.
+    true if float16 results are rounded before they are scaled, as in Horovod. `gpu` is the index of
+    the tensors' GPU on this rank, and may be another one on each rank.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Request(NamedTuple):
     root: int = -1
     splits: tuple[int, ...] = ()
     data: Any = None
+    gpu: int = 0
 
     @classmethod
     def from_wire(cls, fields: list[Any]) -> Request:

@@ -15,12 +15,15 @@ import contextlib
 import json
 import logging
 import os
+import re
 import threading
 import time
 
 _LOG = logging.getLogger("hvdtrain")
 
 _CLOSING = b"\n]\n"
+# The end of a gradient's name: see `BucketReducer._bind`.
+_OF_OPTIMIZER = re.compile(r"@[^@]*\.[0-9a-f]{8}\.\d+\.\d+(?=$|\.indices$|\.values$)")
 _BLANKS = 1 << 16  # bytes of blanks that the file grows by
 
 
@@ -110,11 +113,34 @@ class Timeline:
             with self._lock:
                 self._close_all(name)
 
+    def bucket(
+        self, names: list[str], ready_us: dict[int, int], begin_us: int, activity: str
+    ) -> None:
+        """Record the allreduces of a bucket's gradients, which have ended now.
+
+        `ready_us`: when each rank has begun the step, by `now_us`: the negotiation. `begin_us`:
+        when this rank has sent the bucket.
+        """
+        if self._fd < 0 or not ready_us:
+            return
+        with self._lock:
+            end = self.now_us()
+            all_ready = min(max(ready_us.values()), end)
+            for name in names:
+                self._put(self._event("B", name, "NEGOTIATE_ALLREDUCE", at=min(ready_us.values())))
+                for rank, at in sorted(ready_us.items()):
+                    self._put(self._event("X", name, str(rank), ', "dur": 0', at))
+                self._put(self._event("E", name, at=all_ready))
+                for what in ("ALLREDUCE", activity):
+                    self._put(self._event("B", name, what, at=max(begin_us, all_ready)))
+                for _ in range(2):
+                    self._put(self._event("E", name, at=end))
+
     def cycle(self) -> None:
         """Record the start of a round of negotiation, if cycles are to be marked."""
         if self._fd >= 0 and self._mark_cycles:
             with self._lock:
-                ts = self._now()
+                ts = self.now_us()
                 self._put(f'{{"ph": "i", "name": "CYCLE_START", "ts": {ts}, "pid": 0, "s": "g"}}')
 
     def _begin(self, name: str, what: str) -> None:
@@ -128,10 +154,21 @@ class Timeline:
         for _ in range(self._depth.pop(name, 0)):
             self._put(self._event("E", name))
 
-    def _event(self, phase: str, tensor: str, what: str | None = None, more: str = "") -> str:
+    def _event(
+        self,
+        phase: str,
+        tensor: str,
+        what: str | None = None,
+        more: str = "",
+        at: int | None = None,
+    ) -> str:
+        """Return one event of a tensor, now or at another time of `now_us`."""
+        # An optimizer's own gradients are named by it as well, where they are matched by name.
+        tensor = _OF_OPTIMIZER.sub("", tensor)
         pid = self._pids.get(tensor) or self._introduce(tensor)
         label = f'"name": {json.dumps(what)}, ' if what is not None else ""
-        return f'{{"ph": "{phase}", {label}"ts": {self._now()}, "pid": {pid}{more}}}'
+        ts = self.now_us() if at is None else at
+        return f'{{"ph": "{phase}", {label}"ts": {ts}, "pid": {pid}{more}}}'
 
     def _introduce(self, tensor: str) -> int:
         pid = self._pids[tensor] = len(self._pids) + 1
@@ -139,7 +176,8 @@ class Timeline:
         self._put(_metadata(pid, "process_sort_index", "sort_index", pid))
         return pid
 
-    def _now(self) -> int:
+    def now_us(self) -> int:
+        """Return the microseconds since the trace began; it must be open."""
         return time.monotonic_ns() // 1000 - self._begin_us
 
     def _put(self, event: str) -> None:

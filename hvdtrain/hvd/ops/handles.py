@@ -137,7 +137,7 @@ def submit(
     that is in use.
     """
     global _next_handle
-    if len({t.device.type for t in tensors}) > 1:
+    if len({t.device for t in tensors}) > 1:
         raise HorovodInternalError("Tensors in list must be on same device.")
     engine = basics.engine
     number = set_id(kind, process_set)
@@ -149,6 +149,7 @@ def submit(
         tuple(dtype_name(t.dtype) for t in tensors),
         tuple(tuple(t.shape) for t in tensors),
         "GPU" if tensors and tensors[0].is_cuda else "CPU",
+        gpu=tensors[0].device.index if tensors and tensors[0].is_cuda else 0,
         **fields,
     )
     dense = [t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors]
@@ -298,7 +299,8 @@ class _Differentiable(torch.autograd.Function):
 
 def set_size(process_set: ProcessSet) -> int:
     """Return the number of ranks of a process set; 0 if it is not registered."""
-    return len(basics.engine.sets.get(process_set.process_set_id or GLOBAL_SET, ()))
+    number = process_set.process_set_id
+    return 0 if number is None else len(basics.engine.sets.get(number, ()))
 
 
 def set_id(kind: str, process_set: ProcessSet) -> int:

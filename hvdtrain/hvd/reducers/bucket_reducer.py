@@ -71,7 +71,7 @@ class BucketReducer(Reducer):
         # Which parameters had gradients when the plan was received, and have them in this step.
         self._wanted: list[bool] = []
         self._wanted_now: list[bool] = []
-        self._dtypes: list[torch.dtype] = []
+        self._memory: list[tuple[torch.dtype, torch.device]] = []  # of each parameter
         self._kinds: dict[str, str] = {}  # of the plan in use; the channel may hold a newer one
         self._plan_lacks_gradient = False  # whether the plan omits a gradient of this rank
         self._any_frozen = False
@@ -179,7 +179,8 @@ class BucketReducer(Reducer):
         if self._channel.plan is not None and self._channel.version != self._version:
             self._channel.await_connection()
             self._build()  # the peers agreed while this rank was in `join`
-        if self._channel.plan is None or [p.dtype for p in self.spec.params] != self._dtypes:
+        memory = [(p.dtype, p.device) for p in self.spec.params]
+        if self._channel.plan is None or memory != self._memory:
             step.plan_missing = self.buckets_from_first_step
             step.by_name = not step.plan_missing
             self._forget_buckets()
@@ -250,7 +251,7 @@ class BucketReducer(Reducer):
             self._send_by_name(sparse)
         changed = 0.0
         for bucket in self.buckets:
-            self._channel.wait(bucket.layout, bucket.work)
+            self._channel.wait(bucket.layout, bucket.work, bucket.flat)
             with torch.no_grad():
                 if bucket.layout.flag:  # the last element counts the ranks that need a new plan
                     changed += float(bucket.flat[-1])
@@ -311,7 +312,6 @@ class BucketReducer(Reducer):
     def _proposal(self, engine: Engine) -> BucketPlan:
         """Return the plan that this rank proposes; rank 0 merges the proposals."""
         spec = self.spec
-        on_gpu = any(p.is_cuda for p in spec.params)
         fusion_bytes = engine.settings.fusion_threshold
         # Backward reaches the last parameters first, so the unknown rest follows in reverse.
         order = dict.fromkeys([*self._ready_order, *reversed(range(len(spec.params)))])
@@ -321,19 +321,22 @@ class BucketReducer(Reducer):
             kinds[name] = SPARSE if sparse else DENSE if wanted else FROZEN
             if not p.is_contiguous() and _is_channels_last(p):
                 strides[name] = list(p.stride())
+        named = list(zip(spec.names, spec.params, strict=True))
+        on_gpu = {name: p.device.index for name, p in named if p.is_cuda}
+        self._channel.gpus = gpus = list(dict.fromkeys(on_gpu.values()))
         options = [
             spec.op,
             wire_dtype(spec.compression) or None,
             BUCKET_BYTES if fusion_bytes is None else fusion_bytes,
-            "GPU" if on_gpu else "CPU",
             spec.groups,
-            # Whether large gradients are reduced in place. On shm, copying into a bucket pays.
-            on_gpu or engine.process_groups.transport != "shm",
+            # Whether large gradients are reduced in place on the CPU. On shm, a copy pays.
+            engine.process_groups.transport != "shm",
         ]
-        shapes = {n: list(p.shape) for n, p in zip(spec.names, spec.params, strict=True)}
-        dtypes = {n: dtype_name(p.dtype) for n, p in zip(spec.names, spec.params, strict=True)}
+        shapes = {name: list(p.shape) for name, p in named}
+        dtypes = {name: dtype_name(p.dtype) for name, p in named}
         names = [spec.names[i] for i in order]
-        return BucketPlan(names, shapes, dtypes, kinds, strides, options)
+        at = {name: gpus.index(gpu) for name, gpu in on_gpu.items()}
+        return BucketPlan(names, shapes, dtypes, kinds, strides, at, options)
 
     def _request_next_plan(self) -> None:
         """Request the next plan once all gradients are ready, so that peers that wait for it do not
@@ -372,7 +375,8 @@ class BucketReducer(Reducer):
         self._version = self._channel.version
         self._kinds = plan.kinds
         self._wanted = self._find_wanted()
-        self._dtypes = [dtype_of(plan.dtypes[name]) for name in spec.names]
+        pairs = zip(spec.names, spec.params, strict=True)
+        self._memory = [(dtype_of(plan.dtypes[name]), p.device) for name, p in pairs]
         named = zip(self._wanted, spec.names, strict=True)
         self._plan_lacks_gradient = any(w and plan.kinds[name] == FROZEN for w, name in named)
 
