@@ -66,7 +66,9 @@ def install() -> None:
         spec = importlib.util.spec_from_file_location("horovod", _PACKAGE)
         assert spec is not None
         package = importlib.util.module_from_spec(spec)
-    vars(package).update({"__version__": VERSION, "run": found["horovod.runner"].run})
+    runner = found["horovod.runner"]
+    vars(runner)["__path__"] = []  # a package as Horovod's, so `_OnlyThese` is asked for its modules
+    vars(package).update({"__version__": VERSION, "run": runner.run})
     found["horovod"] = package
     # Make every module an attribute of its parent, as a real import does.
     for name in list(found):
@@ -107,4 +109,4 @@ class _OnlyThese(MetaPathFinder):
         else:
             names = ", ".join(name for name in MODULES if name.count(".") == 1)
             has = f"has Horovod for PyTorch only ({names}, horovod.common)"
-        raise ModuleNotFoundError(f"No module named {fullname!r}: hvdtrain {has}", name=fullname)
+        raise ModuleNotFoundError(f"No module named {fullname!r}: hvdtrain {has}")

@@ -128,6 +128,12 @@ try:
 except ImportError as error:
     lines["from"] = str(error)
 assert len(lines) == 8, lines
+try:
+    import horovod.runner.launch
+except ImportError as error:
+    assert "hvdtrain starts jobs by hvdtrain.run and hvdrun" in str(error), error
+else:
+    raise AssertionError
 for name, line in lines.items():
     assert "hvdtrain has Horovod for PyTorch only" in line and "\\n" not in line, (name, line)
 print("all well")

@@ -54,6 +54,7 @@ class Timeline:
             self._mark_cycles = mark_cycles
             self._pids: dict[str, int] = {}
             self._depth: dict[str, int] = {}
+            self._latest_us: dict[int, int] = {}  # the time of each row's latest event
             self._begin_us = time.monotonic_ns() // 1000
             self._end = self._allocated = 0
             try:
@@ -167,7 +168,8 @@ class Timeline:
         tensor = _OF_OPTIMIZER.sub("", tensor)
         pid = self._pids.get(tensor) or self._introduce(tensor)
         label = f'"name": {json.dumps(what)}, ' if what is not None else ""
-        ts = self.now_us() if at is None else at
+        ts = self.now_us() if at is None else max(at, self._latest_us.get(pid, 0))
+        self._latest_us[pid] = ts  # a fast rank is ready for a step before the one before has ended
         return f'{{"ph": "{phase}", {label}"ts": {ts}, "pid": {pid}{more}}}'
 
     def _introduce(self, tensor: str) -> int:
