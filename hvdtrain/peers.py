@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 import selectors
 import socket
@@ -289,6 +290,7 @@ class Peers:
         # A peer that runs sends several messages within the limit.
         self._tick_s = min(tick_s, limit_s / 4) if limit_s else tick_s
         self._last_check = time.monotonic()
+        self._tick_at = math.inf
         self._status = status
         self._thread_name = thread_name
         self._thread: threading.Thread | None = None
@@ -365,6 +367,11 @@ class Peers:
             with suppress(OSError):  # the buffer is full, so it will wake up; or it has ended
                 self._wake_send.send(b"\0")
 
+    def tick_within(self, seconds: float) -> None:
+        """Make the thread call `on_tick` again in so many seconds, or sooner. In any thread."""
+        self._tick_at = min(self._tick_at, time.monotonic() + seconds)
+        self.wake()
+
     def silent_s(self, rank: int) -> float:
         """Return for how many seconds nothing has arrived from a connected rank; else 0."""
         peer = self._peers.get(rank)
@@ -411,7 +418,7 @@ class Peers:
                 wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
                 if self._selector.get_key(peer.sock).events != wanted:
                     self._selector.modify(peer.sock, wanted, peer)
-            left_s = self._last_check + self._tick_s - time.monotonic()
+            left_s = min(self._last_check + self._tick_s, self._tick_at) - time.monotonic()
             for key, events in self._selector.select(0 if self._own else max(0.0, left_s)):
                 if key.data is None:
                     with suppress(BlockingIOError):
@@ -423,6 +430,8 @@ class Peers:
                 self._on_message(self._rank, header, payload)
             if time.monotonic() - self._last_check >= self._tick_s:
                 self._check_peers()  # before `on_tick`, which may report a stopped rank less well
+            if time.monotonic() >= self._tick_at:
+                self._tick_at = math.inf
             self._on_tick()
 
     def _serve(self, peer: Connection, events: int) -> None:

@@ -23,11 +23,14 @@ def run_json(run_dir: Path) -> dict[str, Any]:
 
 
 def records(folder: Path, file: str = "metrics.jsonl") -> list[Any]:
-    """Return the records of a run's metrics, or of another file with one on each line, without the
-    times at which they were written.
+    """Return the records of a run's metrics, without the times at which they were written; or of
+    another file with one on each line.
     """
     found = [json.loads(line) for line in (folder / file).read_text().splitlines()]
-    return [{name: value for name, value in record.items() if name != "time"} for record in found]
+    if file == "metrics.jsonl":
+        for record in found:
+            del record["time"]
+    return found
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:

@@ -100,7 +100,7 @@ class Compat(Horovod):
 
     def describe(self) -> dict[str, Any]:
         """Add the transport, and Horovod's settings from the environment."""
-        settings = ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CACHE_CAPACITY")
+        settings = ("HOROVOD_FUSION_THRESHOLD",)
         return {
             **Backend.describe(self),
             "transport": self.transport,

@@ -67,7 +67,9 @@ def install() -> None:
         assert spec is not None
         package = importlib.util.module_from_spec(spec)
     runner = found["horovod.runner"]
-    vars(runner)["__path__"] = []  # a package as Horovod's, so `_OnlyThese` is asked for its modules
+    vars(runner)[
+        "__path__"
+    ] = []  # a package as Horovod's, so `_OnlyThese` is asked for its modules
     vars(package).update({"__version__": VERSION, "run": runner.run})
     found["horovod"] = package
     # Make every module an attribute of its parent, as a real import does.

@@ -245,7 +245,7 @@ class HvdJob(Job):
 
         def send_and_mark(rank: int, header: list[Any], payload: bytes = b"") -> None:
             send(rank, header, payload)
-            if header[0] in ("op", "hit", "join"):
+            if header[0] in ("ops", "join"):
                 self.mark("ready")
 
         if not self.is_victim:

@@ -9,12 +9,11 @@ import torch
 
 from hvdtrain.hvd.engine import eager
 from hvdtrain.hvd.engine.coordinator import Coordinator
-from hvdtrain.hvd.engine.request import AVERAGE, GLOBAL_SET, MIN, Key, Request
+from hvdtrain.hvd.engine.request import AVERAGE, GLOBAL_SET, MIN, Key, Request, dtype_of
 from hvdtrain.hvd.engine.timeline import Timeline
 
 X = Key(GLOBAL_SET, "x")
 PAIR = Request("allreduce", dtypes=("float32",), shapes=((2,),), op=AVERAGE)
-ONE = PAIR._replace(shapes=((1,),))
 LARGE = Request("broadcast", dtypes=("float32",), shapes=((100_000,),), root=0)
 DATA = eager.pack([torch.ones(2)])
 
@@ -24,65 +23,64 @@ class Rank0(Coordinator):
 
     def __init__(self, size: int, fusion_bytes: int = 0) -> None:
         self.sent: list[tuple[list[int], list[Any], bytes]] = []
-        super().__init__(
-            size, 8, fusion_bytes, lambda *sent: self.sent.append(sent), Timeline(None)
-        )
+        super().__init__(size, fusion_bytes, lambda *sent: self.sent.append(sent), Timeline(None))
 
     def deliver(self, rank: int, *header: Any, data: bytes = b"") -> None:
         self.receive(rank, list(header), data, 0.0)
+
+    def submit(self, rank: int, key: Key, request: Request, data: bytes = b"") -> None:
+        """Deliver one operation."""
+        entry = [key.set_id, request, len(data), [key.name]]
+        self.deliver(rank, "ops", [entry], data=data)
 
     @property
     def answers(self) -> list[str]:
         return [header[0] for _, header, _ in self.sent]
 
 
-@pytest.mark.parametrize(
-    ("after", "effect"),
-    [
-        (["join"], None),
-        (["op", Key(GLOBAL_SET, "set"), Request("remove_set", data=1)], None),
-        (["leave", {}], "down"),
-    ],
-    ids=["join", "remove_set", "leave"],
-)
-def test_nothing_overtakes_a_resent_operation(after: list[Any], effect: str | None) -> None:
-    rank0 = Rank0(2)
-    for rank in (0, 1):
-        rank0.deliver(rank, "op", X, PAIR, data=DATA)
-    cache_id = rank0.sent[-1][1][3]
-    rank0.deliver(0, "op", X, PAIR, data=DATA)
-    rank0.deliver(1, "op", X, ONE, data=b"    ")
-    assert rank0.answers[-1] == "error"  # and rank 0 has dropped `cache_id` from its cache
+def test_small_data_of_one_message_is_combined_at_once() -> None:
+    """Each has the bits that it has alone, whatever is combined beside it."""
+    rank0, names = Rank0(2), [f"w{i}" for i in range(6)]
+    requests = [PAIR, PAIR, PAIR._replace(op=MIN), PAIR._replace(dtypes=("bfloat16",)), PAIR]
+    requests.append(Request("allreduce", ("float32", "int64"), ((2,), (3,))))
 
-    rank0.deliver(0, "op", X, PAIR, data=DATA)
-    rank0.deliver(1, "hit", cache_id, data=DATA)
-    assert rank0.sent.pop()[1] == ["resend", cache_id]
-    before = len(rank0.sent)
-    rank0.deliver(1, *after)
-    assert len(rank0.sent) == before, "the message overtook what rank 1 submitted before"
-    assert rank0.negotiations.keys() == {X}
-    assert not rank0.joined
-    rank0.deliver(1, "resent", cache_id, X, PAIR, data=DATA)
-    assert rank0.sent[before][1][:3] == ["done", *X]
-    assert rank0.sent[before][2] == DATA
-    assert rank0.answers[before + 1 :] == ([effect] if effect else [])
-    if after == ["join"]:
-        assert list(rank0.joined) == [1]
-    if after[0] == "op":
-        assert rank0.negotiations[after[1]].requests.keys() == {1}
+    def data_of(rank: int) -> list[bytes]:
+        some, found = torch.tensor([0.1, 3.0, 7.0]), []
+        for i, request in enumerate(requests):
+            tensors = [
+                some[: shape[0]].mul(rank + i + 1).to(dtype_of(dtype))
+                for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
+            ]
+            found.append(eager.pack(tensors))
+        return found
+
+    both = [data_of(rank) for rank in (0, 1)]
+    for rank, data in enumerate(both):
+        pieces = zip(requests, data, names, strict=True)
+        entries = [[GLOBAL_SET, request, len(each), [name]] for request, each, name in pieces]
+        rank0.deliver(rank, "ops", entries, data=b"".join(data))
+    ((ranks, header, results),) = rank0.sent
+    assert ranks == [0, 1]
+    assert header == ["done", GLOBAL_SET, names, None]
+    alone = [
+        eager.combine([eager.Eager(request, list(pair), 2)])
+        for request, *pair in zip(requests, *both, strict=True)
+    ]
+    assert results == b"".join(alone)
+    assert alone[0] == eager.pack([torch.tensor([0.1, 3.0]) * 1.5])
 
 
 @pytest.mark.parametrize("joins_first", [False, True])
 def test_a_joined_rank_contributes_what_it_had_submitted(joins_first: bool) -> None:
     """Not zeros, which a minimum would show; and its joining fails no operation."""
     rank0, request = Rank0(2), PAIR._replace(op=MIN)
-    rank0.deliver(1, "op", X, request, data=eager.pack([torch.tensor([4.0, 5.0])]))
-    rank0.deliver(1, "op", Key(GLOBAL_SET, "b"), LARGE)
+    rank0.submit(1, X, request, data=eager.pack([torch.tensor([4.0, 5.0])]))
+    rank0.submit(1, Key(GLOBAL_SET, "b"), LARGE)
     if joins_first:
         rank0.deliver(1, "join")
-    rank0.deliver(0, "op", X, request, data=eager.pack([torch.tensor([7.0, 3.0])]))
+    rank0.submit(0, X, request, data=eager.pack([torch.tensor([7.0, 3.0])]))
     assert rank0.sent[-1][2] == eager.pack([torch.tensor([4.0, 3.0])])
-    rank0.deliver(0, "op", Key(GLOBAL_SET, "b"), LARGE)
+    rank0.submit(0, Key(GLOBAL_SET, "b"), LARGE)
     assert rank0.answers == ["done", "run"]
 
 
@@ -95,7 +93,7 @@ def test_waiting_operations_are_fused_up_to_the_threshold(
     rank0 = Rank0(2, fusion_bytes)
     for name in "abcde":  # of 400,000 bytes; the first runs at once, and the others wait for it
         for rank in (0, 1):
-            rank0.deliver(rank, "op", Key(GLOBAL_SET, name), LARGE)
+            rank0.submit(rank, Key(GLOBAL_SET, name), LARGE)
     for _ in batches:
         rank0.deliver(0, "idle")
     assert rank0.answers == ["run"] * len(rank0.sent)
@@ -105,17 +103,17 @@ def test_waiting_operations_are_fused_up_to_the_threshold(
 def test_a_process_set_is_removed_after_its_operations() -> None:
     rank0 = Rank0(2)
     for rank in (0, 1):
-        rank0.deliver(rank, "op", Key(GLOBAL_SET, "add"), Request("add_set", data=[0, 1]))
+        rank0.submit(rank, Key(GLOBAL_SET, "add"), Request("add_set", data=[0, 1]))
     for name in ("runs", "waits for that"):
         for rank in (0, 1):
-            rank0.deliver(rank, "op", Key(1, name), LARGE)
-    rank0.deliver(0, "op", Key(1, "half"), LARGE)
+            rank0.submit(rank, Key(1, name), LARGE)
+    rank0.submit(0, Key(1, "half"), LARGE)
     assert rank0.answers == ["done", "run"]
     for rank in (0, 1):
-        rank0.deliver(rank, "op", Key(GLOBAL_SET, "remove"), Request("remove_set", data=1))
+        rank0.submit(rank, Key(GLOBAL_SET, "remove"), Request("remove_set", data=1))
     assert rank0.answers == ["done", "run", "run", "error", "done"]
     rank0.deliver(0, "idle")
-    rank0.deliver(1, "op", Key(1, "half"), LARGE)
+    rank0.submit(1, Key(1, "half"), LARGE)
     assert rank0.sent[-1][0] == [1]
     assert "process set of this operation has been removed" in rank0.sent[-1][1][-1]
 

@@ -21,8 +21,6 @@ def test_an_empty_environment_gives_horovods_defaults() -> None:
     assert Settings.from_env({}) == Settings()
     assert dataclasses.asdict(Settings()) == {
         "fusion_threshold": None,
-        "cycle_time_ms": 1.0,
-        "cache_capacity": 1024,
         "timeline": None,
         "timeline_mark_cycles": False,
         "stall_check_disable": False,
@@ -48,8 +46,6 @@ def test_an_empty_environment_gives_horovods_defaults() -> None:
     [
         ("HOROVOD_FUSION_THRESHOLD", "1048576", "fusion_threshold", 1 << 20),
         ("HOROVOD_FUSION_THRESHOLD", "0", "fusion_threshold", 0),
-        ("HOROVOD_CYCLE_TIME", "2.5", "cycle_time_ms", 2.5),
-        ("HOROVOD_CACHE_CAPACITY", "0", "cache_capacity", 0),
         ("HOROVOD_TIMELINE", "/tmp/x.json", "timeline", "/tmp/x.json"),
         ("HOROVOD_TIMELINE", "DYNAMIC", "timeline", settings.DYNAMIC),
         ("HOROVOD_TIMELINE_MARK_CYCLES", "1", "timeline_mark_cycles", True),
@@ -91,7 +87,6 @@ def test_a_boolean_is_what_strtol_makes_of_it(text: str, value: bool) -> None:
     [
         ("HOROVOD_FUSION_THRESHOLD", "64MB"),
         ("HOROVOD_FUSION_THRESHOLD", "-1"),
-        ("HOROVOD_CACHE_CAPACITY", "1.5"),
         ("HOROVOD_STALL_CHECK_TIME_SECONDS", "soon"),
         ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "nan"),
         ("HOROVOD_GLOO_TIMEOUT_SECONDS", "inf"),

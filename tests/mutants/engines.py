@@ -290,11 +290,11 @@ FAULTS = [
     ),
     Fault(
         "overtaking-messages",
-        "hvd/engine/coordinator.py",
-        "return not moves_data or bool(self._queued[rank])",
-        "return False",
-        "tests/hvd/test_coordinator.py",
-        "a join overtakes an operation that its rank resends",
+        "hvd/engine/engine.py",
+        '        self.send_submitted()\n        self.control.send(0, ["join"])',
+        '        self.control.send(0, ["join"])',
+        "tests/hvd/test_behaviour.py -k join",
+        "a join overtakes operations that its rank has submitted before",
     ),
     Fault(
         "fusion-threshold-ignored",

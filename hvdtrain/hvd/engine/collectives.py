@@ -7,6 +7,7 @@ Gloo cannot add up are added up in a wider one (`arithmetic`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from hvdtrain._torch.copies import copy_all_
 from hvdtrain.hvd.engine import adasum
 from hvdtrain.hvd.engine.arithmetic import NOT_IN_NCCL, narrow, scale_, widen
 from hvdtrain.hvd.engine.operation import Operation
@@ -111,6 +113,23 @@ def deliver(operation: Operation, results: list[Tensor]) -> list[Tensor]:
             else:
                 out.copy_(t.view(out.shape))
     return operation.outputs
+
+
+def deliver_all(operations: list[Operation], results: list[list[Tensor]]) -> None:
+    """Deliver the results of several operations, with one copy for all tensors if that works."""
+    into = [out for op in operations for out in op.outputs or ()]
+    pairs = zip(operations, results, strict=True)
+    out = [t for op, found in pairs if op.outputs is not None for t in found]
+    if len(operations) > 1:
+        # Else each alone: one may be read-only, or of inference mode.
+        with suppress(RuntimeError), torch.no_grad():
+            copy_all_(into, out)
+            for op in operations:
+                if op.outputs is not None:
+                    op.finish(op.outputs)
+    for op, found in zip(operations, results, strict=True):
+        if not op.done():
+            _finish(op, found)
 
 
 def _finish(operation: Operation, results: list[Tensor]) -> None:

@@ -3,21 +3,19 @@
 The control thread of rank 0 uses it. It has no sockets, threads or clocks: messages go in, messages
 come out. All ranks receive the answers in one order, so they run the same batches in that order.
 
-To rank 0:  op (key, request; data)   hit (cache id; data)   resent (cache id, key, request; data)
+To rank 0:  ops (entries of set, request, size of data, names; data)
             step (channel, set, number)   drop (channel, set)   join   idle   leave (steps)
             broken (reason): a connection   failed (reason): a thread of the sender   drained
-From it:    run (batches)   done (key, cache id, extra; result)   error (key, text)   resend (id)
+From it:    run (batches)   done (set, names, extra; results)   error (key, text)
             joined (last rank)   send_zeros (channel, number)   dropped (channel)
             down (reason, steps or null)   close
 
-An operation:     op from every rank -> done with the result of small data, or run
-A repeated one:   hit -> done or run;  if rank 0's cache has dropped the id: resend -> resent
+An operation:     in ops from every rank -> done with the result of small data, or run
 Shutdown:         leave, broken, failed or a lost rank -> down -> drained from every rank -> close
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +32,7 @@ Send = Callable[[list[int], list[Any], bytes], None]
 _STEPS_KEPT = 8  # of which the timeline knows when each rank has begun them
 _ROOT_CAUSE_WAIT_S = 1.0  # how long to wait for the exit of a rank after a broken connection
 # Operations that need messages only, whatever their size.
-_CONTROL_KINDS = ("barrier", "add_set", "remove_set")
+CONTROL_KINDS = ("barrier", "add_set", "remove_set")
 _SET_REMOVED = "The process set of this operation has been removed."
 
 
@@ -53,7 +51,6 @@ class Ready:
     """An operation that all ranks have submitted, and that moves data."""
 
     key: Key
-    cache_id: int
     request: Request
     extra: Any
     gpus: list[int]
@@ -63,25 +60,18 @@ class Ready:
 class Coordinator:
     """The state machine of rank 0. Not thread safe: only the control thread calls it."""
 
-    def __init__(
-        self, size: int, cache_capacity: int, fusion_bytes: int, send: Send, timeline: Timeline
-    ) -> None:
+    def __init__(self, size: int, fusion_bytes: int, send: Send, timeline: Timeline) -> None:
         self.size = size
         self.sets: dict[int, list[int]] = {GLOBAL_SET: list(range(size))}
         self.negotiations: dict[Key, Negotiation] = {}
         self.joined: dict[int, None] = {}  # in the order in which they joined
         self.channels: dict[str, ChannelState] = {}
         self._next_set = 1
-        self._cache: OrderedDict[int, tuple[Key, dict[int, Request]]] = OrderedDict()
-        self._cache_ids: dict[Key, int] = {}
-        self._next_cache_id = 1
-        self._cache_capacity = cache_capacity
-        self._to_resend: dict[int, set[int]] = {rank: set() for rank in range(size)}
-        self._queued: dict[int, list[tuple[list[Any], bytes]]] = {rank: [] for rank in range(size)}
         self._fusion_bytes = fusion_bytes
         self._send = send
         self.timeline = timeline
         self._ready: list[Ready] = []
+        self._eager: list[tuple[Key, list[int], eager.Eager]] = []  # with the ranks to answer
         self._executor_is_busy = False
         self._is_down = False
         self._broken: tuple[float, str] | None = None
@@ -92,25 +82,8 @@ class Coordinator:
         what, *rest = header
         if self._is_down and what not in ("drained", "idle"):
             return  # "down" has been sent to its sender
-        if self._must_queue(rank, header):
-            self._queued[rank].append((header, payload))
-        elif what == "op":
-            self._add_request(rank, Key(*rest[0]), Request.from_wire(rest[1]), payload, now)
-        elif what == "hit":
-            if rest[0] in self._cache:
-                self._cache.move_to_end(rest[0])  # the least recently used entry is dropped first
-                key, requests = self._cache[rest[0]]
-                self._add_request(rank, key, requests[rank], payload, now)
-            else:
-                self._to_resend[rank].add(rest[0])
-                self._send([rank], ["resend", rest[0]], b"")
-        elif what == "resent":
-            self._to_resend[rank].discard(rest[0])
-            self._add_request(rank, Key(*rest[1]), Request.from_wire(rest[2]), payload, now)
-            if not self._to_resend[rank]:  # the last resent operation: process what queued behind
-                queued, self._queued[rank] = self._queued[rank], []
-                for message in queued:
-                    self.receive(rank, *message, now)
+        if what == "ops":
+            self._add_requests(rank, rest[0], payload, now)
         elif what == "step":
             name, set_id, step = rest
             self._step(rank, name, set_id, step, now)
@@ -164,6 +137,16 @@ class Coordinator:
 
     # Operations
 
+    def _add_requests(self, rank: int, entries: list[Any], payload: bytes, now: float) -> None:
+        at = 0
+        for set_id, fields, size, names in entries:
+            request = Request.from_wire(fields)
+            for name in names:
+                self._add_request(rank, Key(set_id, name), request, payload[at : at + size], now)
+                at += size
+        self._send_results()
+        self._send_ready()
+
     def _add_request(
         self, rank: int, key: Key, request: Request, payload: bytes, now: float
     ) -> None:
@@ -187,6 +170,8 @@ class Coordinator:
         return [r for r in members if r not in negotiation.requests and r not in absent]
 
     def _complete(self, key: Key, negotiation: Negotiation) -> None:
+        if len(negotiation.requests) + len(self.joined) < len(self.sets[key.set_id]):
+            return  # without a look at each rank
         if self.missing(key, negotiation):
             return
         del self.negotiations[key]
@@ -197,10 +182,8 @@ class Coordinator:
         problem = mismatch(requests, bool(absent))
         request = requests[min(requests)]
         if problem is not None:
-            self._forget(key)
             self._send(sorted(requests), ["error", *key, problem], b"")
             return
-        cache_id = self._remember(key, requests) if not absent else 0
         members = self.sets[key.set_id]
         if request.kind == "plan":
             plan, problem = merge_plans([negotiation.data[r] for r in sorted(requests)])
@@ -208,22 +191,37 @@ class Coordinator:
                 plan_of = channel_of_plan(key.name)
                 assert plan_of is not None
                 self._channel(plan_of[1], key.set_id).tensors = plan[0]
-            answer = ["done", *key, 0, plan] if problem is None else ["error", *key, problem]
+            answer = _done(key, plan) if problem is None else ["error", *key, problem]
             self._send(members, answer, b"")
-        elif request.kind in _CONTROL_KINDS:
-            self._send(members, ["done", *key, 0, self._run_control_operation(request)], b"")
+        elif request.kind in CONTROL_KINDS:
+            self._send(members, _done(key, self._run_control_operation(request)), b"")
         elif eager.fits(request, len(members)):
-            self.timeline.cycle()
-            self.timeline.start(key.name, request.kind)
-            data = [negotiation.data.get(r, b"") for r in sorted(requests)]
-            result = eager.combine(request, data + [b""] * len(absent), len(members))
-            # Before the answer: a rank that has received it may start another timeline at once.
-            self.timeline.end(key.name)
-            self._send(sorted(requests), ["done", *key, cache_id, None], result)
+            ranks = sorted(requests)
+            data = [negotiation.data.get(r, b"") for r in ranks] + [b""] * len(absent)
+            self._eager.append((key, ranks, eager.Eager(request, data, len(members))))
         else:
             gpus = [requests[r].gpu for r in sorted(requests)]
-            self._ready.append(Ready(key, cache_id, request, _row_counts(request, requests), gpus))
-            self._send_ready()
+            self._ready.append(Ready(key, request, _row_counts(request, requests), gpus))
+
+    def _send_results(self) -> None:
+        """Combine the small data that is complete, and send the results: one message for all
+        operations of the same ranks and process set.
+        """
+        if not self._eager:
+            return
+        found, self._eager = self._eager, []
+        self.timeline.cycle()
+        together: dict[Any, list[tuple[Key, eager.Eager]]] = {}
+        for key, ranks, operation in found:
+            together.setdefault((key.set_id, *ranks), []).append((key, operation))
+            self.timeline.start(key.name, operation.request.kind)
+        for (set_id, *ranks), operations in together.items():
+            results = eager.combine([operation for _, operation in operations])
+            names = [key.name for key, _ in operations]
+            # Before the answer: a rank that has received it may start another timeline at once.
+            for name in names:
+                self.timeline.end(name)
+            self._send(ranks, ["done", set_id, names, None], results)
 
     def _run_control_operation(self, request: Request) -> Any:
         """Run an operation that needs messages only; return the id of a new process set."""
@@ -240,6 +238,7 @@ class Coordinator:
 
     def _end_set(self, set_id: int) -> None:
         """Send what is ready; fail the set's operations that only some members have submitted."""
+        self._send_results()
         busy, self._executor_is_busy = (
             self._executor_is_busy,
             False,
@@ -258,7 +257,7 @@ class Coordinator:
         self.timeline.cycle()
         for members, batch in self._fuse(ready):
             head = batch[0]
-            entries = [[r.key.name, r.cache_id, r.extra] for r in batch]
+            entries = [[r.key.name, r.extra] for r in batch]
             requests = [r.request for r in batch] if self.joined else None
             self._send(members, ["run", head.key.set_id, head.request.kind, entries, requests], b"")
             # Rank 0's own executor sends "idle" when it has nothing to do.
@@ -283,42 +282,6 @@ class Coordinator:
             open_batches[alike] = batch, num_bytes
         return [(self.sets[batch[0].key.set_id], batch) for batch in batches]
 
-    # The cache: a repeated request is sent as one number
-
-    def _remember(self, key: Key, requests: dict[int, Request]) -> int:
-        if ".noname." in key.name or self._cache_capacity <= 0:
-            return 0  # an automatic name is never repeated
-        known = self._cache_ids.get(key)
-        if known is not None and self._cache[known][1] == requests:
-            return known
-        self._forget(key)
-        cache_id, self._next_cache_id = self._next_cache_id, self._next_cache_id + 1
-        self._cache[cache_id] = (key, requests)
-        self._cache_ids[key] = cache_id
-        if len(self._cache) > self._cache_capacity:
-            _, (old, _) = self._cache.popitem(last=False)
-            del self._cache_ids[old]
-        return cache_id
-
-    def _forget(self, key: Key) -> None:
-        cache_id = self._cache_ids.pop(key, None)
-        if cache_id is not None:
-            del self._cache[cache_id]
-
-    def _must_queue(self, rank: int, header: list[Any]) -> bool:
-        """Return whether a message overtook an operation that its rank must resend.
-
-        It must then queue behind that operation, which a cache miss delays. Data operations may
-        overtake. `join`, `remove_set` and `leave` may not: the rank sent them after the delayed
-        operation.
-        """
-        if self._is_down or not self._to_resend[rank] or header[0] == "resent":
-            return False
-        moves_data = header[0] == "hit" or (
-            header[0] == "op" and Request.from_wire(header[2]).kind not in _CONTROL_KINDS
-        )
-        return not moves_data or bool(self._queued[rank])
-
     # Ranks that have joined, and the steps of optimizers
 
     def _join(self, rank: int) -> None:
@@ -330,6 +293,8 @@ class Coordinator:
         for key, negotiation in list(self.negotiations.items()):
             if key.set_id == GLOBAL_SET:
                 self._complete(key, negotiation)
+        self._send_results()
+        self._send_ready()
         if is_last:
             # First the operations to which some ranks only contribute zeros: these have not
             # submitted them, and may reuse the same names as soon as they receive "joined".
@@ -408,6 +373,10 @@ class ChannelState:
     """When each rank has begun the latest steps, for the timeline."""
     last_step_time: float = 0.0
     warned: bool = False
+
+
+def _done(key: Key, extra: Any) -> list[Any]:
+    return ["done", key.set_id, [key.name], extra]
 
 
 def _row_counts(request: Request, requests: dict[int, Request]) -> Any:

@@ -7,7 +7,9 @@ alone whether it is small enough, so they agree without a message.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from hvdtrain.hvd.engine.request import (
 )
 from hvdtrain.transports.transport import as_bytes, flatten
 
+_IN_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int32, torch.int64}
 _REDUCE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     AVERAGE: torch.add,  # `combine` divides at the end
     SUM: torch.add,
@@ -46,32 +49,87 @@ def fits(request: Request, num_ranks: int) -> bool:
 
 def pack(tensors: list[Tensor]) -> bytes:
     """Return the bytes of contiguous CPU tensors, concatenated."""
-    return b"".join(as_bytes(flatten(t)).numpy().tobytes() for t in tensors)
+    return b"".join([_bytes(t) for t in tensors])
 
 
-def unpack(payload: bytes, request: Request) -> list[Tensor]:
-    """Return tensors of the request's shapes and dtypes, as views of one new buffer.
+def _bytes(t: Tensor) -> bytes:
+    if t.dtype in _IN_NUMPY:  # twice as fast
+        return t.numpy().tobytes()
+    return as_bytes(flatten(t)).numpy().tobytes()
+
+
+def unpack(payload: bytes, requests: list[Request]) -> list[list[Tensor]]:
+    """Return tensors of each request's shapes and dtypes, as views of one new buffer.
 
     Zeros for an empty payload.
     """
-    tensors = list(zip(map(dtype_of, request.dtypes), request.shapes, strict=True))
+    dtypes = [dtype_of(name) for request in requests for name in request.dtypes]
+    shapes = [shape for request in requests for shape in request.shapes]
     if not payload:
-        return [torch.zeros(shape, dtype=dtype, device="cpu") for dtype, shape in tensors]
-    buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    pieces = torch.split(buffer, [prod(shape) * dtype.itemsize for dtype, shape in tensors])
-    return [from_bytes(piece, *kind) for piece, kind in zip(pieces, tensors, strict=True)]
+        pairs = zip(shapes, dtypes, strict=True)
+        tensors = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in pairs]
+    else:
+        buffer = bytearray(payload)
+        if len(set(dtypes)) == 1:
+            pieces = torch.split(torch.frombuffer(buffer, dtype=dtypes[0]), list(map(prod, shapes)))
+        else:
+            sizes = [prod(s) * d.itemsize for s, d in zip(shapes, dtypes, strict=True)]
+            several = torch.split(torch.frombuffer(buffer, dtype=torch.uint8), sizes)
+            pieces = tuple(from_bytes(p, d, (-1,)) for p, d in zip(several, dtypes, strict=True))
+        tensors = [
+            piece if len(shape) == 1 else piece.view(shape)
+            for piece, shape in zip(pieces, shapes, strict=True)
+        ]
+    found = iter(tensors)
+    return [[next(found) for _ in request.dtypes] for request in requests]
 
 
-def combine(request: Request, payloads: list[bytes], num_ranks: int) -> bytes:
-    """Reduce the ranks' payloads, and scale the result.
+@dataclass
+class Eager:
+    """An operation that all ranks have submitted, with each rank's data; b"" counts as zeros."""
 
-    16-bit floats are reduced in float32 and rounded once.
+    request: Request
+    payloads: list[bytes]
+    num_ranks: int
+
+
+def combine(operations: list[Eager]) -> bytes:
+    """Reduce the ranks' data of each operation, and scale the results; return their bytes,
+    concatenated.
+
+    Operations that are computed alike are computed as one. 16-bit floats are reduced in float32 and
+    rounded once.
     """
+    alike: dict[Any, list[int]] = {}
+    for at, operation in enumerate(operations):
+        dtypes, request = set(operation.request.dtypes), operation.request
+        has_data = tuple(map(bool, operation.payloads))
+        how = (*dtypes, request.op, request.postscale, request.data, operation.num_ranks, *has_data)
+        alike.setdefault(how if len(dtypes) == 1 else at, []).append(at)
+    results = [b""] * len(operations)
+    for group in alike.values():
+        one = operations[group[0]].request
+        if len(group) > 1:
+            numel = sum(prod(s) for at in group for s in operations[at].request.shapes)
+            one = one._replace(dtypes=one.dtypes[:1], shapes=((numel,),))
+        joined = [
+            b"".join([operations[at].payloads[rank] for at in group])
+            for rank in range(len(operations[group[0]].payloads))
+        ]
+        whole, end = _combine(one, joined, operations[group[0]].num_ranks), 0
+        for at in group:
+            begin, end = end, end + operations[at].request.num_bytes
+            results[at] = whole[begin:end]
+    return b"".join(results)
+
+
+def _combine(request: Request, payloads: list[bytes], num_ranks: int) -> bytes:
     factor = request.postscale / (num_ranks if request.op == AVERAGE else 1)
     reduce = _REDUCE[request.op]
     total: list[Tensor] = []
     for payload in payloads:
-        tensors = [widen(t, request.op, factor) for t in unpack(payload, request)]
+        (given,) = unpack(payload, [request])
+        tensors = [widen(t, request.op, factor) for t in given]
         total = (
             tensors if not total else [reduce(a, b) for a, b in zip(total, tensors, strict=True)]
         )

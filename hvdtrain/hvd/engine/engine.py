@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import traceback
-from collections import OrderedDict, deque
+from collections import deque
 from contextlib import suppress
 from typing import Any
 
@@ -24,7 +24,7 @@ from hvdtrain.hvd.engine import collectives, eager, stall
 from hvdtrain.hvd.engine.arithmetic import scale_
 from hvdtrain.hvd.engine.bucket_channel import BucketChannel
 from hvdtrain.hvd.engine.bucket_plan import channel_of_plan
-from hvdtrain.hvd.engine.coordinator import Coordinator
+from hvdtrain.hvd.engine.coordinator import CONTROL_KINDS, Coordinator
 from hvdtrain.hvd.engine.executor import Executor
 from hvdtrain.hvd.engine.operation import Operation
 from hvdtrain.hvd.engine.process_groups import ProcessGroups
@@ -36,6 +36,7 @@ from hvdtrain.peers import PeerLost, Peers, await_ranks, poll_until
 from hvdtrain.world import World
 
 _FUSION_BYTES = 128 << 20
+_CYCLE_S = 0.001  # Horovod's, in which it collects operations too
 _LEAVE_S = 10.0
 _FAILURE_WAIT_S = 3.0
 
@@ -69,8 +70,11 @@ class Engine:
         self._final_steps: dict[str, int] | None = None  # of the rank that left, by channel
         self._pending: dict[Key, Operation] = {}
         self._dropped: deque[tuple[str, int]] = deque()
-        self._lock = threading.Lock()
-        self._cache: OrderedDict[Key, tuple[Request, int]] = OrderedDict()
+        self._unsent: list[Operation] = []  # of those, submitted and not sent to rank 0 yet
+        # Reentrant: the garbage collector may run code that submits.
+        self._lock, self._send_lock = threading.RLock(), threading.RLock()
+        self._send_at = 0.0  # when to send them, if no caller waits for one before
+        self.waits = 0  # how often a caller of this rank has begun to wait for a result
         self._join: Operation | None = None
         self._closed = threading.Event()
         self._pid = os.getpid()
@@ -95,7 +99,6 @@ class Engine:
             fusion = settings.fusion_threshold
             self._coordinator = Coordinator(
                 world.size,
-                settings.cache_capacity,
                 _FUSION_BYTES if fusion is None else fusion,
                 self.control.send_all,
                 self.timeline,
@@ -126,6 +129,9 @@ class Engine:
     def submit(self, operation: Operation) -> Operation:
         """Submit an operation. Never blocks.
 
+        It is sent at once if it is the only one, else together with those that follow: by the
+        control thread, or as soon as a caller waits for one of them.
+
         Raises ValueError if the name is already pending, HorovodInternalError once the job is over.
         """
         request = operation.request
@@ -136,16 +142,49 @@ class Engine:
                 raise HorovodInternalError(self.shutdown_reason)
             if operation.key in self._pending:
                 raise ValueError(DUPLICATE_NAME)
-            operation.abort_reason = self._abort_reason
+            operation.before_wait, operation.abort_reason = self.before_wait, self._abort_reason
+            is_only = not self._pending
             self._pending[operation.key] = operation
-            known = self._cache.get(operation.key)
-            if known is not None and known[0] == request:
-                operation.cache_id = known[1]
-        if operation.cache_id:
-            self.control.send(0, ["hit", operation.cache_id], operation.payload)
-        else:
-            self.control.send(0, ["op", operation.key, request], operation.payload)
+            self._unsent.append(operation)
+            is_first = len(self._unsent) == 1
+        if is_only:
+            self.send_submitted()
+        elif is_first:
+            self._send_at = time.monotonic() + _CYCLE_S
+            self.control.tick_within(_CYCLE_S)
         return operation
+
+    def send_submitted(self) -> None:
+        """Send to rank 0 what this rank has submitted. In any thread; never blocks."""
+        with self._send_lock:  # messages that follow must not overtake it
+            with self._lock:
+                operations, self._unsent = self._unsent, []
+            # Operations that differ in name only are one entry, unless one of these is between.
+            entries: list[tuple[Operation, list[Operation]]] = []
+            alike: dict[Any, list[Operation]] = {}
+            for op in operations:
+                if op.request.kind in CONTROL_KINDS:
+                    alike = {}
+                    entries.append((op, [op]))
+                    continue
+                key = (op.key.set_id, op.request, len(op.payload))
+                if key not in alike:
+                    alike[key] = []
+                    entries.append((op, alike[key]))
+                alike[key].append(op)
+            if operations:
+                header = [
+                    [op.key.set_id, op.request, len(op.payload), [each.key.name for each in ops]]
+                    for op, ops in entries
+                ]
+                payload = b"".join([op.payload for _, ops in entries for op in ops])
+                self.control.send(0, ["ops", header], payload)
+
+    def before_wait(self) -> None:
+        """Record that a caller waits, and send to rank 0 what this rank has submitted."""
+        self.waits += 1
+        if self._unsent:
+            self.send_submitted()
 
     def request(
         self, name: str, kind: str, data: Any = None, payload: bytes = b"", set_id: int = GLOBAL_SET
@@ -161,6 +200,7 @@ class Engine:
             if self.shutdown_reason is not None:
                 raise HorovodInternalError(self.shutdown_reason)
             operation = self._join = Operation(Key(GLOBAL_SET, "join"), Request("join"))
+        self.send_submitted()
         self.control.send(0, ["join"])
         return operation
 
@@ -190,6 +230,7 @@ class Engine:
         if os.getpid() != self._pid:
             return  # a forked child: the engine belongs to its parent
         steps = {channel.name: channel.last_sent_step for channel in self.all_channels()}
+        self.send_submitted()
         self.control.send(0, ["leave", steps])
         if not self._closed.wait(_LEAVE_S):  # no "close" came: a peer hangs, or rank 0 is lost
             self._end(SHUT_DOWN)
@@ -295,56 +336,51 @@ class Engine:
             self._coordinator.receive(sender, header, payload, time.monotonic())
 
     def _on_done(self, rest: list[Any], payload: bytes) -> None:
-        key, cache_id, extra = Key(rest[0], rest[1]), rest[2], rest[3]
-        operation = self._pop_pending(key, cache_id)
-        # Also without an operation: a joined rank adopts plans, too.
-        if (plan_of := channel_of_plan(key.name)) is not None:
-            self._adopt_plan(*plan_of, extra)
-        if operation is None:
+        set_id, names, extra = rest
+        operations = [self._pop_pending(Key(set_id, name)) for name in names]
+        if payload:
+            self._finish_eager([op for op in operations if op is not None], payload)
             return
-        if operation.request.kind == "add_set":
-            self.sets[extra] = list(operation.request.data)
-        elif operation.request.kind == "remove_set":
-            self._remove_set(operation.request.data)
-        if payload or operation.inputs:
-            self._finish_eager(operation, payload)
-        else:
-            operation.finish(extra)
+        # Also without an operation: a joined rank adopts plans, too.
+        if (plan_of := channel_of_plan(names[0])) is not None:
+            self._adopt_plan(*plan_of, extra)
+        for operation in operations:
+            if operation is None:
+                continue
+            if operation.request.kind == "add_set":
+                self.sets[extra] = list(operation.request.data)
+            elif operation.request.kind == "remove_set":
+                self._remove_set(operation.request.data)
+            if operation.inputs:  # tensors without elements
+                self._finish_eager([operation], payload)
+            else:
+                operation.finish(extra)
 
-    def _finish_eager(self, operation: Operation, payload: bytes) -> None:
+    def _finish_eager(self, operations: list[Operation], payload: bytes) -> None:
         try:
-            results = eager.unpack(payload, operation.request)
-            operation.finish(collectives.deliver(operation, results))
+            results = eager.unpack(payload, [op.request for op in operations])
         except RuntimeError as error:
-            operation.fail(HorovodInternalError(str(error)))
+            for operation in operations:
+                operation.fail(HorovodInternalError(str(error)))
+            return
+        collectives.deliver_all(operations, results)
 
     def _on_run(self, rest: list[Any], payload: bytes) -> None:
         set_id, kind, entries, requests = rest
-        operations = [
-            self._pop_pending(Key(set_id, name), cache_id) for name, cache_id, _ in entries
-        ]
+        operations = [self._pop_pending(Key(set_id, name)) for name, _ in entries]
         known = [op.request if op is not None else None for op in operations]
         if requests is not None:  # sent if ranks have joined, which have no requests of their own
             known = [Request.from_wire(fields) for fields in requests]
-        extras = [extra for _, _, extra in entries]
+        extras = [extra for _, extra in entries]
         members = self.sets[set_id]  # now: the set may be removed before the executor runs this
         self.executor.put(
             lambda: self.executor.run_batch(set_id, members, kind, operations, known, extras)
         )
 
     def _on_error(self, rest: list[Any], payload: bytes) -> None:
-        operation = self._pop_pending(Key(rest[0], rest[1]), 0)
+        operation = self._pop_pending(Key(rest[0], rest[1]))
         if operation is not None:
             operation.fail(HorovodInternalError(rest[2]))
-
-    def _on_resend(self, rest: list[Any], payload: bytes) -> None:
-        (cache_id,) = rest  # rank 0's cache has dropped it: send the full request
-        with self._lock:
-            missed = [op for op in self._pending.values() if op.cache_id == cache_id]
-            for key in [key for key, (_, known) in self._cache.items() if known == cache_id]:
-                del self._cache[key]
-        for op in missed:
-            self.control.send(0, ["resent", cache_id, op.key, op.request], op.payload)
 
     def _on_joined(self, rest: list[Any], payload: bytes) -> None:
         with self._lock:
@@ -389,15 +425,9 @@ class Engine:
     def _on_close(self, rest: list[Any], payload: bytes) -> None:
         self._closed.set()
 
-    def _pop_pending(self, key: Key, cache_id: int) -> Operation | None:
+    def _pop_pending(self, key: Key) -> Operation | None:
         with self._lock:
-            operation = self._pending.pop(key, None)
-            if operation is not None and cache_id:
-                self._cache[key] = (operation.request, cache_id)
-                self._cache.move_to_end(key)
-                if len(self._cache) > self.settings.cache_capacity:
-                    self._cache.popitem(last=False)
-        return operation
+            return self._pending.pop(key, None)
 
     def _adopt_plan(self, set_id: int, name: str, fields: list[Any]) -> None:
         channel = self.channel(name, set_id)
@@ -418,6 +448,8 @@ class Engine:
             self._closed.set()
 
     def _tick(self) -> None:
+        if self._unsent and time.monotonic() >= self._send_at:
+            self.send_submitted()
         while self._dropped:
             self.control.send(0, ["drop", *self._dropped.popleft()])
         if self._coordinator is not None:
@@ -431,7 +463,7 @@ class Engine:
                 self.shutdown_reason = reason
             if not graceful:
                 self.abort_reason = reason
-            pending, self._pending = list(self._pending.values()), {}
+            pending, self._pending, self._unsent = list(self._pending.values()), {}, []
             if self._join is not None:
                 pending.append(self._join)
                 self._join = None

@@ -5,6 +5,7 @@ All of the engine uses them. A `Key` names an operation, a `Request` is one rank
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -41,6 +42,8 @@ class Request(NamedTuple):
     @classmethod
     def from_wire(cls, fields: list[Any]) -> Request:
         """Return the request with these fields, which JSON has turned from tuples into lists."""
+        if isinstance(fields, Request):
+            return fields  # of rank 0 itself
         r = cls(*fields)
         shapes = tuple(tuple(shape) for shape in r.shapes)
         return r._replace(dtypes=tuple(r.dtypes), shapes=shapes, splits=tuple(r.splits))
@@ -48,10 +51,12 @@ class Request(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """The size of this rank's tensors in bytes."""
-        sizes = (
-            prod(s) * dtype_of(d).itemsize for s, d in zip(self.shapes, self.dtypes, strict=True)
-        )
-        return sum(sizes)
+        return _num_bytes(self.dtypes, self.shapes)
+
+
+@lru_cache(4096)
+def _num_bytes(dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> int:
+    return sum(prod(s) * dtype_of(d).itemsize for s, d in zip(shapes, dtypes, strict=True))
 
 
 class Key(NamedTuple):

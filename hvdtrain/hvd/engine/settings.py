@@ -78,9 +78,6 @@ class Settings:
 
     fusion_threshold: int | None = _variable("HOROVOD_FUSION_THRESHOLD", _whole, None)
     """Bytes; None means the engine's default."""
-    cycle_time_ms: float = _variable("HOROVOD_CYCLE_TIME", _decimal, 1.0)
-    """How long a name stays in use if its operation is neither synchronized nor polled as done."""
-    cache_capacity: int = _variable("HOROVOD_CACHE_CAPACITY", _whole, 1024)
     timeline: str | None = _variable("HOROVOD_TIMELINE", _text, None)
     """A path, or DYNAMIC."""
     timeline_mark_cycles: bool = _variable("HOROVOD_TIMELINE_MARK_CYCLES", _boolean, False)
@@ -133,6 +130,8 @@ IGNORED = {
     "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": _NO_TUNING,
     "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": _NO_TUNING,
     "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": _NO_TUNING,
+    "HOROVOD_CYCLE_TIME": "operations are sent as soon as a rank submits them",
+    "HOROVOD_CACHE_CAPACITY": "requests that differ in name only are sent as one",
     "HOROVOD_HIERARCHICAL_ALLREDUCE": "NCCL chooses its algorithm itself",
     "HOROVOD_HIERARCHICAL_ALLGATHER": "NCCL chooses its algorithm itself",
     "HOROVOD_TORUS_ALLREDUCE": "NCCL chooses its algorithm itself",

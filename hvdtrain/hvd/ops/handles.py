@@ -6,10 +6,8 @@ all ranks of a set must call them in the same order.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -36,50 +34,7 @@ from hvdtrain.hvd.process_sets import ProcessSet
 from hvdtrain.hvd.util import get_average_backwards_compatibility_fun
 
 Select = Callable[[Any], Any]
-
-
-class _SchedStat:
-    """The scheduler's counters of one thread on Linux; zeros where the kernel keeps none."""
-
-    def __init__(self, thread: threading.Thread) -> None:
-        try:
-            path = f"/proc/self/task/{thread.native_id}/schedstat"
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self._fd = -1
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-
-    def read_s(self) -> tuple[float, float]:
-        """Return the seconds for which the thread ran, and those it was runnable but did not."""
-        try:
-            ran, waited = os.pread(self._fd, 64, 0).split()[:2]
-        except (OSError, ValueError):  # it has ended, or has no such file
-            return 0.0, 0.0
-        return int(ran) / 1e9, int(waited) / 1e9
-
-
-# Keeps the files open, since they are read at every submit under a caller's name.
-_stats: weakref.WeakKeyDictionary[threading.Thread, _SchedStat] = weakref.WeakKeyDictionary()
-
-
-def _held_up_s() -> float:
-    """Return the seconds since the calling thread's start for which it was ready but did not run.
-
-    It waited for a core, or for the GIL while a thread of the engine ran or waited for a core.
-    """
-    caller = threading.current_thread()
-    total_s = 0.0
-    for thread in threading.enumerate():
-        if thread is caller or thread.name.startswith("hvd-") or thread.name.endswith("-group"):
-            stat = _stats.get(thread)
-            if stat is None:
-                stat = _stats[thread] = _SchedStat(thread)
-            ran_s, waited_s = stat.read_s()
-            total_s += waited_s if thread is caller else ran_s + waited_s
-    return total_s
+_NAME_IN_USE_S = 1.0
 
 
 @dataclass
@@ -89,24 +44,20 @@ class Handle:
     operation: Operation
     select: Select
     own_name: str | None = None
-    thread: int = field(default_factory=threading.get_ident)
-    held_up_s: float = 0.0
+    waits: int = 0
+    """How often this rank had begun to wait for results, when the operation was submitted."""
     submitted_s: float = field(default_factory=time.monotonic)
 
     def is_over(self) -> bool:
-        """Return whether the operation has finished and a cycle has passed since it was submitted.
+        """Return whether the operation has finished, and the caller has waited for any operation
+        since, or 1 s has passed.
 
-        The time for which the calling thread was held up does not count, up to 1,000 cycles.
         Otherwise the second of two calls in a row could raise on one rank but not on a busier one,
         which would then block forever.
         """
-        if not self.operation.done():
-            return False
+        has_waited = basics.engine.waits > self.waits
         passed_s = time.monotonic() - self.submitted_s
-        cycle_s = basics.engine.settings.cycle_time_ms / 1000
-        if threading.get_ident() == self.thread and passed_s < 1000 * cycle_s:
-            passed_s -= _held_up_s() - self.held_up_s
-        return passed_s >= cycle_s
+        return self.operation.done() and (has_waited or passed_s > _NAME_IN_USE_S)
 
 
 # Guards the tables below. Reentrant: the garbage collector may run code that submits.
@@ -163,9 +114,8 @@ def submit(
         operation = Operation(key, request, dense, outputs)
         engine.submit(operation)
         handle, _next_handle = _next_handle, _next_handle + 1
-        held_up_s = 0.0 if name is None else _held_up_s()
         select = select or (tuple if grouped else itemgetter(0))
-        entry = _handles[handle] = Handle(operation, select, own_name, held_up_s=held_up_s)
+        entry = _handles[handle] = Handle(operation, select, own_name, engine.waits)
         if name is None:
             _unnamed[number, prefix] = _unnamed.get((number, prefix), 0) + 1
         else:
@@ -233,7 +183,6 @@ def reset() -> None:
     with _lock:
         _handles.clear()
         _named.clear()
-        _stats.clear()  # else reference cycles with the engine's threads keep the files open
         _unnamed.clear()
         _next_handle = 0
 
