@@ -142,10 +142,8 @@ def operations_submitted_before_joining(hvd: Hvd) -> None:
 
 
 @case(stronger="what was submitted before joining is done; Horovod hangs", uneven=True)
-def operations_resent_before_joining(hvd: Hvd) -> None:
-    """The last rank asks by what it remembers of `x`, and joins before it hears that rank 0 has
-    forgotten it; for all others `x` is only waiting for that rank.
-    """
+def operations_after_a_mismatch_before_joining(hvd: Hvd) -> None:
+    """The last rank submits `x` once more and joins; the others have been waiting for it."""
     last = hvd.size() - 1
     hvd.allreduce(mine(hvd, 2), name="x")
     with fails(hvd, "Mismatched ALLREDUCE tensor shapes"):

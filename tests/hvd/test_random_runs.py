@@ -23,13 +23,9 @@ class Patient(HvdRanks):
 
 
 class SmallBuckets(Patient):
-    """Ranks for which a few parameters fill a bucket, and that remember two names."""
+    """Ranks for which a few parameters fill a bucket."""
 
-    env = {
-        **HvdRanks.env,
-        "HOROVOD_FUSION_THRESHOLD": "200",
-        "HOROVOD_CACHE_CAPACITY": "2",
-    }
+    env = {**HvdRanks.env, "HOROVOD_FUSION_THRESHOLD": "200"}
 
 
 KINDS = {"big": Patient, "small": SmallBuckets}
