@@ -116,9 +116,9 @@ class LocalSGD(Optimizer):
         """Count a step that leaves the parameters as they are, on all ranks, and synchronize if it
         is due. Collective there.
         """
-        syncs = self.syncs_next
         self._num_steps += 1
-        if syncs:
+        local = self._num_steps - self._warmup
+        if local <= 0 or local % self._every == 0:
             self.synchronize()
 
     # The synchronization
@@ -127,12 +127,6 @@ class LocalSGD(Optimizer):
     def in_sync(self) -> bool:
         """Whether all ranks have the same parameters now."""
         return self._num_steps == self._synchronized_at
-
-    @property
-    def syncs_next(self) -> bool:
-        """Whether the next step ends with a synchronization."""
-        local = self._num_steps + 1 - self._warmup
-        return local <= 0 or local % self._every == 0
 
     @torch.no_grad()
     def synchronize(self) -> None:

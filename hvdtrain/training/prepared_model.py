@@ -58,11 +58,6 @@ class PreparedModel:
         """Whether all ranks have the same parameters now."""
         return self._local is None or self._local.in_sync
 
-    @property
-    def syncs_next(self) -> bool:
-        """Whether they will after the next step."""
-        return self._local is None or self._local.syncs_next
-
     def skip_step(self) -> None:
         """Leave a step of the optimizer out, on all ranks. Collective where they synchronize."""
         mark_as_stepped(self.optimizer)  # the schedule advances without it

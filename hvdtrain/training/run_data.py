@@ -42,17 +42,13 @@ class RunData:
         task: CheckedTask,
         config: TrainConfig,
         backend: Backend,
-        state_is_due: Callable[[], bool],
     ) -> None:
-        """Create datasets and loaders. Not collective. Raises InputError.
-
-        `state_is_due`: returns whether a checkpoint may follow the next step.
-        """
+        """Create datasets and loaders. Not collective. Raises InputError."""
         self._config, self._backend = config, backend
         self.datasets = task.datasets()
         train, evaluation = self.datasets
         self._collate = task.collate
-        self._make_train_loader(train, task, state_is_due)
+        self._make_train_loader(train, task)
         each, workers = self._eval_batch_size, config.workers
         self._eval_data: dict[str, EvalData] = {
             name: make_eval_data(data, each, task.collate, backend, workers, config.seed)
@@ -66,9 +62,7 @@ class RunData:
                 f"task {config.task} has no evaluation data; leave them out"
             )
 
-    def _make_train_loader(
-        self, train: Dataset[Any], task: CheckedTask, state_is_due: Callable[[], bool]
-    ) -> None:
+    def _make_train_loader(self, train: Dataset[Any], task: CheckedTask) -> None:
         config, backend = self._config, self._backend
         if isinstance(train, IterableDataset):
             if backend.is_asynchronous:
@@ -77,7 +71,7 @@ class RunData:
                     "sizes of their batches before every step, so that all wait for each other; "
                     "give the dataset __len__ and __getitem__, or leave --ps-async out"
                 )
-            self.batches = StreamBatches(train, config, backend, task.collate, state_is_due)
+            self.batches = StreamBatches(train, config, backend, task.collate)
             self._train_loader: DataLoader[Any] = self.batches.loader
         else:
             self.batches = shard(train, config, backend.world, task.sampler)

@@ -48,14 +48,6 @@ class Progress:
         self.epoch, self.sample = self.epoch + 1, 0
 
 
-@dataclass(frozen=True)
-class Stop:
-    """A request to end the run before its last step: why, and after which step."""
-
-    reason: str
-    after: int
-
-
 def collect(
     model: nn.Module,
     optimizer: Optimizer,

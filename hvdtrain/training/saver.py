@@ -14,7 +14,7 @@ there. The thread calls no collective, and does not write run.json.
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,9 +63,8 @@ class Saver:
         self._every, self._epochs = config.checkpoint_interval()
         self._snapshot = Snapshot()
         self._versions = provenance.versions()
-        self._is_due = False
-        self._requested: set[int] = set()
-        """The steps after which callbacks, a stop or a preemption want checkpoints."""
+        self._is_requested = False
+        """Whether a checkpoint is due that no step has allowed yet."""
         self._begun = replace(progress) if is_saved else None
         """The progress of the newest checkpoint, which may still be being written. Not the step
         alone: an epoch may end without one.
@@ -84,39 +83,29 @@ class Saver:
             return True
         return self._every > 0 and step % self._every == 0
 
-    def request(self, step: int) -> None:
-        """Make a checkpoint due after `step`. Requests for several steps may wait at a time."""
-        self._requested.add(step)
+    def request(self) -> None:
+        """Make a checkpoint due after this step."""
+        self._is_requested = True
 
     def will_save(self) -> bool:
-        """Return whether a checkpoint, or a commit, may follow the next step, in the middle of an
-        epoch.
+        """Return whether a checkpoint that was requested follows this step: with local SGD only a
+        step after which the ranks are equal has one.
         """
-        step, waits = self._progress.step + 1, self._is_due or bool(self._requested)
-        commits = self._commits is not None and self._commits.is_due(step)
-        is_due = commits or self.is_due(step) or step == self._config.max_steps
-        return is_due or (waits and self._prepared.syncs_next)
+        return self._is_requested and self._prepared.in_sync
 
-    def falls_due(self, is_due: bool) -> bool:
-        """Return whether to save now: a checkpoint that is due, or was; with local SGD, after the
-        next step that synchronizes.
-        """
-        step = self._progress.step
-        later = {requested for requested in self._requested if requested > step}
-        self._is_due |= is_due or later != self._requested
-        self._requested = later
-        if not (self._is_due and self._prepared.in_sync):
-            return False
-        self._is_due = False
-        return True
+    def should_save(self, is_due: bool) -> bool:
+        """Return whether to save now what `is_due`, or was requested. True once for each."""
+        self._is_requested |= is_due
+        saves = self.will_save()
+        self._is_requested &= not saves
+        return saves
 
     def has_saved(self) -> bool:
         """Return whether this progress has a checkpoint, or one that is being written."""
         return self._begun == self._progress
 
-    def save(self, stop: run_state.Stop | None) -> None:
+    def save(self) -> None:
         """Write a checkpoint; with `--checkpoint-async` copy its content, and begin to write.
-        `stop`: a request to end the run, which is saved as long as it is not carried out.
 
         `complete` must follow, before the next `save`. Collective: an error on rank 0 is raised on
         all ranks.
@@ -133,7 +122,7 @@ class Saver:
             data = self._gather_data()
             with self._backend.share_errors():
                 if run_dir is not None and writer is not None:
-                    parts = self._collect(data, stop)
+                    parts = self._collect(data)
                     if self._config.checkpoint_async:
                         parts = self._snapshot.take(parts)
                     write = partial(
@@ -151,7 +140,7 @@ class Saver:
             raise
         self._begun, self._is_writing = replace(self._progress), True
 
-    def commit(self, stop: run_state.Stop | None, data: list[Any] | None = None) -> None:
+    def commit(self, data: list[Any] | None = None) -> None:
         """Copy what a checkpoint would hold, on every rank of an elastic run. Collective.
 
         `data`: the positions in a stream that a world begins with, before its first step.
@@ -159,7 +148,7 @@ class Saver:
         assert self._commits is not None
         self._synchronize()
         now = self._gather_data()
-        self._commits.take(self._progress.step, self._collect(data or now, stop))
+        self._commits.take(self._progress.step, self._collect(data or now))
 
     def _synchronize(self) -> None:
         """Complete parameters and optimizer state on this rank. Collective."""
@@ -230,7 +219,7 @@ class Saver:
             ) from None
         run_dir.update(last_step=step)
 
-    def _collect(self, data: list[Any] | None, stop: run_state.Stop | None) -> dict[str, Any]:
+    def _collect(self, data: list[Any] | None) -> dict[str, Any]:
         """Return the parts of a checkpoint that all ranks have. `data`: the position of each in a
         stream, in rank order.
         """
@@ -246,8 +235,6 @@ class Saver:
             parts["callbacks"] = states
         parts["trainer"] |= prepared.shared_state()
         parts["trainer"]["data"] = data
-        is_pending = stop is not None and stop.after > self._progress.step
-        parts["trainer"]["stop"] = asdict(stop) if stop is not None and is_pending else None
         return parts
 
     def _about(self) -> dict[str, Any]:

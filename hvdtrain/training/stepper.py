@@ -58,20 +58,23 @@ class Stepper:
         self._on_gradients = on_gradients
         self._weighted: WeightedLosses | None = None
         """The losses of the last step, if they have weights."""
-        self.last_lrs: list[float] = []
-        """The rates of the last step that was logged, by parameter group."""
+        self._lrs: list[float | Tensor] = []
+        self._norm: Tensor | None = None
+        """The norm of its gradient, if it was computed."""
+        self._scale: dict[str, float] = {}
+        """Its loss scale, if it was read."""
         self.micro_batch = 0
         """The micro-batch at work, counted from 1; 0 when the backward passes of a step are over.
         """
 
     def take(
         self, batches: StepBatches, meter: Meter, logs: bool, on_batch: Callable[[Any], None] | None
-    ) -> dict[str, Any] | None:
-        """Take one step, and return its record for metrics.jsonl if it `logs`. Collective.
+    ) -> None:
+        """Take one step. Collective.
 
-        The gradients stay: the caller clears them. `on_batch` is called with each micro-batch.
-        Raises InputError for a parameter without a gradient, and TrainingDiverged, on every rank,
-        if a step that logs finds that a loss is not finite.
+        The gradients stay: the caller clears them. `logs`: `record` follows, so compute what it
+        needs. `on_batch` is called with each micro-batch. Raises InputError for a parameter without
+        a gradient.
         """
         progress = self._progress
         # Seed by the step's number, so that a resumed run draws the same random numbers.
@@ -82,15 +85,24 @@ class Stepper:
         # On a GPU only a step that logs: each look waits for the device.
         if not skips and (logs or self._backend.device.type == "cpu"):
             self._check(step, losses)
-        norm, scale = self._update(logs, skips)
+        self._update(logs, skips)
         progress.step = step
         progress.sample += batches.samples
         meter.count(batches.samples, [] if skips else losses)
-        if not logs:
-            return None
-        numbers = meter.flush(step, norm, self._precision.scaler.is_enabled(), self._suspect)
-        record = {"step": step, "epoch": progress.epoch_number, "lr": self.last_lrs[0]}
-        return {**record, **numbers, **scale, **self._backend.log_fields}
+
+    def record(self, meter: Meter) -> dict[str, Any]:
+        """Return the last step's record for metrics.jsonl, with the means since the one before.
+        Collective. Raises TrainingDiverged, on every rank, if a loss or the norm is not finite.
+        """
+        progress, may_overflow = self._progress, self._precision.scaler.is_enabled()
+        numbers = meter.flush(progress.step, self._norm, may_overflow, self._suspect)
+        record = {"step": progress.step, "epoch": progress.epoch_number, "lr": self.last_lrs[0]}
+        return {**record, **numbers, **self._scale, **self._backend.log_fields}
+
+    @property
+    def last_lrs(self) -> list[float]:
+        """The learning rates of the last step, by parameter group. May wait for the device."""
+        return [float(lr) for lr in self._lrs]
 
     @property
     def is_weight_0(self) -> bool:
@@ -172,23 +184,20 @@ class Stepper:
         )
         return WeightedLosses(self._backend, self._model.parameters(), num_micro_batches, sync_bn)
 
-    def _update(self, logs: bool, skips: bool) -> tuple[Tensor | None, dict[str, float]]:
+    def _update(self, logs: bool, skips: bool) -> None:
         """Clip the averaged gradients, and step optimizer and schedule. Collective.
 
-        `skips`: leave the optimizer out. Returns the norm of the gradient, if it was computed, and,
-        if the step `logs`, its loss scale.
+        `skips`: leave the optimizer out.
         """
-        optimizer = self._optimizer
-        if logs:
-            self.last_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        scale = self._precision.loss_scale() if logs else {}
-        norm = None
+        lrs = [group["lr"] for group in self._optimizer.param_groups]
+        self._lrs = [lr.clone() if isinstance(lr, Tensor) else lr for lr in lrs]
+        self._scale = self._precision.loss_scale() if logs else {}
+        self._norm = None
         if skips:
             self._prepared.skip_step()
         else:
-            norm = self._clip_and_step(logs)
+            self._norm = self._clip_and_step(logs)
         self._schedule.after_step()
-        return norm, scale
 
     def _clip_and_step(self, logs: bool) -> Tensor | None:
         optimizer = self._optimizer

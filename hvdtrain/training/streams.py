@@ -191,11 +191,8 @@ class StreamBatches:
         config: TrainConfig,
         backend: Backend,
         collate: Collate,
-        is_due: Callable[[], bool],
     ) -> None:
-        """`is_due`: whether a checkpoint follows the next step, and needs the loader's state."""
         self._config, self._backend, self._world = config, backend, backend.world
-        self._is_due = is_due
         self.batch_size = config.micro_batch(self._world.size)
         self.num_samples = len(dataset) if isinstance(dataset, Sized) else None
         self.items = RankItems(
@@ -292,10 +289,10 @@ class StreamBatches:
             sizes, mine = ready
             own = [row[self._world.rank] for row in sizes]
             self._own += sum(own)
-            if self._is_due():
-                loader = None if self.why_skip else self.loader.state_dict()
-                workers = self._config.workers
-                self._state = {"own": self._own, "workers": workers, "loader": loader}
+            # Now: the next step is loaded before this one may be saved.
+            loader = None if self.why_skip else self.loader.state_dict()
+            workers = self._config.workers
+            self._state = {"own": self._own, "workers": workers, "loader": loader}
             following = self._agree(batches, accumulate)
             # Without the ranks that were lost meanwhile: the gradient is the mean of the others'.
             by_rank = [[row[rank] for rank in self._alive] for row in sizes]

@@ -110,14 +110,10 @@ class Trainer:
         self._metrics: dict[str, Any] = {}
         """Those of the last evaluation, which was after `_evaluated_step`."""
         self._evaluated_step = -1
-        self._stop: run_state.Stop | None = None
+        self._stop_reason = ""
+        """Why a callback ends the run after this step; empty unless one does."""
         self._skips = False
         """Whether a callback leaves this step out."""
-        self._save_after = 0
-        """The step after which a checkpoint that is requested now can be saved, and a stop can end
-        the run: the last one begun if it ends an epoch or the run, or has an evaluation, else the
-        next one.
-        """
         self._preemption = Preemption(backend, config)
         self._start_of_run = restart.initial_start(self.world)
         self._is_preempted = False
@@ -190,15 +186,12 @@ class Trainer:
     # For callbacks
 
     def stop(self, reason: str) -> None:
-        """End the run early, and save its last step: from `on_gradients` and `on_step_end` the step
-        that follows, unless an epoch ends with this one or an evaluation follows it. Local SGD ends
-        with an average.
+        """End the run after this step, and save it. Local SGD ends with an average.
 
-        Every rank calls it after the same step. The first `reason` is printed, and in run.json.
+        Every rank calls it in the same step. The first `reason` is printed, and in run.json.
         """
-        if self._stop is None:
-            self._stop = run_state.Stop(reason, self._save_after)
-            self._saver.request(self._stop.after)
+        self._stop_reason = self._stop_reason or reason
+        self._saver.request()
 
     def skip_step(self) -> None:
         """Leave the optimizer's step out; from `on_gradients` only. It counts as a step, and its
@@ -207,11 +200,10 @@ class Trainer:
         self._skips = True
 
     def request_checkpoint(self) -> None:
-        """Save a checkpoint after the evaluation or the epoch; from `on_gradients` and
-        `on_step_end` after the step that follows, unless an epoch ends with this one or an
-        evaluation follows it. Every rank calls it after the same step.
+        """Save a checkpoint after this step; with local SGD after the next one that averages. Every
+        rank calls it in the same step.
         """
-        self._saver.request(self._save_after)
+        self._saver.request()
 
     def record(self, **entries: Any) -> None:
         """Add entries to run.json, with the values of rank 0. Every rank calls it."""
@@ -245,7 +237,7 @@ class Trainer:
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         determinism.seed_all(derive_seed(config.seed))
-        self._data = RunData(self._checked, config, self.backend, self._will_save)
+        self._data = RunData(self._checked, config, self.backend)
         self.batches = self._data.batches
         self.model = build_model(self._checked, config, self.precision, self.backend)
         # A commit has the weights of later steps.
@@ -275,7 +267,6 @@ class Trainer:
         again = self._start_of_run.restart
         resumption = Resumption(*common, self._run_dir, self.console, again, commits)
         loaded = resumption.load()
-        self._save_after = progress.step
         plan = RunPlan(config, self.world.size, self.batches, progress, prepared)
         self.schedule = plan.make_schedule(self.task, self._checked, loaded)
         self.ledger = plan.ledger
@@ -303,7 +294,7 @@ class Trainer:
             self._run_dir.open_metrics(progress.step)
         self._start_callbacks(resumption.path, loaded)
         if commits is not None:
-            self._saver.commit(self._stop, loaded.get("data"))
+            self._saver.commit(loaded.get("data"))
         if self._records:
             parts = self.config.task, self.ledger, self._threads, self.run_dir
             for line in run_report.header(self.backend, *parts, config, commits):
@@ -316,15 +307,14 @@ class Trainer:
                 )
 
     def _start_callbacks(self, resumed_from: Path | None, loaded: dict[str, Any]) -> None:
-        """Call on_start, then restore the state of callbacks and of a stop that they requested."""
+        """Call on_start, then restore the state of callbacks."""
         self.resumed_from = resumed_from
         self._callbacks.call("on_start", self)
         if loaded:
             states = loaded.get("callbacks", {})
             self._callbacks.load_state_dict(states, self.console.print_line)
-        if loaded.get("stop"):
-            self._stop = run_state.Stop(**loaded["stop"])
-            self._saver.request(self._stop.after)
+        if stop := loaded.get("stop"):  # written by versions that stopped one step later
+            self.stop(stop["reason"])
 
     # The loop
 
@@ -352,7 +342,7 @@ class Trainer:
         while not (is_over or self._is_finished()):
             if self._preemption.begin_step(progress.step + 1) and not self._is_preempted:
                 self._is_preempted = True
-                self._saver.request(progress.step + 1)
+                self._saver.request()
             waited = time.perf_counter()
             step = next(steps, None)
             meter.data_s += time.perf_counter() - waited
@@ -369,24 +359,36 @@ class Trainer:
     def _take_step(self, batches: StepBatches, meter: Meter) -> None:
         """Take one step, and log it if it is due. Collective."""
         self.backend.progress.step = step = self.progress.step + 1
-        last = batches.last or self._stop is not None or step == self.config.max_steps
-        # A request in this step is too late for it: the position in a stream is copied before.
-        is_prepared = last or self._is_evaluated(step)
-        self._save_after = step if is_prepared else step + 1
-        # Log before every checkpoint: that checks the loss, so that no diverged state is saved.
-        due = is_prepared or step % self.config.log_every == 0 or self._saver.will_save()
-        record = self._stepper.take(batches, meter, self._records and due, self.on_batch)
+        logs = self._records and self._is_logged(step, batches.last)
+        self._stepper.take(batches, meter, logs, self.on_batch)
         self._own_samples += batches.own
-        if record is not None:
-            self.log(record)
+        if logs:
+            self.log(self._stepper.record(meter))
         self._callbacks.call("on_step_end", self)
         self._saver.raise_error()
+        if self._records and not logs and self._saver.will_save():  # a callback has requested it
+            self.log(self._stepper.record(meter))
         # Ranks that step at different times agree at the next save.
-        if due and not self.backend.is_asynchronous:
+        if logs and not self.backend.is_asynchronous:
             with meter.paused():
                 self._complete_save(wait=False)
         self.optimizer.zero_grad()
         self.console.advance(step)
+
+    def _is_logged(self, step: int, ends_epoch: bool) -> bool:
+        """Return whether a step has a record: also each before an evaluation or a checkpoint, so
+        that its loss is checked, and no diverged state is saved.
+        """
+        config, commits = self.config, self._commits
+        return (
+            step % config.log_every == 0
+            or ends_epoch
+            or step == config.max_steps
+            or self._is_evaluated(step)
+            or self._saver.is_due(step)
+            or self._is_preempted
+            or (commits is not None and commits.is_due(step))
+        )
 
     def _after_step(self) -> None:
         """Evaluate and save, if it is due; end a preempted run that has its checkpoint. Collective.
@@ -420,9 +422,7 @@ class Trainer:
 
     def _is_finished(self) -> bool:
         """Return whether no step follows."""
-        stop = self._stop
-        stopped = stop is not None and self.progress.step >= stop.after
-        return stopped or self.progress.is_complete(self.config)
+        return bool(self._stop_reason) or self.progress.is_complete(self.config)
 
     def _is_evaluated(self, step: int) -> bool:
         """Return whether `--eval-every` asks for an evaluation after a step of this run."""
@@ -468,8 +468,8 @@ class Trainer:
             about["ledger"] = self.ledger.as_dict()
             if planned.lr_at_end is None:
                 self.console.print_line(f"lr       {format_rates(last_lrs)} at the end")
-        if self._stop is not None and not self.progress.is_complete(self.config):
-            why = self._stop.reason
+        why = self._stop_reason
+        if why and not self.progress.is_complete(self.config):
             about["stopped_early"] = {"step": step, "of": planned.total_steps, "reason": why}
             self.console.print_line(f"stopped  at step {step} of {planned.total_steps}: {why}")
         return about
@@ -576,13 +576,9 @@ class Trainer:
         self.console.log(record)
         self._callbacks.call("on_log", self, record)
 
-    def _will_save(self) -> bool:
-        """Return whether a checkpoint may follow the next step, in the middle of an epoch."""
-        return self._saver.will_save() or self._is_evaluated(self.progress.step + 1)
-
     def _save_if_due(self, is_due: bool) -> None:
         assert self.meter is not None
-        saves = self._saver.falls_due(is_due)
+        saves = self._saver.should_save(is_due)
         if saves:
             with self.meter.paused():
                 self._save()
@@ -590,7 +586,7 @@ class Trainer:
         if commits is None or not (saves or not progress.sample or commits.is_due(progress.step)):
             return
         with self.meter.paused():
-            self._saver.commit(self._stop)
+            self._saver.commit()
         if not (self._is_finished() or self._is_preempted):
             commits.check_hosts()
 
@@ -599,7 +595,7 @@ class Trainer:
         if self._saver.has_saved():
             return
         self._complete_save()  # at most one is being written
-        self._saver.save(self._stop)
+        self._saver.save()
         if not self.config.checkpoint_async:
             self._complete_save()
 

@@ -59,7 +59,7 @@ def windows(
     """Return samples, weights and `last` of each step, with 2 samples of a rank."""
     backend = Peers(peers)
     config = TrainConfig(batch_size=2, uneven=uneven)
-    batches = StreamBatches(data, config, backend, torch.tensor, lambda: False)
+    batches = StreamBatches(data, config, backend, torch.tensor)
     batches.begin(backend, 0, 0)
     found: list[StepBatches] = list(batches.steps(1, iter(batches.loader)))
     return [(window.samples, window.weights, window.last) for window in found]
