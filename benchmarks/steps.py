@@ -3,6 +3,8 @@
     python benchmarks/steps.py            # 2 ranks, some twenty minutes
     python benchmarks/steps.py --only mlp --arms ddp/gloo,compat/shm
     python benchmarks/steps.py --keep-freed-memory --output ...
+    python benchmarks/steps.py --before ../hvdtrain-79ae122 --arms ddp/shm,compat/shm --ranks 4
+    python benchmarks/steps.py --only names --arms compat/shm,compat/mpi,horovod/mpi,horovod/gloo
 
 Every arm stays alive under its own launcher; one block runs a few steps of every arm, in random
 order, the others stopped meanwhile. A block's time is its slowest rank's median step; the figure is
@@ -29,6 +31,13 @@ counted once. Prediction for AdamW, with r the 100 MB of parameters: n plain ran
 (parameters, gradients, two moments), sharded ones n x r (gradients) + 3 r; for 2, 4 and 8 ranks 8,
 16 and 32 r against 5, 7 and 11 r, and 150 to 250 MB that each rank needs for torch itself.
 
+`--before FOLDER` adds an arm with the hvdtrain of another checkout for each that is not Horovod's.
+
+`N names` are N calls of `allreduce_async_` with a name and 200 bytes each, then `synchronize` of
+each, as custom compressors do. Floor: a call in Python is 12 us of the caller's thread alone, so
+that 10,000 names cannot be below 120 ms; real Horovod's cycle is at least 1 ms, and its calls are
+C++. Prediction: faster than it at 1 and 10 names, slower from 100 on.
+
 Every engine is as a script gets it: `shm`, `mpi` and compat tell malloc to keep freed memory, DDP
 over Gloo and Horovod do not. With `--keep-freed-memory` all do, as under hvdtrain's Trainer.
 """
@@ -53,17 +62,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, os.environ.get("STEPS_SOURCE", str(Path(__file__).parent.parent)))
 from benchmarks import live
 from hvdtrain import BackendOptions, detect, open_backend
 from hvdtrain.sharded_optimizer import shard
 from hvdtrain.shared_tensors import Group
+from hvdtrain.tasks.digits import Digits
 from hvdtrain.transports.malloc import keep_freed_memory
 
 RESULTS = Path(__file__).parent / "results" / "steps.json"
 # Arm: launcher, and what it needs in the environment. Horovod with its defaults, and as its users
 # tune it: bindings off, as its manual has it, and a fusion buffer that stays in cache.
-ARMS: dict[str, tuple[str, dict[str, str]]] = {
+Arm = tuple[str, dict[str, str]]
+ARMS: dict[str, Arm] = {
     "no communication": ("torchrun", {}),
     "ddp/gloo": ("torchrun", {}),
     "ddp/gloo again": ("torchrun", {}),
@@ -101,6 +112,11 @@ def convnet() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256 * 4, 10))
 
 
+def digits() -> nn.Module:
+    """The network of the task `digits`, so small that averaging is a large part of a step."""
+    return Digits().model()
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """SGD with momentum, in one pass over the parameters."""
     return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
@@ -124,10 +140,13 @@ WORKLOADS: dict[str, tuple[Callable[[], nn.Module], int, tuple[int, ...], int]] 
     "mlp-100MB bs32": (mlp, 32, (2048,), 8),
     "1000 tensors": (small, 8, (64,), 20),
     "convnet": (convnet, 32, (3, 32, 32), 10),
+    "digits": (digits, 32, (1, 8, 8), 50),
 }
 OPTIMIZERS = {"mlp-100MB bs8 adamw": adamw, "mlp-100MB bs8 fused adamw": fused_adamw}
 """By workload; the others have `sgd`."""
 LATENCY = "allreduce 1 KB"
+NAMED = {"1 name": 1, "10 names": 10, "100 names": 100, "1000 names": 1000, "10000 names": 10000}
+BEFORE = " before"
 KEEPS = "STEPS_KEEP_FREED_MEMORY"
 
 
@@ -138,7 +157,7 @@ class Rank:
         torch.set_num_threads(1)
         if os.environ[KEEPS] == "1":
             keep_freed_memory()
-        self.arm = arm
+        arm = arm.removesuffix(BEFORE)
         self.steps: dict[str, Callable[[], None]] = {}
         self.shards = arm.endswith(" sharded")
         self.is_alone = arm == "no communication"
@@ -187,6 +206,17 @@ class Rank:
             step()
         return step
 
+    def named(self, num: int) -> Callable[[], None]:
+        tensors = [torch.ones(50) for _ in range(num)]
+        names = [f"named.{k}" for k in range(num)]
+
+        def step() -> None:
+            reduce = self.hvd.allreduce_async_
+            for handle in [reduce(t, name=name) for t, name in zip(tensors, names, strict=True)]:
+                self.hvd.synchronize(handle)
+
+        return step
+
     def memory(self, workload: str) -> float:
         """Megabytes of this rank after some steps, without a part of the pages that it shares."""
         self.run(workload, 3)
@@ -195,8 +225,10 @@ class Rank:
 
     def run(self, workload: str, steps: int) -> tuple[float, float]:
         """Median milliseconds of a step, after one that is not counted, and CPU time by step."""
-        if workload == LATENCY and self.is_alone:
+        if workload == LATENCY and self.is_alone or workload in NAMED and self.is_ddp:
             return float("nan"), float("nan")
+        if workload in NAMED and workload not in self.steps:
+            self.steps[workload] = self.named(NAMED[workload])
         if workload == LATENCY:
             tensor: Tensor = torch.ones(256)
             if self.is_ddp:
@@ -219,14 +251,16 @@ class Rank:
         return 1000 * statistics.median(times), cpu_ms
 
 
-def measure(blocks: int, names: list[str], chosen: list[str], path: Path) -> None:
+def measure(blocks: int, names: list[str], arms: dict[str, Arm], ranks: int, path: Path) -> None:
     order = random.Random(0)
     times: dict[str, dict[str, list[float]]] = {}
     cpu_times: dict[str, dict[str, list[float]]] = {}
-    arms = {name: ARMS[name] for name in chosen}
-    with live.arms(str(Path(__file__).resolve()), arms, 2) as running:
+    chosen = [*arms]
+    with live.arms(str(Path(__file__).resolve()), arms, ranks) as running:
         for workload in names:
             steps = WORKLOADS[workload][3] if workload in WORKLOADS else 200
+            if workload in NAMED:
+                steps = max(3, min(100, 1000 // NAMED[workload]))
             found: dict[str, list[float]] = {arm: [] for arm in chosen}
             cpu: dict[str, list[float]] = {arm: [] for arm in chosen}
             for block in range(blocks + 1):
@@ -243,7 +277,7 @@ def measure(blocks: int, names: list[str], chosen: list[str], path: Path) -> Non
         "cpu_ms": cpu_times,
         "ratios": {w: ratios(found) for w, found in times.items()},
         "cpu_ratios": {w: ratios(found) for w, found in cpu_times.items()},
-        "ranks": 2,
+        "ranks": ranks,
         "freed_memory_kept_by_all": os.environ[KEEPS] == "1",
         **live.machine(),
     }
@@ -271,8 +305,8 @@ def ratios(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
         f"{over} : {under}": live.interval(
             [a / b for a, b in zip(found[over], found[under], strict=True)]
         )
-        for under in BASES
         for over in found
+        for under in (*BASES, over + BEFORE)
         if under in found
         and over != under
         and not over.startswith("horovod")
@@ -325,19 +359,27 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--blocks", type=int, default=15)
-    parser.add_argument("--only", help="part of a workload's name")
+    parser.add_argument("--only", default="", help="parts of workloads' names, with commas")
     parser.add_argument("--arms", default=",".join(ARMS), help="separated by commas")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--keep-freed-memory", action="store_true", help="in the ranks of all arms")
     parser.add_argument("--memory", action="store_true", help="of the arms with shm, not times")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--before", type=Path, help="a checkout of hvdtrain to compare with")
     options = parser.parse_args()
     os.environ[KEEPS] = str(int(options.keep_freed_memory))
     if options.memory:
         of_shm = [arm for arm in options.arms.split(",") if "/shm" in arm]
         measure_memory(of_shm, options.output)
         return
-    names = [n for n in (*WORKLOADS, LATENCY) if not options.only or options.only in n]
-    measure(options.blocks, names, options.arms.split(","), options.output)
+    every = (*WORKLOADS, LATENCY, *NAMED)
+    names = [n for n in every if any(part in n for part in options.only.split(","))]
+    arms = {name: ARMS[name] for name in options.arms.split(",")}
+    if options.before is not None:
+        source = {"STEPS_SOURCE": str(options.before.resolve())}
+        ours = [name for name in arms if not name.startswith("horovod")]
+        arms |= {name + BEFORE: (ARMS[name][0], {**ARMS[name][1], **source}) for name in ours}
+    measure(options.blocks, names, arms, options.ranks, options.output)
 
 
 if __name__ == "__main__":
