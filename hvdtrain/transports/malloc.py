@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
 from torch import Tensor
 
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # madvise(2)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep the memory of freed gradients for the next ones, up to 31 MiB each.
+    """Make glibc keep the memory of freed tensors of up to 32 MiB for the next ones.
 
-    By default it returns large blocks to the kernel, and every backward pass pays for new, zeroed
-    pages: more than an all-reduce in shared memory costs. Once a large block of at most 32 MiB has
-    been freed, glibc keeps blocks smaller than that one (mallopt(3), M_MMAP_THRESHOLD). The block
-    freed here is never touched. The setting holds for the process; repeating it changes nothing,
-    and with another malloc nothing happens. Not collective.
+    By default it returns large blocks to the kernel, and the end of its heap once 128 KiB of it are
+    free, and every backward pass pays for new, zeroed pages: more than an all-reduce in shared
+    memory costs. Up to 1 GiB of the end is kept (mallopt(3)). The setting holds for the process;
+    repeating it changes nothing, and with another malloc nothing happens. Not collective.
     """
-    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc allows
+        mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
 def return_freed_memory() -> None:
