@@ -151,8 +151,8 @@ class Bucket:
                     grad.zero_().add_(result.to_sparse())
                 else:
                     p.grad = result
-            elif grad.data_ptr() != view.data_ptr():
-                if overlaps_itself(grad):
+            elif at < self.num_small or grad.data_ptr() != view.data_ptr():
+                if not grad.is_contiguous() and overlaps_itself(grad):
                     p.grad = view.to(p.dtype, copy=True)
                     continue
                 into.append(grad)
@@ -192,8 +192,6 @@ def overlaps_itself(t: Tensor) -> bool:
 
     Such a gradient, set by hand, cannot be written to: the result replaces it.
     """
-    if t.is_contiguous():
-        return False
     end = 0  # of the memory that the dimensions so far reach over
     for stride, n in sorted(zip(t.stride(), t.shape, strict=True)):
         if n > 1 and stride <= end:
