@@ -65,7 +65,7 @@ bench: $(VENV)/all.installed
 	$(BIN)/python benchmarks/comparisons.py
 
 bench-gpu: $(VENV)/all.installed
-	$(BIN)/python -m pytest tests/one_gpu.py
+	$(BIN)/python -m pytest tests/one_gpu.py tests/two_ranks_one_gpu.py
 	$(BIN)/python benchmarks/gpu.py
 
 clean:

@@ -1,17 +1,47 @@
 """The engine under the API: it matches the operations of all ranks by name, then runs them.
 
-`hvd.init` starts one per rank. Small data travels with the messages, and rank 0 reduces it; other
-operations run as collectives, in the order that rank 0 sends to all ranks:
+`hvd.init` starts one per rank, with two threads beside the caller's:
 
-```
- user's thread        control thread (one per rank)       executor thread (one per rank)
- submit --request-->  rank 0: Coordinator matches names
-                      all: answer --small data: done
-                                  --batch ---------------> collectives on process groups: done
-```
+    caller     submits operations, fills and sends buckets in the hooks of backward, waits
+    control    receives messages over a star of sockets around rank 0; there it is the Coordinator
+    executor   runs collectives one after another, in the order that rank 0 sends to all ranks
 
-`engine` is one rank's side, and connects a star of sockets around rank 0 for the messages;
-`coordinator` is rank 0's state machine, without any I/O; `executor` runs batches; `collectives` are
-the operations on tensors, `eager` those on small data; `process_groups` are the connections. A
-`bucket_channel` runs the buckets of one optimizer, by its `bucket_plan`.
+A NAMED OPERATION: `allreduce_async`, a sparse gradient, any gradient in an optimizer's first step.
+
+     caller          control              rank 0's Coordinator              executor of each rank
+     submit  ------- ops ---------------> counts the ranks that have
+                                          submitted the name; after the
+                                          last one:
+                                            small data on the CPU came
+     result <------- done ---------------   with ops: reduces it
+                                            else: the next place in
+                     run (batch) <-------   the order of all ranks
+                      `-----------------------------------------------> collective on the
+     result <---------------------------------------------------------- process set's group
+
+A caller that submits several sends them in one message: after 1 ms, or when it waits for one.
+
+A GRADIENT OF `DistributedOptimizer` after its first step has a place in a bucket, by a plan that
+rank 0 has merged from those of all ranks (`BucketReducer`, `bucket_plan`):
+
+     hook of a parameter      counts; a large gradient is copied into the bucket
+     the bucket's last hook   copies the others; starts the all-reduce, in the caller's thread, on
+                              the process group of this optimizer's `BucketChannel`
+     synchronize              sends buckets that are not complete, waits, writes the averages
+
+No message is waited for: every rank sends bucket k after bucket k - 1. Once a step each rank tells
+rank 0 that it has begun it ("step"), for the stall inspector, the timeline and joined ranks, which
+are told to send zeros ("send_zeros").
+
+ON A GPU the executor has a stream of its own, and each optimizer and process set its own NCCL
+communicator: no collective waits for what its rank computes beside it, so the ranks need not start
+them in one order (`gpu`). The host waits until a result is complete on the device.
+
+A LOST RANK: rank 0 sees the end of its socket and sends "down" to all; the loss of rank 0 each sees
+by itself. From then on nothing is submitted, and each wait raises HorovodInternalError, which names
+the rank. The executor closes the connections, so that peers inside a collective fail, too.
+
+The files: `engine` is one rank's side, `coordinator` rank 0's state machine without any I/O,
+`executor` and `collectives` run batches, `eager` is the arithmetic of small data, `process_groups`
+has the connections, `bucket_channel` and `bucket_plan` are the buckets of one optimizer.
 """
