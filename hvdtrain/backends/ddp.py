@@ -115,6 +115,7 @@ class DDP(C10d):
         additions depends on an element's place in its bucket. So with three ranks or more, the
         first step of a resumed run would differ from the same step of an uninterrupted run.
         Therefore the gradients pass through DDP twice: to rebuild the buckets, and to be averaged.
+        Once, as long as 1.6 steps (100 MB, 3 ranks on 2 cores).
         """
         mine = set(net.module.parameters())
         grads = {p: p.grad for p in self._with_gradient if p in mine and p.grad is not None}
