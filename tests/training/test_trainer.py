@@ -267,6 +267,17 @@ def test_every_request_gets_its_checkpoint(tmp_path: Path) -> None:
     assert [line["step"] for line in records(tmp_path) if "loss" in line] == [*range(1, 13)]
 
 
+def requested(backend: Backend, /, folder: Path) -> None:
+    asks = Asks("on_step_end", [4], "request_checkpoint")
+    fit(backend, folder, asks, checkpoint_every="9e", sync_every=3)
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+def test_a_request_waits_for_the_next_average_of_local_sgd(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(requested, tmp_path)
+    assert saved_steps(tmp_path) == [6, 12]
+
+
 class Signals(Callback):
     """Sends a signal to this process at the end of a step, and waits until it has been seen."""
 
