@@ -192,7 +192,8 @@ def check_survivor(row: Row, answer: Answer) -> None:
     named = re.findall(r"rank (\d+)", reason.rpartition(" has given up, for ")[2])
     assert named == [str(row.victim)], answer
     if row.fault == "stop":
-        assert text.startswith(("all_reduce(float32[", "gather(float32[")), answer
+        call = r"\w+\(" if row.where == "in_any" else r"(all_reduce|gather)\(float32\["
+        assert re.match(call, text), answer
         assert f"{STOP_TIMEOUT_S} s" in text, answer
         if row.per_host:
             assert "; rank " in text, "others are named, too"
