@@ -342,6 +342,8 @@ def draw(ratios_by_workload: dict[str, dict[str, dict[str, float]]], path: Path)
             labels.append((at, f"{workload}  {arm}"))
             at -= 1
         at -= 1
+    if not labels:
+        return  # without ddp/gloo there is nothing to draw
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=8)
     axes.set_xlabel("time of a step, as a share of native DDP's over Gloo (less is better)")
