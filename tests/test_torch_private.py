@@ -50,6 +50,7 @@ NAMES = """
     torch.distributed:ProcessGroupGloo._Options _devices _threads _timeout
     torch.distributed:ProcessGroup _allgather_base _device_types _reduce_scatter_base
     torch.distributed.distributed_c10d:Work _source_rank
+    torch.distributed.distributed_c10d:_world group_count
     torch._C._distributed_c10d _dump_fr_trace
     torch.distributed.elastic.multiprocessing.api LogsDest SignalException
     torch.distributed.elastic.multiprocessing.api:DefaultLogsSpecs reify

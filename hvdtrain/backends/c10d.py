@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdtrain import transports
+from hvdtrain._torch.group_numbers import restart_group_numbers
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op, lost_contact
 from hvdtrain.errors import HvdtrainError, WorldMismatch
 from hvdtrain.job_secret import sign, unsign
@@ -57,6 +58,7 @@ class C10d(Backend):
             self._adopt_group()
             return
         self.store = store = open_store(self.world, self.options.timeout_s)
+        restart_group_numbers()  # one that has failed, in an elastic job, had a number too
         with gloo_reachable():
             dist.init_process_group(
                 transports.TRANSPORTS[self.transport],

@@ -341,3 +341,29 @@ def test_a_peer_that_is_lost_while_the_others_close(tmp_path: Path) -> None:
     assert finished.code == 0, finished.output
     (told,) = finished.lines("told:")
     assert "lost contact with a peer" in told
+
+
+AGAIN = """
+import os
+from datetime import timedelta
+import torch.distributed as dist
+from hvdtrain import BackendOptions, open_backend
+
+if os.environ["RANK"] == "1":
+    try:
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 2}
+        dist.init_process_group("gloo", timeout=timedelta(seconds=0.1), **alone)
+    except dist.DistError:
+        print("it has failed", flush=True)
+with open_backend("ddp", options=BackendOptions(transport="gloo", timeout_s=20)) as backend:
+    backend.barrier()
+"""
+
+
+def test_ranks_meet_after_a_group_that_failed_on_one_of_them(tmp_path: Path) -> None:
+    """As in an elastic job in which a rank dies while the others make their group."""
+    script = tmp_path / "again.py"
+    script.write_text(AGAIN)
+    finished = run(warm([*line("torchrun", 2), script]))
+    assert finished.code == 0, finished.output
+    assert "it has failed" in finished.output
