@@ -13,5 +13,5 @@ from torch.distributed import distributed_c10d
 def restart_group_numbers() -> None:
     """Give the next default group the number 0. Not collective; call it while there is no group."""
     world = getattr(distributed_c10d, "_world", None)
-    if hasattr(world, "group_count"):
+    if world is not None and hasattr(world, "group_count"):
         world.group_count = 0
