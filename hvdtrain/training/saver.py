@@ -93,8 +93,10 @@ class Saver:
         """
         return self._is_requested and self._prepared.in_sync
 
-    def should_save(self, is_due: bool) -> bool:
-        """Return whether to save now what `is_due`, or was requested. True once for each."""
+    def take_request(self, is_due: bool) -> bool:
+        """Return whether to save now: if it `is_due`, or was requested. Clears the request if so;
+        else, between two averages of local SGD, keeps it for a later step.
+        """
         self._is_requested |= is_due
         saves = self.will_save()
         self._is_requested &= not saves

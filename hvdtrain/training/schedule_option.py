@@ -24,8 +24,8 @@ class ScheduleOption:
     factor: float = 1.0
     """For `step` and `plateau`: by which a drop multiplies the rate."""
     criterion: Criterion | None = None
-    """For `plateau`: the rate drops after more evaluations without an improvement than it has
-    patience.
+    """For `plateau`: the metric, and its patience; the rate drops when more evaluations in a row
+    than that bring no improvement.
     """
 
 

@@ -366,9 +366,9 @@ class Trainer:
             self.log(self._stepper.record(meter))
         self._callbacks.call("on_step_end", self)
         self._saver.raise_error()
-        if self._records and not logs and self._saver.will_save():  # a callback has requested it
+        if self._records and not logs and self._saver.will_save():  # requested by a callback
             self.log(self._stepper.record(meter))
-        # Ranks that step at different times agree at the next save.
+        # Not if the ranks step at different times: these agree at the next save.
         if logs and not self.backend.is_asynchronous:
             with meter.paused():
                 self._complete_save(wait=False)
@@ -578,7 +578,7 @@ class Trainer:
 
     def _save_if_due(self, is_due: bool) -> None:
         assert self.meter is not None
-        saves = self._saver.should_save(is_due)
+        saves = self._saver.take_request(is_due)
         if saves:
             with self.meter.paused():
                 self._save()

@@ -25,21 +25,23 @@ A GRADIENT OF `DistributedOptimizer` after its first step has a place in a bucke
 rank 0 has merged from those of all ranks (`BucketReducer`, `bucket_plan`):
 
      hook of a parameter      counts; a large gradient is copied into the bucket
-     the bucket's last hook   copies the others; starts the all-reduce, in the caller's thread, on
+     the bucket's last hook   copies the others; starts the all-reduce, in its own thread, on
                               the process group of this optimizer's `BucketChannel`
      synchronize              sends buckets that are not complete, waits, writes the averages
 
-No message is waited for: every rank sends bucket k after bucket k - 1. Once a step each rank tells
-rank 0 that it has begun it ("step"), for the stall inspector, the timeline and joined ranks, which
-are told to send zeros ("send_zeros").
+No bucket waits for a message of rank 0: one that is complete before bucket k - 1 is held until that
+one is sent, on every rank. Once a step each rank tells rank 0 that it has begun it ("step"), for the
+stall inspector, the timeline, and ranks that have called `join`: these are told to send zeros
+("send_zeros"). Sparse gradients stay named operations in every step.
 
-ON A GPU the executor has a stream of its own, and each optimizer and process set its own NCCL
-communicator: no collective waits for what its rank computes beside it, so the ranks need not start
-them in one order (`gpu`). The host waits until a result is complete on the device.
+ON A GPU the executor has a stream of its own, which waits for the tensors of an operation and for
+nothing else that its rank computes (`gpu`). Each optimizer and process set has its own NCCL
+communicator, with one order in each. The caller waits until a result is complete on the device.
 
 A LOST RANK: rank 0 sees the end of its socket and sends "down" to all; the loss of rank 0 each sees
 by itself. From then on nothing is submitted, and each wait raises HorovodInternalError, which names
-the rank. The executor closes the connections, so that peers inside a collective fail, too.
+the rank. The executor closes the connections, so that peers inside a collective fail, too; NCCL is aborted. A
+silent rank counts as lost after `peer_limit_s`.
 
 The files: `engine` is one rank's side, `coordinator` rank 0's state machine without any I/O,
 `executor` and `collectives` run batches, `eager` is the arithmetic of small data, `process_groups`
