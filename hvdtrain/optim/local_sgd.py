@@ -119,7 +119,7 @@ class LocalSGD(Optimizer):
         self._count_step()
 
     def _count_step(self) -> None:
-        """Count a step, and synchronize if it is due; in the warm-up after each. Collective there."""
+        """Count a step, and synchronize if it is due, in the warm-up always. Collective there."""
         self._num_steps += 1
         local = self._num_steps - self._warmup
         if local <= 0 or local % self._every == 0:

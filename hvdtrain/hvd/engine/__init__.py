@@ -25,12 +25,12 @@ A GRADIENT OF `DistributedOptimizer` after its first step has a place in a bucke
 rank 0 has merged from those of all ranks (`BucketReducer`, `bucket_plan`):
 
      hook of a parameter      counts; a large gradient is copied into the bucket
-     the bucket's last hook   copies the others; starts the all-reduce, in its own thread, on
+     the bucket's last hook   copies the others; starts the all-reduce, in the hook, on
                               the process group of this optimizer's `BucketChannel`
      synchronize              sends buckets that are not complete, waits, writes the averages
 
 No bucket waits for a message of rank 0: one that is complete before bucket k - 1 is held until that
-one is sent, on every rank. Once a step each rank tells rank 0 that it has begun it ("step"), for the
+is sent, on every rank. Once a step each rank tells rank 0 that it has begun it ("step"), for the
 stall inspector, the timeline, and ranks that have called `join`: these are told to send zeros
 ("send_zeros"). Sparse gradients stay named operations in every step.
 
@@ -39,9 +39,9 @@ nothing else that its rank computes (`gpu`). Each optimizer and process set has 
 communicator, with one order in each. The caller waits until a result is complete on the device.
 
 A LOST RANK: rank 0 sees the end of its socket and sends "down" to all; the loss of rank 0 each sees
-by itself. From then on nothing is submitted, and each wait raises HorovodInternalError, which names
-the rank. The executor closes the connections, so that peers inside a collective fail, too; NCCL is aborted. A
-silent rank counts as lost after `peer_limit_s`.
+by itself. A silent rank counts as lost after `peer_limit_s`. From then on nothing is submitted, and
+each wait raises HorovodInternalError, which names the rank. The executor closes the connections, so
+that peers inside a collective fail, too; NCCL is aborted.
 
 The files: `engine` is one rank's side, `coordinator` rank 0's state machine without any I/O,
 `executor` and `collectives` run batches, `eager` is the arithmetic of small data, `process_groups`
