@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdtrain._torch.dynamo import untraced_methods
+from hvdtrain.transports.malloc import return_freed_memory
 from hvdtrain.transports.transport import (
     REDUCE_OPS,
     SUM,
@@ -502,6 +503,9 @@ def _close(queue: WorkQueue, transport: Transport, owner_pid: int) -> None:
     finished = queue.join(0.5)
     transport.close(failed=not finished)
     queue.join(1.0)  # an operation that waited for a peer fails once the transport is closed
+    # glibc before 2.38 does not reuse an aligned block between two blocks in use (its bug 14581),
+    # and what torch keeps of each group can lie there: the heap would grow by a tensor per group.
+    return_freed_memory()
 
 
 def _as_list(tensors: Any) -> list[Tensor]:
