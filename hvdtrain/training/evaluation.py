@@ -1,6 +1,7 @@
 """One evaluation over all ranks: means, sums and metric objects, reduced to the same bits.
 
-The Trainer calls `evaluate`, which adds what `Task.metrics` returns for each batch, and reduces:
+The Trainer calls `evaluate_each`, which adds what `Task.metrics` returns for each batch, and
+reduces:
 
     each rank     all-gathers   (total, weight) of each mean, the tensor of each Sum, and the state
                                 of each metric object

@@ -85,6 +85,7 @@ def lr_factors(
             return float(schedule.factor**drops)
         if schedule.kind == "one-cycle":
             return _one_cycle(step, total_steps)
+        assert schedule.kind in ("constant", "plateau"), schedule.kind
         return 1.0
 
     return factor

@@ -29,7 +29,7 @@ class StepTaken:
     data_s: float
     """Seconds for which the rank waited for data."""
     loss: Tensor
-    """The mean over this rank's samples: a scalar on the device."""
+    """The mean over this rank's samples, a scalar on the device; nan if the step was left out."""
 
 
 class Meter:
@@ -54,17 +54,17 @@ class Meter:
         self._samples = 0
         self._since = time.perf_counter()
 
-    def count(self, samples: int, losses: Sequence[Tensor]) -> None:
+    def count(self, samples: int, losses: Sequence[Tensor], is_mean: bool = False) -> None:
         """Count one optimizer step, with `samples` of all ranks. Does not synchronise a device.
 
-        `losses`: those of the micro-batches, divided by their number, or one mean of all that have
-        weights; none for a step left out.
+        `losses`: see `Callback.on_gradients`; none for a step left out. `is_mean`: they have
+        weights, so that there is one loss for all micro-batches.
         """
         of_step: Tensor | None = None
         for micro, value in enumerate(losses, 1):
             wide = value if value.dtype == torch.float64 else value.float()
             of_step = wide if of_step is None else of_step + wide
-            self._losses.append((self._steps, micro, value))
+            self._losses.append((self._steps, 0 if is_mean else micro, value))
         if of_step is not None:
             # The first is converted; the sum with later ones is of the wider type.
             self._loss = of_step.double() if self._loss is None else self._loss + of_step
@@ -81,14 +81,13 @@ class Meter:
         finally:
             self._since += time.perf_counter() - began
 
-    def take(self) -> tuple[float, Tensor]:
-        """Return this rank's seconds of waiting for data and its mean loss since the last call, and
-        reset. Not collective.
+    def take_step(self) -> tuple[float, Tensor]:
+        """Return this rank's seconds of waiting for data and its loss in the one step since the
+        last call, and reset. The loss is nan if the step was left out. Not collective.
         """
-        assert self._loss is not None
-        data_s, loss = self.data_s - self._data_before, self._loss / self._steps
+        data_s, loss = self.data_s - self._data_before, self._loss
         self._reset()
-        return data_s, loss
+        return data_s, torch.tensor(math.nan) if loss is None else loss
 
     def flush(
         self,
@@ -147,6 +146,6 @@ class Meter:
             return ""
         at, micro, rank, found = losses[0]
         first = step - self._steps + 1 + at
-        text = f", first in step {first} on rank {rank}, micro-batch {micro}"
+        text = f", first in step {first} on rank {rank}" + f", micro-batch {micro}" * (micro > 0)
         # What is found later, on a GPU, is what it has spread to.
         return f"{text}, in {found[1]}" if found and found[1] and found[0] <= first else text

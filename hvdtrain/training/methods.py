@@ -6,8 +6,9 @@ refusals before a launch (`check`), the tables of the manual (`python -m hvdtrai
 and the tests of each cell (tests/methods). Imports no torch: `hvdtrain train` checks its options
 with it.
 
-To add a method: write its file, add its options to TrainConfig, a row here, and an arm to the
-table of tests/methods/arms.py.
+To add a method: write its file, call it (a callback in `callback_list.from_options`, a wrapper of
+the optimizer in `prepared_model.prepare`), add its options to TrainConfig and to METHOD_OPTIONS, a
+row here, and an arm to the table of tests/methods/arms.py.
 """
 
 from __future__ import annotations

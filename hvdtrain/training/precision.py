@@ -24,6 +24,8 @@ from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.training.half_weights import MasterWeights, convert_to_half
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_WHOLE = {"fp32": None, "fp64": torch.float64}
+"""The dtype that the model is converted to; None leaves it as the task has made it."""
 
 
 class Precision:
@@ -36,11 +38,12 @@ class Precision:
     def __init__(self, name: str, device: torch.device, opt_level: str = "none") -> None:
         has_half_weights = opt_level in ("O2", "O3")
         self._device_type = device.type
-        self._autocast = None if has_half_weights else _HALF.get(name)
-        self._half_weights = _HALF.get(name) if has_half_weights else None
+        half = None if name in _WHOLE else _HALF[name]
+        self._autocast = None if has_half_weights else half
+        self._half_weights = half if has_half_weights else None
         self._keeps_fp32 = opt_level == "O2"
         self._masters: MasterWeights | None = None
-        self._dtype = torch.float64 if name == "fp64" else None
+        self._dtype = _WHOLE.get(name)
         # A disabled scaler passes losses and steps through unchanged.
         scales_loss = name == "fp16" and opt_level != "O3"
         self.scaler = torch.amp.GradScaler(device.type, enabled=scales_loss)

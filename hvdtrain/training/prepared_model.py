@@ -42,7 +42,9 @@ class PreparedModel:
     rank_states: dict[str, RankState]
     """What each rank keeps for itself between steps, by its name in checkpoints."""
     has_mean_gradient: bool
-    """Whether `p.grad` can be the mean of all ranks after `average_gradients`."""
+    """Whether `p.grad` is the mean of all ranks in `on_gradients`: not under local SGD, nor if each
+    rank sends its gradients to a server by itself.
+    """
     lr_before: list[float]
     """The learning rates by parameter group, before and after scaling."""
     lr_after: list[float]
@@ -82,7 +84,7 @@ class PreparedModel:
     def load_shared_state(self, state: dict[str, Any]) -> None:
         """Restore it from the trainer's part of a checkpoint. Not collective."""
         if self._local is not None:
-            # Of a run with another method, or of before November 2026.
+            # Of a run with another method, or of a version before 0.2.
             other = {"num_steps": state["position"]["step"], "outer": state.get("outer")}
             self._local.load_shared_state(state.get("local_sgd", other))
 
@@ -148,7 +150,7 @@ def prepare_model(
     precision.make_masters(model, optimizer)
     if config.sync_every > 0:
         if config.local_state == "local":
-            rank_states["LocalSGD"] = OwnOptimizer(optimizer)  # its name of before November 2026
+            rank_states["LocalSGD"] = OwnOptimizer(optimizer)  # its name since version 0.1
         optimizer = _make_local(optimizer, model, backend, config)
     if config.buffers == "local" and size > 1:
         rank_states["RankBuffers"] = RankBuffers(model)

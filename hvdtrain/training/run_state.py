@@ -128,7 +128,7 @@ class RankStates:
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError, as the methods do."""
         self._path, names = path, checkpoint.part_names(path)
-        self._in_one_part = "ranks" in names  # a list, in checkpoints of before November 2026
+        self._in_one_part = "ranks" in names  # a list in ranks.pt, as versions before 0.2 write it
         self.size = sum(name.startswith("rank-") for name in names)
         """The ranks whose states there are; 0 if they kept none."""
         if self._in_one_part:

@@ -88,7 +88,7 @@ class Stepper:
         self._update(logs, skips)
         progress.step = step
         progress.sample += batches.samples
-        meter.count(batches.samples, [] if skips else losses)
+        meter.count(batches.samples, [] if skips else losses, self._weighted is not None)
 
     def record(self, meter: Meter) -> dict[str, Any]:
         """Return the last step's record for metrics.jsonl, with the means since the one before.

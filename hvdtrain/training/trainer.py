@@ -181,7 +181,7 @@ class Trainer:
         meter = Meter(self.backend)
         while not self._is_finished():
             for _ in self._take_epoch(meter):
-                yield StepTaken(self.progress.step, *meter.take())
+                yield StepTaken(self.progress.step, *meter.take_step())
 
     # For callbacks
 
@@ -223,7 +223,7 @@ class Trainer:
 
     @property
     def last_lrs(self) -> list[float]:
-        """The learning rates of the last step that was logged, by parameter group."""
+        """The learning rates of the last step, by parameter group. May wait for the device."""
         return self._stepper.last_lrs
 
     # Setting up
@@ -359,7 +359,7 @@ class Trainer:
     def _take_step(self, batches: StepBatches, meter: Meter) -> None:
         """Take one step, and log it if it is due. Collective."""
         self.backend.progress.step = step = self.progress.step + 1
-        logs = self._records and self._is_logged(step, batches.last)
+        logs = self._records and self._log_is_due(step, batches.last)
         self._stepper.take(batches, meter, logs, self.on_batch)
         self._own_samples += batches.own
         if logs:
@@ -375,7 +375,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.console.advance(step)
 
-    def _is_logged(self, step: int, ends_epoch: bool) -> bool:
+    def _log_is_due(self, step: int, ends_epoch: bool) -> bool:
         """Return whether a step has a record: also each before an evaluation or a checkpoint, so
         that its loss is checked, and no diverged state is saved.
         """
@@ -384,7 +384,7 @@ class Trainer:
             step % config.log_every == 0
             or ends_epoch
             or step == config.max_steps
-            or self._is_evaluated(step)
+            or self._eval_is_due(step)
             or self._saver.is_due(step)
             or self._is_preempted
             or (commits is not None and commits.is_due(step))
@@ -402,7 +402,7 @@ class Trainer:
         if done:
             self._prepared.synchronize()
         of_epoch = ends_epoch and self._eval_epochs and progress.epoch % self._eval_epochs == 0
-        if done or of_epoch or self._is_evaluated(progress.step):
+        if done or of_epoch or self._eval_is_due(progress.step):
             assert self.meter is not None
             with self.meter.paused():
                 metrics = self._evaluate()
@@ -424,7 +424,7 @@ class Trainer:
         """Return whether no step follows."""
         return bool(self._stop_reason) or self.progress.is_complete(self.config)
 
-    def _is_evaluated(self, step: int) -> bool:
+    def _eval_is_due(self, step: int) -> bool:
         """Return whether `--eval-every` asks for an evaluation after a step of this run."""
         is_new = step > self._first_step
         return is_new and self._eval_steps > 0 and step % self._eval_steps == 0

@@ -100,8 +100,10 @@ class Poisoned(Stateful):
         super().__init__(evaluates=True)
         self.sample, self.kind = sample, kind
 
-    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+    def loss(self, net: nn.Module, batch: Any) -> Any:
         loss = super().loss(net, batch)
+        if self.kind == "loss with weights":
+            return loss * (float("nan") if self.sample in batch[1].tolist() else 1.0), 1.0
         if self.sample not in batch[1].tolist() or not net.training:
             return loss
         if self.kind == "loss":
@@ -182,6 +184,7 @@ def test_a_bad_step_is_left_out_on_all_ranks(
     ("kind", "changes", "named"),
     [
         ("loss", {}, "the gradient of body.1.bias"),  # of all, the last parameter
+        ("loss with weights", {}, "the gradient of body.1.bias"),
         # The loss is finite; that of the next step is not, with these weights.
         ("grad", {}, "the weights of body.0.bias"),
         ("grad", {"clip_norm": 0.5}, "the gradient of body.0.bias"),
@@ -200,6 +203,8 @@ def test_a_run_that_stops_names_rank_step_micro_batch_and_parameter(
         assert f"in {named}; lower" in one["error"]
         if kind == "loss":
             assert f"first in step 2 on rank {rank}, micro-batch {micro}, in" in one["error"]
+        elif kind == "loss with weights":  # one mean of all micro-batches
+            assert f"first in step 2 on rank {rank}, in" in one["error"]
         elif not changes:
             assert "first in step 3 on rank 0, micro-batch 1, in" in one["error"]
 

@@ -81,7 +81,7 @@ class GradientGuard(Callback):
         self, trainer: Trainer, own: list[tuple[int, str, Tensor]], losses: Sequence[Tensor]
     ) -> dict[str, Any]:
         """Return the first rank, micro-batch and parameter that is not finite. Collective."""
-        mine: dict[str, Any] = {}
+        mine: dict[str, Any] | None = None
         for micro_batch, name, norm in own:
             if not is_finite(norm):
                 mine = {"micro_batch": micro_batch, "parameter": name}
@@ -89,10 +89,11 @@ class GradientGuard(Callback):
         else:
             bad = (k for k, loss in enumerate(losses, 1) if not is_finite(loss))
             if (micro := next(bad, None)) is not None:
-                mine = {"micro_batch": micro}
+                is_mean = len(losses) < max((k for k, *_ in own), default=1)
+                mine = {} if is_mean else {"micro_batch": micro}
         everyone = trainer.backend.all_gather_object((trainer.world.rank, mine))
         for rank, found in everyone:
-            if found:
+            if found is not None:
                 return {"rank": rank, **found}
         # Each rank's own is finite: the sum has overflowed, as compressed gradients may.
         named = trainer.model.named_parameters()
