@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from hvdtrain import elastic_world, job_secret, transports
 from hvdtrain.addresses import own_addresses
 from hvdtrain.errors import LaunchError, WorldError, first_line
+from hvdtrain.hvd.client import Client
 from hvdtrain.hvd.engine.engine import Engine
 from hvdtrain.hvd.engine.settings import EXACT, Settings, announce, apply_log_level
 from hvdtrain.hvd.engine.timeline import Timeline
@@ -45,6 +46,7 @@ class HorovodBasics:
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
+        self.client = Client()
         self._stores: dict[World, Store] = {}
         self._num_requested = 0  # how many elastic worlds were requested when `_stores` were opened
         self.generation = 0  # number of engines started in this process
@@ -156,11 +158,10 @@ class HorovodBasics:
         Safe to call twice, without `init`, and at the interpreter's exit.
         """
         from hvdtrain.hvd import process_sets as sets
-        from hvdtrain.hvd.ops import handles
 
         engine, self._engine = self._engine, None
-        handles.reset()
         sets.end()
+        self.client = Client()
         if engine is not None:
             engine.shutdown()
         if self._set_interface:

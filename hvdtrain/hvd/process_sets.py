@@ -83,9 +83,6 @@ global_process_set = ProcessSet([])
 global_process_set.process_set_id = GLOBAL_SET
 global_process_set.ranks = None  # until `begin` knows the world
 
-_registered: dict[int, ProcessSet] = {}
-_requests = 0  # number of collective requests; makes their names, equal on all ranks
-
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a set, and return it. Collective over all ranks, members or not.
@@ -118,7 +115,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if set_id is None or set_id == GLOBAL_SET:
         return False
     process_set._invalidate()
-    known = _registered.pop(set_id, None) is not None
+    known = basics.client.process_sets.pop(set_id, None) is not None
     engine.request(_next_name(), "remove_set", set_id).wait()
     return known
 
@@ -170,11 +167,8 @@ def begin(own: HorovodBasics, process_sets: Any) -> None:
 
 def end() -> None:
     """Invalidate every set but the global one."""
-    global _requests
-    _requests = 0
-    for process_set in _registered.values():
+    for process_set in basics.client.process_sets.values():
         process_set._invalidate()
-    _registered.clear()
 
 
 def _register(process_set: ProcessSet) -> None:
@@ -187,7 +181,7 @@ def _register(process_set: ProcessSet) -> None:
         raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
     process_set.process_set_id = engine.request(_next_name(), "add_set", ranks).wait()
     assert process_set.process_set_id is not None
-    _registered[process_set.process_set_id] = process_set
+    basics.client.process_sets[process_set.process_set_id] = process_set
 
 
 def _fits(process_set: ProcessSet, size: int) -> bool:
@@ -197,9 +191,8 @@ def _fits(process_set: ProcessSet, size: int) -> bool:
 
 
 def _next_name() -> str:
-    global _requests
-    _requests += 1
-    return f"process_set.{_requests}"
+    basics.client.set_requests += 1
+    return f"process_set.{basics.client.set_requests}"
 
 
 def _duplicate_at(i: int, process_set: ProcessSet) -> str:

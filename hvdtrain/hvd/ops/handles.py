@@ -6,7 +6,6 @@ all ranks of a set must call them in the same order.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,16 +59,6 @@ class Handle:
         return self.operation.done() and (has_waited or passed_s > _NAME_IN_USE_S)
 
 
-# Guards the tables below. Reentrant: the garbage collector may run code that submits.
-_lock = threading.RLock()
-_handles: dict[int, Handle] = {}
-_named: dict[Key, Handle] = {}  # by the names that callers chose
-_next_handle = 0
-# Numbers of unnamed operations, by process set and kind. Only accepted calls count, so a rank that
-# is not in a set, or whose call raised, still uses the same numbers as the others.
-_unnamed: dict[tuple[int, str], int] = {}
-
-
 def submit(
     kind: str,
     tensors: Sequence[Tensor],
@@ -87,10 +76,9 @@ def submit(
     and for tensors on different devices, ValueError for errors of this rank alone, such as a name
     that is in use.
     """
-    global _next_handle
     if len({t.device for t in tensors}) > 1:
         raise HorovodInternalError("Tensors in list must be on same device.")
-    engine = basics.engine
+    engine, client = basics.engine, basics.client
     number = set_id(kind, process_set)
     for t in tensors:
         if t.is_sparse or t.layout != tensors[0].layout:
@@ -105,21 +93,21 @@ def submit(
     )
     dense = [t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors]
     prefix = f"grouped_{kind}" if grouped else kind
-    with _lock:
+    with client.lock:
         own_name = _unnamed_name(prefix, number) if name is None else name
         key = Key(number, f"{prefix}.{own_name}")
-        earlier = _named.get(key)
+        earlier = client.named.get(key)
         if earlier is not None and not earlier.is_over():
             raise ValueError(DUPLICATE_NAME)
         operation = Operation(key, request, dense, outputs)
         engine.submit(operation)
-        handle, _next_handle = _next_handle, _next_handle + 1
+        handle, client.next_handle = client.next_handle, client.next_handle + 1
         select = select or (tuple if grouped else itemgetter(0))
-        entry = _handles[handle] = Handle(operation, select, own_name, engine.waits)
+        entry = client.handles[handle] = Handle(operation, select, own_name, engine.waits)
         if name is None:
-            _unnamed[number, prefix] = _unnamed.get((number, prefix), 0) + 1
+            client.unnamed[number, prefix] = client.unnamed.get((number, prefix), 0) + 1
         else:
-            _named[key] = entry
+            client.named[key] = entry
     return handle
 
 
@@ -130,17 +118,17 @@ class HandleMap(Mapping[int, tuple[Any, Any]]):
     """
 
     def __getitem__(self, handle: int) -> tuple[Any, Any]:
-        entry = _handles[handle]
+        entry = basics.client.handles[handle]
         operation = entry.operation
         written = operation.outputs or (operation.result if operation.done() else None)
         read = operation.inputs if entry.select is tuple else operation.inputs[0]
         return read, None if written is None else entry.select(written)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(list(_handles))
+        return iter(list(basics.client.handles))
 
     def __len__(self) -> int:
-        return len(_handles)
+        return len(basics.client.handles)
 
 
 def poll(handle: int) -> bool:
@@ -148,9 +136,9 @@ def poll(handle: int) -> bool:
 
     Raises ValueError for a handle that was synchronized already, or never returned.
     """
-    if handle not in _handles:
+    if handle not in basics.client.handles:
         raise ValueError(f"Handle {handle} was not created or has been cleared.")
-    entry = _handles[handle]
+    entry = basics.client.handles[handle]
     done = entry.operation.done()
     if done:
         _free_name(entry)
@@ -162,7 +150,7 @@ def synchronize(handle: int) -> Any:
 
     Raises HorovodInternalError if the ranks' requests mismatch, or a peer is lost.
     """
-    entry = _handles.pop(handle, None)
+    entry = basics.client.handles.pop(handle, None)
     if entry is None:
         return None
     try:
@@ -173,18 +161,9 @@ def synchronize(handle: int) -> Any:
 
 def _free_name(entry: Handle) -> None:
     """Release the name of an operation, unless a later operation holds it by now."""
-    if _named.get(entry.operation.key) is entry:
-        del _named[entry.operation.key]
-
-
-def reset() -> None:
-    """Drop all handles, and restart all numbers at zero."""
-    global _next_handle
-    with _lock:
-        _handles.clear()
-        _named.clear()
-        _unnamed.clear()
-        _next_handle = 0
+    named = basics.client.named
+    if named.get(entry.operation.key) is entry:
+        del named[entry.operation.key]
 
 
 choose_op = get_average_backwards_compatibility_fun(basics)
@@ -236,7 +215,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, begin: Any, gradients: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         handle = begin(tensors)
-        entry = _handles[handle]
+        entry = basics.client.handles[handle]
         results = synchronize(handle)
         ctx.gradients, ctx.name, ctx.extra = gradients, entry.own_name, entry.operation.extra
         return results if isinstance(results, tuple) else (results,)
@@ -271,7 +250,7 @@ def set_id(kind: str, process_set: ProcessSet) -> int:
 
 def _unnamed_name(prefix: str, number_of_set: int) -> str:
     """Return the next default name; it contains the number of joins, which restart the count."""
-    number = _unnamed.get((number_of_set, prefix), 0)
+    number = basics.client.unnamed.get((number_of_set, prefix), 0)
     if number_of_set != GLOBAL_SET or not basics.engine.joins:
         return f"noname.{number}"
     return f"noname.{basics.engine.joins}.{number}"
@@ -279,6 +258,7 @@ def _unnamed_name(prefix: str, number_of_set: int) -> str:
 
 def restart_unnamed() -> None:
     """Restart the count after a join: a rank that joined early has made fewer calls than others."""
-    with _lock:
-        for key in [key for key in _unnamed if key[0] == GLOBAL_SET]:
-            del _unnamed[key]
+    client = basics.client
+    with client.lock:
+        for key in [key for key in client.unnamed if key[0] == GLOBAL_SET]:
+            del client.unnamed[key]
