@@ -35,3 +35,5 @@ class Client:
     """The registered ones, by id, but for the global one."""
     set_requests: int = 0
     """The number of sets that were added or removed; makes their names, equal on all ranks."""
+    num_batch_norms: int = 0
+    """The number of `SyncBatchNorm` layers that have communicated."""

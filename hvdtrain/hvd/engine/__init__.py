@@ -29,10 +29,14 @@ rank 0 has merged from those of all ranks (`BucketReducer`, `bucket_plan`):
                               the process group of this optimizer's `BucketChannel`
      synchronize              sends buckets that are not complete, waits, writes the averages
 
-No bucket waits for a message of rank 0: one that is complete before bucket k - 1 is held until that
-is sent, on every rank. Once a step each rank tells rank 0 that it has begun it ("step"), for the
-stall inspector, the timeline, and ranks that have called `join`: these are told to send zeros
-("send_zeros"). Sparse gradients stay named operations in every step.
+No bucket waits for a message of rank 0, which would cost a step of the digits 12 %, one of 1,000
+tensors 35 % (2 ranks, shm): one that is complete before bucket k - 1 is held until that is sent, on
+every rank. The first step has no plan yet, and must not wait for one: ranks may step two optimizers
+in different orders.
+
+Once a step each rank tells rank 0 that it has begun it ("step"), for the stall inspector, the
+timeline, and ranks that have called `join`: these are told to send zeros ("send_zeros"). Sparse
+gradients stay named operations in every step.
 
 ON A GPU the executor has a stream of its own, which waits for the tensors of an operation and for
 nothing else that its rank computes (`gpu`). Each optimizer and process set has its own NCCL
