@@ -50,7 +50,10 @@ def _option(item: dataclasses.Field[Any]) -> click.Option:
 
 @click.command(
     "compare",
-    params=[_option(item) for item in dataclasses.fields(CompareOptions)],
+    params=[
+        click.Argument(["commands"], nargs=-1, metavar="[COMMAND]..."),
+        *(_option(item) for item in dataclasses.fields(CompareOptions) if item.name != "commands"),
+    ],
     epilog="Ends with 0 compared, 1 nothing could be compared or an arm did other work, "
     "2 bad input, 130 Ctrl-C, 143 SIGTERM.",
 )
@@ -59,6 +62,7 @@ def command(**values: Any) -> None:
 
     \b
     hvdtrain compare
+    hvdtrain compare 'torchrun --nproc-per-node 2 ddp.py' 'horovodrun -np 2 python hvd.py'
     hvdtrain compare --task my.py:MyTask -np 8 --arms ddp,horovod,compat --budget 10m
     hvdtrain compare --np 1,2,4 --scaling strong
     hvdtrain compare -H a:4,b:4 --arms ddp/gloo,ddp/mpi
@@ -67,11 +71,34 @@ def command(**values: Any) -> None:
         raise InputError("hvdtrain compare starts the launchers itself; run it without one")
     options = CompareOptions(**values)
     context = click.get_current_context()
+    if options.commands:
+        _check_only_of_commands(context)
     if options.hosts and context.get_parameter_source("ranks") is ParameterSource.DEFAULT:
         slots = sum(host.slots for host in parse_host_list(options.hosts))
         options = dataclasses.replace(options, ranks=(slots,))
     options.check()
     run(options)
+
+
+_OF_COMMANDS = (
+    "commands names optimizer allow_different baseline budget_s target_ci blocks steps proof_steps "
+    "threads pin seed max_foreign timeout_s output".split()
+)
+
+
+def _check_only_of_commands(context: click.Context) -> None:
+    """Raise InputError for options of hvdtrain's own training, which scripts do not obey."""
+    given = [
+        flag(name)
+        for name in context.params
+        if name not in _OF_COMMANDS
+        and context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    ]
+    if given:
+        raise InputError(
+            f"{', '.join(given)}: a command has its own; write them into the commands, or give "
+            "--arms in place of commands"
+        )
 
 
 def run(options: CompareOptions) -> None:
@@ -83,15 +110,19 @@ def run(options: CompareOptions) -> None:
         from hvdtrain.compare.analysis.summary import summarise
         from hvdtrain.compare.report import html_report, terminal
         from hvdtrain.compare.run import machine
-        from hvdtrain.compare.run.arms import choose_all_arms, choose_device
+        from hvdtrain.compare.run.arms import choose_all_arms, choose_commands, choose_device
         from hvdtrain.compare.run.comparison import Comparison
     except ModuleNotFoundError as error:
         raise InputError(
             f"hvdtrain compare needs {error.name}; pip install jinja2 matplotlib scipy"
         ) from None
-    device, why = choose_device(options.device, machine.usable_gpus(), max(options.ranks))
-    options = dataclasses.replace(options, device=device)
-    arms, left_out = choose_all_arms(options)
+    left_out: list[tuple[str, str]] = []
+    if options.commands:
+        arms, device, why = choose_commands(options), None, None
+    else:
+        device, why = choose_device(options.device, machine.usable_gpus(), max(options.ranks))
+        options = dataclasses.replace(options, device=device)
+        arms, left_out = choose_all_arms(options)
     folder = _make_folder(options)
     display = terminal.ProgressTable()
     comparison = Comparison(options, arms, display, folder)
@@ -99,7 +130,8 @@ def run(options: CompareOptions) -> None:
     record.config.device_reason = why
     try:
         with display:
-            display.print_line(f"device   {device} ({why})")
+            if device is not None:
+                display.print_line(f"device   {device} ({why})")
             for name, why in left_out:
                 display.print_line(f"not compared: {name}: {why}")
             comparison.run()
@@ -138,7 +170,8 @@ def _error_text(record: Record) -> str:
 
 def _make_folder(options: CompareOptions) -> Path:
     """Make the folder that was asked for, or one named after the time and the task."""
-    name = "".join(c if c.isalnum() else "-" for c in options.task.rpartition(":")[2]).lower()
+    about = "commands" if options.commands else options.task.rpartition(":")[2]
+    name = "".join(c if c.isalnum() else "-" for c in about).lower()
     usual = Path(f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     folder = Path(options.output or usual)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -80,6 +81,17 @@ def _option(default: Any, text: str, read: Callable[[str], Any] | None = None, *
 class CompareOptions:
     """The resolved options; `check` validates them. Those without a text are TrainConfig's."""
 
+    commands: tuple[str, ...] = ()
+    """Command lines to compare, in place of `arms`: whatever they run, it takes optimizer steps."""
+    names: tuple[str, ...] = _option(
+        (), "Names of the commands, in their order.", flags="-n --name", multiple=True
+    )
+    optimizer: int = _option(
+        1, "Of commands with several: which one's steps count, by the order of their first steps."
+    )
+    allow_different: bool = _option(
+        False, "Time arms that do other work, too; every table says so.", is_flag=True
+    )
     task: str = "digits"
     set: tuple[str, ...] = ()
     ranks: tuple[int, ...] = _option(
@@ -167,8 +179,9 @@ class CompareOptions:
 
     def check(self) -> None:
         """Raise InputError for invalid values."""
+        self._check_commands()
         positive = "budget_s target_ci steps blocks proof_steps batch_size accumulate threads"
-        for name in (*positive.split(), "max_foreign", "timeout_s"):
+        for name in (*positive.split(), "optimizer", "max_foreign", "timeout_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise InputError(f"{flag(name)} {value} must be greater than zero, and finite")
@@ -186,6 +199,20 @@ class CompareOptions:
         for size in self.ranks:
             TrainConfig(**self.training(size)).check()
             self.hosts_of(size)
+
+    def _check_commands(self) -> None:
+        if self.names and len(self.names) != len(self.commands):
+            raise InputError(
+                f"{len(self.names)} --name for {len(self.commands)} commands; give each one"
+            )
+        if len(set(self.names)) < len(self.names):
+            raise InputError(f"--name {', '.join(self.names)}: give each command another name")
+        for text in self.commands:
+            try:
+                if not shlex.split(text):
+                    raise ValueError("it is empty")
+            except ValueError as error:
+                raise InputError(f"the command {text!r} cannot be read: {error}") from None
 
     def hosts_of(self, ranks: int) -> tuple[Host, ...]:
         """Return the hosts of a world size, with as many slots as ranks; none without --hosts.

@@ -59,7 +59,8 @@ def worker(task: str, *settings: str) -> Iterator[ArmProcess]:
     config = {"task": task, "set": settings, "batch_size": 8, "device": "cpu", "threads": 1}
     with tempfile.TemporaryDirectory(prefix="hvdtrain-test-") as folder:
         at, log = Path(folder) / "socket", Path(folder) / "log"
-        made = ArmProcess(command, 1, without_launcher(os.environ), at, log, has_launcher=False)
+        env = without_launcher(os.environ)
+        made = ArmProcess([*command, str(at)], 1, env, at, log, has_launcher=False)
         try:
             made.meet(60)
             made.call("open", "single", "trainer", {**config, "epochs": 1000}, True, 1)
@@ -77,7 +78,8 @@ def test_cores_are_divided_into_threads_before_a_rank_is_bound(
     cores = len(os.sched_getaffinity(0))
     line = [part.format(ranks=2) for part in LAUNCHERS["torchrun"]]
     config = {"task": "digits", "device": "cpu", "transport": "gloo", "threads": None}
-    made = ArmProcess([*line, *WORKER], 2, clean_env(), tmp_path / "at", tmp_path / "log")
+    at = tmp_path / "at"
+    made = ArmProcess([*line, *WORKER, str(at)], 2, clean_env(), at, tmp_path / "log")
     try:
         made.meet(60)
         facts = made.call("open", "ddp", "trainer", config, True, per_host)
@@ -129,7 +131,7 @@ def join(rank):
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     connection = Client(sys.argv[-1], "AF_UNIX")
-    connection.send_bytes(pickle.dumps((rank, os.getpid())))
+    connection.send_bytes(pickle.dumps((rank, 2, os.getpid())))
     connection.recv_bytes()  # it has begun
     return connection
 """
@@ -155,8 +157,9 @@ def test_a_rank_that_is_gone_is_why_the_others_fail(
     """Also where both are heard at once, as on a busy machine, or the others first."""
     monkeypatch.setattr(arm_process, "_CLOSING_S", 50.0)
     monkeypatch.setattr(arm_process, "_EXIT_S", 0.1)  # this launcher does not end by itself
-    command = [sys.executable, "-c", JOIN + TWO_RANKS, how]
-    made = ArmProcess(command, 2, os.environ, tmp_path / "socket", tmp_path / "log")
+    at = tmp_path / "socket"
+    command = [sys.executable, "-c", JOIN + TWO_RANKS, how, str(at)]
+    made = ArmProcess(command, 2, os.environ, at, tmp_path / "log")
     look = made._has_ended
 
     def ends_during_the_look(rank: int, deadline: float = 0.0) -> bool:
@@ -204,9 +207,9 @@ def test_who_ended_first_is_what_the_launcher_says(
     script.write_text(JOIN + ENDS)
     python = [] if launcher == "torchrun" else [sys.executable]
     line = [part.format(ranks=2) for part in LAUNCHERS[launcher]]
-    made = ArmProcess(
-        [*line, *python, str(script), how], 2, clean_env(), tmp_path / "at", tmp_path / "log"
-    )
+    at = tmp_path / "at"
+    command = [*line, *python, str(script), how, str(at)]
+    made = ArmProcess(command, 2, clean_env(), at, tmp_path / "log")
     try:
         made.meet(40)
         made.begin("window")

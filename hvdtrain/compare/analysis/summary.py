@@ -58,7 +58,7 @@ def summarise(record: Record) -> Summary:
     ranks = "1 rank" if sizes == [1] else f"{', '.join(map(str, sizes)) or 'no'} ranks"
     hosts = count(record.config.num_hosts, "host")
     return Summary(
-        title=f"{record.config.task or 'a task'}, {ranks} on {hosts}",
+        title=f"{record.config.task or 'commands'}, {ranks} on {hosts}",
         outcome=record.outcome,
         note=record.note,
         when=record.started,

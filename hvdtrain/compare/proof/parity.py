@@ -42,16 +42,21 @@ _MAX_RANDOM = 0.1
 
 
 def compare(
-    traces: Mapping[str, ArmTraces], baseline: str, again: str = "", ceiling: str = ""
+    traces: Mapping[str, ArmTraces],
+    baseline: str,
+    again: str = "",
+    ceiling: str = "",
+    local: ArmTraces = (),
 ) -> list[ParityRow]:
     """Return a verdict on every arm but the baseline: rows `parity` of the record. Not collective.
 
     `traces`: the traces of all ranks by arm, all arms of one world size. `again`: the baseline's
     duplicate (A/A); a difference of these two is the task's own randomness. `ceiling`: the arm
     without communication; its gradients help to find causes, and it is not compared itself.
+    `local`: the baseline's traces with each rank's own gradients, where there is no such arm.
     """
     others = {name: ranks for name, ranks in traces.items() if name != baseline}
-    base, local = traces.get(baseline, ()), traces.get(ceiling, ())
+    base, local = traces.get(baseline, ()), traces.get(ceiling, ()) or local
     problem = baseline_problem(baseline, base, others.get(again))
     if problem:
         return [ParityRow(name, "not compared", problem) for name in others]

@@ -7,8 +7,8 @@ torch, because the driver unpickles the traces without it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,8 @@ class StepTrace:
     """Learning rate of every parameter group at `optimizer.step`."""
     parameter_norm: float | None = None
     """Norm of the parameters before the first micro-batch. None: not recorded."""
+    local_norm: float | None = None
+    """Norm of this rank's own gradient, before any averaging. The probe records that of step 1."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, with the number of samples and one hash in place of their hashes."""
@@ -74,6 +76,8 @@ class ElementSample:
     """Floating-point buffers after the last step."""
     means: Array | None = None
     """1 for the elements of `buffers` that are BatchNorm's running means, else 0."""
+    local: Array | None = None
+    """This rank's own gradient of the first step, before any averaging. The probe records it."""
 
     def segments(self) -> list[tuple[str, slice]]:
         """Return the name of every parameter and its slice of the arrays."""
@@ -123,6 +127,39 @@ class RankTrace:
 
 ArmTraces = Sequence[RankTrace]
 """The traces of one arm, in rank order."""
+
+
+def own_gradients(arm: ArmTraces) -> ArmTraces:
+    """Return the traces with each rank's own gradients in place of the averaged ones; none if they
+    were not recorded.
+    """
+    if any(trace.elements.local is None or not trace.steps for trace in arm):
+        return ()
+    return [
+        replace(
+            trace,
+            elements=replace(trace.elements, gradient=trace.elements.local),
+            steps=[replace(trace.steps[0], gradient_norm=trace.steps[0].local_norm)],
+        )
+        for trace in arm
+    ]
+
+
+def with_names_of(traces: Mapping[str, ArmTraces], baseline: str) -> dict[str, ArmTraces]:
+    """Return the traces of scripts, which may name the parameters of one model differently, with
+    the baseline's names where the sizes are the same.
+    """
+    layout = next((trace.elements.layout for trace in traces.get(baseline, ())), [])
+    sizes = [size for _, size in layout]
+    return {
+        key: [
+            replace(trace, elements=replace(trace.elements, layout=layout))
+            if [size for _, size in trace.elements.layout] == sizes
+            else trace
+            for trace in arm
+        ]
+        for key, arm in traces.items()
+    }
 
 
 def paired_steps(

@@ -14,16 +14,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from hvdtrain.commands import own_environment
+from hvdtrain.compare import probe
 from hvdtrain.compare.compare_options import CompareOptions
+from hvdtrain.compare.proof.work_trace import ArmTraces
 from hvdtrain.compare.record import ArmRecord, Record
 from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
 from hvdtrain.compare.run.arms import Arm
-from hvdtrain.compare.run.messages import RankFacts, StepTimes
+from hvdtrain.compare.run.messages import RankFacts, StepTimes, facts_of, trace_of
 from hvdtrain.compare.run.remote_hosts import RemoteHosts
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.host_list import parse_host_list
@@ -65,6 +68,8 @@ class ArmPool:
     ) -> None:
         self.options, self.record, self.folder = options, record, folder
         self.arms = {arm.key: arm for arm in arms}
+        self.sizes = options.ranks
+        """The world sizes; those of commands are known once their ranks have connected."""
         self.live: dict[str, ArmProcess] = {}
         self.start_s = 0.0
         """Duration of the longest start."""
@@ -106,6 +111,8 @@ class ArmPool:
                 self.drop(key, "failed", str(error))
         # In parallel: a start is mostly waiting, and nothing is timed yet.
         patience = 60.0 + 6.0 * sum(self.live[key].size for key in keys if key in self.live)
+        if self.options.commands:  # a script may load or compile for minutes before its first step
+            patience = self.options.timeout_s
         # Send "open" to all before waiting for any answer: opening can take long, too.
         for key in keys:
             self._attempt(key, methodcaller("meet", patience))
@@ -113,13 +120,28 @@ class ArmPool:
         for key in keys:
             facts = self._attempt(key, methodcaller("finish", patience))
             if facts is not None:
-                self._record_facts(key, facts)
+                is_command = bool(self.arms[key].line)
+                self._record_facts(key, list(map(facts_of, facts)) if is_command else facts)
+        if self.options.commands:
+            self._record_sizes()
         self.start_s = max(self.start_s, time.monotonic() - began)
 
     def call(self, key: str, what: str, *arguments: object) -> list[Any] | None:
         """Run the call `what` on the ranks of an arm; None if the arm fails or failed before."""
         timeout_s = self.options.timeout_s + 60  # ranks time out first: their errors say more
         return self._attempt(key, lambda arm: arm.call(what, *arguments, timeout_s=timeout_s))
+
+    def traces(self, key: str, steps: int) -> ArmTraces:
+        """Return the traces of the first steps of an arm; none if it fails or failed before."""
+        found = self.call(key, "trace", steps) or ()
+        return [trace_of(one) for one in found] if self.arms[key].line else found
+
+    def times(self, key: str, steps: int, skip: int) -> list[StepTimes] | None:
+        """Time steps of an arm, after some that are skipped; None if it fails or failed before."""
+        found = self.call(key, "time_steps", steps, skip)
+        if found is None or not self.arms[key].line:
+            return found
+        return [StepTimes(**one) for one in found]
 
     def on_this_host(self, key: str, ranks: Iterable[StepTimes]) -> list[StepTimes]:
         """Return those of an arm's times that were measured on this host."""
@@ -158,15 +180,20 @@ class ArmPool:
 
     def _launch(self, key: str) -> ArmProcess:
         """Start the launcher of an arm. Raise ArmFailed if the program cannot be started."""
-        arm = self.arms[key]
+        arm, env = self.arms[key], self._environment(self.arms[key])
         self._num_started += 1
         address = self._sockets / str(self._num_started)
         log = Path("logs") / f"{''.join(c if c.isalnum() else '-' for c in key)}.log"
         self.record.arms[key].log = str(log)
+        command = arm.command(WORKER)
+        if arm.line:
+            env = probe.environment(env, address, self.options.pin, self.options.optimizer)
+        else:
+            command.append(str(address))
         return ArmProcess(
-            arm.command(WORKER),
-            arm.ranks,
-            self._environment(arm),
+            command,
+            None if arm.line else arm.ranks,
+            env,
             address,
             self.folder / log,
             has_launcher=arm.launcher != "none",
@@ -175,7 +202,9 @@ class ArmPool:
         )
 
     def _request(self, arm: Arm) -> tuple[Any, ...]:
-        """Return the arguments of the call "open": see `worker.ArmRank`."""
+        """Return the arguments of the call "open": see `worker.ArmRank`; none for a command."""
+        if arm.line:
+            return ()
         config = self.options.training(arm.ranks, arm.options)
         if arm.c10d_transport:  # Horovod's controller follows from the launcher
             config["transport"] = arm.c10d_transport
@@ -187,15 +216,33 @@ class ArmPool:
         """Put the settings in force in an arm's ranks into the record."""
         first, row = facts[0], self.record.arms[key]
         row.in_force = [rank.settings for rank in facts]
-        row.describe, row.samples_per_step = first.describe, first.samples_per_step
+        row.describe, row.samples_per_step = first.describe, first.samples_per_step or None
         row.gradient_bytes, row.parameters = first.gradient_bytes, first.parameters
         row.status = "running"
         self.record.config.lr, self.record.config.data = first.lr, first.data
 
+    def _record_sizes(self) -> None:
+        """Record how many ranks the commands have, and drop those with more or fewer than the
+        baseline.
+        """
+        base = next(key for key, arm in self.arms.items() if arm.role == "baseline")
+        if base not in self.live:
+            return
+        size = self.live[base].size
+        self.sizes, self.record.config.ranks = (size,), [size]
+        for key, arm in self.arms.items():
+            self.arms[key] = replace(arm, ranks=size)
+            self.record.arms[key].ranks = size
+        for key in [key for key, arm in self.live.items() if arm.size != size]:
+            text = f"{self.live[key].size} ranks, and {base} has {size}: that is other work"
+            self.drop(key, "refused", text)
+
     def _environment(self, arm: Arm) -> dict[str, str]:
         """Return this environment without launcher variables, plus the settings of all arms."""
-        threads = self.options.threads_of(arm.ranks)
         env = launch_environment()
+        if arm.line:
+            return {**env, **self._settings_of_command()}
+        threads = self.options.threads_of(arm.ranks)
         if arm.launcher == "torchrun":  # it leaves a folder there per job
             env["TMPDIR"] = str(self._sockets)
         # Two mpiruns of one user that start together can fail to create their common folder.
@@ -213,6 +260,17 @@ class ArmPool:
         )
         return env
 
+    def _settings_of_command(self) -> dict[str, str]:
+        """Return what a command needs to be stopped for a while, and the threads that were asked
+        for: all else is as a user would run it.
+        """
+        threads = self.options.threads
+        return {
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": "36000",
+            "PYTHONUNBUFFERED": "1",
+            **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
+        }
+
 
 def _new_row(arm: Arm, options: CompareOptions) -> ArmRecord:
     return ArmRecord(
@@ -225,7 +283,7 @@ def _new_row(arm: Arm, options: CompareOptions) -> ArmRecord:
         launcher=arm.launcher,
         command=shlex.join(arm.command(WORKER)).replace(sys.executable, "python"),
         options=dict(arm.options),
-        period=arm.period(options),
+        period=1 if arm.line else arm.period(options),
         status="waiting",
     )
 

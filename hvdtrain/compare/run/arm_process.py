@@ -4,8 +4,8 @@
 because idle ranks of some backends poll and would take CPU time from the timed arm. Imports no
 torch.
 
-    comparison (`ArmProcess`)                         each rank (`worker`)
-    meet:   listen, start the launcher   <----   connect: (rank, pid)
+    comparison (`ArmProcess`)                         each rank (`worker`, or the probe)
+    meet:   listen, start the launcher   <----   connect: (rank, ranks, pid)
     begin:  SIGCONT, (call, *arguments)  ---->   run the call
     finish: receive from all, SIGSTOP    <----   (True, answer) or (False, error text)
     end:    SIGCONT, None                ---->   close the backend, exit
@@ -54,7 +54,7 @@ class ArmProcess:
     def __init__(
         self,
         command: list[str],
-        size: int,
+        size: int | None,
         env: Mapping[str, str],
         address: Path,
         log: Path,
@@ -62,21 +62,23 @@ class ArmProcess:
         remote: RemoteHosts | None = None,
         hosts: Sequence[str | None] = (),
     ) -> None:
-        """Start `command`, with `address`, a socket's path in a private folder, as last argument.
+        """Start `command`, whose ranks connect to `address`, a socket's path in a private folder.
 
-        Without launcher, `command` is the only rank itself. `hosts`: those of the ranks, if they
-        are not all on this one, which is None. Raises ArmFailed or LaunchError.
+        `size`: the number of ranks; None if the first of them says it. Without launcher, `command`
+        is the only rank itself. `hosts`: those of the ranks, if they are not all on this one, which
+        is None. Raises ArmFailed or LaunchError.
         """
-        self.size, self.log = size, log
+        self.size, self.log = size or 0, log
+        self._command_is_ours = size is not None
         self._remote = remote
-        self._hosts = hosts or [None] * size
+        self._hosts = list(hosts)
         self.pids: list[int] = []
         self._connections: list[Connection] = []
         self._call_name = "start"
         self._released = False
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(address))
-        self._listener.listen(size)
+        self._listener.listen(size or socket.SOMAXCONN)
         self._listener.settimeout(0.2)
         if remote is not None and any(hosts):
             remote.forward(address)
@@ -87,7 +89,7 @@ class ArmProcess:
             self._log_begin = output.tell()  # the log may have output of earlier starts
             try:
                 self.process = subprocess.Popen(
-                    [*command, str(address)],
+                    command,
                     env=dict(env),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -103,22 +105,26 @@ class ArmProcess:
         """Wait until every rank has connected; they keep running. Raise ArmFailed."""
         by_rank: dict[int, tuple[int, Connection]] = {}
         deadline = time.monotonic() + timeout_s
-        while len(by_rank) < self.size:
+        while not by_rank or len(by_rank) < self.size:
             try:
                 connection = Connection(self._listener.accept()[0].detach())
             except TimeoutError:
                 if self.process.poll() is not None:
-                    raise ArmFailed(f"did not start: {self._error_line()}") from None
+                    what = "did not start" if self._command_is_ours else "took no optimizer step"
+                    raise ArmFailed(f"{what}: {self._error_line()}") from None
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(self.size)) - set(by_rank))
-                    raise ArmFailed(f"ranks {missing} did not start in {timeout_s:.0f} s") from None
+                    who = f"ranks {missing}" if self.size else "the ranks"
+                    raise ArmFailed(f"{who} did not start in {timeout_s:.0f} s") from None
                 continue
             try:
-                rank, pid = pickle.loads(connection.recv_bytes())
+                rank, size, pid = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError):
                 raise ArmFailed(f"a rank ended as it started: {self._error_line()}") from None
+            self.size = self.size or size
             by_rank[rank] = (pid, connection)
         self._listener.close()
+        self._hosts = self._hosts or [None] * self.size
         for rank in sorted(by_rank):
             self.pids.append(by_rank[rank][0])
             self._connections.append(by_rank[rank][1])
@@ -251,7 +257,9 @@ class ArmProcess:
             raise self._ended(ended)
 
     def _signal(self, number: signal.Signals) -> None:
-        """Signal the ranks and their child processes: each rank leads a process group."""
+        """Signal the ranks and their child processes; on other hosts, where each rank leads a
+        process group, that group.
+        """
         places: dict[str | None, list[int]] = {}
         for pid, host in zip(self.pids, self._hosts, strict=False):
             places.setdefault(host, []).append(pid)
@@ -304,6 +312,16 @@ def _notice(text: str) -> str:
 
 
 def _kill(pids: list[int], number: int) -> None:
-    for pid in pids:
+    for pid in [each for rank in pids for each in (rank, *_descendants(rank))]:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, number)
+            os.kill(pid, number)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, such as the workers of a DataLoader."""
+    found: list[int] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, children.read_text().split()):
+                found += [child, *_descendants(child)]
+    return found

@@ -6,12 +6,14 @@ backend, its transport or Horovod controller, and thereby its launcher. Imports 
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.commands import own_environment
@@ -75,6 +77,10 @@ class Arm:
     """The options that this arm has for itself, of METHOD_OPTIONS."""
     hosts: tuple[Host, ...] = ()
     """The hosts of the ranks, which are then started over ssh; none for this host."""
+    line: tuple[str, ...] = ()
+    """The command line, if the arm was given as one; `ranks` is 0 until its ranks have said how
+    many they are.
+    """
 
     @property
     def c10d_transport(self) -> str:
@@ -95,7 +101,11 @@ class Arm:
         return max(1, self.config(options).sync_every)
 
     def command(self, worker: list[str]) -> list[str]:
-        """Return the command line that starts the ranks; each rank runs `worker`."""
+        """Return the command line that starts the ranks; each rank runs `worker`, unless the arm
+        was given as a command.
+        """
+        if self.line:
+            return list(self.line)
         if self.hosts:
             return [*self._across_hosts(), sys.executable, *worker]
         python = [] if self.launcher == "torchrun" else [sys.executable]
@@ -252,6 +262,37 @@ def choose_all_arms(options: CompareOptions) -> tuple[list[Arm], list[tuple[str,
         if several and size == 1:
             arms.append(Arm(SINGLE, SINGLE, "", "none", 1, marks_ranks=True, options=_ALONE))
     return arms, left_out
+
+
+def choose_commands(options: CompareOptions) -> list[Arm]:
+    """Return an arm for each command, the first as baseline, and that one again (A/A)."""
+    arms: list[Arm] = []
+    for text, name in zip(options.commands, names_of(options), strict=True):
+        line = tuple(shlex.split(text))
+        arms.append(Arm(name, "", "", Path(line[0]).name, 0, line=line))
+    wanted = options.baseline or arms[0].name
+    if wanted not in [arm.name for arm in arms]:
+        raise InputError(
+            f"--baseline {wanted} is not among the commands: {', '.join(arm.name for arm in arms)}"
+        )
+    arms = [replace(arm, role="baseline") if arm.name == wanted else arm for arm in arms]
+    base = next(arm for arm in arms if arm.role == "baseline")
+    return [*arms, replace(base, name=f"{base.name} again", role="again")]
+
+
+def names_of(options: CompareOptions) -> list[str]:
+    """Return the names of the commands: those given, else launcher and script of each."""
+    if options.names:
+        return list(options.names)
+    found: list[str] = []
+    for text in options.commands:
+        words = shlex.split(text)
+        script = next((Path(word).name for word in words[1:] if word.endswith(".py")), "")
+        if not script and "-m" in words[:-1]:
+            script = words[words.index("-m") + 1]
+        name = f"{Path(words[0]).name} {script}".strip()
+        found.append(name if name not in found else f"{name} ({len(found) + 1})")
+    return found
 
 
 def _baseline(arms: list[Arm], options: CompareOptions, ranks: int, cuda: bool) -> Arm:

@@ -51,7 +51,7 @@ class BlockTimer:
         for _ in range(WARM_ROUNDS):
             self._pool.show_activity(f"warming up, {steps_taken + steps} steps")
             for key in list(self._pool.live):
-                times = self._pool.call(key, "time_steps", steps, 0)
+                times = self._pool.times(key, steps, 0)
                 if times is None:
                     continue
                 median = stats.block_ms([rank.step_ms for rank in times])
@@ -79,7 +79,7 @@ class BlockTimer:
         meter = LoadMeter(self._cores)
         for key in self._shuffled():
             arm_meter = LoadMeter(self._cores)
-            ranks = self._pool.call(key, "time_steps", self.steps, SKIPPED_STEPS)
+            ranks = self._pool.times(key, self.steps, SKIPPED_STEPS)
             own = None if ranks is None else self._pool.on_this_host(key, ranks)
             meter.add(own)
             if ranks is None:
@@ -118,7 +118,7 @@ class BlockTimer:
                 )
         kept = too_busy(meter.stop(), self._options.max_foreign) is None
         self._record.phases.append(BreakdownPass(index, arms, kept))
-        for size in self._options.ranks if kept else ():
+        for size in self._pool.sizes if kept else ():
             key = self._record.key_of("ceiling", size)
             copies = self._pool.call(key, "time_memcpy", COPIES)
             if copies is not None:

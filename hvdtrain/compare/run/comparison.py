@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from hvdtrain import provenance
@@ -18,7 +17,7 @@ from hvdtrain.compare import record
 from hvdtrain.compare.analysis.foreign_load import no_verdict_note
 from hvdtrain.compare.compare_options import MIN_BLOCKS, CompareOptions, steps_in_sync
 from hvdtrain.compare.proof import parity
-from hvdtrain.compare.proof.work_trace import RankTrace
+from hvdtrain.compare.proof.work_trace import ArmTraces, own_gradients, with_names_of
 from hvdtrain.compare.record import Config, Record
 from hvdtrain.compare.run import machine
 from hvdtrain.compare.run.arm_pool import ArmPool, ProgressDisplay, without_launcher
@@ -103,7 +102,7 @@ class Comparison:
 
     def _drop_without_baseline(self) -> None:
         """Drop the arms whose baseline has failed: there is nothing to compare them with."""
-        for size in self.options.ranks:
+        for size in self._pool.sizes:
             base = self.record.key_of("baseline", size)
             if base not in self._pool.live:
                 status = self.record.arms[base].status
@@ -113,22 +112,28 @@ class Comparison:
 
     def _prove_equal_work(self) -> None:
         """Record the work traces of every arm's first steps, and refuse arms that do other work."""
-        steps = self.record.config.proof_steps
-        traces: dict[str, Sequence[RankTrace]] = {}
+        steps = self.record.config.proof_steps or 1
+        traces: dict[str, ArmTraces] = {}
         for key in list(self._pool.live):
             self._pool.show_activity(f"proving equal work: {key}, {steps} steps")
-            traces[key] = self._pool.call(key, "trace", steps) or ()
+            traces[key] = self._pool.traces(key, steps)
             self.record.accounts[key] = [trace.to_dict() for trace in traces[key]]
-        for size in self.options.ranks:
+        for size in self._pool.sizes:
             of_size = {k: found for k, found in traces.items() if self._pool.arms[k].ranks == size}
             base, again = self.record.key_of("baseline", size), self.record.key_of("again", size)
             problem = parity.baseline_problem(base, of_size.get(base, ()), of_size.get(again, ()))
-            if problem and base in self._pool.live:
+            refuses = not self.options.allow_different
+            if problem and base in self._pool.live and refuses:
                 self._pool.drop(base, "refused", problem)
-            rows = parity.compare(of_size, base, again, self.record.key_of("ceiling", size))
+            ceiling = self.record.key_of("ceiling", size)
+            local: ArmTraces = ()
+            if self.options.commands:
+                of_size = with_names_of(of_size, base)
+                local = own_gradients(of_size.get(base, ()))
+            rows = parity.compare(of_size, base, again, ceiling, local)
             self.record.parity += rows
             for row in rows:
-                if row.verdict == "unequal" and row.arm in self._pool.live:
+                if row.verdict == "unequal" and row.arm in self._pool.live and refuses:
                     self._pool.drop(row.arm, "refused", f"{row.text}; {row.cause}")
         self._drop_without_baseline()
         record.write(self.record, self.folder)
@@ -172,7 +177,7 @@ class Comparison:
                     continue  # `_why_to_stop` ends the loop
             self._pool.show_activity(f"block {index + 1}, {self._timer.steps} steps of each arm")
             self._timer.time_block(index, self._schedule.generation)
-            if pass_is_due(self.record):
+            if not self.options.commands and pass_is_due(self.record):
                 self._timer.time_breakdown(index)
             # After every block, so that a killed comparison leaves its measurements.
             record.write(self.record, self.folder)
@@ -205,6 +210,10 @@ class Comparison:
 
 def _config(options: CompareOptions) -> Config:
     given = asdict(options)
+    names = {item.name for item in fields(Config)}
+    if options.commands:  # the scripts have options of their own
+        names -= {item.name for item in fields(options) if not item.metadata}
+        names -= {"hosts", "batch_size"}
     given.update(
         ranks=list(options.ranks),
         hosts=options.hosts or None,
@@ -217,4 +226,4 @@ def _config(options: CompareOptions) -> Config:
         longest_s=MAX_BUDGETS * options.budget_s,
         clip_norm=None if math.isinf(options.clip_norm) else options.clip_norm,
     )
-    return Config(**given)
+    return Config(**{name: value for name, value in given.items() if name in names})

@@ -1,13 +1,17 @@
 """Answers of an arm's ranks to the comparison.
 
-`worker` returns them; `arm_pool` and `block_timer` put them into the record. Imports no torch.
+`worker` returns them, and the probe the same as plain values, which `facts_of` and the other
+functions read; `arm_pool` and `block_timer` put them into the record. Imports no torch.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvdtrain import provenance
+from hvdtrain.compare.proof.work_trace import ElementSample, RankTrace, StepTrace
 from hvdtrain.compare.record import RankSettings
 
 
@@ -41,3 +45,33 @@ class StepTimes:
     """User and system time of all threads in these steps."""
     whole_cpu_s: float = 0.0
     """The same with the barrier and the skipped steps before them."""
+
+
+def facts_of(found: dict[str, Any]) -> RankFacts:
+    """Return the facts that the probe has sent."""
+    names = ("threads", "interop_threads", "affinity")
+    variables = provenance.variables(found["variables"])
+    return RankFacts(
+        settings=RankSettings(**{n: found[n] for n in names}, variables=variables),
+        describe=found["describe"],
+        samples_per_step=found["samples"],
+        gradient_bytes=found["gradient_bytes"],
+        parameters=found["parameters"],
+        lr=found["lr"],
+        data="what the scripts load",
+    )
+
+
+def trace_of(found: dict[str, Any]) -> RankTrace:
+    """Return the trace that the probe has sent: of options it knows those of the optimizer only."""
+    return RankTrace(
+        **{
+            **found,
+            "accumulate": 1,
+            "clip_norm": math.inf,
+            "buffers_policy": "broadcast",
+            "initial_buffers_sha256": "",
+            "elements": ElementSample(**found["elements"]),
+            "steps": [StepTrace(**step) for step in found["steps"]],
+        }
+    )

@@ -283,7 +283,8 @@ def main(address: str) -> None:
         os.setpgid(0, 0)  # so that SIGSTOP reaches data loader processes too
     rank: ArmRank | None = None
     with connect(address) as connection:
-        connection.send_bytes(pickle.dumps((detect().rank, os.getpid())))
+        world = detect()
+        connection.send_bytes(pickle.dumps((world.rank, world.size, os.getpid())))
         while True:
             try:
                 call = pickle.loads(connection.recv_bytes())

@@ -1,0 +1,35 @@
+"""The probe: takes the steps of any training command, whose scripts know nothing of it.
+
+    sitecustomize     Python imports it at the start of each process of the command; it waits for
+                      torch.optim, and loads `hvdtrain_probe` with it
+    hvdtrain_probe    in each rank: hooks around the steps of its optimizer, which answer the calls
+                      of the comparison and hold the rank until it may take more steps
+
+Both import nothing of hvdtrain: a command may run in an environment that lacks it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def environment(
+    env: Mapping[str, str], address: Path, pin: bool = False, optimizer: int = 1
+) -> dict[str, str]:
+    """Return the environment of a command whose ranks shall connect to the Unix socket `address`.
+
+    `pin`: bind each rank to its share of the host's cores as it starts. `optimizer`: which one's
+    steps are taken, by the order of their first steps.
+    """
+    paths = [str(FOLDER), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        **env,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "HVDTRAIN_PROBE": str(address),
+        "HVDTRAIN_PROBE_PIN": str(int(pin)),
+        "HVDTRAIN_PROBE_OPTIMIZER": str(optimizer),
+    }

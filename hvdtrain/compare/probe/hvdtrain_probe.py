@@ -1,0 +1,599 @@
+"""The probe in one process: it takes the steps of the first optimizer that steps there.
+
+    the script                this module                                       the comparison
+    optimizer.step()   ---->  before: record the gradient
+                              after: count; the first time connect         ---->  (rank, size, pid)
+                              when no step is left, wait for a call        <----  (call, *arguments)
+                       <----  return, if the call wants steps
+                              after the last one, answer                   ---->  (True, answer)
+
+A call is the name of a method of `Probe` that begins with `call_`; None, or a closed connection,
+ends the script. A step goes from the end of one `optimizer.step` to the end of the next. What is
+recorded of the first steps is what `hvdtrain.compare.proof.work_trace` describes, as plain values:
+this module runs in environments that lack hvdtrain.
+"""
+
+from __future__ import annotations
+
+import atexit
+import glob
+import hashlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+# How launchers tell rank and number of ranks.
+_WORLD = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
+# Wrappers put these before the names of parameters.
+_PREFIXES = ("module.", "_orig_mod.", "_forward_module.", "model.")
+# Options that change how a step is computed, not what it computes.
+_HOW_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+MAX_SAMPLED = 1 << 18  # elements of all parameters together; at least one of each
+PIECE = 1 << 18  # elements that are processed at once
+
+
+class RefusedError(Exception):
+    """A script cannot be compared; the text says why, and is the same on all ranks."""
+
+
+class Probe:
+    """The optimizer whose steps are taken, the connection, and the steps that are left."""
+
+    def __init__(self, address: str, first: int) -> None:
+        """`first`: which optimizer is taken, by the order in which they step first; from 1."""
+        self._address, self._first = address, first
+        self._seen: list[int] = []
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._depth = 0
+        self._left = 1
+        self._taken = 0
+        self._recorder: Recorder | None = None
+        self._connection: Connection | None = None
+        self._finish: Callable[[], Any] | None = None
+        self._marks: list[Any] = []
+        self._input_s: list[float] = []
+        self._cpu: list[float] = []
+        self._cpu_at = -1
+        self._root: nn.Module | None = None
+        self._is_cuda = False
+        self._pid = os.getpid()
+        self._show_error: Callable[..., Any] = sys.excepthook
+        self._has_failed = False
+        self._finder = ModelFinder()
+
+    # The hooks of torch.optim
+
+    def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Called before each step of any optimizer."""
+        if optimizer is not self._optimizer and not self._takes(optimizer):
+            return
+        self._depth += 1  # the step of Horovod's optimizer calls that of its base class
+        if self._recorder is not None:
+            self._recorder.before_step(has_closure=len(args) > 1 or bool(kwargs.get("closure")))
+
+    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Called after each step of any optimizer. Waits for the comparison if no step is left."""
+        if optimizer is not self._optimizer:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        self._taken += 1
+        self._left -= 1
+        if self._taken == 1 and (model := self._finder.end()) is not None:
+            model.register_forward_pre_hook(self._before_forward)
+        if self._recorder is not None:
+            self._recorder.after_step()
+        elif self._marks:
+            self._mark()
+            if self._left == self._cpu_at:
+                self._cpu.append(time.process_time())
+        if self._left <= 0:
+            self._serve()
+
+    def _takes(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether this optimizer, which has not stepped before, is the one to take."""
+        if self._optimizer is not None or os.getpid() != self._pid:
+            return False
+        if id(optimizer) not in self._seen:
+            self._seen.append(id(optimizer))
+        if self._seen.index(id(optimizer)) + 1 != self._first:
+            return False
+        self._optimizer = optimizer
+        self._root = self._finder.root
+        self._recorder = Recorder(optimizer, self._finder)
+        self._is_cuda = any(p.is_cuda for g in optimizer.param_groups for p in g["params"])
+        atexit.register(self._ended)
+        self._show_error, sys.excepthook = sys.excepthook, self._failed
+        return True
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        """Note how long the script took from the end of the step before to its model."""
+        if self._marks and len(self._input_s) < len(self._marks) and not self._is_cuda:
+            self._input_s.append(time.perf_counter() - self._marks[-1])
+
+    def _mark(self) -> None:
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    # The comparison
+
+    def _serve(self) -> None:
+        """Answer the call that has its steps, and then others until one wants steps."""
+        if self._connection is None:
+            self._connection = self._connect()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            self._answer(finish)
+        while not self._left > 0:
+            try:
+                call = self._connection.recv()
+            except (EOFError, OSError):
+                call = None
+            if call is None:
+                self._connection.close()
+                self._connection = None
+                raise SystemExit(0)
+            what, *arguments = call
+            self._answer(lambda: getattr(self, f"call_{what}")(*arguments))  # noqa: B023
+
+    def _answer(self, action: Callable[[], Any]) -> None:
+        """Send what `action` returns, unless it wants steps first and so sets `_finish`."""
+        assert self._connection is not None
+        try:
+            reply: tuple[bool, Any] = (True, action())
+        except RefusedError as error:
+            reply = (False, str(error))
+        except Exception as error:
+            reply = (False, f"rank {self._world()[0]}: {type(error).__name__}: {error}")
+        if self._finish is None:
+            self._connection.send(reply)
+
+    def _failed(self, *error: Any) -> None:
+        """Show an error, and leave it to the comparison to read it in the log."""
+        self._has_failed = True
+        self._show_error(*error)
+
+    def _ended(self) -> None:
+        """Tell the comparison that the script has come to its end without an error."""
+        if self._connection is not None and os.getpid() == self._pid and not self._has_failed:
+            text = f"the script ended after {self._taken} steps; let it train longer"
+            try:
+                self._connection.send((False, text))
+                self._connection.close()
+            except OSError:
+                pass
+
+    def _connect(self) -> Connection:
+        for path in [self._address, *sorted(glob.glob(f"{self._address}-*"))]:
+            try:
+                found = Client(path, "AF_UNIX")
+            except OSError:
+                continue
+            found.send((*self._world(), os.getpid()))
+            return found
+        raise SystemExit(f"hvdtrain compare: no socket at {self._address}")
+
+    def _world(self) -> tuple[int, int]:
+        """Return rank and number of ranks, as the launcher tells them, else as the engine does."""
+        for rank, size in _WORLD:
+            if rank in os.environ and size in os.environ:
+                return int(os.environ[rank]), int(os.environ[size])
+        return engine_world() or (0, 1)
+
+    # Calls
+
+    def call_open(self) -> dict[str, Any]:
+        """Return the settings in force, and the size of a step."""
+        assert self._recorder is not None
+        if type(self._optimizer).__name__ == "LBFGS":
+            raise RefusedError("LBFGS computes several gradients in a step; use another optimizer")
+        facts = self._recorder.facts()
+        rank, size = self._world()
+        return {
+            **facts,
+            "threads": torch.get_num_threads(),
+            "interop_threads": torch.get_num_interop_threads(),
+            "affinity": sorted(os.sched_getaffinity(0)),
+            "variables": dict(os.environ),
+            "describe": {"engine": engine_name(), "torch": torch.__version__, "rank": rank},
+            "samples": facts["samples"] * size,
+        }
+
+    def call_trace(self, steps: int) -> dict[str, Any] | None:
+        """Return what is recorded of the first `steps` steps; take those that are left of them."""
+        recorder = self._recorder
+        assert recorder is not None
+        rank, size = self._world()
+        size = (engine_world() or (rank, size))[1]
+
+        def finish() -> dict[str, Any]:
+            self._recorder = None
+            return {**recorder.finish(), "rank": rank, "world_size": size}
+
+        if steps <= self._taken:
+            return finish()
+        self._left, self._finish = steps - self._taken, finish
+        return None
+
+    def call_time_steps(self, steps: int, skip: int) -> None:
+        """Take `skip` untimed steps, then time `steps`; return a StepTimes."""
+        if self._recorder is not None:
+            self._recorder.finish()
+            self._recorder = None
+        began = time.process_time()
+        self._marks, self._input_s, self._cpu = [], [], []
+        self._mark()
+        if not skip:
+            self._cpu.append(began)
+        self._left, self._cpu_at = steps + skip, steps
+
+        def finish() -> dict[str, Any]:
+            end = time.process_time()
+            marks, self._marks = self._marks, []
+            if self._is_cuda:
+                torch.cuda.synchronize()
+                pairs = zip(marks, marks[1:], strict=False)
+                step_ms = [float(before.elapsed_time(after)) for before, after in pairs]
+            else:
+                step_ms = [1000 * (b - a) for a, b in zip(marks, marks[1:], strict=False)]
+            return {
+                "step_ms": step_ms[skip:],
+                "input_ms": [1000 * s for s in self._input_s[skip : skip + steps]],
+                "cpu_s": end - self._cpu[0],
+                "whole_cpu_s": end - began,
+            }
+
+        self._finish = finish
+
+    def call_peak_mib(self) -> float:
+        """Return the peak memory of this rank in MiB: resident, or on a GPU allocated there."""
+        if self._is_cuda:
+            return torch.cuda.max_memory_allocated() / 2**20
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 2**10
+
+    def call_fingerprint(self) -> tuple[int, str]:
+        """Return the number of steps taken, and a hash of the parameters after them."""
+        assert self._optimizer is not None
+        return self._taken, fingerprint(named_parameters(self._optimizer, self._root)[1])
+
+
+class ModelFinder:
+    """Finds the model: the first module that the script calls. It records the samples that the
+    model is called with before the first step, and each rank's own gradient of that step.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self.root: nn.Module | None = None
+        self.precision = "fp32"
+        self.samples: list[str] = []
+        self.micro_batches = 0
+        self.local: dict[int, Tensor] = {}
+        """The gradients that this rank has computed, by the id of the parameter."""
+        self._handles: list[Any] = []
+        self._original = nn.Module.__call__
+        finder, original = self, self._original
+
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if finder.root is None and torch.is_grad_enabled() and module.training:
+                finder.found(module)
+            return original(module, *args, **kwargs)
+
+        nn.Module.__call__ = called  # type: ignore[method-assign]
+
+    def found(self, module: nn.Module) -> None:
+        """Take a module that is called as the model, if it has parameters to train."""
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        if not parameters or os.getpid() != self._pid:
+            return
+        self.root = module
+        nn.Module.__call__ = self._original  # type: ignore[method-assign]
+        hook = module.register_forward_pre_hook(self._record, with_kwargs=True)
+        self._handles = [hook, *(self._watch(p) for p in parameters)]
+
+    def end(self) -> nn.Module | None:
+        """Stop watching, and return the model; None if no module was called."""
+        nn.Module.__call__ = self._original  # type: ignore[method-assign]
+        for handle in self._handles[1:]:
+            handle.remove()
+        return self.root
+
+    def stop_recording(self) -> None:
+        """Record no more samples."""
+        for handle in self._handles[:1]:
+            handle.remove()
+
+    def _record(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        self.micro_batches += 1
+        self.samples += hash_samples((args, kwargs))
+        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
+            half = torch.get_autocast_dtype(device) == torch.float16
+            self.precision = "fp16" if half else "bf16"
+
+    def _watch(self, p: Tensor) -> Any:
+        """Hook a parameter so that its gradient is kept as backward computes it."""
+
+        def keep(grad: Tensor) -> None:
+            dense = grad.detach().to_dense() if grad.is_sparse else grad.detach()
+            before = self.local.get(id(p))
+            self.local[id(p)] = dense.clone() if before is None else before + dense
+
+        return p.register_hook(keep)  # type: ignore[no-untyped-call]
+
+
+class Recorder:
+    """Records the first steps of one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, finder: ModelFinder) -> None:
+        self._optimizer, self._finder = optimizer, finder
+        names, self._parameters = named_parameters(optimizer, finder.root)
+        self._stride = stride(self._parameters)
+        counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
+        self._has_closure = False
+        self._steps: list[dict[str, Any]] = []
+        self._elements: dict[str, Any] = {
+            "layout": [
+                (name, -(-p.numel() // self._stride))
+                for name, p in zip(names, self._parameters, strict=True)
+            ],
+            "initial": sample(self._parameters, self._stride),
+        }
+        dtypes: dict[str, int] = {}
+        for p in self._parameters:
+            dtypes[dtype_name(p)] = dtypes.get(dtype_name(p), 0) + p.numel()
+        self._about = {
+            "parameters": dtypes,
+            "optimizer": type(optimizer).__name__,
+            "settings": [settings(group) for group in optimizer.param_groups],
+            "state_step": max(counts, default=0),
+            "initial_sha256": fingerprint(self._parameters),
+        }
+
+    def before_step(self, has_closure: bool) -> None:
+        """Record the gradient, which a closure has not computed yet."""
+        self._has_closure = has_closure
+        if not has_closure:
+            self._record_gradient()
+
+    def after_step(self) -> None:
+        """Record the gradient after a step with a closure; begin the next step."""
+        if self._has_closure:
+            self._record_gradient()
+        step, finder, elements = self._steps[-1], self._finder, self._elements
+        gradient = step.pop("gradient")
+        step["is_over"] = True
+        if len(self._steps) == 1:
+            elements["used"] = gradient
+            self._record_local()
+        elements["largest"] = np.maximum(elements.get("largest", 0.0), np.abs(gradient))
+        step["samples"], finder.samples = finder.samples, []
+        step["micro_batches"], finder.micro_batches = finder.micro_batches, 0
+
+    def _record_gradient(self) -> None:
+        if not self._steps or "is_over" in self._steps[-1]:
+            self._steps.append({})
+        grads = [
+            None if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad
+            for p in self._parameters
+        ]
+        known = [g for g in grads if g is not None]
+        zero = torch.zeros(())
+        pairs = zip(grads, self._parameters, strict=True)
+        filled = [zero.expand(p.shape) if g is None else g for g, p in pairs]
+        self._steps[-1].update(
+            gradient=sample(filled, self._stride),
+            lr=[float(group["lr"]) for group in self._optimizer.param_groups],
+            used_norm=norm(known),
+            gradient_bytes=sum(g.numel() * g.element_size() for g in known),
+            gradient_dtypes=sorted({dtype_name(g) for g in known}),
+        )
+
+    def _record_local(self) -> None:
+        """Record this rank's own gradient of the first step, if backward was seen."""
+        local, self._finder.local = self._finder.local, {}
+        if local:
+            zero = torch.zeros(())
+            own = [local.get(id(p), zero.expand(p.shape)) for p in self._parameters]
+            self._elements["local"] = sample(own, self._stride)
+            self._steps[0]["local_norm"] = norm(list(local.values()))
+
+    def facts(self) -> dict[str, Any]:
+        """Return the size of a step and of the model."""
+        step = self._steps[0]
+        return {
+            "samples": len(step["samples"]),
+            "gradient_bytes": step["gradient_bytes"],
+            "parameters": sum(p.numel() for p in self._parameters),
+            "lr": step["lr"],
+        }
+
+    def finish(self) -> dict[str, Any]:
+        """Return the trace, and record no more."""
+        finder, elements = self._finder, self._elements
+        finder.stop_recording()
+        elements["final"] = sample(self._parameters, self._stride)
+        buffers = [] if finder.root is None else list(finder.root.named_buffers())
+        floating = [b for _, b in buffers if b.is_floating_point()]
+        means = [
+            torch.full_like(b, name.endswith("running_mean"))
+            for name, b in buffers
+            if b.is_floating_point()
+        ]
+        elements["buffers"] = sample(floating, stride(floating))
+        elements["means"] = sample(means, stride(floating))
+        for step in self._steps:
+            step.pop("is_over", None)
+        return {
+            **self._about,
+            "precision": finder.precision,
+            "elements": elements,
+            "steps": self._steps,
+            "optimizer_steps": len(self._steps),
+            "final_sha256": fingerprint(self._parameters),
+            "final_buffers_sha256": fingerprint([b for _, b in buffers]),
+        }
+
+
+def named_parameters(
+    optimizer: torch.optim.Optimizer, root: nn.Module | None
+) -> tuple[list[str], list[Tensor]]:
+    """Return the parameters of the model, or the optimizer's if the model lacks some of them."""
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    named = [] if root is None else list(root.named_parameters())
+    if {id(p) for p in own} <= {id(p) for _, p in named}:
+        return [plain_name(name) for name, _ in named], [p for _, p in named]
+    return [f"parameter {i}" for i in range(len(own))], own
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what wrappers put before it."""
+    while prefix := next((p for p in _PREFIXES if name.startswith(p)), ""):
+        name = name[len(prefix) :]
+    return name
+
+
+def engine_world() -> tuple[int, int] | None:
+    """Return rank and number of ranks, as the engine in use knows them; None without one."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank()), int(distributed.get_world_size())
+    for name in ("horovod.torch", "hvdtrain.hvd"):
+        hvd = sys.modules.get(name)
+        if hvd is not None and hasattr(hvd, "is_initialized") and hvd.is_initialized():
+            return int(hvd.rank()), int(hvd.size())
+    return None
+
+
+def engine_name() -> str:
+    """Return which engine averages, as far as it can be seen from here."""
+    for name in ("horovod.torch", "hvdtrain.hvd"):
+        hvd = sys.modules.get(name)
+        if hvd is not None and hasattr(hvd, "is_initialized") and hvd.is_initialized():
+            return name
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return f"torch.distributed, {distributed.get_backend()}"
+    return "none"
+
+
+def fingerprint(tensors: Sequence[Tensor]) -> str:
+    """Return a hash of dtypes, shapes and bytes, in this order; names differ between scripts."""
+    digest = hashlib.sha256()
+    for t in tensors:
+        digest.update(f"{t.dtype} {tuple(t.shape)}".encode())
+        digest.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def pieces(t: Tensor) -> Iterator[Tensor]:
+    """Yield views of at most PIECE elements that cover `t`, in any memory format."""
+    if t.numel() <= PIECE:
+        yield t
+        return
+    longest = max(range(t.dim()), key=t.size)
+    for part in t.chunk(-(-t.numel() // PIECE), longest):
+        yield from pieces(part)
+
+
+def norm(tensors: Sequence[Tensor]) -> float:
+    """Return the norm of all tensors together, in float64."""
+    total = 0.0
+    for t in tensors:
+        for piece in pieces(t.detach()):
+            total += float(piece.double().square().sum())
+    return math.sqrt(total)
+
+
+def stride(tensors: Sequence[Tensor]) -> int:
+    """Return the sampling stride. It restarts in each tensor, so that each has a sample."""
+    room = max(1, MAX_SAMPLED - len(tensors))
+    return max(1, -(-sum(t.numel() for t in tensors) // room))
+
+
+def sample(tensors: Sequence[Tensor], every: int) -> Any:
+    """Return each tensor's elements at the stride `every`, in float64, in one array."""
+
+    def sampled(t: Tensor) -> Any:
+        chosen = t.detach().take(torch.arange(0, t.numel(), every, device=t.device))
+        return chosen.double().cpu().numpy()
+
+    return np.concatenate([sampled(t) for t in tensors]) if tensors else np.empty(0)
+
+
+def hash_samples(batch: Any) -> list[str]:
+    """Return one hash per sample of a model's input: of its row in every tensor that has rows.
+
+    The first tensor defines the number of samples. A tensor with fewer dimensions or another length
+    counts as part of every sample. Empty for an input without tensors.
+    """
+    found: list[Tensor] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, Tensor):
+            found.append(value.detach().cpu().contiguous())
+        elif isinstance(value, dict):
+            for item in value.values():
+                walk(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                walk(item)
+
+    walk(batch)
+    count = (found[0].shape[0] if found[0].dim() else 1) if found else 0
+    if not count:
+        return []
+    shared, rows = hashlib.blake2b(digest_size=8), []
+    for t in found:
+        data = t.reshape(-1).view(torch.uint8).numpy()
+        if t.dim() and t.shape[0] == count:
+            rows.append(data.reshape(count, -1))
+        else:
+            shared.update(data.data)
+    hashes = []
+    for i in range(count):
+        digest = shared.copy()
+        for row in rows:
+            digest.update(row[i].data)
+        hashes.append(digest.hexdigest())
+    return hashes
+
+
+def settings(group: dict[str, Any]) -> dict[str, str]:
+    """Return the hyper-parameters of a group without learning rates."""
+    return {
+        k: str(group[k]) for k in sorted(group) if k not in _HOW_OPTIONS and not k.endswith("lr")
+    }
+
+
+def dtype_name(t: Tensor) -> str:
+    """Return "float32" for torch.float32."""
+    return str(t.dtype).removeprefix("torch.")
+
+
+PROBE = Probe(os.environ["HVDTRAIN_PROBE"], int(os.environ.get("HVDTRAIN_PROBE_OPTIMIZER", "1")))
+torch_optimizer.register_optimizer_step_pre_hook(PROBE.before)
+torch_optimizer.register_optimizer_step_post_hook(PROBE.after)

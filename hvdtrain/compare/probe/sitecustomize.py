@@ -1,0 +1,90 @@
+"""Loads the probe in a process that imports torch.optim: see the package.
+
+It is found through PYTHONPATH, runs the `sitecustomize` that it hides, and binds a rank to its
+share of the cores before any library starts threads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_HOOKED = "torch.optim.optimizer"
+# Rank and number of ranks on this host, as launchers tell them.
+_LOCAL = (
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+
+
+def run_hidden() -> None:
+    """Run the next `sitecustomize` of the path, if there is one, as Python would have."""
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _FOLDER]
+    this = sys.modules.pop("sitecustomize", None)
+    try:
+        importlib.import_module("sitecustomize")
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+        if this is not None:
+            sys.modules["sitecustomize"] = this
+
+
+def bind_to_cores() -> None:
+    """Bind a rank to its share of the cores; one core if the ranks of the host exceed them."""
+    for rank, size in _LOCAL:
+        if rank in os.environ and os.environ.get(size, "").isdigit():
+            at, ranks = int(os.environ[rank]), int(os.environ[size])
+            cores = sorted(os.sched_getaffinity(0))
+            share = len(cores) // ranks
+            own = cores[at * share :][:share] if share else [cores[at % len(cores)]]
+            os.sched_setaffinity(0, own)
+            return
+
+
+class Finder:
+    """Loads the probe right after `torch.optim.optimizer`."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the module's own spec, with a loader that loads the probe afterwards."""
+        if name != _HOOKED:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_hook(module: ModuleType) -> None:
+            run(module)
+            load_probe()
+
+        vars(spec.loader)["exec_module"] = run_and_hook
+        return spec
+
+
+def load_probe() -> None:
+    """Import `hvdtrain_probe` from this folder, which registers its hooks."""
+    where = os.path.join(_FOLDER, "hvdtrain_probe.py")
+    spec = importlib.util.spec_from_file_location("hvdtrain_probe", where)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["hvdtrain_probe"] = module
+    spec.loader.exec_module(module)
+
+
+run_hidden()
+if "HVDTRAIN_PROBE" in os.environ:
+    if os.environ.get("HVDTRAIN_PROBE_PIN") == "1":
+        bind_to_cores()
+    sys.meta_path.insert(0, Finder())

@@ -1,0 +1,56 @@
+"""One process that trains, in the ways in which scripts differ: the argument says which."""
+
+import os
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+KIND = sys.argv[1] if len(sys.argv) > 1 else ""
+if KIND == "no optimizer":
+    print("nothing to train")
+    sys.exit()
+if KIND == "changes folder":
+    os.chdir("/")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(64, 5), torch.randn(64, 1))
+model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
+other = nn.Linear(5, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+second = torch.optim.Adam(other.parameters(), lr=0.001)
+if KIND == "lbfgs":
+    optimizer = torch.optim.LBFGS(model.parameters())
+loader = DataLoader(data, batch_size=4, num_workers=int(KIND == "workers"))
+scaler = torch.amp.GradScaler("cpu", enabled=KIND == "scaler")
+step = 0
+while True:
+    for inputs, labels in loader:
+        if KIND == "accumulates" and step % 2 == 0:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), labels).backward()
+            step += 1
+            continue
+
+        def closure() -> torch.Tensor:
+            if KIND != "accumulates":
+                optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs), labels)  # noqa: B023
+            scaler.scale(loss).backward()
+            return loss
+
+        if KIND in ("closure", "lbfgs"):
+            optimizer.step(closure)
+        else:
+            closure()
+            scaler.step(optimizer)
+            scaler.update()
+        if KIND == "two optimizers":
+            second.zero_grad()
+            other(inputs).mean().backward()
+            second.step()
+        step += 1
+        if KIND == "ends" and step == 3:
+            sys.exit()
+        if KIND == "fails" and step == 3:
+            raise ValueError("broken")

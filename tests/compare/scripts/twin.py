@@ -1,0 +1,46 @@
+"""One training in many versions: the argument says which mistake this one has."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+KIND = sys.argv[1]
+dist.init_process_group("gloo")
+torch.manual_seed(1 if KIND == "seed" else 0)
+model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+if KIND == "dropped layer":
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
+if KIND == "frozen layer":
+    model[2].requires_grad_(False)
+if KIND == "bf16":
+    model = model.bfloat16()
+torch.manual_seed(7)
+data = TensorDataset(torch.randn(512, 20), torch.randint(0, 4, (512,)))
+net = model
+if KIND not in ("missing average", "clip before average"):
+    net = DistributedDataParallel(model)
+kind = torch.optim.Adam if KIND == "another optimizer" else torch.optim.SGD
+optimizer = kind(model.parameters(), lr=0.1 if KIND == "lr" else 0.05)
+sampler = DistributedSampler(data, shuffle=True, seed=3 if KIND == "order" else 0)
+loader = DataLoader(data, batch_size=8 if KIND == "half batch" else 16, sampler=sampler)
+while True:
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        if KIND == "bf16":
+            inputs = inputs.bfloat16()
+        nn.functional.cross_entropy(net(inputs), labels).backward()
+        if KIND == "clip before average":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+        if KIND == "clip after average":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if KIND == "sum":
+            for p in model.parameters():
+                p.grad *= dist.get_world_size()
+        optimizer.step()

@@ -1,0 +1,239 @@
+"""Commands as arms: the probe takes the steps of scripts that know nothing of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.compare import probe
+from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
+from tests.launching import clean_env, run, wait_until
+from tests.messages import Message
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ALONE = SCRIPTS / "alone.py"
+
+
+@contextmanager
+def probed(tmp_path: Path, kind: str, optimizer: int = 1, **env: str) -> Iterator[ArmProcess]:
+    """The script alone.py, in one process, which has taken its first step."""
+    at = tmp_path / "socket"
+    settings = probe.environment({**clean_env(), **env}, at, optimizer=optimizer)
+    line = [sys.executable, str(ALONE), kind]
+    made = ArmProcess(line, None, settings, at, tmp_path / "log", has_launcher=False)
+    try:
+        made.meet(60)
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.mark.parametrize(
+    ("kind", "samples"),
+    [("", 4), ("closure", 4), ("scaler", 4), ("accumulates", 8), ("changes folder", 4)],
+)
+def test_a_script_is_measured_as_it_is(tmp_path: Path, kind: str, samples: int) -> None:
+    with probed(tmp_path, kind) as arm:
+        assert arm.size == 1
+        (facts,) = arm.call("open")
+        assert (facts["samples"], facts["parameters"], facts["lr"]) == (samples, 22, [0.01])
+        (trace,) = arm.call("trace", 3)
+        assert [len(step["samples"]) for step in trace["steps"]] == [samples] * 3
+        assert [step["micro_batches"] for step in trace["steps"]] == [samples // 4] * 3
+        assert all(step["used_norm"] > 0 for step in trace["steps"])
+        moved = trace["elements"]["final"] - trace["elements"]["initial"]
+        if kind != "scaler":  # the first step moves against the gradient of the first sample
+            assert (trace["elements"]["used"] * moved).sum() < 0
+        (times,) = arm.call("time_steps", 5, 2)
+        assert len(times["step_ms"]) == len(times["input_ms"]) == 5
+        assert arm.call("fingerprint")[0][0] == 3 + 7
+
+
+def test_both_ways_to_step_train_the_same(tmp_path: Path) -> None:
+    """With a closure the gradient is there only after the step."""
+    found = []
+    for kind in ("", "closure"):
+        (tmp_path / kind).mkdir(exist_ok=True)
+        with probed(tmp_path / kind, kind) as arm:
+            arm.call("open")
+            (trace,) = arm.call("trace", 2)
+            found.append(trace)
+    plain, closure = found
+    for name in ("steps", "initial_sha256", "final_sha256"):
+        assert plain[name] == closure[name]
+    for name in ("used", "local", "largest"):
+        assert (plain["elements"][name] == closure["elements"][name]).all()
+
+
+@pytest.mark.parametrize(("number", "parameters"), [(1, 22), (2, 6)])
+def test_the_optimizer_that_is_asked_for(tmp_path: Path, number: int, parameters: int) -> None:
+    with probed(tmp_path, "two optimizers", number) as arm:
+        assert arm.call("open")[0]["parameters"] == parameters
+        (trace,) = arm.call("trace", 3)
+        assert trace["optimizer"] == ("SGD", "Adam")[number - 1]
+        assert trace["optimizer_steps"] == 3
+
+
+@pytest.mark.parametrize("kind", ["lbfgs", "no optimizer", "ends", "fails"])
+def test_a_script_that_cannot_be_measured(tmp_path: Path, kind: str, message: Message) -> None:
+    with pytest.raises(ArmFailed) as raised:
+        open_and_trace(tmp_path, kind)
+    message(raised.value)
+
+
+def open_and_trace(tmp_path: Path, kind: str) -> None:
+    """Have ten steps of a script recorded."""
+    with probed(tmp_path, kind) as arm:
+        arm.call("open")
+        arm.call("trace", 10)
+
+
+def test_the_workers_of_a_loader_are_stopped_too(tmp_path: Path) -> None:
+    with probed(tmp_path, "workers") as arm:
+        arm.call("open")
+        arm.call("trace", 2)
+        (pid,) = arm.pids
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        assert children
+        for process in (str(pid), *children):
+            wait_until(functools.partial(is_stopped, process), f"the stop of {process}")
+
+
+def is_stopped(pid: str) -> bool:
+    """Return whether a process is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_a_sitecustomize_of_the_users_own_runs(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("print('my own sitecustomize')")
+    with probed(tmp_path, "", PYTHONPATH=str(own)) as arm:
+        arm.call("open")
+    assert "my own sitecustomize" in (tmp_path / "log").read_text()
+
+
+def test_without_the_variable_nothing_is_loaded(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(probe.FOLDER)}
+    text = "import sys, torch.optim; print('hvdtrain_probe' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def compared(tmp_path: Path, *arguments: object, timeout: float = 150) -> tuple[int, Any, str]:
+    """Compare; return the exit code, compare.json and the output."""
+    folder = tmp_path / "compared"
+    line = [sys.executable, "-m", "hvdtrain", "compare", *map(str, arguments)]
+    done = run([*line, "--max-foreign", "100%", "--output", str(folder)], timeout=timeout)
+    file = folder / "compare.json"
+    return done.code, json.loads(file.read_text()) if file.exists() else {}, done.output
+
+
+def torchrun(script: str, *arguments: str, ranks: int = 2, module: str = "") -> str:
+    """Return the command line of a script under torchrun."""
+    line = ["torchrun", "--nproc-per-node", str(ranks), *(["-m", module] if module else [])]
+    return shlex.join([*line, str(SCRIPTS / script), *arguments])
+
+
+SHORT = ("--blocks", "6", "--steps", "5", "--proof-steps", "4")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("horovod")
+def test_a_horovod_script_and_its_port(tmp_path: Path) -> None:
+    """Real Horovod, which runs the hooks of a step twice; the same script on hvdtrain.hvd; DDP."""
+    code, record, output = compared(
+        tmp_path,
+        torchrun("ddp.py"),
+        f"mpirun -np 2 {sys.executable} {SCRIPTS / 'hvd.py'}",
+        torchrun("hvd.py", module="hvdtrain.hvd"),
+        *SHORT,
+        timeout=170,
+    )
+    assert code == 0, output
+    assert {row["verdict"] for row in record["parity"]} == {"bitwise"}
+    assert list(record["arms"]) == [
+        "torchrun ddp.py",
+        "mpirun hvd.py",
+        "torchrun hvd.py",
+        "torchrun ddp.py again",
+    ]
+    assert {arm["samples_per_step"] for arm in record["arms"].values()} == {32}
+
+
+# The mistakes that people make when they port a script, and a word of the cause that is named.
+TWINS = {
+    "seed": "another seed",
+    "order": "other samples",
+    "lr": "multiplies the learning rate by the number of ranks",
+    "missing average": "gradients are not synchronised",
+    "clip before average": "clipped before they are synchronised",
+    "half batch": "batch size",
+    "dropped layer": "another model",
+    "bf16": "bfloat16",
+    "another optimizer": "optimizer",
+    "frozen layer": "parameters without a gradient",
+    "sum": "the division is missing",
+}
+
+
+@pytest.mark.exhaustive
+def test_wrong_twins_are_refused_with_their_cause(tmp_path: Path) -> None:
+    named: list[object] = []
+    for kind in ("right", *TWINS):
+        named += ["-n", kind, torchrun("twin.py", kind)]
+    code, record, output = compared(tmp_path, *named, *SHORT, timeout=175)
+    assert code == 1, output
+    arms = record["arms"]
+    assert {kind: arms[kind]["status"] for kind in TWINS} == dict.fromkeys(TWINS, "refused")
+    for kind, words in TWINS.items():
+        assert words in arms[kind]["reason"], arms[kind]["reason"]
+    assert arms["right"]["status"] == arms["right again"]["status"] == "measured"
+
+
+def test_other_work_is_timed_if_allowed(tmp_path: Path) -> None:
+    code, record, output = compared(
+        tmp_path,
+        torchrun("twin.py", "right"),
+        torchrun("twin.py", "lr"),
+        "--allow-different",
+        *SHORT,
+    )
+    assert code == 0, output
+    assert "unequal work: torchrun twin.py (2)" in output
+    assert record["arms"]["torchrun twin.py (2)"]["status"] == "measured"
+
+
+@pytest.mark.exhaustive
+def test_other_numbers_of_ranks_are_other_work(tmp_path: Path) -> None:
+    code, record, output = compared(
+        tmp_path, torchrun("ddp.py"), "-n", "two", torchrun("ddp.py", ranks=1), "-n", "one", *SHORT
+    )
+    assert code == 1, output
+    assert record["arms"]["one"]["reason"] == "1 ranks, and two has 2: that is other work"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("python a.py", "--task", "mlp", "--set", "a=b"),
+        ("python a.py", "python b.py", "-n", "one"),
+        ("python 'a.py",),
+        ("python a.py", "--baseline", "b"),
+    ],
+    ids=str,
+)
+def test_bad_input(arguments: tuple[str, ...], message: Message) -> None:
+    done = run([sys.executable, "-m", "hvdtrain", "compare", *arguments], timeout=60)
+    assert done.code == 2
+    message(done.output)
