@@ -110,32 +110,6 @@ class Block:
 
 
 @dataclass
-class BreakdownTimes:
-    """The parts of one arm's steps."""
-
-    input_ms: RankTimes = field(default_factory=list)
-    compute_ms: RankTimes = field(default_factory=list)
-    optimizer_ms: RankTimes = field(default_factory=list)
-
-
-@dataclass
-class BreakdownPass:
-    """One pass over all arms with a barrier before each step, timed part by part."""
-
-    block: int
-    arms: dict[str, BreakdownTimes] = field(default_factory=dict)
-    kept: bool = True
-
-
-@dataclass
-class CopyTimes:
-    """Copies of as many bytes as all gradients, by all ranks at once."""
-
-    bytes: int | None = None
-    memcpy_ms: list[float] = field(default_factory=list)
-
-
-@dataclass
 class ParityRow:
     """The verdict on the work of one arm."""
 
@@ -257,10 +231,6 @@ class Record:
     parity: list[ParityRow] = field(default_factory=list)
     ends: list[dict[str, tuple[int, str]]] = field(default_factory=list)
     """Per start, by arm: steps taken, and the hash of the parameters, equal on all ranks."""
-    phases: list[BreakdownPass] = field(default_factory=list)
-    """The breakdown of steps."""
-    anchors: dict[str, CopyTimes] = field(default_factory=dict)
-    """By world size."""
 
     @property
     def kept_blocks(self) -> list[Block]:

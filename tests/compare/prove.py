@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch.optim.optimizer as torch_optimizer
+from torch import nn
+
 from hvdtrain import Backend, TrainConfig, Trainer
 from hvdtrain.backends import load
-from hvdtrain.compare.proof.trace_recorder import record_trace
+from hvdtrain.compare.probe.hvdtrain_probe import Probe
 from hvdtrain.compare.proof.work_trace import RankTrace
 from hvdtrain.compare.run.by_hand import ByHand
+from hvdtrain.compare.run.messages import trace_of
 from hvdtrain.tasks.digits import Digits
 from hvdtrain.training.task import Task
 from tests.compare import faulty
 
 STEPS = 4
 CONFIG = TrainConfig(seed=3, batch_size=8, threads=1, epochs=1)
+
+
+def record_trace(made: Trainer | ByHand, steps: Iterator[Any], num_steps: int) -> RankTrace:
+    """Take steps of a loop in this process; return what the probe records of them."""
+    probe = Probe()
+    probe.take(num_steps)
+    handle = probe.watch(made.optimizer, made.model)
+    made.on_batch = probe.record_batch
+    try:
+        for _ in range(num_steps):
+            next(steps)
+            probe.end_step()
+        found = probe.call_trace(num_steps)
+    finally:
+        handle.remove()
+        made.on_batch = None
+    assert found is not None
+    return trace_of(found, made.config)
 
 
 def tasks() -> dict[str, Task]:
@@ -74,8 +97,11 @@ def hooks_left(opened: Backend, /, name: str) -> dict[str, object]:
 def _hooks(made: Trainer) -> dict[str, object]:
     optimizer: Any = made.optimizer
     return {
-        "on_batch": made.on_batch,
-        "average_gradients": "average_gradients" in vars(made.backend),
+        "call": nn.Module.__call__,
+        "of all": (
+            len(torch_optimizer._global_optimizer_pre_hooks),
+            len(torch_optimizer._global_optimizer_post_hooks),
+        ),
         "pre": len(optimizer._optimizer_step_pre_hooks),
-        "post": len(optimizer._optimizer_step_post_hooks),
+        "of parameters": sum(len(p._backward_hooks or ()) for p in made.model.parameters()),
     }

@@ -74,7 +74,6 @@ def exact_record(
         "baseline": "a",
         "arms": arms,
         "blocks": found,
-        "anchors": {"2": {"memcpy_ms": [0.5, 1.0, 9.0]}},
         "config": {"max_foreign": 0.5, "proof_steps": 20, "scaling": scaling},
     }
 
@@ -106,14 +105,6 @@ def make_record(
     record = _head(ranks, scaling, outcome, blocks) | {"arms": arms}
     record["parity"] = [_parity(arm) for arm in arms.values() if arm["role"] != "ceiling"]
     record["blocks"] = [_block(rng, index, arms) for index in range(blocks)]
-    record["phases"] = [_phases(rng, index, arms) for index in range(0, blocks, 3)]
-    record["anchors"] = {
-        str(size): {
-            "memcpy_ms": [_r(5.2 * _noise(rng)) for _ in range(15)],
-            "bytes": GRADIENT_BYTES,
-        }
-        for size in ranks
-    }
     return record
 
 
@@ -151,7 +142,7 @@ def _arm(name: str, size: int, several: bool, scaling: str | None) -> Record:
         "backend": backend,
         "transport": transport or None,
         "launcher": launcher,
-        "command": f"{launcher} -np {size} python -m hvdtrain.compare.run.worker",
+        "command": f"{launcher} -np {size} python -m hvdtrain.compare.run.arm_script",
         "status": "measured",
         "reason": None,
         "log": None,
@@ -242,17 +233,3 @@ def _block(rng: np.random.Generator, index: int, arms: dict[str, Record]) -> Rec
         }
     why = "other processes took 60 % of the cores" if busy else None
     return {"index": index, "generation": 0, "kept": not busy, "dropped": why, "arms": rows}
-
-
-def _phases(rng: np.random.Generator, index: int, arms: dict[str, Record]) -> Record:
-    rows = {}
-    for key, arm in arms.items():
-        if arm["status"] == "failed" and index >= 3:
-            continue
-        size, drift = arm["ranks"], _noise(rng, 0.02, 0)
-        rows[key] = {
-            "input_ms": _steps(rng, 0.8 * drift, size, 6),
-            "compute_ms": _steps(rng, (true_step_ms(arm) - 2.8) * drift, size, 6),
-            "optimizer_ms": _steps(rng, 2.0 * drift, size, 6),
-        }
-    return {"block": index, "arms": rows}

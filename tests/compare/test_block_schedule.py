@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from hvdtrain.compare.compare_options import CompareOptions
-from hvdtrain.compare.record import Block, BreakdownPass, Record
+from hvdtrain.compare.record import Block
 from hvdtrain.compare.run import block_schedule
 from hvdtrain.compare.run.arms import choose_all_arms
-from hvdtrain.compare.run.block_schedule import BlockSchedule, pass_is_due
+from hvdtrain.compare.run.block_schedule import BlockSchedule
 from hvdtrain.compare.run.comparison import Comparison
 
 
@@ -112,15 +112,3 @@ def test_a_number_of_blocks_is_exact(clock: Clock) -> None:
     clock.now_s += 1000
     assert plan.why_to_stop(11, 11, 3, [0.0]) is None
     assert plan.why_to_stop(12, 3, 3, [0.5]) == "the number of blocks asked for"
-
-
-def test_passes_follow_kept_blocks() -> None:
-    record = Record(arms={}, blocks=[])
-    due = []
-    for index in range(24):
-        record.blocks.append(Block(index, {}, kept=index != 4))
-        if pass_is_due(record):
-            due.append(index)
-            record.phases.append(BreakdownPass(index))
-    # After 2, 6, 10, ... kept blocks, so that there are enough passes for an interval after 22.
-    assert due == [1, 6, 10, 14, 18, 22]

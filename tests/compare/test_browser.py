@@ -175,7 +175,7 @@ def test_who_cannot_see_it_has_words_and_headings(browser: Any, page: str) -> No
     labels = opened(browser, page).execute_script(
         "return [...document.querySelectorAll('img')].map(e => e.alt)"
     )
-    assert len(labels) == 4
+    assert len(labels) == 3
     assert all(len(label) > 40 for label in labels)
     levels = browser.execute_script(
         "return [...document.querySelectorAll('h1,h2,h3,h4')].map(h => +h.tagName[1])"

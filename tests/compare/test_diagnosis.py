@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from hvdtrain.compare.probe.hvdtrain_probe import hash_samples, sample, stride
 from hvdtrain.compare.proof.gradient_diagnosis import round_to
 from hvdtrain.compare.proof.parity import compare
-from hvdtrain.compare.proof.trace_recorder import _sample, _stride, hash_samples
 from hvdtrain.compare.proof.work_trace import (
     MAX_SAMPLED,
     Array,
@@ -69,8 +69,11 @@ def arm(n: int, gradients: list[Array] | None = None, noise: float = 0.0, **chan
 def verdict(subject: Arm, **more: Any) -> ParityRow:
     n = subject[0].world_size
     base = more.pop("base", arm(n))
-    traces = {"base": base, "again": copy.deepcopy(base), "alone": arm(n, local_gradients(n))}
-    rows = compare({**traces, **more, "arm": subject}, "base", "again", "alone")
+    for trace, own in zip(base, local_gradients(n), strict=True):
+        trace.elements.local = own
+        trace.steps[0].local_norm = float(np.linalg.norm(own))
+    traces = {"base": base, "again": copy.deepcopy(base)}
+    rows = compare({**traces, **more, "arm": subject}, "base", "again")
     return next(row for row in rows if row.arm == "arm")
 
 
@@ -511,13 +514,13 @@ def test_nothing_is_compared_with_a_baseline_that_proves_nothing() -> None:
 
 def test_a_sample_has_a_part_of_every_parameter() -> None:
     tensors = [torch.arange(700_000.0), torch.ones(3), torch.ones(500, 500)]
-    stride = _stride(tensors)
-    counts = [-(-t.numel() // stride) for t in tensors]
-    found = _sample(tensors, stride)
+    every = stride(tensors)
+    counts = [-(-t.numel() // every) for t in tensors]
+    found = sample(tensors, every)
     assert min(counts) >= 1
     assert MAX_SAMPLED // 2 < len(found) == sum(counts) <= MAX_SAMPLED
-    assert found[1] == stride
-    assert np.array_equal(_sample(tensors[1:2], _stride(tensors[1:2])), np.ones(3))
+    assert found[1] == every
+    assert np.array_equal(sample(tensors[1:2], stride(tensors[1:2])), np.ones(3))
 
 
 def test_samples_are_told_apart_by_their_content() -> None:

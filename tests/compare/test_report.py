@@ -26,7 +26,7 @@ from hvdtrain.compare.analysis import stats
 from hvdtrain.compare.analysis.foreign_load import why_dropped
 from hvdtrain.compare.analysis.summary import summarise
 from hvdtrain.compare.record import parse
-from hvdtrain.compare.report import figure_style, figures, html_report, terminal
+from hvdtrain.compare.report import figures, html_report, terminal
 from hvdtrain.errors import InputError
 from tests.compare.records import FAILED, make_record, summary_of
 
@@ -111,7 +111,6 @@ def test_the_page_has_the_numbers_of_the_summary(written: Path, summary: Record)
         expected = [f"{ratio} {formatting.interval(row['low'], row['high'])}"]
         for name in ("step_ms", "p95_ms", "samples_per_s"):
             expected.append(formatting.figures(row[name]))
-        expected.append(formatting.percent(row["percent_of_ideal"]))
         expected.append(formatting.figures(row["cpu_s_per_step"]))
         expected.append(formatting.figures(row["peak_mib"], 4))
         expected.append(str(row["blocks"]))
@@ -192,7 +191,7 @@ def test_the_command_prints_the_summary_and_writes_the_same_files_again(
     written: Path, summary: Record, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {path.name: path.read_bytes() for path in written.iterdir()}
-    pictures = {"steps.png", "ratios.png", "phases.png", "scaling.png"}
+    pictures = {"steps.png", "ratios.png", "scaling.png"}
     assert files.keys() == {"compare.json", "report.html", "speed.csv", "blocks.csv"} | pictures
     command.main([str(written), "--json"], standalone_mode=False)
     assert json.loads(capsys.readouterr().out) == summary
@@ -210,7 +209,7 @@ def test_the_page_needs_nothing_else_and_its_links_lead_somewhere(written: Path)
     assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', page)) <= set(ids)
 
 
-@pytest.mark.parametrize("name", ["steps", "ratios", "phases", "scaling"])
+@pytest.mark.parametrize("name", ["steps", "ratios", "scaling"])
 def test_pictures_are_not_blank(written: Path, name: str) -> None:
     from PIL import Image
 
@@ -288,7 +287,7 @@ def test_what_the_page_says(
 def test_the_verdict_comes_before_any_speed(written: Path) -> None:
     text = text_of((written / "report.html").read_text())
     order = ["did the same work", "Times as fast as the baseline", "In words", "In pictures"]
-    order += ["Breakdown of a step", "How this was measured", "Environment"]
+    order += ["How this was measured", "Environment"]
     places = [text.index(part) for part in order]
     assert places == sorted(places)
 
@@ -315,39 +314,15 @@ def test_every_question_of_reviewers_has_an_answer() -> None:
         assert "None" not in answer
 
 
-@pytest.mark.parametrize("num_blocks", [5, 18])
-def test_communication_of_few_passes_is_not_claimed(num_blocks: int) -> None:
-    """But drawn, and marked: without it the bars of arms would be equal."""
-    found = parse(make_record(blocks=num_blocks, failed=None))
-    summary = summarise(found)
-    few = len(found.phases) < 6
-    text = text_of(html_report.page(found, summary, []))
-    assert ("from too few passes:" in text) == few
-    picture = figures.breakdown(summary)
-    assert picture is not None
-    drawn = picture.draw(figure_style.WIDE)
-    labels = [entry.get_text() for legend in drawn.legends for entry in legend.get_texts()]
-    assert ("communication, from too few passes to tell" in labels) == few
-    lengths: dict[float, float] = {}
-    axes: Any = drawn.axes[0]
-    for bar in axes.patches:
-        lengths[bar.get_y()] = lengths.get(bar.get_y(), 0.0) + bar.get_width()
-    arms = [row.arm for row in summary.speed]
-    by_arm = dict(zip(arms, (lengths[place] for place in sorted(lengths)), strict=True))
-    assert by_arm["ddp/mpi"] > 1.3 * by_arm["no communication"]
-
-
 def test_where_no_block_counts_it_says_so_once_and_shows_no_figures() -> None:
     found = make_record(blocks=6, failed=None)
     for block in found["blocks"]:
         block.update(kept=False, dropped="others took 60 % of the cores", foreign=0.6, steal=0.0)
-    assert found["phases"]
     found["note"] = f"no block counts: 6 were dropped, {why_dropped(parse(found).blocks, 0.5)}"
     page, printed = page_of(found), " ".join(" ".join(shown(found, 100)).split())
     for text in (text_of(page), printed):
         assert text.count("6 were dropped, since others took 60 % of the cores") == 1
         assert "not enough blocks" not in text
-        assert "Breakdown of a step" not in text
     assert printed.count("no block counts") == len(found["arms"]) + 1  # in the table, and below
     assert "<picture" not in page
 

@@ -19,25 +19,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvdtrain import Backend, BackendOptions, TrainConfig, detect, open_backend
+from hvdtrain import Backend, TrainConfig
 from hvdtrain.backends import load
 from hvdtrain.cli.compare import command
 from hvdtrain.compare.compare_options import CompareOptions
+from hvdtrain.compare.probe.hvdtrain_probe import norm, sample, stride
 from hvdtrain.compare.proof.diagnosis import explain_rate
-from hvdtrain.compare.proof.trace_recorder import TraceRecorder, _sample, record_trace
 from hvdtrain.compare.proof.work_trace import RankTrace
 from hvdtrain.compare.record import Record
 from hvdtrain.compare.run import arm_process
-from hvdtrain.compare.run.arm_pool import WORKER, ArmPool, without_launcher
+from hvdtrain.compare.run.arm_pool import ARM_SCRIPT, ArmPool, without_launcher
 from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
+from hvdtrain.compare.run.arm_script import LOOPS, describe_data
 from hvdtrain.compare.run.arms import LAUNCHERS, choose_device, parse
 from hvdtrain.compare.run.no_communication import NoCommunication
-from hvdtrain.compare.run.worker import LOOPS, describe_data
 from hvdtrain.errors import InputError
 from hvdtrain.tasks.digits import Digits
 from hvdtrain.tasks.mlp import MLP
-from hvdtrain.training.precision import Precision
 from tests import ranks as live
+from tests.compare.prove import record_trace
 from tests.launching import clean_env
 
 OPTIONS = {name for option in command.params for name in option.opts}
@@ -55,7 +55,7 @@ def advised(text: str) -> set[str]:
 @contextmanager
 def worker(task: str, *settings: str) -> Iterator[ArmProcess]:
     """A live rank alone, with the task open."""
-    command = [sys.executable, *WORKER]
+    command = [sys.executable, *ARM_SCRIPT]
     config = {"task": task, "set": settings, "batch_size": 8, "device": "cpu", "threads": 1}
     with tempfile.TemporaryDirectory(prefix="hvdtrain-test-") as folder:
         at, log = Path(folder) / "socket", Path(folder) / "log"
@@ -79,14 +79,14 @@ def test_cores_are_divided_into_threads_before_a_rank_is_bound(
     line = [part.format(ranks=2) for part in LAUNCHERS["torchrun"]]
     config = {"task": "digits", "device": "cpu", "transport": "gloo", "threads": None}
     at = tmp_path / "at"
-    made = ArmProcess([*line, *WORKER, str(at)], 2, clean_env(), at, tmp_path / "log")
+    made = ArmProcess([*line, *ARM_SCRIPT, str(at)], 2, clean_env(), at, tmp_path / "log")
     try:
         made.meet(60)
         facts = made.call("open", "ddp", "trainer", config, True, per_host)
     finally:
         made.end()
-    assert [rank.settings.threads for rank in facts] == [max(1, cores // per_host)] * 2
-    assert [len(rank.settings.affinity) for rank in facts] == [max(1, cores // 2)] * 2
+    assert [rank["threads"] for rank in facts] == [max(1, cores // per_host)] * 2
+    assert [len(rank["affinity"]) for rank in facts] == [max(1, cores // 2)] * 2
 
 
 def test_with_hosts_each_rank_divides_the_cores_of_its_own(
@@ -308,19 +308,6 @@ def test_what_is_said_of_the_data() -> None:
 # The memory of the proof
 
 
-def recorder(model: nn.Module) -> TraceRecorder:
-    config = TrainConfig(device="cpu")
-    loop = SimpleNamespace(
-        backend=open_backend("single", detect({}), BackendOptions(device="cpu")),
-        config=config,
-        precision=Precision(config.precision, torch.device("cpu")),
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        on_batch=None,
-    )
-    return TraceRecorder(cast("Any", loop))
-
-
 def peak_mib() -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**10
@@ -346,15 +333,15 @@ def test_the_proof_takes_little_memory() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(stored("transposed", 4096))
     model.unused = nn.Parameter(torch.zeros(4096, 4096))
-    recording = recorder(model)
-    model.weight.grad = model.weight.detach()
-    recording._norm(recording._gradients())  # whatever is made once
-    recording._sample_gradient()
+    parameters = [model.weight, model.unused]
+    every = stride(parameters)
+    norm(parameters)  # whatever is made once
+    sample(parameters, every)
     CLEAR_REFS.write_text("5")
     before = peak_mib()
-    recording._norm(recording._gradients())
+    norm(parameters)
     assert peak_mib() - before < 8
-    recording._sample_gradient()
+    sample(parameters, every)
     assert peak_mib() - before < 16  # of which the sample itself is 2
 
 
@@ -368,21 +355,16 @@ def test_the_proof_takes_little_memory() -> None:
 )
 def test_the_norm_is_that_of_all_elements(kind: str, dtype: torch.dtype) -> None:
     grad = stored(kind, 1024).to(dtype)
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.zeros_like(grad))
-    model.unused = nn.Parameter(torch.zeros(3))
-    model.weight.grad = grad.clone()
-    recording = recorder(model)
-    norm = recording._norm(recording._gradients())
-    assert norm == pytest.approx(float(grad.double().square().sum().sqrt()), rel=1e-13)
-    assert recording._norm(recording._gradients()) == norm
-    assert torch.equal(model.weight.grad, grad)
+    before, found = grad.clone(), norm([grad])
+    assert found == pytest.approx(float(grad.double().square().sum().sqrt()), rel=1e-13)
+    assert norm([grad]) == found
+    assert torch.equal(grad, before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sample_is_in_the_order_of_the_elements(kind: str) -> None:
     tensors = [stored(kind, 64), torch.zeros(()).expand(2, 3), torch.tensor(2.0)]
-    found = torch.from_numpy(_sample(tensors, 7))
+    found = torch.from_numpy(sample(tensors, 7))
     assert torch.equal(found, torch.cat([t.reshape(-1)[::7].double() for t in tensors]))
 
 

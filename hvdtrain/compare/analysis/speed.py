@@ -1,6 +1,6 @@
-"""The speed table: step times, ratios to the baseline and percent of ideal, one row per arm.
+"""The speed table: step times and ratios to the baseline, one row per arm.
 
-`summary` builds it from the record; `efficiency` and `breakdown` use `Measurements` too.
+`summary` builds it from the record; `efficiency` uses `Measurements` too.
 """
 
 from __future__ import annotations
@@ -33,16 +33,6 @@ class AgainRow:
 
 
 @dataclass(frozen=True)
-class IdealRow:
-    """The ideal step of one world size: no communication, and one copy of the gradients."""
-
-    ranks: int
-    no_communication_ms: float | None
-    memcpy_ms: float | None
-    ideal_ms: float | None
-
-
-@dataclass(frozen=True)
 class SpeedRow:
     """The speed of one arm; None where it was not measured."""
 
@@ -70,8 +60,6 @@ class SpeedRow:
     """The key of the baseline; None for a baseline."""
     verdict: str
     """That of `stats.verdict`; else "baseline" or "ceiling"."""
-    percent_of_ideal: float | None
-    ideal_note: str | None
     cpu_s_per_step: float | None
     peak_mib: float | None
     blocks: int
@@ -142,13 +130,6 @@ class Measurements:
         times = list(self.times.get(key, {}).values())
         return float(np.median(times)) if times else math.nan
 
-    def memcpy_ms(self, ranks: int) -> float:
-        """Return the ms of one copy of the gradients by all ranks at once. NaN if not measured."""
-        if ranks == 1:
-            return 0.0  # one rank alone has nothing to exchange
-        copies = self.record.anchors.get(str(ranks))
-        return float(np.median(copies.memcpy_ms)) if copies and copies.memcpy_ms else math.nan
-
 
 def again_rows(measured: Measurements) -> list[AgainRow]:
     """Return one row per world size on its A/A pair."""
@@ -159,16 +140,6 @@ def again_rows(measured: Measurements) -> list[AgainRow]:
         if ratio.blocks:
             median, spread = finite_or_none(ratio.median), finite_or_none(stats.spread(ratio))
             rows.append(AgainRow(key, ranks, median, *limits(ratio), spread, ratio.blocks))
-    return rows
-
-
-def ideal_rows(measured: Measurements) -> list[IdealRow]:
-    """Return the ideal step of each world size."""
-    rows = []
-    for ranks in measured.world_sizes:
-        alone = measured.median_ms(measured.record.key_of("ceiling", ranks))
-        copy = measured.memcpy_ms(ranks)
-        rows.append(IdealRow(ranks, *map(finite_or_none, (alone, copy, alone + copy))))
     return rows
 
 
@@ -185,7 +156,6 @@ def _speed_row(measured: Measurements, key: str, noise: float | None) -> SpeedRo
     ratio = measured.ratio(base, key) if key != base else Interval(1.0, 1.0, 1.0, 0)
     # The arm without communication does less work by design: it gets no verdict on speed.
     special = "baseline" if key == base else "ceiling" if arm.role == "ceiling" else None
-    percent, note = _percent_of_ideal(measured, key)
     step_limits, ratio_limits = limits(step), limits(ratio)
     samples = arm.samples_per_step
     blocks = measured.blocks[key].values()
@@ -211,8 +181,6 @@ def _speed_row(measured: Measurements, key: str, noise: float | None) -> SpeedRo
         high=ratio_limits[1],
         against=base if base not in (key, "") else None,
         verdict=special or stats.verdict(ratio, noise),
-        percent_of_ideal=percent,
-        ideal_note=note,
         cpu_s_per_step=_cpu_per_step(blocks),
         peak_mib=max(arm.peak_mib, default=None),
         blocks=step.blocks,
@@ -241,25 +209,6 @@ def _cpu_per_step(blocks: Iterable[ArmTimes]) -> float | None:
     timed = [block for block in blocks if block.cpu_s]
     steps = sum(len(stats.slowest(block.step_ms)) for block in timed)
     return finite_or_none(sum(sum(block.cpu_s) for block in timed) / steps) if steps else None
-
-
-def _percent_of_ideal(measured: Measurements, key: str) -> tuple[float | None, str | None]:
-    """Return the ideal step in percent of the arm's, paired by block, and a note if it is over
-    100, which is not cut.
-    """
-    ranks = measured.arms[key].ranks
-    ceiling = measured.record.key_of("ceiling", ranks)
-    if key == ceiling:
-        return None, None
-    # Per block, as for ratios: the ceiling and the arm share the machine's state in a block.
-    copy = measured.memcpy_ms(ranks)
-    ideal = {block: ms + copy for block, ms in measured.times.get(ceiling, {}).items()}
-    shares = stats.paired(ideal, measured.times[key])
-    if not shares.size:
-        return None, None
-    percent = 100 * float(np.median(shares))
-    note = "over 100: noise, or the anchors were measured under other conditions than the arm"
-    return finite_or_none(percent), note if percent > 100 else None
 
 
 def limits(found: Interval) -> tuple[float | None, float | None]:

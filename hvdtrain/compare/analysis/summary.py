@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdtrain.compare.analysis import speed
-from hvdtrain.compare.analysis.breakdown import BreakdownRow, breakdown_rows
 from hvdtrain.compare.analysis.conditions import condition_rows
 from hvdtrain.compare.analysis.efficiency import EfficiencyRow, efficiency_rows
 from hvdtrain.compare.analysis.foreign_load import LoadSummary, caution, load_summary
-from hvdtrain.compare.analysis.speed import AgainRow, IdealRow, Measurements, SpeedRow
+from hvdtrain.compare.analysis.speed import AgainRow, Measurements, SpeedRow
 from hvdtrain.compare.formatting import count
 from hvdtrain.compare.record import ParityRow, Record
 
@@ -43,9 +42,7 @@ class Summary:
     parity: list[ParityRow]
     aa: list[AgainRow]
     speed: list[SpeedRow]
-    ideal: list[IdealRow]
     sentences: list[str]
-    phases: list[BreakdownRow]
     scaling: list[EfficiencyRow]
     load: LoadSummary
     environment: list[tuple[str, str]]
@@ -71,9 +68,7 @@ def summarise(record: Record) -> Summary:
         parity=record.parity,
         aa=speed.again_rows(measured),
         speed=speed.speed_rows(measured),
-        ideal=speed.ideal_rows(measured),
         sentences=speed.sentences(measured),
-        phases=breakdown_rows(record, measured),
         scaling=efficiency_rows(record.config.scaling, measured),
         load=load_summary(record),
         environment=condition_rows(record),

@@ -16,6 +16,8 @@ this module runs in environments that lack hvdtrain.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import glob
 import hashlib
 import math
@@ -54,11 +56,15 @@ class RefusedError(Exception):
 class Probe:
     """The optimizer whose steps are taken, the connection, and the steps that are left."""
 
-    def __init__(self, address: str, first: int) -> None:
-        """`first`: which optimizer is taken, by the order in which they step first; from 1."""
-        self._address, self._first = address, first
+    def __init__(self, address: str = "", number: int = 1) -> None:
+        """`number`: which optimizer is taken, by the order in which they step first; from 1."""
+        self._address, self._number = address, number
+        self.about: dict[str, Any] = {}
+        """What the script itself says of its work, in place of what can be seen of it."""
         self._seen: list[int] = []
         self._optimizer: torch.optim.Optimizer | None = None
+        self._chosen: torch.optim.Optimizer | None = None
+        self._model: nn.Module | None = None
         self._depth = 0
         self._left = 1
         self._taken = 0
@@ -69,12 +75,40 @@ class Probe:
         self._input_s: list[float] = []
         self._cpu: list[float] = []
         self._cpu_at = -1
-        self._root: nn.Module | None = None
+        self._names: list[str] = []
+        self._parameters: list[Tensor] = []
         self._is_cuda = False
+        self._peak_is_of_steps = False
         self._pid = os.getpid()
         self._show_error: Callable[..., Any] = sys.excepthook
         self._has_failed = False
         self._finder = ModelFinder()
+
+    def watch(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
+        """Watch one optimizer, in place of `hook`. The script calls `record_batch` with each
+        micro-batch and `end_step` after each step. Returns what removes the hook.
+        """
+        self._chosen, self._model = optimizer, model
+        self._finder.hashes_inputs = False
+        return optimizer.register_step_pre_hook(
+            lambda _, args, kwargs: self.before(optimizer, args, kwargs)
+        )
+
+    def adopt(self, connection: Connection, **about: Any) -> None:
+        """Serve a comparison that has called "open" already. `about`: see the field."""
+        self._connection, self.about = connection, about
+        self._finish = self.call_open
+
+    def take(self, steps: int) -> None:
+        """Let so many steps pass before the first call."""
+        self._left = steps + 1
+
+    def hook(self) -> list[Any]:
+        """Register the hooks of every optimizer's steps; return what removes them."""
+        return [
+            torch_optimizer.register_optimizer_step_pre_hook(self.before),
+            torch_optimizer.register_optimizer_step_post_hook(self.after),
+        ]
 
     # The hooks of torch.optim
 
@@ -84,15 +118,24 @@ class Probe:
             return
         self._depth += 1  # the step of Horovod's optimizer calls that of its base class
         if self._recorder is not None:
-            self._recorder.before_step(has_closure=len(args) > 1 or bool(kwargs.get("closure")))
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            self._recorder.before_step(has_closure=closure is not None)
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called after each step of any optimizer. Waits for the comparison if no step is left."""
         if optimizer is not self._optimizer:
             return
         self._depth -= 1
-        if self._depth:
-            return
+        if not self._depth:
+            self.end_step()
+
+    def record_batch(self, batch: Any) -> None:
+        """Record the samples of a micro-batch of the first steps."""
+        if self._recorder is not None or not self._taken:
+            self._finder.samples += hash_samples(batch)
+
+    def end_step(self) -> None:
+        """Count a step. Waits for the comparison if no step is left."""
         self._taken += 1
         self._left -= 1
         if self._taken == 1 and (model := self._finder.end()) is not None:
@@ -112,15 +155,29 @@ class Probe:
             return False
         if id(optimizer) not in self._seen:
             self._seen.append(id(optimizer))
-        if self._seen.index(id(optimizer)) + 1 != self._first:
+        if self._chosen is not None:
+            if optimizer is not self._chosen:
+                return False
+        elif self._seen.index(id(optimizer)) + 1 != self._number:
             return False
         self._optimizer = optimizer
-        self._root = self._finder.root
-        self._recorder = Recorder(optimizer, self._finder)
+        self._names, self._parameters = self._named_parameters(optimizer)
+        self._recorder = Recorder(optimizer, self._names, self._parameters, self._finder)
         self._is_cuda = any(p.is_cuda for g in optimizer.param_groups for p in g["params"])
         atexit.register(self._ended)
         self._show_error, sys.excepthook = sys.excepthook, self._failed
         return True
+
+    def _named_parameters(self, optimizer: torch.optim.Optimizer) -> tuple[list[str], list[Tensor]]:
+        """Return the parameters of the model, or the optimizer's if the model that was found lacks
+        some of them.
+        """
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        model = self._model or self._finder.root
+        named = [] if model is None else list(model.named_parameters())
+        if self._model is None and not {id(p) for p in own} <= {id(p) for _, p in named}:
+            return [f"parameter {i}" for i in range(len(own))], own
+        return [plain_name(name) for name, _ in named], [p for _, p in named]
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         """Note how long the script took from the end of the step before to its model."""
@@ -217,6 +274,8 @@ class Probe:
             "variables": dict(os.environ),
             "describe": {"engine": engine_name(), "torch": torch.__version__, "rank": rank},
             "samples": facts["samples"] * size,
+            "data": "what the scripts load",
+            **self.about,
         }
 
     def call_trace(self, steps: int) -> dict[str, Any] | None:
@@ -236,10 +295,16 @@ class Probe:
         return None
 
     def call_time_steps(self, steps: int, skip: int) -> None:
-        """Take `skip` untimed steps, then time `steps`; return a StepTimes."""
+        """Take `skip` untimed steps, then time `steps`; return a StepTimes.
+
+        Raises RefusedError if parameters are not finite any more.
+        """
         if self._recorder is not None:
             self._recorder.finish()
             self._recorder = None
+        if not self._peak_is_of_steps:
+            self._peak_is_of_steps = True
+            self._reset_peak()
         began = time.process_time()
         self._marks, self._input_s, self._cpu = [], [], []
         self._mark()
@@ -250,6 +315,7 @@ class Probe:
         def finish() -> dict[str, Any]:
             end = time.process_time()
             marks, self._marks = self._marks, []
+            self._check_finite()
             if self._is_cuda:
                 torch.cuda.synchronize()
                 pairs = zip(marks, marks[1:], strict=False)
@@ -265,6 +331,29 @@ class Probe:
 
         self._finish = finish
 
+    def _check_finite(self) -> None:
+        """Raise RefusedError if the smallest parameter is not finite: others then are not either,
+        and what such steps cost says nothing.
+        """
+        smallest = min((p for p in self._parameters if p.numel()), key=Tensor.numel)
+        if not bool(torch.isfinite(smallest.detach()).all()):
+            raise RefusedError(
+                f"the parameters were not finite by step {self._taken}, and steps on such numbers "
+                "are not what training costs; lower the learning rate"
+            )
+
+    def _reset_peak(self) -> None:
+        """Let the peak of the memory begin here, so that it is that of steps alone."""
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            return
+        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+            trim(0)
+        # proc(5): writing "5" resets VmHWM to the present resident size. If that is not permitted,
+        # the peak includes the start.
+        with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+
     def call_peak_mib(self) -> float:
         """Return the peak memory of this rank in MiB: resident, or on a GPU allocated there."""
         if self._is_cuda:
@@ -272,10 +361,22 @@ class Probe:
         with open("/proc/self/status", encoding="ascii") as file:
             return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 2**10
 
-    def call_fingerprint(self) -> tuple[int, str]:
-        """Return the number of steps taken, and a hash of the parameters after them."""
-        assert self._optimizer is not None
-        return self._taken, fingerprint(named_parameters(self._optimizer, self._root)[1])
+    def call_fingerprint(self, every: int = 0, first: int = 0) -> tuple[int, str] | None:
+        """Return the number of steps taken, and a hash of the parameters after them.
+
+        `every`: take steps until the ranks have averaged their parameters, as they do after so many
+        steps beyond the `first`.
+        """
+
+        def finish() -> tuple[int, str]:
+            return self._taken, fingerprint(self._parameters)
+
+        alone = self._taken - first
+        left = -alone % every if every and alone > 0 else 0
+        if not left:
+            return finish()
+        self._left, self._finish = left, finish
+        return None
 
 
 class ModelFinder:
@@ -287,10 +388,13 @@ class ModelFinder:
         self._pid = os.getpid()
         self.root: nn.Module | None = None
         self.precision = "fp32"
+        self.hashes_inputs = True
         self.samples: list[str] = []
         self.micro_batches = 0
         self.local: dict[int, Tensor] = {}
         """The gradients that this rank has computed, by the id of the parameter."""
+        self.before_last: dict[int, Tensor] = {}
+        """Those before the last micro-batch."""
         self._handles: list[Any] = []
         self._original = nn.Module.__call__
         finder, original = self, self._original
@@ -328,7 +432,9 @@ class ModelFinder:
         if not module.training or not torch.is_grad_enabled():
             return
         self.micro_batches += 1
-        self.samples += hash_samples((args, kwargs))
+        if self.hashes_inputs:
+            self.samples += hash_samples((args, kwargs))
+        self.before_last = dict(self.local)
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
             half = torch.get_autocast_dtype(device) == torch.float16
@@ -348,9 +454,14 @@ class ModelFinder:
 class Recorder:
     """Records the first steps of one optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, finder: ModelFinder) -> None:
-        self._optimizer, self._finder = optimizer, finder
-        names, self._parameters = named_parameters(optimizer, finder.root)
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        finder: ModelFinder,
+    ) -> None:
+        self._optimizer, self._parameters, self._finder = optimizer, parameters, finder
         self._stride = stride(self._parameters)
         counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
         self._has_closure = False
@@ -414,11 +525,16 @@ class Recorder:
 
     def _record_local(self) -> None:
         """Record this rank's own gradient of the first step, if backward was seen."""
-        local, self._finder.local = self._finder.local, {}
-        if local:
-            zero = torch.zeros(())
-            own = [local.get(id(p), zero.expand(p.shape)) for p in self._parameters]
-            self._elements["local"] = sample(own, self._stride)
+        finder, zero = self._finder, torch.zeros(())
+        local, before = finder.local, finder.before_last
+        finder.local, finder.before_last = {}, {}
+        # Not with a loss scale, which they still have, nor if the model has other parameters.
+        known = all(p.grad is None or id(p) in local for p in self._parameters)
+        if local and known and finder.precision != "fp16":
+            for name, found in (("local", local), ("before_last", before)):
+                own = [found.get(id(p), zero.expand(p.shape)) for p in self._parameters]
+                if found:
+                    self._elements[name] = sample(own, self._stride)
             self._steps[0]["local_norm"] = norm(list(local.values()))
 
     def facts(self) -> dict[str, Any]:
@@ -456,17 +572,6 @@ class Recorder:
             "final_sha256": fingerprint(self._parameters),
             "final_buffers_sha256": fingerprint([b for _, b in buffers]),
         }
-
-
-def named_parameters(
-    optimizer: torch.optim.Optimizer, root: nn.Module | None
-) -> tuple[list[str], list[Tensor]]:
-    """Return the parameters of the model, or the optimizer's if the model lacks some of them."""
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    named = [] if root is None else list(root.named_parameters())
-    if {id(p) for p in own} <= {id(p) for _, p in named}:
-        return [plain_name(name) for name, _ in named], [p for _, p in named]
-    return [f"parameter {i}" for i in range(len(own))], own
 
 
 def plain_name(name: str) -> str:
@@ -594,6 +699,6 @@ def dtype_name(t: Tensor) -> str:
     return str(t.dtype).removeprefix("torch.")
 
 
-PROBE = Probe(os.environ["HVDTRAIN_PROBE"], int(os.environ.get("HVDTRAIN_PROBE_OPTIMIZER", "1")))
-torch_optimizer.register_optimizer_step_pre_hook(PROBE.before)
-torch_optimizer.register_optimizer_step_post_hook(PROBE.after)
+def start() -> None:
+    """Take the steps that the environment asks for. `sitecustomize` calls it."""
+    Probe(os.environ["HVDTRAIN_PROBE"], int(os.environ["HVDTRAIN_PROBE_OPTIMIZER"])).hook()

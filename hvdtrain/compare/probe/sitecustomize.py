@@ -81,6 +81,7 @@ def load_probe() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules["hvdtrain_probe"] = module
     spec.loader.exec_module(module)
+    module.start()
 
 
 run_hidden()

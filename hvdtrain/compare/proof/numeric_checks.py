@@ -84,7 +84,11 @@ def _norms(pair: ArmPair) -> Iterator[Difference]:
         first, cause = found[0], None
         if first.name == _LOSS and first.step == step > 1:
             cause = diagnosis.OTHER_UPDATE
-        elif name == _USED and not any((f.step, f.name) == (step, _GRADIENT) for f in found):
+        elif (
+            name == _USED
+            and pair.base[0].steps[step - 1].gradient_norm is not None
+            and not any((f.step, f.name) == (step, _GRADIENT) for f in found)
+        ):
             cause = diagnosis.explain_use(mine, its)
         apart = relative_difference(mine, its)
         text = f"the {name} in step {step} on rank {rank} differs by {percent(apart)}"

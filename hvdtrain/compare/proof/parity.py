@@ -27,7 +27,7 @@ from hvdtrain.compare.proof.exact_checks import (
     shared_differences,
 )
 from hvdtrain.compare.proof.numeric_checks import first_difference, numeric_differences, percent
-from hvdtrain.compare.proof.work_trace import ArmTraces, RankTrace
+from hvdtrain.compare.proof.work_trace import ArmTraces, RankTrace, own_gradients
 from hvdtrain.compare.record import ParityRow, finite_or_none
 
 # For the gradients of one step, relative to their norm. fp32: a hundred times its resolution, for
@@ -46,22 +46,20 @@ def compare(
     baseline: str,
     again: str = "",
     ceiling: str = "",
-    local: ArmTraces = (),
 ) -> list[ParityRow]:
     """Return a verdict on every arm but the baseline: rows `parity` of the record. Not collective.
 
     `traces`: the traces of all ranks by arm, all arms of one world size. `again`: the baseline's
     duplicate (A/A); a difference of these two is the task's own randomness. `ceiling`: the arm
-    without communication; its gradients help to find causes, and it is not compared itself.
-    `local`: the baseline's traces with each rank's own gradients, where there is no such arm.
+    without communication, which is not compared.
     """
     others = {name: ranks for name, ranks in traces.items() if name != baseline}
-    base, local = traces.get(baseline, ()), traces.get(ceiling, ()) or local
+    base = traces.get(baseline, ())
     problem = baseline_problem(baseline, base, others.get(again))
     if problem:
         return [ParityRow(name, "not compared", problem) for name in others]
     limits = _limits(base, others.get(again))
-    usable = _usable_local_traces(local, base)
+    local = own_gradients(base) or None
     rows = []
     for name, ranks in others.items():
         if name == ceiling:
@@ -80,7 +78,7 @@ def compare(
                 rows.append(_judge_method(name, pair, method, found))
             else:
                 exact = exact_differences(ranks, base, baseline)
-                rows.append(_judge(name, pair, exact, usable))
+                rows.append(_judge(name, pair, exact, local))
     return rows
 
 
@@ -218,17 +216,6 @@ def _sent_type(base: ArmTraces) -> str:
     if method.get("compression") in TOLERANCE:
         return str(method["compression"])
     return precision if precision == "fp64" or method.get("opt_level") in ("O2", "O3") else "fp32"
-
-
-def _usable_local_traces(local: ArmTraces, base: ArmTraces) -> ArmTraces | None:
-    """Return the traces without communication, if their weights and first samples are the same."""
-    same = len(local) == len(base) and all(
-        a.initial_sha256 == b.initial_sha256
-        and a.elements.gradient is not None
-        and _content(a)[:1] == _content(b)[:1]
-        for a, b in zip(local, base, strict=True)
-    )
-    return local if same else None
 
 
 def _content(trace: RankTrace) -> list[list[str]]:

@@ -1,6 +1,6 @@
 """Traces of the work that each rank did in its first steps: the evidence for the parity check.
 
-`trace_recorder` records them inside the ranks, and `parity` compares them in the driver. Imports no
+The probe records them inside the ranks, and `parity` compares them in the driver. Imports no
 torch, because the driver unpickles the traces without it.
 """
 

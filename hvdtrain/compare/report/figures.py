@@ -1,4 +1,4 @@
-"""The pictures of a comparison: step times, ratios, breakdown of a step, scaling.
+"""The pictures of a comparison: step times, ratios, scaling.
 
 `html_report` writes them as PNG files and into the page. Each row of a picture is an arm, in the
 order of the speed table; an arm without numbers has its reason there instead of a mark.
@@ -20,7 +20,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from hvdtrain.compare import formatting
 from hvdtrain.compare.analysis import stats
-from hvdtrain.compare.analysis.breakdown import BreakdownRow
 from hvdtrain.compare.analysis.efficiency import EfficiencyRow
 from hvdtrain.compare.analysis.speed import SpeedRow
 from hvdtrain.compare.analysis.summary import Summary
@@ -30,16 +29,6 @@ from hvdtrain.compare.report.figure_style import COLOURS, FigureStyle, Picture, 
 Floats = npt.NDArray[np.float64]
 
 ROW_HEIGHT = 0.46  # inches
-# (field of BreakdownRow, name, colour, hatch), from the left
-PARTS = [
-    ("compute_ms", "compute", "blue", ""),
-    ("straggler_ms", "waiting for the slowest rank", "orange", "///"),
-    ("exposed_ms", "communication not hidden", "vermillion", "xxx"),
-    ("optimizer_ms", "optimizer", "green", "|||"),
-    ("input_ms", "input", "purple", "\\\\\\"),
-]
-# (name, colour, hatch), in place of "communication not hidden" of an arm with too few passes
-UNKNOWN_PART = ("communication, from too few passes to tell", "muted", "xxx")
 # verdict: colour, marker
 SIGNS = {
     "faster": ("blue", ">"),
@@ -60,7 +49,6 @@ def pictures(record: Record, summary: Summary) -> list[Picture]:
     found = (
         steps(record, summary),
         ratios(summary),
-        breakdown(summary),
         scaling(summary),
     )
     return [picture for picture in found if picture]
@@ -240,60 +228,6 @@ def _draw_ratio(chart: _ArmChart, place: int, row: SpeedRow) -> None:
     between = "\n" if chart.style.is_stacked else "  "
     limits = formatting.interval(row.low, row.high)
     chart.write_beside(place, between.join(filter(None, [formatting.ratio(row.ratio), limits])))
-
-
-# --------------------------------------------------------------------------- breakdown of a step
-
-
-def breakdown(summary: Summary) -> Picture | None:
-    """Return the parts of a step, stacked; None without data."""
-    parts = {row.arm: row for row in summary.phases if row.compute_ms is not None}
-    rows = [row for row in _in_order(summary) if row.arm in parts]
-    if not rows:
-        return None
-    unknown = {arm for arm, row in parts.items() if row.exposed_ms is None and row.exposed_raw_ms}
-
-    def draw(style: FigureStyle) -> Figure:
-        def fill(colour: str, hatch: str) -> dict[str, Any]:
-            colours = {"facecolor": COLOURS[colour], "edgecolor": COLOURS["paper"]}
-            return {**colours, "hatch": hatch, "linewidth": 0.6}
-
-        chart = _ArmChart(style, rows)
-        for place, row in enumerate(rows):
-            left = 0.0
-            for field, _, colour, hatch in PARTS:
-                width, drawn = getattr(parts[row.arm], field), fill(colour, hatch)
-                if field == "exposed_ms" and row.arm in unknown:
-                    width, drawn = parts[row.arm].exposed_raw_ms, fill(*UNKNOWN_PART[1:])
-                width = max(0.0, width or 0.0)
-                chart.axes.barh(place, width, 0.5, left, **drawn)
-                left += width
-            chart.write_beside(place, f"{formatting.figures(left)} ms")
-        chart.axes.set_xlim(0, None)
-        chart.axes.margins(x=0.01)
-        chart.axes.set_xlabel("time of a step, ms")
-        legend = [part[1:] for part in PARTS] + [UNKNOWN_PART] * bool(unknown)
-        chart.add_legend([Patch(**fill(c, hatch), label=name) for name, c, hatch in legend])
-        return chart.figure
-
-    caption = (
-        "From a timed pass of its own, with a barrier before each step, which forbids overlap "
-        "between steps: its totals can be larger than the step times above. Compute is what the "
-        "arm without communication takes, forward and backward; communication is what an arm takes "
-        "beyond that; what backward hides is not in it."
-    )
-    alt = "Parts of a step in ms: " + "; ".join(
-        f"{arm}: "
-        + ", ".join(f"{n} {formatting.figures(getattr(row, field))}" for field, n, _, _ in PARTS)
-        for arm, row in parts.items()
-    )
-    return Picture("phases", "Breakdown of a step", caption, alt, draw)
-
-
-def breakdown_in_order(summary: Summary) -> list[BreakdownRow]:
-    """Return the parts of each arm's step, in the order of the speed table."""
-    order = [row.arm for row in _in_order(summary)]
-    return sorted(summary.phases, key=lambda row: order.index(row.arm))
 
 
 # ------------------------------------------------------------------------------------- scaling

@@ -76,9 +76,7 @@ def page(record: Record, summary: Summary, pictures: list[Picture]) -> str:
         variants={picture.name: svg_variants(picture) for picture in pictures},
         light=COLOURS,
         dark=DARK,
-        breakdown=figures.breakdown_in_order(summary),
         efficiencies=_efficiencies(summary),
-        parts=[(field, name) for field, name, _, _ in figures.PARTS],
         formatting=formatting,
         stop_rule=stop_rule,
     )

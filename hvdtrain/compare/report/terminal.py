@@ -75,7 +75,7 @@ def speed(summary: Summary) -> Table:
     for name in ("step ms", "samples/s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("x baseline [95 %]", justify="right", no_wrap=True, min_width=19)
-    for name in ("% of\nideal", "CPU s\na step", "peak\nMiB"):
+    for name in ("CPU s\na step", "peak\nMiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in summary.speed:
         if row.is_shown:
@@ -83,7 +83,7 @@ def speed(summary: Summary) -> Table:
             continue
         is_dropped = row.status == "measured" and _all_dropped(summary)
         text = "no block counts" if is_dropped else f"{row.status}: see below"
-        table.add_row(Text(row.arm), *[NOTHING] * 2, Text(text, "red"), *[NOTHING] * 3)
+        table.add_row(Text(row.arm), *[NOTHING] * 2, Text(text, "red"), *[NOTHING] * 2)
     return table
 
 
@@ -95,13 +95,11 @@ def _speed_cells(row: SpeedRow) -> list[Text]:
     if row.role != "baseline":
         against = f"{formatting.ratio(row.ratio)} {formatting.interval(row.low, row.high)}"
         against += f" {SIGNS.get(row.verdict, ' ')}"
-    ideal = "" if row.percent_of_ideal is None else f"{row.percent_of_ideal:.0f}"
     return [
         Text(row.arm),
         Text(formatting.figures(row.step_ms)),
         Text(formatting.figures(row.samples_per_s)),
         Text(against, COLOURS.get(row.verdict, "")),
-        Text((ideal or formatting.NOTHING) + ("*" if row.ideal_note else "")),
         Text(formatting.figures(row.cpu_s_per_step)),
         Text(formatting.figures(row.peak_mib)),
     ]
@@ -119,8 +117,7 @@ def _notes(summary: Summary) -> list[Text]:
     seen = {row.verdict for row in summary.speed if row.is_shown}
     if signs := [f"{s} {formatting.VERDICTS[name]}" for name, s in SIGNS.items() if name in seen]:
         lines.append(Text("   ".join(signs), "dim"))
-    noted = [row for row in summary.speed if row.ideal_note]
-    return lines + [Text(f"* {row.arm}: {row.ideal_note}", "dim") for row in noted]
+    return lines
 
 
 def _all_dropped(summary: Summary) -> bool:

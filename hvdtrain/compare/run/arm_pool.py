@@ -34,7 +34,7 @@ from hvdtrain.signals import uninterrupted
 
 T = TypeVar("T")
 ALLOW_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-WORKER = ["-m", "hvdtrain.compare.run.worker"]
+ARM_SCRIPT = ["-m", "hvdtrain.compare.run.arm_script"]
 _LONGEST_FOLDER = 30  # bytes: ssh and mpirun make sockets below, whose paths have at most 107
 # Prefixes of the variables that launchers set for their ranks.
 _LAUNCHER_VARIABLES = tuple(
@@ -120,8 +120,7 @@ class ArmPool:
         for key in keys:
             facts = self._attempt(key, methodcaller("finish", patience))
             if facts is not None:
-                is_command = bool(self.arms[key].line)
-                self._record_facts(key, list(map(facts_of, facts)) if is_command else facts)
+                self._record_facts(key, list(map(facts_of, facts)))
         if self.options.commands:
             self._record_sizes()
         self.start_s = max(self.start_s, time.monotonic() - began)
@@ -133,15 +132,22 @@ class ArmPool:
 
     def traces(self, key: str, steps: int) -> ArmTraces:
         """Return the traces of the first steps of an arm; none if it fails or failed before."""
-        found = self.call(key, "trace", steps) or ()
-        return [trace_of(one) for one in found] if self.arms[key].line else found
+        config = None if self.arms[key].line else self.arms[key].config(self.options)
+        return [trace_of(one, config) for one in self.call(key, "trace", steps) or ()]
 
     def times(self, key: str, steps: int, skip: int) -> list[StepTimes] | None:
         """Time steps of an arm, after some that are skipped; None if it fails or failed before."""
         found = self.call(key, "time_steps", steps, skip)
-        if found is None or not self.arms[key].line:
-            return found
-        return [StepTimes(**one) for one in found]
+        return None if found is None else [StepTimes(**one) for one in found]
+
+    def fingerprints(self, key: str) -> list[tuple[int, str]] | None:
+        """Return the steps that each rank of an arm has taken, and a hash of its parameters after
+        them; None if it fails or failed before. With local SGD it takes those up to an average.
+        """
+        if self.arms[key].line:
+            return self.call(key, "fingerprint")
+        config = self.arms[key].config(self.options)
+        return self.call(key, "fingerprint", config.sync_every, config.local_warmup)
 
     def on_this_host(self, key: str, ranks: Iterable[StepTimes]) -> list[StepTimes]:
         """Return those of an arm's times that were measured on this host."""
@@ -185,7 +191,7 @@ class ArmPool:
         address = self._sockets / str(self._num_started)
         log = Path("logs") / f"{''.join(c if c.isalnum() else '-' for c in key)}.log"
         self.record.arms[key].log = str(log)
-        command = arm.command(WORKER)
+        command = arm.command(ARM_SCRIPT)
         if arm.line:
             env = probe.environment(env, address, self.options.pin, self.options.optimizer)
         else:
@@ -202,7 +208,9 @@ class ArmPool:
         )
 
     def _request(self, arm: Arm) -> tuple[Any, ...]:
-        """Return the arguments of the call "open": see `worker.ArmRank`; none for a command."""
+        """Return the arguments of the call "open": see `arm_script.open_loop`; none for a
+        command.
+        """
         if arm.line:
             return ()
         config = self.options.training(arm.ranks, arm.options)
@@ -281,7 +289,7 @@ def _new_row(arm: Arm, options: CompareOptions) -> ArmRecord:
         backend=arm.backend,
         transport=arm.transport,
         launcher=arm.launcher,
-        command=shlex.join(arm.command(WORKER)).replace(sys.executable, "python"),
+        command=shlex.join(arm.command(ARM_SCRIPT)).replace(sys.executable, "python"),
         options=dict(arm.options),
         period=1 if arm.line else arm.period(options),
         status="waiting",

@@ -4,7 +4,7 @@
 because idle ranks of some backends poll and would take CPU time from the timed arm. Imports no
 torch.
 
-    comparison (`ArmProcess`)                         each rank (`worker`, or the probe)
+    comparison (`ArmProcess`)                         each rank (the probe)
     meet:   listen, start the launcher   <----   connect: (rank, ranks, pid)
     begin:  SIGCONT, (call, *arguments)  ---->   run the call
     finish: receive from all, SIGSTOP    <----   (True, answer) or (False, error text)

@@ -100,17 +100,17 @@ class Arm:
         """Return the steps after which the work repeats: those between averages of local SGD."""
         return max(1, self.config(options).sync_every)
 
-    def command(self, worker: list[str]) -> list[str]:
-        """Return the command line that starts the ranks; each rank runs `worker`, unless the arm
+    def command(self, script: list[str]) -> list[str]:
+        """Return the command line that starts the ranks; each rank runs `script`, unless the arm
         was given as a command.
         """
         if self.line:
             return list(self.line)
         if self.hosts:
-            return [*self._across_hosts(), sys.executable, *worker]
+            return [*self._across_hosts(), sys.executable, *script]
         python = [] if self.launcher == "torchrun" else [sys.executable]
         launcher = [part.format(ranks=self.ranks) for part in LAUNCHERS[self.launcher]]
-        return [*launcher, *python, *worker]
+        return [*launcher, *python, *script]
 
     def _across_hosts(self) -> list[str]:
         """Return the launcher's part of the command line that starts ranks on several hosts."""

@@ -1,4 +1,4 @@
-"""When a comparison starts its processes anew, times a breakdown of steps, and ends.
+"""When a comparison starts its processes anew, and ends.
 
 `comparison` asks it between blocks. The rules are fixed beforehand, from the options alone.
 """
@@ -9,14 +9,11 @@ import time
 from collections.abc import Iterable
 
 from hvdtrain.compare.compare_options import MIN_BLOCKS, CompareOptions
-from hvdtrain.compare.record import Record
 
 # At most this many starts of the processes; at least this many blocks after each.
 MAX_STARTS, MIN_BLOCKS_PER_START = 4, 8
 SETTLED_BLOCKS = 10  # kept, before narrow intervals may end a comparison
 MAX_BUDGETS = 2  # times the budget, if too few blocks count for a verdict
-# Kept blocks for each breakdown pass: MIN_BLOCKS passes, which an interval needs, by 22 blocks.
-BLOCKS_PER_PASS = 4
 
 
 class BlockSchedule:
@@ -92,10 +89,3 @@ class BlockSchedule:
         if is_settled and all(width <= options.target_ci for width in widths):
             return "the width of the intervals"
         return None
-
-
-def pass_is_due(record: Record) -> bool:
-    """Return whether to time a breakdown: after a kept block, once per BLOCKS_PER_PASS of them."""
-    passes = sum(found.kept for found in record.phases)
-    is_time = len(record.kept_blocks) >= passes * BLOCKS_PER_PASS + BLOCKS_PER_PASS // 2
-    return is_time and record.blocks[-1].kept

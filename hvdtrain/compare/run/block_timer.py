@@ -1,4 +1,4 @@
-"""Timed work: warm-up, blocks, and passes that time a breakdown of steps.
+"""Timed work: warm-up and blocks.
 
 `comparison` calls it. All arms but the timed one are stopped, and the CPU load of other processes
 is measured meanwhile. Imports no torch.
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from hvdtrain.compare.analysis import stats
 from hvdtrain.compare.compare_options import CompareOptions
-from hvdtrain.compare.record import ArmTimes, Block, BreakdownPass, BreakdownTimes, CopyTimes
+from hvdtrain.compare.record import ArmTimes, Block
 from hvdtrain.compare.run.arm_pool import ArmPool
 from hvdtrain.compare.run.cpu_load import LoadMeter, too_busy
 
@@ -24,7 +24,6 @@ BLOCK_S = 0.25  # time of the slowest arm in a block
 STEPS_PER_BLOCK = (5, 200)  # least, most
 # Least and most steps of a warm-up round; rounds at most; relative difference that counts as none.
 WARM_STEPS, WARM_ROUNDS, WARM_ALIKE = (3, 10), 6, 0.05
-PASS_STEPS, COPIES = 5, 5
 
 
 class BlockTimer:
@@ -101,30 +100,6 @@ class BlockTimer:
             for key, times in arms.items():
                 period = self._record.period_of(key)
                 self.block_ms[key][index] = stats.block_ms(times.step_ms, period)
-
-    def time_breakdown(self, index: int) -> None:
-        """Time the parts of steps, with a barrier before each; and a memcpy of all gradients."""
-        self._pool.show_activity("timing a breakdown of steps")
-        arms: dict[str, BreakdownTimes] = {}
-        meter = LoadMeter(self._cores)
-        for key in self._shuffled():
-            ranks = self._pool.call(key, "time_breakdown", self._whole_periods(PASS_STEPS))
-            meter.add(None if ranks is None else self._pool.on_this_host(key, ranks))
-            if ranks is not None:
-                arms[key] = BreakdownTimes(
-                    input_ms=[_rounded(rank.input_ms) for rank in ranks],
-                    compute_ms=[_rounded(rank.rest_ms) for rank in ranks],
-                    optimizer_ms=[_rounded(rank.optimizer_ms) for rank in ranks],
-                )
-        kept = too_busy(meter.stop(), self._options.max_foreign) is None
-        self._record.phases.append(BreakdownPass(index, arms, kept))
-        for size in self._pool.sizes if kept else ():
-            key = self._record.key_of("ceiling", size)
-            copies = self._pool.call(key, "time_memcpy", COPIES)
-            if copies is not None:
-                num_bytes = self._record.arms[key].gradient_bytes
-                anchor = self._record.anchors.setdefault(str(size), CopyTimes(num_bytes))
-                anchor.memcpy_ms += _rounded(max(ranks) for ranks in zip(*copies, strict=True))
 
     def interval_widths(self) -> Iterator[float]:
         """Yield how far the interval of each live arm's ratio extends, but for the baseline's and

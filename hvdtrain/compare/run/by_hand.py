@@ -1,6 +1,6 @@
 """A hand-written DDP training loop on the same samples, as the reference for hvdtrain's own loop.
 
-`worker` runs it for the arm "by hand". The Trainer's extra time per step is its overhead.
+`arm_script` runs it for the arm "by hand". The Trainer's extra time per step is its overhead.
 """
 
 from __future__ import annotations

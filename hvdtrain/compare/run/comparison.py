@@ -17,7 +17,7 @@ from hvdtrain.compare import record
 from hvdtrain.compare.analysis.foreign_load import no_verdict_note
 from hvdtrain.compare.compare_options import MIN_BLOCKS, CompareOptions, steps_in_sync
 from hvdtrain.compare.proof import parity
-from hvdtrain.compare.proof.work_trace import ArmTraces, own_gradients, with_names_of
+from hvdtrain.compare.proof.work_trace import ArmTraces, with_names_of
 from hvdtrain.compare.record import Config, Record
 from hvdtrain.compare.run import machine
 from hvdtrain.compare.run.arm_pool import ArmPool, ProgressDisplay, without_launcher
@@ -26,7 +26,6 @@ from hvdtrain.compare.run.block_schedule import (
     MAX_BUDGETS,
     SETTLED_BLOCKS,
     BlockSchedule,
-    pass_is_due,
 )
 from hvdtrain.compare.run.block_timer import BlockTimer
 from hvdtrain.compare.run.cpu_load import load_average
@@ -126,11 +125,9 @@ class Comparison:
             if problem and base in self._pool.live and refuses:
                 self._pool.drop(base, "refused", problem)
             ceiling = self.record.key_of("ceiling", size)
-            local: ArmTraces = ()
             if self.options.commands:
                 of_size = with_names_of(of_size, base)
-                local = own_gradients(of_size.get(base, ()))
-            rows = parity.compare(of_size, base, again, ceiling, local)
+            rows = parity.compare(of_size, base, again, ceiling)
             self.record.parity += rows
             for row in rows:
                 if row.verdict == "unequal" and row.arm in self._pool.live and refuses:
@@ -144,7 +141,7 @@ class Comparison:
         """
         ends: dict[str, tuple[int, str]] = {}
         for key in list(self._pool.live):
-            found = self._pool.call(key, "fingerprint")
+            found = self._pool.fingerprints(key)
             if not found or self._pool.arms[key].role == "ceiling":
                 continue
             if len(set(found)) > 1:
@@ -177,8 +174,6 @@ class Comparison:
                     continue  # `_why_to_stop` ends the loop
             self._pool.show_activity(f"block {index + 1}, {self._timer.steps} steps of each arm")
             self._timer.time_block(index, self._schedule.generation)
-            if not self.options.commands and pass_is_due(self.record):
-                self._timer.time_breakdown(index)
             # After every block, so that a killed comparison leaves its measurements.
             record.write(self.record, self.folder)
             self._drop_without_baseline()

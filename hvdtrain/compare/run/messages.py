@@ -1,7 +1,7 @@
 """Answers of an arm's ranks to the comparison.
 
-`worker` returns them, and the probe the same as plain values, which `facts_of` and the other
-functions read; `arm_pool` and `block_timer` put them into the record. Imports no torch.
+The probe sends them as plain values, which the functions here read; `arm_pool` and `block_timer`
+put them into the record. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain import provenance
+from hvdtrain.compare.compare_options import EXACT_METHODS, METHOD_OPTIONS
 from hvdtrain.compare.proof.work_trace import ElementSample, RankTrace, StepTrace
 from hvdtrain.compare.record import RankSettings
+from hvdtrain.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,6 @@ class StepTimes:
 
     step_ms: list[float] = field(default_factory=list)
     input_ms: list[float] = field(default_factory=list)
-    optimizer_ms: list[float] = field(default_factory=list)
-    rest_ms: list[float] = field(default_factory=list)
-    """Forward, backward, reduction and clipping. `time_breakdown` alone fills this and
-    `optimizer_ms`.
-    """
     cpu_s: float = 0.0
     """User and system time of all threads in these steps."""
     whole_cpu_s: float = 0.0
@@ -58,18 +55,24 @@ def facts_of(found: dict[str, Any]) -> RankFacts:
         gradient_bytes=found["gradient_bytes"],
         parameters=found["parameters"],
         lr=found["lr"],
-        data="what the scripts load",
+        data=found["data"],
     )
 
 
-def trace_of(found: dict[str, Any]) -> RankTrace:
-    """Return the trace that the probe has sent: of options it knows those of the optimizer only."""
+def trace_of(found: dict[str, Any], config: TrainConfig | None) -> RankTrace:
+    """Return the trace that the probe has sent. It knows the optimizer's options alone; `config`
+    has the others of an arm that is no command.
+    """
+    names = [name for name in METHOD_OPTIONS if name not in EXACT_METHODS]
+    method = {} if config is None else {name: getattr(config, name) for name in names}
     return RankTrace(
         **{
             **found,
-            "accumulate": 1,
-            "clip_norm": math.inf,
-            "buffers_policy": "broadcast",
+            "precision": found["precision"] if config is None else config.precision,
+            "accumulate": 1 if config is None else config.accumulate,
+            "clip_norm": math.inf if config is None else config.clip_norm,
+            "buffers_policy": "broadcast" if config is None else config.buffers,
+            "method": method,
             "initial_buffers_sha256": "",
             "elements": ElementSample(**found["elements"]),
             "steps": [StepTrace(**step) for step in found["steps"]],

@@ -1,6 +1,6 @@
 """The ceiling: a backend without gradient synchronisation, as the upper bound of speed.
 
-`worker` opens it for the arm "no communication".
+`arm_script` opens it for the arm "no communication".
 """
 
 from __future__ import annotations

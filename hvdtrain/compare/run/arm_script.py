@@ -1,0 +1,131 @@
+"""The script of an arm that is named, not given as a command. It runs under the arm's launcher:
+`python -m hvdtrain.compare.run.arm_script SOCKET`.
+
+It trains with hvdtrain's Trainer, or by hand, and the probe takes its steps as those of any script.
+Only the first call, "open", is its own: it says what to train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import glob
+import os
+import pickle
+import signal
+import sys
+import traceback
+from dataclasses import replace
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import torch
+
+from hvdtrain.backends import open_backend
+from hvdtrain.backends.base import Backend
+from hvdtrain.compare.probe.hvdtrain_probe import Probe, RefusedError
+from hvdtrain.compare.run.by_hand import ByHand
+from hvdtrain.errors import HvdtrainError, InputError, one_line
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.task import Task, load_task
+from hvdtrain.training.trainer import Trainer
+from hvdtrain.world import World, detect
+
+LOOPS: dict[str, type[Trainer] | type[ByHand]] = {"trainer": Trainer, "by hand": ByHand}
+
+
+def open_loop(
+    backend: str, loop: str, options: dict[str, Any], pin: bool, per_host: int
+) -> tuple[Backend, Trainer | ByHand]:
+    """Open model and loop. Collective.
+
+    `options`: of TrainConfig; `pin`: bind to a share of the cores; `per_host`: the ranks by which a
+    host's cores are divided, if `options` has no number of threads.
+    """
+    world, cores = detect(), sorted(os.sched_getaffinity(0))
+    config = TrainConfig(**options)
+    if config.threads is None:  # before this rank is bound to its share, which is divided
+        config = replace(config, threads=max(1, len(cores) // per_host))
+    if pin:
+        os.sched_setaffinity(0, share_of_cores(world, cores))
+    # Before any inter-op parallel work: torch rejects a later change.
+    torch.set_num_interop_threads(1)
+    opened = open_backend(backend, world, config.backend_options())
+    made = LOOPS[loop](load_task(config.task, config.set), opened, config)
+    made.set_up(record=False)
+    gc.collect()
+    gc.freeze()  # garbage collections in timed steps skip the objects of set-up
+    return opened, made
+
+
+def about(loop: Trainer | ByHand) -> dict[str, Any]:
+    """Return what the loop knows of its work, for the answer to "open"."""
+    backend, batches = loop.backend, loop.batches
+    return {
+        "describe": {**backend.describe(), "reason": backend.reason},
+        "samples": batches.global_micro_batch * loop.config.accumulate,
+        "data": describe_data(loop.task, batches.num_samples),
+    }
+
+
+def share_of_cores(world: World, cores: list[int]) -> list[int]:
+    """Return the cores of a rank: an equal share of its host's; one if the ranks exceed them."""
+    share = len(cores) // world.local_size
+    if share == 0:
+        return [cores[world.local_rank % len(cores)]]
+    return cores[world.local_rank * share :][:share]
+
+
+def describe_data(task: Task, num_samples: int | None) -> str:
+    """Return the task's description of its data, with the number of samples."""
+    size = "a stream" if num_samples is None else f"{num_samples} samples"
+    return f"{task.about_data or 'the task does not say (Task.about_data)'}; {size}"
+
+
+def connect(address: str) -> Connection:
+    """Connect to the comparison's socket; on another host, to one that ssh forwards there."""
+    for path in [address, *sorted(glob.glob(f"{address}-*"))]:
+        with contextlib.suppress(OSError):
+            return Client(path, "AF_UNIX")
+    raise OSError(f"no socket of the comparison at {address}")
+
+
+def main(address: str) -> None:
+    """Train until the comparison ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the comparison handles Ctrl-C
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)  # so that on another host SIGSTOP reaches data loader processes too
+    world, backend = detect(), None
+    connection = connect(address)
+    connection.send((world.rank, world.size, os.getpid()))
+    try:
+        _, *request = pickle.loads(connection.recv_bytes())
+        backend, loop = open_loop(*request)
+        probe = Probe()
+        probe.adopt(connection, **about(loop))
+        probe.watch(loop.optimizer, loop.model)
+        loop.on_batch = probe.record_batch
+        for _ in loop.steps():  # with local SGD, a step ends after the average
+            probe.end_step()
+    except EOFError:
+        pass
+    except Exception as error:  # the log gets the traceback, the comparison one line
+        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            connection.send((False, _one_line(error)))
+            connection.recv_bytes()  # it ends all ranks
+    finally:
+        if backend is not None:
+            backend.close()
+
+
+def _one_line(error: Exception) -> str:
+    text = one_line(error)
+    if isinstance(error, (InputError, RefusedError)):
+        return text  # every rank raises the same: name none
+    kind = "" if isinstance(error, HvdtrainError) else f"{type(error).__name__}: "
+    return f"rank {detect().rank}: {kind}{text}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
