@@ -91,6 +91,12 @@ class TrainingDiverged(HvdtrainError):
     exit_code = 3
 
 
+class TooSlow(HvdtrainError):
+    """`hvdtrain compare --fail-slower` has found an arm that is slower than allowed."""
+
+    exit_code = 6
+
+
 class WorldError(HvdtrainError):
     """A peer died, or did not arrive in time."""
 

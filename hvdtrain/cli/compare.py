@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -15,11 +15,15 @@ from click.core import ParameterSource
 from hvdtrain import files
 from hvdtrain.cli.train_options import train_option
 from hvdtrain.compare.compare_options import CompareOptions, flag
-from hvdtrain.compare.record import Record
-from hvdtrain.errors import HvdtrainError, InputError
+from hvdtrain.compare.record import Record, read
+from hvdtrain.errors import HvdtrainError, InputError, TooSlow
 from hvdtrain.launch.host_list import parse_host_list
 from hvdtrain.signals import uninterrupted
 from hvdtrain.world import detect
+
+if TYPE_CHECKING:
+    from hvdtrain.compare.analysis.gate import GateRow
+    from hvdtrain.compare.report.terminal import ProgressTable
 
 
 def _read(function: Callable[[str], Any]) -> Callable[..., Any]:
@@ -55,7 +59,7 @@ def _option(item: dataclasses.Field[Any]) -> click.Option:
         *(_option(item) for item in dataclasses.fields(CompareOptions) if item.name != "commands"),
     ],
     epilog="Ends with 0 compared, 1 nothing could be compared or an arm did other work, "
-    "2 bad input, 130 Ctrl-C, 143 SIGTERM.",
+    "2 bad input, 6 slower than --fail-slower allows, 130 Ctrl-C, 143 SIGTERM.",
 )
 def command(**values: Any) -> None:
     """Compare backends side by side: do they train the same thing, and how fast?
@@ -82,7 +86,7 @@ def command(**values: Any) -> None:
 
 _OF_COMMANDS = (
     "commands names optimizer allow_different baseline budget_s target_ci blocks steps proof_steps "
-    "threads pin seed max_foreign timeout_s output".split()
+    "threads pin seed max_foreign fail_slower against timeout_s output".split()
 )
 
 
@@ -107,6 +111,7 @@ def run(options: CompareOptions) -> None:
     Raises HvdtrainError where nothing could be compared, or an arm did other work.
     """
     try:
+        from hvdtrain.compare.analysis.gate import gate_rows
         from hvdtrain.compare.analysis.summary import summarise
         from hvdtrain.compare.report import html_report, terminal
         from hvdtrain.compare.run import machine
@@ -116,6 +121,7 @@ def run(options: CompareOptions) -> None:
         raise InputError(
             f"hvdtrain compare needs {error.name}; pip install jinja2 matplotlib scipy"
         ) from None
+    before = None if options.against is None else read(Path(options.against))
     left_out: list[tuple[str, str]] = []
     if options.commands:
         arms, device, why = choose_commands(options), None, None
@@ -143,6 +149,20 @@ def run(options: CompareOptions) -> None:
                 display.print_line(f"report   {page}")
     if error_text := _error_text(record):
         raise HvdtrainError(f"{error_text} (see {folder})")
+    if options.fail_slower is not None:
+        _judge(gate_rows(record, options.fail_slower, before), display)
+
+
+def _judge(rows: list[GateRow], display: ProgressTable) -> None:
+    """Print the rows of the gate. Raise TooSlow for an arm that is slower, InputError without any:
+    a gate that looks at nothing would always be open.
+    """
+    for row in rows:
+        display.print_line(f"gate     {row.text}")
+    if not rows:
+        raise InputError("--fail-slower: no arm was timed here that --against has, too")
+    if slower := [row.arm for row in rows if row.is_slower]:
+        raise TooSlow(f"slower than --fail-slower allows: {', '.join(slower)}")
 
 
 def _error_text(record: Record) -> str:

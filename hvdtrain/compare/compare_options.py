@@ -74,7 +74,8 @@ def _option(default: Any, text: str, read: Callable[[str], Any] | None = None, *
     the default.
     """
     about = {"default": default, "help": text, "read": read, **more}
-    return field(default=read(default) if read is not None else default, metadata=about)
+    value = read(default) if read is not None and default is not None else default
+    return field(default=value, metadata=about)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,12 +175,25 @@ class CompareOptions:
         share,
         metavar="SHARE",
     )
+    fail_slower: float | None = _option(
+        None,
+        "Exit with 6 if an arm is slower than the baseline by more than this, beyond noise.",
+        share,
+        metavar="SHARE",
+    )
+    against: str | None = _option(
+        None,
+        "With --fail-slower: not than the baseline, but than in this compare.json, relative to it.",
+        metavar="FILE",
+    )
     timeout_s: float = _option(300.0, "Seconds that a rank waits for the others.")
     output: str | None = _option(None, "[default: runs/compare-<time>-<task>]", metavar="DIR")
 
     def check(self) -> None:
         """Raise InputError for invalid values."""
         self._check_commands()
+        if self.against is not None and self.fail_slower is None:
+            raise InputError("--against is the other side of --fail-slower; give both")
         positive = "budget_s target_ci steps blocks proof_steps batch_size accumulate threads"
         for name in (*positive.split(), "optimizer", "max_foreign", "timeout_s"):
             value = getattr(self, name)

@@ -101,6 +101,16 @@ def test_a_comparison_counts_the_blocks_that_it_keeps(
     assert comparison._why_to_stop(9) == why
 
 
+def test_no_start_whose_blocks_do_not_fit(clock: Clock) -> None:
+    """Slow blocks: two thirds of the time are over when the first start has the eight it needs."""
+    plan = BlockSchedule(CompareOptions(budget_s=120))
+    plan.plan_restarts(start_s=10)
+    assert restarts(plan, clock, 20, 10) == []
+    quick = BlockSchedule(CompareOptions(budget_s=120))
+    quick.plan_restarts(start_s=10)
+    assert restarts(quick, clock, 100, 1) != []
+
+
 def test_narrow_intervals_do_not_end_it_before_the_planned_starts(clock: Clock) -> None:
     plan = BlockSchedule(CompareOptions(budget_s=100))
     plan.plan_restarts(start_s=10)

@@ -67,19 +67,45 @@ def test_an_outlier_moves_neither_figure_nor_interval() -> None:
     assert interval(spoilt) == interval(values)
 
 
-@pytest.mark.parametrize("blocks", [6, 15, 31])
-def test_the_cheap_reach_is_that_of_the_interval(blocks: int) -> None:
+@pytest.mark.parametrize("blocks", [7, 15, 31])
+def test_the_interval_of_one_start_is_that_of_the_bootstrap(
+    blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Computed from its exact distribution: with few resamples chance would choose the limit."""
+    monkeypatch.setattr(stats, "RESAMPLES", 200_000)
     rng = np.random.default_rng(blocks)
-    cheap, true = [], []
-    for _ in range(12):
+    tail = (1 - stats.level(blocks)) / 2
+    for _ in range(6):
         sample = np.exp(0.07 * rng.standard_normal(blocks))
         found = interval(sample)
-        cheap.append(reach(sample))
-        true.append(max(found.high - found.median, found.median - found.low) / found.median)
-    # Resampling is random: at times a limit is the next order statistic.
-    assert np.median(cheap) == pytest.approx(np.median(true), rel=0.1)
-    far = [a for a, b in zip(cheap, true, strict=True) if a != pytest.approx(b, rel=0.5)]
-    assert len(far) <= 1
+        medians = stats._resampled_medians(sample, np.zeros(blocks, dtype=int))
+        assert (found.low, found.high) == pytest.approx(np.quantile(medians, [tail, 1 - tail]))
+        longer = max(found.high / found.median, found.median / found.low)
+        assert reach(sample) == pytest.approx(longer - 1)
+
+
+def test_starts_that_differ_widen_the_interval() -> None:
+    rng = np.random.default_rng(3)
+    noise = np.exp(0.01 * rng.standard_normal(40))
+    starts = np.arange(4).repeat(10)
+    alike, apart = noise, noise * np.array([0.95, 0.98, 1.02, 1.05]).repeat(10)
+    narrow, pooled, wide = (
+        interval(alike, starts), interval(apart), interval(apart, starts)
+    )  # fmt: skip
+    assert narrow.high - narrow.low < 0.025
+    assert wide.high - wide.low > 1.5 * (pooled.high - pooled.low)
+    assert wide.low < 0.97
+    assert wide.high > 1.03
+    assert interval(apart, np.zeros(40, dtype=int)) == pooled
+
+
+@pytest.mark.parametrize("factor", [1.35, 1.1, 1.04])
+def test_a_difference_has_one_verdict_whichever_arm_is_the_baseline(factor: float) -> None:
+    low, high = factor / 1.02, factor * 1.02
+    mirror = Interval(1 / factor, 1 / high, 1 / low, 30)
+    for noise in (0.01, 0.05, 0.3, 0.345, 0.355):
+        said = verdict(Interval(factor, low, high, 30), noise)
+        assert verdict(mirror, noise) == {"faster": "slower", "same": "same"}[said]
 
 
 def _samples(rng: np.random.Generator, count: int, blocks: int, factor: float = 1.0) -> Floats:
@@ -172,7 +198,7 @@ def test_the_reach_is_that_of_the_longer_side() -> None:
 
 def test_the_spread_is_how_far_the_interval_reaches_not_how_wide_it_is() -> None:
     assert stats.spread(Interval(1.03, 1.01, 1.05, 30)) == pytest.approx(0.05)
-    assert stats.spread(Interval(0.97, 0.93, 1.01, 30)) == pytest.approx(0.07)
+    assert stats.spread(Interval(0.97, 0.93, 1.01, 30)) == pytest.approx(1 / 0.93 - 1)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ class Measurements:
             for key, blocks in self.blocks.items()
         }
         """The arm's ms in each of its blocks."""
+        self._start_of = {block.index: block.generation or 0 for block in found.kept_blocks}
         self._ratios: dict[tuple[str, str], Interval] = {}
 
     @property
@@ -116,9 +117,15 @@ class Measurements:
     def ratio(self, base: str, arm: str) -> Interval:
         """Return how many times as fast as `base` the arm is. NaN without common blocks."""
         if (base, arm) not in self._ratios:  # resampling takes tens of milliseconds
-            ratios = stats.paired(self.times.get(base, {}), self.times.get(arm, {}))
-            self._ratios[base, arm] = stats.interval(ratios)
+            both = self.times.get(base, {}), self.times.get(arm, {})
+            starts = [self._start_of[block] for block in sorted(both[0].keys() & both[1].keys())]
+            self._ratios[base, arm] = stats.interval(stats.paired(*both), starts)
         return self._ratios[base, arm]
+
+    def step(self, key: str) -> Interval:
+        """Return the ms of an arm's step. NaN if it was not measured."""
+        times = self.times[key]
+        return stats.interval(times.values(), [self._start_of[block] for block in times])
 
     def noise(self, ranks: int) -> float | None:
         """Return the A/A spread at this world size, or None."""
@@ -151,7 +158,7 @@ def speed_rows(measured: Measurements) -> list[SpeedRow]:
 
 def _speed_row(measured: Measurements, key: str, noise: float | None) -> SpeedRow:
     arm = measured.arms[key]
-    step = stats.interval(measured.times[key].values())
+    step = measured.step(key)
     base = measured.record.key_of("baseline", arm.ranks)
     ratio = measured.ratio(base, key) if key != base else Interval(1.0, 1.0, 1.0, 0)
     # The arm without communication does less work by design: it gets no verdict on speed.
@@ -175,7 +182,10 @@ def _speed_row(measured: Measurements, key: str, noise: float | None) -> SpeedRo
         step_high=step_limits[1],
         mean_ms=finite_or_none(steps.mean()) if steps.size else None,
         p95_ms=finite_or_none(np.percentile(steps, 95)) if steps.size else None,
-        samples_per_s=finite_or_none(1000 * samples / step.median) if samples else None,
+        # By the mean: what only some steps pay, such as an average of local SGD, is paid.
+        samples_per_s=finite_or_none(1000 * samples / steps.mean())
+        if samples and steps.size
+        else None,
         ratio=finite_or_none(ratio.median),
         low=ratio_limits[0],
         high=ratio_limits[1],

@@ -355,11 +355,18 @@ class Probe:
             file.write("5")
 
     def call_peak_mib(self) -> float:
-        """Return the peak memory of this rank in MiB: resident, or on a GPU allocated there."""
+        """Return the peak memory of this rank in MiB: resident, or on a GPU allocated there. A page
+        that several processes share counts in parts, as in the proportional set size.
+        """
         if self._is_cuda:
             return torch.cuda.max_memory_allocated() / 2**20
-        with open("/proc/self/status", encoding="ascii") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 2**10
+        found: dict[str, int] = {}
+        for name in ("/proc/self/status", "/proc/self/smaps_rollup"):
+            with contextlib.suppress(OSError), open(name, encoding="ascii") as file:
+                fields = (line.split() for line in file)
+                found.update((f[0], int(f[1])) for f in fields if f[-1:] == ["kB"])
+        shared = found.get("Rss:", 0) - found.get("Pss:", 0)
+        return (found["VmHWM:"] - shared) / 2**10
 
     def call_fingerprint(self, every: int = 0, first: int = 0) -> tuple[int, str] | None:
         """Return the number of steps taken, and a hash of the parameters after them.

@@ -193,7 +193,7 @@ def _limit_ratios(chart: _ArmChart, rows: list[SpeedRow], spreads: Mapping[int, 
     """Set the limits of the axis. Return whether it is logarithmic."""
     ends = [end for row in rows for end in (row.low, row.high, row.ratio) if end]
     spread = max(spreads.values(), default=0.0)
-    low, high = min([*ends, 1 - spread, 0.97]), max([*ends, 1 + spread, 1.03])
+    low, high = min([*ends, 1 / (1 + spread), 0.97]), max([*ends, 1 + spread, 1.03])
     low = max(low, 0.01)
     is_log = high / low > 4
     if is_log:
@@ -213,7 +213,7 @@ def _draw_bands(chart: _ArmChart, spreads: Mapping[int, float]) -> None:
         below = place + len(list(run))
         if spread := spreads.get(ranks):
             down = [place - 0.5, below - 0.5]
-            chart.axes.fill_betweenx(down, 1 - spread, 1 + spread, color=colour, linewidth=0)
+            chart.axes.fill_betweenx(down, 1 / (1 + spread), 1 + spread, color=colour, linewidth=0)
         place = below
 
 

@@ -55,9 +55,13 @@ class BlockSchedule:
         shares = self._restarts_left + 1
         if self._options.blocks is not None:
             return index - first >= (self._options.blocks - first) / shares
+        now, blocks = time.monotonic(), index - first
         left = self._deadline - began - self._restarts_left * self._start_s
-        has_enough = index - first >= MIN_BLOCKS_PER_START
-        return has_enough and time.monotonic() - began >= left / shares
+        if blocks < MIN_BLOCKS_PER_START or now - began < left / shares:
+            return False
+        # Not if the blocks of the next start would not fit: a start of one block says nothing.
+        needed_s = self._start_s + MIN_BLOCKS_PER_START * (now - began) / blocks
+        return now + needed_s <= self._deadline
 
     def restarted(self, index: int, start_s: float) -> None:
         """Note that all processes have been started anew before the block `index`."""

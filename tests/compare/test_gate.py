@@ -1,0 +1,84 @@
+"""`--fail-slower`: which arms it calls slower, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.compare.analysis.gate import gate_rows
+from hvdtrain.compare.record import Record, parse
+from tests.compare.records import exact_record
+from tests.compare.test_commands import SHORT, compared, torchrun
+from tests.launching import run
+from tests.messages import Message
+
+
+def record(**step_ms: float) -> Record:
+    """A comparison with `a` as baseline, and these times of other arms, without noise."""
+    return parse(exact_record({"a": 10.0, "a again": 10.0, **step_ms}))
+
+
+def slower(now: Record, allowed: float, before: Record | None = None) -> dict[str, bool]:
+    return {row.arm: row.is_slower for row in gate_rows(now, allowed, before)}
+
+
+def test_an_arm_is_held_against_the_baseline() -> None:
+    found = slower(record(b=10.4, c=10.6, d=5.0), 0.05)
+    assert found == {"b": False, "c": True, "d": False}
+    assert slower(record(b=10.4), 0.03) == {"b": True}
+
+
+def test_an_arm_is_held_against_what_it_was_relative_to_the_baseline() -> None:
+    before = record(b=5.0, gone=1.0)
+    assert slower(record(b=5.2, new=50.0), 0.05, before) == {"b": False}
+    assert slower(record(b=5.3, new=50.0), 0.05, before) == {"b": True}
+    # A machine that is half as fast today makes nothing slower.
+    slow_day = parse(exact_record({"a": 20.0, "a again": 20.0, "b": 10.0}))
+    assert slower(slow_day, 0.01, before) == {"b": False}
+
+
+def test_noise_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slower by 8 % in the median, but by less than 5 % at the near end of its interval."""
+    noisy = record(b=10.8)
+    for index, block in enumerate(noisy.blocks):
+        times = block.arms["b"].step_ms
+        times[:] = [[ms * (0.9 + 0.1 * (index % 3)) for ms in rank] for rank in times]
+    assert slower(noisy, 0.05) == {"b": False}
+
+
+def test_an_arm_that_was_not_timed_is_not_judged() -> None:
+    found = record(b=50.0)
+    found.arms["b"].status = "refused"
+    assert slower(found, 0.05) == {}
+
+
+@pytest.mark.exhaustive
+def test_the_exit_code(tmp_path: Path) -> None:
+    """An arm whose record says that it was ten times as fast as it is."""
+    line = ["-n", "one", torchrun("ddp.py"), "-n", "two", torchrun("ddp.py"), *SHORT]
+    code, found, output = compared(tmp_path, *line)
+    assert code == 0, output
+    for block in found["blocks"]:
+        block["arms"]["two"]["step_ms"] = [
+            [ms / 10 for ms in rank] for rank in block["arms"]["one"]["step_ms"]
+        ]
+    before = tmp_path / "before.json"
+    before.write_text(json.dumps(found))
+    (tmp_path / "again").mkdir()
+    gate = ("--fail-slower", "5%", "--against", before)
+    code, _, output = compared(tmp_path / "again", *line, *gate)
+    assert code == 6, output
+    assert "gate     two: " in output
+    assert "slower than --fail-slower allows: two" in output
+
+
+@pytest.mark.parametrize(
+    "given", [("--against", "x.json"), ("--fail-slower", "5%", "--against", "no.json")]
+)
+def test_bad_input(given: tuple[str, ...], message: Message) -> None:
+    done = run([sys.executable, "-m", "hvdtrain", "compare", *given], timeout=60)
+    assert done.code == 2
+    message(done.output)
