@@ -65,6 +65,14 @@ class OuterOptimizer:
     momentum: float
 
 
+def split_setting(text: str) -> tuple[str, str]:
+    """Return name and value of "name=value". Raises InputError for anything else."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise InputError(f"--set {text!r} is not name=value")
+    return name, value
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The resolved options of a run, equal on every rank; `check` validates them."""
@@ -321,6 +329,8 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise InputError for an invalid value, or an invalid combination of values."""
+        for text in self.set:
+            split_setting(text)
         positive = """threads timeout bucket_mib epochs max_steps batch_size eval_batch_size
             global_batch_size accumulate lr clip_norm log_every keep ema
             commit_every""".split()

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from hvdtrain.errors import InputError, did_you_mean, one_line
 from hvdtrain.tasks import TASKS
+from hvdtrain.training.config import split_setting
 from hvdtrain.training.evaluation import Sum, WeightedMean, is_metric_object
 from hvdtrain.training.user_module import load_named
 
@@ -346,9 +347,7 @@ def _is_task(value: object) -> bool:
 
 
 def _parse_setting(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise InputError(f"--set {text!r} is not name=value")
+    name, value = split_setting(text)
     try:
         return name, literal_eval(value)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -75,10 +75,8 @@ def test_the_exit_code(tmp_path: Path) -> None:
     assert "slower than --fail-slower allows: two" in output
 
 
-@pytest.mark.parametrize(
-    "given", [("--against", "x.json"), ("--fail-slower", "5%", "--against", "no.json")]
-)
-def test_bad_input(given: tuple[str, ...], message: Message) -> None:
-    done = run([sys.executable, "-m", "hvdtrain", "compare", *given], timeout=60)
+@pytest.mark.parametrize("given", ["--against x.json", "--fail-slower 5% --against no.json"])
+def test_bad_input(given: str, message: Message) -> None:
+    done = run([sys.executable, "-m", "hvdtrain", "compare", *given.split()], timeout=60)
     assert done.code == 2
     message(done.output)
