@@ -5,13 +5,11 @@ test_summary.py computes the numbers by hand; here every place that shows them h
 
 from __future__ import annotations
 
-import csv
 import html
 import io
 import json
 import math
 import re
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -124,30 +122,6 @@ def test_the_page_has_the_numbers_of_the_summary(written: Path, summary: Record)
     assert {"ddp/gloo x2", "ddp/shm x2"} <= scaling.keys()
 
 
-def test_speed_csv_is_the_summary(written: Path, summary: Record) -> None:
-    with (written / "speed.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    expected = [
-        {name: "" if value is None else str(value) for name, value in row.items()}
-        for row in summary["speed"]
-    ]
-    assert rows == expected
-
-
-def test_blocks_csv_has_every_block_with_what_was_measured(written: Path) -> None:
-    found = json.loads((written / record.NAME).read_text())
-    with (written / "blocks.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == sum(len(block["arms"]) for block in found["blocks"])
-    for row in rows:
-        block = found["blocks"][int(row["block"])]
-        steps = zip(*block["arms"][row["arm"]]["step_ms"], strict=True)
-        slowest = [max(ranks) for ranks in steps]
-        assert float(row["step_ms"]) == pytest.approx(statistics.median(slowest))
-        assert row["kept"] == str(block["kept"])
-        assert row["dropped"] == (block["dropped"] or "")
-
-
 def test_the_terminals_tables_fit_80_columns_with_every_number() -> None:
     long = "my_package.engines:" + "VeryLongBackendName" * 2
     found = renamed(make_record(), "compat/shm", long)
@@ -192,7 +166,7 @@ def test_the_command_prints_the_summary_and_writes_the_same_files_again(
 ) -> None:
     files = {path.name: path.read_bytes() for path in written.iterdir()}
     pictures = {"steps.png", "ratios.png", "scaling.png"}
-    assert files.keys() == {"compare.json", "report.html", "speed.csv", "blocks.csv"} | pictures
+    assert files.keys() == {"compare.json", "report.html"} | pictures
     command.main([str(written), "--json"], standalone_mode=False)
     assert json.loads(capsys.readouterr().out) == summary
     assert {path.name: path.read_bytes() for path in written.iterdir()} == files

@@ -1,1 +1,1 @@
-"""Show a comparison: terminal, HTML page, pictures, CSV files."""
+"""Show a comparison: terminal, HTML page, pictures."""

@@ -1,8 +1,8 @@
 """Figure style: colours, sizes, and PNG and SVG output.
 
 `figures` draws with it, and `html_report` writes the files. Every picture is drawn wide and narrow,
-so that its text is readable on a phone, and for light and dark pages. Output is deterministic: the
-same data gives the same bytes.
+so that its text is readable on a phone. Output is deterministic: the same data gives the same
+bytes.
 """
 
 from __future__ import annotations
@@ -29,18 +29,6 @@ PALETTE = {
     "purple": "#cc79a7",
 }
 COLOURS = {**PALETTE, "ink": "#1b1f24", "muted": "#5b6470", "grid": "#d5dae1", "paper": "#ffffff"}
-# The same for a dark page, where the colours that are too dark to see are lighter.
-DARK = {
-    **PALETTE,
-    "blue": "#4a9fe0",
-    "green": "#1fbf92",
-    "vermillion": "#ee7a30",
-    "sky": "#8ccdf5",
-    "ink": "#e6e9ee",
-    "muted": "#a3adba",
-    "grid": "#39414c",
-    "paper": "#14181d",
-}
 
 
 @dataclass(frozen=True)
@@ -89,13 +77,9 @@ def svg_variants(picture: Picture) -> dict[str, str]:
     Text stays text, not outlines. The first query that matches selects the variant; the last, "",
     always matches.
     """
-    small, dark = "screen and (max-width: 640px)", "(prefers-color-scheme: dark)"
-    narrow, wide = _svg(picture, NARROW), _svg(picture, WIDE)
     found = {
-        f"{small} and {dark}": _darkened(narrow),
-        small: narrow,
-        f"screen and {dark}": _darkened(wide),
-        "": wide,
+        "screen and (max-width: 640px)": _svg(picture, NARROW),
+        "": _svg(picture, WIDE),
     }
     # No spaces, which would end the URI in a `srcset`.
     return {query: f"data:image/svg+xml,{quote(text)}" for query, text in found.items()}
@@ -108,13 +92,6 @@ def _svg(picture: Picture, style: FigureStyle) -> str:
             out, format="svg", metadata={"Date": None, "Creator": None, "Format": None}
         )
     return out.getvalue()
-
-
-def _darkened(svg: str) -> str:
-    """Return an SVG with the colours for a dark page: drawing it again takes half a second."""
-    for name, colour in COLOURS.items():
-        svg = svg.replace(colour, DARK[name])
-    return svg
 
 
 def _matplotlib_options(style: FigureStyle) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Report files: report.html, the pictures, and two CSV files.
+"""Report files: report.html, and the pictures.
 
 `hvdtrain compare` and `hvdtrain report` write them. All content is computed from the record alone;
 writing it again gives the same bytes.
@@ -6,12 +6,8 @@ writing it again gives the same bytes.
 
 from __future__ import annotations
 
-import csv
-import io
 import re
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -19,15 +15,12 @@ from markupsafe import Markup
 from hvdtrain.compare import formatting
 from hvdtrain.compare.analysis.conditions import stop_rule
 from hvdtrain.compare.analysis.efficiency import EfficiencyRow
-from hvdtrain.compare.analysis.stats import block_ms
 from hvdtrain.compare.analysis.summary import Summary, summarise
 from hvdtrain.compare.record import Record
 from hvdtrain.compare.report import figures
-from hvdtrain.compare.report.figure_style import COLOURS, DARK, Picture, png, svg_variants
+from hvdtrain.compare.report.figure_style import COLOURS, Picture, png, svg_variants
 from hvdtrain.errors import InputError
 from hvdtrain.files import write_atomically
-
-BLOCK_COLUMNS = "block generation kept dropped arm ranks step_ms steps cpu_s foreign steal".split()
 
 
 def write(record: Record, folder: Path) -> Path:
@@ -39,9 +32,6 @@ def write(record: Record, folder: Path) -> Path:
     pictures = figures.pictures(record, summary)
     files = {f"{picture.name}.png": png(picture) for picture in pictures}
     files["report.html"] = page(record, summary, pictures).encode()
-    files["blocks.csv"] = _csv(BLOCK_COLUMNS, block_rows(record))
-    speed = [vars(row) for row in summary.speed]
-    files["speed.csv"] = _csv(list(speed[0]), speed) if speed else b""
     try:
         for name, content in files.items():
             write_atomically(folder / name, content, sync=False)
@@ -74,8 +64,7 @@ def page(record: Record, summary: Summary, pictures: list[Picture]) -> str:
         record=record,
         drawn={picture.name: picture for picture in pictures},
         variants={picture.name: svg_variants(picture) for picture in pictures},
-        light=COLOURS,
-        dark=DARK,
+        colours=COLOURS,
         efficiencies=_efficiencies(summary),
         formatting=formatting,
         stop_rule=stop_rule,
@@ -96,32 +85,3 @@ def _efficiencies(summary: Summary) -> dict[str, dict[str, EfficiencyRow]]:
         if row.arm not in ended:
             found.setdefault(row.arm, {})[row.base_kind] = row
     return found
-
-
-def block_rows(record: Record) -> list[dict[str, Any]]:
-    """Return one row per block and arm: the measurements, and whether the block counts."""
-    return [
-        {
-            "block": block.index,
-            "generation": block.generation,
-            "kept": block.kept,
-            "dropped": block.dropped,
-            "arm": arm,
-            "ranks": len(times.step_ms),
-            "step_ms": block_ms(times.step_ms, record.period_of(arm)),
-            "steps": len(times.step_ms[0]) if times.step_ms else 0,
-            "cpu_s": sum(times.cpu_s),
-            "foreign": times.foreign,
-            "steal": times.steal,
-        }
-        for block in record.blocks
-        for arm, times in block.arms.items()
-    ]
-
-
-def _csv(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> bytes:
-    out = io.StringIO(newline="")
-    writer = csv.DictWriter(out, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue().encode()
