@@ -2,8 +2,9 @@
 
     python benchmarks/comparisons.py            # 14 runs, 42 comparisons, half an hour
 
-Each run compares native DDP with itself, with itself slowed by 3 % and by 10 %, thrice each, and
-has, as every comparison, an A/A duplicate of its own. Counted: how often the same arm was told from
+Each run compares a command with itself, and with itself slowed by 3 % and by 10 %, thrice each
+(`slowed.py`, of which the probe alone knows), and has, as every comparison, an A/A duplicate of its
+own. Counted: how often the same arm was told from
 itself, how often the slower ones were found, and how often a slower one was called faster. All the
 while another process is busy, on and off: a fifth of one of the two cores.
 """
@@ -35,35 +36,20 @@ while True:
     time.sleep(random.expovariate(2.5))
 """
 RESULTS = Path(__file__).parent / "results" / "comparisons.json"
-BASE = "ddp/shm"
-# `hvdtrain.backends.ddp:DDP/shm` is what `ddp/shm` is, by another name.
-ARMS = {
-    "itself": (
-        "hvdtrain.backends.ddp:DDP/shm",
-        "benchmarks.slowed:By0/shm",
-        "benchmarks.slowed:AlsoBy0/shm",
-    ),
-    "3 % slower": (
-        "benchmarks.slowed:By3/shm",
-        "benchmarks.slowed:AlsoBy3/shm",
-        "benchmarks.slowed:OnceMoreBy3/shm",
-    ),
-    "10 % slower": (
-        "benchmarks.slowed:By10/shm",
-        "benchmarks.slowed:AlsoBy10/shm",
-        "benchmarks.slowed:OnceMoreBy10/shm",
-    ),
-}
+SCRIPT = Path(__file__).parent / "slowed.py"
+SHARES = {"itself": 0.0, "3 % slower": 0.03, "10 % slower": 0.1}
+ARMS = {name: tuple(f"{name} ({again})" for again in range(1, 4)) for name in SHARES}
 
 
 def compare(budget: str, more: list[str]) -> Record:
     """One comparison as a user runs it; its record."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
-        arms = [BASE, *(arm for pair in ARMS.values() for arm in pair)]
+        shares = {"base": 0.0} | {arm: SHARES[name] for name, own in ARMS.items() for arm in own}
         line = [sys.executable, "-m", "hvdtrain", "compare", "--budget", budget]
-        line += ["--task", "mlp", "--set", "width=320", "--steps", "6", *more]
-        line += ["--arms", ",".join(arms), "--output", str(out)]
+        line += ["--steps", "6", "--threads", "1", *more, "--output", str(out)]
+        for arm, share in shares.items():
+            line += ["--name", arm, f"torchrun --nproc-per-node 2 {SCRIPT} {share}"]
         done = subprocess.run(line, capture_output=True, text=True, timeout=1200)
         if done.returncode:
             raise SystemExit(f"{' '.join(line)}: exit {done.returncode}\n{done.stderr[-2000:]}")

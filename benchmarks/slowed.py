@@ -1,72 +1,48 @@
-"""Native DDP with steps made longer on purpose, for `comparisons.py`."""
+"""A DDP script as anybody's, with steps that are longer on purpose; for `comparisons.py`.
+
+torchrun --nproc-per-node 2 benchmarks/slowed.py 0.1      # by a tenth
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from statistics import median
-from typing import ClassVar
 
-from torch.optim import Optimizer
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from hvdtrain.backends.base import BackendOptions
-from hvdtrain.backends.ddp import DDP
-from hvdtrain.world import World
+from hvdtrain import transports
 
 
-class Slowed(DDP):
-    """Every step takes longer by a share of what steps lately took without that."""
-
-    share: ClassVar[float] = 0.0
-
-    def __init__(self, world: World, options: BackendOptions) -> None:
-        super().__init__(world, options)
-        self._plain: deque[float] = deque([0.0], maxlen=50)
-        self._since = time.perf_counter()
-
-    def average_gradients(self, optimizer: Optimizer) -> None:
-        """Do as DDP does, and then keep the core busy."""
-        super().average_gradients(optimizer)
+def main() -> None:
+    share = float(sys.argv[1])
+    transports.register()
+    dist.init_process_group("shm")
+    torch.manual_seed(0)
+    layers = [nn.Linear(320, 320) for _ in range(5)]
+    model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(320, 10)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    draw = torch.Generator().manual_seed(1 + dist.get_rank())
+    plain: deque[float] = deque([0.0], maxlen=50)
+    while True:
+        inputs = torch.randn(32, 320, generator=draw)
+        labels = torch.randint(0, 10, (32,), generator=draw)
+        since = time.perf_counter()
+        optimizer.zero_grad()
+        loss: torch.Tensor = nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
         now = time.perf_counter()
-        self._plain.append(now - self._since)
+        plain.append(now - since)
         # Not a share of this step: one after a pause would be longer by seconds.
-        until = now + self.share * median(self._plain)
+        until = now + share * median(plain)
         while time.perf_counter() < until:
             pass
-        self._since = time.perf_counter()
+        optimizer.step()
 
 
-class By0(Slowed):
-    """As long as ever."""
-
-
-class AlsoBy0(Slowed):
-    """Once more."""
-
-
-class By3(Slowed):
-    """Longer by 3 %."""
-
-    share = 0.03
-
-
-class AlsoBy3(By3):
-    """Once more."""
-
-
-class OnceMoreBy3(By3):
-    """And again."""
-
-
-class By10(Slowed):
-    """Longer by 10 %."""
-
-    share = 0.10
-
-
-class AlsoBy10(By10):
-    """Once more."""
-
-
-class OnceMoreBy10(By10):
-    """And again."""
+if __name__ == "__main__":
+    main()

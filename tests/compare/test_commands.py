@@ -132,6 +132,7 @@ def test_without_the_variable_nothing_is_loaded(tmp_path: Path) -> None:
 
 def compared(tmp_path: Path, *arguments: object, timeout: float = 150) -> tuple[int, Any, str]:
     """Compare; return the exit code, compare.json and the output."""
+    tmp_path.mkdir(exist_ok=True)
     folder = tmp_path / "compared"
     line = [sys.executable, "-m", "hvdtrain", "compare", *map(str, arguments)]
     done = run([*line, "--max-foreign", "100%", "--output", str(folder)], timeout=timeout)
@@ -212,6 +213,20 @@ def test_other_work_is_timed_if_allowed(tmp_path: Path) -> None:
     assert code == 0, output
     assert "unequal work: torchrun twin.py (2)" in output
     assert record["arms"]["torchrun twin.py (2)"]["status"] == "measured"
+
+
+def test_commands_that_cannot_run_say_why(tmp_path: Path) -> None:
+    code, record, output = compared(
+        tmp_path, f"{sys.executable} {ALONE} fails", "-n", "one", "no-such-launcher", "-n", "two"
+    )
+    assert code == 1, output
+    assert "one: rank 0 ended during 'trace': ValueError: broken" in output
+    assert "two: cannot start no-such-launcher: No such file or directory" in output
+    code, record, output = compared(
+        tmp_path / "again", f"{sys.executable} {ALONE} 'no optimizer'", f"{sys.executable} {ALONE}"
+    )
+    assert code == 1, output
+    assert "took no optimizer step: nothing to train (exit code 0)" in output
 
 
 @pytest.mark.exhaustive

@@ -68,8 +68,8 @@ class ArmPool:
     ) -> None:
         self.options, self.record, self.folder = options, record, folder
         self.arms = {arm.key: arm for arm in arms}
-        self.sizes = options.ranks
-        """The world sizes; those of commands are known once their ranks have connected."""
+        self.sizes = (0,) if options.commands else options.ranks
+        """The world sizes; that of commands is 0 until their ranks have connected."""
         self.live: dict[str, ArmProcess] = {}
         self.start_s = 0.0
         """Duration of the longest start."""

@@ -208,7 +208,7 @@ def _config(options: CompareOptions) -> Config:
     names = {item.name for item in fields(Config)}
     if options.commands:  # the scripts have options of their own
         names -= {item.name for item in fields(options) if not item.metadata}
-        names -= {"hosts", "batch_size"}
+        names -= {"hosts", "batch_size", "ranks"}
     given.update(
         ranks=list(options.ranks),
         hosts=options.hosts or None,
