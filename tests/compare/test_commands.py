@@ -40,7 +40,14 @@ def probed(tmp_path: Path, kind: str, optimizer: int = 1, **env: str) -> Iterato
 
 @pytest.mark.parametrize(
     ("kind", "samples"),
-    [("", 4), ("closure", 4), ("scaler", 4), ("accumulates", 8), ("changes folder", 4)],
+    [
+        ("", 4),
+        ("closure", 4),
+        ("nested", 4),
+        ("scaler", 4),
+        ("accumulates", 8),
+        ("changes folder", 4),
+    ],
 )
 def test_a_script_is_measured_as_it_is(tmp_path: Path, kind: str, samples: int) -> None:
     with probed(tmp_path, kind) as arm:
