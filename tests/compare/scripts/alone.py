@@ -26,7 +26,9 @@ class Nested(torch.optim.SGD):
         return super().step(closure)
 
 
-optimizer = (Nested if KIND == "nested" else torch.optim.SGD)(model.parameters(), lr=0.01)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+if KIND == "nested":  # now that torch has wrapped SGD.step
+    optimizer = Nested(model.parameters(), lr=0.01)
 second = torch.optim.Adam(other.parameters(), lr=0.001)
 if KIND == "lbfgs":
     optimizer = torch.optim.LBFGS(model.parameters())
