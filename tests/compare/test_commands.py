@@ -187,7 +187,7 @@ TWINS = {
     "missing average": "gradients are not synchronised",
     "clip before average": "clipped before they are synchronised",
     "half batch": "batch size",
-    "dropped layer": "another model",
+    "dropped layer": "another model:",
     "bf16": "bfloat16",
     "another optimizer": "optimizer",
     "frozen layer": "parameters without a gradient",

@@ -24,7 +24,6 @@ from hvdtrain.backends import load
 from hvdtrain.cli.compare import command
 from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.probe.hvdtrain_probe import norm, sample, stride
-from hvdtrain.compare.proof.diagnosis import explain_rate
 from hvdtrain.compare.proof.work_trace import RankTrace
 from hvdtrain.compare.record import Record
 from hvdtrain.compare.run import arm_process
@@ -456,8 +455,3 @@ def test_options_reach_the_training_of_all_arms() -> None:
         CompareOptions(uneven="odd").check()
     with pytest.raises(InputError, match="--uneven join: a comparison needs steps of equal size"):
         CompareOptions(uneven="join").check()
-
-
-def test_a_scaled_rate_is_not_answered_with_an_option_that_is_not_there() -> None:
-    text = explain_rate(2.0, 2, 1)
-    assert advised(text) == {"--lr"} <= OPTIONS

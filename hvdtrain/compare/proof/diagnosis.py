@@ -44,13 +44,13 @@ def explain_rate(ratio: float, num_ranks: int, accumulate: int) -> str:
         for how, factor in (("multiplies", value), ("divides", 1 / value)):
             if value != 1 and near(ratio, factor):
                 return (
-                    f"this arm {how} the learning rate by {name}; take that out and set "
-                    "--lr, which is the same for all arms"
+                    f"this arm {how} the learning rate by {name}; take that out, or do it in "
+                    "all arms"
                 )
     times = tell_apart(ratio, 1, 4)[0]
     return (
         f"something on this arm alone sets the learning rate, to {times} times the baseline's: "
-        "its backend, or a schedule made before the rate was scaled"
+        "its code, its backend, or a schedule made before the rate was scaled"
     )
 
 
@@ -133,7 +133,7 @@ def explain_buffers(policy: str, ranks_agree: bool) -> str:
 
 def explain_dtype(arm: str, base: str) -> str:
     """Return why dtypes differ. `arm`, `base`: the dtypes of parameters or gradients."""
-    return f"something on this arm alone converts {base} to {arm}: leave the dtype to --precision"
+    return f"something on this arm alone converts {base} to {arm}: give all arms one dtype"
 
 
 def explain_use(mine: float, its: float) -> str:

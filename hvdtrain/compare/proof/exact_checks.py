@@ -108,9 +108,7 @@ def _layouts(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Differe
                 if mine != its:
                     text += f"; first {mine[0]} ({mine[1]}), not {its[0]} ({its[1]})"
                     break
-            cause = (
-                "the task makes another model on this arm: look for what depends on the launcher"
-            )
+            cause = "its code is another, or makes another model under this launcher"
             yield Difference(text, cause)
 
 

@@ -143,7 +143,7 @@ def baseline_problem(name: str, base: ArmTraces, again: ArmTraces | None) -> str
     if len({a.final_sha256 for a in base}) > 1:
         return f"the ranks of the baseline {name} end with different parameters"
     if again and len(again) == len(base):
-        own = "; seed what is random in the task"
+        own = "; seed what is random in it"
         if any(a.initial_sha256 != b.initial_sha256 for a, b in zip(again, base, strict=True)):
             return f"the baseline {name} starts from other weights when it is run again{own}"
         if any(_content(a) != _content(b) for a, b in zip(again, base, strict=True)):

@@ -27,7 +27,7 @@ SIGNS = {"faster": "▲", "slower": "▼", "same": "=", "unknown": "?", "no A/A"
 
 
 def show(summary: Summary, file: TextIO | None = None, width: int | None = None) -> None:
-    """Print the verdict, the speed table, and one sentence per pair."""
+    """Print whether the work was equal, one sentence per pair, and the speed table."""
     console = Console(file=file, width=width, highlight=False, markup=False, emoji=False)
     # In a file or pipe rich assumes 80 columns, which is narrow for the speed table.
     if not console.is_terminal and width is None:
@@ -46,10 +46,9 @@ def tables(summary: Summary) -> list[Any]:
     parts += [
         Text(f"{row.arm} {row.text}") for row in summary.parity if row.verdict == "other method"
     ] * (verdict.equal is True)
-    parts += ["", speed(summary), *_notes(summary), ""]
-    parts += [Text(sentence) for sentence in summary.sentences]
+    parts += ["", *map(Text, summary.sentences), "", speed(summary), *_notes(summary)]
     if summary.caution:
-        parts.append(Text(summary.caution))
+        parts += ["", Text(summary.caution)]
     if summary.outcome != "finished":
         note = f": {summary.note}" if summary.note else ""
         parts.append(Text(f"partial: {summary.outcome}{note}", style="bold yellow"))
@@ -69,7 +68,7 @@ def parity(summary: Summary) -> Table:
 
 
 def speed(summary: Summary) -> Table:
-    """Return the speed table. The reason of an arm without numbers is in the lines below it."""
+    """Return the speed table. The reason of an arm without numbers is in the lines above it."""
     table = _table()
     table.add_column("arm", min_width=14, overflow="fold", ratio=1)
     for name in ("step ms", "samples/s"):
@@ -82,7 +81,7 @@ def speed(summary: Summary) -> Table:
             table.add_row(*_speed_cells(row))
             continue
         is_dropped = row.status == "measured" and _all_dropped(summary)
-        text = "no block counts" if is_dropped else f"{row.status}: see below"
+        text = "no block counts" if is_dropped else f"{row.status}: see above"
         table.add_row(Text(row.arm), *[NOTHING] * 2, Text(text, "red"), *[NOTHING] * 2)
     return table
 
