@@ -67,7 +67,8 @@ def exact_record(
             ms = step_ms[key] * (1 + index / 10) * (1 if index != 3 else 1000)
             steps = [[ms, 1.0, ms]] * (arm["ranks"] - 1) + [[1.0, ms, 4 * ms]]
             load = {"foreign": 0.1 + index / 100, "steal": 0.01}
-            windows[key] = {"step_ms": steps, "cpu_s": [0.03, 0.06], **load}
+            waits = [[0.1, 0.2, 0.1], [0.3, 0.1, 0.5]]
+            windows[key] = {"step_ms": steps, "input_ms": waits, "cpu_s": [0.03, 0.06], **load}
         dropped = "too busy" if index == 3 else None
         found.append({"index": index, "kept": index != 3, "dropped": dropped, "arms": windows})
     return {

@@ -93,7 +93,9 @@ def test_from_the_command_to_the_report(tmp_path: Path, more: tuple[str, ...]) -
     cores = [rank[2] for rank in forces[0]]
     assert not set(cores[0]) & set(cores[1])
     assert found["outcome"] == "finished"
-    assert all(row["peak_mib"][0] > 50 for row in rows.values())
+    # Of the libraries, which all ranks of all arms share, a rank has a small part only.
+    peaks = [row["peak_mib"][0] for row in rows.values()]
+    assert 20 < min(peaks) <= max(peaks) < 2000
     summary = summary_of(found)
     assert summary["verdict"]["equal"] is True, summary["verdict"]
     assert len(summary["sentences"]) == 3 + len(more)

@@ -109,6 +109,7 @@ def test_the_page_has_the_numbers_of_the_summary(written: Path, summary: Record)
         expected = [f"{ratio} {formatting.interval(row['low'], row['high'])}"]
         for name in ("step_ms", "p95_ms", "samples_per_s"):
             expected.append(formatting.figures(row[name]))
+        expected.append(formatting.figures(row["data_ms"], 2))
         expected.append(formatting.figures(row["cpu_s_per_step"]))
         expected.append(formatting.figures(row["peak_mib"], 4))
         expected.append(str(row["blocks"]))

@@ -57,6 +57,7 @@ def test_the_speed_table_by_hand() -> None:
     assert (row["ratio"], row["low"], row["high"]) == pytest.approx((2, 2, 2))
     assert row["cpu_s_per_step"] == pytest.approx(0.09 / 3)
     assert row["peak_mib"] == 120.0
+    assert row["data_ms"] == pytest.approx(0.3)
 
 
 def test_roles_have_their_own_verdicts() -> None:

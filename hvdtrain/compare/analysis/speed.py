@@ -60,6 +60,8 @@ class SpeedRow:
     """The key of the baseline; None for a baseline."""
     verdict: str
     """That of `stats.verdict`; else "baseline" or "ceiling"."""
+    data_ms: float | None
+    """The part of a step before the script calls its model: it waits for data then."""
     cpu_s_per_step: float | None
     peak_mib: float | None
     blocks: int
@@ -191,6 +193,7 @@ def _speed_row(measured: Measurements, key: str, noise: float | None) -> SpeedRo
         high=ratio_limits[1],
         against=base if base not in (key, "") else None,
         verdict=special or stats.verdict(ratio, noise),
+        data_ms=_data_ms(blocks),
         cpu_s_per_step=_cpu_per_step(blocks),
         peak_mib=max(arm.peak_mib, default=None),
         blocks=step.blocks,
@@ -212,6 +215,12 @@ def _sentence(measured: Measurements, key: str, arm: ArmRecord) -> str:
     if arm.role == "again" and stats.excludes_1(ratio):
         return stats.warning(key, base, ratio)
     return stats.sentence(key, base, ratio, measured.noise(arm.ranks))
+
+
+def _data_ms(blocks: Iterable[ArmTimes]) -> float | None:
+    """Return the ms before the model is called: the median over blocks of the slowest rank's."""
+    found = [ms for block in blocks if not math.isnan(ms := stats.block_ms(block.input_ms))]
+    return finite_or_none(np.median(found)) if found else None
 
 
 def _cpu_per_step(blocks: Iterable[ArmTimes]) -> float | None:

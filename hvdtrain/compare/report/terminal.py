@@ -74,7 +74,7 @@ def speed(summary: Summary) -> Table:
     for name in ("step ms", "samples/s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("x baseline [95 %]", justify="right", no_wrap=True, min_width=19)
-    for name in ("CPU s\na step", "peak\nMiB"):
+    for name in ("data\nms", "CPU s\na step", "peak\nMiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in summary.speed:
         if row.is_shown:
@@ -82,7 +82,7 @@ def speed(summary: Summary) -> Table:
             continue
         is_dropped = row.status == "measured" and _all_dropped(summary)
         text = "no block counts" if is_dropped else f"{row.status}: see above"
-        table.add_row(Text(row.arm), *[NOTHING] * 2, Text(text, "red"), *[NOTHING] * 2)
+        table.add_row(Text(row.arm), *[NOTHING] * 2, Text(text, "red"), *[NOTHING] * 3)
     return table
 
 
@@ -99,6 +99,7 @@ def _speed_cells(row: SpeedRow) -> list[Text]:
         Text(formatting.figures(row.step_ms)),
         Text(formatting.figures(row.samples_per_s)),
         Text(against, COLOURS.get(row.verdict, "")),
+        Text(formatting.figures(row.data_ms, 2)),
         Text(formatting.figures(row.cpu_s_per_step)),
         Text(formatting.figures(row.peak_mib)),
     ]
