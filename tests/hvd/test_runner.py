@@ -74,16 +74,17 @@ def test_output_goes_to_files_too(tmp_path: Path, capfd: pytest.CaptureFixture[s
     thread = threading.Thread(target=run, args=(speak,), kwargs=options)
     thread.start()
     shown = {"hvdtrain.run: starting 2 processes", "[1]:said by 1", "[1]:complained by 1"}
-    output = ""
+    files = [folder / f"rank.{rank}" / name for rank in (0, 1) for name in ("stdout", "stderr")]
 
-    def is_shown() -> bool:
-        nonlocal output
-        output += "".join(capfd.readouterr())
-        return all(text in output for text in shown)
+    def is_written() -> bool:
+        return all(file.exists() and file.stat().st_size for file in files)
 
-    launching.wait_until(is_shown, "the output of rank 1")
+    launching.wait_until(is_written, "the output of all ranks")
     seen.touch()
     thread.join(60)
+    # Only now: `readouterr` loses what is written while it empties its file.
+    output = "".join(capfd.readouterr())
+    assert all(text in output for text in shown), output
     for rank in (0, 1):
         assert (folder / f"rank.{rank}" / "stdout").read_text() == f"said by {rank}\n"
         assert (folder / f"rank.{rank}" / "stderr").read_text() == f"complained by {rank}\n"
