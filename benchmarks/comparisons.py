@@ -3,10 +3,10 @@
     python benchmarks/comparisons.py            # 14 runs, 42 comparisons, half an hour
 
 Each run compares a command with itself, and with itself slowed by 3 % and by 10 %, thrice each
-(`slowed.py`, of which the probe alone knows), and has, as every comparison, an A/A duplicate of its
-own. Counted: how often the same arm was told from
-itself, how often the slower ones were found, and how often a slower one was called faster. All the
-while another process is busy, on and off: a fifth of one of the two cores.
+(the script is `slowed.py`), and has, as every comparison, an A/A duplicate of its own. Counted: how
+often the same arm was told from itself, how often the slower ones were found, and how often a
+slower one was called faster. All the while another process is busy, on and off: a fifth of one of
+the two cores.
 """
 
 from __future__ import annotations

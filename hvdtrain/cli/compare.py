@@ -154,13 +154,15 @@ def run(options: CompareOptions) -> None:
 
 
 def _judge(rows: list[GateRow], display: ProgressTable) -> None:
-    """Print the rows of the gate. Raise TooSlow for an arm that is slower, InputError without any:
-    a gate that looks at nothing would always be open.
+    """Print the rows of the gate. Raise TooSlow for an arm that is slower, HvdtrainError for one
+    that cannot be judged, InputError without any: such a gate would always be open.
     """
     for row in rows:
         display.print_line(f"gate     {row.text}")
     if not rows:
         raise InputError("--fail-slower: no arm was timed here that --against has, too")
+    if unknown := [row.arm for row in rows if row.is_slower is None]:
+        raise HvdtrainError(f"--fail-slower cannot judge: {', '.join(unknown)}")
     if slower := [row.arm for row in rows if row.is_slower]:
         raise TooSlow(f"slower than --fail-slower allows: {', '.join(slower)}")
 

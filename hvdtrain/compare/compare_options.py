@@ -9,10 +9,12 @@ import math
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hvdtrain.commands import own_environment
 from hvdtrain.errors import InputError
 from hvdtrain.launch.host_list import Host, choose_slots, parse_host_list
 from hvdtrain.training.config import TrainConfig
@@ -223,10 +225,14 @@ class CompareOptions:
             raise InputError(f"--name {', '.join(self.names)}: give each command another name")
         for text in self.commands:
             try:
-                if not shlex.split(text):
-                    raise ValueError("it is empty")
+                program = [*shlex.split(text), ""][0]
             except ValueError as error:
                 raise InputError(f"the command {text!r} cannot be read: {error}") from None
+            if shutil.which(program, path=own_environment()["PATH"]) is None:
+                raise InputError(
+                    f"the command {text!r} cannot be started: there is no program {program!r}; "
+                    "write each command in quotes: hvdtrain compare 'python a.py' 'python b.py'"
+                )
 
     def hosts_of(self, ranks: int) -> tuple[Host, ...]:
         """Return the hosts of a world size, with as many slots as ranks; none without --hosts.

@@ -224,11 +224,17 @@ def test_other_work_is_timed_if_allowed(tmp_path: Path) -> None:
 
 def test_commands_that_cannot_run_say_why(tmp_path: Path) -> None:
     code, record, output = compared(
-        tmp_path, f"{sys.executable} {ALONE} fails", "-n", "one", "no-such-launcher", "-n", "two"
+        tmp_path,
+        f"{sys.executable} {ALONE} fails",
+        "-n",
+        "one",
+        f"{sys.executable} -c 1/0",
+        "-n",
+        "two",
     )
     assert code == 1, output
     assert "one: rank 0 ended during 'trace': ValueError: broken" in output
-    assert "two: cannot start no-such-launcher: No such file or directory" in output
+    assert "two: took no optimizer step: ZeroDivisionError: division by zero" in output
     code, record, output = compared(
         tmp_path / "again", f"{sys.executable} {ALONE} 'no optimizer'", f"{sys.executable} {ALONE}"
     )
@@ -251,6 +257,8 @@ def test_other_numbers_of_ranks_are_other_work(tmp_path: Path) -> None:
         ("python a.py", "--task", "mlp", "--set", "a=b"),
         ("python a.py", "python b.py", "-n", "one"),
         ("python 'a.py",),
+        ("python", "a.py"),
+        ("",),
         ("python a.py", "--baseline", "b"),
     ],
     ids=str,

@@ -21,7 +21,7 @@ def record(**step_ms: float) -> Record:
     return parse(exact_record({"a": 10.0, "a again": 10.0, **step_ms}))
 
 
-def slower(now: Record, allowed: float, before: Record | None = None) -> dict[str, bool]:
+def slower(now: Record, allowed: float, before: Record | None = None) -> dict[str, bool | None]:
     return {row.arm: row.is_slower for row in gate_rows(now, allowed, before)}
 
 
@@ -49,10 +49,17 @@ def test_noise_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slower(noisy, 0.05) == {"b": False}
 
 
-def test_an_arm_that_was_not_timed_is_not_judged() -> None:
-    found = record(b=50.0)
-    found.arms["b"].status = "refused"
-    assert slower(found, 0.05) == {}
+def test_an_arm_that_cannot_be_judged_is_said() -> None:
+    """A crash of the new code must not open the gate, nor an old file without blocks that count."""
+    failed = record(b=5.0)
+    failed.arms["b"].status, failed.arms["b"].reason = "failed", "rank 1 ended"
+    (row,) = gate_rows(failed, 0.05)
+    assert (row.is_slower, row.text) == (None, "b: cannot be judged: rank 1 ended")
+    dropped = record(b=5.0)
+    for block in dropped.blocks:
+        block.kept = False
+    assert slower(record(b=50.0), 0.05, dropped) == {"b": None}
+    assert slower(dropped, 0.05, record(b=5.0)) == {"b": None}
 
 
 @pytest.mark.exhaustive

@@ -31,9 +31,9 @@ No interval over blocks can show that one start of the same program is faster th
 of its memory layout (Kalibera and Jones 2013, Rigorous Benchmarking in Reasonable Time). If starts
 differ by 0.5 % (standard deviation), 1 % of identical arms get a false verdict; by 1 %, 3 %; by
 2 %, 12 % (60 blocks, 5 % of noise). With the blocks spread over four starts, the latter two are
-0.2 % and 0.8 %, and 10 % slower is found in 99 % and 91 % (500 comparisons each; if blocks were
-resampled without regard to starts, 2.2 % would be false at 2 %). More blocks do not help; only more
-starts do.
+0.2 % and 0.8 %, and 10 % slower is found in 99 % and 91 % (500 identical and 300 slower arms each;
+if blocks were resampled without regard to starts, 2.2 % would be false at 2 %). More blocks do not
+help; only more starts do.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def _resampled_medians(sample: Floats, of_start: NDArray[np.int_]) -> Floats:
 
 
 def reach(values: Iterable[float]) -> float:
-    """Return how far `interval` extends from the median on its longer side: 0.02 for a limit that
-    is 1.02 times the median, or of which the median is that.
+    """Return how far `interval` extends from the median on its longer side, as a factor less 1:
+    0.02 if its upper limit is 1.02 times the median, or the median 1.02 times its lower limit.
 
     The stop rule calls it after each block, so it does not resample starts. Infinite with fewer
     than MIN_BLOCKS blocks.

@@ -49,6 +49,14 @@ MAX_SAMPLED = 1 << 18  # elements of all parameters together; at least one of ea
 PIECE = 1 << 18  # elements that are processed at once
 
 
+def connect(address: str) -> Connection:
+    """Connect to the comparison's socket; on another host, to one that ssh forwards there."""
+    for path in [address, *sorted(glob.glob(f"{address}-*"))]:
+        with contextlib.suppress(OSError):
+            return Client(path, "AF_UNIX")
+    raise OSError(f"no socket of the comparison at {address}")
+
+
 class RefusedError(Exception):
     """A script cannot be compared; the text says why, and is the same on all ranks."""
 
@@ -75,7 +83,6 @@ class Probe:
         self._input_s: list[float] = []
         self._cpu: list[float] = []
         self._cpu_at = -1
-        self._names: list[str] = []
         self._parameters: list[Tensor] = []
         self._is_cuda = False
         self._peak_is_of_steps = False
@@ -99,16 +106,10 @@ class Probe:
         self._connection, self.about = connection, about
         self._finish = self.call_open
 
-    def take(self, steps: int) -> None:
-        """Let so many steps pass before the first call."""
-        self._left = steps + 1
-
-    def hook(self) -> list[Any]:
-        """Register the hooks of every optimizer's steps; return what removes them."""
-        return [
-            torch_optimizer.register_optimizer_step_pre_hook(self.before),
-            torch_optimizer.register_optimizer_step_post_hook(self.after),
-        ]
+    def hook(self) -> None:
+        """Register the hooks of every optimizer's steps."""
+        torch_optimizer.register_optimizer_step_pre_hook(self.before)
+        torch_optimizer.register_optimizer_step_post_hook(self.after)
 
     # The hooks of torch.optim
 
@@ -161,8 +162,8 @@ class Probe:
         elif self._seen.index(id(optimizer)) + 1 != self._number:
             return False
         self._optimizer = optimizer
-        self._names, self._parameters = self._named_parameters(optimizer)
-        self._recorder = Recorder(optimizer, self._names, self._parameters, self._finder)
+        names, self._parameters = self._named_parameters(optimizer)
+        self._recorder = Recorder(optimizer, names, self._parameters, self._finder)
         self._is_cuda = any(p.is_cuda for g in optimizer.param_groups for p in g["params"])
         atexit.register(self._ended)
         self._show_error, sys.excepthook = sys.excepthook, self._failed
@@ -197,7 +198,8 @@ class Probe:
     def _serve(self) -> None:
         """Answer the call that has its steps, and then others until one wants steps."""
         if self._connection is None:
-            self._connection = self._connect()
+            self._connection = connect(self._address)
+            self._connection.send((*self._world(), os.getpid()))
         finish, self._finish = self._finish, None
         if finish is not None:
             self._answer(finish)
@@ -239,16 +241,6 @@ class Probe:
                 self._connection.close()
             except OSError:
                 pass
-
-    def _connect(self) -> Connection:
-        for path in [self._address, *sorted(glob.glob(f"{self._address}-*"))]:
-            try:
-                found = Client(path, "AF_UNIX")
-            except OSError:
-                continue
-            found.send((*self._world(), os.getpid()))
-            return found
-        raise SystemExit(f"hvdtrain compare: no socket at {self._address}")
 
     def _world(self) -> tuple[int, int]:
         """Return rank and number of ranks, as the launcher tells them, else as the engine does."""

@@ -114,8 +114,7 @@ class ArmProcess:
                     raise ArmFailed(f"{what}: {self._error_line()}") from None
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(self.size)) - set(by_rank))
-                    who = f"ranks {missing}" if self.size else "the ranks"
-                    raise ArmFailed(f"{who} did not start in {timeout_s:.0f} s") from None
+                    raise ArmFailed(self._missing_text(missing, timeout_s)) from None
                 continue
             try:
                 rank, size, pid = pickle.loads(connection.recv_bytes())
@@ -130,6 +129,16 @@ class ArmProcess:
             self._connections.append(by_rank[rank][1])
         if sorted(by_rank) != list(range(self.size)):
             raise ArmFailed(f"started ranks {sorted(by_rank)}, not 0 to {self.size - 1}")
+
+    def _missing_text(self, missing: list[int], timeout_s: float) -> str:
+        """Return which ranks have not connected. `missing`: empty if their number is not known."""
+        if missing:
+            return f"ranks {missing} did not start in {timeout_s:.0f} s"
+        return (
+            f"no rank was seen to take a step of an optimizer in {timeout_s:.0f} s: give a longer "
+            "--timeout, unless the command has fewer optimizers than --optimizer says, or its "
+            "Python ignores PYTHONPATH (python -I, -E)"
+        )
 
     def call(self, what: str, *arguments: object, timeout_s: float = 300.0) -> list[Any]:
         """Run the call `what` on every rank; return the answers in rank order. Raise ArmFailed."""

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import glob
 import os
 import pickle
 import signal
 import sys
 import traceback
 from dataclasses import replace
-from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import torch
 
 from hvdtrain.backends import open_backend
 from hvdtrain.backends.base import Backend
-from hvdtrain.compare.probe.hvdtrain_probe import Probe, RefusedError
+from hvdtrain.compare.probe.hvdtrain_probe import Probe, RefusedError, connect
 from hvdtrain.compare.run.by_hand import ByHand
 from hvdtrain.errors import HvdtrainError, InputError, one_line
 from hvdtrain.training.config import TrainConfig
@@ -80,14 +78,6 @@ def describe_data(task: Task, num_samples: int | None) -> str:
     """Return the task's description of its data, with the number of samples."""
     size = "a stream" if num_samples is None else f"{num_samples} samples"
     return f"{task.about_data or 'the task does not say (Task.about_data)'}; {size}"
-
-
-def connect(address: str) -> Connection:
-    """Connect to the comparison's socket; on another host, to one that ssh forwards there."""
-    for path in [address, *sorted(glob.glob(f"{address}-*"))]:
-        with contextlib.suppress(OSError):
-            return Client(path, "AF_UNIX")
-    raise OSError(f"no socket of the comparison at {address}")
 
 
 def main(address: str) -> None:

@@ -81,7 +81,7 @@ class RemoteHosts:
         return [name for name, count in zip(names, slots, strict=True) for _ in range(count)]
 
     def forward(self, socket: Path) -> None:
-        """Make a socket on every host that leads to `socket` here; see `arm_script.connect`.
+        """Make a socket on every host that leads to `socket` here; see `hvdtrain_probe.connect`.
 
         Raises LaunchError.
         """
