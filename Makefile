@@ -58,7 +58,6 @@ check: $(VENV)/all.installed
 	$(BIN)/mypy
 
 bench: $(VENV)/all.installed
-	$(BIN)/python benchmarks/trainer_overhead.py
 	$(BIN)/python benchmarks/checkpoint_async.py
 	$(BIN)/python benchmarks/collectives.py --bind
 	$(BIN)/python benchmarks/steps.py

@@ -1,6 +1,6 @@
 """Random faults under every launcher and backend: what each one costs, and that none is lost.
 
-    python benchmarks/chaos.py --rounds 25 --seed 7     append 25 rounds to results/chaos.jsonl
+    python benchmarks/chaos.py --rounds 25 --seed 7     append 25 rounds to runs/chaos.jsonl
     python benchmarks/chaos.py --summary                the table of all rounds
 
 A round starts a training run on two ranks, sends one signal to a rank or to the launcher at a
@@ -42,7 +42,7 @@ from tests.launching import (  # noqa: E402
     started,
 )
 
-RESULTS = Path(__file__).with_name("results") / "chaos.jsonl"
+RESULTS = ROOT / "runs" / "chaos.jsonl"
 TASK = f"{ROOT}/tests/launch/dying.py:Observed"
 OPTIONS = (
     "--global-batch-size 32 --epochs 3 --checkpoint-every 5 --log-every 4 --threads 1 --timeout 10"
@@ -363,6 +363,7 @@ def play(seed: int, first: int, rounds: int, real_share: float, results: Path | 
                 print(job.output)
             sys.stdout.flush()
             if results is not None:
+                results.parent.mkdir(exist_ok=True)
                 with results.open("a") as file:
                     file.write(json.dumps(asdict(one)) + "\n")
     return bad

@@ -12,11 +12,11 @@ ones use it again. A figure is the median over rounds, with the least and the la
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks import live
 from hvdtrain import Callback, Task, TrainConfig, Trainer, open_backend
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint_async.json"
@@ -150,8 +152,7 @@ def main() -> None:
         print(f"{text:40} {median:8.2f}    [{low:.2f}, {high:.2f}]")
     about = {"cpus": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__}
     record = {"summary": summary, "ms": found, "load_average": os.getloadavg(), **about}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    live.write_summary(RESULTS, record)
 
 
 if __name__ == "__main__":

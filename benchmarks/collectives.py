@@ -17,7 +17,6 @@ leaves two ranks on one core for some milliseconds now and then, which takes sma
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -201,8 +200,7 @@ def measure(
             report(case, found)
     record = {"seconds": seconds, "ranks": ranks, "bound": BINDS in os.environ, **live.machine()}
     record["ratios"] = {case: ratios(found) for case, found in seconds.items()}
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    live.write_summary(path, record)
     draw(seconds, path.with_suffix(".png"))
 
 

@@ -3,9 +3,9 @@
     python benchmarks/comparisons.py            # 14 runs, 42 comparisons, half an hour
 
 Each run compares a command with itself, and with itself slowed by 3 % and by 10 %, thrice each
-(the script is `slowed.py`), and has, as every comparison, an A/A duplicate of its own. Counted: how
-often the same arm was told from itself, how often the slower ones were found, and how often a
-slower one was called faster. All the while another process is busy, on and off: a fifth of one of
+(the script is `train_steps.py`), and repeats the baseline, as every comparison. Counted: how often
+the same arm was told from itself, how often the slower ones were found, and how often a slower one
+was called faster. All the while another process is busy, on and off: a fifth of one of
 the two cores.
 """
 
@@ -36,7 +36,7 @@ while True:
     time.sleep(random.expovariate(2.5))
 """
 RESULTS = Path(__file__).parent / "results" / "comparisons.json"
-SCRIPT = Path(__file__).parent / "slowed.py"
+SCRIPT = Path(__file__).parent / "train_steps.py"
 SHARES = {"itself": 0.0, "3 % slower": 0.03, "10 % slower": 0.1}
 ARMS = {name: tuple(f"{name} ({again})" for again in range(1, 4)) for name in SHARES}
 
@@ -49,7 +49,11 @@ def compare(budget: str, more: list[str]) -> Record:
         line = [sys.executable, "-m", "hvdtrain", "compare", "--budget", budget]
         line += ["--steps", "6", "--threads", "1", *more, "--output", str(out)]
         for arm, share in shares.items():
-            line += ["--name", arm, f"torchrun --nproc-per-node 2 {SCRIPT} {share}"]
+            line += [
+                "--name",
+                arm,
+                f"torchrun --nproc-per-node 2 {SCRIPT} small ddp/shm --slower {share}",
+            ]
         done = subprocess.run(line, capture_output=True, text=True, timeout=1200)
         if done.returncode:
             raise SystemExit(f"{' '.join(line)}: exit {done.returncode}\n{done.stderr[-2000:]}")

@@ -10,7 +10,6 @@ recovery lasts from the kill to the end of the first step of the last survivor.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import tempfile
@@ -84,7 +83,7 @@ def main() -> None:
             seconds[arm] = sorted(measure(launcher, backend, kills))
             low, median, high = (float(np.quantile(seconds[arm], q)) for q in (0, 0.5, 1))
             print(f"{arm:28} {median:.2f} s  [{low:.2f}, {high:.2f}]  {kills} kills", flush=True)
-    RESULTS.write_text(json.dumps({"seconds": seconds, **live.machine()}, indent=1) + "\n")
+    live.write_summary(RESULTS, {"seconds": seconds, **live.machine()})
 
 
 if __name__ == "__main__":

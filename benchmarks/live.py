@@ -7,8 +7,10 @@ others' ranks are stopped.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -50,7 +52,8 @@ def arms(
                 paths = {"python": sys.executable, "mpich": MPICH}
                 line = LAUNCHERS[launcher].format(n=ranks, **paths).split()
                 socket, log = Path(folder) / f"{len(live)}", Path(folder) / f"{len(live)}.log"
-                live[name] = ArmProcess([*line, script, name], ranks, {**env, **own}, socket, log)
+                line += [script, name, str(socket)]
+                live[name] = ArmProcess(line, ranks, {**env, **own}, socket, log)
                 live[name].meet(START_S)
                 live[name].pause()
             yield live
@@ -66,6 +69,33 @@ def serve(address: str, rank: int, calls: dict[str, Callable[..., Any]]) -> None
         while (call := pickle.loads(connection.recv_bytes())) is not None:
             name, *arguments = call
             connection.send_bytes(pickle.dumps((True, calls[name](*arguments))))
+
+
+def write_summary(path: Path, record: dict[str, Any]) -> None:
+    """Write results as JSON, a line for what fits in one: of three and more measurements only their
+    [median, lowest, highest], of floats four digits.
+    """
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(_lines(_summary(record)) + "\n")
+
+
+def _summary(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _summary(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        if len(value) > 2 and all(type(item) in (int, float) for item in value):
+            value = [statistics.median(value), min(value), max(value)]
+        return [_summary(item) for item in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _lines(value: Any, indent: str = "") -> str:
+    text = json.dumps(value)
+    if len(indent + text) <= 100 or not isinstance(value, dict):
+        return text
+    inner = f"{indent} "
+    items = [f"{inner}{json.dumps(name)}: {_lines(v, inner)}" for name, v in value.items()]
+    return "{\n" + ",\n".join(items) + f"\n{indent}}}"
 
 
 def machine() -> dict[str, Any]:

@@ -30,6 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import live
 from benchmarks.namespaces import link_bytes, make_hosts, remove_hosts
 
 RESULTS = Path(__file__).parent / "results" / "parameter_server.json"
@@ -115,18 +116,22 @@ def accuracy(is_async: bool, seed: int) -> float:
     return float(about["metrics"]["accuracy"])
 
 
-def show(found: dict[str, Any]) -> None:
+def show(found: dict[str, Any]) -> dict[str, Any]:
+    """Print the table of some runs, and return its rows by name."""
+    rows = {}
     print(f"{'K sent and received by':24}{'rank 0':>18}{'each other rank':>18}{'ms a step':>22}")
     for name, rounds in found.items():
         first, others = [r[0] for r in rounds], [r for ranks in rounds for r in ranks[1:]]
-        sizes = [
-            f"{statistics.median(r['sent'] for r in who):.2f}, "
-            f"{statistics.median(r['received'] for r in who):.2f}"
-            for who in (first, others)
-        ]
+        sizes = []
+        rows[name] = {"ms": [1000 * r["seconds"] for r in first]}
+        for who, its in (("rank 0", first), ("each other rank", others)):
+            both = [statistics.median(r[way] for r in its) for way in ("sent", "received")]
+            rows[name][f"K sent and received by {who}"] = both
+            sizes.append(f"{both[0]:.2f}, {both[1]:.2f}")
         times = sorted(1000 * r["seconds"] for r in first)
         spread = f"{statistics.median(times):.0f} [{times[0]:.0f}, {times[-1]:.0f}]"
         print(f"{name:24}{sizes[0]:>18}{sizes[1]:>18}{spread:>22}", flush=True)
+    return rows
 
 
 def main() -> None:
@@ -144,6 +149,7 @@ def main() -> None:
             print(f"{'a' * mode}synchronous: {statistics.fmean(values):.4f} of {values}")
         return
     found: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     port = 29700
     for n in SIZES:
         hosts: list[str] = []
@@ -157,10 +163,9 @@ def main() -> None:
                 found.setdefault(f"{arm}, {n} ranks", []).append(run(arm, n, hosts, port))
         finally:
             remove_hosts(n)
-        show({name: runs for name, runs in found.items() if name.endswith(f" {n} ranks")})
-    RESULTS.write_text(
-        json.dumps({"rate_mbit": RATE_MBIT, "model_bytes": MODEL_BYTES, "runs": found}, indent=1)
-    )
+        rows |= show({name: runs for name, runs in found.items() if name.endswith(f" {n} ranks")})
+    about = {"rate_mbit": RATE_MBIT, "model_bytes": MODEL_BYTES}
+    live.write_summary(RESULTS, {**about, "runs": rows})
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import live
 from benchmarks.namespaces import link_bytes, make_hosts, remove_hosts
 
 RESULTS = Path(__file__).parent / "results" / "several_hosts.json"
@@ -113,15 +114,17 @@ def main() -> None:
     finally:
         remove_hosts(HOSTS)
     print(f"{'K sent by the busier host, ms':28}" + "".join(f"{o:>24}" for o in OPERATIONS))
+    rows: dict[str, dict[str, Any]] = {}
     for name in sorted(found, reverse=True):
-        cells = []
+        cells, rows[name] = [], {}
         for operation in OPERATIONS:
             sent = max(ranks[operation][1] for ranks in found[name][0])
             times = sorted(1000 * ranks[0][operation][0] for ranks in found[name])
             spread = f"{statistics.median(times):.0f} [{times[0]:.0f}, {times[-1]:.0f}]"
             cells.append(f"{sent:.2f}, {spread}")
+            rows[name][operation] = {"k_sent": sent, "ms": times}
         print(f"{name:28}" + "".join(f"{cell:>24}" for cell in cells))
-    RESULTS.write_text(json.dumps({"rate_mbit": RATE_MBIT, "bytes": K, "runs": found}, indent=1))
+    live.write_summary(RESULTS, {"rate_mbit": RATE_MBIT, "bytes": K, "runs": rows})
 
 
 if __name__ == "__main__":

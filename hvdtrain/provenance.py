@@ -27,6 +27,11 @@ def versions() -> dict[str, str]:
     return dict(_versions())
 
 
+_OF_MPIRUN = tuple(
+    f"OMPI_MCA_{name}" for name in "orte_ ess initial_wdir pmix shmem_RUNTIME_QUERY_hint".split()
+)
+
+
 @functools.cache  # reading them takes tens of milliseconds
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
@@ -39,9 +44,11 @@ def _versions() -> dict[str, str]:
 
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that can affect a run, without a launcher's secret."""
-    names = (name for name in sorted(env) if name.startswith(_VARIABLES) and "SECRET" not in name)
-    return {name: env[name] for name in names}
+    """Return the environment variables that can affect a run, without a launcher's secret, and
+    without those by which mpirun tells its ranks where they are.
+    """
+    names = [name for name in sorted(env) if name.startswith(_VARIABLES) and "SECRET" not in name]
+    return {name: env[name] for name in names if not name.startswith(_OF_MPIRUN)}
 
 
 def commit() -> str | None:

@@ -149,8 +149,8 @@ FIGURES = "what a long run printed on a quiet machine"
 OUTPUT = {
     "task     digits, 2 ranks on 1 host, started by torchrun": FIGURES,
     "hvdtrain/": "the table of files",
-    "✓ 4 arms did the same work": FIGURES,
-    "✓ all 8 arms did the same work": FIGURES,
+    "✓ 4 trained the same": FIGURES,
+    "✓ all 8 trained the same": FIGURES,
     "elastic: 2 ranks, generation 1": "of hosts a, b and c",
     "elastic: rank 0 on a died (SIGKILL)": "of hosts a and b",
     "ok       ddp/shm": "of a machine with a fault",

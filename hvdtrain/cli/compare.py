@@ -187,7 +187,7 @@ def _error_text(record: Record) -> str:
         )
         return f"nothing could be compared; {'; '.join(reasons[:3]) or advice}"
     refused = ", ".join(key for key, arm in record.arms.items() if arm.status == "refused")
-    return f"these arms do not train the same thing as the baseline: {refused}" if refused else ""
+    return f"not the same training as the baseline: {refused}" if refused else ""
 
 
 def _make_folder(options: CompareOptions) -> Path:

@@ -15,7 +15,7 @@ NOTHING = "–"
 ROLES = {
     "arm": "",
     "baseline": "baseline",
-    "again": "the same twice (A/A)",
+    "again": "the baseline once more",
     "by hand": "a loop written by hand",
     "ceiling": "the ceiling",
 }
@@ -27,14 +27,14 @@ VERDICTS = {
     "baseline": "baseline",
     "ceiling": "the ceiling: less work",
     "unknown": "not enough blocks to tell",
-    "no A/A": "no verdict without an A/A duplicate",
+    "no A/A": "no verdict without a repeat of the baseline",
 }
 
 SHORT_VERDICTS = {
     **VERDICTS,
     "same": "not significant",
     "unknown": "not enough blocks",
-    "no A/A": "no verdict without A/A",
+    "no A/A": "no verdict without a repeat",
 }
 """`VERDICTS` for narrow places."""
 

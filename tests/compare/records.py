@@ -23,7 +23,7 @@ STEPS = 12
 # The time of a step at 2 ranks, and of it: computing, communication that is not hidden, the rest.
 TRUE_STEP_MS = {
     "ddp/gloo": 60.0,
-    "ddp/gloo again": 60.0,
+    "ddp/gloo (repeat)": 60.0,
     "ddp/shm": 44.0,
     "compat/shm": 45.0,
     "ddp/mpi": 72.0,
@@ -33,7 +33,7 @@ TRUE_STEP_MS = {
 }
 ROLES = {
     "ddp/gloo": "baseline",
-    "ddp/gloo again": "again",
+    "ddp/gloo (repeat)": "again",
     "by hand (gloo)": "by hand",
     "no communication": "ceiling",
 }
@@ -53,7 +53,7 @@ def exact_record(
 
     A key has its number of ranks, which is 2 by default: "a x4". The baseline is a.
     """
-    roles = {"a": "baseline", "a again": "again", "alone": "ceiling"}
+    roles = {"a": "baseline", "a (repeat)": "again", "alone": "ceiling"}
     arms: dict[str, Record] = {}
     for key in step_ms:
         name, _, size = key.partition(" x")
@@ -121,7 +121,7 @@ def true_step_ms(arm: Record) -> float:
 
 
 def _arm(name: str, size: int, several: bool, scaling: str | None) -> Record:
-    backend, _, transport = name.removesuffix(" again").partition("/")
+    backend, _, transport = name.removesuffix(" (repeat)").partition("/")
     if name.startswith("by hand"):
         backend, transport = "by hand", "gloo"
     elif name in ("no communication", "single"):

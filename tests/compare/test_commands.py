@@ -57,10 +57,10 @@ def test_a_script_is_measured_as_it_is(tmp_path: Path, kind: str, samples: int) 
         (trace,) = arm.call("trace", 3)
         assert [len(step["samples"]) for step in trace["steps"]] == [samples] * 3
         assert [step["micro_batches"] for step in trace["steps"]] == [samples // 4] * 3
-        assert all(step["used_norm"] > 0 for step in trace["steps"])
+        assert all(step["gradient_norm"] > 0 for step in trace["steps"])
         moved = trace["elements"]["final"] - trace["elements"]["initial"]
         if kind != "scaler":  # the first step moves against the gradient of the first sample
-            assert (trace["elements"]["used"] * moved).sum() < 0
+            assert (trace["elements"]["gradient"] * moved).sum() < 0
         (times,) = arm.call("time_steps", 5, 2)
         assert len(times["step_ms"]) == len(times["input_ms"]) == 5
         assert arm.call("fingerprint")[0][0] == 3 + 7
@@ -78,7 +78,7 @@ def test_both_ways_to_step_train_the_same(tmp_path: Path) -> None:
     plain, closure = found
     for name in ("steps", "initial_sha256", "final_sha256"):
         assert plain[name] == closure[name]
-    for name in ("used", "local", "largest"):
+    for name in ("gradient", "local", "largest"):
         assert (plain["elements"][name] == closure["elements"][name]).all()
 
 
@@ -174,7 +174,7 @@ def test_a_horovod_script_and_its_port(tmp_path: Path) -> None:
         "torchrun ddp.py",
         "mpirun hvd.py",
         "torchrun hvd.py",
-        "torchrun ddp.py again",
+        "torchrun ddp.py (repeat)",
     ]
     assert {arm["samples_per_step"] for arm in record["arms"].values()} == {32}
 
@@ -206,7 +206,7 @@ def test_wrong_twins_are_refused_with_their_cause(tmp_path: Path) -> None:
     assert {kind: arms[kind]["status"] for kind in TWINS} == dict.fromkeys(TWINS, "refused")
     for kind, words in TWINS.items():
         assert words in arms[kind]["reason"], arms[kind]["reason"]
-    assert arms["right"]["status"] == arms["right again"]["status"] == "measured"
+    assert arms["right"]["status"] == arms["right (repeat)"]["status"] == "measured"
 
 
 def test_other_work_is_timed_if_allowed(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_other_work_is_timed_if_allowed(tmp_path: Path) -> None:
         *SHORT,
     )
     assert code == 0, output
-    assert "unequal work: torchrun twin.py (2)" in output
+    assert "not the same training: torchrun twin.py (2)" in output
     assert record["arms"]["torchrun twin.py (2)"]["status"] == "measured"
 
 

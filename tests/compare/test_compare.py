@@ -138,7 +138,7 @@ def test_a_method_of_all_arms_is_proved_as_ever(tmp_path: Path) -> None:
     line = ["--arms", "ddp/gloo,compat/shm", "--sync-every", "3", "--local-warmup", "2", *QUICK]
     _, found = compare(tmp_path / "out", *line)
     proved = {row["arm"]: row["verdict"] for row in found["parity"]}
-    assert proved["compat/shm"] == proved["ddp/gloo again"] == "bitwise"
+    assert proved["compat/shm"] == proved["ddp/gloo (repeat)"] == "bitwise"
     assert proved["by hand (gloo)"] == "other method"
     assert found["config"]["proof_steps"] == 5  # QUICK's 4, and on to the average after 2 + 3
     assert found["arms"]["no communication"]["options"]["sync_every"] == 0
@@ -187,7 +187,7 @@ def test_unequal_and_failing_arms_say_why_and_the_others_go_on(tmp_path: Path) -
     line = ["--arms", arms, "--clip-norm", "0.5", *QUICK]
     done, found = compare(tmp_path / "out", *line, code=1)
     refused = ", ".join([*faults, drifts])
-    text = f"these arms do not train the same thing as the baseline: {refused} (see "
+    text = f"not the same training as the baseline: {refused} (see "
     assert text in done.output
     rows = found["arms"]
     for name, cause in faults.items():
@@ -206,7 +206,7 @@ def test_unequal_and_failing_arms_say_why_and_the_others_go_on(tmp_path: Path) -
     said = " ".join(done.output.split())
     for reason in (*faults.values(), "on purpose", "rank 1 ended"):
         assert reason in said, said
-    for name in ("ddp/gloo", "ddp/gloo again", "by hand (gloo)", "no communication"):
+    for name in ("ddp/gloo", "ddp/gloo (repeat)", "by hand (gloo)", "no communication"):
         assert rows[name]["status"] == "measured"
     assert len(found["blocks"]) == 6
 

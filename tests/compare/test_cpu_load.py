@@ -148,8 +148,8 @@ def test_what_is_said_of_all_dropped_blocks() -> None:
         (6, 9, None),
         (2, 0, None),  # the other arms have failed, for example, and say why
         (0, 2, "no block counts: 2 were dropped, since others took 60 % of the cores, and"),
-        (1, 2, "no arm has a verdict on its speed: 1 of 3 blocks counts, and a verdict needs 6; "),
-        (5, 1, "no arm has a verdict on its speed: 5 of 6 blocks count, and a verdict needs 6; "),
+        (1, 2, "no verdict on any speed: 1 of 3 blocks counts, and a verdict needs 6; "),
+        (5, 1, "no verdict on any speed: 5 of 6 blocks count, and a verdict needs 6; "),
     ],
 )
 def test_it_is_said_that_no_arm_has_a_verdict(kept: int, dropped: int, said: str | None) -> None:

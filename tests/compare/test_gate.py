@@ -18,7 +18,7 @@ from tests.messages import Message
 
 def record(**step_ms: float) -> Record:
     """A comparison with `a` as baseline, and these times of other arms, without noise."""
-    return parse(exact_record({"a": 10.0, "a again": 10.0, **step_ms}))
+    return parse(exact_record({"a": 10.0, "a (repeat)": 10.0, **step_ms}))
 
 
 def slower(now: Record, allowed: float, before: Record | None = None) -> dict[str, bool | None]:
@@ -36,7 +36,7 @@ def test_an_arm_is_held_against_what_it_was_relative_to_the_baseline() -> None:
     assert slower(record(b=5.2, new=50.0), 0.05, before) == {"b": False}
     assert slower(record(b=5.3, new=50.0), 0.05, before) == {"b": True}
     # A machine that is half as fast today makes nothing slower.
-    slow_day = parse(exact_record({"a": 20.0, "a again": 20.0, "b": 10.0}))
+    slow_day = parse(exact_record({"a": 20.0, "a (repeat)": 20.0, "b": 10.0}))
     assert slower(slow_day, 0.01, before) == {"b": False}
 
 

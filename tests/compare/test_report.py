@@ -110,7 +110,7 @@ def test_the_page_has_the_numbers_of_the_summary(written: Path, summary: Record)
         for name in ("step_ms", "p95_ms", "samples_per_s"):
             expected.append(formatting.figures(row[name]))
         expected.append(formatting.figures(row["data_ms"], 2))
-        expected.append(formatting.figures(row["cpu_s_per_step"]))
+        expected.append(formatting.figures(1000 * row["cpu_s_per_step"]))
         expected.append(formatting.figures(row["peak_mib"], 4))
         expected.append(str(row["blocks"]))
         for cell, text in zip(cells, expected, strict=True):
@@ -128,7 +128,7 @@ def test_the_terminals_tables_fit_80_columns_with_every_number() -> None:
     found = renamed(make_record(), "compat/shm", long)
     lines = shown(found)
     assert max(map(len, lines)) <= 80
-    assert lines[0].startswith("✓ all 7 arms did the same work")
+    assert lines[0].startswith("✓ all 7 trained the same")
     table = next(at for at, line in enumerate(lines) if line.startswith("───"))
     for row in summary_of(found)["speed"]:
         name = "my_" if row["arm"] == long else f"{row['arm']}  "
@@ -237,8 +237,8 @@ def other_cores(found: Record) -> None:
     ("change", "on_top", "texts"),
     [
         (partial, True, ["This report is partial", "the machine <went> away", "blocks that count"]),
-        (unequal, True, ["✗ No: unequal work", "the rate differs", "scaled by size"]),
-        (refused, True, ["✗ No: unequal work: ddp/shm", "ddp/shm : its ranks had parted"]),
+        (unequal, True, ["✗ No: not the same training", "the rate differs", "scaled by size"]),
+        (refused, True, ["✗ No: not the same training: ddp/shm", "ddp/shm : its ranks had parted"]),
         (several_hosts, False, ["8 ranks on 2 hosts, compared from one", "over another network"]),
         (longest_time, False, ["; or after 600 s, with as many blocks."]),
         (other_threads, False, ["NOT the same everywhere: 1, 2 threads"]),
@@ -254,7 +254,7 @@ def test_what_the_page_says(
     change(found)
     page = text_of(page_of(found))
     if on_top:
-        page = page[: page.index("How fast is each arm?")]
+        page = page[: page.index("How fast is each?")]
     for text in texts:
         assert text in page
     assert not any(text in usual for text in texts if text != "blocks that count")
@@ -262,7 +262,7 @@ def test_what_the_page_says(
 
 def test_the_verdict_comes_before_any_speed(written: Path) -> None:
     text = text_of((written / "report.html").read_text())
-    order = ["did the same work", "Times as fast as the baseline", "In words", "In pictures"]
+    order = ["trained the same", "Times as fast as the baseline", "In words", "In pictures"]
     order += ["How this was measured", "Environment"]
     places = [text.index(part) for part in order]
     assert places == sorted(places)
@@ -328,7 +328,7 @@ def test_unequal_work_comes_first_on_the_terminal() -> None:
     found = make_record(blocks=3)
     unequal(found)
     lines = shown(found)
-    assert lines[0].startswith("✗ unequal work")
+    assert lines[0].startswith("✗ not the same training")
     assert any("the rate differs" in line for line in lines)
 
 
@@ -384,7 +384,7 @@ def test_control_characters_of_a_received_file_are_escaped(tmp_path: Path) -> No
 def test_a_file_of_an_older_version_is_read() -> None:
     """It has settings of arms, all-reduces and row numbers, which are left out."""
     found = summarise(record.read(RESULTS / "compare"))
-    assert found.verdict.text.startswith("all 8 arms did the same work")
+    assert found.verdict.text.startswith("all 8 trained the same")
     assert {row.verdict for row in found.speed} >= {"baseline", "faster", "slower", "ceiling"}
 
 

@@ -70,7 +70,8 @@ def test_arms_on_two_hosts(hosts: Hosts, at: str, arms: str, tmp_path: Path) -> 
     assert {row["ranks"] for row in record["arms"].values()} == {2}, "as many as slots"
     verdicts = {row["arm"]: row["verdict"] for row in record["parity"]}
     base = arms.partition(",")[0]
-    assert {verdicts[arm] for arm in (*arms.split(",")[1:], f"{base} again")} == {"bitwise"}, output
+    others = [*arms.split(",")[1:], f"{base} (repeat)"]
+    assert {verdicts[arm] for arm in others} == {"bitwise"}, output
     assert record["config"]["hosts"] == "a:1,b:1"
     # The comparison has more cores: each rank has counted those of its own host.
     ranks = [rank for row in record["arms"].values() for rank in row["in_force"]]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hvdtrain.compare.analysis import stats
 from tests.compare.records import FAILED, Record, exact_record, make_record, summary_of
 
-TINY = {"a": 10.0, "a again": 10.0, "b": 5.0, "alone": 4.0}
+TINY = {"a": 10.0, "a (repeat)": 10.0, "b": 5.0, "alone": 4.0}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -64,7 +64,7 @@ def test_roles_have_their_own_verdicts() -> None:
     summary = summary_of(exact_record({**TINY, "c": 20.0}))
     assert {arm: row["verdict"] for arm, row in by_arm(summary["speed"]).items()} == {
         "a": "baseline",
-        "a again": "same",
+        "a (repeat)": "same",
         "b": "faster",
         "alone": "ceiling",
         "c": "slower",
@@ -74,8 +74,8 @@ def test_roles_have_their_own_verdicts() -> None:
 
 
 def test_each_world_size_has_its_own_baseline() -> None:
-    times = {"a x2": 10.0, "a again x2": 10.0, "b x2": 5.0}
-    times |= {"a x4": 12.0, "a again x4": 12.0, "b x4": 4.0}
+    times = {"a x2": 10.0, "a (repeat) x2": 10.0, "b x2": 5.0}
+    times |= {"a x4": 12.0, "a (repeat) x4": 12.0, "b x4": 4.0}
     summary = summary_of(exact_record(times))
     assert [row["ranks"] for row in summary["aa"]] == [2, 4]
     rows = by_arm(summary["speed"])
@@ -98,8 +98,8 @@ def test_a_failed_arm_is_a_row_with_its_reason() -> None:
 
 
 def test_an_uneven_pair_is_a_warning() -> None:
-    said = summary_of(exact_record({**TINY, "a again": 11.5}))["sentences"]
-    assert said[0].startswith("a again is the same as a, and yet 0.87x")
+    said = summary_of(exact_record({**TINY, "a (repeat)": 11.5}))["sentences"]
+    assert said[0].startswith("a (repeat) is the same command as a, and yet 0.87x")
 
 
 @pytest.mark.parametrize(("kind", "same", "single"), [("weak", 0.8, 0.6), ("strong", 0.2, 0.15)])
@@ -133,10 +133,10 @@ def test_fewer_blocks_than_a_speed_needs_have_no_interval(kept: int) -> None:
 @pytest.mark.parametrize(
     ("verdicts", "equal", "text"),
     [
-        (["bitwise"] * 3, True, "all 4 arms did the same work: parameters bitwise equal after"),
+        (["bitwise"] * 3, True, "all 4 trained the same: parameters bitwise equal after"),
         (["bitwise", "within tolerance"], True, "equal within the tolerance after 20 steps"),
         (["bitwise", "other method"], True, "; by another method, as asked: arm1"),
-        (["bitwise", "unequal", "not compared"], False, "unequal work: arm1"),
+        (["bitwise", "unequal", "not compared"], False, "not the same training: arm1"),
         (["bitwise", "bitwise", "not compared"], None, "not compared: arm2"),
         ([], None, "not proved"),
     ],
@@ -155,7 +155,7 @@ def test_what_became_of_arms_is_in_the_verdict() -> None:
     record = exact_record({f"{name} x{n}": 10.0 for name in ("a", "b", "c") for n in (1, 2)})
     record["parity"] = [{"arm": f"b x{n}", "verdict": "bitwise"} for n in (1, 2)]
     record["arms"]["c x1"]["status"] = record["arms"]["c x2"]["status"] = "failed"
-    text = "4 arms did the same work: parameters bitwise equal after 20 steps"
+    text = "4 trained the same: parameters bitwise equal after 20 steps"
     verdict = summary_of(record)["verdict"]
     assert verdict == {"equal": True, "text": f"{text}; failed before: c x1, c x2"}
     proved = {key: [412, "abc"] for key in record["arms"] if key[0] in "ab"}
@@ -164,7 +164,7 @@ def test_what_became_of_arms_is_in_the_verdict() -> None:
     # One whose ranks have parted since.
     record["arms"]["b x2"].update(status="refused", reason="its ranks had parted")
     found = summary_of(record)
-    assert found["verdict"] == {"equal": False, "text": "unequal work: b x2"}
+    assert found["verdict"] == {"equal": False, "text": "not the same training: b x2"}
     assert "b x2 refused: its ranks had parted" in found["sentences"]
 
 

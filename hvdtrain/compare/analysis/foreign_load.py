@@ -95,7 +95,7 @@ def caution(record: Record) -> str | None:
     if others and (np.median(others) >= LOADED or max(others) > CompareOptions.max_foreign):
         text = "Measured under load: in the blocks that count others took "
         text += f"{100 * np.median(others):.0f} % of the cores (median; at most "
-        text += f"{100 * max(others):.0f} %), and a difference between arms may be theirs"
+        text += f"{100 * max(others):.0f} %), and a difference may be theirs"
         notes.append(text)
     return ". ".join(notes) + "." if notes else None
 
@@ -115,7 +115,7 @@ def no_verdict_note(blocks: Sequence[Block], limit: float | None) -> str | None:
         return f"no block counts: {len(dropped)} were dropped, {why_dropped(dropped, limit)}"
     verb = "counts" if num_kept == 1 else "count"
     return (
-        f"no arm has a verdict on its speed: {num_kept} of {len(blocks)} blocks {verb}, and a "
+        f"no verdict on any speed: {num_kept} of {len(blocks)} blocks {verb}, and a "
         f"verdict needs {MIN_BLOCKS}; the others were dropped, {why_dropped(dropped, limit)}"
     )
 

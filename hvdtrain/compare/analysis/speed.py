@@ -67,6 +67,11 @@ class SpeedRow:
     blocks: int
 
     @property
+    def cpu_ms_per_step(self) -> float | None:
+        """The CPU time of all ranks, in ms."""
+        return None if self.cpu_s_per_step is None else 1000 * self.cpu_s_per_step
+
+    @property
     def has_ended_early(self) -> bool:
         """Whether the arm failed or was refused: its reason is shown, not its few blocks."""
         return self.status in ("failed", "refused")
@@ -201,8 +206,16 @@ def _speed_row(measured: Measurements, key: str, noise: float | None) -> SpeedRo
 
 
 def sentences(measured: Measurements) -> list[str]:
-    """Return one sentence per arm: its speed against its baseline, or why it failed."""
-    return [text for key, arm in measured.arms.items() if (text := _sentence(measured, key, arm))]
+    """Return one sentence per arm: its speed against its baseline, or why it failed. There is none
+    on arms that do other work: `parity` says so.
+    """
+    unequal = {row.arm for row in measured.record.parity if row.verdict == "unequal"}
+    return [
+        text
+        for key, arm in measured.arms.items()
+        if not (key in unequal and arm.status == "refused")
+        and (text := _sentence(measured, key, arm))
+    ]
 
 
 def _sentence(measured: Measurements, key: str, arm: ArmRecord) -> str:

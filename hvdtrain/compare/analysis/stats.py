@@ -219,19 +219,19 @@ def sentence(arm: str, base: str, ratio: Interval, noise: float | None) -> str:
     if ratio.blocks < MIN_BLOCKS:
         return f"{arm} against {base}: not enough blocks ({ratio.blocks}) to tell"
     if noise is None:
-        return f"{arm} against {base}: {figure} as fast, but no verdict without an A/A duplicate"
+        return f"{arm} against {base}: {figure} as fast, but no verdict without a repeat of it"
     if found == "same":
-        return (
-            f"{arm} and {base}: no significant difference ({figure}; A/A spread {_percent(noise)})"
-        )
+        about = f"{figure}; up to {_percent(noise)} may be noise"
+        return f"{arm} and {base}: no significant difference ({about})"
     return f"{arm} is {'slower: ' * (found == 'slower')}{figure} as fast as {base}"
 
 
 def warning(again: str, base: str, ratio: Interval) -> str:
     """Return the warning for an A/A pair whose interval excludes 1."""
+    least = _percent(spread(ratio) or 0.0)
     return (
-        f"{again} is the same as {base}, and yet {figures(ratio)} as fast: something favoured one "
-        f"of two equal arms, so no difference below {_percent(spread(ratio) or 0.0)} means anything"
+        f"{again} is the same command as {base}, and yet {figures(ratio)} as fast: something "
+        f"favoured one of them, so no difference below {least} means anything"
     )
 
 

@@ -101,12 +101,12 @@ def _verdict(record: Record) -> WorkVerdict:
         else:
             (failed if arm.status == "failed" else unknown).append(key)
     if unequal:
-        return WorkVerdict(False, f"unequal work: {', '.join(unequal)}")
+        return WorkVerdict(False, f"not the same training: {', '.join(unequal)}")
     if not equal:
         return WorkVerdict(None, "not proved: nothing was compared")
     bitwise = all(verdicts[key] == "bitwise" for key in equal)
     how = "bitwise equal" if bitwise else "equal within the tolerance"
-    text = f"{len(equal) + bases} arms did the same work: parameters {how} after "
+    text = f"{len(equal) + bases} trained the same: parameters {how} after "
     text += f"{record.config.proof_steps} steps"
     if later := _last_equal_step(record, equal):
         text += f", bitwise again after {later}"

@@ -464,6 +464,7 @@ class Recorder:
         self._stride = stride(self._parameters)
         counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
         self._has_closure = False
+        self._norm_before = 0.0
         self._steps: list[dict[str, Any]] = []
         self._elements: dict[str, Any] = {
             "layout": [
@@ -484,8 +485,9 @@ class Recorder:
         }
 
     def before_step(self, has_closure: bool) -> None:
-        """Record the gradient, which a closure has not computed yet."""
+        """Record the parameters, and the gradient, which a closure has not computed yet."""
         self._has_closure = has_closure
+        self._norm_before = norm(self._parameters)
         if not has_closure:
             self._record_gradient()
 
@@ -497,7 +499,7 @@ class Recorder:
         gradient = step.pop("gradient")
         step["is_over"] = True
         if len(self._steps) == 1:
-            elements["used"] = gradient
+            elements["gradient"] = gradient
             self._record_local()
         elements["largest"] = np.maximum(elements.get("largest", 0.0), np.abs(gradient))
         step["samples"], finder.samples = finder.samples, []
@@ -517,7 +519,8 @@ class Recorder:
         self._steps[-1].update(
             gradient=sample(filled, self._stride),
             lr=[float(group["lr"]) for group in self._optimizer.param_groups],
-            used_norm=norm(known),
+            parameter_norm=self._norm_before,
+            gradient_norm=norm(known),
             gradient_bytes=sum(g.numel() * g.element_size() for g in known),
             gradient_dtypes=sorted({dtype_name(g) for g in known}),
         )

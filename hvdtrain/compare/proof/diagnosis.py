@@ -18,7 +18,7 @@ OTHER_UPDATE = (
     "the optimizer makes another step of the same gradients, or something moves the weights "
     "between steps: see the optimizer's state, and what runs beside it"
 )
-# The cause if a loss or gradient differs first, by no more than rounding.
+# The cause if a gradient differs first, by no more than rounding.
 ROUNDING = (
     "no more than rounding: this arm computes or averages the gradients in another order than "
     "the baseline, such as by dividing before the sum, with other kernels, or with another "
@@ -134,15 +134,3 @@ def explain_buffers(policy: str, ranks_agree: bool) -> str:
 def explain_dtype(arm: str, base: str) -> str:
     """Return why dtypes differ. `arm`, `base`: the dtypes of parameters or gradients."""
     return f"something on this arm alone converts {base} to {arm}: give all arms one dtype"
-
-
-def explain_use(mine: float, its: float) -> str:
-    """Return why gradients agree after `average_gradients` and differ at `optimizer.step`.
-
-    `mine`, `its`: their norms at `optimizer.step`.
-    """
-    norms = tell_apart(mine, its, 4)
-    return (
-        f"the gradients (norm {norms[0]}, not {norms[1]}) are changed between averaging and the "
-        "optimizer: clipped differently, or reduced again within step()"
-    )

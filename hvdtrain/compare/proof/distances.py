@@ -107,9 +107,7 @@ class ArmPair:
     def largest_distance(self) -> float:
         """Return the largest of all distances that `limits.final` bounds."""
         steps = [pair for a, b in self.ranks for pair in zip(a.steps, b.steps, strict=False)]
-        norms = [(a.gradient_norm, b.gradient_norm) for a, b in steps]
-        norms += [(a.used_norm, b.used_norm) for a, b in steps]
-        apart = (relative_difference(a, b) for a, b in norms)
+        apart = (relative_difference(a.gradient_norm, b.gradient_norm) for a, b in steps)
         return max(self.final_distance()[0], self.buffer_distance(), *apart)
 
     def _noise(self) -> Mask:

@@ -1,8 +1,8 @@
 """Likely causes of wrong gradients: hypotheses, tested on the gradients of the first step.
 
-`numeric_checks` calls `explain_gradients`. The arm without communication has the local gradient of
-every rank for the same samples and weights. The weight of each local gradient in another arm's
-result is found by least squares, not guessed.
+`numeric_checks` calls `explain_gradients`. Each rank of the baseline also records the gradient that
+it computed itself, of the same samples and weights, before any averaging. The weight of each such
+local gradient in another arm's result is found by least squares, not guessed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FirstGradients:
     arm: list[Array]
     mean: Array
     local: list[Array] | None
-    """Of every rank without communication. None if no such arm was run."""
+    """Of every rank before any averaging. None if the probe did not see them."""
     before_last: list[Array] | None
     """The local gradients before the last micro-batch of the step."""
     norms: list[float]
@@ -90,8 +90,8 @@ def _scaled(g: FirstGradients) -> str | None:
         wrong = "not divided" if factor > 1 else "divided twice"
         return f"the gradients are {wrong} by the {g.accumulate} micro-batches of a step"
     return (
-        f"the gradients are {factor:.4g} times the mean over the ranks: a divisor or a "
-        f"gradient_predivide_factor that is not undone"
+        f"the gradients are {factor:.4g} times the mean over the ranks: clipped otherwise, or a "
+        f"divisor or gradient_predivide_factor that is not undone"
     )
 
 

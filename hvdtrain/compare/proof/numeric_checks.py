@@ -18,17 +18,14 @@ from hvdtrain.compare.proof import diagnosis
 from hvdtrain.compare.proof.distances import ArmPair, distance, relative_difference, rms
 from hvdtrain.compare.proof.exact_checks import Difference
 from hvdtrain.compare.proof.gradient_diagnosis import FirstGradients, explain_gradients
-from hvdtrain.compare.proof.work_trace import ArmTraces, Array, StepTrace
+from hvdtrain.compare.proof.work_trace import Array, StepTrace
 
 
-def numeric_differences(pair: ArmPair, local: ArmTraces | None) -> Iterator[Difference]:
-    """Yield the differences of two arms whose counts are equal.
-
-    `local`: the traces of the arm without communication.
-    """
+def numeric_differences(pair: ArmPair) -> Iterator[Difference]:
+    """Yield the differences of two arms whose counts are equal."""
     # First within tolerances, then bit by bit: a real fault is reported before mere rounding.
     limits = pair.limits
-    cause = _diagnose_gradients(pair, local)
+    cause = _diagnose_gradients(pair)
     yield from _differences(replace(pair, limits=replace(limits, bitwise=False)), cause)
     if limits.bitwise:
         cause = cause or _diagnose_rounding(pair)
@@ -56,18 +53,11 @@ def _differences(pair: ArmPair, cause: str | None) -> Iterator[Difference]:
 
 
 def _first_gradients(pair: ArmPair, cause: str | None) -> Iterator[Difference]:
-    """Yield differences in the first step's gradient, as reduced and as the optimizer used it."""
-    limit, first = pair.limits.gradient, pair.arm[0].elements
+    """Yield differences in the first step's gradient."""
+    limit = pair.limits.gradient
     apart = pair.distance("gradient")
     if apart > limit:
         text = f"the gradient of the first step differs by {percent(apart)} of its norm"
-        yield Difference(_with_hint(text, apart, pair), cause, apart, limit)
-    apart = pair.distance("used")
-    if apart > limit:
-        if first.gradient is not None:  # and it is right: else it was refused above
-            norms = [ranks[0].steps[0].used_norm or 0.0 for ranks in (pair.arm, pair.base)]
-            cause = diagnosis.explain_use(norms[0], norms[1])
-        text = f"the first step uses a gradient that differs by {percent(apart)} of its norm"
         yield Difference(_with_hint(text, apart, pair), cause, apart, limit)
 
 
@@ -78,21 +68,12 @@ def _norms(pair: ArmPair) -> Iterator[Difference]:
     """
     limit = pair.limits.final
     found = list(_differences_by_step(pair, limit))
+    cause = diagnosis.OTHER_UPDATE if found and found[0].name == _PARAMETERS else None
     for step, name, rank, mine, its in found:
-        if name == _LOSS:
-            continue
-        first, cause = found[0], None
-        if first.name == _LOSS and first.step == step > 1:
-            cause = diagnosis.OTHER_UPDATE
-        elif (
-            name == _USED
-            and pair.base[0].steps[step - 1].gradient_norm is not None
-            and not any((f.step, f.name) == (step, _GRADIENT) for f in found)
-        ):
-            cause = diagnosis.explain_use(mine, its)
-        apart = relative_difference(mine, its)
-        text = f"the {name} in step {step} on rank {rank} differs by {percent(apart)}"
-        yield Difference(text, cause, apart, limit)
+        if name == _GRADIENT:
+            apart = relative_difference(mine, its)
+            text = f"the {name} in step {step} on rank {rank} differs by {percent(apart)}"
+            yield Difference(text, cause, apart, limit)
 
 
 def _buffers(pair: ArmPair) -> Iterator[Difference]:
@@ -111,13 +92,10 @@ def _buffers(pair: ArmPair) -> Iterator[Difference]:
         yield Difference(text, diagnosis.explain_buffers(policy, True), apart, limits.final)
 
 
-def _diagnose_gradients(pair: ArmPair, local: ArmTraces | None) -> str | None:
+def _diagnose_gradients(pair: ArmPair) -> str | None:
     """Return why the first gradients differ; None if they agree or no hypothesis fits."""
     arm, base = pair.arm, pair.base
-    # A hand-written loop never calls average_gradients: only the gradient at step() is recorded.
-    known = all(a.elements.gradient is not None for a in (*arm, *base))
-    mine = [a.elements.gradient if known else a.elements.used for a in arm]
-    mean = base[0].elements.gradient if known else base[0].elements.used
+    mine, mean = [a.elements.gradient for a in arm], base[0].elements.gradient
     if mean is None or any(g is None or g.shape != mean.shape for g in mine):
         return None
     grads = [g for g in mine if g is not None]
@@ -131,14 +109,13 @@ def _diagnose_gradients(pair: ArmPair, local: ArmTraces | None) -> str | None:
         found = [v[elements] for v in values if v is not None]
         return found if found and len(found) == len(values) else None
 
-    local = local or ()
     return explain_gradients(
         FirstGradients(
             arm=[g[elements] for g in grads],
             mean=mean[elements],
-            local=wrong_of([a.elements.gradient for a in local]),
-            before_last=wrong_of([a.elements.before_last for a in local]),
-            norms=[a.steps[0].gradient_norm or 0.0 for a in local],
+            local=wrong_of([a.elements.local for a in base]),
+            before_last=wrong_of([a.elements.before_last for a in base]),
+            norms=[a.steps[0].local_norm or 0.0 for a in base],
             accumulate=base[0].steps[0].micro_batches,
             slack=max(1e-5 if base[0].precision != "fp64" else 1e-10, pair.limits.gradient),
             only="" if are_all else ", ".join(list(wrong)[:3]) + ", ..." * (len(wrong) > 3),
@@ -166,13 +143,11 @@ def _wrong_parameters(
     return wrong, len(wrong) == len(parts)
 
 
-_PARAMETERS, _LOSS, _GRADIENT = "norm of the parameters", "loss", "norm of the gradient"
-_USED = f"{_GRADIENT} that the optimizer used"
+_PARAMETERS, _GRADIENT = "norm of the parameters", "norm of the gradient"
+# In the order of their computation.
 _QUANTITIES: dict[str, Callable[[StepTrace], float | None]] = {
-    _PARAMETERS: lambda step: step.parameter_norm,  # before the step
-    _LOSS: lambda step: step.loss,
+    _PARAMETERS: lambda step: step.parameter_norm,
     _GRADIENT: lambda step: step.gradient_norm,
-    _USED: lambda step: step.used_norm,
 }
 
 
@@ -186,14 +161,12 @@ class _StepDifference(NamedTuple):
     its: float
 
 
-def _differences_by_step(
-    pair: ArmPair, limit: float, names: Sequence[str] = (_LOSS, _GRADIENT, _USED)
-) -> Iterator[_StepDifference]:
+def _differences_by_step(pair: ArmPair, limit: float) -> Iterator[_StepDifference]:
     """Yield the quantities that differ by more than `limit`, in the order of their computation."""
     for number in range(1, min(len(a.steps) for a in (*pair.arm, *pair.base)) + 1):
-        for name in names:
+        for name, value_of in _QUANTITIES.items():
             for a, b in pair.ranks:
-                mine, its = (_QUANTITIES[name](x.steps[number - 1]) for x in (a, b))
+                mine, its = (value_of(x.steps[number - 1]) for x in (a, b))
                 if mine is not None and its is not None and relative_difference(mine, its) > limit:
                     yield _StepDifference(number, name, a.rank, mine, its)
 
@@ -216,13 +189,11 @@ def _diagnose_rounding(pair: ArmPair) -> str | None:
 
     If parameters do, after a step with equal gradients, the update is different, however little.
     """
-    first = next(_differences_by_step(pair, 0.0, list(_QUANTITIES)), None)
+    first = next(_differences_by_step(pair, 0.0), None)
     if first is None and pair.has_equal_parameters:
         return diagnosis.explain_buffers(pair.arm[0].buffers_policy, True)
     if first is None or first.name == _PARAMETERS:
         return diagnosis.OTHER_UPDATE
-    if first.name == _USED:
-        return diagnosis.explain_use(first.mine, first.its)
     within = relative_difference(first.mine, first.its) <= pair.limits.gradient
     return diagnosis.ROUNDING if within else None
 

@@ -27,7 +27,7 @@ from hvdtrain.compare.proof.exact_checks import (
     shared_differences,
 )
 from hvdtrain.compare.proof.numeric_checks import first_difference, numeric_differences, percent
-from hvdtrain.compare.proof.work_trace import ArmTraces, RankTrace, own_gradients
+from hvdtrain.compare.proof.work_trace import ArmTraces, RankTrace
 from hvdtrain.compare.record import ParityRow, finite_or_none
 
 # For the gradients of one step, relative to their norm. fp32: a hundred times its resolution, for
@@ -59,7 +59,6 @@ def compare(
     if problem:
         return [ParityRow(name, "not compared", problem) for name in others]
     limits = _limits(base, others.get(again))
-    local = own_gradients(base) or None
     rows = []
     for name, ranks in others.items():
         if name == ceiling:
@@ -78,7 +77,7 @@ def compare(
                 rows.append(_judge_method(name, pair, method, found))
             else:
                 exact = exact_differences(ranks, base, baseline)
-                rows.append(_judge(name, pair, exact, local))
+                rows.append(_judge(name, pair, exact))
     return rows
 
 
@@ -102,15 +101,13 @@ def _judge_method(name: str, pair: ArmPair, method: str, shared: Iterator[Differ
     return ParityRow(name, "other method", text, finite_or_none(apart))
 
 
-def _judge(
-    name: str, pair: ArmPair, exact: Iterator[Difference], local: ArmTraces | None
-) -> ParityRow:
+def _judge(name: str, pair: ArmPair, exact: Iterator[Difference]) -> ParityRow:
     """Return the verdict on one arm. `exact`: its exact differences."""
     limits = pair.limits
     # Lazily: the first difference explains the others, and later checks rely on earlier ones.
-    differences = chain(exact, numeric_differences(pair, local))
+    differences = chain(exact, numeric_differences(pair))
     if found := next(differences, None):
-        first = first_difference(pair) or "losses and gradients are always the same"
+        first = first_difference(pair) or "norms of parameters and gradients are always the same"
         cause = found.cause or f"no known cause fits; {first}"
         tolerance = 0.0 if limits.bitwise and found.tolerance else found.tolerance
         apart = finite_or_none(found.distance)

@@ -29,21 +29,17 @@ class StepTrace:
     micro_batches: int = 0
     samples: list[str] = field(default_factory=list)
     """A hash of the content of every sample, in the order of use."""
-    loss: float = 0.0
-    """The mean over this rank's samples."""
+    parameter_norm: float | None = None
+    """Norm of the parameters at `optimizer.step`, before it changes them."""
     gradient_norm: float | None = None
-    """After `average_gradients`, before clipping, without loss scale. None: it was never called."""
-    used_norm: float | None = None
-    """At `optimizer.step`. None: the optimizer took no step."""
+    """Norm of the gradients at `optimizer.step`."""
     gradient_bytes: int = 0
     """Size of the gradients at `optimizer.step`."""
     gradient_dtypes: list[str] = field(default_factory=list)
     lr: list[float] = field(default_factory=list)
     """Learning rate of every parameter group at `optimizer.step`."""
-    parameter_norm: float | None = None
-    """Norm of the parameters before the first micro-batch. None: not recorded."""
     local_norm: float | None = None
-    """Norm of this rank's own gradient, before any averaging. The probe records that of step 1."""
+    """Norm of this rank's own gradient, before any averaging. Only that of step 1 is recorded."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, with the number of samples and one hash in place of their hashes."""
@@ -56,20 +52,18 @@ class ElementSample:
     """A sample of the elements of every parameter, taken at a fixed stride, in float64.
 
     All ranks and arms of one model have the same `layout`, so that their arrays compare element by
-    element. Gradients have no loss scale.
+    element.
     """
 
     layout: list[tuple[str, int]]
     """Name of every parameter and the number of its sampled elements, in the arrays' order."""
     initial: Array
     gradient: Array | None = None
-    """Gradient of the first step, after `average_gradients`."""
-    used: Array | None = None
     """Gradient of the first step at `optimizer.step`."""
     largest: Array | None = None
     """Largest absolute gradient of every element at `optimizer.step`, over all steps."""
     before_last: Array | None = None
-    """Gradient of the first step before its last micro-batch. None without accumulation."""
+    """`local` before the last micro-batch. None without accumulation."""
     final: Array | None = None
     """Parameters after the last step."""
     buffers: Array | None = None
@@ -77,7 +71,7 @@ class ElementSample:
     means: Array | None = None
     """1 for the elements of `buffers` that are BatchNorm's running means, else 0."""
     local: Array | None = None
-    """This rank's own gradient of the first step, before any averaging. The probe records it."""
+    """This rank's own gradient of the first step, before any averaging. None: it was not seen."""
 
     def segments(self) -> list[tuple[str, slice]]:
         """Return the name of every parameter and its slice of the arrays."""
@@ -127,22 +121,6 @@ class RankTrace:
 
 ArmTraces = Sequence[RankTrace]
 """The traces of one arm, in rank order."""
-
-
-def own_gradients(arm: ArmTraces) -> ArmTraces:
-    """Return the traces with each rank's own gradients in place of the averaged ones; none if they
-    were not recorded.
-    """
-    if any(trace.elements.local is None or not trace.steps for trace in arm):
-        return ()
-    return [
-        replace(
-            trace,
-            elements=replace(trace.elements, gradient=trace.elements.local),
-            steps=[replace(trace.steps[0], gradient_norm=trace.steps[0].local_norm)],
-        )
-        for trace in arm
-    ]
 
 
 def with_names_of(traces: Mapping[str, ArmTraces], baseline: str) -> dict[str, ArmTraces]:

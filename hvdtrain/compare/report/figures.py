@@ -91,7 +91,7 @@ def steps(record: Record, summary: Summary) -> Picture | None:
         chart.axes.set_xlabel("step time, ms" + (" (logarithmic)" if is_log else ""))
         return chart.figure
 
-    alt = "Step times by arm, medians: " + "; ".join(
+    alt = "Step times, medians: " + "; ".join(
         f"{row.arm} {formatting.figures(row.step_ms)} ms" for row in summary.speed if row.is_shown
     )
     return Picture("steps", "Step times", caption, alt, draw)
@@ -166,20 +166,20 @@ def ratios(summary: Summary) -> Picture | None:
             for text in [formatting.VERDICTS[v]]
         ]
         if spreads:
-            handles.append(Patch(color=COLOURS["grid"], label="A/A spread"))
+            handles.append(Patch(color=COLOURS["grid"], label="noise: the baseline run twice"))
         chart.add_legend(handles)
         return chart.figure
 
     base = next((row.name for row in summary.speed if row.role == "baseline"), "?")
     caption = (
-        f"How many times as fast as the baseline, {base}, each arm is: the median "
+        f"How many times as fast as the baseline, {base}, each is: the median "
         "over blocks of the ratio within a block, with its 95 % interval. Right of 1 is faster. "
     )
     caption += (
-        "The grey band is what the baseline shows against itself (A/A): a difference inside it "
+        "The grey band is what the baseline shows against its repeat: a difference inside it "
         "means nothing."
         if spreads
-        else "There is no A/A spread, so there is no band to compare with."
+        else "The baseline has no repeat, so there is no band to compare with."
     )
     alt = "Ratios to the baseline: " + "; ".join(
         f"{row.arm} {formatting.ratio(row.ratio)} "
@@ -255,7 +255,7 @@ def scaling(summary: Summary) -> Picture | None:
         return drawn
 
     caption = (
-        "Efficiency of an arm against itself on one rank (against one process where that was not "
+        "Efficiency of each against itself on one rank (against one process where that was not "
         "measured), with 95 % intervals; 100 % is no loss at all."
     )
     alt = "Measured efficiency: " + "; ".join(

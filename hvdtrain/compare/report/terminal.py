@@ -23,7 +23,7 @@ from hvdtrain.compare.analysis.summary import Summary
 from hvdtrain.compare.record import Record
 
 COLOURS = {"faster": "blue", "slower": "yellow", "failed": "red", "refused": "red"}
-SIGNS = {"faster": "▲", "slower": "▼", "same": "=", "unknown": "?", "no A/A": "?"}
+SIGNS = {"faster": "▲", "slower": "▼", "same": "~", "unknown": "?", "no A/A": "?"}
 
 
 def show(summary: Summary, file: TextIO | None = None, width: int | None = None) -> None:
@@ -59,7 +59,7 @@ def tables(summary: Summary) -> list[Any]:
 
 def parity(summary: Summary) -> Table:
     """Return the table of parity verdicts, with likely causes."""
-    table = _table("arm", "verdict", "what was compared")
+    table = _table("command", "verdict", "what was compared")
     for row in summary.parity:
         cause = f"; likely cause: {row.cause}" if row.cause else ""
         bad = "red" if row.verdict == "unequal" else ""
@@ -70,11 +70,11 @@ def parity(summary: Summary) -> Table:
 def speed(summary: Summary) -> Table:
     """Return the speed table. The reason of an arm without numbers is in the lines above it."""
     table = _table()
-    table.add_column("arm", min_width=14, overflow="fold", ratio=1)
+    table.add_column("command", min_width=14, overflow="fold", ratio=1)
     for name in ("step ms", "samples/s"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("x baseline [95 %]", justify="right", no_wrap=True, min_width=19)
-    for name in ("data\nms", "CPU s\na step", "peak\nMiB"):
+    table.add_column("times as fast\n[95 %]", justify="right", no_wrap=True, min_width=19)
+    for name in ("data\nms", "CPU ms\na step", "memory\nMiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in summary.speed:
         if row.is_shown:
@@ -82,10 +82,15 @@ def speed(summary: Summary) -> Table:
             continue
         is_dropped = row.status == "measured" and _all_dropped(summary)
         text = "no block counts" if is_dropped else f"{row.status}: see above"
+        if row.status == "refused":
+            text = "not the same training"
         table.add_row(Text(row.arm), *[NOTHING] * 2, Text(text, "red"), *[NOTHING] * 3)
     return table
 
 
+_UNITS = (
+    "data: until the model is called   CPU: of all ranks together   memory: of the largest rank"
+)
 NOTHING = Text(formatting.NOTHING, justify="right")
 
 
@@ -100,7 +105,7 @@ def _speed_cells(row: SpeedRow) -> list[Text]:
         Text(formatting.figures(row.samples_per_s)),
         Text(against, COLOURS.get(row.verdict, "")),
         Text(formatting.figures(row.data_ms, 2)),
-        Text(formatting.figures(row.cpu_s_per_step)),
+        Text(formatting.figures(row.cpu_ms_per_step)),
         Text(formatting.figures(row.peak_mib)),
     ]
 
@@ -117,6 +122,8 @@ def _notes(summary: Summary) -> list[Text]:
     seen = {row.verdict for row in summary.speed if row.is_shown}
     if signs := [f"{s} {formatting.VERDICTS[name]}" for name, s in SIGNS.items() if name in seen]:
         lines.append(Text("   ".join(signs), "dim"))
+    if any(row.is_shown for row in summary.speed):
+        lines.append(Text(_UNITS, "dim"))
     return lines
 
 
@@ -176,8 +183,8 @@ class ProgressTable:
 
     def rows(self, record: Record) -> Table:
         """Return the table: each arm, its state, blocks, median step and ratio to the baseline."""
-        table = _table("arm", "state")
-        for name in ("blocks", "step ms", "x baseline"):
+        table = _table("command", "state")
+        for name in ("blocks", "step ms", "times as fast"):
             table.add_column(name, justify="right", no_wrap=True)
         for key, arm in record.arms.items():
             state = Text(str(arm.status), COLOURS.get(arm.status or "", ""))

@@ -277,20 +277,19 @@ def choose_commands(options: CompareOptions) -> list[Arm]:
         )
     arms = [replace(arm, role="baseline") if arm.name == wanted else arm for arm in arms]
     base = next(arm for arm in arms if arm.role == "baseline")
-    return [*arms, replace(base, name=f"{base.name} again", role="again")]
+    return [*arms, replace(base, name=f"{base.name} (repeat)", role="again")]
 
 
 def names_of(options: CompareOptions) -> list[str]:
-    """Return the names of the commands: those given, else launcher and script of each."""
+    """Return the names of the commands: those given, else launcher, module and script of each."""
     if options.names:
         return list(options.names)
     found: list[str] = []
     for text in options.commands:
         words = shlex.split(text)
+        module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
         script = next((Path(word).name for word in words[1:] if word.endswith(".py")), "")
-        if not script and "-m" in words[:-1]:
-            script = words[words.index("-m") + 1]
-        name = f"{Path(words[0]).name} {script}".strip()
+        name = " ".join(part for part in (Path(words[0]).name, module, script) if part)
         found.append(name if name not in found else f"{name} ({len(found) + 1})")
     return found
 
@@ -315,7 +314,7 @@ def add_references(arms: list[Arm], base: Arm) -> list[Arm]:
     # launcher, it runs over gloo, the usual transport of DDP on CPUs.
     transport = base.transport if base.launcher == "torchrun" else "gloo"
     own = [replace(arm, role="baseline") if arm.name == base.name else arm for arm in arms]
-    again = replace(base, name=f"{base.name} again", role="again")
+    again = replace(base, name=f"{base.name} (repeat)", role="again")
     by_torchrun = replace(base, launcher="torchrun")
     hand = replace(
         by_torchrun,

@@ -172,7 +172,7 @@ class Comparison:
                 self._restart(index)
                 if len(self._pool.live) < 2:
                     continue  # `_why_to_stop` ends the loop
-            self._pool.show_activity(f"block {index + 1}, {self._timer.steps} steps of each arm")
+            self._pool.show_activity(f"block {index + 1}, {self._timer.steps} steps of each")
             self._timer.time_block(index, self._schedule.generation)
             # After every block, so that a killed comparison leaves its measurements.
             record.write(self.record, self.folder)
