@@ -65,7 +65,7 @@ def arms(
 def serve(address: str, rank: int, calls: dict[str, Callable[..., Any]]) -> None:
     """Answer calls until the driver ends. In the ranks."""
     with Client(address, "AF_UNIX") as connection:
-        connection.send_bytes(pickle.dumps((rank, os.getpid())))
+        connection.send_bytes(pickle.dumps((rank, 0, os.getpid(), "")))
         while (call := pickle.loads(connection.recv_bytes())) is not None:
             name, *arguments = call
             connection.send_bytes(pickle.dumps((True, calls[name](*arguments))))

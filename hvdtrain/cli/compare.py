@@ -85,8 +85,8 @@ def command(**values: Any) -> None:
 
 
 _OF_COMMANDS = (
-    "commands names optimizer allow_different baseline budget_s target_ci blocks steps proof_steps "
-    "threads pin seed max_foreign fail_slower against timeout_s output".split()
+    "commands names hosts optimizer allow_different baseline budget_s target_ci blocks steps "
+    "proof_steps threads pin seed max_foreign fail_slower against timeout_s output".split()
 )
 
 

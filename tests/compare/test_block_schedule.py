@@ -42,6 +42,16 @@ def restarts(plan: BlockSchedule, clock: Clock, blocks: int, block_s: float) -> 
     return found
 
 
+def test_the_expected_blocks_are_what_the_restarts_leave_time_for(clock: Clock) -> None:
+    assert BlockSchedule(CompareOptions(blocks=32)).expected_blocks(5.0) == 32
+    plan = BlockSchedule(CompareOptions(budget_s=100.0))
+    assert plan.expected_blocks(5.0) == 20
+    plan.plan_restarts(start_s=10)
+    assert plan.expected_blocks(5.0) == 14, "three starts of 10 s more"
+    clock.now_s += 90
+    assert plan.expected_blocks(5.0) == 6, "a verdict needs as many"
+
+
 def test_a_number_of_blocks_is_spread_over_the_starts(clock: Clock) -> None:
     plan = BlockSchedule(CompareOptions(blocks=32))
     plan.plan_restarts(start_s=10)

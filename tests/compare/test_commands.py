@@ -173,7 +173,7 @@ def test_a_horovod_script_and_its_port(tmp_path: Path) -> None:
     assert list(record["arms"]) == [
         "torchrun ddp.py",
         "mpirun hvd.py",
-        "torchrun hvd.py",
+        "torchrun hvdtrain.hvd hvd.py",
         "torchrun ddp.py (repeat)",
     ]
     assert {arm["samples_per_step"] for arm in record["arms"].values()} == {32}

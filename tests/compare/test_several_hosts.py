@@ -38,13 +38,22 @@ def core_of(name: str) -> int:
     return cores["ab".index(name) % len(cores)]
 
 
-def compare(hosts: Hosts, folder: Path, at: str, arms: str) -> tuple[int, str, dict[str, Any]]:
-    """Compare on a host, or beside them for "", without sharing temporary files with the others."""
+def compare(
+    hosts: Hosts, folder: Path, at: str, arms: str | dict[str, str]
+) -> tuple[int, str, dict[str, Any]]:
+    """Compare on a host, or beside them for "", without sharing temporary files with the others.
+
+    `arms`: named ones, or commands by name.
+    """
     own = Path(tempfile.mkdtemp(prefix="own-", dir="/tmp"))  # a socket's path must be short
     for name in set(hosts.sshd) - {at}:
         subprocess.run(hosts.on(name, "mount", "-t", "tmpfs", "tmpfs", own), check=True)
     command = [sys.executable, "-m", "hvdtrain", "compare", *SHORT, "-H", "a:1,b:1"]
-    command += ["--arms", arms, "--output", str(folder / "found")]
+    command += ["--output", str(folder / "found")]
+    if isinstance(arms, str):
+        command += ["--arms", arms]
+    else:
+        command += [part for name, line in arms.items() for part in ("--name", name, line)]
     line = hosts.on(at, "taskset", "-c", core_of(at), *command) if at else hosts.on_login(*command)
     done = run(line, env={"TMPDIR": str(own)}, timeout=170)
     record = json.loads((folder / "found" / "compare.json").read_text())
@@ -76,6 +85,26 @@ def test_arms_on_two_hosts(hosts: Hosts, at: str, arms: str, tmp_path: Path) -> 
     # The comparison has more cores: each rank has counted those of its own host.
     ranks = [rank for row in record["arms"].values() for rank in row["in_force"]]
     assert {rank["threads"] for rank in ranks} == {1}
+
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(240)
+def test_commands_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    """Whatever starts the ranks there, if it passes on the environment."""
+    ranks = f"-np 2 -H a:1,b:1 {sys.executable}"
+    commands = {
+        "hvdrun": f"hvdrun {ranks} {SCRIPTS / 'ddp.py'}",
+        "mpirun": f"hvdrun --via mpirun {ranks} -m hvdtrain.hvd {SCRIPTS / 'hvd.py'}",
+        "horovodrun": f"horovodrun --gloo --disable-cache {ranks} {SCRIPTS / 'hvd.py'}",
+    }
+    code, output, record = compare(hosts, tmp_path, "a", commands)
+    assert code == 0, output
+    assert {row["status"] for row in record["arms"].values()} == {"measured"}, output
+    assert {row["verdict"] for row in record["parity"]} == {"bitwise"}, output
+    assert {row["ranks"] for row in record["arms"].values()} == {2}
 
 
 @pytest.mark.exhaustive

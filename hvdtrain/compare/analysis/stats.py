@@ -221,9 +221,15 @@ def sentence(arm: str, base: str, ratio: Interval, noise: float | None) -> str:
     if noise is None:
         return f"{arm} against {base}: {figure} as fast, but no verdict without a repeat of it"
     if found == "same":
-        about = f"{figure}; up to {_percent(noise)} may be noise"
+        about = f"{figure}; noise {_percent(noise)}"
         return f"{arm} and {base}: no significant difference ({about})"
     return f"{arm} is {'slower: ' * (found == 'slower')}{figure} as fast as {base}"
+
+
+def what_shows(blocks: int) -> str:
+    """Return a line on how small a difference so many blocks can show, from the table above."""
+    found = f"about {blocks} blocks; where noise is 5 % in a block, a difference of"
+    return f"{found} {_percent(0.41 / math.sqrt(blocks))} is found four times in five"
 
 
 def warning(again: str, base: str, ratio: Interval) -> str:

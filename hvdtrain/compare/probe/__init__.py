@@ -20,7 +20,8 @@ FOLDER = Path(__file__).parent
 def environment(
     env: Mapping[str, str], address: Path, pin: bool = False, optimizer: int = 1
 ) -> dict[str, str]:
-    """Return the environment of a command whose ranks shall connect to the Unix socket `address`.
+    """Return the environment of a command whose ranks shall connect to the Unix socket `address`:
+    PYTHONPATH and HVDTRAIN_PROBE, which a launcher must pass on to ranks on other hosts.
 
     `pin`: bind each rank to its share of the host's cores as it starts. `optimizer`: which one's
     steps are taken, by the order of their first steps.
@@ -29,7 +30,5 @@ def environment(
     return {
         **env,
         "PYTHONPATH": os.pathsep.join(paths),
-        "HVDTRAIN_PROBE": str(address),
-        "HVDTRAIN_PROBE_PIN": str(int(pin)),
-        "HVDTRAIN_PROBE_OPTIMIZER": str(optimizer),
+        "HVDTRAIN_PROBE": f"{optimizer} {int(pin)} {address}",
     }

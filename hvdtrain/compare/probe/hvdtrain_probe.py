@@ -1,11 +1,11 @@
 """The probe in one process: it takes the steps of the first optimizer that steps there.
 
-    the script                this module                                       the comparison
+    the script                this module                              the comparison
     optimizer.step()   ---->  before: record the gradient
-                              after: count; the first time connect         ---->  (rank, size, pid)
-                              when no step is left, wait for a call        <----  (call, *arguments)
+                              after: count; the first time connect  ---->  (rank, size, pid, host)
+                              when no step is left, wait for a call <----  (call, *arguments)
                        <----  return, if the call wants steps
-                              after the last one, answer                   ---->  (True, answer)
+                              after the last one, answer            ---->  (True, answer)
 
 A call is the name of a method of `Probe` that begins with `call_`; None, or a closed connection,
 ends the script. A step goes from the end of one `optimizer.step` to the end of the next. What is
@@ -49,11 +49,15 @@ MAX_SAMPLED = 1 << 18  # elements of all parameters together; at least one of ea
 PIECE = 1 << 18  # elements that are processed at once
 
 
-def connect(address: str) -> Connection:
-    """Connect to the comparison's socket; on another host, to one that ssh forwards there."""
+def connect(address: str, rank: int, size: int) -> Connection:
+    """Connect to the comparison's socket; on another host, to one that ssh forwards there, whose
+    name ends with the number of the host. Tells who connects.
+    """
     for path in [address, *sorted(glob.glob(f"{address}-*"))]:
         with contextlib.suppress(OSError):
-            return Client(path, "AF_UNIX")
+            connection = Client(path, "AF_UNIX")
+            connection.send((rank, size, os.getpid(), path.removeprefix(address)))
+            return connection
     raise OSError(f"no socket of the comparison at {address}")
 
 
@@ -198,8 +202,7 @@ class Probe:
     def _serve(self) -> None:
         """Answer the call that has its steps, and then others until one wants steps."""
         if self._connection is None:
-            self._connection = connect(self._address)
-            self._connection.send((*self._world(), os.getpid()))
+            self._connection = connect(self._address, *self._world())
         finish, self._finish = self._finish, None
         if finish is not None:
             self._answer(finish)
@@ -703,4 +706,5 @@ def dtype_name(t: Tensor) -> str:
 
 def start() -> None:
     """Take the steps that the environment asks for. `sitecustomize` calls it."""
-    Probe(os.environ["HVDTRAIN_PROBE"], int(os.environ["HVDTRAIN_PROBE_OPTIMIZER"])).hook()
+    number, _, address = os.environ["HVDTRAIN_PROBE"].split(" ", 2)
+    Probe(address, int(number)).hook()

@@ -86,6 +86,6 @@ def load_probe() -> None:
 
 run_hidden()
 if "HVDTRAIN_PROBE" in os.environ:
-    if os.environ.get("HVDTRAIN_PROBE_PIN") == "1":
+    if os.environ["HVDTRAIN_PROBE"].split(" ")[1] == "1":
         bind_to_cores()
     sys.meta_path.insert(0, Finder())

@@ -6,7 +6,6 @@ with its reason, and the others continue. Imports no torch.
 
 from __future__ import annotations
 
-import itertools
 import os
 import shlex
 import sys
@@ -151,8 +150,8 @@ class ArmPool:
 
     def on_this_host(self, key: str, ranks: Iterable[StepTimes]) -> list[StepTimes]:
         """Return those of an arm's times that were measured on this host."""
-        places = self._remote.host_of_ranks(self.arms[key].hosts) or itertools.repeat(None)
-        return [times for times, place in zip(ranks, places, strict=False) if place is None]
+        places = self.live[key].hosts
+        return [times for times, place in zip(ranks, places, strict=True) if place is None]
 
     def drop(self, key: str, status: str, reason: str) -> None:
         """Drop an arm that has failed or is refused, and end it. Its measurements are kept."""
@@ -204,7 +203,6 @@ class ArmPool:
             self.folder / log,
             has_launcher=arm.launcher != "none",
             remote=self._remote,
-            hosts=self._remote.host_of_ranks(arm.hosts),
         )
 
     def _request(self, arm: Arm) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ because idle ranks of some backends poll and would take CPU time from the timed 
 torch.
 
     comparison (`ArmProcess`)                         each rank (the probe)
-    meet:   listen, start the launcher   <----   connect: (rank, ranks, pid)
+    meet:   listen, start the launcher   <----   connect: (rank, ranks, pid, host)
     begin:  SIGCONT, (call, *arguments)  ---->   run the call
     finish: receive from all, SIGSTOP    <----   (True, answer) or (False, error text)
     end:    SIGCONT, None                ---->   close the backend, exit
@@ -21,7 +21,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -60,18 +60,18 @@ class ArmProcess:
         log: Path,
         has_launcher: bool = True,
         remote: RemoteHosts | None = None,
-        hosts: Sequence[str | None] = (),
     ) -> None:
         """Start `command`, whose ranks connect to `address`, a socket's path in a private folder.
 
         `size`: the number of ranks; None if the first of them says it. Without launcher, `command`
-        is the only rank itself. `hosts`: those of the ranks, if they are not all on this one, which
-        is None. Raises ArmFailed or LaunchError.
+        is the only rank itself. `remote`: other hosts that may have ranks. Raises ArmFailed or
+        LaunchError.
         """
         self.size, self.log = size or 0, log
         self._command_is_ours = size is not None
         self._remote = remote
-        self._hosts = list(hosts)
+        self.hosts: list[str | None] = []
+        """The host of each rank; None for this one."""
         self.pids: list[int] = []
         self._connections: list[Connection] = []
         self._call_name = "start"
@@ -80,7 +80,7 @@ class ArmProcess:
         self._listener.bind(str(address))
         self._listener.listen(size or socket.SOMAXCONN)
         self._listener.settimeout(0.2)
-        if remote is not None and any(hosts):
+        if remote is not None:
             remote.forward(address)
         # Sent by the kernel if the comparison dies. A launcher then terminates its ranks; a rank
         # without a launcher may be stopped, and handles no SIGTERM.
@@ -103,7 +103,7 @@ class ArmProcess:
 
     def meet(self, timeout_s: float) -> None:
         """Wait until every rank has connected; they keep running. Raise ArmFailed."""
-        by_rank: dict[int, tuple[int, Connection]] = {}
+        by_rank: dict[int, tuple[int, str | None, Connection]] = {}
         deadline = time.monotonic() + timeout_s
         while not by_rank or len(by_rank) < self.size:
             try:
@@ -117,16 +117,18 @@ class ArmProcess:
                     raise ArmFailed(self._missing_text(missing, timeout_s)) from None
                 continue
             try:
-                rank, size, pid = pickle.loads(connection.recv_bytes())
+                rank, size, pid, place = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError):
                 raise ArmFailed(f"a rank ended as it started: {self._error_line()}") from None
             self.size = self.size or size
-            by_rank[rank] = (pid, connection)
+            host = None if self._remote is None else self._remote.host_at(place)
+            by_rank[rank] = (pid, host, connection)
         self._listener.close()
-        self._hosts = self._hosts or [None] * self.size
         for rank in sorted(by_rank):
-            self.pids.append(by_rank[rank][0])
-            self._connections.append(by_rank[rank][1])
+            pid, host, connection = by_rank[rank]
+            self.pids.append(pid)
+            self.hosts.append(host)
+            self._connections.append(connection)
         if sorted(by_rank) != list(range(self.size)):
             raise ArmFailed(f"started ranks {sorted(by_rank)}, not 0 to {self.size - 1}")
 
@@ -238,7 +240,7 @@ class ArmProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_S)
         self._signal(signal.SIGKILL)
-        self.pids = []
+        self.pids, self.hosts = [], []
         self.process.kill()
         self.process.wait()
         self._end_group()
@@ -266,11 +268,9 @@ class ArmProcess:
             raise self._ended(ended)
 
     def _signal(self, number: signal.Signals) -> None:
-        """Signal the ranks and their child processes; on other hosts, where each rank leads a
-        process group, that group.
-        """
+        """Signal the ranks and their child processes, on other hosts too."""
         places: dict[str | None, list[int]] = {}
-        for pid, host in zip(self.pids, self._hosts, strict=False):
+        for pid, host in zip(self.pids, self.hosts, strict=True):
             places.setdefault(host, []).append(pid)
         for host, pids in places.items():
             if host is None or self._remote is None:

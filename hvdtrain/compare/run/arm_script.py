@@ -83,11 +83,8 @@ def describe_data(task: Task, num_samples: int | None) -> str:
 def main(address: str) -> None:
     """Train until the comparison ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the comparison handles Ctrl-C
-    if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)  # so that on another host SIGSTOP reaches data loader processes too
     world, backend = detect(), None
-    connection = connect(address)
-    connection.send((world.rank, world.size, os.getpid()))
+    connection = connect(address, world.rank, world.size)
     try:
         _, *request = pickle.loads(connection.recv_bytes())
         backend, loop = open_loop(*request)

@@ -47,6 +47,13 @@ class BlockSchedule:
         self._restarts_left = max(0, min(MAX_STARTS - 1, possible))
         self._began = (0, time.monotonic())
 
+    def expected_blocks(self, block_s: float) -> int:
+        """Return about how many blocks there will be. `block_s`: the time of one."""
+        if self._options.blocks is not None:
+            return self._options.blocks
+        left = self._deadline - time.monotonic() - self._restarts_left * self._start_s
+        return max(MIN_BLOCKS, int(left / block_s))
+
     def restart_is_due(self, index: int) -> bool:
         """Return whether this start has used its share of the remaining blocks or time."""
         if not self._restarts_left:

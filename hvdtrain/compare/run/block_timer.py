@@ -35,6 +35,8 @@ class BlockTimer:
         self._cores = os.sched_getaffinity(0)
         self.steps = options.steps or 0
         """Steps of each arm in a block; the first warm-up sets it if the options do not."""
+        self.block_s = 0.0
+        """About how long a block takes, by the steps of the warm-up."""
         self.block_ms: defaultdict[str, dict[int, float]] = defaultdict(dict)
         """Each arm's time in the kept blocks, by index."""
 
@@ -68,6 +70,7 @@ class BlockTimer:
             row.peak_mib = _rounded(self._pool.call(key, "peak_mib") or [])
         if not self.steps and medians:
             self.steps = self._whole_periods(_steps_in(BLOCK_S, medians, STEPS_PER_BLOCK))
+        self.block_s = sum(medians.values()) / 1000 * (self.steps + SKIPPED_STEPS)
         self._record.config.steps_per_block = self.steps
         return time.monotonic() - began
 

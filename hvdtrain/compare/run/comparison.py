@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hvdtrain import provenance
 from hvdtrain.compare import record
+from hvdtrain.compare.analysis import stats
 from hvdtrain.compare.analysis.foreign_load import no_verdict_note
 from hvdtrain.compare.compare_options import MIN_BLOCKS, CompareOptions, steps_in_sync
 from hvdtrain.compare.proof import parity
@@ -38,7 +39,7 @@ class Comparison:
     def __init__(
         self, options: CompareOptions, arms: list[Arm], display: ProgressDisplay, folder: Path
     ) -> None:
-        self.options, self.folder = options, folder
+        self.options, self.folder, self._display = options, folder, display
         self._schedule = BlockSchedule(options)
         self.record = Record(
             arms={},
@@ -166,6 +167,9 @@ class Comparison:
         """Time blocks until there are enough, in as many starts as the time allows."""
         warm_up_s = self._timer.warm_up()
         self._schedule.plan_restarts(self._pool.start_s + warm_up_s)
+        if self._timer.block_s:
+            expected = self._schedule.expected_blocks(self._timer.block_s)
+            self._display.print_line(f"timing   {stats.what_shows(expected)}")
         index = 0
         while (stop_reason := self._why_to_stop(index)) is None:
             if self._schedule.restart_is_due(index):
@@ -208,7 +212,7 @@ def _config(options: CompareOptions) -> Config:
     names = {item.name for item in fields(Config)}
     if options.commands:  # the scripts have options of their own
         names -= {item.name for item in fields(options) if not item.metadata}
-        names -= {"hosts", "batch_size", "ranks"}
+        names -= {"batch_size", "ranks"}
     given.update(
         ranks=list(options.ranks),
         hosts=options.hosts or None,

@@ -74,11 +74,11 @@ class RemoteHosts:
             shell.communicate()
         self._shells = {}
 
-    def host_of_ranks(self, hosts: Sequence[Host]) -> list[str | None]:
-        """Return each rank's host; None for this one. Launchers fill the slots in order."""
-        names = [host.name if host.name in self._names else None for host in hosts]
-        slots = [host.slots for host in hosts]
-        return [name for name, count in zip(names, slots, strict=True) for _ in range(count)]
+    def host_at(self, place: str) -> str | None:
+        """Return the host of a rank that has connected at the address of `forward` with `place`
+        after it; None for this one.
+        """
+        return self._names[int(place.removeprefix("-"))] if place else None
 
     def forward(self, socket: Path) -> None:
         """Make a socket on every host that leads to `socket` here; see `hvdtrain_probe.connect`.
@@ -96,10 +96,14 @@ class RemoteHosts:
             if why:
                 raise LaunchError(f"ssh to {name} cannot forward a socket: {why}")
 
-    def send_signal(self, name: str, groups: Sequence[int], number: signal.Signals) -> None:
-        """Send a signal to process groups on a host; those that have ended do not matter."""
-        targets = " ".join(f"-{group}" for group in groups)
-        self._run(name, f"kill -s {number.name.removeprefix('SIG')} -- {targets} 2>&-")
+    def send_signal(self, name: str, pids: Sequence[int], number: signal.Signals) -> None:
+        """Send a signal to processes on a host, and to those that they have started, such as the
+        workers of a DataLoader; those that have ended do not matter.
+        """
+        kind = number.name.removeprefix("SIG")
+        each = f'kill -s {kind} "$p"; set -- "$@" $(cat /proc/$p/task/*/children)'
+        walk = f"while [ $# -gt 0 ]; do p=$1; shift; {each}; done"
+        self._run(name, f"( set -- {' '.join(map(str, pids))}; {walk} ) 2>&-")
 
     def _run(self, name: str, command: str) -> int | None:
         """Run a command on a host; return its exit code, None if the connection does not reply."""
