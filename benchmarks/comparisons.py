@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from hvdtrain import provenance
 from hvdtrain.compare import record
 from hvdtrain.compare.analysis.summary import Summary, summarise
 from hvdtrain.compare.record import Record
-from hvdtrain.compare.run import machine
+from hvdtrain.system import machine, provenance
 
 BUSY = """
 import random, time

@@ -18,10 +18,10 @@ from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import provenance
 from hvdtrain.compare.analysis import stats
-from hvdtrain.compare.run import machine as host
 from hvdtrain.compare.run.arm_process import ArmProcess
+from hvdtrain.system import machine as host
+from hvdtrain.system import provenance
 
 START_S = 180.0
 LAUNCHERS = {

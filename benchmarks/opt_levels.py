@@ -37,8 +37,8 @@ STEPS = 6
 def measure(task: str, level: str, precision: str) -> dict[str, float]:
     """Train STEPS steps in this process."""
     from hvdtrain import TrainConfig, Trainer, open_backend
+    from hvdtrain.job.world import detect
     from hvdtrain.training.task import load_task
-    from hvdtrain.world import detect
 
     config = TrainConfig(
         task=task,

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-from hvdtrain import provenance
+from hvdtrain.system import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/soak.json"

@@ -38,8 +38,11 @@ def small() -> nn.Module:
 
 
 def tensors() -> nn.Module:
-    """A thousand tensors, of 16 KB and of 256 bytes."""
-    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(500)])
+    """A thousand tensors, of 16 KB and of 256 bytes. Orthogonal, so that no gradient vanishes."""
+    layers = [nn.Linear(64, 64) for _ in range(500)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight)
+    return nn.Sequential(*layers)
 
 
 def convnet() -> nn.Module:

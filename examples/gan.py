@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hvdtrain import Backend, open_backend
-from hvdtrain.backends.model_sync import broadcast_state, to_cpu
+from hvdtrain.optim.model_sync import broadcast_state, to_cpu
 from hvdtrain.tasks.digits import Digits
 from hvdtrain.training import checkpoint
 from hvdtrain.training.metrics import agreed_fingerprint

@@ -36,8 +36,8 @@ _HOME = {
     "Task": "hvdtrain.training.task",
     "TrainConfig": "hvdtrain.training.config",
     "Trainer": "hvdtrain.training.trainer",
-    "World": "hvdtrain.world",
-    "detect": "hvdtrain.world",
+    "World": "hvdtrain.job.world",
+    "detect": "hvdtrain.job.world",
     "open_backend": "hvdtrain.backends",
     "run": "hvdtrain.hvd.runner",
     "shard_bounds": "hvdtrain.training.sharding",
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from hvdtrain.backends.base import Backend, BackendOptions
     from hvdtrain.errors import HvdtrainError
     from hvdtrain.hvd.runner import run
+    from hvdtrain.job.world import World, detect
     from hvdtrain.training.callback import Callback
     from hvdtrain.training.config import TrainConfig
     from hvdtrain.training.loader import Loader
     from hvdtrain.training.sharding import shard_bounds
     from hvdtrain.training.task import Task
     from hvdtrain.training.trainer import Trainer
-    from hvdtrain.world import World, detect
 
 
 def __getattr__(name: str) -> object:

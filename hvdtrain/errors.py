@@ -161,3 +161,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     by_lower = {other.lower(): other for other in known}
     close = get_close_matches(name.lower(), by_lower, 1)
     return f"did you mean {by_lower[close[0]]!r}? " if close else ""
+
+
+class PeerLost(RuntimeError):
+    """A rank has exited, or did not arrive in time. What it was part of cannot be used any more."""

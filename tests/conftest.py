@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from hvdtrain import world
+from hvdtrain.job import world
 from tests import forkserver
 from tests.hvd.pool import HvdRanks
 from tests.launching import descendants, is_mapped, no_shared_memory_left

@@ -14,8 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.rendezvous import complete_world, open_store
-from hvdtrain.world import detect
+from hvdtrain.job.rendezvous import complete_world, open_store
+from hvdtrain.job.world import detect
 
 
 def main() -> None:

@@ -19,20 +19,16 @@ ROOT = Path(__file__).resolve().parents[1] / "hvdtrain"
 
 # A module may import from its own layer and from those above. Names are modules or packages.
 LAYERS = (
-    "errors files signals trees processes commands provenance job_secret _torch global_batch_norm",
-    "world",
-    "launcher_watch peer_sockets elastic_world signed_store",
-    "peers addresses",
-    "failure hang_watch",
+    "errors",
+    "system _torch",
+    "job",
+    "liveness",
     "launch",
-    "rendezvous",
     "transports",
-    "shared_tensors",
-    "sharded_optimizer",
+    "optim",
     "hvd",
     "horovod_build",
     "backends",
-    "optim",
     "tasks training",
     "compare",
     "doctor",
@@ -40,13 +36,14 @@ LAYERS = (
 )
 
 # Commands that print help, and what they import, must start fast: importing torch takes seconds.
-WITHOUT_TORCH = """errors files signals trees processes commands provenance world launcher_watch
-    failure peer_sockets backends tasks horovod_build horovod_build.install training.config cli
-    cli.train elastic_world launch.elastic launch.elastic_server launch.elastic_worker
+WITHOUT_TORCH = """errors system.files system.signals system.trees system.processes system.commands
+    system.provenance job.world job.launcher_watch liveness.failure liveness.peer_sockets
+    backends tasks horovod_build horovod_build.install training.config cli
+    cli.train job.elastic_world launch.elastic launch.elastic_server launch.elastic_worker
     launch.discovery launch.host_list launch.ssh launch.launcher launch.supervisor
     launch.other_launchers cli.launch cli.compare cli.doctor cli.report cli.install_horovod
     cli.evaluate cli.predict cli.export cli.runs cli.show cli.checkpoints training.run_dir
-    training.background job_secret compare.proof.parity compare.analysis.summary
+    training.background job.job_secret compare.proof.parity compare.analysis.summary
     compare.report.html_report compare.report.terminal""".split()
 
 PUBLIC = """Backend BackendOptions Callback HvdtrainError Loader Task TrainConfig Trainer World
@@ -56,6 +53,9 @@ CONTRACT = """all_gather_object all_reduce average_gradients barrier broadcast_ 
     close describe gradients host_problem launcher_problem open prepare print share_errors
     synchronize""".split()
 """The public methods of `Backend`. More would be too many to implement."""
+
+LOOSE = {"__main__", "errors"}
+"""The modules that are in no folder."""
 
 SAME_FILE_NAME = {
     "__init__": "every package has one",
@@ -123,6 +123,15 @@ def layer_of(name: str) -> int:
 
 def test_every_module_has_a_layer() -> None:
     assert not [name for name in modules() if layer_of(name) < 0 and name != "hvdtrain"]
+
+
+def test_no_module_is_loose() -> None:
+    loose = {
+        name.partition(".")[2]
+        for name, module in modules().items()
+        if name.count(".") == 1 and module.path.stem != "__init__"
+    }
+    assert loose == LOOSE
 
 
 def test_imports_point_one_way() -> None:

@@ -23,15 +23,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from hvdtrain import job_secret, peer_sockets
 from hvdtrain.backends.ps_messages import Messages
-from hvdtrain.errors import CheckpointError
-from hvdtrain.hang_watch import HangWatch, RankProgress
-from hvdtrain.peer_sockets import Connection, InvalidMessage, encode
-from hvdtrain.peers import PeerLost, Peers
+from hvdtrain.errors import CheckpointError, PeerLost
+from hvdtrain.job import job_secret
+from hvdtrain.job.world import World
+from hvdtrain.liveness import peer_sockets
+from hvdtrain.liveness.hang_watch import HangWatch
+from hvdtrain.liveness.monitor import Monitor, RankProgress
+from hvdtrain.liveness.peer_sockets import Connection, InvalidMessage, encode
+from hvdtrain.liveness.peers import Peers
 from hvdtrain.training import checkpoint
 from hvdtrain.transports.heartbeat import HERE, Heartbeat, HeartbeatTable, RankStatus
-from hvdtrain.world import World
 
 pytestmark = pytest.mark.timeout(900)
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -210,21 +212,24 @@ def test_messages_of_the_parameter_server(count: int) -> None:
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @FEWER
-def test_messages_of_the_hang_watch(count: int) -> None:
+def test_messages_of_the_monitor_and_the_hang_watch(count: int) -> None:
     """A rank that waits gets a verdict, whatever another one has sent."""
     kinds = st.sampled_from(["alive", "state", "verdict", "x"])
     header = st.tuples(kinds | JSON, st.lists(JSON, max_size=4)).map(lambda h: [h[0], *h[1]])
     payload = BYTES | JSON.map(lambda value: json.dumps(value).encode())
 
     def check(sent: list[tuple[list[Any], bytes]]) -> None:
-        watch = HangWatch(ALONE, HashStore(), ["host"], RankProgress(3), 5)
+        monitor = Monitor(ALONE, HashStore(), ["host"], RankProgress(3), 5)
         try:
-            for message in sent:
+            watch = HangWatch(monitor)
+            for header, payload in sent:
                 with suppress(InvalidMessage):
-                    watch._receive(0, *message)
+                    watch._receive(0, header, payload)
+                with suppress(InvalidMessage):
+                    monitor._on_message(0, header, payload)
             assert watch.explain(RuntimeError("a test"))
         finally:
-            watch.close()
+            monitor.close()
 
     fuzz(count // 3, check, st.lists(st.tuples(header, payload), max_size=3))
 

@@ -18,16 +18,12 @@ import tarfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hvdtrain import commands
-from hvdtrain.commands import own_environment, run
-from hvdtrain.doctor import limits
 from hvdtrain.errors import InputError
-from hvdtrain.horovod_build import InstalledHorovod, cgroup_limits, installed_horovod
+from hvdtrain.horovod_build import InstalledHorovod, installed_horovod
 from hvdtrain.horovod_build.build import BuildProgress
 from hvdtrain.horovod_build.build_plan import (
     Built,
@@ -41,9 +37,11 @@ from hvdtrain.horovod_build.build_plan import (
     shortfall,
 )
 from hvdtrain.horovod_build.buildlog import first_errors, hint, step_of
-from hvdtrain.horovod_build.facts import CXX, _memory_gib, find_compiler, find_nccl, gather
+from hvdtrain.horovod_build.facts import CXX, find_compiler, find_nccl, gather
 from hvdtrain.horovod_build.install import Options, install_horovod
 from hvdtrain.horovod_build.recipe import build_environment, cmake_files
+from hvdtrain.system import commands
+from hvdtrain.system.commands import own_environment, run
 from tests.launching import wait_until
 from tests.messages import Message
 
@@ -144,70 +142,6 @@ def test_all_that_is_missing_is_listed_at_once(change: dict[str, Any], missing: 
 
 
 GIB = 1 << 30
-
-
-@pytest.mark.parametrize(
-    ("membership", "files", "memory_gib", "cpus"),
-    [
-        ("", {}, None, None),
-        # A container with a namespace of its own: the root alone.
-        ("0::/", {"memory.max": 8 * GIB, "cpu.max": "200000 100000"}, 8, 2.0),
-        # Slurm and systemd: the job's folder, or one above it.
-        (
-            "0::/system.slice/job_7/step_0/user",
-            {
-                "system.slice/cpu.max": "max 100000",
-                "system.slice/memory.max": 64 * GIB,
-                "system.slice/job_7/memory.max": 4 * GIB,
-                "system.slice/job_7/cpu.max": "350000 100000",
-                "system.slice/job_7/step_0/user/memory.max": 16 * GIB,
-                "system.slice/job_7/step_0/user/cpu.max": "800000 100000",
-                "system.slice/job_8/memory.max": 1,  # another job's
-            },
-            4,
-            3.5,
-        ),
-        (
-            "12:memory:/slurm/job_7\n3:cpu,cpuacct:/slurm/job_7/step\n1:name=systemd:/x\n0::/x",
-            {
-                "memory/memory.limit_in_bytes": 9223372036854771712,
-                "memory/slurm/job_7/memory.limit_in_bytes": 2 * GIB,
-                "cpu/cpu.cfs_quota_us": -1,
-                "cpu/cpu.cfs_period_us": 100000,
-                "cpu/slurm/job_7/cpu.cfs_quota_us": 50000,
-                "cpu/slurm/job_7/cpu.cfs_period_us": 100000,
-            },
-            2,
-            0.5,
-        ),
-        # A container without one: its own folder is mounted as the root.
-        ("5:memory:/docker/abc", {"memory/memory.limit_in_bytes": GIB}, 1, None),
-    ],
-)
-def test_the_smallest_limit_up_to_the_root_holds(
-    membership: str,
-    files: dict[str, object],
-    memory_gib: int | None,
-    cpus: float | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    root = tmp_path / "cgroup"
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(f"{content}\n")
-    (tmp_path / "membership").write_text(f"{membership}\n" if membership else "")
-    monkeypatch.setattr(cgroup_limits, "ROOT", root)
-    monkeypatch.setattr(cgroup_limits, "MEMBERSHIP", tmp_path / "membership")
-    memory = None if memory_gib is None else memory_gib * GIB
-    assert cgroup_limits.memory_limit_bytes() == memory
-    assert cgroup_limits.cpu_quota() == cpus
-    # Both commands use them.
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=128 * GIB))
-    assert _memory_gib() == (128 if memory_gib is None else memory_gib)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
-    throttled = f"the cgroup's quota is {cpus:g}: threads are throttled" if cpus else "64 of"
-    assert throttled in limits.cores(2).text
 
 
 @pytest.mark.parametrize(("cpus", "memory_gib", "jobs"), [(8, 64.0, 8), (8, 8.0, 3), (2, 1.0, 1)])

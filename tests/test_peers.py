@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from hvdtrain import peer_sockets, peers
-from hvdtrain.addresses import listen_addresses
-from hvdtrain.errors import LaunchError, WorldError
+from hvdtrain.errors import LaunchError, PeerLost, WorldError
 from hvdtrain.hvd.engine.engine import connect_control
-from hvdtrain.peers import ENDED, PeerLost, Peers, await_ranks, exchange
-from hvdtrain.world import World
+from hvdtrain.job import store_exchange
+from hvdtrain.job.addresses import listen_addresses
+from hvdtrain.job.store_exchange import await_ranks, exchange
+from hvdtrain.job.world import World
+from hvdtrain.liveness import peer_sockets
+from hvdtrain.liveness.peers import ENDED, Peers
 
 SIZES = struct.Struct("<II")
 
@@ -241,11 +243,11 @@ def test_a_rank_that_comes_at_the_last_moment_has_come() -> None:
 def test_two_processes_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     for _ in range(2):
-        peers._check_unique(store, world(1))
-    monkeypatch.setattr(peers, "_PROCESS_ID", "another")
-    peers._check_unique(store, world(2))
+        store_exchange._check_unique(store, world(1))
+    monkeypatch.setattr(store_exchange, "_PROCESS_ID", "another")
+    store_exchange._check_unique(store, world(2))
     with pytest.raises(LaunchError, match="two processes say that they are rank 1"):
-        peers._check_unique(store, world(1))
+        store_exchange._check_unique(store, world(1))
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from hvdtrain import rendezvous
 from hvdtrain.errors import WorldError
-from hvdtrain.world import World
+from hvdtrain.job import rendezvous
+from hvdtrain.job.world import World
 
 WORLD = World(1, 2, 0, 1, 1, 2, "srun", "by hand")
 UNKNOWN = socket.gaierror(-2, "Name or service not known")

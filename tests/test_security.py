@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from hvdtrain import job_secret
 from hvdtrain.errors import LaunchError
-from hvdtrain.job_secret import NotOfThisJob
-from hvdtrain.rendezvous import open_store_over
-from hvdtrain.signed_store import SignedStore, Unsigned
+from hvdtrain.job import job_secret
+from hvdtrain.job.job_secret import NotOfThisJob
+from hvdtrain.job.rendezvous import open_store_over
+from hvdtrain.job.signed_store import SignedStore, Unsigned
+from hvdtrain.job.world import World
 from hvdtrain.transports.shm_sync import create_memfd, map_peer
-from hvdtrain.world import World
 from tests.forkserver import warm
 from tests.launch import hanging
 from tests.launching import run

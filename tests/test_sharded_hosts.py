@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hvdtrain.errors import InputError
-from hvdtrain.sharded_optimizer import shard
-from hvdtrain.shared_tensors import Group
+from hvdtrain.optim.sharded_optimizer import shard
+from hvdtrain.optim.shared_tensors import Group
 from tests.test_sharded_optimizer import (
     Model,
     Threads,

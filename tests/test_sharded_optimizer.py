@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain import shared_tensors
 from hvdtrain.errors import HvdtrainError, InputError, WorldError, WorldMismatch
-from hvdtrain.sharded_optimizer import ELEMENTWISE, ShardedOptimizer, shard
-from hvdtrain.shared_tensors import Group
+from hvdtrain.optim import shared_tensors
+from hvdtrain.optim.sharded_optimizer import ELEMENTWISE, ShardedOptimizer, shard
+from hvdtrain.optim.shared_tensors import Group
 from hvdtrain.transports import shm_sync
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain import TrainConfig, failure, signals
+from hvdtrain import TrainConfig
+from hvdtrain.job.world import guess_world
+from hvdtrain.liveness import failure
+from hvdtrain.system import signals
 from hvdtrain.training.preemption import Preemption
-from hvdtrain.world import guess_world
 from tests.ranks import single
 
 

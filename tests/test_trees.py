@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdtrain.trees import map_tree
+from hvdtrain.system.trees import map_tree
 
 
 class Pair(NamedTuple):

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.world import (
+from hvdtrain.job.slurm import expand_tasks_per_node, first_host
+from hvdtrain.job.world import (
     World,
     detect,
-    expand_tasks_per_node,
-    first_host,
     guess_world,
     is_mpi,
     rank_variable,
@@ -481,7 +480,7 @@ def test_an_allocation_of_one_slot_is_not(env: Env) -> None:
 LATER = """
 import os
 import hvdtrain.hvd as hvd
-from hvdtrain.world import detect
+from hvdtrain.job.world import detect
 hvd.init()
 before = detect()
 os.environ |= {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5", "OMPI_COMM_WORLD_RANK": "1"}
@@ -539,7 +538,7 @@ def test_a_consistent_environment_round_trips(case: tuple[str, World, Env]) -> N
     assert numbers(guess_world(env))[::2] == numbers(expected)[::2]
 
 
-# Who reports a LaunchError: see hvdtrain.failure
+# Who reports a LaunchError: see hvdtrain.liveness.failure
 
 
 @pytest.mark.parametrize("local", [0, 1])
@@ -552,7 +551,7 @@ def test_guess_world_tells_the_ranks_of_a_host_apart(local: int) -> None:
 
 IMPORTS = """
 import importlib, sys
-for name in ("world", "errors", "cli", "cli.train", "failure", ""):
+for name in ("job.world", "errors", "cli", "cli.train", "liveness.failure", ""):
     importlib.import_module(f"hvdtrain.{name}".rstrip("."))
     assert not {"torch", "mpi4py"} & set(sys.modules), name
 """

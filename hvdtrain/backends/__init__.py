@@ -16,7 +16,6 @@ from dataclasses import asdict
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hvdtrain import elastic_world
 from hvdtrain.errors import (
     BackendUnavailable,
     InputError,
@@ -24,7 +23,8 @@ from hvdtrain.errors import (
     WorldMismatch,
     did_you_mean,
 )
-from hvdtrain.world import World, detect, unused_allocation
+from hvdtrain.job import elastic_world
+from hvdtrain.job.world import World, detect, unused_allocation
 
 if TYPE_CHECKING:
     from hvdtrain.backends.base import Backend, BackendOptions
@@ -123,8 +123,8 @@ def open_backend(
     Raises InputError, LaunchError, BackendUnavailable and WorldError.
     """
     from hvdtrain import transports
-    from hvdtrain.backends.base import BackendOptions, convert_peer_errors, start_hang_watch
-    from hvdtrain.rendezvous import complete_world
+    from hvdtrain.backends.base import BackendOptions, convert_peer_errors, start_monitor
+    from hvdtrain.job.rendezvous import complete_world
 
     if elastic_world.has_no_place():
         raise LaunchError(
@@ -156,7 +156,7 @@ def open_backend(
         backend.open()
         try:
             _shake_hands(backend, {**(agree_on or {}), **asdict(options)})
-            start_hang_watch(backend)
+            start_monitor(backend)
         except BaseException:
             # The process group is open already: leave it without waiting for the other ranks.
             backend.close(failed=True)

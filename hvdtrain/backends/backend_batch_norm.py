@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain._torch.batch_norm import BatchNormBase
-from hvdtrain.global_batch_norm import GlobalBatchNorm
+from hvdtrain.optim.global_batch_norm import GlobalBatchNorm
 
 if TYPE_CHECKING:
     from hvdtrain.backends.base import Backend

@@ -23,25 +23,27 @@ from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from hvdtrain import failure, sharded_optimizer
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain._torch.peer_errors import is_peer_error
-from hvdtrain.addresses import network_in_use
-from hvdtrain.backends import backend_batch_norm, model_sync
-from hvdtrain.backends.model_sync import uncompiled, with_sparse_gradients
+from hvdtrain.backends import backend_batch_norm
 from hvdtrain.errors import (
     HvdtrainError,
     InputError,
+    PeerLost,
     Preempted,
     WorldError,
     WorldMismatch,
     first_line,
 )
-from hvdtrain.hang_watch import HangWatch, RankProgress
-from hvdtrain.peers import PeerLost
-from hvdtrain.rendezvous import open_store_over
-from hvdtrain.shared_tensors import Group
-from hvdtrain.world import World, is_mpi
+from hvdtrain.job.addresses import network_in_use
+from hvdtrain.job.rendezvous import open_store_over
+from hvdtrain.job.world import World, is_mpi
+from hvdtrain.liveness import failure
+from hvdtrain.liveness.hang_watch import HangWatch
+from hvdtrain.liveness.monitor import Monitor, RankProgress
+from hvdtrain.optim import model_sync, sharded_optimizer
+from hvdtrain.optim.model_sync import uncompiled, with_sparse_gradients
+from hvdtrain.optim.shared_tensors import Group
 
 Op = Literal["mean", "sum", "min", "max"]
 Gradients = Literal["mean", "share", "local"]
@@ -129,7 +131,7 @@ class BackendOptions:
     """
     shard_optimizer: bool = _option("SHARD_OPTIMIZER", False, _flag)
     """Whether the ranks of a host share one copy of the parameters, and each steps a part of them:
-    see `hvdtrain.sharded_optimizer`.
+    see `hvdtrain.optim.sharded_optimizer`.
     """
     ps_servers: Servers = _option("PS_SERVERS", "rank0", _one_of(*get_args(Servers)))
     """For `ps`: rank 0 owns all parameters, or every rank owns some."""
@@ -200,6 +202,10 @@ class Backend(ABC):
         """With `options.shard_optimizer`, once `prepare` was called: the ranks on each host."""
         self.store: Store | None = None
         """The engine's store, under a key prefix of these ranks; None if it has none."""
+        self.monitor: Monitor | None = None
+        """The connections to the other ranks that do not depend on the engine, once
+        `start_monitor` was called; None with one rank.
+        """
         self._hang_watch: HangWatch | None = None
         self._prepared: dict[int, _Prepared] = {}
         """What `prepare` has returned, keyed by id(optimizer)."""
@@ -231,9 +237,9 @@ class Backend(ABC):
 
         `failed`: do not wait for the other ranks. A subclass calls this last.
         """
-        if self._hang_watch is not None:
-            self._hang_watch.close()
-            self._hang_watch = None
+        if self.monitor is not None:
+            self.monitor.close()
+            self.monitor = self._hang_watch = None
 
     def describe(self) -> dict[str, Any]:
         """Return the versions, the transport and the sizes in use, for run.json. Not collective."""
@@ -555,12 +561,13 @@ def convert_peer_errors(backend: Backend) -> Iterator[None]:
         raise known from error
 
 
-def start_hang_watch(backend: Backend) -> None:
-    """Start to watch for ranks that keep the others waiting. Collective."""
+def start_monitor(backend: Backend) -> None:
+    """Connect the ranks, and watch for those that keep the others waiting. Collective."""
     world, timeout_s = backend.world, backend.options.timeout_s
     if world.size > 1:
         store = backend.store or open_store_over(world, timeout_s, backend.broadcast_object)
-        backend._hang_watch = HangWatch(world, store, backend.hosts, backend.progress, timeout_s)
+        backend.monitor = Monitor(world, store, backend.hosts, backend.progress, timeout_s)
+        backend._hang_watch = HangWatch(backend.monitor)
 
 
 def named_peer_error(backend: Backend, error: Exception) -> HvdtrainError | None:

@@ -13,10 +13,10 @@ from hvdtrain import transports
 from hvdtrain._torch.group_numbers import restart_group_numbers
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op, lost_contact
 from hvdtrain.errors import HvdtrainError, WorldMismatch
-from hvdtrain.job_secret import sign, unsign
-from hvdtrain.rendezvous import open_store
+from hvdtrain.job.job_secret import sign, unsign
+from hvdtrain.job.rendezvous import open_store
+from hvdtrain.job.world import World
 from hvdtrain.transports.gloo import gloo_reachable
-from hvdtrain.world import World
 
 T = TypeVar("T")
 

@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
-from hvdtrain import elastic_world, transports
+from hvdtrain import transports
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.backends.backend_batch_norm import local_in_evaluation
 from hvdtrain.backends.base import Backend, BackendOptions
 from hvdtrain.backends.horovod import Horovod
 from hvdtrain.errors import BackendUnavailable, InputError
-from hvdtrain.world import World
+from hvdtrain.job import elastic_world
+from hvdtrain.job.world import World
 
 
 class Compat(Horovod):

@@ -17,8 +17,8 @@ from hvdtrain.backends.base import BackendOptions
 from hvdtrain.backends.c10d import C10d
 from hvdtrain.backends.ddp_compression import PowerSGD
 from hvdtrain.errors import InputError
-from hvdtrain.trees import parameters_of
-from hvdtrain.world import World
+from hvdtrain.job.world import World
+from hvdtrain.system.trees import parameters_of
 
 
 class DDP(C10d):

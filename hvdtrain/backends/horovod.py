@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain import elastic_world, failure, job_secret
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.backends.backend_batch_norm import local_in_evaluation
 from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
-from hvdtrain.backends.model_sync import with_sparse_gradients
 from hvdtrain.errors import HvdtrainError, InputError, WorldError, WorldMismatch, first_line
-from hvdtrain.job_secret import sign, unsign
-from hvdtrain.world import World, is_mpi
+from hvdtrain.job import elastic_world, job_secret
+from hvdtrain.job.job_secret import sign, unsign
+from hvdtrain.job.world import World, is_mpi
+from hvdtrain.liveness import failure
+from hvdtrain.optim.model_sync import with_sparse_gradients
 
 T = TypeVar("T")
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.distributed import DistError
 from torch.optim import Optimizer
 
-from hvdtrain.addresses import listen_addresses
-from hvdtrain.backends import model_sync
 from hvdtrain.backends.base import Backend, Gradients, Op, check_op, lost_contact
 from hvdtrain.backends.ps_messages import Messages, decode, encode
 from hvdtrain.backends.server_optimizer import ServerOptimizer, owners_of
 from hvdtrain.errors import HvdtrainError, InputError, WorldError, first_line
-from hvdtrain.job_secret import sign, unsign
-from hvdtrain.rendezvous import open_store
-from hvdtrain.trees import parameters_of
+from hvdtrain.job.addresses import listen_addresses
+from hvdtrain.job.job_secret import sign, unsign
+from hvdtrain.job.rendezvous import open_store
+from hvdtrain.optim import model_sync
+from hvdtrain.system.trees import parameters_of
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """Messages between the ranks of the backend `ps`, and its collectives.
 
-Every rank is connected to every other one (`hvdtrain.peers`), and no process group is used: when a
-worker ends, the others go on. A collective goes through rank 0:
+Every rank is connected to every other one (`hvdtrain.liveness.peers`), and no process group is
+used: when a worker ends, the others go on. A collective goes through rank 0:
 
     rank r    ["collect", number], value            ->  rank 0
     rank 0    ["collected", number], all values     ->  every rank, once all living ranks have sent
@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from hvdtrain.failure import print_stderr
-from hvdtrain.peers import PeerLost, Peers
-from hvdtrain.trees import map_tree
-from hvdtrain.world import World
+from hvdtrain.errors import PeerLost
+from hvdtrain.job.world import World
+from hvdtrain.liveness.failure import print_stderr
+from hvdtrain.liveness.peers import Peers
+from hvdtrain.system.trees import map_tree
 
 T = TypeVar("T")
 Handler = Callable[[int, list[Any], bytes], None]

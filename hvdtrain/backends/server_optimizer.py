@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hvdtrain.backends.ps_messages import Messages, decode, encode
-from hvdtrain.trees import parameters_of
+from hvdtrain.system.trees import parameters_of
 
 Grads = list[Tensor | None]
 _HALVES = (torch.float16, torch.bfloat16)

@@ -7,7 +7,7 @@ from typing import ClassVar, TypeVar
 from torch import Tensor
 
 from hvdtrain.backends.base import Backend, Op, check_op
-from hvdtrain.world import World
+from hvdtrain.job.world import World
 
 T = TypeVar("T")
 

@@ -12,11 +12,11 @@ import click
 from click.shell_completion import CompletionItem, shell_complete
 
 import hvdtrain
-from hvdtrain import failure
 from hvdtrain.errors import InputError, LaunchError, did_you_mean
-from hvdtrain.launcher_watch import end_with_launcher
+from hvdtrain.job.launcher_watch import end_with_launcher
+from hvdtrain.job.world import detect, guess_world
+from hvdtrain.liveness import failure
 from hvdtrain.tasks import TASKS
-from hvdtrain.world import detect, guess_world
 
 COMMANDS = {
     "train": "hvdtrain.cli.train",

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from hvdtrain import files
 from hvdtrain.cli.train_options import train_option
 from hvdtrain.compare.compare_options import CompareOptions, flag
 from hvdtrain.compare.record import Record, read
 from hvdtrain.errors import HvdtrainError, InputError, TooSlow
+from hvdtrain.job.world import detect
 from hvdtrain.launch.host_list import parse_host_list
-from hvdtrain.signals import uninterrupted
-from hvdtrain.world import detect
+from hvdtrain.system import files
+from hvdtrain.system.signals import uninterrupted
 
 if TYPE_CHECKING:
     from hvdtrain.compare.analysis.gate import GateRow
@@ -114,9 +114,9 @@ def run(options: CompareOptions) -> None:
         from hvdtrain.compare.analysis.gate import gate_rows
         from hvdtrain.compare.analysis.summary import summarise
         from hvdtrain.compare.report import html_report, terminal
-        from hvdtrain.compare.run import machine
         from hvdtrain.compare.run.arms import choose_all_arms, choose_commands, choose_device
         from hvdtrain.compare.run.comparison import Comparison
+        from hvdtrain.system import machine
     except ModuleNotFoundError as error:
         raise InputError(
             f"hvdtrain compare needs {error.name}; pip install jinja2 matplotlib scipy"

@@ -111,8 +111,8 @@ def _check_collectives(
     size: int, hosts: Sequence[Host], timeout_s: float, show: Callable[[str], None]
 ) -> Iterator[Finding]:
     """Check every backend over every transport."""
-    from hvdtrain.compare.run.machine import usable_gpus
     from hvdtrain.doctor.arm_checks import all_arms, check_arms
+    from hvdtrain.system.machine import usable_gpus
 
     arms, left_out = all_arms(size, usable_gpus(), hosts)
     yield from check_arms(arms, timeout_s, show)

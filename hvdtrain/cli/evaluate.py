@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hvdtrain import failure
 from hvdtrain.cli.train import PREFIX, SOURCES, check_environment
 from hvdtrain.cli.train_options import train_option
 from hvdtrain.errors import InputError, printable
+from hvdtrain.liveness import failure
 from hvdtrain.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def command(ctx: click.Context, /, path: Path, **values: Any) -> None:
     exit code 0   evaluated
               2   no weights there, damaged, or not of the task's model
     """
-    from hvdtrain.files import finite
+    from hvdtrain.system.files import finite
     from hvdtrain.training.console import describe
 
     with opened(ctx, path, values) as inference:

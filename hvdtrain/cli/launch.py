@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from hvdtrain.errors import InputError
+from hvdtrain.job.world import detect
 from hvdtrain.launch.elastic import ElasticJob, ElasticOptions
 from hvdtrain.launch.host_list import (
     Host,
@@ -23,7 +24,6 @@ from hvdtrain.launch.host_list import (
 from hvdtrain.launch.launcher import Job
 from hvdtrain.launch.other_launchers import LAUNCHERS, command_line
 from hvdtrain.launch.ssh import Ssh, environment
-from hvdtrain.world import detect
 
 # Options that have no effect, and are refused: in a job whose hosts are fixed, in an elastic job,
 # and under each launcher of --via.

@@ -40,7 +40,7 @@ def command(ctx: click.Context, /, path: Path, output: Path, **values: Any) -> N
               2   no weights there, damaged, or not of the task's model; or the file cannot be
                   written, which is tried before anything is computed
     """
-    from hvdtrain import files
+    from hvdtrain.system import files
     from hvdtrain.training import predictions
     from hvdtrain.training.weights import check_suffix
 

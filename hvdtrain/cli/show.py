@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from hvdtrain import files
 from hvdtrain.cli.runs import describe_metrics, summary
 from hvdtrain.errors import BackendUnavailable, InputError, printable
+from hvdtrain.system import files
 from hvdtrain.training import run_dir
 from hvdtrain.training.config import flag
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import click
 
-from hvdtrain import elastic_world, failure, job_secret, signals
 from hvdtrain.cli.train_options import FIELDS, kind_of, train_option
 from hvdtrain.errors import InputError, did_you_mean
+from hvdtrain.job import elastic_world, job_secret
+from hvdtrain.job.world import RESTART_VARIABLE, detect
+from hvdtrain.liveness import failure
+from hvdtrain.system import signals
 from hvdtrain.training.config import SECTIONS, TrainConfig
-from hvdtrain.world import RESTART_VARIABLE, detect
 
 if sys.version_info >= (3, 11):
     import tomllib

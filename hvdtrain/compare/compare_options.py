@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hvdtrain.commands import own_environment
 from hvdtrain.errors import InputError
 from hvdtrain.launch.host_list import Host, choose_slots, parse_host_list
+from hvdtrain.system.commands import own_environment
 from hvdtrain.training.config import TrainConfig
 
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h)?")

@@ -18,10 +18,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import files
 from hvdtrain.errors import InputError, printable
 from hvdtrain.launch.host_list import choose_slots, parse_host_list
-from hvdtrain.trees import map_tree
+from hvdtrain.system import files
+from hvdtrain.system.machine import Machine
+from hvdtrain.system.trees import map_tree
 
 SCHEMA = 1
 NAME = "compare.json"
@@ -121,19 +122,6 @@ class ParityRow:
     tolerance: float | None = None
     cause: str | None = None
     """The likely cause of unequal work."""
-
-
-@dataclass
-class Machine:
-    """Facts about the machine, without its host name."""
-
-    cpu: str | None = None
-    cores: int | None = None
-    memory_mib: int | None = None
-    kernel: str | None = None
-    gpus: list[str] | None = None
-    load_before: list[float] | None = None
-    load_after: list[float] | None = None
 
 
 @dataclass

@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from hvdtrain.commands import started
 from hvdtrain.compare.formatting import figures
 from hvdtrain.compare.run.arm_pool import launch_environment
 from hvdtrain.compare.run.arm_process import error_line, first_to_end
 from hvdtrain.compare.run.arms import LAUNCHER_OF, LAUNCHERS, NCCL, Arm, parse, unavailable_reason
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.launch.host_list import Host
+from hvdtrain.system.commands import started
 
 REPORT = "hvdtrain-doctor-report "
 _START_S = 90.0  # for ranks to import torch, and to exit

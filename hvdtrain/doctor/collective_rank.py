@@ -29,7 +29,7 @@ from hvdtrain.backends.base import Backend, BackendOptions
 from hvdtrain.backends.horovod import Horovod
 from hvdtrain.doctor.arm_checks import REPORT
 from hvdtrain.errors import HvdtrainError, one_line
-from hvdtrain.world import detect
+from hvdtrain.job.world import detect
 
 NUM_ELEMENTS = 1 << 18  # of each part: 1 MiB of float32
 NUM_CALLS = 5

@@ -8,7 +8,7 @@ import tempfile
 
 from hvdtrain.backends import descriptors_needed
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.horovod_build.cgroup_limits import cpu_quota
+from hvdtrain.system.machine import cpu_quota
 
 SHM = "/dev/shm"
 _SHM_BYTES = (

@@ -8,10 +8,10 @@ import socket
 
 import psutil
 
-from hvdtrain.addresses import find_interface, is_local, own_addresses
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.errors import LaunchError
-from hvdtrain.world import World
+from hvdtrain.job.addresses import find_interface, is_local, own_addresses
+from hvdtrain.job.world import World
 
 # Variables that name interfaces, separated by commas, and whether a name's beginning suffices.
 _NAME_AN_INTERFACE = {

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from hvdtrain import signals
-from hvdtrain.commands import own_environment, started
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.horovod_build import buildlog, recipe
 from hvdtrain.horovod_build.build_plan import BuildPlan, Facts
 from hvdtrain.horovod_build.buildlog import Step
+from hvdtrain.system import signals
+from hvdtrain.system.commands import own_environment, started
 
 Print = Callable[[str], None]
 Show = Callable[[Step], None]

@@ -14,10 +14,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hvdtrain.commands import CommandResult, last_line, own_environment, run
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.horovod_build import InstalledHorovod
 from hvdtrain.horovod_build.build_plan import Built
+from hvdtrain.system.commands import CommandResult, last_line, own_environment, run
 
 TIME_LIMIT_S = 60.0
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import psutil
 
-from hvdtrain.commands import last_line, own_environment, run
 from hvdtrain.horovod_build.build_plan import CMAKE_FIX, Cuda, Facts, Nccl, Tool, Torch
-from hvdtrain.horovod_build.cgroup_limits import memory_limit_bytes
+from hvdtrain.system.commands import last_line, own_environment, run
+from hvdtrain.system.machine import memory_limit_bytes
 
 MODULES = {
     "pip": "pip",

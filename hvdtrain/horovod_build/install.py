@@ -8,14 +8,14 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdtrain import signals
-from hvdtrain.commands import own_environment
 from hvdtrain.errors import BackendUnavailable, InputError
 from hvdtrain.horovod_build import INSTALL, installed_horovod, recipe
 from hvdtrain.horovod_build.build import Print, build_and_install
 from hvdtrain.horovod_build.build_plan import BuildPlan, Choices, Facts, Tool, decide, shortfall
 from hvdtrain.horovod_build.check import CheckFailed, Row, check, failures, probe
 from hvdtrain.horovod_build.facts import gather
+from hvdtrain.system import signals
+from hvdtrain.system.commands import own_environment
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from types import ModuleType, TracebackType
 from typing import NoReturn
 
 from hvdtrain.errors import InputError, LaunchError
-from hvdtrain.failure import end_job, exit_code
 from hvdtrain.hvd.alias import install
-from hvdtrain.launcher_watch import end_with_launcher
-from hvdtrain.world import World, detect, guess_world, is_mpi
+from hvdtrain.job.launcher_watch import end_with_launcher
+from hvdtrain.job.world import World, detect, guess_world, is_mpi
+from hvdtrain.liveness.failure import end_job, exit_code
 
 USAGE = """\
 usage: python -m hvdtrain.hvd SCRIPT [ARGUMENT ...]

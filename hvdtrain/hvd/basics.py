@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from hvdtrain import elastic_world, job_secret, transports
-from hvdtrain.addresses import own_addresses
-from hvdtrain.errors import LaunchError, WorldError, first_line
+from hvdtrain import transports
+from hvdtrain.errors import LaunchError, PeerLost, WorldError, first_line
 from hvdtrain.hvd.client import Client
 from hvdtrain.hvd.engine.engine import Engine
 from hvdtrain.hvd.engine.settings import EXACT, Settings, announce, apply_log_level
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.exceptions import NOT_INITIALIZED, HorovodInternalError
-from hvdtrain.peers import PeerLost
-from hvdtrain.rendezvous import complete_world, load_mpi, open_store
-from hvdtrain.signed_store import SignedStore
-from hvdtrain.world import World, detect, is_mpi, keep_launch_env, unused_allocation
+from hvdtrain.job import elastic_world, job_secret
+from hvdtrain.job.addresses import own_addresses
+from hvdtrain.job.rendezvous import complete_world, load_mpi, open_store
+from hvdtrain.job.signed_store import SignedStore
+from hvdtrain.job.world import World, detect, is_mpi, keep_launch_env, unused_allocation
 
 if TYPE_CHECKING:
     from hvdtrain.hvd.process_sets import ProcessSet

@@ -31,8 +31,8 @@ from hvdtrain.hvd.mpi_ops import (
     rank,
     synchronize,
 )
-from hvdtrain.job_secret import sign, unsign
-from hvdtrain.trees import map_tree
+from hvdtrain.job.job_secret import sign, unsign
+from hvdtrain.system.trees import map_tree
 
 _UNPICKLABLE = -1  # sent in place of the size
 

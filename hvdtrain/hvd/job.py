@@ -23,10 +23,10 @@ from typing import Any
 
 import cloudpickle
 
-from hvdtrain import signals
-from hvdtrain.files import write_atomically
 from hvdtrain.hvd.alias import install, installed
-from hvdtrain.processes import wait_for_end
+from hvdtrain.system import signals
+from hvdtrain.system.files import write_atomically
+from hvdtrain.system.processes import wait_for_end
 
 # Once a rank has failed, the time between SIGTERM and SIGKILL for the other ranks.
 _SHUTDOWN_S = 5

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hvdtrain import sharded_optimizer
 from hvdtrain._torch.step_mark import without_step_hooks
 from hvdtrain.hvd import reducers
 from hvdtrain.hvd.adasum_optimizer import ADASUM_METHODS
@@ -29,7 +28,8 @@ from hvdtrain.hvd.ops.allreduce import allreduce
 from hvdtrain.hvd.ops.handles import check_adasum
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer
-from hvdtrain.shared_tensors import Group
+from hvdtrain.optim import sharded_optimizer
+from hvdtrain.optim.shared_tensors import Group
 
 _SYNCHRONIZED_TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -69,7 +69,7 @@ def DistributedOptimizer(
     instead of the gradients. Raises ValueError for invalid arguments.
 
     An extension: with `shard` the ranks of a host share one copy of parameters and state, and
-    each steps its share (see `hvdtrain.sharded_optimizer`); this call is then collective.
+    each steps its share (see `hvdtrain.optim.sharded_optimizer`); this call is then collective.
     """
     if gradient_predivide_factor != 1.0 and op != AVERAGE:
         raise ValueError("gradient_predivide_factor not supported with op != Average")

@@ -9,9 +9,9 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hvdtrain import elastic_world
 from hvdtrain.hvd.basics import HorovodBasics, basics
 from hvdtrain.hvd.engine.request import GLOBAL_SET
+from hvdtrain.job import elastic_world
 
 _log = logging.getLogger("hvdtrain")
 

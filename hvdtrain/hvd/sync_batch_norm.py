@@ -1,6 +1,6 @@
 """SyncBatchNorm for scripts: over the batches of all ranks of `hvd.init`, by named operations.
 
-`hvdtrain.global_batch_norm` has the arithmetic.
+`hvdtrain.optim.global_batch_norm` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from hvdtrain.global_batch_norm import GlobalBatchNorm
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.mpi_ops import Sum, allgather, allreduce, size
+from hvdtrain.optim.global_batch_norm import GlobalBatchNorm
 
 
 class SyncBatchNorm(GlobalBatchNorm):
-    """See `hvdtrain.global_batch_norm`: the same, over the ranks of `hvd.init`."""
+    """See `hvdtrain.optim.global_batch_norm`: the same, over the ranks of `hvd.init`."""
 
     _site: _Site | None = None
 

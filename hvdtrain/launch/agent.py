@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from hvdtrain._torch.elastic_agent import ReportingAgent
 from hvdtrain.launch.supervisor import GRACE_S, parse
-from hvdtrain.processes import adopt_orphans, end_descendants, wait_for_end
+from hvdtrain.system.processes import adopt_orphans, end_descendants, wait_for_end
 
 PORT_IS_BUSY = 75  # EX_TEMPFAIL of sysexits.h
 # How long agents wait for each other at exit: host 0's agent serves the store of all hosts.

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hvdtrain.commands import run
 from hvdtrain.errors import InputError, first_line
 from hvdtrain.launch.host_list import Host, parse_host_list
+from hvdtrain.system.commands import run
 
 _PERIOD_S = 1.0
 _SCRIPT_S = 60.0

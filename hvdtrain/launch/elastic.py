@@ -32,9 +32,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from hvdtrain import job_secret, signals
-from hvdtrain.elastic_world import ADDRESS, NUMBERS, SECRET, WORKER, HostUpdateResult
 from hvdtrain.errors import HvdtrainError, InputError, WorldError
+from hvdtrain.job.elastic_world import ADDRESS, NUMBERS, SECRET, WORKER, HostUpdateResult
 from hvdtrain.launch.discovery import Discovery, FailedHosts
 from hvdtrain.launch.elastic_server import ElasticServer, RankRequest
 from hvdtrain.launch.host_list import Host
@@ -49,7 +48,8 @@ from hvdtrain.launch.launcher import (
     signal_name,
 )
 from hvdtrain.launch.output import LineReader, RankOutput
-from hvdtrain.launch.ssh import is_this_host, master_address, travelling
+from hvdtrain.launch.ssh import at_start, is_this_host, master_address, through_stdin
+from hvdtrain.system import signals
 
 _POLL_S = 0.5
 _JOIN_S = 10.0  # how long a ready process waits for starting ones, so that they join together
@@ -133,7 +133,7 @@ class ElasticJob:
         self._is_ending = False
         self._failed_hosts = FailedHosts(*options.cooldown_s)
         self._num_started = 0
-        self._secret = job_secret.variable_of(job.env)
+        self._variables = through_stdin(job.env, job.named)
         self._causes: list[str] = []  # of the next generation
         self._changed_at = time.monotonic()  # the first of them
         self._notified: tuple[frozenset[int], frozenset[int]] | None = None
@@ -372,7 +372,7 @@ class ElasticJob:
             return False
         line = [sys.executable, "-m", "hvdtrain.launch.elastic_worker", *job.command]
         if not is_local:
-            line = job.ssh.command(host.name, line, travelling(job.env, job.named))
+            line = job.ssh.command(host.name, line, at_start(job.env))
         if job.verbose:
             self._output.say(f"{host.name}: {shlex.join(line)}")
         pipe = subprocess.PIPE
@@ -387,12 +387,12 @@ class ElasticJob:
             self._selector.register(stream, selectors.EVENT_READ, worker)
         # Until it has asked, its rank is a guess, for scripts that print it before `hvd.init`.
         variables = {
+            **self._variables,
             "HOROVOD_ELASTIC": "1",
             **dict(zip(ADDRESS, (address, str(self._server.port)), strict=True)),
             "HOROVOD_HOSTNAME": host.name,
             "HOROVOD_ELASTIC_TIMEOUT": f"{self.options.timeout_s + _LEAVE_S:g}",
             SECRET: self._server.secret,
-            **self._secret,
             WORKER: worker.name,
         }
         variables |= zip(NUMBERS, map(str, (rank, rank + 1, slot, slot + 1, 0, 1)), strict=True)

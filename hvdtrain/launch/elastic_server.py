@@ -1,7 +1,7 @@
 """The HTTP server of an elastic job: ranks ask for their place, rank 0 publishes its store.
 
-Used by `elastic`; `hvdtrain.elastic_world` has the requests. Every request must have the secret,
-which the ranks have from their supervisors. One thread per connection. Imports no torch.
+Used by `elastic`; `hvdtrain.job.elastic_world` has the requests. Every request must have the
+secret, which the ranks have from their supervisors. One thread per connection. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from hvdtrain.elastic_world import SECRET_HEADER
+from hvdtrain.job.elastic_world import SECRET_HEADER
 
 _REQUEST_S = 10.0
 _MAX_BYTES = 1 << 16

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Sequence
 
 from hvdtrain.launch.supervisor import GRACE_S, forward_signals, relay, wait_for_child
-from hvdtrain.processes import adopt_orphans, end_descendants, end_with_parent
+from hvdtrain.system.processes import adopt_orphans, end_descendants, end_with_parent
 
 
 def main(command: Sequence[str]) -> int:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 from hvdtrain.errors import InputError
-from hvdtrain.world import expand_tasks_per_node
+from hvdtrain.job.slurm import expand_node_list, expand_tasks_per_node
 
 # Of PBS, LSF and SGE: a variable with the path of a file that lists the hosts of the job.
 _SCHEDULER_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
@@ -22,7 +21,6 @@ _HOST = re.compile(
     r"((?:[^\s\[\]:,@]+@)?\[[^\s\]]+\]|[^\s\[\]:,]+)(?::(\d{1,6}))?"
     r"|([0-9a-fA-F]*:[0-9a-fA-F]*:[\w:.]*)"
 )
-_NODE = r"(?:[^\s,\[\]]|\[[^\s\[\]]*\])+"  # of Slurm: gpu[03-05,9]
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,10 @@ def hosts_of_scheduler(env: Mapping[str, str]) -> tuple[list[Host], str]:
             return read_host_file(env[name]), name
     if "SLURM_JOB_NODELIST" not in env:
         return [], ""
-    names = expand_node_list(env["SLURM_JOB_NODELIST"])
+    try:
+        names = expand_node_list(env["SLURM_JOB_NODELIST"])
+    except ValueError as error:
+        raise InputError(f"SLURM_JOB_NODELIST: {error}; give the hosts with -H") from None
     text = env.get("SLURM_TASKS_PER_NODE", "1" if len(names) == 1 else f"1(x{len(names)})")
     slots = expand_tasks_per_node(text)
     if len(slots) != len(names):
@@ -94,33 +95,6 @@ def hosts_of_scheduler(env: Mapping[str, str]) -> tuple[list[Host], str]:
             f"SLURM_JOB_NODELIST={env['SLURM_JOB_NODELIST']}; give the hosts with -H"
         )
     return [Host(*pair) for pair in zip(names, slots, strict=True)], "SLURM_JOB_NODELIST"
-
-
-def expand_node_list(text: str) -> list[str]:
-    """Return the hosts of Slurm's list: "gpu[03-05,9],login1" gives gpu03, gpu04, gpu05, gpu9,
-    login1. Raises InputError for text in another format.
-    """
-    names: list[str] = []
-    for part in re.findall(_NODE, text) if re.fullmatch(f"{_NODE}(,{_NODE})*", text) else []:
-        pieces = [_expand_ranges(piece) for piece in re.split(r"(\[[^\]]*\])", part)]
-        names += ["".join(name) for name in product(*pieces)]
-    if not names or any("[" in name for name in names):
-        raise InputError(f"cannot read SLURM_JOB_NODELIST={text!r}; give the hosts with -H")
-    return names
-
-
-def _expand_ranges(piece: str) -> list[str]:
-    """Return the numbers of "[03-05,9]" as text; any other text as it is."""
-    if not piece.startswith("["):
-        return [piece]
-    found = []
-    for part in piece[1:-1].split(","):
-        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
-        if match is None:
-            return [piece]  # which the caller refuses
-        first, last = match[1], match[2] or match[1]
-        found += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
-    return found
 
 
 def choose_slots(

@@ -24,12 +24,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from hvdtrain import job_secret, signals
 from hvdtrain.errors import HvdtrainError, InputError, LaunchError, WorldError
+from hvdtrain.job.world import RESTART_VARIABLE
 from hvdtrain.launch.host_list import Host
 from hvdtrain.launch.output import LineReader, RankOutput
-from hvdtrain.launch.ssh import Ssh, is_this_host, master_address, travelling
-from hvdtrain.world import RESTART_VARIABLE
+from hvdtrain.launch.ssh import Ssh, at_start, is_this_host, master_address, through_stdin
+from hvdtrain.system import signals
 
 _PORTS = range(20000, 30000)  # below the ports that the kernel gives to clients
 _PORT_TRIES = 5
@@ -95,7 +95,7 @@ class Job:
         options += ["--master-addr", master_address([host.name for host in self.hosts])]
         options += ["--master-port", str(port), "--start-timeout", f"{self.start_timeout_s:g}"]
         options += ["--verbose"] if self.verbose else []
-        variables = travelling(self.env, self.named)
+        variables = at_start(self.env)
         lines = []
         for node, host in enumerate(self.hosts):
             line = [sys.executable, "-m", "hvdtrain.launch.supervisor", *options]
@@ -160,7 +160,7 @@ class _Attempt:
         self._not_started = [host.name for host in job.hosts]
         self._deadline = time.monotonic() + job.start_timeout_s
         self._is_ending = False
-        self._secret = json.dumps(job_secret.variable_of(job.env)).encode()
+        self._variables = json.dumps(through_stdin(job.env, job.named)).encode()
 
     def run(self) -> None:
         """Run until all supervisors have ended, and leave none behind."""
@@ -191,7 +191,7 @@ class _Attempt:
         self._processes.append(process)
         assert process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended
-            process.stdin.write(self._secret + b"\n")
+            process.stdin.write(self._variables + b"\n")
             process.stdin.flush()
         assert process.stdout is not None
         assert process.stderr is not None

@@ -20,12 +20,16 @@ from pathlib import Path
 
 import psutil
 
-from hvdtrain import job_secret
 from hvdtrain.errors import InputError
+from hvdtrain.job import job_secret
 
 # Variables with these prefixes travel to other hosts, as horovodrun's and mpirun's users expect.
-TRAVELLING = tuple("HVDTRAIN_ HOROVOD_ NCCL_ GLOO_ OMP_ MKL_ TORCH_ PYTHON".split())
-_PATHS = ("PATH", "LD_LIBRARY_PATH")
+TRAVELLING = tuple(
+    "HVDTRAIN_ HOROVOD_ CUDA_ NCCL_ GLOO_ OMP_ MKL_ TORCH_ HF_ WANDB_ PATH LD_LIBRARY_PATH "
+    "PYTHON".split()
+)
+# What an interpreter needs as it starts.
+_AT_START = ("PATH", "LD_LIBRARY_PATH", "PYTHON")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -76,12 +80,26 @@ def environment(names: Sequence[str], interfaces: str | None) -> dict[str, str]:
 
 
 def travelling(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the variables that go to other hosts on a command line: those of the table above and
-    of -x, but not the secret of the job.
+    """Return the variables that go to other hosts: those of the table above and of -x, but not the
+    secret of the job.
     """
     named = {name.partition("=")[0] for name in names}
-    wanted = (n for n in env if n.startswith(TRAVELLING) or n in _PATHS or n in named)
+    wanted = (n for n in env if n.startswith(TRAVELLING) or n in named)
     return {name: env[name] for name in sorted(wanted) if name != job_secret.VARIABLE}
+
+
+def at_start(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that go to other hosts on a command line, which all their users can
+    read: only what the interpreter needs as it starts.
+    """
+    return {name: value for name, value in env.items() if name.startswith(_AT_START)}
+
+
+def through_stdin(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """Return the variables that a process on another host gets through its stdin: the secret of
+    the job, and all that travel, of which some are secrets, too (HF_TOKEN, WANDB_API_KEY).
+    """
+    return {**travelling(env, names), **job_secret.variable_of(env)}
 
 
 @cache

@@ -2,7 +2,7 @@
 
 `hvdtrain launch` starts one on each host, on other hosts by ssh:
 
-    launcher  --- stdin: the secret of the job in a line of JSON,
+    launcher  --- stdin: variables in a line of JSON,
                   SIGINT, SIGTERM; its end ends all ---------->  supervisor ---> agent ---> ranks
               <-- stdout: [rank]<stream>:line ----------------              <--- pipes ------
 
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from hvdtrain.processes import adopt_orphans, end_descendants, is_running
+from hvdtrain.system.processes import adopt_orphans, end_descendants, is_running
 
 GRACE_S = 5.0  # from SIGTERM to SIGKILL, once stdin has closed or the agent has ended
 _RELAY_S = 5.0  # for the rest of the output, once all processes have ended

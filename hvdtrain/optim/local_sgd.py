@@ -16,15 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from hvdtrain.backends.base import Backend
-from hvdtrain.backends.model_sync import average, sync_buffers, to_cpu, with_sparse_gradients
-from hvdtrain.trees import parameters_of
+from hvdtrain.optim.model_sync import average, sync_buffers, to_cpu, with_sparse_gradients
+from hvdtrain.system.trees import parameters_of
+
+if TYPE_CHECKING:
+    from hvdtrain.backends.base import Backend
 
 
 class LocalSGD(Optimizer):

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.backends.base import Backend, check_same
-from hvdtrain.backends.model_sync import to_cpu
 from hvdtrain.errors import HvdtrainError, InputError, add_note, one_line
+from hvdtrain.optim.model_sync import to_cpu
 from hvdtrain.training.callback import Callback
 from hvdtrain.training.callbacks.best_checkpoint import BestCheckpoint
 from hvdtrain.training.callbacks.early_stop import EarlyStop

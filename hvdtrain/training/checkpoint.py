@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvdtrain import files
 from hvdtrain.errors import CheckpointError, one_line
+from hvdtrain.system import files
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -19,10 +19,9 @@ from typing import Any
 from torch.distributed import DistError
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.errors import WorldError, first_line
+from hvdtrain.errors import PeerLost, WorldError, first_line
 from hvdtrain.hvd.elastic.common import State
 from hvdtrain.hvd.exceptions import SHUT_DOWN, HorovodInternalError, HostsUpdatedInterrupt
-from hvdtrain.peers import PeerLost
 from hvdtrain.training.run_state import Progress
 from hvdtrain.training.snapshot import Snapshot
 

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from hvdtrain.errors import printable
-from hvdtrain.world import World, shares_terminal
+from hvdtrain.job.world import World, shares_terminal
 
 
 class Console:

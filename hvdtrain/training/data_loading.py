@@ -28,15 +28,15 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from hvdtrain import signals
 from hvdtrain._torch.worker_info import set_worker_dataset
 from hvdtrain.backends.base import Backend, check_same
 from hvdtrain.errors import InputError
+from hvdtrain.job.world import World, is_mpi
+from hvdtrain.system import signals
+from hvdtrain.system.trees import map_tree
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.sharding import shard_bounds
-from hvdtrain.trees import map_tree
-from hvdtrain.world import World, is_mpi
 
 _MAX_BATCH = 1 << 40  # samples; with more, --uneven pad would fill the memory with repeats
 

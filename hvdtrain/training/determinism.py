@@ -12,8 +12,8 @@ import numpy as np
 import psutil
 import torch
 
-from hvdtrain import launcher_watch
-from hvdtrain.world import World, is_mpi, rank_variable
+from hvdtrain.job import launcher_watch
+from hvdtrain.job.world import World, is_mpi, rank_variable
 
 
 def set_threads(requested: int | None, world: World, env: Mapping[str, str]) -> str:

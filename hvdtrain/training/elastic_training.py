@@ -16,12 +16,12 @@ import gc
 import os
 import time
 
-from hvdtrain import elastic_world
 from hvdtrain.backends import open_backend
 from hvdtrain.errors import InputError, first_line
-from hvdtrain.failure import print_stderr
 from hvdtrain.hvd.elastic.common import notification_manager
 from hvdtrain.hvd.engine.settings import Settings
+from hvdtrain.job import elastic_world
+from hvdtrain.liveness.failure import print_stderr
 from hvdtrain.training.commits import LOST_PEER, Commits
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.run_report import Result

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hvdtrain.backends.model_sync import uncompiled
+from hvdtrain.optim.model_sync import uncompiled
 
 if TYPE_CHECKING:
     from hvdtrain.training.trainer import Trainer

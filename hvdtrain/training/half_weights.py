@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain._torch.batch_norm import BatchNormBase
-from hvdtrain.backends.model_sync import uncompiled
-from hvdtrain.trees import map_tree
+from hvdtrain.optim.model_sync import uncompiled
+from hvdtrain.system.trees import map_tree
 
 
 def convert_to_half(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> nn.Module:

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hvdtrain.backends.base import Backend, check_same
-from hvdtrain.backends.model_sync import broadcast_weights, check_same_model
 from hvdtrain.errors import InputError
+from hvdtrain.optim.model_sync import broadcast_weights, check_same_model
+from hvdtrain.system.trees import map_tree
 from hvdtrain.training import determinism, weights
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import (
@@ -34,7 +35,6 @@ from hvdtrain.training.predictions import Predictions, check_rows
 from hvdtrain.training.streams import RankItems, make_stream_loader
 from hvdtrain.training.task import CheckedTask, Task, check_methods
 from hvdtrain.transports.malloc import keep_freed_memory
-from hvdtrain.trees import map_tree
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.backends.model_sync import uncompiled
 from hvdtrain.errors import InputError, WorldMismatch
+from hvdtrain.optim.model_sync import uncompiled
 
 
 class Mean:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hvdtrain.errors import InputError
-from hvdtrain.files import finite
-from hvdtrain.trees import map_tree
+from hvdtrain.system.files import finite
+from hvdtrain.system.trees import map_tree
 
 SUFFIXES = (".pt", ".npy", ".jsonl")
 

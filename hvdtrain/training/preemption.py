@@ -1,15 +1,16 @@
 """Preemption: after a signal to any rank, all ranks save after the same step, and end.
 
 The Trainer uses it. No step asks whether a signal has arrived: the ranks agree only once there is
-one, over connections of their own to rank 0.
+one, over a topic of the Monitor.
 
     rank r   ["signal", "SIGUSR1 at rank 1"]  ->  rank 0
     rank 0   ["hold", "SIGUSR1 at rank 1"]    ->  all     after the first signal
     rank r   ["begun", 41]                    ->  rank 0  it begins no step after 41 for now
     rank 0   ["last", 43]                     ->  all     1 + the largest of the answers
-    rank r   ["bye"]                          ->  all     it has ended as it should
+    rank r   ["bye"], or ["gone"]             ->  rank 0, and rank 0 -> all: it has ended as it
+                                                          should, or not
 
-The thread of the connections answers, so a rank that waits in a collective answers, too, and the
+The Monitor's thread answers, so a rank that waits in a collective answers, too, and the
 ranks that have begun a step finish it. Every rank receives the last step before it begins it. After
 the loss of a rank no last step can be agreed on: a signal, even an earlier one, ends the others.
 """
@@ -25,19 +26,17 @@ from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from hvdtrain import failure, signals
-from hvdtrain.addresses import listen_addresses
-from hvdtrain.backends.base import Backend
+from hvdtrain.backends.base import Backend, start_monitor
 from hvdtrain.errors import Preempted
-from hvdtrain.peers import Peers
-from hvdtrain.rendezvous import open_store_over
+from hvdtrain.liveness import failure
+from hvdtrain.liveness.monitor import Topic
+from hvdtrain.system import signals
 from hvdtrain.training.config import TrainConfig
 
 # A launcher may pass on a signal that the rank has received directly, too.
 _REPEATED_SIGNAL_S = 2.0
 # `timeout hvdtrain` sends a signal to its child, and at once to the process group, too.
 _REPEATED_ALONE_S = 0.2
-_TICK_S = 10.0  # between two "alive" messages, which only show that a host is lost
 
 
 class Preemption:
@@ -56,7 +55,7 @@ class Preemption:
         self._events: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         """Names of signals; "" once the ranks hold; None at the end."""
         self._thread: threading.Thread | None = None
-        self._peers: Peers | None = None
+        self._topic: Topic | None = None
         self._changed = threading.Condition()  # guards what follows
         self._begun = 0
         self._last: int | None = None
@@ -82,10 +81,11 @@ class Preemption:
         if self._thread is not None:
             self._events.put(None)
             self._thread.join()
-        if self._peers is not None:
-            if error is None or isinstance(error, Preempted):
-                self._peers.send_all([*self._live - {self._world.rank}], ["bye"])
-            self._peers.close()
+        if self._topic is not None:
+            as_it_should = error is None or isinstance(error, Preempted)
+            others = [*self._live - {self._world.rank}]
+            self._topic.send(others, ["bye" if as_it_should else "gone"])
+            self._topic.close()
         if isinstance(error, Preempted):
             failure.pass_first_signal(self._before.values())
         self._stack.close()
@@ -95,21 +95,17 @@ class Preemption:
             raise SystemExit(128 + self._first) from error
 
     def connect(self) -> None:
-        """Connect the ranks; a signal that has arrived before counts. Collective.
+        """Let the ranks agree from here on; a signal that has arrived before counts. Collective.
 
         Raises PeerLost or DistError, which the backend converts.
         """
         if not self._numbers:
             return
-        world, timeout_s = self._world, self._backend.options.timeout_s
-        if world.size > 1:
-            store = open_store_over(world, timeout_s, self._backend.broadcast_object)
-            addresses = listen_addresses(world)
-            rank, size = world.rank, world.size
-            self._peers = Peers(
-                store, rank, size, None, addresses, timeout_s, tick_s=_TICK_S, thread_name="preempt"
-            )
-            self._peers.start(self._on_message, self._on_lost)
+        if self._backend.monitor is None:  # of a backend that `open_backend` has not opened
+            start_monitor(self._backend)
+        if (monitor := self._backend.monitor) is not None:
+            name = f"preemption {next(monitor.numbers)}"
+            self._topic = monitor.open(name, self._on_message, self._on_lost)
         self._thread = threading.Thread(target=self._watch, name="grace", daemon=True)
         self._thread.start()
 
@@ -202,8 +198,8 @@ class Preemption:
     # Agreement. These methods run in the thread of the connections; with one rank, in `_watch`.
 
     def _send(self, ranks: list[int], header: list[Any]) -> None:
-        if self._peers is not None:
-            self._peers.send_all(ranks, header)
+        if self._topic is not None:
+            self._topic.send(ranks, header)
         else:
             self._on_message(0, header, b"")
 
@@ -225,6 +221,8 @@ class Preemption:
                 self._changed.notify_all()
             elif kind == "bye":
                 self._said_bye.add(rank)
+            elif kind == "gone":
+                self._on_lost(rank, "has failed")
 
     def _on_lost(self, rank: int, why: str) -> None:
         """Handle a lost rank: an asynchronous parameter server continues without it.

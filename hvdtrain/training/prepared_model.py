@@ -17,9 +17,9 @@ from torch.optim import SGD, Optimizer
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends.base import Backend, Gradients, RankState
-from hvdtrain.backends.model_sync import uncompiled
 from hvdtrain.errors import InputError
 from hvdtrain.optim.local_sgd import LocalSGD, OwnOptimizer
+from hvdtrain.optim.model_sync import uncompiled
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import derive_seed

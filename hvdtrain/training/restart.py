@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import files
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import Preempted, WorldError, one_line
-from hvdtrain.failure import cause_of
-from hvdtrain.world import World, detect, hvdrun_restart, launch_env
+from hvdtrain.job.world import World, detect, hvdrun_restart, launch_env
+from hvdtrain.liveness.failure import cause_of
+from hvdtrain.system import files
 
 _RUN, _END = "hvdtrain-run-{}.json", "hvdtrain-end-{}.json"
 _MAX_CAUSE = 200  # characters of an error's text

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.backends.model_sync import broadcast_state, broadcast_tree
+from hvdtrain.optim.model_sync import broadcast_state, broadcast_tree
+from hvdtrain.system.trees import map_tree
 from hvdtrain.training import checkpoint, run_state
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console
@@ -23,7 +24,6 @@ from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.restart import Restart
 from hvdtrain.training.run_dir import RunDirectory
 from hvdtrain.training.streams import StreamBatches
-from hvdtrain.trees import map_tree
 
 if TYPE_CHECKING:
     from hvdtrain.training.commits import Commits

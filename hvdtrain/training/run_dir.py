@@ -22,9 +22,9 @@ from typing import Any, TextIO
 
 import psutil
 
-from hvdtrain import files, signals
 from hvdtrain.errors import HvdtrainError, InputError, Preempted, notes_of
-from hvdtrain.failure import cause_of
+from hvdtrain.liveness.failure import cause_of
+from hvdtrain.system import files, signals
 from hvdtrain.training.background import BackgroundCall
 
 FORMAT = 1

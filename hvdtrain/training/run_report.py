@@ -14,14 +14,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain import elastic_world, provenance
 from hvdtrain.backends.base import Backend
+from hvdtrain.job import elastic_world
+from hvdtrain.job.world import World
+from hvdtrain.system import provenance
 from hvdtrain.training import checkpoint, run_state
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.ledger import Ledger
 from hvdtrain.training.restart import Start
 from hvdtrain.training.run_dir import RunDirectory, make_default
-from hvdtrain.world import World
 
 if TYPE_CHECKING:
     from hvdtrain.training.commits import Commits

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvdtrain.backends.model_sync import to_cpu, uncompiled
 from hvdtrain.errors import CheckpointError, HvdtrainError, one_line
+from hvdtrain.optim.model_sync import to_cpu, uncompiled
 from hvdtrain.training import checkpoint
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.precision import Precision

@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain import provenance
 from hvdtrain.backends.base import Backend
-from hvdtrain.backends.model_sync import broadcast_tree, to_cpu
 from hvdtrain.errors import CheckpointError
+from hvdtrain.optim.model_sync import broadcast_tree, to_cpu
+from hvdtrain.system import provenance
 from hvdtrain.training import checkpoint, run_state
 from hvdtrain.training.callback_list import CallbackList
 from hvdtrain.training.config import TrainConfig

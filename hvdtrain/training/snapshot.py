@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hvdtrain._torch.storage import storage_key
 from hvdtrain.errors import CheckpointError, one_line
-from hvdtrain.trees import map_tree
+from hvdtrain.system.trees import map_tree
 
 
 class Snapshot:

@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.backends.model_sync import uncompiled
 from hvdtrain.errors import InputError
+from hvdtrain.optim.model_sync import uncompiled
+from hvdtrain.system.trees import parameters_of
 from hvdtrain.training import determinism, methods
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import StepBatches, derive_seed, unchanged_buffers
@@ -27,7 +28,6 @@ from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.run_state import Progress
 from hvdtrain.training.task import CheckedTask
 from hvdtrain.training.weighted_loss import WeightedLosses
-from hvdtrain.trees import parameters_of
 
 
 class Stepper:

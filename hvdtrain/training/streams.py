@@ -28,6 +28,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from hvdtrain._torch.worker_info import take_worker_info
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError
+from hvdtrain.job.world import World
+from hvdtrain.system.trees import map_tree
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import (
     StepBatches,
@@ -36,8 +38,6 @@ from hvdtrain.training.data_loading import (
     worker_context,
 )
 from hvdtrain.training.determinism import RandomState
-from hvdtrain.trees import map_tree
-from hvdtrain.world import World
 
 try:
     from torchdata.stateful_dataloader import StatefulDataLoader

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain import files
-from hvdtrain.backends.model_sync import uncompiled
 from hvdtrain.errors import BackendUnavailable, CheckpointError, InputError, one_line
+from hvdtrain.optim.model_sync import uncompiled
+from hvdtrain.system import files
 from hvdtrain.training import checkpoint, run_dir
 
 SUFFIXES = (".pt", ".pth", ".safetensors")

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.errors import BackendUnavailable, InputError, did_you_mean
-from hvdtrain.peers import signed
+from hvdtrain.job.store_exchange import signed
+from hvdtrain.job.world import World, is_mpi, may_be_mpi
 from hvdtrain.transports.env_rendezvous import rendezvous_by_launcher as rendezvous_by_launcher
-from hvdtrain.world import World, is_mpi, may_be_mpi
 
 # The c10d backend of each transport. torch's own backend "mpi" is missing from its wheels.
 TRANSPORTS = {"nccl": "nccl", "gloo": "gloo", "shm": "shm", "mpi": "mpi4py"}

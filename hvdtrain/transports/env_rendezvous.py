@@ -2,7 +2,7 @@
 
 torch's default, `env://`, requires RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. After a call of
 `rendezvous_by_launcher`, if none of these is set and a known launcher has started this process, the
-ranks rendezvous through `hvdtrain.rendezvous` instead.
+ranks rendezvous through `hvdtrain.job.rendezvous` instead.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from datetime import timedelta
 from typing import Any
 
 from hvdtrain._torch.env_handler import Handler, replace_env_handler
-from hvdtrain.rendezvous import complete_world, open_store
-from hvdtrain.world import detect
+from hvdtrain.job.rendezvous import complete_world, open_store
+from hvdtrain.job.world import detect
 
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from hvdtrain.addresses import network_in_use
-from hvdtrain.peers import exchange
+from hvdtrain.job.addresses import network_in_use
+from hvdtrain.job.store_exchange import exchange
 
 _FDS = "/proc/self/fd"
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from hvdtrain.peer_sockets import InvalidMessage
-from hvdtrain.peers import UNREACHABLE as HOST_UNREACHABLE
-from hvdtrain.peers import Peers
+from hvdtrain.liveness.peer_sockets import InvalidMessage
+from hvdtrain.liveness.peers import UNREACHABLE as HOST_UNREACHABLE
+from hvdtrain.liveness.peers import Peers
 
 INTERVAL_S = 0.2
 _SILENT_S = 2.0  # a leader whose last heartbeat is older than this is not running

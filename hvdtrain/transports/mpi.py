@@ -45,9 +45,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from hvdtrain.errors import BackendUnavailable
-from hvdtrain.peers import PeerLost, exchange, signed
-from hvdtrain.rendezvous import load_mpi
+from hvdtrain.errors import BackendUnavailable, PeerLost
+from hvdtrain.job.rendezvous import load_mpi
+from hvdtrain.job.store_exchange import exchange, signed
+from hvdtrain.job.world import detect, may_be_mpi
 from hvdtrain.transports.arrivals import Arrivals
 from hvdtrain.transports.gloo import gloo_options
 from hvdtrain.transports.malloc import use_huge_pages
@@ -62,7 +63,6 @@ from hvdtrain.transports.transport import (
     mismatch,
     share_bounds,
 )
-from hvdtrain.world import detect, may_be_mpi
 
 # The size of the pieces of large data: bytes per rank, and the most in all. Two pieces fit into
 # scratch memory, and they are large enough that ranks on one core seldom wait for each other.

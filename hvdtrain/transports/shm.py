@@ -47,8 +47,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from hvdtrain.errors import first_line
-from hvdtrain.peers import PeerLost
+from hvdtrain.errors import PeerLost, first_line
 from hvdtrain.transports.arrivals import Arrivals
 from hvdtrain.transports.gloo import Connections, open_gloo
 from hvdtrain.transports.heartbeat import Heartbeat, HeartbeatTable

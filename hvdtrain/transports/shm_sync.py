@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from hvdtrain.addresses import host_identity
-from hvdtrain.peers import PeerLost, exchange
+from hvdtrain.errors import PeerLost
+from hvdtrain.job.addresses import host_identity
+from hvdtrain.job.store_exchange import exchange
 from hvdtrain.transports.heartbeat import (
     ALIVE,
     ENDED,

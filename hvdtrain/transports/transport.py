@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hvdtrain.errors import first_line
-from hvdtrain.peers import PeerLost
+from hvdtrain.errors import PeerLost, first_line
 
 # c10d's reduce operations, and their names here. AVG is a sum with the group's size as divisor.
 SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR = "sum product min max band bor bxor".split()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hvdtrain._torch.dynamo import untraced_methods
 from hvdtrain._torch.storage import storage_key
-from hvdtrain.peers import PeerLost
+from hvdtrain.errors import PeerLost
 from hvdtrain.transports.arrivals import Arrivals
 from hvdtrain.transports.transport import Mismatch, TransportError
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from hvdtrain import Backend
 from hvdtrain.backends.base import OPS
-from hvdtrain.backends.model_sync import broadcast_state
 from hvdtrain.errors import InputError, WorldMismatch
+from hvdtrain.optim.model_sync import broadcast_state
 
 
 def is_described(backend: Backend) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -158,13 +157,3 @@ def test_it_is_said_that_no_arm_has_a_verdict(kept: int, dropped: int, said: str
     assert (note is None) == (said is None)
     assert (note or "").startswith(said or "")
     assert "\n" not in (note or "")
-
-
-def test_load_average(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the system; None where it has none, which is not an idle one."""
-    monkeypatch.setattr("os.getloadavg", lambda: (0.5, 1.0, 2.0))
-    assert cpu_load.load_average() == [0.5, 1.0, 2.0]
-    monkeypatch.setattr("os.getloadavg", lambda: os.stat("/nowhere"))
-    assert cpu_load.load_average() is None
-    monkeypatch.delattr("os.getloadavg")
-    assert cpu_load.load_average() is None

@@ -220,7 +220,7 @@ def test_what_must_be_the_same(changes: dict[str, Any], words: str) -> None:
         (
             1 + 1e-9,
             "learning rate 0.1000000001 in step 3 on rank 0, base has 0.1 | "
-            "something on this arm alone sets the learning rate, to 1.000000001 times",
+            "something in this one alone sets the learning rate, to 1.000000001 times",
         ),
     ],
 )
@@ -265,10 +265,10 @@ def other(ranks: Arm, only: int | None) -> None:
     ("change", "only", "words"),
     [
         (cut, 1, "rank 1 gets fewer samples"),
-        (cut, None, "for the whole world on one arm"),
+        (cut, None, "for the whole world in one"),
         (order, None, "another order within the batch"),
         (swap, None, "only the split differs"),
-        (same, None, "every rank of this arm reads the same"),
+        (same, None, "each of its ranks reads the same"),
         (other, None, "other samples"),
     ],
 )
@@ -300,7 +300,7 @@ def test_rounding_is_refused_at_two_ranks_and_allowed_at_three() -> None:
     found = verdict(arm(2, noise=1e-7))
     assert found.verdict == "unequal"
     assert found.tolerance == 0
-    assert (found.cause or "").startswith("no more than rounding: this arm computes or averages")
+    assert (found.cause or "").startswith("no more than rounding: this one computes or averages")
     assert verdict(arm(3, noise=1e-3)).verdict == "unequal"
 
 

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 import hvdtrain.hvd as hvd
-from hvdtrain.failure import print_stderr
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine import collectives, stall
+from hvdtrain.liveness.failure import print_stderr
 from tests.launching import wait_until
 
 Report = dict[str, Any]

@@ -7,7 +7,7 @@ import json
 import torch
 
 import hvdtrain.hvd as hvd
-from hvdtrain.world import detect
+from hvdtrain.job.world import detect
 
 
 def main() -> None:

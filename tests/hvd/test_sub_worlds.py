@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hvdtrain.hvd.basics import _sub_world
-from hvdtrain.world import World
+from hvdtrain.job.world import World
 from tests.forkserver import warm
 from tests.launching import run
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Task, detect
-from hvdtrain.sharded_optimizer import _Sharding
+from hvdtrain.optim.sharded_optimizer import _Sharding
 
 SAMPLES, STEPS = 256, 8  # an epoch of two ranks with micro-batches of 16 has 8 steps
 

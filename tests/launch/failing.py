@@ -134,9 +134,9 @@ def main() -> None:
 
 def await_heartbeat(backend: Backend) -> None:
     """Wait for a heartbeat of the peer that has its step."""
-    watch, deadline = backend._hang_watch, time.monotonic() + 60
-    assert watch is not None
-    while watch._heartbeat(1 - backend.world.rank)[0] is None:
+    monitor, deadline = backend.monitor, time.monotonic() + 60
+    assert monitor is not None
+    while monitor.progress(1 - backend.world.rank).step is None:
         assert time.monotonic() < deadline, "no heartbeat"
         time.sleep(0.05)
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from hvdtrain import hvd, rendezvous
-from hvdtrain.peers import Peers
-from hvdtrain.world import detect
+from hvdtrain import hvd
+from hvdtrain.job import rendezvous
+from hvdtrain.job.world import detect
+from hvdtrain.liveness.peers import Peers
 
 JOB = int(os.environ.get("TEST_USER", 12345 + 2 * (os.getpid() % 20000)))
 STRANGER = JOB + 1

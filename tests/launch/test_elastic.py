@@ -22,9 +22,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain import elastic_world
-from hvdtrain.elastic_world import HostUpdateResult, RemovedFromJob
 from hvdtrain.hvd.elastic.launcher_notices import _Unpickler
+from hvdtrain.job import elastic_world
+from hvdtrain.job.elastic_world import HostUpdateResult, RemovedFromJob
 from hvdtrain.launch.discovery import Discovery, FailedHosts
 from hvdtrain.launch.elastic_server import ElasticServer, RankRequest
 from hvdtrain.launch.host_list import Host
@@ -278,7 +278,7 @@ def test_the_job_ends_with_its_ranks(tmp_path: Path) -> None:
 
 ASKS = """
 import os
-from hvdtrain.elastic_world import enter
+from hvdtrain.job.elastic_world import enter
 print("asks", os.getpid(), flush=True)
 enter(60)
 """
@@ -313,10 +313,10 @@ def test_a_rank_that_dies_while_it_waits_costs_the_launcher_nothing(tmp_path: Pa
 
 WAITS = """
 import os, signal, threading
-from hvdtrain.elastic_world import enter
+from hvdtrain.job.elastic_world import enter
 from hvdtrain.errors import WorldError
-from hvdtrain.rendezvous import open_store
-from hvdtrain.world import detect
+from hvdtrain.job.rendezvous import open_store
+from hvdtrain.job.world import detect
 
 def call(operation, *arguments):
     try:
@@ -357,7 +357,7 @@ def test_no_rank_waits_in_the_store_for_a_dead_one(tmp_path: Path) -> None:
 
 DIES = """
 import os, signal
-from hvdtrain.elastic_world import enter
+from hvdtrain.job.elastic_world import enter
 
 enter(60)
 if os.environ["HOROVOD_RANK"] == "1":

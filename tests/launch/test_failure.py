@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import failure
 from hvdtrain.errors import InputError, WorldError
-from hvdtrain.world import World
+from hvdtrain.job.world import World
+from hvdtrain.liveness import failure
 from tests.forkserver import warm
 from tests.launching import Started, members, no_shared_memory_left, run, started, wait_until
 from tests.runs import run_json

@@ -18,11 +18,11 @@ import pytest
 
 from hvdtrain.cli import main
 from hvdtrain.errors import InputError
+from hvdtrain.job.slurm import expand_node_list
 from hvdtrain.launch import launcher, ssh
 from hvdtrain.launch.host_list import (
     Host,
     choose_slots,
-    expand_node_list,
     hosts_of_scheduler,
     parse_host_list,
     read_host_file,
@@ -118,7 +118,7 @@ def test_slurm(nodes: str, tasks: str | None, hosts: list[tuple[str, int]]) -> N
 
 def test_slurm_lists_that_are_none() -> None:
     for text in ("", "a[1-", "a[x]", "a]", "a b"):
-        with pytest.raises(InputError, match="cannot read SLURM_JOB_NODELIST"):
+        with pytest.raises(ValueError, match="cannot read the list"):
             expand_node_list(text)
     with pytest.raises(InputError, match="does not fit the 2 hosts"):
         hosts_of_scheduler({"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "1"})

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import addresses
 from hvdtrain.errors import LaunchError
+from hvdtrain.job import addresses
 from tests.forkserver import warm
 from tests.launch.test_rendezvous import (
     job_id,
@@ -121,7 +121,8 @@ def test_hosts_without_ipv4(tmp_path: Path) -> None:
 def test_addresses_that_are_published_do_not_depend_on_the_default_route() -> None:
     """Rank 0 under mpirun offers all; those of bridges last, for every host may have them."""
     code = (
-        "from hvdtrain.addresses import own_addresses as a; from hvdtrain.world import World; "
+        "from hvdtrain.job.addresses import own_addresses as a; "
+        "from hvdtrain.job.world import World; "
         "print('offers', a(World(0, 2, 0, 1, 0, 2, 'openmpi')))"
     )
     with namespaces(BRIDGE + WRONG) as hosts:

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 from torch.distributed import DistError
 
-from hvdtrain import addresses, rendezvous
 from hvdtrain.errors import LaunchError
-from hvdtrain.world import World, detect
+from hvdtrain.job import addresses, rendezvous
+from hvdtrain.job.world import World, detect
 from tests.forkserver import warm
 from tests.launching import Started, clean_env, run, started, wait_until
 from tests.messages import Message

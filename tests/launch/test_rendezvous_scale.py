@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from hvdtrain import rendezvous
-from hvdtrain.world import World, detect
+from hvdtrain.job import rendezvous
+from hvdtrain.job.world import World, detect
 
 PER_HOST = 8
 _here = threading.local()

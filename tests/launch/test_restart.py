@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.world import RESTART_VARIABLE, hvdrun_restart
+from hvdtrain.job.world import RESTART_VARIABLE, hvdrun_restart
 from tests.forkserver import warm
 from tests.launch.dying import STEPS
 from tests.launch.test_failure import EXHAUSTIVE

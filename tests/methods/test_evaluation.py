@@ -17,9 +17,9 @@ from torchmetrics.wrappers import ClasswiseWrapper
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer
 from hvdtrain.errors import InputError
+from hvdtrain.job.world import World
 from hvdtrain.training.data_loading import EvalBatches
 from hvdtrain.training.evaluation import Evaluation, Sum
-from hvdtrain.world import World
 from tests.messages import Message
 from tests.methods.arms import TWO, WITH_HOROVOD
 from tests.parity.resume import CONFIG, Stateful

@@ -22,9 +22,9 @@ from hvdtrain.backends.base import BackendOptions
 from hvdtrain.backends.ps import ParameterServer
 from hvdtrain.backends.ps_messages import Messages, encode
 from hvdtrain.backends.server_optimizer import _Server, owners_of
+from hvdtrain.job.world import World
 from hvdtrain.training import checkpoint
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.world import World
 from tests.forkserver import warm
 from tests.launch import dying
 from tests.launching import started_ranks

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hvdtrain import Backend
 from hvdtrain.backends import ddp_compression
-from hvdtrain.backends.model_sync import broadcast_tree
+from hvdtrain.optim.model_sync import broadcast_tree
+from hvdtrain.system.trees import map_tree
 from hvdtrain.training import checkpoint, resumption, run_state, saver
-from hvdtrain.trees import map_tree
 from tests.methods import data_runs
 from tests.methods.arms import TWO
 from tests.parity.resume import train

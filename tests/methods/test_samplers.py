@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from hvdtrain.errors import InputError
+from hvdtrain.job.world import World
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import derive_seed, draw_order, shard
 from hvdtrain.training.determinism import RandomState
 from hvdtrain.training.task import CheckedTask
-from hvdtrain.world import World
 from tests.messages import Message
 from tests.methods.arms import TWO
 from tests.methods.data_runs import Lengths, Regression, Sampled, one_process, train

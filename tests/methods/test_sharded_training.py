@@ -15,8 +15,8 @@ from hvdtrain import Backend, Callback, TrainConfig, Trainer
 from hvdtrain.backends import open_backend
 from hvdtrain.backends.base import BackendOptions
 from hvdtrain.errors import InputError
-from hvdtrain.sharded_optimizer import ShardedOptimizer
-from hvdtrain.world import World
+from hvdtrain.job.world import World
+from hvdtrain.optim.sharded_optimizer import ShardedOptimizer
 from tests.methods import arms
 from tests.methods.arms import TWO
 from tests.parity.resume import CONFIG, Net, Stateful

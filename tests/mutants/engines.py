@@ -33,7 +33,7 @@ FAULTS = [
     ),
     Fault(
         "optimizer-state-stays-local",
-        "backends/model_sync.py",
+        "optim/model_sync.py",
         "    if backend.world.rank != root:\n        optimizer.load_state_dict(state)",
         "    if backend.world.rank == root:\n        optimizer.load_state_dict(state)",
         f"{_CONTRACT} state",
@@ -41,7 +41,7 @@ FAULTS = [
     ),
     Fault(
         "channels-last-not-sent",
-        "backends/model_sync.py",
+        "optim/model_sync.py",
         "t.copy_(backend.broadcast_(t.detach().contiguous(), root))",
         "backend.broadcast_(t.detach().contiguous(), root)",
         f"{_CONTRACT} channels_last",
@@ -49,7 +49,7 @@ FAULTS = [
     ),
     Fault(
         "buffers-broadcast-where-averaged",
-        "backends/model_sync.py",
+        "optim/model_sync.py",
         'if policy == "average" and flat.is_floating_point():',
         'if policy == "broadcast" and flat.is_floating_point():',
         f"{_CONTRACT} buffers",
@@ -57,7 +57,7 @@ FAULTS = [
     ),
     Fault(
         "zeros-for-no-parameter",
-        "backends/model_sync.py",
+        "optim/model_sync.py",
         "        p.grad = torch.zeros_like(p)",
         "        p.grad = torch.zeros_like(p) if p.dim() > 1 else None",
         f"{_CONTRACT} unused",
@@ -388,7 +388,7 @@ FAULTS = [
     ),
     Fault(
         "batch-norm-of-equal-ranks",
-        "global_batch_norm.py",
+        "optim/global_batch_norm.py",
         "mean = (counts * means).sum(0) / total.clamp(min=1)",
         "mean = means.mean(0)",
         "tests/hvd/test_sync_batch_norm.py tests/backends/test_contract.py -k batch",

@@ -7,7 +7,7 @@ from tests.mutants.fault import Fault
 FAULTS = [
     Fault(
         "store-not-signed",
-        "signed_store.py",
+        "job/signed_store.py",
         '    if not job_secret.is_tag(data[:TAG_BYTES], "store", key.encode(), value):',
         "    if len(data) < TAG_BYTES:",
         "tests/test_security.py tests/launch/test_strangers.py",
@@ -15,7 +15,7 @@ FAULTS = [
     ),
     Fault(
         "pickle-not-signed",
-        "job_secret.py",
+        "job/job_secret.py",
         '    if not is_tag(given, "object", pickled):',
         "    if not given:",
         "tests/test_security.py tests/launch/test_strangers.py tests/test_fuzz.py"
@@ -24,7 +24,7 @@ FAULTS = [
     ),
     Fault(
         "tag-without-lengths",
-        "job_secret.py",
+        "job/job_secret.py",
         '        proof.update(len(part).to_bytes(8, "big"))\n',
         "",
         "tests/test_security.py tests/test_fuzz.py tests/launch/test_strangers.py",
@@ -32,7 +32,7 @@ FAULTS = [
     ),
     Fault(
         "secret-that-others-read",
-        "job_secret.py",
+        "job/job_secret.py",
         "_check_private(os.fstat(file.fileno()), path, stat.S_ISREG, 0o077)",
         "pass",
         "tests/test_security.py tests/launch/test_strangers.py",
@@ -40,7 +40,7 @@ FAULTS = [
     ),
     Fault(
         "proof-reflected",
-        "peer_sockets.py",
+        "liveness/peer_sockets.py",
         'wanted = _proof(b"server", session, rank, theirs, nonce)',
         "wanted = sock.recv(TAG_BYTES, socket.MSG_PEEK | socket.MSG_WAITALL)",
         "tests/test_peers.py tests/launch/test_strangers.py",
@@ -48,7 +48,7 @@ FAULTS = [
     ),
     Fault(
         "greeting-not-proved",
-        "peer_sockets.py",
+        "liveness/peer_sockets.py",
         "if not hmac.compare_digest(proof, wanted) or rank not in expected:",
         "if rank not in expected:",
         "tests/test_peers.py tests/test_fuzz.py",
@@ -56,7 +56,7 @@ FAULTS = [
     ),
     Fault(
         "frame-of-any-size",
-        "peer_sockets.py",
+        "liveness/peer_sockets.py",
         "            if header_size + payload_size > _MAX_FRAME_BYTES:",
         "            if header_size + payload_size < 0:",
         "tests/test_peers.py tests/test_fuzz.py",
@@ -64,7 +64,7 @@ FAULTS = [
     ),
     Fault(
         "silent-rank-kept",
-        "peers.py",
+        "liveness/peers.py",
         "elif self._limit_s and now - peer.last_received > self._limit_s:",
         "elif False:",
         "tests/test_peers.py",
@@ -72,7 +72,7 @@ FAULTS = [
     ),
     Fault(
         "dead-nonce-accepted",
-        "peers.py",
+        "job/store_exchange.py",
         "        if nonces == answered:",
         "        if True:",
         "tests/test_peers.py tests/launch/test_restart.py",
@@ -80,7 +80,7 @@ FAULTS = [
     ),
     Fault(
         "same-rank-twice",
-        "peers.py",
+        "job/store_exchange.py",
         "    if other != me:",
         "    if not other:",
         "tests/test_peers.py",
@@ -88,7 +88,7 @@ FAULTS = [
     ),
     Fault(
         "hosts-in-any-order",
-        "rendezvous.py",
+        "job/rendezvous.py",
         "local_ranks = given if sorted(given) == in_order else in_order",
         "local_ranks = in_order",
         "tests/launch/test_rendezvous.py tests/test_world.py",
@@ -96,7 +96,7 @@ FAULTS = [
     ),
     Fault(
         "store-of-another-job",
-        "rendezvous.py",
+        "job/rendezvous.py",
         "if token is None or _has_proof(store, token):",
         "if token is None or store is not None:",
         "tests/test_rendezvous.py tests/launch/test_rendezvous.py tests/launch/test_strangers.py",
@@ -104,7 +104,7 @@ FAULTS = [
     ),
     Fault(
         "address-of-a-stranger",
-        "rendezvous.py",
+        "job/rendezvous.py",
         '    if not job_secret.is_tag(given, "address", text):',
         "    if not given:",
         "tests/test_security.py tests/launch/test_strangers.py",
@@ -112,7 +112,7 @@ FAULTS = [
     ),
     Fault(
         "error-of-all-printed-by-all",
-        "failure.py",
+        "liveness/failure.py",
         "        if error.on_all_ranks and world.rank > 0:\n            return",
         "        if error.on_all_ranks and world.rank < 0:\n            return",
         "tests/launch/test_failure.py tests/death/test_launched.py",
@@ -120,7 +120,7 @@ FAULTS = [
     ),
     Fault(
         "no-abort",
-        "failure.py",
+        "liveness/failure.py",
         "            mpi.COMM_WORLD.Abort(code)",
         "            pass",
         "tests/launch/test_failure.py tests/death/test_launched.py -k mpirun",
@@ -128,7 +128,7 @@ FAULTS = [
     ),
     Fault(
         "lost-peer-reports-first",
-        "failure.py",
+        "liveness/failure.py",
         "        return delay_s + _LOST_PEER_DELAY_S",
         "        return delay_s",
         "tests/launch/test_failure.py tests/death/test_launched.py",
@@ -136,7 +136,7 @@ FAULTS = [
     ),
     Fault(
         "second-signal-ignored",
-        "failure.py",
+        "liveness/failure.py",
         "                os._exit(128 + number)",
         "                return",
         "tests/test_signals.py tests/launch/test_failure.py tests/launch/test_preemption.py",
@@ -144,7 +144,7 @@ FAULTS = [
     ),
     Fault(
         "launcher-not-watched",
-        "launcher_watch.py",
+        "job/launcher_watch.py",
         "    os.kill(os.getpid(), signal.SIGTERM)  # lets",
         "    return  # lets",
         "tests/launch/test_failure.py tests/death/test_launched.py -k launcher",
@@ -152,7 +152,7 @@ FAULTS = [
     ),
     Fault(
         "handlers-not-restored",
-        "signals.py",
+        "system/signals.py",
         "            signal.signal(number, signal.SIG_DFL if old is None else old)",
         "            signal.signal(number, signal.SIG_DFL)",
         "tests/test_signals.py",
@@ -160,7 +160,7 @@ FAULTS = [
     ),
     Fault(
         "deferred-signal-lost",
-        "signals.py",
+        "system/signals.py",
         "            signal.raise_signal(arrived[0])",
         "            pass",
         "tests/test_signals.py",
@@ -264,7 +264,7 @@ FAULTS = [
     ),
     Fault(
         "generation-not-in-the-key",
-        "elastic_world.py",
+        "job/elastic_world.py",
         'return f"hvdtrain/store.{generation}" if generation else "hvdtrain/store"',
         'return "hvdtrain/store"',
         "tests/launch/test_elastic.py",
@@ -272,7 +272,7 @@ FAULTS = [
     ),
     Fault(
         "removed-rank-stays",
-        "elastic_world.py",
+        "job/elastic_world.py",
         "    if int(numbers[0]) < 0:",
         "    if int(numbers[0]) < -1:",
         "tests/launch/test_elastic.py tests/launch/test_elastic_training.py",
@@ -288,7 +288,7 @@ FAULTS = [
     ),
     Fault(
         "loopback-for-other-hosts",
-        "addresses.py",
+        "job/addresses.py",
         "return ip.is_loopback or ip.is_link_local or ip.is_unspecified",
         "return ip.is_link_local or ip.is_unspecified",
         "tests/launch/test_network.py tests/launch/test_rendezvous.py -k address",

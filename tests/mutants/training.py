@@ -143,7 +143,7 @@ FAULTS = [
     ),
     Fault(
         "run-json-not-synced",
-        "files.py",
+        "system/files.py",
         "            if sync:\n                os.fsync(file.fileno())",
         "            if not sync:\n                os.fsync(file.fileno())",
         "tests/training/test_run_dir.py tests/training/test_storage_faults.py"

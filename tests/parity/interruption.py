@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import Backend
-from hvdtrain.peers import PeerLost
+from hvdtrain.errors import PeerLost
 from hvdtrain.training.commits import Commits
 from tests.methods.arms import SETTINGS, TASK, options_of
 from tests.parity.resume import CASES, CONFIG, train

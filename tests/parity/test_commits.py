@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from hvdtrain import Callback, Trainer
-from hvdtrain.peers import PeerLost
+from hvdtrain.errors import PeerLost
 from hvdtrain.training.commits import Commits
 from tests.parity.resume import CONFIG, Stateful
 from tests.ranks import single

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain import TrainConfig, failure, signals
+from hvdtrain import TrainConfig
+from hvdtrain.liveness import failure
+from hvdtrain.system import signals
 from hvdtrain.training import preemption
 from tests.parity.resume import train
 from tests.ranks import single

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from hvdtrain.errors import InputError
-from hvdtrain.provenance import variables, versions
+from hvdtrain.job.world import World
+from hvdtrain.system.provenance import variables, versions
 from hvdtrain.training.config import SECTIONS, TrainConfig, flag
 from hvdtrain.training.criterion import Criterion
 from hvdtrain.training.determinism import set_threads
 from hvdtrain.training.ledger import Ledger
 from hvdtrain.training.lr_schedule import planned_rates
 from hvdtrain.training.schedule_option import ScheduleOption
-from hvdtrain.world import World
 from tests.messages import Message
 
 FIELDS = dataclasses.fields(TrainConfig)
@@ -287,8 +287,10 @@ def test_threads_of_a_rank_that_its_launcher_has_bound(
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores[pid] or 0)))
     monkeypatch.setattr(os, "cpu_count", lambda: 128)
-    monkeypatch.setattr("hvdtrain.launcher_watch.first_ancestor_without", first_ancestor_without)
-    monkeypatch.setattr("hvdtrain.world._launch_env", {})
+    monkeypatch.setattr(
+        "hvdtrain.job.launcher_watch.first_ancestor_without", first_ancestor_without
+    )
+    monkeypatch.setattr("hvdtrain.job.world._launch_env", {})
     world = World(0, local_size, 0, local_size, launcher=launcher)
     assert set_threads(None, world, {}) == expected
 

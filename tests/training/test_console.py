@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.job.world import World
 from hvdtrain.training.console import Console, LineConsole, make_console
-from hvdtrain.world import World
 from tests.forkserver import warm
 from tests.launching import ROOT, clean_env
 

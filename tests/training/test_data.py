@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 from hvdtrain import Backend, TrainConfig, Trainer
 from hvdtrain.errors import InputError, WorldMismatch
+from hvdtrain.job.world import World
 from hvdtrain.training.data_loading import (
     EvalBatches,
     SeededBatches,
@@ -33,7 +34,6 @@ from hvdtrain.training.data_loading import (
     on_device,
     size_of,
 )
-from hvdtrain.world import World
 from tests.parity.resume import Stateful
 from tests.ranks import Ranks
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain import files
 from hvdtrain.errors import InputError
+from hvdtrain.system import files
 from hvdtrain.training.run_dir import RunDirectory, make_default
 
 

@@ -14,7 +14,7 @@ from hvdtrain import BackendOptions, TrainConfig, open_backend, transports
 from hvdtrain.backends import load
 from hvdtrain.cli.train import command
 from hvdtrain.errors import BackendUnavailable, InputError
-from hvdtrain.world import World
+from hvdtrain.job.world import World
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

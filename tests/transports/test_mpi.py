@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from hvdtrain.errors import BackendUnavailable
-from hvdtrain.peers import PeerLost
+from hvdtrain.errors import BackendUnavailable, PeerLost
 from hvdtrain.transports.malloc import use_huge_pages
 from hvdtrain.transports.mpi import open_mpi
 from hvdtrain.transports.transport import TransportError

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hvdtrain.peers import PeerLost
+from hvdtrain.errors import PeerLost
 from hvdtrain.transports import shm_sync
 
 ROUNDS = 300

@@ -20,7 +20,7 @@ OTHER_UPDATE = (
 )
 # The cause if a gradient differs first, by no more than rounding.
 ROUNDING = (
-    "no more than rounding: this arm computes or averages the gradients in another order than "
+    "no more than rounding: this one computes or averages the gradients in another order than "
     "the baseline, such as by dividing before the sum, with other kernels, or with another "
     "number of threads"
 )
@@ -43,13 +43,10 @@ def explain_rate(ratio: float, num_ranks: int, accumulate: int) -> str:
     for value, name in names:
         for how, factor in (("multiplies", value), ("divides", 1 / value)):
             if value != 1 and near(ratio, factor):
-                return (
-                    f"this arm {how} the learning rate by {name}; take that out, or do it in "
-                    "all arms"
-                )
+                return f"this one {how} the learning rate by {name}; take that out, or do it in all"
     times = tell_apart(ratio, 1, 4)[0]
     return (
-        f"something on this arm alone sets the learning rate, to {times} times the baseline's: "
+        f"something in this one alone sets the learning rate, to {times} times the baseline's: "
         "its code, its backend, or a schedule made before the rate was scaled"
     )
 
@@ -85,13 +82,11 @@ def _decayed(arm: RankTrace, base: RankTrace) -> str:
 def explain_counts(arm: Sequence[int], base: Sequence[int]) -> str:
     """Return why batch sizes differ. `arm`, `base`: samples per rank in the first such step."""
     if len(set(arm)) == 1 and len(set(base)) == 1:
-        return (
-            "the batch size is taken for the whole world on one arm and for each rank on the other"
-        )
+        return "the batch size is taken for the whole world in one and for each rank in the other"
     ranks = [rank for rank, (a, b) in enumerate(zip(arm, base, strict=True)) if a != b]
     which = f"rank {ranks[0]} gets" if len(ranks) == 1 else "some ranks get"
     return (
-        f"{which} fewer samples on one arm than on the other: look for what drops or shards "
+        f"{which} fewer samples in one than in the other: look for what drops or shards "
         "samples by the launcher's variables, or ends an epoch otherwise"
     )
 
@@ -109,7 +104,7 @@ def explain_samples(arm: Sequence[Sequence[str]], base: Sequence[Sequence[str]])
         return "only the split differs: the same samples, but between the ranks"
     if len(arm) > 1 and all(sorted(a) == sorted(arm[0]) for a in arm):
         return (
-            "every rank of this arm reads the same samples: it is not sharded, or by a launcher's "
+            "each of its ranks reads the same samples: it is not sharded, or by a launcher's "
             "variable that is not there"
         )
     return (
@@ -122,7 +117,7 @@ def explain_buffers(policy: str, ranks_agree: bool) -> str:
     """Return why buffers differ although parameters agree. `policy`: the one that should apply."""
     if not ranks_agree:
         return (
-            "buffers such as BatchNorm's statistics stay each rank's own on this arm, so that "
+            "buffers such as BatchNorm's statistics stay each rank's own here, so that "
             f"evaluation depends on the rank; the policy is {policy!r} (--buffers)"
         )
     return (
@@ -133,4 +128,4 @@ def explain_buffers(policy: str, ranks_agree: bool) -> str:
 
 def explain_dtype(arm: str, base: str) -> str:
     """Return why dtypes differ. `arm`, `base`: the dtypes of parameters or gradients."""
-    return f"something on this arm alone converts {base} to {arm}: give all arms one dtype"
+    return f"something in this one alone converts {base} to {arm}: give all one dtype"

@@ -132,7 +132,7 @@ def _options(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Differe
             mine, its = getattr(a, name), getattr(b, name)
             if mine != its:
                 words = name.replace("_", " ")
-                cause = f"this arm sets another {words}: give all arms the same"
+                cause = f"this one sets another {words}: give all the same"
                 yield Difference(f"{words} {mine}, {baseline} has {its}", cause)
         if a.settings != b.settings:
             mine, its = _differing_settings(a.settings, b.settings)
@@ -147,7 +147,7 @@ def _options(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Differe
                 f"{b.state_step}",
                 diagnosis.explain_weights(a, b)
                 if a.state_step > b.state_step
-                else "this arm loses the optimizer's state when it wraps it",
+                else "this one loses the optimizer's state when it wraps it",
             )
 
 
@@ -233,5 +233,5 @@ def _gradient_types(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[
             yield Difference(
                 f"{a.gradient_bytes} bytes of gradients in step {number} on rank {rank}, "
                 f"{baseline} has {b.gradient_bytes}",
-                "parameters without a gradient are skipped on one arm, and zeros on the other",
+                "parameters without a gradient are skipped in one, and zeros in the other",
             )

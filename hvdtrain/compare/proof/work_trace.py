@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import files
+from hvdtrain.system import files
 
 Array = NDArray[np.float64]
 

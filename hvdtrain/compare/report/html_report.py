@@ -20,7 +20,7 @@ from hvdtrain.compare.record import Record
 from hvdtrain.compare.report import figures
 from hvdtrain.compare.report.figure_style import COLOURS, Picture, png, svg_variants
 from hvdtrain.errors import InputError
-from hvdtrain.files import write_atomically
+from hvdtrain.system.files import write_atomically
 
 
 def write(record: Record, folder: Path) -> Path:

@@ -18,7 +18,6 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from hvdtrain.commands import own_environment
 from hvdtrain.compare import probe
 from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.proof.work_trace import ArmTraces
@@ -29,7 +28,8 @@ from hvdtrain.compare.run.messages import RankFacts, StepTimes, facts_of, trace_
 from hvdtrain.compare.run.remote_hosts import RemoteHosts
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.host_list import parse_host_list
-from hvdtrain.signals import uninterrupted
+from hvdtrain.system.commands import own_environment
+from hvdtrain.system.signals import uninterrupted
 
 T = TypeVar("T")
 ALLOW_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")

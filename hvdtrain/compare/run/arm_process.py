@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hvdtrain.compare.run.remote_hosts import RemoteHosts
-from hvdtrain.processes import end_with_parent
+from hvdtrain.system.processes import end_with_parent
 
 END_S = 10.0  # for launcher and ranks to exit by themselves
 _CLEAR_S = 10.0  # for processes that the launcher leaves behind to exit

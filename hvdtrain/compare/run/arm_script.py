@@ -24,10 +24,10 @@ from hvdtrain.backends.base import Backend
 from hvdtrain.compare.probe.hvdtrain_probe import Probe, RefusedError, connect
 from hvdtrain.compare.run.by_hand import ByHand
 from hvdtrain.errors import HvdtrainError, InputError, one_line
+from hvdtrain.job.world import World, detect
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.task import Task, load_task
 from hvdtrain.training.trainer import Trainer
-from hvdtrain.world import World, detect
 
 LOOPS: dict[str, type[Trainer] | type[ByHand]] = {"trainer": Trainer, "by hand": ByHand}
 

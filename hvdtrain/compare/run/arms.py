@@ -16,11 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from hvdtrain.commands import own_environment
 from hvdtrain.compare.compare_options import METHOD_OPTIONS, CompareOptions
 from hvdtrain.errors import InputError
 from hvdtrain.horovod_build import horovod_problem
 from hvdtrain.launch.host_list import Host
+from hvdtrain.system.commands import own_environment
 from hvdtrain.training import methods
 from hvdtrain.training.config import TrainConfig, flag
 

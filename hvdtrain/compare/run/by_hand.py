@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain._torch.ddp_buckets import FORWARD_SYNC
 from hvdtrain.backends.base import Backend
-from hvdtrain.backends.model_sync import fill_missing_gradients, sync_buffers
+from hvdtrain.optim.model_sync import fill_missing_gradients, sync_buffers
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import (

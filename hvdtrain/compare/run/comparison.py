@@ -12,7 +12,6 @@ import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from hvdtrain import provenance
 from hvdtrain.compare import record
 from hvdtrain.compare.analysis import stats
 from hvdtrain.compare.analysis.foreign_load import no_verdict_note
@@ -20,7 +19,6 @@ from hvdtrain.compare.compare_options import MIN_BLOCKS, CompareOptions, steps_i
 from hvdtrain.compare.proof import parity
 from hvdtrain.compare.proof.work_trace import ArmTraces, with_names_of
 from hvdtrain.compare.record import Config, Record
-from hvdtrain.compare.run import machine
 from hvdtrain.compare.run.arm_pool import ArmPool, ProgressDisplay, without_launcher
 from hvdtrain.compare.run.arms import Arm
 from hvdtrain.compare.run.block_schedule import (
@@ -29,8 +27,9 @@ from hvdtrain.compare.run.block_schedule import (
     BlockSchedule,
 )
 from hvdtrain.compare.run.block_timer import BlockTimer
-from hvdtrain.compare.run.cpu_load import load_average
-from hvdtrain.signals import uninterrupted
+from hvdtrain.system import machine, provenance
+from hvdtrain.system.machine import load_average
+from hvdtrain.system.signals import uninterrupted
 
 
 class Comparison:

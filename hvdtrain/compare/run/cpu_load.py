@@ -99,14 +99,6 @@ def _share(seconds: float, whole: float) -> float | None:
     return min(max(seconds / whole, 0.0), 1.0) if whole > 0 else None
 
 
-def load_average() -> list[float] | None:
-    """Return the load average over 1, 5 and 15 minutes; None if the system has none."""
-    try:
-        return list(os.getloadavg())
-    except (OSError, AttributeError):
-        return None
-
-
 def too_busy(load: Load, limit: float) -> str | None:
     """Return why a block with this load is dropped, or None. `limit`: a share of our cores."""
     share = (load.foreign or 0.0) + (load.steal or 0.0)

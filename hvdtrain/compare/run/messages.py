@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain import provenance
 from hvdtrain.compare.compare_options import EXACT_METHODS, METHOD_OPTIONS
 from hvdtrain.compare.proof.work_trace import ElementSample, RankTrace, StepTrace
 from hvdtrain.compare.record import RankSettings
+from hvdtrain.system import provenance
 from hvdtrain.training.config import TrainConfig
 
 

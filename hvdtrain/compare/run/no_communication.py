@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch.optim import Optimizer
 
 from hvdtrain.backends.c10d import C10d
-from hvdtrain.backends.model_sync import fill_missing_gradients
+from hvdtrain.optim.model_sync import fill_missing_gradients
 
 
 class NoCommunication(C10d):

@@ -22,7 +22,7 @@ from pathlib import Path
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.host_list import Host
 from hvdtrain.launch.ssh import Ssh, is_this_host
-from hvdtrain.processes import end_with_parent
+from hvdtrain.system.processes import end_with_parent
 
 _REPLY_S = 30.0  # to a command on another host, or to the start of a connection
 # Marks the exit code of a command among the lines that a login shell prints by itself.

@@ -19,11 +19,11 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from hvdtrain import elastic_world
-from hvdtrain.elastic_world import HostUpdateResult
 from hvdtrain.hvd.elastic import launcher_notices
 from hvdtrain.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from hvdtrain.world import detect, hvdrun_restart, launch_env
+from hvdtrain.job import elastic_world
+from hvdtrain.job.elastic_world import HostUpdateResult
+from hvdtrain.job.world import detect, hvdrun_restart, launch_env
 
 __all__ = [
     "HorovodInternalError",

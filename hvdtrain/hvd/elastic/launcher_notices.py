@@ -29,8 +29,8 @@ from typing import Any
 
 import psutil
 
-from hvdtrain import elastic_world
-from hvdtrain.elastic_world import HostUpdateResult
+from hvdtrain.job import elastic_world
+from hvdtrain.job.elastic_world import HostUpdateResult
 
 Report = Callable[[float, HostUpdateResult], None]
 

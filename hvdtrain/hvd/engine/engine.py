@@ -17,9 +17,7 @@ from typing import Any
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain import transports
-from hvdtrain.addresses import listen_addresses
-from hvdtrain.errors import WorldError
-from hvdtrain.failure import print_stderr
+from hvdtrain.errors import PeerLost, WorldError
 from hvdtrain.hvd.engine import collectives, eager, stall
 from hvdtrain.hvd.engine.arithmetic import scale_
 from hvdtrain.hvd.engine.bucket_channel import BucketChannel
@@ -32,8 +30,11 @@ from hvdtrain.hvd.engine.request import GLOBAL_SET, Key, Request
 from hvdtrain.hvd.engine.settings import Settings
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.exceptions import SHUT_DOWN, HorovodInternalError
-from hvdtrain.peers import PeerLost, Peers, await_ranks, poll_until
-from hvdtrain.world import World
+from hvdtrain.job.addresses import listen_addresses
+from hvdtrain.job.store_exchange import await_ranks, poll_until
+from hvdtrain.job.world import World
+from hvdtrain.liveness.failure import print_stderr
+from hvdtrain.liveness.peers import Peers
 
 _FUSION_BYTES = 128 << 20
 _CYCLE_S = 0.001  # Horovod's, in which it collects operations too

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvdtrain.errors import first_line
-from hvdtrain.failure import print_stderr
 from hvdtrain.hvd.engine import collectives
 from hvdtrain.hvd.engine.gpu import await_event
 from hvdtrain.hvd.engine.operation import Operation
 from hvdtrain.hvd.engine.process_groups import ConnectionBroken, is_refusal
 from hvdtrain.hvd.engine.request import ADASUM
 from hvdtrain.hvd.exceptions import HorovodInternalError
+from hvdtrain.liveness.failure import print_stderr
 
 if TYPE_CHECKING:
     from hvdtrain.hvd.engine.engine import Engine

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hvdtrain.failure import print_stderr
 from hvdtrain.hvd.engine.coordinator import ChannelState, Coordinator, Negotiation
 from hvdtrain.hvd.engine.settings import Settings
 from hvdtrain.hvd.exceptions import SHUT_DOWN
+from hvdtrain.liveness.failure import print_stderr
 
 Stalled = tuple[str, list[int], Negotiation | ChannelState]  # tensor, missing ranks, record
 _NAMES = 6  # tensors listed for each rank; " ..." stands for the others

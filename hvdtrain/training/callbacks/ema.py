@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from hvdtrain.backends.model_sync import uncompiled
 from hvdtrain.errors import CheckpointError, InputError, one_line
+from hvdtrain.optim.model_sync import uncompiled
 from hvdtrain.training.callback import Callback
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.backends.model_sync import uncompiled
 from hvdtrain.errors import TrainingDiverged
+from hvdtrain.optim.model_sync import uncompiled
 from hvdtrain.training.callback import Callback
 from hvdtrain.training.gradient_values import is_finite, norm_of, watch
 

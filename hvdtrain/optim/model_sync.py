@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.errors import InputError, WorldMismatch
-from hvdtrain.trees import map_tree, parameters_of
+from hvdtrain.system.trees import map_tree, parameters_of
 
 if TYPE_CHECKING:
     from hvdtrain.backends.base import Backend

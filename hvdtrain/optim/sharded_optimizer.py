@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 from hvdtrain._torch.step_mark import inner_step, with_step_hooks
 from hvdtrain._torch.versions import version_of
 from hvdtrain.errors import WorldError, WorldMismatch
-from hvdtrain.shared_tensors import (
+from hvdtrain.optim.shared_tensors import (
     Group,
     HostMemory,
     Layout,

@@ -17,8 +17,8 @@ import time
 
 import psutil
 
-from hvdtrain.processes import is_running
-from hvdtrain.world import World, agent_keeps_store, is_mpi, launch_env, rank_variable
+from hvdtrain.job.world import World, agent_keeps_store, is_mpi, launch_env, rank_variable
+from hvdtrain.system.processes import is_running
 
 _POLL_S = 1.0
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL of a rank whose launcher has ended

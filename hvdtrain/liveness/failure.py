@@ -26,10 +26,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from hvdtrain import signals
 from hvdtrain.errors import HvdtrainError, Preempted, WorldError, notes_of, printable
-from hvdtrain.launcher_watch import launcher_has_ended
-from hvdtrain.world import World
+from hvdtrain.job.launcher_watch import launcher_has_ended
+from hvdtrain.job.world import World
+from hvdtrain.system import signals
 
 # Delays of reports. By rank: the first report ends the job before the next rank prints.
 _STAGGER_S = 0.5

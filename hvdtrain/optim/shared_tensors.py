@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from hvdtrain.addresses import host_identity
 from hvdtrain.errors import InputError, WorldMismatch
+from hvdtrain.job.addresses import host_identity
 from hvdtrain.transports.shm_sync import SharedMapping, create_memfd, map_peer
 
 _ALIGN_BYTES = 64

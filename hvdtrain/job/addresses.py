@@ -18,9 +18,9 @@ import psutil
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.peers import ask_rank0
-from hvdtrain.signed_store import SignedStore, base_of
-from hvdtrain.world import World, launch_env
+from hvdtrain.job.signed_store import SignedStore, base_of
+from hvdtrain.job.store_exchange import ask_rank0
+from hvdtrain.job.world import World, launch_env
 
 _MAX_ADDRESSES = 8  # so that they fit into the message that rank 0 publishes
 # Reserved for documentation (RFC 5737, RFC 3849): the route to them is the default route.

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.processes import stop_tree
+from hvdtrain.system.processes import stop_tree
 
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 

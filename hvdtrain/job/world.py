@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import LaunchError
+from hvdtrain.job.slurm import expand_tasks_per_node, facts_of_step, is_srun_task
 
 
 @dataclass(frozen=True)
@@ -225,10 +226,6 @@ _SLOTS = re.compile(r"\bslots=(\d{1,6})")  # in a line of a hostfile; one withou
 
 _MAX_DIGITS = 9  # in a rank or a size; more are certainly a mistake
 
-# Slurm's step ids from here on are not those of a user's `srun`: they are the pending, interactive,
-# batch and extern steps.
-_SLURM_SPECIAL_STEPS = 0xFFFFFFF0
-
 
 def detect(env: Mapping[str, str] | None = None) -> World:
     """Return the World of this process. Not collective; reads only `env` (`launch_env()` if None).
@@ -353,9 +350,9 @@ def agent_keeps_store(world: World, env: Mapping[str, str] | None = None) -> boo
 def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
     """Return the World that one launcher's variables describe; None if it has set none of them."""
     if row is _SRUN:
-        if not _is_srun_task(env):
+        if not is_srun_task(env):
             return None
-        env = _srun_facts(env)
+        env = facts_of_step(env)
     elif not _shows(row, env):
         return None
     elif row.name == "env://" and "LOCAL_WORLD_SIZE" in env:
@@ -402,7 +399,7 @@ def _has_pmi_of_another(env: Mapping[str, str]) -> bool:
     """Return whether PMI_RANK and PMI_SIZE are not Hydra's, but of PALS, Flux or `srun --mpi=pmi2`,
     which set no MPI_LOCALRANKID.
     """
-    return _is_srun_task(env) or any(
+    return is_srun_task(env) or any(
         _shows(row, env) for row in LAUNCHERS if row.name in ("pals", "flux")
     )
 
@@ -487,58 +484,3 @@ def _sets_ranks(row: Launcher, inner: World, outer: World) -> bool:
         return row is _SRUN or (not rest and inner.rank // each == outer.rank)
     by_host = outer.cross_rank * outer.local_size + outer.local_rank
     return (inner.rank, inner.size) == (by_host, outer.size)
-
-
-# Slurm
-
-
-def _is_srun_task(env: Mapping[str, str]) -> bool:
-    """Return whether this is a task of a job step. The shell of `salloc` or `sbatch` has SLURM_*
-    variables too, SLURM_PROCID included.
-    """
-    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
-    return step.isdigit() and int(step) < _SLURM_SPECIAL_STEPS
-
-
-def _srun_facts(env: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of `env` in which the job step's values replace those of the allocation, and
-    SLURM_TASKS_PER_NODE is this node's number.
-
-    Slurm's own value has the form "2(x3),1", with an entry for each node.
-    """
-    facts = dict(env)
-    for name, step_name in (
-        ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"),
-        ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"),
-        ("SLURM_NNODES", "SLURM_STEP_NUM_NODES"),
-    ):
-        if step_name in env:
-            facts[name] = env[step_name]
-    per_node = expand_tasks_per_node(facts.get("SLURM_TASKS_PER_NODE", ""))
-    node = facts.get("SLURM_NODEID", "0")
-    if per_node and node.isdigit() and int(node) < len(per_node):
-        facts["SLURM_TASKS_PER_NODE"] = str(per_node[int(node)])
-    return facts
-
-
-def expand_tasks_per_node(text: str) -> list[int]:
-    """Expand Slurm's "2(x3),1" into [2, 2, 2, 1]; an empty list for any other text."""
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            return []
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
-
-
-def first_host(nodelist: str, source: str) -> str:
-    """Return the first host of a compressed list, of Slurm or Flux: "gpu[03-05,9],login1" gives
-    "gpu03". `source` is where the list is from.
-
-    Raises LaunchError for text in another format.
-    """
-    match = re.match(r"(?:[^,\[\]]|\[\w[^\[\]]*\])+(?=,|$)", nodelist.strip())
-    if match is None:
-        raise LaunchError(f"cannot read the first host of {source}={nodelist!r}")
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])

@@ -1,0 +1,226 @@
+"""How the ranks of a job wait for each other and exchange values, through a c10d store.
+
+    await_ranks    all ranks of a world, started at any time -> a key prefix of their own
+    exchange       every rank's value
+    ask_rank0      rank 0's answer to this rank, from every rank's value: for many ranks
+
+The rendezvous, the transports and the Horovod engine use it. `liveness.peers` opens connections.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+
+from hvdtrain.errors import LaunchError, PeerLost, WorldError
+from hvdtrain.job import elastic_world
+from hvdtrain.job.job_secret import NotOfThisJob, not_proven
+from hvdtrain.job.signed_store import SignedStore, Unsigned, base_of
+from hvdtrain.job.world import World, agent_keeps_store
+
+_MAX_NAMED = 32  # missing ranks in a message
+# Ranks that poll rank 0's store: at most so many a second, together
+_RANKS_PER_S = 5000
+_OUTCOME_S = 2.0  # from a rank's own deadline to that of rank 0, which names the missing ranks
+
+
+def poll_until(deadline: float, pause_s: float = 0.01) -> Iterator[None]:
+    """Yield at once, then after pauses that grow to `pause_s`, until the deadline has passed.
+
+    Raises WorldError if an elastic job has lost a rank meanwhile.
+    """
+    yield
+    pause = 0.001
+    while time.monotonic() < deadline:
+        time.sleep(min(pause, pause_s))
+        elastic_world.check_generation()
+        pause *= 2
+        yield
+
+
+def exchange(
+    store: Store, name: str, rank: int, size: int, value: Any, timeout_s: float
+) -> list[Any]:
+    """Return every rank's JSON `value`, in rank order, through the store. Collective.
+
+    `name` must be new for this store's key prefix. Raises PeerLost naming the missing ranks.
+    """
+    keys = [f"{name}/{r}" for r in range(size)]
+    store.set(keys[rank], json.dumps(value))
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except DistError:
+        missing = [r for r, key in enumerate(keys) if not store.check([key])]
+        if missing:  # else the last one arrived just after the timeout
+            raise PeerLost(f"rank {rank} {timed_out(timeout_s, missing, size)}") from None
+    return [json.loads(text) for text in store.multi_get(keys)]
+
+
+def signed(store: Store, rank: int, size: int, timeout_s: float) -> Store:
+    """Return a store of signed values over the store of a group; `store` itself if it is signed.
+
+    Collective over the group. Raises PeerLost, and Unsigned for another user's value.
+    """
+    if isinstance(base_of(store), SignedStore):
+        return store
+    store = SignedStore(store)
+    # The prefix follows from a random number of every rank: no value of another group fits here.
+    own = uuid.uuid4().hex
+    nonces = exchange(store, "nonce", rank, size, own, timeout_s)
+    nonces[rank] = own  # not the store's: the signed nonces of an earlier group may be put there
+    return PrefixStore(hashlib.sha256("".join(nonces).encode()).hexdigest(), store)
+
+
+def ask_rank0(
+    store: Store,
+    name: str,
+    world: World,
+    value: Any,
+    answers: Callable[[list[Any]], list[Any]],
+) -> Any:
+    """Send a JSON `value` to rank 0; return its answer to this rank. Collective.
+
+    Rank 0 calls `answers` with all values, for one answer to each rank. So N ranks read N values
+    and not N * N, as they would in an exchange. `name` must be new for this store's key prefix.
+    Raises DistError after the store's timeout.
+    """
+    keys = [f"{name}/{rank}" for rank in range(world.size)]
+    store.set(keys[world.rank], json.dumps(value))
+    if world.rank == 0:
+        store.wait(keys)
+        texts = [json.dumps(a) for a in answers([json.loads(v) for v in store.multi_get(keys)])]
+        answer_keys = [f"answer/{key}" for key in keys]
+        store.multi_set(answer_keys, texts)  # type: ignore[attr-defined]
+    return json.loads(store.get(f"answer/{keys[world.rank]}"))
+
+
+def timed_out(timeout_s: float, missing: Sequence[int], size: int) -> str:
+    """Return how long was waited for which ranks, as the predicate of a sentence."""
+    more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+    named = f"{', '.join(map(str, missing[:_MAX_NAMED]))}{more}"
+    ranks = f"rank{'s' * (len(missing) > 1)} {named}"
+    return (
+        f"timed out after {timeout_s:g} s waiting for {ranks} "
+        f"({len(missing)} of {size} ranks missing)"
+    )
+
+
+# All ranks of a world
+
+
+def await_ranks(
+    store: Store, world: World, timeout_s: float, deadline: float | None = None
+) -> Store:
+    """Wait for all ranks; return the store under a new prefix that only these processes use.
+
+    Collective. A key alone proves nothing: torchrun's agent keeps its store when it restarts the
+    ranks, and so the keys of dead ranks; and a start that failed on some ranks leaves keys, too.
+    Therefore each rank answers rank 0, which uses the latest of its nonces:
+
+        rank r                            rank 0
+        set arrived/r = nonce        ->
+                                     <-   set round/<nonce> = round, for every nonce it reads
+        set <round>/answer/r = nonce ->
+                                     <-   set <round>/outcome: "" once the answers equal
+                                          arrived/*, or at the deadline the missing ranks
+
+    Raises WorldError naming the missing ranks, LaunchError if two processes have the same rank,
+    and NotOfThisJob if a rank has not signed its values with the secret of this one.
+    """
+    deadline = deadline or time.monotonic() + timeout_s
+    try:
+        return _await_ranks(store, world, timeout_s, deadline)
+    except Unsigned as error:
+        rank = error.key.rpartition("/")[2]
+        rank = rank if rank.isdigit() else "0"  # rank 0 sets the values without a rank's number
+        raise NotOfThisJob(f"{world} got a value of rank {rank} that {not_proven()}") from None
+
+
+def _await_ranks(store: Store, world: World, timeout_s: float, deadline: float) -> Store:
+    if not agent_keeps_store(world):
+        _check_unique(store, world)
+    nonce = uuid.uuid4().hex
+    store.set(f"arrived/{world.rank}", nonce)
+    run_round = _coordinate_round if world.rank == 0 else _join_round
+    round_id, problem = run_round(store, world, nonce, deadline, timeout_s)
+    if problem:
+        raise WorldError(f"{world} {problem}")
+    if store.get(f"arrived/{world.rank}").decode() != nonce:
+        raise LaunchError(f"two processes say that they are rank {world.rank} ({world.source})")
+    return PrefixStore(round_id, store)
+
+
+def _coordinate_round(
+    store: Store, world: World, nonce: str, deadline: float, timeout_s: float
+) -> tuple[str, str]:
+    """Run rank 0's side. Return the round's id, and which ranks did not answer in time or ""."""
+    round_id = uuid.uuid4().hex
+    ranks = range(world.size)
+    arrived = [f"arrived/{rank}" for rank in ranks]
+    answers = [f"{round_id}/answer/{rank}" for rank in ranks]
+    store.set(answers[0], nonce)
+    for keys, placeholder in ((arrived, "not arrived"), (answers, "no answer")):
+        for key in keys:
+            store.compare_set(key, "", placeholder)  # multi_get blocks on a missing key
+    notified = {b"not arrived"}
+    for _ in poll_until(deadline, pause_s=max(0.01, world.size / _RANKS_PER_S)):
+        values = store.multi_get(arrived + answers)
+        nonces, answered = values[: world.size], values[world.size :]
+        if nonces == answered:
+            store.set(f"{round_id}/outcome", "")
+            return round_id, ""
+        for other in {*nonces} - notified:
+            store.set(f"round/{other.decode()}", round_id)
+            notified.add(other)
+    missing = [rank for rank in ranks if nonces[rank] != answered[rank]]
+    problem = timed_out(timeout_s, missing, world.size)
+    store.set(f"{round_id}/outcome", problem)
+    return round_id, problem
+
+
+def _join_round(
+    store: Store, world: World, nonce: str, deadline: float, timeout_s: float
+) -> tuple[str, str]:
+    """Run the side of all other ranks. Return what `_coordinate_round` returns."""
+    round_key, round_id, is_rank0_known = f"round/{nonce}", "", False
+    pause_s = max(0.02, world.size / _RANKS_PER_S)
+    for _ in poll_until(deadline + _OUTCOME_S, pause_s):
+        if round_id and store.check([f"{round_id}/outcome"]):
+            return round_id, store.get(f"{round_id}/outcome").decode()
+        if not round_id and time.monotonic() > deadline:
+            break
+        if not is_rank0_known and store.check(["arrived/0"]):
+            is_rank0_known = bool(store.get("arrived/0"))  # with another secret: raises Unsigned
+        # Read again each time: a restarted rank 0 begins a new round.
+        newest = store.get(round_key).decode() if store.check([round_key]) else ""
+        if newest != round_id:
+            round_id = newest
+            store.set(f"{round_id}/answer/{world.rank}", nonce)
+    return round_id, timed_out(timeout_s, [0], world.size)
+
+
+def _check_unique(store: Store, world: World) -> None:
+    """Raise LaunchError if another process has claimed this rank.
+
+    Do not call it on a store that survives restarts (torchrun's agent).
+    """
+    # The id is random: two containers may have the same host name and process id.
+    me = f"{socket.gethostname()}:{os.getpid()} {_PROCESS_ID}"
+    other = store.compare_set(f"process/{world.rank}", "", me).decode()
+    if other != me:
+        pair = f"{other.split()[0]} and {me.split()[0]}"
+        raise LaunchError(
+            f"two processes say that they are rank {world.rank}: {pair} ({world.source})"
+        )
+
+
+_PROCESS_ID = uuid.uuid4().hex

@@ -1,0 +1,1 @@
+"""Processes, signals, files and the like: what knows nothing of training."""
