@@ -226,7 +226,7 @@ def test_messages_of_the_monitor_and_the_hang_watch(count: int) -> None:
                 with suppress(InvalidMessage):
                     watch._receive(0, header, payload)
                 with suppress(InvalidMessage):
-                    monitor._on_message(0, header, payload)
+                    monitor._on_message(1, header, payload)
             assert watch.explain(RuntimeError("a test"))
         finally:
             monitor.close()

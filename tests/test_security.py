@@ -36,11 +36,11 @@ UNPICKLES = {
     "compare.run.arm_script": "a Unix socket in a private folder",
     "hvd.elastic.launcher_notices": "signed by horovodrun, and of three classes only",
     "hvd.job": "files in a private folder",
-    "job_secret": "signed with the secret of the job",
+    "job.job_secret": "signed with the secret of the job",
 }
 # Who opens a port.
 LISTENS = {
-    "peer_sockets": "which authenticates every connection",
+    "liveness.peer_sockets": "which authenticates every connection",
     "launch.elastic_server": "each request has the secret that the ranks have by stdin",
     "hvd.elastic.launcher_notices": "under horovodrun; each request is signed with a random key",
 }

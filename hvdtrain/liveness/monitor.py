@@ -99,8 +99,8 @@ class Monitor:
         or more often.
         """
         topic = Topic(name, self, on_message, on_lost, on_tick)
-        self._peers.send(self.world.rank, [_OPENED, name])
         self._topics[name] = topic
+        self._peers.send(self.world.rank, [_OPENED, name])
         return topic
 
     def describe(self, rank: int) -> str:
@@ -130,12 +130,12 @@ class Monitor:
         if name == "alive":
             self._heard[rank] = RankProgress(*check(_parsed(payload), OPTIONAL_INT, OPTIONAL_STR))
         elif name == _OPENED and rank == self.world.rank:
-            topic = self._topics[rest[0]]
-            for lost, why in list(self.lost.items()):
-                topic.on_lost(lost, why)
-            for early in self._early.pop(topic.name, []):
-                topic.on_message(*early)
-            topic.is_ready = True
+            if (topic := self._topics.get(*rest)) is not None:  # else it is closed again
+                topic.is_ready = True
+                for lost, why in list(self.lost.items()):
+                    topic.on_lost(lost, why)
+                for early in self._early.pop(topic.name, []):
+                    topic.on_message(*early)
         elif (known := self._topics.get(name)) is not None and known.is_ready:
             known.on_message(rank, rest, payload)
         elif name not in self._closed:

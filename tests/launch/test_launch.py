@@ -27,6 +27,7 @@ from hvdtrain.launch.host_list import (
     parse_host_list,
     read_host_file,
 )
+from hvdtrain.launch.ssh import through_stdin
 from hvdtrain.launch.supervisor import mark_lines, parse
 from tests.launching import (
     BIN,
@@ -196,7 +197,7 @@ DryRun = Callable[..., list[list[str]]]
 
 def test_a_dry_run_prints_what_would_be_started(dry_run: DryRun) -> None:
     ssh = ["-p", 2222, "-i", "key", "--start-timeout", 40]
-    secret = {"HVDTRAIN_JOB_SECRET": "not on a command line", "HVDTRAIN_LR": "0.5"}
+    secret = {"HVDTRAIN_JOB_SECRET": "not on a command line", "WANDB_API_KEY": "nor this"}
     command = ["-x", "A=b c", "python", "-c", "pass"]
     there, here = dry_run("-H", "10.1.2.3:2,localhost", *ssh, *command, **secret)
     assert here[:3] == [sys.executable, "-m", "hvdtrain.launch.supervisor"]
@@ -207,12 +208,21 @@ def test_a_dry_run_prints_what_would_be_started(dry_run: DryRun) -> None:
     folder, _, inner = there[-1].partition(" && exec env ")
     assert folder == f"cd {os.getcwd()}"
     words = shlex.split(inner)
-    assert {"A=b c", "HVDTRAIN_LR=0.5"} < {*words}
-    assert "HVDTRAIN_JOB_SECRET" not in str([there, here])
+    assert any(word.startswith(f"PATH={BIN}") for word in words)
+    for name in (*secret, "A=b c"):
+        assert name not in str([there, here])
     start = words.index(sys.executable)
     assert words[start : start + 5] == [*here[:3], "--nproc-per-node", "2,1"]
     assert words[words.index("--master-addr") + 1] == "10.1.2.3"
     assert words[words.index("--node-rank") + 1] == "0"
+
+
+def test_what_travels_goes_through_stdin() -> None:
+    env = {"HVDTRAIN_LR": "0.5", "HF_TOKEN": "x", "CUDA_VISIBLE_DEVICES": "1", "A": "b", "B": "c"}
+    given = through_stdin(env, ["A"])
+    secret = given.pop("HVDTRAIN_JOB_SECRET")
+    assert len(secret) == 64
+    assert given == {name: env[name] for name in env if name != "B"}
 
 
 def test_another_user_and_an_alias_of_ssh_are_not_this_host(
