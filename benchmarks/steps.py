@@ -84,8 +84,10 @@ def commands(entry: str, ranks: int, before: Path | None) -> dict[str, str]:
     return found
 
 
-def measure(entry: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Compare the commands of an entry as a user does, and return what compare says of each."""
+def measure(entry: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """Compare the commands of an entry as a user does, and return what compare says of each; None
+    if it ends with an error.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         line = [sys.executable, "-m", "hvdtrain", "compare", "--threads", "1", "--output", str(out)]
@@ -93,7 +95,8 @@ def measure(entry: str, options: argparse.Namespace) -> dict[str, Any]:
         for name, command in commands(entry, options.ranks, options.before).items():
             line += ["--name", name, command]
         if code := subprocess.call(line, cwd=folder):
-            raise SystemExit(f"{entry}: hvdtrain compare ends with {code}")
+            print(f"{entry}: hvdtrain compare ends with {code}", file=sys.stderr)
+            return None
         found = record.read(out)
     summary = summarise(found)
     return {
@@ -124,8 +127,9 @@ def main() -> None:
     for entry in options.entries or ENTRIES:
         name = entry if options.ranks == 2 else f"{entry}, {options.ranks} ranks"
         name += ", beside a checkout before" * (options.before is not None)
-        every[name] = measure(entry, options)
-        live.write_summary(options.output, every)
+        if (found := measure(entry, options)) is not None:
+            every[name] = found
+            live.write_summary(options.output, every)
 
 
 if __name__ == "__main__":

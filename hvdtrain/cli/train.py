@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from hvdtrain.cli.train_options import FIELDS, kind_of, train_option
+from hvdtrain.compare import probe
 from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.job import elastic_world, job_secret
 from hvdtrain.job.world import RESTART_VARIABLE, detect
@@ -89,6 +90,7 @@ def check_environment() -> None:
     known = {f"{PREFIX}_{name.upper()}": name for name in (*FIELDS, "config")}
     known |= dict.fromkeys((RESTART_VARIABLE, *elastic_world.VARIABLES), "a variable of hvdrun")
     known[job_secret.VARIABLE] = "the secret of the job"
+    known[probe.VARIABLE] = "of hvdtrain compare"
     unknown = [name for name in os.environ if name.startswith(f"{PREFIX}_") and name not in known]
     if unknown:
         from hvdtrain.hvd.engine.settings import OWN  # imports torch, which is slow

@@ -209,6 +209,16 @@ def test_wrong_twins_are_refused_with_their_cause(tmp_path: Path) -> None:
     assert arms["right"]["status"] == arms["right (repeat)"]["status"] == "measured"
 
 
+def test_hvdtrain_is_a_command_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses unknown variables, of which the probe's is none. Each start has its own run."""
+    monkeypatch.chdir(tmp_path)
+    line = f"{sys.executable} -m hvdtrain --backend single --epochs 100000 --threads 1"
+    code, record, output = compared(tmp_path, line, f"{line} --ema 0.999", *SHORT)
+    assert code == 0, output
+    assert {row["verdict"] for row in record["parity"]} == {"bitwise"}
+    assert {arm["status"] for arm in record["arms"].values()} == {"measured"}
+
+
 def test_other_work_is_timed_if_allowed(tmp_path: Path) -> None:
     code, record, output = compared(
         tmp_path,

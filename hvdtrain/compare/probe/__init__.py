@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+VARIABLE = "HVDTRAIN_PROBE"
+"""Number of the optimizer, whether to bind the ranks (1), and the address, with blanks between."""
 
 
 def environment(
@@ -30,5 +32,5 @@ def environment(
     return {
         **env,
         "PYTHONPATH": os.pathsep.join(paths),
-        "HVDTRAIN_PROBE": f"{optimizer} {int(pin)} {address}",
+        VARIABLE: f"{optimizer} {int(pin)} {address}",
     }
