@@ -32,6 +32,7 @@ LAYERS = (
     "tasks training",
     "compare",
     "doctor",
+    "migrate",
     "cli __main__",
 )
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "compare": "hvdtrain.cli.compare",
     "doctor": "hvdtrain.cli.doctor",
     "install-horovod": "hvdtrain.cli.install_horovod",
+    "migrate": "hvdtrain.cli.migrate",
     "report": "hvdtrain.cli.report",
     "evaluate": "hvdtrain.cli.evaluate",
     "predict": "hvdtrain.cli.predict",

@@ -1,0 +1,85 @@
+"""`hvdtrain migrate`: rewrite a Horovod script for hvdtrain.hvd, or for native DDP."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from hvdtrain.errors import HvdtrainError, InputError, printable
+
+
+@click.command("migrate")
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("arguments", nargs=-1, metavar="[-- ARGUMENT...]")
+@click.option(
+    "--to", "target", type=click.Choice(["hvd", "ddp"]), default="hvd", show_default=True,
+    help="hvdtrain.hvd: one line changes; ddp: torch.distributed and DDP under torchrun.",
+)  # fmt: skip
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="Write the new script there, no diff."
+)
+@click.option("--prove", is_flag=True, help="Compare both on 2 ranks, by `hvdtrain compare`.")
+def command(
+    script: Path, arguments: tuple[str, ...], target: str, output: Path | None, prove: bool
+) -> None:
+    """Print what changes in SCRIPT, which imports horovod.torch, as a diff.
+
+    ARGUMENT is one of the script's own, for --prove. What cannot be converted is listed.
+
+    \b
+    hvdtrain migrate train.py                               the one line to hvdtrain.hvd
+    hvdtrain migrate train.py --to ddp -o train_ddp.py      a DDP script for torchrun
+    hvdtrain migrate train.py --to ddp --prove -- --epochs 3
+
+    \b
+    exit code 0   all of it is converted (and with --prove, trains the same)
+              1   some lines are not, or the scripts do not train the same
+              2   no Python, no Horovod, or the file cannot be read or written
+    """
+    try:
+        from hvdtrain.migrate.to_ddp import to_ddp
+        from hvdtrain.migrate.to_hvd import to_hvd
+    except ModuleNotFoundError as error:
+        raise InputError(f"hvdtrain migrate needs {error.name}; pip install libcst") from None
+    try:
+        text = script.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{script} cannot be read: {error}") from None
+    made = (to_ddp if target == "ddp" else to_hvd)(text, str(script))
+    if output is None:
+        lines = text.splitlines(keepends=True), made.text.splitlines(keepends=True)
+        name = str(script)
+        click.echo(printable("".join(difflib.unified_diff(*lines, name, name))), nl=False)
+    else:
+        try:
+            output.write_text(made.text)
+        except OSError as error:
+            raise InputError(f"--output {output} cannot be written: {error.strerror}") from None
+    for line, note in made.notes:
+        click.echo(printable(f"{script}:{line}: note: {note}"), err=True)
+    for line, why in made.not_converted:
+        click.echo(printable(f"{script}:{line}: not converted: {why}"), err=True)
+    if prove:
+        _prove(script, made.text, arguments)
+    if made.not_converted:
+        raise HvdtrainError(f"{len(made.not_converted)} places of {script} are not converted")
+
+
+def _prove(script: Path, text: str, arguments: tuple[str, ...]) -> None:
+    """Compare the script, as it runs without Horovod, with the converted one."""
+    with tempfile.TemporaryDirectory() as folder:
+        new = Path(folder) / script.name
+        new.write_text(text)
+        line = ["torchrun", "--nproc-per-node", "2"]
+        before = [*line, "-m", "hvdtrain.hvd", str(script), *arguments]
+        compare = [sys.executable, "-m", "hvdtrain", "compare", "--budget", "30s"]
+        compare += ["-n", "before", shlex.join(before)]
+        compare += ["-n", "after", shlex.join([*line, str(new), *arguments])]
+        if code := subprocess.call(compare):
+            raise HvdtrainError(f"--prove: hvdtrain compare ends with {code}")
