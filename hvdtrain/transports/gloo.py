@@ -23,6 +23,7 @@ from hvdtrain.job.addresses import network_in_use
 from hvdtrain.job.store_exchange import exchange
 
 _FDS = "/proc/self/fd"
+Address = tuple[str, int]
 
 
 class Connections:
@@ -63,12 +64,24 @@ def open_gloo(store: Store, rank: int, size: int, timeout_s: float) -> tuple[Any
     options = gloo_options(timedelta(seconds=timeout_s))
     group = dist.ProcessGroupGloo(store, rank, size, options)
     new = {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
+    return group, own_connections(store, rank, size, new, timeout_s)
+
+
+def own_connections(
+    store: Store, rank: int, size: int, new: dict[int, str], timeout_s: float
+) -> Connections:
+    """Return those of this process's new sockets that connect members of a group. Collective.
+
+    Other threads may have opened sockets meanwhile. A connection is the group's if one end is where
+    a member listens; each rank publishes that alone, not an address for each peer.
+    """
+    own = [address for fd in new if (address := _listening_address(fd)) is not None]
+    published = exchange(store, "listening", rank, size, own, timeout_s)
+    listening = {tuple(address) for member in published for address in member}
     pairs = {fd: pair for fd in new if (pair := _address_pair(fd)) is not None}
-    # Other threads may have opened sockets meanwhile. A socket is the group's if a peer has
-    # published the same pair of addresses in reverse.
-    published = exchange(store, "sockets", rank, size, list(pairs.values()), timeout_s)
-    theirs = [pair for peer in published for pair in peer]
-    return group, Connections({fd: new[fd] for fd, pair in pairs.items() if pair[::-1] in theirs})
+    return Connections(
+        {fd: new[fd] for fd, pair in pairs.items() if not listening.isdisjoint(pair)}
+    )
 
 
 def gloo_options(timeout: timedelta) -> Any:
@@ -128,10 +141,22 @@ def _sockets() -> dict[int, str]:
     return found
 
 
-def _address_pair(fd: int) -> list[list[Any]] | None:
+def _address_pair(fd: int) -> tuple[Address, Address] | None:
     """Return a connected TCP socket's local and remote address; None for any other descriptor."""
     with suppress(OSError):
         with socket.socket(fileno=os.dup(fd)) as s:
             if s.family in (socket.AF_INET, socket.AF_INET6):
-                return [list(s.getsockname()[:2]), list(s.getpeername()[:2])]
+                return s.getsockname()[:2], s.getpeername()[:2]
+    return None
+
+
+def _listening_address(fd: int) -> Address | None:
+    """Return where a TCP socket listens; None for any other descriptor."""
+    with suppress(OSError):
+        with socket.socket(fileno=os.dup(fd)) as s:
+            if s.family in (socket.AF_INET, socket.AF_INET6) and s.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
+                address: Address = s.getsockname()[:2]
+                return address
     return None

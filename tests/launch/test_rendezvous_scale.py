@@ -21,6 +21,8 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.job import rendezvous
 from hvdtrain.job.world import World, detect
+from hvdtrain.transports import gloo
+from hvdtrain.transports.gloo import own_connections
 
 PER_HOST = 8
 _here = threading.local()
@@ -152,5 +154,34 @@ def test_rank_0_serves_at_most_n_log_n() -> None:
     assert [*many.connections.values()] == [2 * (large - 1)], many
 
 
+def simulate_gloo(size: int) -> Counted:
+    """Find the connections of a Gloo group of `size` ranks, each with one place where it listens:
+    what `open_gloo` adds to Gloo's own rendezvous.
+    """
+    store = CountingStore()
+
+    def rank_main(rank: int) -> None:
+        _here.rank = rank
+        connections = {rank: f"socket:[{rank}]"}
+        found = own_connections(store, rank, size, connections, 60)
+        assert found._sockets == (connections if rank == 1 else {})
+
+    places = {0: ("10.0.0.1", 40000)}
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as ranks:
+        patch.setattr(gloo, "_listening_address", places.get)
+        patch.setattr(gloo, "_address_pair", {1: (("10.0.0.2", 5), places[0])}.get)
+        list(ranks.map(rank_main, range(size)))
+    return store.finish()
+
+
+def test_a_gloo_group_needs_one_value_of_each_rank() -> None:
+    """Before, each rank read an address of each pair: 0.8 GB from rank 0's store for 256 ranks."""
+    few, many = simulate_gloo(16), simulate_gloo(64)
+    for size, counted in ((16, few), (64, many)):
+        assert counted.messages == 3 * size, counted
+        assert counted.bytes <= 40 * size**2, counted
+
+
 if __name__ == "__main__":
     print(simulate(1024))
+    print(simulate_gloo(1024))
