@@ -13,11 +13,15 @@ from hvdtrain.errors import BackendUnavailable, InputError
 @click.command("report")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print every number as JSON, not as tables.")
-def command(folder: Path, as_json: bool) -> None:
+@click.option(
+    "--against", type=click.Path(path_type=Path), metavar="FILE", help="An earlier compare.json."
+)
+def command(folder: Path, as_json: bool, against: Path | None) -> None:
     """Draw the report of a comparison again.
 
     DIR is a folder that `hvdtrain compare` has written. From its compare.json alone this writes
-    report.html, the pictures and the CSV files anew, and prints the tables.
+    report.html and the pictures anew, and prints the tables; with --against also how fast each was
+    before.
 
     \b
     exit code 0   written
@@ -28,6 +32,7 @@ def command(folder: Path, as_json: bool) -> None:
     found = read(folder)
     folder = folder if folder.is_dir() else folder.parent
     try:
+        from hvdtrain.compare.analysis.gate import gate_rows
         from hvdtrain.compare.analysis.summary import summarise
         from hvdtrain.compare.report import html_report, terminal
     except ModuleNotFoundError as error:
@@ -44,4 +49,6 @@ def command(folder: Path, as_json: bool) -> None:
         click.echo(json.dumps(summary, default=vars, indent=1))
     else:
         terminal.show(summary)
+        for row in [] if against is None else gate_rows(found, 0.0, read(against)):
+            click.echo(f"before   {row.text}")
         click.echo(f"report   {page}")

@@ -40,6 +40,12 @@ def test_an_arm_is_held_against_what_it_was_relative_to_the_baseline() -> None:
     assert slower(slow_day, 0.01, before) == {"b": False}
 
 
+def test_a_report_says_how_fast_each_was_before() -> None:
+    (row,) = gate_rows(record(b=5.5), 0.0, record(b=5.0))
+    before = "before 2.00x [2.00, 2.00]"
+    assert row.text == f"b: 1.82x [1.82, 1.82] as fast as a, {before}: slower"
+
+
 def test_noise_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slower by 8 % in the median, but by less than 5 % at the near end of its interval."""
     noisy = record(b=10.8)

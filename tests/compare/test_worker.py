@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from hvdtrain import Backend, TrainConfig
 from hvdtrain.backends import load
 from hvdtrain.cli.compare import command
 from hvdtrain.compare.compare_options import CompareOptions
+from hvdtrain.compare.probe import cores
 from hvdtrain.compare.probe.hvdtrain_probe import norm, sample, stride
 from hvdtrain.compare.proof.work_trace import RankTrace
 from hvdtrain.compare.record import Record
@@ -86,6 +87,24 @@ def test_cores_are_divided_into_threads_before_a_rank_is_bound(
         made.end()
     assert [rank["threads"] for rank in facts] == [max(1, cores // per_host)] * 2
     assert [len(rank["affinity"]) for rank in facts] == [max(1, cores // 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("threads", "ranks", "own"),
+    [
+        # Four physical cores, whose second hardware threads are 4 to 7, as Linux numbers them.
+        (range(8), 2, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (range(8), 3, [[0, 4], [1, 5], [2, 6]]),
+        (range(8), 6, [[0], [1], [2], [3], [4], [5]]),
+        ([0, 1, 4, 5], 2, [[0, 4], [1, 5]]),
+        ([0, 1], 3, [[0], [1], [0]]),
+    ],
+)
+def test_ranks_share_no_physical_core_as_long_as_there_are_enough(
+    threads: Sequence[int], ranks: int, own: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "_siblings", lambda core: str(core % 4))
+    assert [cores.share_of_cores(rank, ranks, threads) for rank in range(ranks)] == own
 
 
 def test_with_hosts_each_rank_divides_the_cores_of_its_own(

@@ -56,6 +56,9 @@ def gate_rows(record: Record, allowed: float, before: Record | None = None) -> l
         text = f"{stats.figures(now)} as fast as {base}"
         if earlier is not None:
             text += f", before {stats.figures(then)}"
-        verdict = "slower than allowed" if is_slower else "not shown to be slower"
-        rows.append(GateRow(key, is_slower, f"{key}: {text}: {verdict} ({100 * allowed:g} %)"))
+        verdict = "not shown to be slower"
+        if is_slower:
+            verdict = "slower than allowed" if allowed else "slower"
+        verdict += f" ({100 * allowed:g} %)" if allowed else ""
+        rows.append(GateRow(key, is_slower, f"{key}: {text}: {verdict}"))
     return rows

@@ -40,14 +40,12 @@ def run_hidden() -> None:
 
 
 def bind_to_cores() -> None:
-    """Bind a rank to its share of the cores; one core if the ranks of the host exceed them."""
+    """Bind a rank to its share of the cores: see `cores`."""
     for rank, size in _LOCAL:
         if rank in os.environ and os.environ.get(size, "").isdigit():
             at, ranks = int(os.environ[rank]), int(os.environ[size])
-            cores = sorted(os.sched_getaffinity(0))
-            share = len(cores) // ranks
-            own = cores[at * share :][:share] if share else [cores[at % len(cores)]]
-            os.sched_setaffinity(0, own)
+            share = load("cores").share_of_cores
+            os.sched_setaffinity(0, share(at, ranks, os.sched_getaffinity(0)))
             return
 
 
@@ -66,22 +64,22 @@ class Finder:
 
         def run_and_hook(module: ModuleType) -> None:
             run(module)
-            load_probe()
+            load("hvdtrain_probe").start()
 
         vars(spec.loader)["exec_module"] = run_and_hook
         return spec
 
 
-def load_probe() -> None:
-    """Import `hvdtrain_probe` from this folder, which registers its hooks."""
-    where = os.path.join(_FOLDER, "hvdtrain_probe.py")
-    spec = importlib.util.spec_from_file_location("hvdtrain_probe", where)
+def load(name: str) -> Any:
+    """Import a module of this folder."""
+    where = os.path.join(_FOLDER, f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"hvdtrain_probe.{name}", where)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["hvdtrain_probe"] = module
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    module.start()
+    return module
 
 
 run_hidden()

@@ -21,10 +21,11 @@ import torch
 
 from hvdtrain.backends import open_backend
 from hvdtrain.backends.base import Backend
+from hvdtrain.compare.probe.cores import share_of_cores
 from hvdtrain.compare.probe.hvdtrain_probe import Probe, RefusedError, connect
 from hvdtrain.compare.run.by_hand import ByHand
 from hvdtrain.errors import HvdtrainError, InputError, one_line
-from hvdtrain.job.world import World, detect
+from hvdtrain.job.world import detect
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.task import Task, load_task
 from hvdtrain.training.trainer import Trainer
@@ -45,7 +46,7 @@ def open_loop(
     if config.threads is None:  # before this rank is bound to its share, which is divided
         config = replace(config, threads=max(1, len(cores) // per_host))
     if pin:
-        os.sched_setaffinity(0, share_of_cores(world, cores))
+        os.sched_setaffinity(0, share_of_cores(world.local_rank, world.local_size, cores))
     # Before any inter-op parallel work: torch rejects a later change.
     torch.set_num_interop_threads(1)
     opened = open_backend(backend, world, config.backend_options())
@@ -64,14 +65,6 @@ def about(loop: Trainer | ByHand) -> dict[str, Any]:
         "samples": batches.global_micro_batch * loop.config.accumulate,
         "data": describe_data(loop.task, batches.num_samples),
     }
-
-
-def share_of_cores(world: World, cores: list[int]) -> list[int]:
-    """Return the cores of a rank: an equal share of its host's; one if the ranks exceed them."""
-    share = len(cores) // world.local_size
-    if share == 0:
-        return [cores[world.local_rank % len(cores)]]
-    return cores[world.local_rank * share :][:share]
 
 
 def describe_data(task: Task, num_samples: int | None) -> str:
