@@ -90,7 +90,7 @@ def test_cores_are_divided_into_threads_before_a_rank_is_bound(
 
 
 @pytest.mark.parametrize(
-    ("threads", "ranks", "own"),
+    ("threads", "count", "own"),
     [
         # Four physical cores, whose second hardware threads are 4 to 7, as Linux numbers them.
         (range(8), 2, [[0, 1, 4, 5], [2, 3, 6, 7]]),
@@ -101,10 +101,10 @@ def test_cores_are_divided_into_threads_before_a_rank_is_bound(
     ],
 )
 def test_ranks_share_no_physical_core_as_long_as_there_are_enough(
-    threads: Sequence[int], ranks: int, own: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    threads: Sequence[int], count: int, own: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cores, "_siblings", lambda core: str(core % 4))
-    assert [cores.share_of_cores(rank, ranks, threads) for rank in range(ranks)] == own
+    assert [cores.share_of_cores(rank, count, threads) for rank in range(count)] == own
 
 
 def test_with_hosts_each_rank_divides_the_cores_of_its_own(
