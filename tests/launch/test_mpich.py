@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def test_mpich_with_an_open_mpi_library(tmp_path: Path, mpich: Path) -> None:
     finished = run([*command, "--run-dir", tmp_path / "run"])
     assert finished.code == 2, finished.output
     (only,) = finished.lines("error: ")
-    assert "mpich started rank 0 of 2" in only
+    assert re.search(r"mpich started rank \d of 2", only)  # rank 0, unless it is seconds late
     assert "Open MPI" in only
     assert "Traceback" not in finished.output
     assert not (tmp_path / "run").exists()
