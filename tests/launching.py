@@ -153,6 +153,15 @@ def exit_code(ranks: Sequence[tuple[Started, Path]], rank: int, deadline: float)
         raise AssertionError(f"rank {rank} did not end:\n{texts}") from None
 
 
+def free_ports(count: int) -> list[int]:
+    """Return ports of loopback that no process listens on."""
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in opened:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in opened]
+
+
 def wait_for(log: Path, text: str, times: int = 1, seconds: float = 60) -> None:
     """Wait until the output of a command contains a text, as often as `times`."""
     deadline = time.monotonic() + seconds

@@ -41,7 +41,7 @@ WITHOUT_TORCH = """errors system.files system.signals system.trees system.proces
     system.provenance job.world job.launcher_watch liveness.failure liveness.peer_sockets
     backends tasks horovod_build horovod_build.install training.config cli
     cli.train job.elastic_world launch.elastic launch.elastic_server launch.elastic_worker
-    launch.discovery launch.host_list launch.ssh launch.launcher launch.supervisor
+    launch.discovery launch.host_list launch.remote launch.launcher launch.supervisor
     launch.other_launchers cli.launch cli.compare cli.doctor cli.report cli.install_horovod
     cli.evaluate cli.predict cli.export cli.runs cli.show cli.checkpoints training.run_dir
     training.background job.job_secret compare.proof.parity compare.analysis.summary

@@ -19,7 +19,7 @@ from hvdtrain.system import processes
 from hvdtrain.transports import heartbeat, mpi, shm_sync
 
 ROOT = Path(__file__).resolve().parents[1]
-SSH_S = 30  # ServerAliveInterval 10, three missed replies: launch/ssh.py
+SSH_S = 30  # ServerAliveInterval 10, three missed replies: launch/remote.py
 
 
 @dataclass(frozen=True)

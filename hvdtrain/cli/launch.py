@@ -23,18 +23,19 @@ from hvdtrain.launch.host_list import (
 )
 from hvdtrain.launch.launcher import Job
 from hvdtrain.launch.other_launchers import LAUNCHERS, command_line
-from hvdtrain.launch.ssh import Ssh, environment
+from hvdtrain.launch.remote import SSH, RemoteShell, environment
+from hvdtrain.system.cores import BINDINGS, CORE
 
 # Options that have no effect, and are refused: in a job whose hosts are fixed, in an elastic job,
 # and under each launcher of --via.
 _ELASTIC_ONLY = ("min_np", "max_np", "elastic_timeout", "reset_limit", "blacklist_cooldown_range")
 _FIXED_ONLY = ("hosts", "hostfile", "nnodes", "dry_run", "max_restarts", "master_port", "via")
-_AGENTS_ONLY = ("max_restarts", "master_port")
+_AGENTS_ONLY = ("max_restarts", "master_port", "rsh", "bind_to")
+_SSH_ONLY = ("ssh_port", "ssh_identity_file")
 _NOT_VIA = {
     "torchrun": (),
     "mpirun": (*_AGENTS_ONLY, "verbose"),
     "horovodrun": _AGENTS_ONLY,
-    "srun": (*_AGENTS_ONLY, "start_timeout", "verbose", "ssh_port", "ssh_identity_file"),
 }
 
 
@@ -58,6 +59,22 @@ _NOT_VIA = {
 @click.option("-m", "--module", is_flag=True, help="COMMAND is a module: python -m COMMAND.")
 @click.option(
     "-x", "named", multiple=True, metavar="NAME[=VALUE]", help="A variable for all ranks."
+)
+@click.option(
+    "--bind-to",
+    type=click.Choice(BINDINGS),
+    default=CORE,
+    show_default=True,
+    help="core: a rank's share of the host's physical cores, of the NUMA node of its GPU if it has "
+    "one; all cores if the ranks are more than these. numa: all cores of that node.",
+)
+@click.option(
+    "--rsh",
+    default=SSH,
+    show_default=True,
+    metavar="COMMAND",
+    help="What reaches other hosts: ssh, srun, kubectl, or a command with {host} in it, such as "
+    "'docker exec -i {host}'.",
 )
 @click.option("-p", "--ssh-port", type=click.IntRange(1, 65535), metavar="PORT")
 @click.option("-i", "--ssh-identity-file", metavar="FILE")
@@ -84,7 +101,7 @@ _NOT_VIA = {
     type=click.Choice(LAUNCHERS),
     default=LAUNCHERS[0],
     show_default=True,
-    help="torchrun: an agent of torch.distributed on each host, over ssh.",
+    help="torchrun: an agent of torch.distributed on each host.",
 )
 @click.option(
     "--max-restarts",
@@ -150,6 +167,8 @@ def command(
     nproc_per_node: int | None,
     module: bool,
     named: tuple[str, ...],
+    bind_to: str,
+    rsh: str,
     ssh_port: int | None,
     ssh_identity_file: str | None,
     start_timeout: float,
@@ -180,6 +199,8 @@ def command(
     """
     if detect().size > 1:
         raise InputError("hvdtrain launch starts the ranks itself; run it without a launcher")
+    if rsh != SSH:
+        _refuse(context, _SSH_ONLY, f"has no effect with --rsh {rsh}")
     env = environment(named, network_interfaces)
     if via == LAUNCHERS[0]:  # mpirun gives its ranks a terminal; horovodrun sets this itself
         env.setdefault("PYTHONUNBUFFERED", "1")
@@ -213,11 +234,12 @@ def command(
         command=_command(arguments, module, env["PATH"]),
         env=env,
         named=named,
-        ssh=Ssh(ssh_port, ssh_identity_file, int(start_timeout) or 1),
+        remote=RemoteShell(rsh, ssh_port, ssh_identity_file, int(start_timeout) or 1),
         start_timeout_s=start_timeout,
         output=Path(output_filename).absolute() if output_filename else None,
         verbose=verbose,
         master_port=master_port,
+        bind_to=bind_to,
         max_restarts=max_restarts,
     )
     if elastic is not None:

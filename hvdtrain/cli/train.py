@@ -15,7 +15,7 @@ from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.job import elastic_world, job_secret
 from hvdtrain.job.world import RESTART_VARIABLE, detect
 from hvdtrain.liveness import failure
-from hvdtrain.system import signals
+from hvdtrain.system import cores, signals
 from hvdtrain.training.config import SECTIONS, TrainConfig
 
 if sys.version_info >= (3, 11):
@@ -88,7 +88,8 @@ def _quote(item: object) -> str:
 def check_environment() -> None:
     """Raise InputError for a variable HVDTRAIN_* that is none of an option."""
     known = {f"{PREFIX}_{name.upper()}": name for name in (*FIELDS, "config")}
-    known |= dict.fromkeys((RESTART_VARIABLE, *elastic_world.VARIABLES), "a variable of hvdrun")
+    of_hvdrun = (RESTART_VARIABLE, cores.VARIABLE, *elastic_world.VARIABLES)
+    known |= dict.fromkeys(of_hvdrun, "a variable of hvdrun")
     known[job_secret.VARIABLE] = "the secret of the job"
     known[probe.VARIABLE] = "of hvdtrain compare"
     unknown = [name for name in os.environ if name.startswith(f"{PREFIX}_") and name not in known]

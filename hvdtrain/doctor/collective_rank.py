@@ -30,6 +30,7 @@ from hvdtrain.backends.horovod import Horovod
 from hvdtrain.doctor.arm_checks import REPORT
 from hvdtrain.errors import HvdtrainError, one_line
 from hvdtrain.job.world import detect
+from hvdtrain.system import cores
 
 NUM_ELEMENTS = 1 << 18  # of each part: 1 MiB of float32
 NUM_CALLS = 5
@@ -175,7 +176,7 @@ def main(timeout_s: float, arms: list[str]) -> None:
             _report(arm, what, ms, None)
 
     try:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
+        torch.set_num_threads(max(1, len(cores.of_host()) // world.local_size))
         for arm, _, transport in (text.rpartition("=") for text in arms):
             begin(arm, "open")
             device = "cuda" if transport == "nccl" else "cpu"

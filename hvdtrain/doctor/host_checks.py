@@ -15,11 +15,11 @@ from typing import Any
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.software import COMMIT
 from hvdtrain.launch.host_list import Host
-from hvdtrain.launch.ssh import Ssh, is_this_host, travelling
+from hvdtrain.launch.remote import RemoteShell, is_this_host, travelling
 from hvdtrain.system.commands import CommandResult, last_line, own_environment, run
 
 _HOST_S = 120.0
-_SSH = Ssh(connect_timeout_s=10)
+_SSH = RemoteShell(connect_timeout_s=10)
 
 
 def check_hosts(hosts: Sequence[Host]) -> Iterator[Finding]:

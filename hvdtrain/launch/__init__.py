@@ -1,14 +1,14 @@
 """`hvdtrain launch`, also installed as `hvdrun`: start the ranks of a command on one or more hosts.
 
     host_list        hosts and their slots: from -H, a hostfile, or the scheduler's variables
-    ssh              the command line that runs a program on another host, and what travels with it
+    remote           the command line that runs a program on another host, and what travels with it
     launcher         start a supervisor on every host, print the ranks' output, name what failed
     supervisor       on each host: relay output, and leave no process behind
     output           what is printed: the lines of the ranks, and the launchers' own
     agent            on each host: torch.distributed's agent, which starts the ranks
     elastic          --host-discovery-script: a world that changes; elastic_worker: one of its ranks
     elastic_server   where the ranks ask for their place; discovery: the hosts that may be used
-    other_launchers  --via: the command lines of mpirun, srun and horovodrun
+    other_launchers  --via: the command lines of mpirun and horovodrun
 
 Only `agent` imports torch.
 """

@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from hvdtrain._torch.elastic_agent import ReportingAgent
 from hvdtrain.launch.supervisor import GRACE_S, parse
+from hvdtrain.system import cores
 from hvdtrain.system.processes import adopt_orphans, end_descendants, wait_for_end
 
 PORT_IS_BUSY = 75  # EX_TEMPFAIL of sysexits.h
@@ -116,11 +117,14 @@ def _specification(options: argparse.Namespace) -> WorkerSpec:
         rank=options.node_rank,
         timeout=options.start_timeout,
     )
+    # torch replaces ${local_rank} in the arguments of each rank.
+    place = f"${{local_rank}}/{len(options.ranks)}"
+    entrypoint, *arguments = cores.command(options.bind_to, place, options.command)
     return WorkerSpec(
         role="default",
         local_world_size=len(options.ranks),
-        entrypoint=options.command[0],
-        args=tuple(options.command[1:]),
+        entrypoint=entrypoint,
+        args=tuple(arguments),
         rdzv_handler=get_rendezvous_handler(rendezvous),
         max_restarts=0,
         monitor_interval=0.1,

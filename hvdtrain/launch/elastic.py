@@ -48,8 +48,8 @@ from hvdtrain.launch.launcher import (
     signal_name,
 )
 from hvdtrain.launch.output import LineReader, RankOutput
-from hvdtrain.launch.ssh import at_start, is_this_host, master_address, through_stdin
-from hvdtrain.system import signals
+from hvdtrain.launch.remote import at_start, is_this_host, master_address, through_stdin
+from hvdtrain.system import cores, signals
 
 _POLL_S = 0.5
 _JOIN_S = 10.0  # how long a ready process waits for starting ones, so that they join together
@@ -370,9 +370,10 @@ class ElasticJob:
             rest_s = self._failed_hosts.add(host.name)
             self._say(f"{host.name} does not resolve yet; it gets no new ranks for {rest_s:.0f} s")
             return False
-        line = [sys.executable, "-m", "hvdtrain.launch.elastic_worker", *job.command]
+        rank_command = cores.command(job.bind_to, f"{slot}/{host.slots}", job.command)
+        line = [sys.executable, "-m", "hvdtrain.launch.elastic_worker", *rank_command]
         if not is_local:
-            line = job.ssh.command(host.name, line, at_start(job.env))
+            line = job.remote.command(host.name, line, at_start(job.env))
         if job.verbose:
             self._output.say(f"{host.name}: {shlex.join(line)}")
         pipe = subprocess.PIPE

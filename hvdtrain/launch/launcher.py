@@ -28,8 +28,15 @@ from hvdtrain.errors import HvdtrainError, InputError, LaunchError, WorldError
 from hvdtrain.job.world import RESTART_VARIABLE
 from hvdtrain.launch.host_list import Host
 from hvdtrain.launch.output import LineReader, RankOutput
-from hvdtrain.launch.ssh import Ssh, at_start, is_this_host, master_address, through_stdin
+from hvdtrain.launch.remote import (
+    RemoteShell,
+    at_start,
+    is_this_host,
+    master_address,
+    through_stdin,
+)
 from hvdtrain.system import signals
+from hvdtrain.system.cores import CORE
 
 _PORTS = range(20000, 30000)  # below the ports that the kernel gives to clients
 _PORT_TRIES = 5
@@ -37,7 +44,7 @@ _PORT_IS_BUSY = 75  # the agent's exit code
 STOP_S = 40.0  # after Ctrl-C or SIGTERM: torch's agent allows its ranks 30
 END_S = 12.0  # after a failure: a supervisor needs up to 10
 _POLL_S = 1.0  # a signal may set an earlier deadline
-_KINDS = rb"stdout|stderr|start|exit|agent|supervisor"
+_KINDS = rb"stdout|stderr|start|exit|agent|supervisor|signal"
 MARK = re.compile(rb"\[(\d+)\]<(" + _KINDS + rb")>([:+])(.*)", re.DOTALL)
 
 
@@ -81,11 +88,13 @@ class Job:
     env: Mapping[str, str]
     """The environment of the ranks on this host, and, of `named` variables, on others."""
     named: Sequence[str] = ()
-    ssh: Ssh = field(default_factory=Ssh)
+    remote: RemoteShell = field(default_factory=RemoteShell)
     start_timeout_s: float = 120.0
     output: Path | None = None
     verbose: bool = False
     master_port: int | None = None
+    bind_to: str = CORE
+    """What each rank is bound to: see `system.cores`."""
     max_restarts: int = 0
     """How often to start all ranks again, after a failed rank or a lost host."""
 
@@ -94,14 +103,14 @@ class Job:
         options = ["--nproc-per-node", ",".join(str(host.slots) for host in self.hosts)]
         options += ["--master-addr", master_address([host.name for host in self.hosts])]
         options += ["--master-port", str(port), "--start-timeout", f"{self.start_timeout_s:g}"]
-        options += ["--verbose"] if self.verbose else []
+        options += ["--bind-to", self.bind_to, *(["--verbose"] if self.verbose else [])]
         variables = at_start(self.env)
         lines = []
         for node, host in enumerate(self.hosts):
             line = [sys.executable, "-m", "hvdtrain.launch.supervisor", *options]
             line += ["--node-rank", str(node), *self.command]
             is_local = is_this_host(host.name)
-            lines.append(line if is_local else self.ssh.command(host.name, line, variables))
+            lines.append(line if is_local else self.remote.command(host.name, line, variables))
         return lines
 
     def run(self) -> None:
@@ -237,6 +246,9 @@ class _Attempt:
             self._not_started.remove(host)
             if not self._not_started and self.stopped_by is None and not self._is_ending:
                 self._deadline = math.inf
+        elif kind == "signal":
+            if self.stopped_by is None:
+                self._forward(int(text), None)
         elif kind == "supervisor":
             # Its agent reports it before the ranks end, so that no rank that loses them is blamed.
             # Of a process of this host the exit code says more.
@@ -247,7 +259,7 @@ class _Attempt:
             self._fail(RankFailed(f"{who} on {host}", int(text)))
 
     def _handle_exit(self, node: int) -> None:
-        """Handle the exit of a supervisor or its ssh: find out whether the job has failed."""
+        """Handle the exit of a supervisor, or of the remote shell: has the job failed?"""
         host, process = self.job.hosts[node].name, self._processes[node]
         with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its stdout
             process.wait(END_S)
@@ -255,7 +267,9 @@ class _Attempt:
         for line in self._lines.read_rest(process.stderr.fileno()):
             self._handle_line(node, line)
         code = process.poll()
-        what = f"the supervisor on {host}" if is_this_host(host) else f"ssh to {host}"
+        what = f"{self.job.remote.name} to {host}"
+        if is_this_host(host):
+            what = f"the supervisor on {host}"
         if code is not None and code < 0:
             self._fail(RankFailed(what, code))
         elif code == _PORT_IS_BUSY and host in self._not_started:

@@ -1,4 +1,4 @@
-"""`hvdtrain launch --via`: the command line of mpirun, srun or horovodrun for the same job.
+"""`hvdtrain launch --via`: the command line of mpirun or horovodrun for the same job.
 
 The line replaces this process, so signals, output and exit code are the launcher's own.
 Imports no torch.
@@ -6,14 +6,13 @@ Imports no torch.
 
 from __future__ import annotations
 
-import os
 import shutil
 
 from hvdtrain.errors import InputError
 from hvdtrain.launch.launcher import Job
-from hvdtrain.launch.ssh import travelling
+from hvdtrain.launch.remote import travelling
 
-LAUNCHERS = ("torchrun", "mpirun", "horovodrun", "srun")
+LAUNCHERS = ("torchrun", "mpirun", "horovodrun")
 
 
 def command_line(via: str, job: Job, interfaces: str | None) -> list[str]:
@@ -23,7 +22,7 @@ def command_line(via: str, job: Job, interfaces: str | None) -> list[str]:
     program = shutil.which(via, path=job.env["PATH"])
     if program is None:
         raise InputError(f"--via {via}: there is no {via} on PATH")
-    make = {"mpirun": _mpirun, "horovodrun": _horovodrun, "srun": _srun}[via]
+    make = {"mpirun": _mpirun, "horovodrun": _horovodrun}[via]
     # By its absolute path: Open MPI then finds its daemon at the same path on other hosts.
     return [program, *make(job, interfaces), *job.command]
 
@@ -35,7 +34,7 @@ def _num_proc(job: Job) -> str:
 def _mpirun(job: Job, interfaces: str | None) -> list[str]:
     """Return the options of Open MPI's mpirun. Its default binds each of two ranks to one core."""
     line = ["-np", _num_proc(job), "-H", ",".join(map(str, job.hosts)), "--bind-to", "none"]
-    line += ["--tag-output", "--mca", "plm_rsh_args", " ".join(job.ssh.options())]
+    line += ["--tag-output", "--mca", "plm_rsh_args", " ".join(job.remote.options())]
     if interfaces:
         line += [
             "--mca",
@@ -57,24 +56,8 @@ def _horovodrun(job: Job, interfaces: str | None) -> list[str]:
     """
     line = ["--gloo", "-np", _num_proc(job), "-H", ",".join(map(str, job.hosts))]
     line += ["--start-timeout", f"{job.start_timeout_s:.0f}"]
-    line += ["-p", str(job.ssh.port)] if job.ssh.port else []
-    line += ["-i", job.ssh.identity_file] if job.ssh.identity_file else []
+    line += ["-p", str(job.remote.port)] if job.remote.port else []
+    line += ["-i", job.remote.identity_file] if job.remote.identity_file else []
     line += ["--network-interfaces", interfaces] if interfaces else []
     line += ["--output-filename", str(job.output)] if job.output else []
     return line + (["--verbose"] if job.verbose else [])
-
-
-def _srun(job: Job, interfaces: str | None) -> list[str]:
-    """Return the options of srun, which starts the same number of ranks on each host."""
-    slots = {host.slots for host in job.hosts}
-    if len(slots) > 1:
-        hosts = ",".join(map(str, job.hosts))
-        raise InputError(
-            f"--via srun starts the same number of ranks on each host; the slots of {hosts} differ"
-        )
-    line = ["--nodelist", ",".join(host.name for host in job.hosts), "--ntasks", _num_proc(job)]
-    line += ["--ntasks-per-node", str(slots.pop()), "--nodes", str(len(job.hosts))]
-    # srun takes --cpus-per-task from its own option or variable, not from sbatch's.
-    line += ["--cpus-per-task", os.environ.get("SLURM_CPUS_PER_TASK", "1")]
-    line += ["--kill-on-bad-exit=1", "--label"]
-    return line + (["--output", f"{job.output}/rank.%t"] if job.output else [])

@@ -5,6 +5,7 @@
     launcher  --- stdin: variables in a line of JSON,
                   SIGINT, SIGTERM; its end ends all ---------->  supervisor ---> agent ---> ranks
               <-- stdout: [rank]<stream>:line ----------------              <--- pipes ------
+                  [host]<signal>:15, for its own SIGTERM
 
 The agent is torch's; it can be killed, and its ranks lead sessions of their own. So this process
 adopts the orphans of its host: every process that the ranks have started, at any depth, stays its
@@ -27,9 +28,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from types import FrameType
 
 import psutil
 
+from hvdtrain.system import signals
+from hvdtrain.system.cores import BINDINGS
 from hvdtrain.system.processes import adopt_orphans, end_descendants, is_running
 
 GRACE_S = 5.0  # from SIGTERM to SIGKILL, once stdin has closed or the agent has ended
@@ -46,6 +50,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--master-addr", required=True)
     parser.add_argument("--master-port", type=int, required=True)
     parser.add_argument("--start-timeout", type=float, required=True, metavar="SECONDS")
+    parser.add_argument("--bind-to", choices=BINDINGS, required=True)
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
@@ -83,9 +88,17 @@ def main(arguments: Sequence[str]) -> int:
     relaying = threading.Thread(target=relay, args=(prefixes,), daemon=True)
     relaying.start()
     stdin_closed = threading.Event()
+
+    def report_signal(number: int, frame: FrameType | None) -> None:
+        """Tell the launcher, which tells every supervisor: scancel signals each step of a job."""
+        with contextlib.suppress(OSError):
+            os.write(ends[-1], f"[{options.node_rank}]<signal>:{number}\n".encode())
+
+    signals.set_handler(report_signal, signal.SIGTERM)
     threading.Thread(target=forward_signals, args=(agent.pid, stdin_closed), daemon=True).start()
     threading.Thread(target=continue_if_stopped, args=(agent.pid,), daemon=True).start()
     code = wait_for_child(agent)
+    signals.set_handler(signal.SIG_IGN, signal.SIGTERM)
     if code < 0:
         os.write(ends[-1], f"[{options.node_rank}]<agent>:{code}\n".encode())
     os.close(ends[-1])

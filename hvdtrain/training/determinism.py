@@ -14,6 +14,7 @@ import torch
 
 from hvdtrain.job import launcher_watch
 from hvdtrain.job.world import World, is_mpi, rank_variable
+from hvdtrain.system import cores
 
 
 def set_threads(requested: int | None, world: World, env: Mapping[str, str]) -> str:
@@ -32,11 +33,11 @@ def set_threads(requested: int | None, world: World, env: Mapping[str, str]) -> 
     elif given.isdecimal() and len(given) < 5 and int(given) > 0 and not by_torchrun:
         threads, why = int(given), "OMP_NUM_THREADS"
     else:
-        cores, of_host = len(os.sched_getaffinity(0)), cores_of_host(world)
+        mine, of_host = len(os.sched_getaffinity(0)), cores_of_host(world)
         share, why = of_host // world.local_size, f"{of_host} cores / {world.local_size}"
-        threads = max(1, min(cores, share))
-        if cores < share:
-            why = f"bound to {cores} of {of_host} cores"
+        threads = max(1, min(mine, share))
+        if mine < share:
+            why = f"bound to {mine} of {of_host} cores"
     torch.set_num_threads(threads)
     return f"{threads} a rank ({why})"
 
@@ -44,11 +45,11 @@ def set_threads(requested: int | None, world: World, env: Mapping[str, str]) -> 
 def cores_of_host(world: World) -> int:
     """Return how many cores all ranks of this host have together. Not collective.
 
-    mpirun may bind each rank to a part of them: to one core, or to a socket that several ranks
-    share. Then they are the cores of its own process on this host. Not those of the machine: a job
-    of Slurm or a container may have only some.
+    hvdrun and mpirun may bind each rank to a part of them: to one core, or to a socket that several
+    ranks share. Then they are the cores of its own process on this host. Not those of the machine:
+    a job of Slurm or a container may have only some.
     """
-    own = launchers = os.sched_getaffinity(0)
+    own = launchers = cores.of_host()
     variable = rank_variable(world) if is_mpi(world) else None
     # The launcher may be in another PID namespace: the ranks' cores are then all that is known.
     with contextlib.suppress(psutil.Error, OSError):

@@ -23,7 +23,6 @@ from hvdtrain import Backend, TrainConfig
 from hvdtrain.backends import load
 from hvdtrain.cli.compare import command
 from hvdtrain.compare.compare_options import CompareOptions
-from hvdtrain.compare.probe import cores
 from hvdtrain.compare.probe.hvdtrain_probe import norm, sample, stride
 from hvdtrain.compare.proof.work_trace import RankTrace
 from hvdtrain.compare.record import Record
@@ -34,6 +33,7 @@ from hvdtrain.compare.run.arm_script import LOOPS, describe_data
 from hvdtrain.compare.run.arms import LAUNCHERS, choose_device, parse
 from hvdtrain.compare.run.no_communication import NoCommunication
 from hvdtrain.errors import InputError
+from hvdtrain.system import cores
 from hvdtrain.tasks.digits import Digits
 from hvdtrain.tasks.mlp import MLP
 from tests import ranks as live

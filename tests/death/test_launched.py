@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,39 +20,10 @@ import pytest
 
 from tests.forkserver import warm
 from tests.launch import failing
+from tests.launch.slurm import Slurm, running_slurm
 from tests.launch.test_failure import FAILING, check_ended, line, line_in, settings, traces
 from tests.launching import ROOT, Started, members, started, wait_for
 
-# Slurm's srun, as its manual describes it: `--kill-on-bad-exit` ends the others when a task fails,
-# and the largest code counts, 128 + number for a signal; a task that srun has ended does not count.
-SRUN = """
-import os, signal, subprocess, sys
-common = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0",
-          "SLURM_JOB_NODELIST": "localhost", "SLURM_NODEID": "0", "SLURM_NNODES": "1",
-          "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost",
-          "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
-tasks = {}
-for number in "01":
-    env = {**os.environ, **common, "SLURM_PROCID": number, "SLURM_LOCALID": number}
-    task = subprocess.Popen(sys.argv[1:], env=env, start_new_session=True)
-    tasks[task.pid] = task
-def forward(number, frame):
-    for pid in tasks:
-        os.kill(pid, number)
-signal.signal(signal.SIGTERM, forward)
-signal.signal(signal.SIGINT, forward)
-worst, ended = 0, False
-while tasks:
-    pid, status = os.wait()
-    del tasks[pid]
-    code = os.waitstatus_to_exitcode(status)
-    if not ended:
-        worst = max(worst, code if code >= 0 else 128 - code)
-    if code and not ended:
-        ended = True
-        forward(signal.SIGTERM, None)
-sys.exit(worst)
-"""
 DONE, BUG, INPUT, NAN = "done", "a bug", "bad input", "the loss is not finite"
 LOST, CTRL_C, TERM, KILLED = (
     "a peer is lost or late",
@@ -139,6 +111,13 @@ DEFAULTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Slurm on this machine."""
+    with running_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
+        yield slurm
+
+
 def rows() -> list[Row]:
     """Return the chosen rows, and a default one for each cell that none of them is in."""
     rest = CELLS.keys() - {(row.launcher, row.end) for row in CHOSEN}
@@ -162,8 +141,10 @@ def test_the_manual_has_every_end() -> None:
         for row in rows()
     ],
 )
-def test_a_rank_ends_the_job(row: Row, tmp_path: Path) -> None:
+def test_a_rank_ends_the_job(row: Row, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     env = {"OMPI_MCA_odls_base_sigkill_timeout": "5"}  # from SIGTERM to SIGKILL
+    if row.launcher == "srun":
+        env = request.getfixturevalue("slurm").env
     with started(command(row, tmp_path), env=env) as (process, log):
         if row.end in (CTRL_C, TERM):
             send(process, row.end, tmp_path / "mark", log)
@@ -196,7 +177,9 @@ def command(row: Row, folder: Path) -> list[str]:
     if row.launcher == "hvdtrain":
         return heat(program)
     if row.launcher == "srun":
-        return [sys.executable, "-c", SRUN, *heat(program)]
+        # A Ctrl-C counts at once, not only the second.
+        options = ["--ntasks", str(row.n), "--kill-on-bad-exit=1", "--quit-on-interrupt"]
+        return ["srun", *options, *heat(program)]
     if row.launcher == "hvdrun":  # its agent needs more file descriptors than a forked one gets
         return [sys.executable, "-m", "hvdtrain", "launch", "-np", str(row.n), *heat(program)]
     return heat(line(row.launcher, row.n, *program[1:]))
@@ -228,6 +211,7 @@ def check_report(row: Row, output: str) -> None:
     who = f"rank {row.victim}/{row.n}"
     summary = "error: rank "  # by hvdrun, of the rank that ended first
     errors = [text for text in lines if "error: " in text and not text.startswith(summary)]
+    errors = [text for text in errors if not text.startswith(("srun: ", "slurmstepd"))]
     if row.own_loop and row.end == LOST:
         errors = [text for text in lines if "lost contact with" in text][:1]
     elif row.victim >= 0:  # all ranks alike print their traceback each

@@ -19,7 +19,7 @@ import pytest
 from hvdtrain.cli import main
 from hvdtrain.errors import InputError
 from hvdtrain.job.slurm import expand_node_list
-from hvdtrain.launch import launcher, ssh
+from hvdtrain.launch import launcher, remote
 from hvdtrain.launch.host_list import (
     Host,
     choose_slots,
@@ -27,7 +27,7 @@ from hvdtrain.launch.host_list import (
     parse_host_list,
     read_host_file,
 )
-from hvdtrain.launch.ssh import through_stdin
+from hvdtrain.launch.remote import through_stdin
 from hvdtrain.launch.supervisor import mark_lines, parse
 from tests.launching import (
     BIN,
@@ -140,7 +140,7 @@ def test_slots_are_filled_in_order() -> None:
 @pytest.mark.parametrize(("host", "ranks"), [(0, range(2)), (1, range(2, 3)), (2, range(3, 7))])
 def test_the_ranks_of_hosts_with_different_slots(host: int, ranks: range) -> None:
     hosts = f"--nproc-per-node 2,1,4 --node-rank {host} --master-addr a --master-port 1".split()
-    assert parse([*hosts, "--start-timeout", "1", "python"]).ranks == ranks
+    assert parse([*hosts, "--start-timeout", "1", "--bind-to", "core", "python"]).ranks == ranks
 
 
 def test_marked_lines() -> None:
@@ -244,11 +244,11 @@ def test_other_hosts_get_no_loopback_address(monkeypatch: pytest.MonkeyPatch) ->
     every = [a for each in psutil.net_if_addrs().values() for a in each]
     own = next(a.address for a in every if a.family == socket.AF_INET and a.address[:4] != "127.")
     addresses = {"me@here": ["127.0.1.1"], "alias": ["::1"], "far": [own]}
-    monkeypatch.setattr(ssh, "_resolve", addresses.__getitem__)
-    monkeypatch.setattr(ssh, "is_this_host", lambda name: name == "here")
+    monkeypatch.setattr(remote, "_resolve", addresses.__getitem__)
+    monkeypatch.setattr(remote, "is_this_host", lambda name: name == "here")
     for names in (["me@here", "far"], ["here", "me@here", "far"], ["alias", "me@here", "far"]):
-        assert ssh.master_address(names) == own
-    assert ssh.master_address(["me@here", "here"]) == "127.0.0.1"
+        assert remote.master_address(names) == own
+    assert remote.master_address(["me@here", "here"]) == "127.0.0.1"
 
 
 @pytest.mark.parametrize("hosts", ["a.invalid:4", "a.invalid:2,b.invalid:2"])
@@ -302,21 +302,27 @@ def test_other_launchers(dry_run: DryRun) -> None:
     assert text.endswith(f"--network-interfaces eth1 {BIN}/hvdtrain")
 
 
-def test_srun(tmp_path: Path) -> None:
-    (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
-    (tmp_path / "srun").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{clean_env()['PATH']}", "SLURM_CPUS_PER_TASK": "8"}
-    hosts = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
-    line = [*HVDRUN, "--via", "srun", "hvdtrain", "--epochs", "1"]
-    finished = run(line, env={**env, **hosts})
-    assert finished.output == (
-        "--nodelist n1,n2 --ntasks 8 --ntasks-per-node 4 --nodes 2 --cpus-per-task 8 "
-        f"--kill-on-bad-exit=1 --label {BIN}/hvdtrain --epochs 1\n"
-    )
-    assert run([*line[:6], "-np", "5", *line[6:]], env={**env, **hosts}).lines(
-        "error: --via srun starts the same number of ranks on each host; the slots of n1:4,n2:1 "
-        "differ"
-    )
+def test_what_reaches_other_hosts_gets_the_command_as_arguments(
+    dry_run: DryRun, tmp_path: Path
+) -> None:
+    """srun, kubectl, or any program; they do not pass a line to a shell, as ssh does."""
+    for name in ("srun", "kubectl", "reach"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{clean_env()['PATH']}"}
+    step = "srun --overlap --nodes=1 --ntasks=1 --cpu-bind=none --nodelist=10.1.2.3"
+    for rsh, begin in (
+        ("srun", step),
+        ("kubectl", "kubectl exec --stdin 10 --"),
+        ("reach -x {host} --", "reach -x 10.1.2.3 --"),
+    ):
+        there, _ = dry_run("-H", "10.1.2.3,localhost", "--rsh", rsh, "python", "a b", **env)
+        words = begin.split()
+        assert there[: len(words)] == words
+        shell, option, inner = there[len(words) :]
+        assert (shell, option) == ("sh", "-c")
+        assert inner.startswith(f"cd {os.getcwd()} && exec env ")
+        assert inner.endswith(f"{BIN}/python 'a b'")
 
 
 @pytest.mark.parametrize(
@@ -329,12 +335,21 @@ def test_srun(tmp_path: Path) -> None:
         (["-np", "3", "-H", "a:2", "python"], "-np 3 is more than the 2 slots of a:2"),
         (["-H", "a", "--hostfile", "b", "python"], "-H and --hostfile both name the hosts"),
         (["-np", "1", "-x", "NO_SUCH", "python"], "-x NO_SUCH: the variable is not set"),
-        (["-np", "1", "--via", "srun", "python"], "--via srun: there is no srun on PATH"),
+        (["-H", "nohost", "--rsh", "no-such {host}", "python"], "there is no no-such on PATH"),
+        (["-H", "nohost", "--rsh", "rsh", "python"], "--rsh rsh: give ssh, srun, kubectl, or a"),
+        (
+            ["-H", "nohost", "--rsh", "rsh {name}", "python"],
+            "--rsh rsh {name}: give ssh, srun",
+        ),
         (["-np", "0", "python"], "'-np'"),
         (["-np", "1", "--min-np", "1", "python"], "--min-np needs a --host-discovery-script"),
         (["-np", "1", "--reset-limit", "1", "python"], "--reset-limit needs a --host-discovery"),
         (["-np", "1", "--via", "mpirun", "--verbose", "python"], "--verbose has no effect with"),
-        (["-np", "1", "--via", "srun", "-p", "22", "python"], "-p has no effect with --via srun"),
+        (["-np", "1", "--rsh", "srun", "-p", "22", "python"], "-p has no effect with --rsh srun"),
+        (
+            ["-np", "1", "--via", "mpirun", "--rsh", "srun", "python"],
+            "--rsh has no effect",
+        ),
         (["--host-discovery-script", "x", "-H", "a", "python"], "-H has no effect with --host-"),
         (["-np", "1", "--output-filename", "/dev/null/x", "python"], "--output-filename /dev/null"),
     ],

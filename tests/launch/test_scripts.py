@@ -40,8 +40,8 @@ PRINTED = [
     ("mpirun.sh", {"NP": "2"}, "mpirun -np 2 --bind-to none hvdtrain"),
     (
         "slurm.sbatch",
-        {"SLURM_CPUS_PER_TASK": "4"},
-        "srun --cpus-per-task 4 --kill-on-bad-exit=1 hvdtrain",
+        {},
+        "hvdrun --rsh srun hvdtrain",
     ),
 ]
 
@@ -72,10 +72,20 @@ def test_mpirun_passes_variables_to_other_hosts() -> None:
     assert set(passed.values()) == {"-x"}
 
 
-@pytest.mark.parametrize(("code", "requeues"), [(0, False), (1, False), (143, True)])
-def test_slurm_queues_a_preempted_job_again(code: int, requeues: bool, tmp_path: Path) -> None:
-    for name, does in (("srun", f"exit {code}"), ("scontrol", f'echo "$@" > {tmp_path}/asked')):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+@pytest.mark.parametrize(
+    ("code", "signal_", "requeues"),
+    [(0, "", 0), (1, "", 0), (143, "", 0), (143, "USR1", 1), (143, "TERM", 0), (3, "USR1", 0)],
+)
+def test_slurm_queues_a_preempted_job_again(
+    code: int, signal_: str, requeues: int, tmp_path: Path
+) -> None:
+    """Not a cancelled one, and not one that has failed: test_slurm.py runs it under Slurm."""
+    signalled = f"sleep 60 & trap 'kill %1; exit {code}' TERM; kill -{signal_} $PPID; wait"
+    for name, does in (
+        ("hvdrun", signalled if signal_ else f"exit {code}"),
+        ("scontrol", f'echo "$@" >> {tmp_path}/asked'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
     assert run(["bash", SCRIPTS / "slurm.sbatch"], env=env).code == code

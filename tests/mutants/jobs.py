@@ -256,7 +256,7 @@ FAULTS = [
     ),
     Fault(
         "secret-on-a-command-line",
-        "launch/ssh.py",
+        "launch/remote.py",
         "for name in sorted(wanted) if name != job_secret.VARIABLE}",
         "for name in sorted(wanted)}",
         "tests/launch/test_launch.py tests/launch/test_hosts.py tests/test_security.py",

@@ -40,12 +40,12 @@ def run_hidden() -> None:
 
 
 def bind_to_cores() -> None:
-    """Bind a rank to its share of the cores: see `cores`."""
+    """Bind a rank to its share of the cores, whatever its launcher has bound it to."""
     for rank, size in _LOCAL:
         if rank in os.environ and os.environ.get(size, "").isdigit():
             at, ranks = int(os.environ[rank]), int(os.environ[size])
-            share = load("cores").share_of_cores
-            os.sched_setaffinity(0, share(at, ranks, os.sched_getaffinity(0)))
+            cores = load("../../system/cores")
+            os.sched_setaffinity(0, cores.share_of_cores(at, ranks, cores.of_host()))
             return
 
 
@@ -71,9 +71,10 @@ class Finder:
 
 
 def load(name: str) -> Any:
-    """Import a module of this folder."""
+    """Import a module by its path from this folder, without the package that it is in."""
     where = os.path.join(_FOLDER, f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"hvdtrain_probe.{name}", where)
+    name = f"hvdtrain_probe.{os.path.basename(name)}"
+    spec = importlib.util.spec_from_file_location(name, where)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -21,11 +21,11 @@ import torch
 
 from hvdtrain.backends import open_backend
 from hvdtrain.backends.base import Backend
-from hvdtrain.compare.probe.cores import share_of_cores
 from hvdtrain.compare.probe.hvdtrain_probe import Probe, RefusedError, connect
 from hvdtrain.compare.run.by_hand import ByHand
 from hvdtrain.errors import HvdtrainError, InputError, one_line
 from hvdtrain.job.world import detect
+from hvdtrain.system import cores
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.task import Task, load_task
 from hvdtrain.training.trainer import Trainer
@@ -41,12 +41,13 @@ def open_loop(
     `options`: of TrainConfig; `pin`: bind to a share of the cores; `per_host`: the ranks by which a
     host's cores are divided, if `options` has no number of threads.
     """
-    world, cores = detect(), sorted(os.sched_getaffinity(0))
+    world, of_host = detect(), cores.of_host()
     config = TrainConfig(**options)
     if config.threads is None:  # before this rank is bound to its share, which is divided
-        config = replace(config, threads=max(1, len(cores) // per_host))
+        config = replace(config, threads=max(1, len(of_host) // per_host))
     if pin:
-        os.sched_setaffinity(0, share_of_cores(world.local_rank, world.local_size, cores))
+        share = cores.share_of_cores(world.local_rank, world.local_size, of_host)
+        os.sched_setaffinity(0, share)
     # Before any inter-op parallel work: torch rejects a later change.
     torch.set_num_interop_threads(1)
     opened = open_backend(backend, world, config.backend_options())

@@ -117,7 +117,10 @@ class Arm:
         where = ["-np", str(self.ranks), "-H", ",".join(map(str, self.hosts))]
         if self.launcher == "horovodrun":
             return ["horovodrun", *where, "--gloo", "--disable-cache"]
-        return [sys.executable, "-m", "hvdtrain", "launch", *where, "--via", self.launcher]
+        started = ["--via", self.launcher]
+        if self.launcher == "torchrun":  # each rank of every arm binds itself: see `pin`
+            started += ["--bind-to", "none"]
+        return [sys.executable, "-m", "hvdtrain", "launch", *where, *started]
 
 
 def parse(text: str, ranks: int, cuda: bool, hosts: tuple[Host, ...] = ()) -> Arm:

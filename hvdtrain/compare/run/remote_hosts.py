@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.host_list import Host
-from hvdtrain.launch.ssh import Ssh, is_this_host
+from hvdtrain.launch.remote import RemoteShell, is_this_host
 from hvdtrain.system.processes import end_with_parent
 
 _REPLY_S = 30.0  # to a command on another host, or to the start of a connection
@@ -44,7 +44,7 @@ class RemoteHosts:
         for name in self._names:
             with self._log(name).open("wb") as log:
                 self._shells[name] = subprocess.Popen(
-                    ["ssh", *Ssh().options(), "-M", "-S", self._control(name), name, "sh"],
+                    ["ssh", *RemoteShell().options(), "-M", "-S", self._control(name), name, "sh"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

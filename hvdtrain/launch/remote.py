@@ -1,7 +1,8 @@
 """The command line that runs a program on another host, and what travels there with it.
 
-Used by `hvdtrain launch`. The working folder and some variables travel; the interpreter is named by
-its absolute path, so a virtual environment must exist at the same path. Imports no torch.
+Used by `hvdtrain launch`: by ssh, or by what `--rsh` names. The working folder and some variables
+travel; the interpreter is named by its absolute path, so a virtual environment must exist at the
+same path. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,14 +33,47 @@ TRAVELLING = tuple(
 _AT_START = ("PATH", "LD_LIBRARY_PATH", "PYTHON")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
+SSH = "ssh"
+# What else --rsh names. A command here, or one that the user gives, passes its last arguments on to
+# the other host as they are; ssh joins its own into one line for the user's shell.
+_COMMANDS = {
+    # A step beside the job's others, with all the cores and GPUs that the job has on that host.
+    "srun": "srun --overlap --nodes=1 --ntasks=1 --cpu-bind=none --nodelist={host}",
+    # Pods find each other as worker-0.workers, and kubectl knows that pod as worker-0.
+    "kubectl": "kubectl exec --stdin {pod} --",
+}
+
 
 @dataclass(frozen=True)
-class Ssh:
-    """How to reach other hosts."""
+class RemoteShell:
+    """How to start programs on other hosts. The connection's stdin ends as this process does."""
 
+    rsh: str = SSH
+    """ssh, srun, kubectl, or a command with {host} (or {pod}: up to its first dot) in it."""
     port: int | None = None
     identity_file: str | None = None
     connect_timeout_s: int = 30
+
+    @property
+    def name(self) -> str:
+        """The program's name, for messages."""
+        return self.rsh.split()[0]
+
+    def check(self) -> None:
+        """Raise InputError if the command cannot be one, or its program is not on PATH."""
+        try:
+            names_host = self._words("a") != self._words("b")
+        except (KeyError, IndexError, ValueError):  # {name}, {}, an open quote
+            names_host = False
+        if not names_host:
+            known = ", ".join((SSH, *_COMMANDS))
+            raise InputError(
+                f"--rsh {self.rsh}: give {known}, or a command with {{host}} in it, such as "
+                f"'docker exec -i {{host}}'"
+            )
+        if shutil.which(self.name) is None:
+            hint = "; install OpenSSH, or give --rsh" if self.rsh == SSH else ""
+            raise InputError(f"there is no {self.name} on PATH, to reach other hosts{hint}")
 
     def options(self) -> list[str]:
         """Return ssh's options. A host that is not known yet is accepted, a changed key is not."""
@@ -51,15 +85,21 @@ class Ssh:
 
     def command(self, host: str, command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
         """Return the command line that runs `command` on `host`, in this working folder. Raises
-        InputError if ssh is not on PATH.
+        InputError if that is not possible.
         """
-        if shutil.which("ssh") is None:
-            raise InputError(
-                f"{host} is another host, and there is no ssh on PATH; install OpenSSH"
-            )
+        self.check()
         settings = [f"{name}={value}" for name, value in variables.items()]
         inner = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *settings, *command])}"
-        return ["ssh", *self.options(), host, inner]
+        if self.rsh == SSH:
+            return [*self._words(host), inner]
+        return [*self._words(host), "sh", "-c", inner]
+
+    def _words(self, host: str) -> list[str]:
+        if self.rsh == SSH:
+            return [SSH, *self.options(), host]
+        names = {"host": host, "pod": host.partition(".")[0]}
+        template = _COMMANDS.get(self.rsh, self.rsh)
+        return [word.format_map(names) for word in shlex.split(template)]
 
 
 def environment(names: Sequence[str], interfaces: str | None) -> dict[str, str]:

@@ -1,0 +1,152 @@
+"""Which cores a rank is bound to: `python cores.py core|numa RANK/RANKS COMMAND ...` runs a command
+bound to them; RANK counts from 0 on this host. Imports nothing of hvdtrain, and no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+NONE, CORE, NUMA = BINDINGS = ("none", "core", "numa")
+VARIABLE = "HVDTRAIN_CORES"
+"""The cores that a host's ranks share, in a rank that has been bound to its part of them."""
+
+_SIBLINGS = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
+
+
+def command(binding: str, place: str, line: Sequence[str]) -> list[str]:
+    """Return the command line that runs `line` bound: `place` is "RANK/RANKS" of its host."""
+    if binding == NONE:
+        return list(line)
+    return [sys.executable, "-S", "-E", __file__, binding, place, *line]
+
+
+def of_host() -> set[int]:
+    """Return the cores that this host's ranks share, as far as this process knows them."""
+    given = os.environ.get(VARIABLE)
+    return _numbers(given) if given else os.sched_getaffinity(0)
+
+
+def share_of_cores(rank: int, ranks: int, cores: Collection[int]) -> list[int]:
+    """Return the cores of one of a host's ranks: an equal share of whole physical cores, with all
+    their hardware threads; one thread each if the ranks exceed the physical cores, a physical core
+    of its own as long as there are any.
+    """
+    physical = _physical(cores)
+    groups = list(physical.values())
+    if share := len(groups) // ranks:
+        return sorted(sum(groups[rank * share :][:share], []))
+    order = sorted(cores, key=lambda core: (physical[_siblings(core)].index(core), core))
+    return [order[rank % len(order)]]
+
+
+def cores_of(binding: str, rank: int, ranks: int, cores: Collection[int]) -> list[int]:
+    """Return the cores that a rank of this host is bound to; all of `cores` if that has no use.
+
+    core: its share of the physical cores, of its GPU's NUMA node if each rank has a GPU; all if the
+    ranks are more than these. numa: all cores of its GPU's node, else of the node that it falls to.
+    """
+    nodes = _nodes(cores)
+    of_gpus = [nodes.get(number, sorted(cores)) for number in _nodes_of_gpus()[:ranks]]
+    if binding == NUMA and rank < len(of_gpus):
+        return of_gpus[rank]
+    if binding == NUMA:
+        dealt = [nodes[number] for number in sorted(nodes)]
+        return dealt[rank * len(dealt) // ranks] if 0 < len(dealt) <= ranks else sorted(cores)
+    mine, beside = sorted(cores), list(range(ranks))
+    if len(of_gpus) == ranks:
+        mine = of_gpus[rank]
+        beside = [r for r in range(ranks) if of_gpus[r] == mine]
+    if len(beside) > len(_physical(mine)):
+        return sorted(cores)
+    return share_of_cores(beside.index(rank), len(beside), mine)
+
+
+def _nodes(cores: Collection[int]) -> dict[int, list[int]]:
+    """Return the cores of each NUMA node, of those in `cores`; none if the system names no node."""
+    found = {}
+    for folder in _system("devices/system/node").glob("node[0-9]*"):
+        if own := sorted(_numbers(_read(folder / "cpulist")) & set(cores)):
+            found[int(folder.name[4:])] = own
+    return found
+
+
+def _nodes_of_gpus() -> list[int]:
+    """Return the NUMA node of each GPU that the ranks see, -1 where it has none: rank r takes GPU
+    r. By PCI address, as nvidia-smi numbers them; CUDA's default is the same for equal GPUs.
+    """
+    folders = sorted(_driver().glob("*:*:*.*"))
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        named = [name.strip() for name in visible.split(",")]
+        by_number = {str(number): folder for number, folder in enumerate(folders)}
+        uuids = {folder: _read(folder / "information") for folder in folders}
+        found = [by_number.get(n) or _of_uuid(n, uuids) for n in named]
+        folders = [folder for folder in found if folder is not None]
+    addresses = [folder.name.lower() for folder in folders]
+    texts = [_read(_system(f"bus/pci/devices/{address}/numa_node")) for address in addresses]
+    return [int(text or -1) for text in texts]
+
+
+def _of_uuid(uuid: str, information: dict[Path, str]) -> Path | None:
+    """Return the folder of the GPU whose UUID begins with "GPU-...", as CUDA accepts it."""
+    if not uuid.startswith("GPU-"):
+        return None
+    return next((folder for folder, text in information.items() if uuid in text), None)
+
+
+def _physical(cores: Collection[int]) -> dict[str, list[int]]:
+    """Return the hardware threads of each physical core, NUMA node by node."""
+    node_of = {core: number for number, own in _nodes(cores).items() for core in own}
+    physical: dict[str, list[int]] = {}
+    for core in sorted(cores, key=lambda core: (node_of.get(core, 0), core)):
+        physical.setdefault(_siblings(core), []).append(core)
+    return physical
+
+
+def _siblings(core: int) -> str:
+    """Return a name that all hardware threads of a physical core share."""
+    return _read(_system(_SIBLINGS.format(core))) or str(core)
+
+
+def _numbers(text: str) -> set[int]:
+    """Return the numbers of a list such as "0-3,8"."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.strip().isdigit():
+            found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _system(path: str) -> Path:
+    return Path("/sys") / path
+
+
+def _driver() -> Path:
+    return Path("/proc/driver/nvidia/gpus")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Bind this process, and become the command."""
+    binding, place, *line = arguments
+    rank, ranks = map(int, place.split("/"))
+    cores = os.sched_getaffinity(0)
+    os.environ[VARIABLE] = ",".join(map(str, sorted(cores)))
+    os.sched_setaffinity(0, cores_of(binding, rank, ranks, cores))
+    try:
+        os.execvp(line[0], line)
+    except OSError as error:
+        sys.exit(f"{line[0]}: {error.strerror}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

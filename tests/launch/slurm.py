@@ -1,0 +1,126 @@
+"""A real Slurm for tests: on the test hosts, or on this machine alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.launching import free_ports, wait_until
+
+# The daemons need no keys, as all are root's, and no control groups. A job that goes back to the
+# queue may start again after `cred_expire` seconds.
+CONF = """\
+ClusterName=test
+SlurmctldHost={controller}
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/none
+AuthInfo=cred_expire=5
+CredType=cred/none
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/affinity
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+JobRequeue=1
+KillWait=3
+SchedulerParameters=batch_sched_delay=0,sched_interval=2
+NodeName={names} NodeAddr={addresses} CPUs=4 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+CGROUP = "CgroupPlugin=cgroup/v1\nCgroupMountpoint={folder}/cgroup\n"
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A running cluster. `env` are the variables with which srun, salloc and the like find it."""
+
+    folder: Path
+    env: dict[str, str]
+
+    def logs(self) -> str:
+        """Return what its daemons have written."""
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
+
+
+@contextlib.contextmanager
+def running_slurm(
+    folder: Path,
+    addresses: dict[str, str] | None = None,
+    on: Callable[..., list[str]] = lambda host, *line: list(line),
+) -> Iterator[Slurm]:
+    """Run a cluster of hosts; of this machine alone without `addresses`, which has their names.
+
+    `on(host, *line)` returns the command that runs a line on a host; the first is the controller.
+    Skip the test without Slurm.
+    """
+    programs = ("slurmctld", "slurmd", "srun")
+    if missing := [program for program in programs if shutil.which(program) is None]:
+        pytest.skip(f"there is no {missing[0]}: Debian's slurm-wlm")
+    if os.geteuid() != 0:
+        pytest.skip("Slurm's daemons need root here")
+    hosts = addresses or {socket.gethostname(): "127.0.0.1"}
+    ports = (6817, 6818) if addresses else free_ports(2)
+    controller, at = next(iter(hosts.items()))
+    for made in ("state", "cgroup", *hosts):
+        (folder / made).mkdir(parents=True)
+    conf = CONF.format(
+        folder=folder,
+        controller=f"{controller}({at})",
+        ports=ports,
+        names=",".join(hosts),
+        addresses=",".join(hosts.values()),
+    )
+    (folder / "slurm.conf").write_text(conf)
+    (folder / "cgroup.conf").write_text(CGROUP.format(folder=folder))
+    slurm = Slurm(folder, {"SLURM_CONF": str(folder / "slurm.conf")})
+    env = {**os.environ, **slurm.env}
+
+    def are_idle() -> bool:
+        ask = on(controller, "sinfo", "--noheader", "--format=%T %D")
+        said = subprocess.run(ask, env=env, capture_output=True, text=True)
+        return said.stdout.strip() == f"idle {len(hosts)}"
+
+    with contextlib.ExitStack() as stack:
+        start = [(controller, ["slurmctld", "-D", "-i"])]
+        for host, line in [*start, *((host, ["slurmd", "-D", "-N", host]) for host in hosts)]:
+            stack.enter_context(_daemon(on(host, *line), folder / f"{line[0]}-{host}.log", env))
+        wait_until(are_idle, "idle hosts in Slurm", log=folder / f"slurmctld-{controller}.log")
+        yield slurm
+
+
+@contextlib.contextmanager
+def _daemon(line: Sequence[str], output: Path, env: dict[str, str]) -> Iterator[None]:
+    with output.open("wb") as log:
+        process = subprocess.Popen(
+            line,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

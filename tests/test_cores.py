@@ -1,0 +1,118 @@
+"""Which cores a rank is bound to: on machines of several shapes, and for real under hvdrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.system import cores
+from tests.launching import run
+
+TWO_NODES = [range(8), range(8, 16)]  # each of four physical cores with two threads
+ALL = set(range(16))
+
+
+@pytest.fixture(params=[TWO_NODES])
+def machine(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The files of a machine: NUMA nodes, whose cores c and c + 4 are one physical core."""
+    for number, node in enumerate(request.param):
+        folder = tmp_path / f"devices/system/node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{node[0]}-{node[-1]}\n")
+        for core in node:
+            topology = tmp_path / f"devices/system/cpu/cpu{core}/topology"
+            topology.mkdir(parents=True)
+            first = node[0] + (core - node[0]) % 4
+            (topology / "thread_siblings_list").write_text(f"{first},{first + 4}\n")
+    monkeypatch.setattr(cores, "_system", lambda path: tmp_path / path)
+    monkeypatch.setattr(cores, "_driver", lambda: tmp_path / "gpus")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+def add_gpus(machine: Path, nodes: Sequence[int]) -> None:
+    """Add a GPU for each of these NUMA nodes."""
+    for number, node in enumerate(nodes):
+        address = f"0000:{number + 1:02X}:00.0"
+        for folder in (machine / "gpus" / address, machine / "bus/pci/devices" / address.lower()):
+            folder.mkdir(parents=True)
+        (machine / "gpus" / address / "information").write_text(f"GPU UUID: \t GPU-{number}abc\n")
+        (machine / "bus/pci/devices" / address.lower() / "numa_node").write_text(f"{node}\n")
+
+
+def bound(binding: str, ranks: int) -> list[list[int]]:
+    return [cores.cores_of(binding, rank, ranks, ALL) for rank in range(ranks)]
+
+
+FIRST, SECOND = map(list, TWO_NODES)
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("binding", "count", "own"),
+    [
+        ("core", 1, [sorted(ALL)]),
+        ("core", 2, [FIRST, SECOND]),
+        ("core", 4, [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]),
+        ("core", 8, [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]),
+        ("core", 3, [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13]]),
+        ("core", 9, [sorted(ALL)] * 9),
+        ("numa", 1, [sorted(ALL)]),
+        ("numa", 4, [FIRST, FIRST, SECOND, SECOND]),
+    ],
+)
+def test_ranks_are_dealt_out_node_by_node(binding: str, count: int, own: list[list[int]]) -> None:
+    assert bound(binding, count) == own
+
+
+@pytest.mark.parametrize(
+    ("visible", "own"),
+    [
+        (None, [SECOND, FIRST]),
+        ("1,0", [FIRST, SECOND]),
+        ("GPU-2abc,GPU-1abc", [SECOND, FIRST]),
+        ("", [FIRST, SECOND]),  # none: as without GPUs
+    ],
+)
+def test_a_rank_goes_to_the_node_of_its_gpu(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, own: list[list[int]]
+) -> None:
+    add_gpus(machine, [1, 0, 1])
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert bound("numa", 2) == own
+    # One rank for each node: its share is the node.
+    assert bound("core", 2) == own
+
+
+def test_a_gpu_of_no_node_changes_nothing(machine: Path) -> None:
+    add_gpus(machine, [-1, -1])
+    assert bound("core", 2) == [FIRST, SECOND]
+    assert bound("numa", 2) == [sorted(ALL)] * 2
+
+
+SAY = (
+    "import json, os; from hvdtrain.job.world import detect; "
+    "from hvdtrain.training.determinism import set_threads; "
+    "print(json.dumps([sorted(os.sched_getaffinity(0)), set_threads(None, detect(), os.environ)]))"
+)
+
+
+@pytest.mark.parametrize("binding", cores.BINDINGS)
+def test_hvdrun_binds_and_threads_stay_the_share_of_the_host(binding: str) -> None:
+    own = sorted(os.sched_getaffinity(0))
+    line = [sys.executable, "-m", "hvdtrain", "launch", "-np", "2", "--bind-to", binding]
+    done = run([*line, sys.executable, "-c", SAY])
+    assert done.code == 0, done.output
+    found = {text[:3]: json.loads(text.partition(":")[2]) for text in done.lines("<stdout>:")}
+    expected = [cores.cores_of(binding, r, 2, own) if binding != "none" else own for r in (0, 1)]
+    assert [found[f"[{rank}]"][0] for rank in (0, 1)] == expected
+    threads = max(1, len(own) // 2)
+    assert all(text.startswith(f"{threads} a rank (") for _, text in found.values()), found
