@@ -199,8 +199,10 @@ def command(
     """
     if detect().size > 1:
         raise InputError("hvdtrain launch starts the ranks itself; run it without a launcher")
+    remote = RemoteShell(rsh, ssh_port, ssh_identity_file, int(start_timeout) or 1)
     if rsh != SSH:
         _refuse(context, _SSH_ONLY, f"has no effect with --rsh {rsh}")
+        remote.check()  # even if all hosts turn out to be this one
     env = environment(named, network_interfaces)
     if via == LAUNCHERS[0]:  # mpirun gives its ranks a terminal; horovodrun sets this itself
         env.setdefault("PYTHONUNBUFFERED", "1")
@@ -234,7 +236,7 @@ def command(
         command=_command(arguments, module, env["PATH"]),
         env=env,
         named=named,
-        remote=RemoteShell(rsh, ssh_port, ssh_identity_file, int(start_timeout) or 1),
+        remote=remote,
         start_timeout_s=start_timeout,
         output=Path(output_filename).absolute() if output_filename else None,
         verbose=verbose,

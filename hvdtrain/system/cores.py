@@ -78,22 +78,25 @@ def _nodes_of_gpus() -> list[int]:
     r. By PCI address, as nvidia-smi numbers them; CUDA's default is the same for equal GPUs.
     """
     folders = sorted(_driver().glob("*:*:*.*"))
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        named = [name.strip() for name in visible.split(",")]
-        by_number = {str(number): folder for number, folder in enumerate(folders)}
-        uuids = {folder: _read(folder / "information") for folder in folders}
-        found = [by_number.get(n) or _of_uuid(n, uuids) for n in named]
-        folders = [folder for folder in found if folder is not None]
-    addresses = [folder.name.lower() for folder in folders]
-    texts = [_read(_system(f"bus/pci/devices/{address}/numa_node")) for address in addresses]
-    return [int(text or -1) for text in texts]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [_node_of_gpu(folder) for folder in folders]
+    numbers = {str(number): folder for number, folder in enumerate(folders)}
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return [_node_of_gpu(numbers.get(name) or _gpu_of_uuid(name, folders)) for name in names]
 
 
-def _of_uuid(uuid: str, information: dict[Path, str]) -> Path | None:
-    """Return the folder of the GPU whose UUID begins with "GPU-...", as CUDA accepts it."""
+def _gpu_of_uuid(uuid: str, folders: Sequence[Path]) -> Path | None:
+    """Return the folder of the GPU whose UUID begins so; None for a part of a GPU (MIG)."""
     if not uuid.startswith("GPU-"):
         return None
-    return next((folder for folder, text in information.items() if uuid in text), None)
+    return next((each for each in folders if uuid in _read(each / "information")), None)
+
+
+def _node_of_gpu(folder: Path | None) -> int:
+    """Return the NUMA node of the GPU with this folder of the driver; -1 if none is known."""
+    address = "" if folder is None else folder.name.lower()
+    return int(_read(_system(f"bus/pci/devices/{address}/numa_node")) or -1)
 
 
 def _physical(cores: Collection[int]) -> dict[str, list[int]]:
