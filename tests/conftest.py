@@ -31,9 +31,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# The secret of the job is a file there: tests neither use nor create that of the user.
-_CONFIG_HOME = tempfile.mkdtemp(prefix="hvdtrain-test-config-")
-os.environ["XDG_CONFIG_HOME"] = _CONFIG_HOME
+
+def pytest_configure() -> None:
+    # The secret of the job is a file there: tests neither use nor create that of the user. Not at
+    # the import of this module: a rank that runs a test's function imports it, too.
+    os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="hvdtrain-test-config-")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,7 +72,7 @@ def left_out(reasons: list[str]) -> str:
 
 
 def pytest_unconfigure() -> None:
-    shutil.rmtree(_CONFIG_HOME)
+    shutil.rmtree(os.environ["XDG_CONFIG_HOME"])
 
 
 # Usage: `@pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)`. pytest groups the tests by
