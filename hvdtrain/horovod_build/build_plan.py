@@ -14,6 +14,7 @@ GIB_PER_JOB = 2.5
 """Memory of one compiler process, for a source file that includes the torch headers."""
 
 CMAKE_FIX = "pip install --upgrade cmake"
+GPU_FIX = "set HOROVOD_CUDA_HOME and HOROVOD_NCCL_HOME (horovod.readthedocs.io, Horovod on GPU)"
 
 
 @dataclass(frozen=True)
@@ -200,15 +201,13 @@ def _decide_gpu(facts: Facts, choice: bool | None) -> tuple[Cuda | None, str]:
         return None, "no: torch is a CPU build"
     major = torch.cuda.partition(".")[0]
     asked = f"torch is built for CUDA {torch.cuda}"
-    toolkit = f"install the CUDA toolkit {torch.cuda}, or set CUDA_HOME to one"
     if not facts.cuda:
-        return None, f"no: {asked} and no nvcc was found; {toolkit}"
+        return None, f"no: {asked} and no nvcc was found; {GPU_FIX}"
     # nvcc and torch must share the major version: one process loads both runtime libraries.
     fits = [cuda for cuda in facts.cuda if cuda.release.partition(".")[0] == major]
     if not fits:
         found = ", ".join(f"{cuda.release} in {cuda.home}" for cuda in facts.cuda)
-        return None, f"no: {asked} and nvcc is {found}; {toolkit}"
+        return None, f"no: {asked} and nvcc is {found}; {GPU_FIX}"
     if facts.nccl is None:
-        fix = f"pip install nvidia-nccl-cu{major}, or set NCCL_HOME"
-        return None, f"no: {asked} and nccl.h with libnccl was not found; {fix}"
+        return None, f"no: {asked} and nccl.h with libnccl was not found; {GPU_FIX}"
     return fits[0], f"NCCL: {facts.nccl.library}, nvcc {fits[0].release} in {fits[0].home}"

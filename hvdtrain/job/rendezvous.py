@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -73,6 +73,25 @@ _REFUSED_S = 1.0  # a server that started before the ranks and refuses for so lo
 _RESOLVE_S = 10.0  # the name of a container that has just started may not resolve yet
 
 
+@dataclass
+class _Kept:
+    """What this process keeps until it ends, for it may open stores any number of times."""
+
+    worlds: dict[World, World] = field(default_factory=dict)
+    """Worlds as launchers describe them, with their complete ones."""
+    served: dict[int, TCPStore] = field(default_factory=dict)
+    """Rank 0's stores by fixed port: another rank may connect before rank 0 opens it again."""
+    published: dict[tuple[str, int], TCPStore] = field(default_factory=dict)
+    """Rank 0's store by launcher and generation of an elastic world: the latest alone."""
+    broadcast: list[Any] = field(default_factory=list)
+    """The MPI request of rank 0's address, and its buffer, which must outlive it."""
+    attempts: dict[tuple[str, int], Future[TCPStore]] = field(default_factory=dict)
+    """Connections that had no answer in time, by host and port: the next call waits on."""
+
+
+_kept = _Kept()
+
+
 def open_store(world: World, timeout_s: float, prefix: str = "") -> Store:
     """Open one store for all ranks. Collective: it returns once every rank has called it.
 
@@ -100,14 +119,14 @@ def complete_world(world: World, timeout_s: float) -> World:
     keep_launch_env()
     if world.is_complete:
         return world
-    if world not in _completed:
+    if world not in _kept.worlds:
         end_with_launcher(world)
         host = f"{socket.gethostname()} {host_identity('net')}"
         with _lost_store_is_named(world):
             store = _rendezvous_store(world, timeout_s, "hosts")
             place = ask_rank0(store, "place", world, [host, world.local_rank], _places)
         local_rank, local_size, cross_rank, cross_size = place
-        _completed[world] = replace(
+        _kept.worlds[world] = replace(
             world,
             local_rank=local_rank,
             local_size=local_size,
@@ -115,10 +134,7 @@ def complete_world(world: World, timeout_s: float) -> World:
             cross_size=cross_size,
             source=f"{world.source}; {local_size} ranks on this host, by the names of all hosts",
         )
-    return _completed[world]
-
-
-_completed: dict[World, World] = {}
+    return _kept.worlds[world]
 
 
 def _places(ranks: list[tuple[str, int]]) -> list[tuple[int, int, int, int]]:
@@ -240,7 +256,7 @@ def _at_address(world: World, deadline: float) -> Store:
         raise LaunchError(f"MASTER_PORT={port_text!r} is not a port; give one of 1 to 65535")
     _check_host_name(host, deadline)
     # The program may have made its own process group, with a store at this address.
-    is_served = agent_keeps_store(world) or (dist.is_initialized() and port not in _served_at)
+    is_served = agent_keeps_store(world) or (dist.is_initialized() and port not in _kept.served)
     if world.rank > 0 or is_served:
         return _connect(world, [(host, port)], None, deadline)
     try:
@@ -273,11 +289,11 @@ def _over_mpi(world: World, deadline: float) -> Store:
     mpi = load_mpi(world)
 
     def broadcast(message: bytes) -> bytes:
-        if not _broadcast:  # once per process: a later call reads the same broadcast
+        if not _kept.broadcast:  # once per process: a later call reads the same broadcast
             own = job_secret.secret() if message else bytes(SECRET_BYTES)
             buffer = bytearray((own + message).ljust(_MESSAGE_BYTES))
-            _broadcast.extend((mpi.COMM_WORLD.Ibcast([buffer, mpi.BYTE], root=0), buffer))
-        request, buffer = _broadcast
+            _kept.broadcast.extend((mpi.COMM_WORLD.Ibcast([buffer, mpi.BYTE], root=0), buffer))
+        request, buffer = _kept.broadcast
         for _ in poll_until(deadline):
             if request.Test():
                 job_secret.adopt(bytes(buffer[:SECRET_BYTES]))
@@ -313,10 +329,6 @@ def _over_horovodrun(world: World, deadline: float) -> Store:
     return _publish(world, deadline, put_or_poll)
 
 
-_broadcast: list[Any] = []  # the MPI request and its buffer, which must outlive it
-_published_by: dict[tuple[str, int], TCPStore] = {}
-
-
 def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) -> Store:
     """Serve the store on rank 0, connect on the others; `exchange` sends rank 0's message to all.
 
@@ -326,10 +338,10 @@ def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) 
     """
     if world.rank == 0:
         key = (world.launcher, elastic_world.times_asked())
-        store = _published_by.get(key)
+        store = _kept.published.get(key)
         if store is None:
-            _published_by.clear()
-            store = _published_by[key] = _serve(0, deadline)
+            _kept.published.clear()
+            store = _kept.published[key] = _serve(0, deadline)
             store.set("token", uuid.uuid4().hex)
         token = store.get("token").decode()
         _put_proof(store, token)
@@ -438,20 +450,15 @@ _BY_LAUNCHER: dict[str, Callable[[World, float], Store]] = {
 # Serving and connecting
 
 
-# Served until the process ends: when a store is opened again at a fixed port, another rank may
-# connect before rank 0 has called `_serve`.
-_served_at: dict[int, TCPStore] = {}
-
-
 def _serve(port: int, deadline: float) -> TCPStore:
     """Serve a store at `port`, or any free port for 0. Raises DistNetworkError if it is in use."""
-    if port not in _served_at:
+    if port not in _kept.served:
         timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
         store = TCPStore("localhost", port, is_master=True, timeout=timeout, wait_for_workers=False)
         if port == 0:
             return store
-        _served_at[port] = store
-    return _served_at[port]
+        _kept.served[port] = store
+    return _kept.served[port]
 
 
 def _connect(
@@ -520,7 +527,7 @@ def _connect_once(host: str, port: int) -> TCPStore:
     TCPStore itself would wait for ever. The attempt is kept for the next call, so that a silent
     server costs one thread and one socket, however often it is tried.
     """
-    attempt = _attempts.pop((host, port), None)
+    attempt = _kept.attempts.pop((host, port), None)
     if attempt is None:
         attempt = Future()
         # Not by an executor, whose threads the interpreter would join at exit.
@@ -528,11 +535,8 @@ def _connect_once(host: str, port: int) -> TCPStore:
     try:
         return attempt.result(_REPLY_S)
     except FutureTimeout:
-        _attempts[host, port] = attempt
+        _kept.attempts[host, port] = attempt
         raise TimeoutError(f"{host}:{port} does not answer as a store") from None
-
-
-_attempts: dict[tuple[str, int], Future[TCPStore]] = {}
 
 
 def _open_client(host: str, port: int, attempt: Future[TCPStore]) -> None:

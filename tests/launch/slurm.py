@@ -15,8 +15,9 @@ import pytest
 
 from tests.launching import free_ports, wait_until
 
-# The daemons need no keys, as all are root's, and no control groups. A job that goes back to the
-# queue may start again after `cred_expire` seconds.
+# The daemons need no keys, as all are root's, and no control groups. They bind no task: the hosts
+# share this machine's cores, and each of them would give its first task the same one. A job that
+# goes back to the queue may start again after `cred_expire` seconds.
 CONF = """\
 ClusterName=test
 SlurmctldHost={controller}
@@ -32,7 +33,7 @@ SlurmdSpoolDir={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/affinity
+TaskPlugin=task/none
 MpiDefault=none
 ReturnToService=2
 SlurmdParameters=config_overrides

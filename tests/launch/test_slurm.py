@@ -125,7 +125,7 @@ def test_a_preempted_job_goes_on_in_its_second_start(
     assert asked.code == 0, asked.output
     job, log = asked.output.strip(), tmp_path / "log"
     wait_until(log.exists, "the start of the job")
-    wait_for(log, "step ")
+    wait_for(log, "step ", seconds=120)
     assert run(hosts.on("a", "scancel", "--batch", "--signal=USR1", job), env=slurm.env).code == 0
     wait_for(log, "resume", seconds=120)
     wait_for(log, "done ", seconds=120)
@@ -147,10 +147,10 @@ def test_scancel_lets_the_ranks_save_and_queues_nothing_again(
     )
     job, log = asked.output.strip(), tmp_path / "log"
     wait_until(log.exists, "the start of the job")
-    wait_for(log, "step ")
+    wait_for(log, "step ", seconds=120)
     # The step on b gets the signal: its supervisor tells hvdrun, which stops all ranks.
     assert run(hosts.on("a", "scancel", "--signal=TERM", job), env=slurm.env).code == 0
-    wait_for(log, "error: ended by SIGTERM")
+    wait_for(log, "error: ended by SIGTERM", seconds=120)
     assert "saved; exit code 143" in log.read_text()
     ask = hosts.on("a", "squeue", "--noheader", "--format=%T")
     wait_until(lambda: not run(ask, env=slurm.env).output.strip(), "an empty queue")
