@@ -86,7 +86,11 @@ _NOT_VIA = {
     metavar="SECONDS",
     help="Time until the ranks of all hosts must have started.",
 )
-@click.option("--output-filename", metavar="DIR", help="Also write DIR/rank.N/stdout and stderr.")
+@click.option(
+    "--output-filename",
+    metavar="DIR",
+    help="Also write DIR/rank.N/stdout and stderr, and error.json if torch's @record is used.",
+)
 @click.option(
     "--network-interfaces",
     "--network-interface",

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -26,6 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from hvdtrain._torch.elastic_agent import ReportingAgent
+from hvdtrain.launch.output import rank_folder
 from hvdtrain.launch.supervisor import GRACE_S, parse
 from hvdtrain.system import cores
 from hvdtrain.system.processes import adopt_orphans, end_descendants, wait_for_end
@@ -36,22 +38,30 @@ _EXIT_BARRIER_S = 30 * 24 * 3600
 
 
 class _Pipes(LogsSpecs):
-    """Connects the ranks to the supervisor's pipes, given by the numbers of their write ends."""
+    """Connects the ranks to the supervisor's pipes, given by the numbers of their write ends.
 
-    def __init__(self, ends: Sequence[int], report: int) -> None:
+    `error_files` are those in which torch's `@record` writes the exception of each rank.
+    """
+
+    def __init__(self, ends: Sequence[int], report: int, error_files: Sequence[Path]) -> None:
         super().__init__()
         self._ends = ends
         self._report = report
+        self._error_files = error_files
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return a path of each rank's stdout and stderr. torch calls it as the ranks start."""
         os.write(self._report, f"[{envs[0]['RANK']}]<start>:\n".encode())
         paths = [f"/dev/fd/{end}" for end in self._ends]
         ranks = sorted(envs)
+        error_files = dict.fromkeys(ranks, "")
+        for rank, file in zip(ranks, self._error_files, strict=False):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            error_files[rank] = envs[rank]["TORCHELASTIC_ERROR_FILE"] = str(file)
         return LogsDest(
             stdouts=dict(zip(ranks, paths[::2], strict=True)),
             stderrs=dict(zip(ranks, paths[1::2], strict=True)),
-            error_files=dict.fromkeys(ranks, ""),
+            error_files=error_files,
         )
 
     @property
@@ -84,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
 
     agent = ReportingAgent(
         _specification(options),
-        _Pipes(ends, report),
+        _Pipes(ends, report, _error_files(options)),
         exit_barrier_timeout=_EXIT_BARRIER_S,
         on_failure=report_failure,
     )
@@ -103,6 +113,14 @@ def main(arguments: Sequence[str]) -> int:
     _continue(supervisor)
     first = codes[0] if codes else int(failed)
     return first if first >= 0 else 128 - first
+
+
+def _error_files(options: argparse.Namespace) -> list[Path]:
+    """Return the error file of each rank of this host, none without --error-files."""
+    if not options.error_files:
+        return []
+    size, folder = sum(options.slots), Path(options.error_files)
+    return [folder / rank_folder(rank, size) / "error.json" for rank in options.ranks]
 
 
 def _specification(options: argparse.Namespace) -> WorkerSpec:

@@ -225,7 +225,7 @@ class ElasticJob:
         else:
             stream, text = match[2].decode(), match[4] + (b"\n" if match[3] == b":" else b"")
             who = worker.rank if worker.is_member else f"{worker.host}:{worker.slot}"
-            self._output.print(who, stream, text, f"{worker.host}.{worker.slot}")
+            self._output.print(who, stream, text, _folder(worker))
 
     def _note_exit(self, worker: Worker, code: int) -> None:
         """Record a rank's exit: expected, the end of a finished job, or a failure."""
@@ -396,6 +396,9 @@ class ElasticJob:
             SECRET: self._server.secret,
             WORKER: worker.name,
         }
+        if job.output is not None:  # for torch's @record
+            file = job.output / _folder(worker) / "error.json"
+            variables["TORCHELASTIC_ERROR_FILE"] = str(file)
         variables |= zip(NUMBERS, map(str, (rank, rank + 1, slot, slot + 1, 0, 1)), strict=True)
         if host.slots > 1 and "OMP_NUM_THREADS" not in job.env:
             variables["OMP_NUM_THREADS"] = "1"  # as under torchrun
@@ -512,3 +515,8 @@ class ElasticJob:
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count != 1)}"
+
+
+def _folder(worker: Worker) -> str:
+    """Return the folder of a worker's files: its rank may change, its place does not."""
+    return f"{worker.host}.{worker.slot}"

@@ -24,6 +24,8 @@ from hvdtrain.system.processes import adopt_orphans, end_descendants, end_with_p
 def main(command: Sequence[str]) -> int:
     """Run the command to its end, and end all that it has started; return its exit code."""
     variables = json.loads(sys.stdin.buffer.readline() or b"{}")
+    if error_file := variables.get("TORCHELASTIC_ERROR_FILE"):
+        os.makedirs(os.path.dirname(error_file), exist_ok=True)
     adopt_orphans()
     prefixes: dict[int, bytes] = {}
     ends = []

@@ -27,7 +27,7 @@ from types import FrameType
 from hvdtrain.errors import HvdtrainError, InputError, LaunchError, WorldError
 from hvdtrain.job.world import RESTART_VARIABLE
 from hvdtrain.launch.host_list import Host
-from hvdtrain.launch.output import LineReader, RankOutput
+from hvdtrain.launch.output import LineReader, RankOutput, rank_folder
 from hvdtrain.launch.remote import (
     RemoteShell,
     at_start,
@@ -104,6 +104,7 @@ class Job:
         options += ["--master-addr", master_address([host.name for host in self.hosts])]
         options += ["--master-port", str(port), "--start-timeout", f"{self.start_timeout_s:g}"]
         options += ["--bind-to", self.bind_to, *(["--verbose"] if self.verbose else [])]
+        options += ["--error-files", str(self.output)] if self.output is not None else []
         variables = at_start(self.env)
         lines = []
         for node, host in enumerate(self.hosts):
@@ -238,10 +239,9 @@ class _Attempt:
             return
         number, kind, text = int(match[1]), match[2].decode(), match[4]
         if kind in ("stdout", "stderr"):
-            width = len(str(sum(host.slots for host in self.job.hosts) - 1))
-            folder = f"rank.{number:0{width}d}"  # as horovodrun
+            size = sum(host.slots for host in self.job.hosts)
             text += b"\n" if match[3] == b":" else b""
-            self._output.print(number, kind, text, folder)
+            self._output.print(number, kind, text, rank_folder(number, size))
         elif kind == "start":
             self._not_started.remove(host)
             if not self._not_started and self.stopped_by is None and not self._is_ending:

@@ -16,6 +16,13 @@ from typing import BinaryIO, Literal
 _PIECE = 1 << 16  # of a pipe, in bytes
 
 
+def rank_folder(rank: int, size: int) -> str:
+    """Return the name of the folder of a rank's files below that of --output-filename, as
+    horovodrun has it: rank.07 of 16 ranks.
+    """
+    return f"rank.{rank:0{len(str(size - 1))}d}"
+
+
 class LineReader:
     """Splits what pipes hold into lines."""
 

@@ -51,6 +51,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--master-port", type=int, required=True)
     parser.add_argument("--start-timeout", type=float, required=True, metavar="SECONDS")
     parser.add_argument("--bind-to", choices=BINDINGS, required=True)
+    parser.add_argument("--error-files", metavar="DIR", help="DIR/rank.N/error.json, by @record")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)

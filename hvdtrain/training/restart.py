@@ -164,11 +164,13 @@ def _may_be_restarted(world: World) -> bool:
 def _agent_folder(env: Mapping[str, str]) -> Path | None:
     """Return the log folder of torchrun's agent: its random name is that of no other job.
 
-    It has <attempt>/<local rank>/error.json. None if torchrun writes no logs.
+    It has attempt_<number>/<local rank>/error.json. None if torchrun writes no logs.
     """
-    file = env.get("TORCHELASTIC_ERROR_FILE", "")
-    folder = Path(file).parents[2] if file.count("/") > 3 else None
-    return folder if folder is not None and folder.is_dir() else None
+    file = Path(env.get("TORCHELASTIC_ERROR_FILE", ""))
+    if not file.parent.parent.name.startswith("attempt_"):  # that of hvdrun, for example
+        return None
+    folder = file.parents[2]
+    return folder if folder.is_dir() else None
 
 
 def _find(job: str, wanted: str | None) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -387,6 +388,35 @@ def test_output(tmp_path: Path) -> None:
         assert (folder / "stderr").read_text() == f"late {rank}\n"
         text = f"1%\r2%\rdone {rank}\n{'ä' * 70000}\n".encode()
         assert (folder / "stdout").read_bytes() == text + b"\xff\n[9]<exit>:1\nno newline"
+
+
+RECORDED = """
+import os
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    if os.environ["HOROVOD_RANK" if "HOROVOD_RANK" in os.environ else "RANK"] == "1":
+        raise ArithmeticError("as asked")
+
+main()
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_errors_that_torch_records_are_kept(is_elastic: bool, tmp_path: Path) -> None:
+    where = ["-np", 2]
+    if is_elastic:
+        script = tmp_path / "hosts"
+        script.write_text("#!/bin/sh\necho localhost:2\n")
+        script.chmod(0o755)
+        where += ["--host-discovery-script", script, "--min-np", 2, "--reset-limit", 0]
+    finished = launch(*where, "--output-filename", tmp_path / "out", code=RECORDED)
+    assert finished.code == (0 if is_elastic else 1), finished.output  # rank 0 has ended
+    (file,) = (tmp_path / "out").glob("*/error.json")
+    assert file.parent.name == ("localhost.1" if is_elastic else "rank.1")
+    assert "ArithmeticError: as asked" in json.loads(file.read_text())["message"]["message"]
 
 
 HALF = """
