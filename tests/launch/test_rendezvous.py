@@ -26,7 +26,7 @@ from hvdtrain.job.world import World, detect
 from tests.forkserver import warm
 from tests.launching import Started, clean_env, run, started, wait_until
 from tests.messages import Message
-from tests.mpich import mpich
+from tests.other_mpis import other_mpi
 
 Env = dict[str, str]
 Answer = dict[str, Any]
@@ -321,7 +321,7 @@ def test_mpirun_as_it_is_and_as_another_launcher(other: str) -> None:
 
 @pytest.mark.exhaustive
 def test_pals_over_mpi() -> None:
-    folder, packages = mpich()
+    folder, packages = other_mpi("mpich")
     process = [str(folder / "python"), *PROCESS[1:]]
     command: list[str | Path] = [folder / "mpiexec", "-n", "2", "sh", "-c", PALS, "sh", *process]
     check_places(run([*command, "30", "v", "2"], env=packages).output)

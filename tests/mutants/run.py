@@ -66,8 +66,8 @@ def copy_tree(target: Path, commit: str) -> None:
         )
         subprocess.run(["tar", "-x", "-f", "t"], cwd=target, check=True)
         (target / "t").unlink()
-    if (mpich := ROOT / ".venv-mpich").exists():
-        (target / mpich.name).symlink_to(mpich)
+    for other_mpi in ROOT.glob(".venv-*"):
+        (target / other_mpi.name).symlink_to(other_mpi)
 
 
 @contextlib.contextmanager

@@ -12,24 +12,28 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from tests.mpich import mpich
+from tests.other_mpis import OTHER_MPIS, other_mpi
 from tests.ranks import Arm, Pool
 
 TIMEOUT_S = 15.0
-# [mpich] is the folder that tests/mpich.py finds, or the tests of its arm are skipped.
+# [mpich] is the folder that tests/other_mpis.py finds, or the tests of its arm are skipped.
 TRANSPORTS = {
     arm.name: arm
     for arm in (
         Arm("gloo", "gloo", "torchrun --nproc-per-node {n} -m"),
         Arm("shm", "shm", "torchrun --nproc-per-node {n} -m"),
         Arm("mpi4py", "mpi4py", "mpirun -np {n} {python} -m"),
-        Arm("mpi4py-mpich", "mpi4py", "[mpich]/mpiexec -n {n} [mpich]/python -m"),
+        *(
+            Arm(f"mpi4py-{name}", "mpi4py", f"[{name}]/mpiexec -n {{n}} [{name}]/python -m")
+            for name in OTHER_MPIS
+        ),
     )
 }
 # Transport and number of ranks. pytest keeps the ranks of two files alive if their parameter is the
 # same object.
 SHM_2, SHM_3, MPI_2, MPI_3 = ("shm", 2), ("shm", 3), ("mpi4py", 2), ("mpi4py", 3)
-MPICH_2, GLOO_2, GLOO_3 = ("mpi4py-mpich", 2), ("gloo", 2), ("gloo", 3)
+MPICH_2, OPENMPI5_2 = ("mpi4py-mpich", 2), ("mpi4py-openmpi5", 2)
+GLOO_2, GLOO_3 = ("gloo", 2), ("gloo", 3)
 
 
 class Peers(Pool[Any]):
@@ -41,9 +45,10 @@ class Peers(Pool[Any]):
 
     def __init__(self, arm: str, n: int) -> None:
         row = TRANSPORTS[arm]
-        if "[mpich]" in row.command:
-            folder, self.env = mpich()
-            row = replace(row, command=row.command.replace("[mpich]", str(folder)))
+        if row.command.startswith("["):
+            name = row.name.removeprefix("mpi4py-")
+            folder, self.env = other_mpi(name)
+            row = replace(row, command=row.command.replace(f"[{name}]", str(folder)))
         super().__init__(row, n)
 
 

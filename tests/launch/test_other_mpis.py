@@ -1,0 +1,64 @@
+"""Jobs under MPIs of another make or version, and with a library that is not the launcher's."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import run
+from tests.other_mpis import OTHER_MPIS, other_mpi
+
+pytestmark = [pytest.mark.xdist_group("launch-other-mpis"), pytest.mark.exhaustive]
+
+Line = list[str | Path]
+
+
+@pytest.mark.parametrize("name", OTHER_MPIS)
+def test_training(name: str, tmp_path: Path) -> None:
+    mpi, packages = other_mpi(name)
+    command: Line = [mpi / "mpiexec", "-n", "2", mpi / "python", "-m", "hvdtrain"]
+    arguments = "--backend ddp --task digits --epochs 1 --threads 1 --run-dir".split()
+    finished = run([*command, *arguments, tmp_path / "run"], env=packages)
+    assert finished.code == 0, finished.output
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    launcher = {"openmpi5": "openmpi"}.get(name, name)
+    assert (record["world"]["launcher"], record["world"]["size"]) == (launcher, 2)
+    assert record["outcome"] == "finished"
+
+
+@pytest.mark.parametrize("name", OTHER_MPIS)
+def test_one_rank_fails(name: str, tmp_path: Path) -> None:
+    mpi, packages = other_mpi(name)
+    failing = Path(__file__).with_name("failing.py")
+    command: Line = [mpi / "mpiexec", "-n", "2", mpi / "python", failing]
+    finished = run([*command, "ddp", "raise", "1", tmp_path / "mark"], env=packages)
+    assert finished.code != 0
+    assert finished.output.count("Traceback (most recent call last)") == 1, finished.output
+    assert finished.lines("[rank 1/2] failed:")
+
+
+@pytest.mark.parametrize("name", OTHER_MPIS)
+def test_one_rank_never_comes(name: str) -> None:
+    mpi, packages = other_mpi(name)
+    good: Line = [mpi / "python", "-m", "hvdtrain", "--backend", "ddp"]
+    alone: Line = ["-n", "1", *good, ":", "-n", "1", *good, "--epochs", "-1"]
+    finished = run([mpi / "mpiexec", *alone], env=packages)
+    assert finished.code != 0
+    (only,) = finished.lines("error: ")
+    assert "--epochs -1" in only
+
+
+def test_mpich_with_an_open_mpi_library(tmp_path: Path) -> None:
+    mpiexec = other_mpi("mpich")[0] / "mpiexec"
+    command: Line = [mpiexec, "-n", "2", sys.executable, "-m", "hvdtrain", "--backend", "ddp"]
+    finished = run([*command, "--run-dir", tmp_path / "run"])
+    assert finished.code == 2, finished.output
+    (only,) = finished.lines("error: ")
+    assert re.search(r"mpich started rank \d of 2", only)  # rank 0, unless it is seconds late
+    assert "Open MPI" in only
+    assert "Traceback" not in finished.output
+    assert not (tmp_path / "run").exists()

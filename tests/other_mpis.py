@@ -1,0 +1,34 @@
+"""Other MPIs for the tests, which `make` installs into environments of their own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.launching import BIN, ROOT
+
+# Open MPI 4.1 is in our own environment.
+OTHER_MPIS = ("mpich", "openmpi5")
+
+
+def other_mpi(name: str) -> tuple[Path, dict[str, str]]:
+    """Return the `bin` of an environment with an MPI and mpi4py, and the variables with which its
+    Python also imports our packages. Without such an environment skip the test; fail it in CI.
+
+    mpi4py loads the MPI library of `sys.prefix`: our mpi4py, under that Python, loads the other.
+    """
+    folder = Path(os.environ.get("TEST_OTHER_MPIS", ROOT)) / f".venv-{name}" / "bin"
+    if not (folder / "mpiexec").exists():
+        why = f"no {name} in {folder}: make {folder.parent.name}/installed"
+        if "CI" in os.environ:
+            pytest.fail(why)
+        pytest.skip(why)
+    (site,) = (BIN.parent / "lib").glob("python3.*/site-packages")
+    packages = os.pathsep.join([str(site), str(ROOT)])
+    # More ranks than cores; under Open MPI 4 that is OMPI_MCA_rmaps_base_oversubscribe.
+    return folder, {
+        "PYTHONPATH": packages,
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
