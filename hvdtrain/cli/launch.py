@@ -113,7 +113,8 @@ _NOT_VIA = {
     default=0,
     show_default=True,
     metavar="N",
-    help="Start all ranks again, up to N times, when one fails or a host is lost.",
+    help="Start all ranks again, up to N times, when one fails or a host is lost; without the lost "
+    "host, if the others have slots for -np ranks.",
 )
 @click.option(
     "--host-discovery-script",
@@ -211,6 +212,7 @@ def command(
     if via == LAUNCHERS[0]:  # mpirun gives its ranks a terminal; horovodrun sets this itself
         env.setdefault("PYTHONUNBUFFERED", "1")
     elastic: ElasticOptions | None = None
+    slots: list[Host] = []
     chosen: list[Host] = []
     if host_discovery_script is not None:
         _refuse(context, _FIXED_ONLY, "has no effect with --host-discovery-script")
@@ -234,6 +236,7 @@ def command(
         _refuse(context, _ELASTIC_ONLY, "needs a --host-discovery-script that names the hosts")
         _refuse(context, _NOT_VIA[via], f"has no effect with --via {via}")
         found = _hosts(hosts, hostfile, num_proc, nproc_per_node)
+        slots = choose_slots(found, None, nnodes, nproc_per_node)
         chosen = choose_slots(found, num_proc, nnodes, nproc_per_node)
     job = Job(
         hosts=chosen,
@@ -247,6 +250,7 @@ def command(
         master_port=master_port,
         bind_to=bind_to,
         max_restarts=max_restarts,
+        slots=slots,
     )
     if elastic is not None:
         ElasticJob(job, elastic).run()

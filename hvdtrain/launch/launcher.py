@@ -26,7 +26,7 @@ from types import FrameType
 
 from hvdtrain.errors import HvdtrainError, InputError, LaunchError, WorldError
 from hvdtrain.job.world import RESTART_VARIABLE
-from hvdtrain.launch.host_list import Host
+from hvdtrain.launch.host_list import Host, choose_slots
 from hvdtrain.launch.output import LineReader, RankOutput, rank_folder
 from hvdtrain.launch.remote import (
     RemoteShell,
@@ -66,6 +66,14 @@ class JobStopped(HvdtrainError):
         super().__init__(f"ended by {signal_name(number)}{why if number == signal.SIGHUP else ''}")
 
 
+class HostLost(WorldError):
+    """The connection to a host has ended, or what runs there for the launcher."""
+
+    def __init__(self, host: str, text: str) -> None:
+        super().__init__(text)
+        self.host = host
+
+
 def forwarded(number: int) -> str:
     """Return the name of the signal that the ranks get: they save at SIGTERM, not at SIGHUP."""
     return "SIGINT" if number == signal.SIGINT else "SIGTERM"
@@ -97,6 +105,8 @@ class Job:
     """What each rank is bound to: see `system.cores`."""
     max_restarts: int = 0
     """How often to start all ranks again, after a failed rank or a lost host."""
+    slots: Sequence[Host] = ()
+    """All that the ranks may use, `hosts` among them: another start leaves out a lost host."""
 
     def command_lines(self, port: int) -> list[list[str]]:
         """Return the command line of each host's supervisor. Raises InputError."""
@@ -124,21 +134,33 @@ class Job:
                 self.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"--output-filename {self.output}: {error.strerror}") from None
-        job, cause = uuid.uuid4().hex, ""
+        job, name, cause = self, uuid.uuid4().hex, ""
         for number in range(self.max_restarts + 1):
-            restart = {"job": job, "number": number, "of": self.max_restarts, "cause": cause}
+            restart = {"job": name, "number": number, "of": self.max_restarts, "cause": cause}
             env = dict(self.env)
             if self.max_restarts:
                 env[RESTART_VARIABLE] = json.dumps(restart)
             try:
-                replace(self, env=env)._run_once(is_restart=number > 0)
+                replace(job, env=env)._run_once(is_restart=number > 0)
                 return
             except (RankFailed, WorldError) as error:
                 if number == self.max_restarts:
                     raise
                 cause = str(error)
                 label = f"restart {number + 1} of {self.max_restarts}"
-                print(f"{label}: {cause}; all ranks start again", file=sys.stderr, flush=True)
+                again = f"{label}: {cause}; all ranks start again"
+                if isinstance(error, HostLost):
+                    job = job._without(error.host)
+                    again += f" on {','.join(map(str, job.hosts))}"
+                print(again, file=sys.stderr, flush=True)
+
+    def _without(self, lost: str) -> Job:
+        """Return this job on the other hosts, if their slots suffice for its ranks, else itself."""
+        slots = [host for host in self.slots if host.name != lost]
+        size = sum(host.slots for host in self.hosts)
+        if sum(host.slots for host in slots) < size:
+            return self
+        return replace(self, slots=slots, hosts=choose_slots(slots, size, None, None))
 
     def _run_once(self, is_restart: bool) -> None:
         for _ in range(_PORT_TRIES):
@@ -253,7 +275,7 @@ class _Attempt:
             # Its agent reports it before the ranks end, so that no rank that loses them is blamed.
             # Of a process of this host the exit code says more.
             if not is_this_host(host):
-                self._fail(WorldError(f"the supervisor on {host} was killed"))
+                self._fail(HostLost(host, f"the supervisor on {host} was killed"))
         else:
             who = f"rank {number}" if kind == "exit" else "the agent"
             self._fail(RankFailed(f"{who} on {host}", int(text)))
@@ -280,7 +302,7 @@ class _Attempt:
             if host in self._not_started:
                 self._fail(LaunchError(f"{text} before its ranks started; see its lines above"))
             else:
-                self._fail(WorldError(text))
+                self._fail(HostLost(host, text))
         elif host in self._not_started and not self._is_ending and self.stopped_by is None:
             text = f"{what} ended with code 0, but has started no ranks"
             self._fail(LaunchError(f"{text}; does its shell run commands?"))

@@ -294,6 +294,23 @@ def test_restarts_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     hosts.wait_until_gone()
 
 
+def test_a_restart_leaves_out_a_lost_host(hosts: Hosts, tmp_path: Path) -> None:
+    """The ranks of b go on at a, whose slots are spare until then."""
+    train = [*DIGITS, "--epochs", 4000, "--checkpoint-every", 5, "--run-dir", tmp_path / "run"]
+    line = [*HVDRUN, "-np", 2, "-H", "b:2,a:2", "--max-restarts", 1, "-m", "hvdtrain", *train]
+    with started(hosts.on_login(*line)) as (process, log):
+        wait_for(log, "step ")
+        assert not hosts.processes("a")
+        os.kill(process_of("supervisor", hosts, process.pid), signal.SIGKILL)
+        wait_for(log, "restart  1 of 1: continues from ")
+        assert not [line for line in hosts.processes("b").values() if "hvdtrain" in line]
+        process.terminate()
+        assert process.wait(60) == 143, log.read_text()
+        (said,) = lines_of(log, "restart 1 of 1: ")
+        assert said.endswith("the supervisor on b was killed; all ranks start again on a:2")
+    hosts.wait_until_gone()
+
+
 def test_hosts_whose_ranks_share_parameters(hosts: Hosts, tmp_path: Path) -> None:
     """`--shard-optimizer` changes no bits, and runs are resumed with and without it."""
     output = run_on(hosts, "hvdrun", "a:2,b:2", SHARDED, "ddp", "shm", tmp_path)
