@@ -11,6 +11,7 @@
 # make steady PYTEST="tests/launch/test_elastic.py"  find tests that fail only sometimes: each 20 times, in random
 #              order, beside two busy processes
 # make check   ruff and mypy --strict
+# make docs    the site, from docs/ into build/site: fails at a broken link or a missing file
 # make bench   the benchmarks; writes benchmarks/results/
 # make bench-gpu  what one CUDA GPU shows, tests/one_gpu.py first, in under 10 minutes
 
@@ -30,7 +31,7 @@ export OMPI_MCA_rmaps_base_oversubscribe := 1
 # Else each of the thousand processes that the tests start compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-rest test-all soak mutants steady check bench bench-gpu clean
+.PHONY: demo test test-rest test-all soak mutants steady check docs bench bench-gpu clean
 
 demo: $(VENV)/demo.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m hvdtrain --backend ddp
@@ -59,6 +60,9 @@ check: $(VENV)/all.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/docs.installed
+	$(BIN)/properdocs build --quiet --config-file mkdocs.yml
+
 bench: $(VENV)/all.installed
 	$(BIN)/python benchmarks/checkpoint_async.py
 	$(BIN)/python benchmarks/collectives.py --bind
@@ -84,6 +88,10 @@ $(VENV)/demo.installed: $(VENV)/pip.installed pyproject.toml constraints.txt
 $(VENV)/all.installed: $(VENV)/pip.installed pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[all]' --group dev
 	$(BIN)/hvdtrain install-horovod
+	touch $@
+
+$(VENV)/docs.installed: $(VENV)/all.installed
+	$(INSTALL) --group docs
 	touch $@
 
 $(VENV)-mpich/installed: PACKAGE := mpich

@@ -4,7 +4,7 @@
     horovodrun -np 2 python examples/methods.py local_sgd
 
 `plain` is the loop that the others change. With the Trainer each of them is an option instead:
-hvdtrain/training/README.md. Several models and optimizers are in gan.py.
+docs/methods.md. Several models and optimizers are in gan.py.
 """
 
 import argparse

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from click.shell_completion import BashComplete
 import hvdtrain
 from hvdtrain import Task, TrainConfig, Trainer
 from hvdtrain.backends import BACKENDS
-from hvdtrain.cli import cli
+from hvdtrain.cli import SECTIONS, cli
 from hvdtrain.errors import InputError
 from hvdtrain.hvd.engine.settings import OWN
 from hvdtrain.training import checkpoint
@@ -114,6 +115,24 @@ def test_help_of_train_lists_every_option_and_backend(line: Lines) -> None:
     text = " ".join(finished.output.split())
     described = text.partition("--backend ")[2].partition("--transport ")[0]
     assert [name for name in ("auto", *BACKENDS) if name not in described] == []
+
+
+def test_help_has_the_commands_in_sections(line: Lines) -> None:
+    sections = re.split(r"^(\S.*):$", line("--help").output, flags=re.MULTILINE)
+    found = dict(zip(sections[1::2], sections[2::2], strict=True))
+    for title, names in SECTIONS.items():
+        assert re.findall(r"^  ([a-z-]+)  ", found[title], re.MULTILINE) == names.split()
+
+
+def test_init_writes_a_task_once(line: Lines) -> None:
+    finished = line("init", "my.py")
+    assert finished.code == 0, finished.output
+    text = (line.folder / "my.py").read_text()
+    assert len(text.splitlines()) == 25
+    assert "my.py exists already" in line.refused("init", "my.py")
+    assert "no name of a Python file" in line.refused("init", "my")
+    assert "cannot write" in line.refused("init", "nowhere/my.py")
+    assert (line.folder / "my.py").read_text() == text
 
 
 def test_train_is_what_runs_without_a_command(line: Lines) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +24,9 @@ from hvdtrain import TrainConfig
 from hvdtrain.cli import cli
 from tests.forkserver import warm
 from tests.launching import ROOT, run, succeed
-from tests.test_manual import MANUAL, SECTIONS
+from tests.test_manual import SECTIONS
 
-FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "launchers" / "README.md"]
-FILES += sorted((ROOT / "hvdtrain").glob("*/README.md"))
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TORCHRUN = ["torchrun", "--nproc-per-node", "2"]
 MPIRUN = ["mpirun", "-np", "2", sys.executable]
 PYTHON = [sys.executable]
@@ -48,7 +49,6 @@ assert t.tolist() == [2.0] * 3
 torch.distributed.destroy_process_group()
 """
 PROGRAMS = {
-    "README.md: import torch\nimport hvdtrain.transports": Program(after=SUM, launcher=MPIRUN),
     "transports: import torch": Program(after=SUM, launcher=TORCHRUN),
     "transports: hvdtrain.transports.rendezvous_by_launcher()": Program(
         "import torch, hvdtrain.transports\n", SUM, MPIRUN
@@ -60,21 +60,21 @@ PROGRAMS = {
         "net(torch.ones(4, 3)).sum().backward()" + SUM,
         TORCHRUN,
     ),
-    "hvd: import hvdtrain.hvd as hvd": Program(
+    "from-horovod: import hvdtrain.hvd as hvd": Program(
         after="hvd.init(); assert hvd.size() == 2; hvd.shutdown()", launcher=TORCHRUN
     ),
-    "hvd: hvdtrain.run(fn, args=(), num_proc=2)": Program(
+    "from-horovod: hvdtrain.run(fn, args=(), num_proc=2)": Program(
         "import hvdtrain, hvdtrain.hvd as hvd\n"
         "def fn():\n    hvd.init()\n    return hvd.size()\n"
         "assert [2, 2] == \\\n"
     ),
-    "training: def loss(self, net, batch):": Program(
+    "tasks: def loss(self, net, batch):": Program(
         "import torch\nfrom torch.nn.functional import cross_entropy\n",
         "net = lambda x: torch.zeros(2, 3, 5)\n"
         "mean, weight = loss(None, net, (None, torch.tensor([[1, 2, -100], [4, -100, -100]])))\n"
         "assert abs(mean.item() - 1.6094) < 1e-4 and weight == 3",
     ),
-    "training: average = torch.load(": Program(
+    "methods: average = torch.load(": Program(
         "import os, torch\n"
         "model = torch.nn.Linear(2, 1)\n"
         "folder = 'runs/NAME/checkpoints/step-00000220'\n"
@@ -83,7 +83,7 @@ PROGRAMS = {
         "torch.save({'EMA': {'weights': weights}}, f'{folder}/callbacks.pt')\n",
         "assert torch.equal(model.bias, weights['bias'])",
     ),
-    "training: import math": Program(
+    "tasks: import math": Program(
         after="from types import SimpleNamespace as Object\n"
         "asked = []\n"
         "trainer = Object(progress=Object(step=7), request_checkpoint=lambda: asked.append(7))\n"
@@ -95,7 +95,7 @@ PROGRAMS = {
         "other.load_state_dict(mine.state_dict())\n"
         "assert other.lowest == 0.5"
     ),
-    "training: from hvdtrain.training.evaluation import Sum, WeightedMean": Program(
+    "tasks: from hvdtrain.training.evaluation import Sum, WeightedMean": Program(
         "import math, torch, torchmetrics\n"
         "from torch.nn.functional import cross_entropy\n"
         "confusion = lambda scores, classes: torch.zeros(10, 10)\n"
@@ -106,7 +106,7 @@ PROGRAMS = {
         "assert derived_metrics(None, {'loss': 0.0}) == {'perplexity': 1.0}",
     ),
 }
-"""By the manual's folder, and by how the code begins."""
+"""By the page, and by how the code begins."""
 
 SCRIPT = """
 import argparse, torch, horovod.torch as hvd
@@ -119,12 +119,14 @@ assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
 COMMANDS = (
     "torchrun --nproc-per-node 2 -m hvdtrain.hvd train.py --epochs 5",
     "mpirun -np 2 python -m hvdtrain.hvd train.py",
+    "horovodrun -np 2 python -m hvdtrain.hvd train.py",
     "hvdrun -np 8 -H a:4,b:4 --dry-run python train.py",
 )
 """Run as they stand in a folder with a train.py."""
 
 BY_MAKE = "the session that runs this suite is one of them"
 NOT_RUN = {
+    "pip install '.[all]'": "make installs it for this suite",
     "make demo": "it installs into a bare clone: .ci",
     "make test": BY_MAKE,
     "make test-rest": BY_MAKE,
@@ -174,16 +176,16 @@ class Block:
     @property
     def place(self) -> str:
         """What the tables call the file."""
-        return self.file.name if self.file.parent == ROOT else self.file.parent.name
+        return self.file.name if self.file.parent == ROOT else self.file.stem
 
 
 def blocks(file: Path) -> Iterator[Block]:
     """Return a file's blocks, but for the transcripts that test_manual.py compares."""
     text = file.read_text()
-    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+    for found in re.finditer(r"^ *```(\w*)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL):
         section = (re.findall(r"^## (.*)$", text[: found.start()], re.MULTILINE) or [""])[-1]
-        if not (file == MANUAL and section in SECTIONS and found[2].startswith("$ ")):
-            yield Block(file, found[1], found[2])
+        if not (SECTIONS.get(section) == file.name and found[2].startswith("$ ")):
+            yield Block(file, found[1], textwrap.dedent(found[2]))
 
 
 def program_of(block: Block, code: str) -> Program | None:
@@ -237,8 +239,8 @@ def problem(block: Block) -> str:
     if block.language == "python":
         known = code_of(block) or block.text in README_TASK
         return "" if known else f"no entry in PROGRAMS: {block.text}"
-    if any(block.text.startswith(begin) for begin in OUTPUT):
-        return ""
+    if block.language == "text" or any(block.text.startswith(begin) for begin in OUTPUT):
+        return ""  # a drawing, or output
     for command in commands(block):
         if command in NOT_RUN or command in COMMANDS or program_of(block, command) is not None:
             continue
@@ -260,6 +262,15 @@ README_TASK = [
 def test_every_block_is_executed_or_listed(file: Path) -> None:
     problems = [text for block in blocks(file) if (text := problem(block))]
     assert not problems, "\n".join(problems)
+
+
+def test_every_link_to_a_file_leads_to_one() -> None:
+    """`make docs` checks those between the pages, with their anchors."""
+    ask = ["git", "ls-files", "*.md"]
+    for name in subprocess.check_output(ask, cwd=ROOT, text=True).split():
+        for link in re.findall(r"\]\(([^)\s#]+)[^)]*\)", (ROOT / name).read_text()):
+            is_there = re.match(r"\w+:", link) or (ROOT / name).parent.joinpath(link).exists()
+            assert is_there, f"{name} links to {link}"
 
 
 def test_no_entry_is_without_its_block() -> None:
@@ -288,7 +299,7 @@ def test_readmes_task_can_be_copied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "begin",
     [
-        pytest.param(begin, marks=() if begin.startswith("README.md") else pytest.mark.exhaustive)
+        pytest.param(begin, marks=() if begin.startswith("transports") else pytest.mark.exhaustive)
         for begin in PROGRAMS
     ],
 )
@@ -309,7 +320,7 @@ def test_python_runs_as_it_stands(begin: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(command, marks=pytest.mark.exhaustive if "mpirun" in command else ())
+        pytest.param(command, marks=pytest.mark.exhaustive if command[0] in "mh" else ())
         for command in COMMANDS
     ],
 )

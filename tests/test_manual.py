@@ -1,4 +1,4 @@
-"""The transcripts of the training manual are what the commands print.
+"""The transcripts of docs/ are what the commands print.
 
 The commands of a section run one after another in a folder. What differs between two runs is
 masked: numbers, hashes, hosts, folders, bars. A transcript with a line `...` has some of the lines,
@@ -21,8 +21,15 @@ import pytest
 from tests.forkserver import stop, warm
 from tests.launching import ROOT, run
 
-MANUAL = ROOT / "hvdtrain" / "training" / "README.md"
-SECTIONS = ("Watching a run", "Checkpoints", "After training", "Stragglers")
+SECTIONS = {
+    "One process, then two": "start.md",
+    "Your own task": "start.md",
+    "Watching a run": "runs.md",
+    "Checkpoints": "runs.md",
+    "After training": "runs.md",
+    "Stragglers": "runs.md",
+}
+"""The sections whose transcripts are compared, each with its page."""
 ELISION = "..."
 NOISE = re.compile(r"USDT:|\[?W\d{4} ")
 """Lines of torch's profiler and launcher."""
@@ -137,9 +144,13 @@ def unwrapped(block: str) -> str:
     return re.sub(r"(?<=[,;])\n (?=\S)", " ", block)
 
 
+def page_of(section: str) -> Path:
+    return ROOT / "docs" / SECTIONS[section]
+
+
 def blocks(section: str) -> list[re.Match[str]]:
-    """Return the blocks of a section of the manual that begin with a command."""
-    text = MANUAL.read_text()
+    """Return the blocks of a section that begin with a command."""
+    text = page_of(section).read_text()
     start = text.index(f"\n## {section}\n")
     end = text.find("\n## ", start + 1)
     found = re.compile(r"^```\n(\$ .*?)^```$", re.MULTILINE | re.DOTALL)
@@ -166,21 +177,23 @@ def output_of(command: str, folder: Path) -> list[str]:
     return re.split(r"\r*\n|\r", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output).rstrip())
 
 
-def write_files(folder: Path) -> None:
-    for name, text in FILES.items():
-        (folder / name).write_text(text)
+def write_files(folder: Path, section: str) -> None:
+    """Write the tasks that the commands of a page name; those of start.md write their own."""
+    if SECTIONS[section] != "start.md":
+        for name, text in FILES.items():
+            (folder / name).write_text(text)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "section",
     [
-        pytest.param(name, marks=() if name == "Checkpoints" else pytest.mark.exhaustive)
+        pytest.param(name, marks=() if name == "Your own task" else pytest.mark.exhaustive)
         for name in SECTIONS
     ],
 )
 def test_the_manual_shows_what_the_commands_print(section: str, tmp_path: Path) -> None:
-    write_files(tmp_path)
+    write_files(tmp_path, section)
     found = [one for block in blocks(section) for one in transcripts(block[1], tmp_path)]
     assert found
     problems = [problem for one in found if (problem := one.problem())]
@@ -203,14 +216,15 @@ def main() -> None:
     """Write the transcripts anew; the sections' names may be given."""
     for section in sys.argv[1:] or SECTIONS:
         with tempfile.TemporaryDirectory() as folder:
-            write_files(Path(folder))
-            text = MANUAL.read_text()
+            write_files(Path(folder), section)
+            page = page_of(section)
+            text = page.read_text()
             for block in blocks(section):
                 lines = []
                 for one in transcripts(block[1], Path(folder)):
                     lines += [f"$ {one.command}", *one.anew()]
                 text = text.replace(block[1], "\n".join([*lines, ""]), 1)
-            MANUAL.write_text(text.replace(folder, "/tmp/mine"))
+            page.write_text(text.replace(folder, "/tmp/mine"))
     stop()
 
 

@@ -1,4 +1,4 @@
-"""Who watches whom: the table of hvdtrain/liveness/README.md, made from the constants of the code.
+"""Who watches whom: the table of docs/how-it-works.md, made from the constants of the code.
 
 `python -m tests.test_who_watches` prints it. Each row names a test in which the watched one really
 ends or stops.
@@ -153,7 +153,7 @@ def table() -> str:
 
 
 def test_the_manual_has_the_table() -> None:
-    assert table() in (ROOT / "hvdtrain/liveness/README.md").read_text()
+    assert table() in (ROOT / "docs/how-it-works.md").read_text()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.who)

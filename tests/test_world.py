@@ -254,7 +254,7 @@ def test_a_node_list_that_is_none(nodes: str) -> None:
 
 
 # Clusters: what each sets for a rank, by its documentation, and what `detect` makes of it. The
-# table of launchers/README.md has the same rows.
+# table of docs/clusters.md has the same rows.
 
 MPIJOB = {
     "K_MPI_JOB_ROLE": "launcher",

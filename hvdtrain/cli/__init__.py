@@ -18,21 +18,19 @@ from hvdtrain.job.world import detect, guess_world
 from hvdtrain.liveness import failure
 from hvdtrain.tasks import TASKS
 
-COMMANDS = {
-    "train": "hvdtrain.cli.train",
-    "launch": "hvdtrain.cli.launch",
-    "compare": "hvdtrain.cli.compare",
-    "doctor": "hvdtrain.cli.doctor",
-    "install-horovod": "hvdtrain.cli.install_horovod",
-    "migrate": "hvdtrain.cli.migrate",
-    "report": "hvdtrain.cli.report",
-    "evaluate": "hvdtrain.cli.evaluate",
-    "predict": "hvdtrain.cli.predict",
-    "export": "hvdtrain.cli.export",
-    "runs": "hvdtrain.cli.runs",
-    "show": "hvdtrain.cli.show",
-    "checkpoints": "hvdtrain.cli.checkpoints",
+SECTIONS = {
+    "Train": "train init",
+    "Compare": "compare report migrate",
+    "Launch": "launch doctor install-horovod",
+    "After a run": "runs show checkpoints evaluate predict export",
 }
+COMMANDS = {
+    name: f"hvdtrain.cli.{name.replace('-', '_')}"
+    for names in SECTIONS.values()
+    for name in names.split()
+}
+"""The module of each command."""
+_HELP_CHARACTERS = 150  # of the first sentence about a command
 _COMPLETE = "_HVDTRAIN_COMPLETE"
 
 
@@ -54,6 +52,17 @@ class Commands(click.Group):
             raise InputError(f"no command {cmd_name!r}; {hint}")
         command: click.Command = import_module(COMMANDS[cmd_name]).command
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands in their sections, each with its first sentence."""
+        for title, names in SECTIONS.items():
+            rows = []
+            for name in names.split():
+                command = self.get_command(ctx, name)
+                assert command is not None
+                rows.append((name, command.get_short_help_str(_HELP_CHARACTERS)))
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert `train` before arguments that start with an option, or if there are none."""

@@ -24,6 +24,11 @@ else:
     import tomli as tomllib
 
 PREFIX = "HVDTRAIN"
+NEXT = """\
+next     2 ranks:   torchrun --nproc-per-node 2 -m hvdtrain
+         compare:   hvdtrain compare
+         own task:  hvdtrain init my.py"""
+"""What `hvdtrain` alone prints at its end."""
 _MAX_FILE_BYTES = 1 << 20  # /dev/zero never ends
 SOURCES = {
     click.core.ParameterSource.COMMANDLINE: "flag",
@@ -157,6 +162,8 @@ def command(ctx: click.Context, /, **values: Any) -> None:
     # `failure.guard` handles the others, so that Ctrl-C and a SIGTERM after it count as one.
     with failure.ended_by(*(n for n in config.signal_numbers() if n not in signals.STOP)):
         run(config, origins)
+    if not origins and detect().launcher == "none":
+        click.echo(NEXT)
 
 
 def run(config: TrainConfig, origins: dict[str, str]) -> None:

@@ -1,6 +1,6 @@
 """The API of `horovod.torch` on torch.distributed: `import hvdtrain.hvd as hvd`.
 
-Nothing is compiled, and importing starts nothing. README.md in this folder says, call by call, what
+Nothing is compiled, and importing starts nothing. docs/horovod-api.md says, call by call, what
 is identical to Horovod 0.28.1, stronger, different or refused.
 """
 

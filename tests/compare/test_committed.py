@@ -28,4 +28,4 @@ def test_the_manual_shows_the_committed_comparison() -> None:
     out = io.StringIO()
     terminal.show(summarise(record.read(COMMITTED)), out, width=100)
     printed = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-    assert f"```\n{printed}\n```" in (ROOT / "hvdtrain/compare/README.md").read_text()
+    assert f"```\n{printed}\n```" in (ROOT / "docs/compare.md").read_text()

@@ -1,6 +1,6 @@
 """The death of a rank under a launcher: the exit code of the job, and one report, which names it.
 
-Each cell of the table in launchers/README.md is tried, by launcher and by what ends the job. The
+Each cell of the table in docs/files.md is tried, by launcher and by what ends the job. The
 layers are a training of the Trainer, and a loop of the user's own on a backend.
 """
 
@@ -60,7 +60,7 @@ class Row:
 
 def cells() -> dict[tuple[str, str], list[int]]:
     """Return the exit codes of the table in the manual, by launcher and by what ends the job."""
-    text = (ROOT / "launchers" / "README.md").read_text()
+    text = (ROOT / "docs" / "files.md").read_text()
     lines = text.partition("## Exit codes")[2].partition("\n## ")[0].splitlines()
     head, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"

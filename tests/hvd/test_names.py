@@ -22,7 +22,7 @@ import hvdtrain.hvd
 from hvdtrain.hvd.adasum_optimizer import ADASUM_METHODS
 from hvdtrain.hvd.alias import MODULES, VERSION
 
-MANUAL = Path(hvdtrain.hvd.__file__).with_name("README.md")
+MANUAL = Path(hvdtrain.__file__).parents[1] / "docs" / "horovod-api.md"
 
 # Not here. Names of Horovod's machinery, which nothing outside it can use.
 LEFT_OUT = {

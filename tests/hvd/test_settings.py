@@ -14,7 +14,7 @@ import hvdtrain
 from hvdtrain.hvd.engine import settings
 from hvdtrain.hvd.engine.settings import HONOURED, IGNORED, OWN, Settings
 
-MANUAL = Path(hvdtrain.__file__).parent / "hvd" / "README.md"
+MANUAL = Path(hvdtrain.__file__).parents[1] / "docs" / "horovod-api.md"
 
 
 def test_an_empty_environment_gives_horovods_defaults() -> None:

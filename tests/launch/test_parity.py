@@ -1,6 +1,6 @@
 """The same task under every launcher, as its user starts it, ends with the same parameters.
 
-A row is a command of launchers/README.md, a script of launchers/, or the command of a manifest, in
+A row is a command of docs/clusters.md, a script of launchers/, or the command of a manifest, in
 the environment that its scheduler or operator documents, with two ranks on this host.
 """
 

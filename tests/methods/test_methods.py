@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import hvdtrain
 from hvdtrain import Backend
 from hvdtrain.errors import InputError
 from hvdtrain.training import methods
@@ -98,7 +99,7 @@ def test_an_option_of_ddp_alone_has_an_effect_or_is_refused() -> None:
 
 
 def test_the_manual_has_the_table() -> None:
-    manual = Path(methods.__file__).with_name("README.md").read_text()
+    manual = (Path(hvdtrain.__file__).parents[1] / "docs" / "methods.md").read_text()
     assert methods.table() in manual, "run: python -m hvdtrain.training.methods"
 
 

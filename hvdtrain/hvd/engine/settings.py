@@ -1,6 +1,7 @@
 """The HOROVOD_* variables: which setting each one is, and those that have no effect.
 
-`hvd.init` reads them. hvd/README.md says what each means; a test compares its list with the tables.
+`hvd.init` reads them. docs/horovod-api.md says what each means; a test
+compares its list with the tables.
 """
 
 from __future__ import annotations
