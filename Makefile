@@ -11,7 +11,8 @@
 # make steady PYTEST="tests/launch/test_elastic.py"  find tests that fail only sometimes: each 20 times, in random
 #              order, beside two busy processes
 # make check   ruff and mypy --strict
-# make docs    the site, from docs/ into build/site: fails at a broken link or a missing file
+# make docs    the site, from docs/ into build/site: fails at a broken link or a missing file; to read it with its search:
+#              python -m http.server --directory build/site
 # make bench   the benchmarks; writes benchmarks/results/
 # make bench-gpu  what one CUDA GPU shows, tests/one_gpu.py first, in under 10 minutes
 
