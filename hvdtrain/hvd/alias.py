@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +38,9 @@ MODULES = {
     "horovod.torch.optimizer": "hvdtrain.hvd.optimizer",
     "horovod.torch.sync_batch_norm": "hvdtrain.hvd.sync_batch_norm",
 }
+
+# Imported on use: what they need is an extra.
+EXTRAS = {"horovod.ray": "hvdtrain.hvd.ray", "horovod.ray.runner": "hvdtrain.hvd.ray"}
 
 # A folder with a package `horovod` that calls `install()`. Children started by multiprocessing
 # (DataLoader workers) need it: they inherit sys.path, but not sys.modules.
@@ -98,14 +101,30 @@ def installed() -> bool:
     return here is not None and sys.modules.get("horovod.torch") is here
 
 
+class _ByAnotherName(Loader):
+    """Loads a module of hvdtrain under a name of Horovod's."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(EXTRAS[spec.name])
+        self._own = module.__spec__, module.__loader__, list(getattr(module, "__path__", []))
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__, module.__loader__, module.__path__ = self._own
+
+
 class _OnlyThese(MetaPathFinder):
-    """Raises a one-line error for other modules of Horovod. Called for those not in sys.modules."""
+    """Finds modules of EXTRAS, and raises a one-line error for others of Horovod's. Called for
+    those that are not in sys.modules.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if not fullname.startswith("horovod."):
             return None
+        if fullname in EXTRAS:
+            return ModuleSpec(fullname, _ByAnotherName())
         if fullname.startswith("horovod.runner."):
             has = "starts jobs by hvdtrain.run and hvdrun, not by Horovod's launcher"
         else:

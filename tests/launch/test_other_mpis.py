@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.environments import OTHER_MPIS, other_mpi
 from tests.launching import run
-from tests.other_mpis import OTHER_MPIS, other_mpi
 
 pytestmark = [pytest.mark.xdist_group("launch-other-mpis"), pytest.mark.exhaustive]
 

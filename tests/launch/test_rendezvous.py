@@ -23,10 +23,10 @@ from torch.distributed import DistError
 from hvdtrain.errors import LaunchError
 from hvdtrain.job import addresses, rendezvous
 from hvdtrain.job.world import World, detect
+from tests.environments import other_mpi
 from tests.forkserver import warm
 from tests.launching import Started, clean_env, run, started, wait_until
 from tests.messages import Message
-from tests.other_mpis import other_mpi
 
 Env = dict[str, str]
 Answer = dict[str, Any]

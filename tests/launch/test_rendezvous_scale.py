@@ -127,8 +127,7 @@ def simulate(size: int) -> Counted:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in address.items():
             patch.setenv(name, value)
-        for name in ("_published_by", "_served_at", "_completed"):
-            patch.setattr(rendezvous, name, {})
+        patch.setattr(rendezvous, "_kept", rendezvous._Kept())
         patch.setattr(rendezvous, "_serve", serve)
         patch.setattr(rendezvous, "_connect", connect)
         patch.setattr(rendezvous, "host_identity", lambda *_: str(_here.rank // PER_HOST))

@@ -12,11 +12,11 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from tests.other_mpis import OTHER_MPIS, other_mpi
+from tests.environments import OTHER_MPIS, other_mpi
 from tests.ranks import Arm, Pool
 
 TIMEOUT_S = 15.0
-# [mpich] is the folder that tests/other_mpis.py finds, or the tests of its arm are skipped.
+# [mpich] is the folder that tests/environments.py finds, or the tests of its arm are skipped.
 TRANSPORTS = {
     arm.name: arm
     for arm in (

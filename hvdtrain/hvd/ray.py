@@ -1,0 +1,327 @@
+"""`horovod.ray` on hvdtrain: `RayExecutor`, whose ranks are actors of Ray.
+
+For drivers that were written for Horovod's; also as `import horovod.ray`, where `horovod` means
+hvdtrain.hvd. Ray is an extra: `pip install 'hvdtrain[ray]'`. Nothing is scheduled here:
+
+    start()       a placement group, and in it one actor for each rank; ranks are numbered node by
+                  node; rank 0's node and a free port there are MASTER_ADDR and MASTER_PORT
+    run(fn)       each actor calls fn, which calls `hvd.init()`; results in the order of the ranks
+    an error      of the first rank to fail, or its death, ends all actors, and is raised
+    shutdown()    ends the actors; so does the end of the driver
+
+Elastic jobs are not supported.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.errors import WorldError, first_line
+from hvdtrain.hvd.exceptions import HorovodInternalError
+from hvdtrain.job import job_secret
+
+try:
+    import ray
+    from ray.exceptions import RayActorError, RayTaskError
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError as error:
+    raise ImportError(f"horovod.ray needs Ray: pip install 'hvdtrain[ray]' ({error})") from None
+
+_DEATH_S = 5.0  # Ray reports a dead actor later than the ranks that have lost it
+
+
+@dataclass
+class MiniSettings:
+    """Settings of a RayExecutor, with the names of Horovod's."""
+
+    nics: Any = None
+    """Network interfaces for Gloo and NCCL."""
+    verbose: int = 1
+    key: str = field(default_factory=lambda: secrets.token_hex(32))
+    """The secret of the job, which its ranks prove to each other."""
+    ssh_identity_file: str | None = None
+    timeout_s: int = 300
+    """The time in which the actors must start."""
+    placement_group_timeout_s: int = 100
+    elastic: bool = False
+
+
+class _Rank:
+    """One rank: an actor."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._executable: Any = None
+
+    def __repr__(self) -> str:
+        """Return what Ray puts before each line of output, and into errors."""
+        return f"rank {self._rank}"
+
+    def place(self) -> tuple[str, str, list[str]]:
+        """Return the node's id, its address, and the GPUs that Ray has given to this actor."""
+        context = ray.get_runtime_context()
+        gpus = context.get_accelerator_ids().get("GPU", [])
+        return context.get_node_id(), ray.util.get_node_ip_address(), gpus
+
+    def free_port(self) -> int:
+        """Return a port that is free on this node."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    def set_variables(self, variables: Mapping[str, str]) -> None:
+        """Set environment variables."""
+        os.environ.update(variables)
+
+    def make(self, make: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Make the object that `execute` gives to functions."""
+        self._executable = make(*args, **kwargs)
+
+    def execute(self, fn: Callable[[Any], Any]) -> Any:
+        """Return `fn(executable)`."""
+        return fn(self._executable)
+
+
+class RayExecutor:
+    """Runs functions on ranks that Ray starts. The arguments are those of Horovod 0.28.1.
+
+    `num_workers` ranks are packed onto the nodes; `num_hosts` nodes have `num_workers_per_host`
+    each. `use_current_placement_group`: take the one that the driver is in, if it is in one.
+    Raises ValueError for arguments that exclude each other, or that ask for an elastic job.
+    """
+
+    def __init__(
+        self,
+        settings: MiniSettings,
+        num_workers: int | None = None,
+        num_hosts: int | None = None,
+        num_workers_per_host: int = 1,
+        cpus_per_worker: int = 1,
+        use_gpu: bool = False,
+        gpus_per_worker: int | None = None,
+        use_current_placement_group: bool = True,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        reset_limit: int | None = None,
+        cooldown_range: list[int] | None = None,
+        elastic_timeout: int = 600,
+        override_discovery: bool = True,
+    ) -> None:
+        if min_workers is not None or max_workers is not None:
+            raise ValueError(
+                "min_workers and max_workers ask for an elastic job, which hvdtrain runs under "
+                "hvdrun and horovodrun only; give num_workers"
+            )
+        if (num_workers is None) == (num_hosts is None):
+            raise ValueError("how many ranks? give num_workers, or num_hosts; not both")
+        if gpus_per_worker is not None and (not use_gpu or gpus_per_worker < 1):
+            raise ValueError(f"gpus_per_worker={gpus_per_worker} needs use_gpu=True, and 1 or more")
+        self.settings = settings
+        self._size = num_workers or (num_hosts or 0) * num_workers_per_host
+        self._per_host = num_workers_per_host if num_hosts else 0
+        self._resources = {"CPU": cpus_per_worker, "GPU": int(use_gpu) * (gpus_per_worker or 1)}
+        self._uses_own_group = not use_current_placement_group
+        self._made_group: Any = None
+        self._ranks: list[Any] = []
+        self._nodes: list[str] = []
+
+    @classmethod
+    def create_settings(
+        cls,
+        timeout_s: int = 30,
+        ssh_identity_file: str | None = None,
+        ssh_str: str | None = None,
+        placement_group_timeout_s: int = 100,
+        nics: Any = None,
+    ) -> MiniSettings:
+        """Return settings. The arguments for ssh have no effect: Ray starts the ranks."""
+        return MiniSettings(
+            nics=nics,
+            ssh_identity_file=ssh_identity_file,
+            timeout_s=timeout_s,
+            placement_group_timeout_s=placement_group_timeout_s,
+        )
+
+    def start(
+        self,
+        executable_cls: type | None = None,
+        executable_args: list[Any] | None = None,
+        executable_kwargs: dict[str, Any] | None = None,
+        extra_env_vars: dict[str, str] | None = None,
+    ) -> None:
+        """Start the ranks, and make an `executable_cls(...)` on each, if one is given.
+
+        Raises TimeoutError if Ray does not provide the resources in time.
+        """
+        try:
+            self._ranks = self._start_actors()
+            asked = [one.place.remote() for one in self._ranks]
+            places = ray.get(asked, timeout=self.settings.timeout_s)
+            self._nodes = [address for _, address, _ in places]
+            gpus: defaultdict[str, list[str]] = defaultdict(list)
+            for node, _, ids in places:
+                gpus[node] += ids
+            port = ray.get(self._ranks[0].free_port.remote())
+            world = {
+                "WORLD_SIZE": str(self._size),
+                "MASTER_ADDR": self._nodes[0],
+                "MASTER_PORT": str(port),
+                job_secret.VARIABLE: self.settings.key,
+                **_interfaces(self.settings.nics),
+            }
+            told = []
+            for rank, (node, _, _) in enumerate(places):
+                variables = world | {"RANK": str(rank)}
+                if gpus[node]:  # those of all its ranks, so that they can reach each other
+                    variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[node]))
+                variables |= {name: str(value) for name, value in (extra_env_vars or {}).items()}
+                told.append(self._ranks[rank].set_variables.remote(variables))
+            self._wait(told)
+            if executable_cls is not None:
+                arguments = executable_cls, executable_args or [], executable_kwargs or {}
+                self._wait([one.make.remote(*arguments) for one in self._ranks])
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        callbacks: list[Callable[..., Any]] | None = None,
+    ) -> list[Any]:
+        """Call `fn(*args, **kwargs)` on every rank; return the results in rank order.
+
+        If a rank raises, the same error is raised here, with the rank in its text; WorldError names
+        a rank that has died. All ranks are then ended. `callbacks` are not called, as by Horovod.
+        """
+        return self.execute(lambda _: fn(*(args or ()), **(kwargs or {})), callbacks)
+
+    def run_remote(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call `fn(*args, **kwargs)` on every rank; return the references for `ray.get` at once."""
+        return self._call(lambda _: fn(*(args or ()), **(kwargs or {})))
+
+    def execute(
+        self, fn: Callable[[Any], Any], callbacks: list[Callable[..., Any]] | None = None
+    ) -> list[Any]:
+        """Call `fn(executable)` on every rank; return the results in rank order, as `run` does."""
+        if callbacks:
+            warnings.warn("callbacks are not called, as by Horovod's own jobs", stacklevel=2)
+        return self._wait(self._call(fn))
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        """Call `fn(executable)` on rank 0; return its result."""
+        self._call_needs_ranks()
+        return self._wait([self._ranks[0].execute.remote(fn)])[0]
+
+    def shutdown(self) -> None:
+        """End the ranks, and give their resources back. Twice is safe."""
+        for one in self._ranks:
+            ray.kill(one)
+        self._ranks = []
+        if self._made_group is not None:
+            ray.util.remove_placement_group(self._made_group)
+            self._made_group = None
+
+    def _call(self, fn: Callable[[Any], Any]) -> list[Any]:
+        self._call_needs_ranks()
+        return [one.execute.remote(fn) for one in self._ranks]
+
+    def _call_needs_ranks(self) -> None:
+        if not self._ranks:
+            raise ValueError("there are no ranks; call start() first")
+
+    def _start_actors(self) -> list[Any]:
+        """Start the actors, by rank, in a placement group: the current one, else a new one."""
+        group = None if self._uses_own_group else ray.util.get_current_placement_group()
+        bundles = list(range(self._size))
+        if group is not None:
+            bundles = [-1] * self._size  # any
+        else:
+            count, strategy, per_bundle = self._size, "PACK", 1
+            if self._per_host:
+                count, strategy = self._size // self._per_host, "STRICT_SPREAD"
+                per_bundle = self._per_host
+                bundles = [k // self._per_host for k in range(self._size)]
+            wanted = {name: n * per_bundle for name, n in self._resources.items() if n}
+            group = ray.util.placement_group([wanted] * count, strategy=strategy)
+            self._made_group = group
+            if not group.wait(self.settings.placement_group_timeout_s):
+                raise TimeoutError(
+                    f"Ray has not provided {count} times {wanted} ({strategy}) within "
+                    f"{self.settings.placement_group_timeout_s} s; it has now: "
+                    f"{ray.available_resources()}"
+                )
+            nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+            bundles.sort(key=lambda bundle: (nodes[bundle], bundle))
+        return [
+            ray.remote(_Rank)
+            .options(
+                num_cpus=self._resources["CPU"],
+                num_gpus=self._resources["GPU"],
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+            )
+            .remote(rank)
+            for rank, bundle in enumerate(bundles)
+        ]
+
+    def _wait(self, calls: list[Any]) -> list[Any]:
+        """Return the results of calls, one for each rank; at the first error end all ranks."""
+        rank_of = {call: rank for rank, call in enumerate(calls)}
+        waiting = list(calls)
+        try:
+            while waiting:
+                (done,), waiting = ray.wait(waiting, num_returns=1)
+                try:
+                    ray.get(done)
+                except RayTaskError as error:
+                    if _has_lost_a_peer(error):
+                        self._raise_cause(waiting, rank_of)
+                    raise
+                except RayActorError as error:
+                    raise self._died(rank_of[done], error) from None
+            return list(ray.get(calls))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _raise_cause(self, waiting: list[Any], rank_of: Mapping[Any, int]) -> None:
+        """Raise what has ended the rank that another one has lost, if Ray reports it in time."""
+        deadline = time.monotonic() + _DEATH_S
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
+            for done in ready:
+                try:
+                    ray.get(done)
+                except RayActorError as error:
+                    raise self._died(rank_of[done], error) from None
+                except RayTaskError as error:
+                    if not _has_lost_a_peer(error):
+                        raise
+
+    def _died(self, rank: int, error: Exception) -> WorldError:
+        where = self._nodes[rank] if rank < len(self._nodes) else "its node"
+        return WorldError(f"rank {rank} on {where} died: {first_line(error)}")
+
+
+def _has_lost_a_peer(error: RayTaskError) -> bool:
+    return isinstance(error.cause, (WorldError, HorovodInternalError))
+
+
+def _interfaces(nics: Any) -> dict[str, str]:
+    names = ",".join([nics] if isinstance(nics, str) else sorted(nics or ()))
+    return {"GLOO_SOCKET_IFNAME": names, "NCCL_SOCKET_IFNAME": names} if names else {}

@@ -1,0 +1,148 @@
+"""A driver of Ray, on two nodes of one machine: `python -m tests.hvd.ray_driver` runs all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+import hvdtrain.hvd.ray as hvd_ray
+
+CASES: dict[str, Any] = {}
+
+
+def case(function: Any) -> Any:
+    CASES[function.__name__] = function
+    return function
+
+
+def executor(**arguments: Any) -> hvd_ray.RayExecutor:
+    settings = hvd_ray.RayExecutor.create_settings(timeout_s=60)
+    made = hvd_ray.RayExecutor(settings, **arguments)
+    made.start(Counter if "num_hosts" in arguments else None)
+    return made
+
+
+class Counter:
+    """What `execute` gives to functions."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def sums(numbers: list[float]) -> dict[str, Any]:
+    import torch
+
+    import hvdtrain.hvd as hvd
+
+    hvd.init()
+    print(f"node has rank {hvd.rank()}")
+    total = hvd.allreduce(torch.tensor(numbers) * (hvd.rank() + 1), op=hvd.Sum)
+    node = ray.get_runtime_context().get_node_id()
+    found = {"rank": hvd.rank(), "size": hvd.size(), "sum": total.tolist(), "node": node}
+    hvd.shutdown()
+    return found
+
+
+def digits() -> str:
+    from hvdtrain import TrainConfig, Trainer, open_backend
+    from hvdtrain.training.task import load_task
+
+    config = TrainConfig(task="digits", backend="ddp", epochs=2, threads=1)
+    with open_backend("ddp", options=config.backend_options(), agree_on=config.agreed()) as backend:
+        return Trainer(load_task("digits", ()), backend, config).fit().params_sha256
+
+
+def fail(rank: int, how: str) -> None:
+    import torch
+
+    import hvdtrain.hvd as hvd
+
+    hvd.init()
+    if hvd.rank() == rank and how == "raise":
+        raise ArithmeticError("as asked")
+    if hvd.rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        hvd.allreduce(torch.ones(3))
+
+
+@case
+def works() -> dict[str, Any]:
+    """Two nodes with two ranks each: numbered node by node, with what each has."""
+    ranks = executor(num_hosts=2, num_workers_per_host=2)
+    found = {"sums": ranks.run(sums, args=[[1.0, 2.0]])}
+
+    def count(counter: Counter) -> int:
+        counter.count += 1
+        return counter.count
+
+    found["counts"] = [ranks.execute(count), ranks.execute(count), ranks.execute_single(count)]
+    found["remote"] = ray.get(ranks.run_remote(sums, kwargs={"numbers": [1.0]}))
+    ranks.shutdown()
+    ranks.shutdown()
+    return found
+
+
+@case
+def trains() -> dict[str, Any]:
+    ranks = executor(num_workers=2)
+    found = ranks.run(digits)
+    ranks.shutdown()
+    return {"params_sha256": found}
+
+
+@case
+def fails() -> dict[str, Any]:
+    """The rank that fails is named, whichever error arrives first; all CPUs are free again."""
+    found: dict[str, Any] = {"errors": []}
+    for how, rank in (("raise", 0), ("raise", 1), ("kill", 0), ("kill", 1)):
+        ranks = executor(num_workers=2)
+        begin = time.monotonic()
+        try:
+            ranks.run(fail, args=[rank, how])
+        except Exception as error:
+            kinds = [kind.__name__ for kind in type(error).__mro__]
+            seconds = time.monotonic() - begin
+            found["errors"].append([how, rank, kinds, str(error), seconds])
+    while ray.available_resources().get("CPU") != 4:  # Ray counts them a moment later
+        time.sleep(0.1)
+    return found
+
+
+@case
+def refuses() -> dict[str, Any]:
+    found = []
+    for arguments in ({"min_workers": 1}, {}, {"num_workers": 2, "num_hosts": 1}):
+        try:
+            hvd_ray.RayExecutor(hvd_ray.MiniSettings(), **arguments)  # type: ignore[arg-type]
+        except ValueError as error:
+            found.append(str(error))
+    try:
+        settings = hvd_ray.MiniSettings(placement_group_timeout_s=1)
+        hvd_ray.RayExecutor(settings, num_workers=99).start()
+    except TimeoutError as error:
+        found.append(str(error))
+    return {"errors": found}
+
+
+def main() -> None:
+    node = {"num_cpus": 2, "object_store_memory": 100 << 20}
+    head = {**node, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster.add_node(**node)
+    ray.init(address=cluster.address)
+    try:
+        print("found " + json.dumps({name: CASES[name]() for name in CASES}), flush=True)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
