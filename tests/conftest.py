@@ -241,5 +241,7 @@ def _nothing_stays_behind() -> Iterator[None]:
             time.sleep(0.1)
         assert not alive, f"processes stayed behind: {alive}"
         for path in Path("/dev/shm").iterdir():
-            if path.name.startswith(("mpich_shm_", "vader_segment.")) and not is_mapped(path):
+            if path.name.startswith(
+                ("mpich_shm_", "vader_segment.", "sm_segment.")
+            ) and not is_mapped(path):
                 path.unlink(missing_ok=True)  # MPI leaves it when a rank is killed

@@ -237,7 +237,7 @@ def no_shared_memory_left(but: str = "\0") -> Iterator[None]:
 
 
 def _in_use(path: Path) -> bool:
-    if path.name.startswith("mpich_shm_"):
+    if path.name.startswith(("mpich_shm_", "sm_segment.")):  # of MPICH, of Open MPI 5
         return True  # an aborted rank's, of another test: see conftest.py
     if path.name.startswith("vader_"):  # another job's mpirun removes what its ranks have left
         names = (_read(entry / "comm") for entry in Path("/proc").glob("[0-9]*"))

@@ -15,7 +15,7 @@ from hvdtrain.doctor.limits import SHM
 
 # By folder: the prefixes of such files. torchrun leaves a folder even after a success.
 PREFIXES = {
-    SHM: ("vader_segment.", "mpich_shm_", "torch_", "sem.mp-"),
+    SHM: ("vader_segment.", "sm_segment.", "mpich_shm_", "torch_", "sem.mp-"),
     tempfile.gettempdir(): ("torchelastic_", "hvdtrain-run-", "hvdtrain-horovod-"),
 }
 _YOUNG_S = 60.0  # the process that uses such a file may not have named it yet

@@ -82,10 +82,11 @@ def _watch(world: World, watched: dict[str, psutil.Process]) -> None:
 
 def _delete_segments() -> None:
     """Delete the files of Open MPI's shared memory that this rank has mapped: mpirun does so as it
-    ends, but not if it is killed. The mappings stay until the ranks end.
+    ends, but not if it is killed. The mappings stay until the ranks end. Open MPI 4 names them
+    vader_segment, 5 sm_segment.
     """
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
-        for path in set(re.findall(r"(/dev/shm/vader_segment\S+)\n", maps.read())):
+        for path in set(re.findall(r"(/dev/shm/(?:vader|sm)_segment\S+)\n", maps.read())):
             with contextlib.suppress(OSError):  # another rank has
                 os.unlink(path)
 

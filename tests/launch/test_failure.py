@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -277,8 +277,13 @@ def ranks_of(marker: str) -> dict[int, str]:
     }
 
 
-def check_orphans_end(command: list[str], mark: Path, number: signal.Signals) -> None:
-    with started(command) as (process, log):
+def check_orphans_end(
+    command: list[str],
+    mark: Path,
+    number: signal.Signals,
+    env: Mapping[str, str] | None = None,
+) -> None:
+    with started(command, env=env) as (process, log):
         wait_for_mark(mark, process, log)
         segments = mapped_segments(process)
         if number == signal.SIGINT:  # as from a terminal
@@ -296,7 +301,7 @@ def mapped_segments(process: Started) -> set[Path]:
     for pid in members(process.marker):
         with contextlib.suppress(OSError):  # it has ended
             text = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-            found |= {Path(name) for name in re.findall(r"/dev/shm/vader_segment\S+", text)}
+            found |= {Path(name) for name in re.findall(r"/dev/shm/(?:vader|sm)_segment\S+", text)}
     return found
 
 

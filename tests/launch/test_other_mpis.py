@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.environments import OTHER_MPIS, other_mpi
+from tests.launch.test_failure import check_orphans_end, settings
 from tests.launching import run
 
 pytestmark = [pytest.mark.xdist_group("launch-other-mpis"), pytest.mark.exhaustive]
@@ -50,6 +52,15 @@ def test_one_rank_never_comes(name: str) -> None:
     assert finished.code != 0
     (only,) = finished.lines("error: ")
     assert "--epochs -1" in only
+
+
+def test_a_killed_mpirun_of_open_mpi_5_leaves_no_shared_memory(tmp_path: Path) -> None:
+    """Its ranks end, and delete the files that it would have deleted."""
+    mpi, packages = other_mpi("openmpi5")
+    mark = tmp_path / "mark"
+    waits = ["-m", "hvdtrain", "--backend", "ddp", *settings(tmp_path, "loop", "wait", -1)]
+    command = [str(mpi / "mpirun"), "-n", "2", str(mpi / "python"), *map(str, waits)]
+    check_orphans_end(command, mark, signal.SIGKILL, packages)
 
 
 def test_mpich_with_an_open_mpi_library(tmp_path: Path) -> None:
