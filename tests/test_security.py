@@ -35,13 +35,13 @@ UNPICKLES = {
     "compare.run.arm_process": "a Unix socket in a private folder",
     "compare.run.arm_script": "a Unix socket in a private folder",
     "hvd.elastic.launcher_notices": "signed by horovodrun, and of three classes only",
-    "hvd.job": "files in a private folder",
+    "hvd.job": "the `value_server` of the calling process, and what it has received",
     "job.job_secret": "signed with the secret of the job",
 }
 # Who opens a port.
 LISTENS = {
     "liveness.peer_sockets": "which authenticates every connection",
-    "launch.elastic_server": "each request has the secret that the ranks have by stdin",
+    "launch.value_server": "each request has the secret that the ranks have by stdin",
     "hvd.elastic.launcher_notices": "under horovodrun; each request is signed with a random key",
 }
 

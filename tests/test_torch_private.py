@@ -53,12 +53,11 @@ NAMES = """
     torch.distributed.distributed_c10d:_world group_count
     torch._C._distributed_c10d _dump_fr_trace
     torch.distributed.elastic.multiprocessing.api LogsDest SignalException
-    torch.distributed.elastic.multiprocessing.api:DefaultLogsSpecs reify
     torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent _monitor_workers
     torch.distributed.elastic.rendezvous.registry get_rendezvous_handler
 """
 """A module, or module:class, and the names in it; some of one file alone, which could not replace
-them: transports/gloo.py, transports/process_group.py, hvd/job.py and launch/agent.py.
+them: transports/gloo.py, transports/process_group.py and launch/agent.py.
 """
 
 

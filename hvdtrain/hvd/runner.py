@@ -1,39 +1,38 @@
-"""`run(func)`: call a function in several processes of this host, as `horovod.run` does.
+"""`run(func)`: call a function on the ranks of a new job, as `horovod.run` does.
 
-For scripts, also as `hvdtrain.run`. This file checks Horovod's arguments; `job` runs the processes.
+For scripts, also as `hvdtrain.run`. This file turns Horovod's arguments into those of `hvdrun`;
+`job` makes the calls.
 """
 
 from __future__ import annotations
 
-import socket
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
-from hvdtrain.hvd.hosts import parse_host_files, parse_hosts, parse_hosts_and_slots
+from hvdtrain.errors import InputError
 from hvdtrain.hvd.job import run_job
+from hvdtrain.launch.elastic import ElasticOptions
+from hvdtrain.launch.host_list import Host, choose_slots, parse_host_list, read_host_file
+from hvdtrain.launch.launcher import Job
+from hvdtrain.launch.remote import RemoteShell, environment
 
 T = TypeVar("T")
 
-_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
-
-# Arguments without effect on one host, and those of elastic jobs, which `run` does not support.
-_IDLE = ("slots", "start_timeout", "ssh_port", "ssh_identity_file", "disable_cache", "mpi_args")
-_ELASTIC = (
-    "min_num_proc",
-    "max_num_proc",
-    "reset_limit",
-    "cooldown_range",
-    "host_discovery_script",
-)
+# Arguments without effect.
+_IDLE = ("disable_cache", "mpi_args")
+# Those that only an elastic job has.
+_ELASTIC = ("max_num_proc", "slots", "reset_limit", "cooldown_range")
 
 
 def run(
     func: Callable[..., T],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    num_proc: int = 1,
+    num_proc: int | None = None,
     min_num_proc: int | None = None,
     max_num_proc: int | None = None,
     slots: int | None = None,
@@ -58,16 +57,19 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[T]:
-    """Call `func(*args, **kwargs)` in `num_proc` new processes; return the results in rank order.
+    """Call `func(*args, **kwargs)` on `num_proc` ranks; return the results in rank order.
 
-    The processes run on this host, and `func` calls `hvd.init()` itself. Function, arguments and
-    results are sent with cloudpickle, so closures and lambdas work. Arguments for other hosts, an
-    elastic job or MPI raise ValueError, so `hosts` and `hostfile` may name this host only; those
-    without effect on one host warn. `output_filename` is a folder that also receives the output, as
-    `rank.RANK/stdout` and `stderr`. `executable` is the Python to run.
+    `func` calls `hvd.init()` itself. Function, arguments and results are sent with cloudpickle, so
+    closures and lambdas work. The ranks are started as by `hvdrun`: on this host, or on `hosts`
+    ("a:4,b:4", by ssh), on all of whose slots they run without `num_proc`. With
+    `host_discovery_script` or `min_num_proc` the job is elastic, `func` uses `hvd.elastic.run`, and
+    the results are those of the ranks at the end. `start_timeout` is in seconds. `output_filename`
+    is a folder that also receives the output, as `rank.RANK/stdout` and `stderr`; `executable` is
+    the Python to run.
 
-    Raises RuntimeError with the traceback of the first rank to fail, and stops the other ranks. No
-    process outlives the call.
+    Raises RuntimeError with the traceback of the first rank to fail, and stops the other ranks;
+    WorldError if a host is lost, LaunchError for one that does not start, and ValueError for
+    arguments that cannot be used. No process outlives the call.
     """
     if network_interface:
         network_interfaces = network_interface.split(",")
@@ -77,15 +79,42 @@ def run(
     # Before any other variable is assigned: until here locals() are the arguments.
     given = {name: value for name, value in locals().items() if value is not None}
     _check(given)
-    _check_slots(num_proc, hosts, hostfile)
-    interfaces = ",".join(network_interfaces or ())
-    variables = {}
-    if interfaces:  # Gloo and NCCL read them from the environment
-        variables = {"GLOO_SOCKET_IFNAME": interfaces, "NCCL_SOCKET_IFNAME": interfaces}
-    if verbose:
-        print(f"hvdtrain.run: starting {num_proc} processes on this host", file=sys.stderr)
     call = (func, tuple(args), dict(kwargs or {}))
-    return run_job(call, num_proc, executable or sys.executable, output_filename, variables)
+    try:
+        named = [Host("localhost", num_proc or max_num_proc or min_num_proc or 1)]
+        if hosts is not None or hostfile is not None:
+            named = parse_host_list(hosts) if hosts is not None else read_host_file(str(hostfile))
+        elastic: ElasticOptions | None = None
+        chosen: list[Host] = []
+        if host_discovery_script is None and min_num_proc is None:
+            chosen = choose_slots(named, num_proc, None, None)
+        else:
+            lines = "\n".join(map(str, named))
+            elastic = ElasticOptions(
+                script=host_discovery_script or f"echo {shlex.quote(lines)}",
+                min_np=min_num_proc or num_proc or 1,
+                max_np=max_num_proc,
+                first_np=num_proc,
+                slots=slots or 1,
+                reset_limit=reset_limit,
+                cooldown_s=(float(cooldown_range[0]), float(cooldown_range[1]))
+                if cooldown_range
+                else ElasticOptions.cooldown_s,
+            )
+        env = environment((), ",".join(network_interfaces or ()) or None)
+    except InputError as error:
+        raise ValueError(str(error)) from None
+    timeout_s = start_timeout or Job.start_timeout_s
+    job = Job(
+        hosts=chosen,
+        command=[executable or sys.executable],
+        env={"PYTHONUNBUFFERED": "1", **env},
+        remote=RemoteShell("ssh", ssh_port, ssh_identity_file, int(timeout_s) or 1),
+        start_timeout_s=timeout_s,
+        output=Path(output_filename).absolute() if output_filename else None,
+        verbose=bool(verbose),
+    )
+    return run_job(call, job, elastic)
 
 
 def _check(given: Mapping[str, Any]) -> None:
@@ -104,35 +133,19 @@ def _check(given: Mapping[str, Any]) -> None:
             "use_mpi=True: hvdtrain starts its processes by torch.distributed, not by MPI; leave "
             "it out, or start the script by mpirun"
         )
-    if elastic := [f"{name}={given[name]!r}" for name in _ELASTIC if name in given]:
+    is_elastic = "min_num_proc" in given or "host_discovery_script" in given
+    idle = [f"{name}={given[name]!r}" for name in _ELASTIC if name in given]
+    if idle and not is_elastic:
         raise ValueError(
-            f"{', '.join(elastic)}: hvdtrain.run starts a fixed number of processes; leave "
-            f"{'it' if len(elastic) == 1 else 'them'} out"
+            f"{', '.join(idle)}: only an elastic job has {'it' if len(idle) == 1 else 'them'}; "
+            "give min_num_proc or host_discovery_script, too"
         )
-    if idle := [name for name in _IDLE if name in given]:
-        _warn(f"hvdtrain.run ignores {', '.join(idle)}: it starts processes on this host only")
-    if (num_proc := given["num_proc"]) < 1:
-        raise ValueError(f"num_proc={num_proc} must be at least 1")
+    if ignored := [name for name in _IDLE if name in given]:
+        _warn(f"hvdtrain.run ignores {', '.join(ignored)}")
+    for name in ("num_proc", "min_num_proc", "max_num_proc"):
+        if (value := given.get(name, 1)) < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
 
 
 def _warn(text: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(text, category, stacklevel=4)  # at the line that calls run
-
-
-def _check_slots(num_proc: int, hosts: str | None, hostfile: str | None) -> None:
-    """Raise ValueError unless the named hosts, if any, are this one and have enough slots."""
-    if hosts is None and hostfile is None:
-        return
-    named = hosts if hosts is not None else parse_host_files(str(hostfile))
-    this = {*_LOCAL_NAMES, socket.gethostname(), socket.getfqdn()}
-    for name in parse_hosts_and_slots(named)[0]:
-        if name not in this:
-            raise ValueError(
-                f"hvdtrain.run starts processes on this host ({socket.gethostname()}) only, not on "
-                f"{name}; start the script on several hosts by torchrun, mpirun or horovodrun"
-            )
-    available = sum(host.slots for host in parse_hosts(named))
-    if num_proc > available:
-        raise ValueError(
-            f"Requested more processes ({num_proc}) than there are available slots ({available})"
-        )

@@ -130,16 +130,22 @@ def enter_next_generation(timeout_s: float) -> None:
         env[GENERATION] = numbers[len(NUMBERS)]
 
 
-def request(path: str, message: bytes = b"", timeout_s: float = _REQUEST_S) -> bytes:
+def request(
+    path: str,
+    message: bytes = b"",
+    timeout_s: float = _REQUEST_S,
+    server: tuple[str, str, str] | None = None,
+) -> bytes:
     """Return the launcher's answer to a PUT of `message`, or without one to a GET; b"" for a key
-    that does not exist. Raises OSError.
+    that does not exist. `server` is another one's address, port and secret. Raises OSError.
     """
-    address, port = (os.environ[name] for name in ADDRESS)
+    own = *(os.environ.get(name, "") for name in ADDRESS), os.environ.get(SECRET, "")
+    address, port, secret = server or own
     host = f"[{address}]" if ":" in address else address
     made = urllib.request.Request(
         f"http://{host}:{port}/{path}", message or None, method="PUT" if message else "GET"
     )
-    made.add_header(SECRET_HEADER, os.environ.get(SECRET, ""))
+    made.add_header(SECRET_HEADER, secret)
     # The server is the launcher's own: ignore the proxies of the environment.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

@@ -8,6 +8,7 @@
     agent            on each host: torch.distributed's agent, which starts the ranks
     elastic          --host-discovery-script: a world that changes; elastic_worker: one of its ranks
     elastic_server   where the ranks ask for their place; discovery: the hosts that may be used
+    value_server     where they read and write values
     other_launchers  --via: the command lines of mpirun and horovodrun
 
 Only `agent` imports torch.

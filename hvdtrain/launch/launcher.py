@@ -52,6 +52,7 @@ class RankFailed(HvdtrainError):
     """A rank that failed. `exit_code` is its own, 128 + number if a signal has killed it."""
 
     def __init__(self, who: str, code: int) -> None:
+        self.is_killed = code < 0
         self.exit_code = code if code >= 0 else 128 - code
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         super().__init__(f"{who} {how}")

@@ -111,6 +111,10 @@ class RankOutput:
 
     def _write(self, stream: str, data: bytes) -> None:
         out = sys.stdout if stream == "stdout" else sys.stderr
+        if not hasattr(out, "buffer"):  # in a notebook, where `hvdtrain.run` is called
+            out.write(data.decode(errors="replace"))
+            out.flush()
+            return
         try:
             out.buffer.write(data)
             out.buffer.flush()

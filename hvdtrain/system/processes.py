@@ -1,6 +1,6 @@
 """Other processes: whether one still runs, and how to stop a child with all that it has started.
 
-Used by `launcher_watch`, `horovod_build`, `launch` and `hvd.job`. Imports no torch.
+Used by `launcher_watch`, `horovod_build` and `launch`. Imports no torch.
 """
 
 from __future__ import annotations

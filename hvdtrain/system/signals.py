@@ -1,6 +1,6 @@
 """Signal handlers for the time of a block.
 
-Used by the commands, `failure`, `horovod_build`, `compare` and `hvd.run`. Python sets handlers, and
+Used by the commands, `failure`, `horovod_build`, `compare` and `launch`. Python sets handlers, and
 runs them, in the main thread only: in another thread these blocks change nothing. Imports no torch.
 """
 

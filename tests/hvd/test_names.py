@@ -60,6 +60,8 @@ OTHERWISE = {
     "optimizer.load_state_dict": "(self, state_dict)",  # (*args, **kwargs)
     "optimizer.zero_grad": "(self, set_to_none=True)",  # as torch has it
 }
+# Other defaults than Horovod's.
+DEFAULTS = {("run", "num_proc"): None}  # all slots of `hosts`; 1, as in Horovod, without them
 WORDS = {"identical", "stronger", "different", "refused"}
 
 
@@ -100,10 +102,12 @@ def differs(name: str, real: Any, ours: Any) -> str | None:
     text = f"{name}: {bare(own)} instead of {bare(theirs)}"
     if name in OTHERWISE:
         return None if OTHERWISE[name] in ("*", bare(own)) else text
-    more = MORE.get(name.rpartition(".")[2], [])
+    last = name.rpartition(".")[2]
+    more = MORE.get(last, [])
     parameters = described(own)
     end = len(parameters) - len(more)
-    if parameters[:end] != described(theirs) or [p[0] for p in parameters[end:]] != more:
+    expected = [(n, kind, DEFAULTS.get((last, n), d)) for n, kind, d in described(theirs)]
+    if parameters[:end] != expected or [p[0] for p in parameters[end:]] != more:
         return text
     return None if all(p[2] is not inspect.Parameter.empty for p in parameters[end:]) else text
 

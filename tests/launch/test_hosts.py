@@ -73,6 +73,39 @@ def test_ranks_are_numbered_in_the_order_of_the_hosts(hosts: Hosts, tmp_path: Pa
     hosts.wait_until_gone()
 
 
+CALL = """
+import hvdtrain
+def work(start):
+    import os, socket, torch, hvdtrain.hvd as hvd
+    hvd.init()
+    total = hvd.allreduce(torch.tensor([start + hvd.rank()]), op=hvd.Sum).tolist()
+    if hvd.rank() == {failing}:
+        raise KeyError("gone")
+    return hvd.rank(), socket.gethostname(), total, os.getcwd()
+print("results", hvdtrain.run(work, (1.0,), hosts="a:2,b:1", output_filename="out"))
+"""
+
+
+@pytest.mark.parametrize("start", ["login", "b"])
+def test_a_function_runs_on_the_ranks_of_several_hosts(
+    hosts: Hosts, start: str, tmp_path: Path
+) -> None:
+    """From a host that has some itself, and from one of none; an error comes from a rank of b."""
+    for failing in (-1, 2):
+        command = [sys.executable, "-c", CALL.format(failing=failing)]
+        line = hosts.on_login(*command) if start == "login" else hosts.on(start, *command)
+        finished = run(line, cwd=tmp_path)
+        hosts.wait_until_gone()
+        if failing < 0:
+            assert finished.code == 0, finished.output
+            expected = [(r, h, [6.0], str(tmp_path)) for r, h in enumerate("aab")]
+            assert f"results {expected}" in finished.output
+        else:
+            assert finished.code == 1
+            assert "RuntimeError: rank 2 failed:\nTraceback" in finished.output
+            assert finished.output.rstrip().endswith("KeyError: 'gone'"), finished.output
+
+
 VICTIMS = {
     "rank": ("error: rank 3 on b was killed by SIGKILL", 137),
     "agent": ("error: the agent on b was killed by SIGKILL", 137),

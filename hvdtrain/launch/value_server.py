@@ -1,0 +1,97 @@
+"""An HTTP server from which the ranks of a job read values, and to which they write others.
+
+Used by `elastic_server`, and by `hvd.job` for the calls and results of `hvdtrain.run`. Every
+request must have the secret, which the ranks have from their supervisors. One thread per
+connection. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from hvdtrain.job.elastic_world import SECRET_HEADER
+
+_REQUEST_S = 10.0
+
+
+class ValueServer(ThreadingHTTPServer):
+    """Serves `values` at a free port until `stop`: of this address, else of all interfaces."""
+
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self, address: str = "", max_bytes: int | None = None) -> None:
+        is_ipv6 = ":" in address or (not address and socket.has_dualstack_ipv6())
+        self.address_family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+        super().__init__((address, 0), _Handler)
+        self.max_bytes = max_bytes
+        self.secret = secrets.token_hex(32)
+        self.lock = threading.Lock()
+        self.values: dict[str, bytes] = {}
+        """By path, in the order of arrival."""
+        self.port = int(self.server_address[1])
+        threading.Thread(target=self.serve_forever, daemon=True, name="value-server").start()
+
+    def server_bind(self) -> None:
+        """Bind the port for IPv4 as well as for IPv6."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+    def get(self, path: str) -> tuple[int, bytes] | None:
+        """Return HTTP's status and the body of a response; None closes the connection."""
+        with self.lock:
+            value = self.values.get(path)
+        return (404, b"") if value is None else (200, value)
+
+    def put(self, path: str, value: bytes) -> int:
+        """Store a value; return HTTP's status."""
+        with self.lock:
+            self.values[path] = value
+        return 200
+
+    def stop(self) -> None:
+        """Stop serving, and close the port."""
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _REQUEST_S
+    server: ValueServer
+
+    def do_GET(self) -> None:
+        """Return a value."""
+        if not self._is_allowed():
+            self._reply(403)
+        elif (response := self.server.get(self.path.strip("/"))) is not None:
+            self._reply(*response)
+
+    def do_PUT(self) -> None:
+        """Store a value."""
+        size, most = self.headers.get("Content-Length", ""), self.server.max_bytes
+        if not self._is_allowed():
+            self._reply(403)
+        elif not size.isdigit() or (most is not None and int(size) > most):
+            self._reply(413)
+        else:
+            value = self.rfile.read(int(size))
+            is_whole = len(value) == int(size)  # else its rank has died while it sent it
+            self._reply(self.server.put(self.path.strip("/"), value) if is_whole else 400)
+
+    def _is_allowed(self) -> bool:
+        given = self.headers.get(SECRET_HEADER, "")
+        return hmac.compare_digest(given.encode(), self.server.secret.encode())
+
+    def _reply(self, code: int, body: bytes = b"") -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
