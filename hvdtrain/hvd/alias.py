@@ -40,7 +40,12 @@ MODULES = {
 }
 
 # Imported on use: what they need is an extra.
-EXTRAS = {"horovod.ray": "hvdtrain.hvd.ray", "horovod.ray.runner": "hvdtrain.hvd.ray"}
+EXTRAS = {
+    "horovod.ray": "hvdtrain.hvd.ray",
+    "horovod.ray.runner": "hvdtrain.hvd.ray",
+    "horovod.spark": "hvdtrain.hvd.spark",
+    "horovod.spark.runner": "hvdtrain.hvd.spark",
+}
 
 # A folder with a package `horovod` that calls `install()`. Children started by multiprocessing
 # (DataLoader workers) need it: they inherit sys.path, but not sys.modules.

@@ -1,12 +1,13 @@
 """Call a function on the ranks of a job that `hvdtrain.launch` starts, as `hvdrun` does a command.
 
-Used by `runner.run`. Ranks get the call from a server of the calling process, and its address and
-secret through the stdin of their supervisors:
+Used by `runner.run`, and by `spark`. Ranks get the call from a server of the calling process, whose
+address and secret they have through the stdin of their supervisors:
 
     rank                                     calling process
     GET call                            ->
                                         <-   function, arguments, keywords
-    PUT result/RANK or error/RANK       ->   the pickled result, or the traceback
+    PUT result/RANK, or error/RANK,     ->   the pickled result, or the traceback
+    or lost/RANK: it has lost another
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from typing import Any
 
 import cloudpickle
 
+from hvdtrain.errors import WorldError
 from hvdtrain.hvd.alias import install, installed
+from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.job import elastic_world
 from hvdtrain.launch.elastic import ElasticJob, ElasticOptions
 from hvdtrain.launch.launcher import Job, JobStopped, RankFailed
-from hvdtrain.launch.remote import is_this_host, master_address
+from hvdtrain.launch.remote import own_address
 from hvdtrain.launch.value_server import ValueServer
 
 _SERVER = "HVDTRAIN_CALL_SERVER"
@@ -33,72 +36,83 @@ _SERVER = "HVDTRAIN_CALL_SERVER"
 _TRANSFER_S = 600.0
 
 
-def run_job(
-    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
-    job: Job,
-    elastic: ElasticOptions | None = None,
-) -> list[Any]:
-    """Make the call (function, arguments, keywords) on every rank; return the results by rank.
+class CallServer(ValueServer):
+    """Serves a call (function, arguments, keywords) to ranks, and keeps what they answer."""
+
+    def __init__(
+        self, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], address: str = ""
+    ) -> None:
+        data = _dumps(call, "the function and its arguments")
+        super().__init__(address)
+        self.values["call"] = data
+
+    def variable(self, address: str) -> dict[str, str]:
+        """Return the environment variable for ranks that reach this server at `address`."""
+        return {_SERVER: json.dumps([address, str(self.port), self.secret])}
+
+    def results(self, size: int | None) -> list[Any]:
+        """Return the results by rank: of `size` ranks, or of those that an elastic job had at last.
+
+        Raises RuntimeError if one is missing.
+        """
+        received = {int(p[7:]): value for p, value in self.values.items() if p[:7] == "result/"}
+        if size is None:
+            size = max(received, default=0) + 1
+        if missing := [rank for rank in range(size) if rank not in received]:
+            raise RuntimeError(f"rank {missing[0]} ended without returning from the function")
+        return [cloudpickle.loads(received[rank]) for rank in range(size)]
+
+    def first_error(self) -> str:
+        """Return which rank raised first, with its traceback; "" if none did. One that has lost
+        another counts if no other error has arrived.
+        """
+        for kind in ("error/", "lost/"):
+            for path in self.values:
+                if path.startswith(kind):
+                    return f"rank {path[len(kind) :]} failed:\n{self.values[path].decode()}"
+        return ""
+
+
+def run_job(server: CallServer, job: Job, elastic: ElasticOptions | None = None) -> list[Any]:
+    """Make the server's call on every rank; return the results by rank. Stops the server.
 
     `job.command` is the Python to run. See `hvdtrain.hvd.runner.run`.
     """
-    data = _dumps(call, "the function and its arguments")
-    names = [host.name for host in job.hosts if not is_this_host(host.name)]
-    address = "127.0.0.1"
-    if elastic is not None:
-        address = ""  # which hosts there are is not known yet
-    elif names:
-        address = master_address(["localhost", *names])
-    server = ValueServer(address)
+    # Which hosts an elastic job has is not known yet: its ranks know where their launcher is.
+    address = "" if elastic else own_address([host.name for host in job.hosts])
+    command = [*job.command, "-c", program(rank_main())]
+    job = replace(job, command=command, env={**job.env, **server.variable(address)})
     try:
-        server.values["call"] = data
-        place = json.dumps([address, str(server.port), server.secret])
-        command = [*job.command, "-c", _start_text()]
-        job = replace(job, command=command, env={**job.env, _SERVER: place})
-        try:
-            if elastic is None:
-                job.run()
-            else:
-                ElasticJob(job, elastic).run()
-        except RankFailed as failure:
-            raise RuntimeError(_failure(failure, server)) from None
-        except JobStopped as error:
-            os.kill(os.getpid(), error.exit_code - 128)
-            raise RuntimeError(f"the ranks were {error}") from None  # if our handler returns
-        return _results(server, None if elastic else sum(host.slots for host in job.hosts))
+        if elastic is None:
+            job.run()
+        else:
+            ElasticJob(job, elastic).run()
+        return server.results(None if elastic else sum(host.slots for host in job.hosts))
+    except RankFailed as failure:
+        # A rank that was killed has raised no error, but those that have lost it have.
+        error = "" if failure.is_killed else server.first_error()
+        raise RuntimeError(error or str(failure)) from None
+    except JobStopped as stopped:
+        os.kill(os.getpid(), stopped.exit_code - 128)
+        raise RuntimeError(f"the ranks were {stopped}") from None  # if our handler returns
     finally:
         server.stop()
 
 
-def _results(server: ValueServer, size: int | None) -> list[Any]:
-    """Return the results by rank: of `size` ranks, or of those that an elastic job had at last."""
-    received = {int(p[7:]): value for p, value in server.values.items() if p[:7] == "result/"}
-    if size is None:
-        size = max(received, default=0) + 1
-    if missing := [rank for rank in range(size) if rank not in received]:
-        raise RuntimeError(f"rank {missing[0]} ended without returning from the function")
-    return [cloudpickle.loads(received[rank]) for rank in range(size)]
+def program(main: str) -> str:
+    """Return a rank's `python -c` program: it takes over our sys.path, then runs `main`."""
+    paths = [os.path.abspath(folder) for folder in sys.path]
+    return f"import sys; sys.path[:] = {json.dumps(paths)}; {main}"
 
 
-def _failure(failure: RankFailed, server: ValueServer) -> str:
-    """Return which rank failed first, and its exit code, signal or traceback."""
-    errors = [path for path in server.values if path.startswith("error/")]
-    # A rank that was killed has raised no error, but those that have lost it have.
-    if failure.is_killed or not errors:
-        return str(failure)
-    return f"rank {errors[0][6:]} failed:\n{server.values[errors[0]].decode()}"
+def rank_main() -> str:
+    """Return the statements with which a rank makes the call: `horovod` means there what it does
+    here.
+    """
+    return f"from hvdtrain.hvd.job import make_call; make_call({installed()})"
 
 
-def _start_text() -> str:
-    """Return a rank's `python -c` program: it takes over our sys.path, then calls `_rank_main`."""
-    paths = [os.path.abspath(path) for path in sys.path]
-    return (
-        f"import sys; sys.path[:] = {json.dumps(paths)}; "
-        f"from hvdtrain.hvd.job import _rank_main; _rank_main({installed()})"
-    )
-
-
-def _rank_main(alias: bool) -> None:
+def make_call(alias: bool) -> None:
     """Run one rank: get the call, make it, and put its result or error."""
     address, port, secret = json.loads(os.environ.pop(_SERVER))
     server = address or os.environ[elastic_world.ADDRESS[0]], port, secret
@@ -116,11 +130,12 @@ def _rank_main(alias: bool) -> None:
         trace = error.__traceback__
         if trace and trace.tb_next:  # without the frame of this file: it begins at the user's
             error.__traceback__ = trace.tb_next
-        what, value = "error", "".join(traceback.format_exception(error)).encode()
+        what = "lost" if isinstance(error, (WorldError, HorovodInternalError)) else "error"
+        value = "".join(traceback.format_exception(error)).encode()
     variable = "HOROVOD_RANK" if elastic_world.is_elastic() else "RANK"
     path = f"{what}/{os.environ[variable]}"
     elastic_world.request(path, value, timeout_s=_TRANSFER_S, server=server)
-    if what == "error":
+    if what != "result":
         sys.exit(1)
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdtrain.errors import InputError
-from hvdtrain.hvd.job import run_job
+from hvdtrain.hvd.job import CallServer, run_job
 from hvdtrain.launch.elastic import ElasticOptions
 from hvdtrain.launch.host_list import Host, choose_slots, parse_host_list, read_host_file
 from hvdtrain.launch.launcher import Job
-from hvdtrain.launch.remote import RemoteShell, environment
+from hvdtrain.launch.remote import RemoteShell, environment, is_this_host
 
 T = TypeVar("T")
 
@@ -79,7 +79,6 @@ def run(
     # Before any other variable is assigned: until here locals() are the arguments.
     given = {name: value for name, value in locals().items() if value is not None}
     _check(given)
-    call = (func, tuple(args), dict(kwargs or {}))
     try:
         named = [Host("localhost", num_proc or max_num_proc or min_num_proc or 1)]
         if hosts is not None or hostfile is not None:
@@ -114,7 +113,9 @@ def run(
         output=Path(output_filename).absolute() if output_filename else None,
         verbose=bool(verbose),
     )
-    return run_job(call, job, elastic)
+    local = elastic is None and all(is_this_host(host.name) for host in chosen)
+    call = func, tuple(args), dict(kwargs or {})
+    return run_job(CallServer(call, "127.0.0.1" if local else ""), job, elastic)
 
 
 def _check(given: Mapping[str, Any]) -> None:

@@ -48,7 +48,7 @@ from hvdtrain.launch.launcher import (
     signal_name,
 )
 from hvdtrain.launch.output import LineReader, RankOutput
-from hvdtrain.launch.remote import at_start, is_this_host, master_address, through_stdin
+from hvdtrain.launch.remote import at_start, is_this_host, own_address, through_stdin
 from hvdtrain.system import cores, signals
 
 _POLL_S = 0.5
@@ -365,7 +365,7 @@ class ElasticJob:
         """Start a rank's supervisor; return False, and put the host aside, if it has no address."""
         job, is_local = self.job, is_this_host(host.name)
         try:
-            address = "127.0.0.1" if is_local else master_address(["localhost", host.name])
+            address = own_address([host.name])
         except InputError:  # a pod can be listed before its name is known
             rest_s = self._failed_hosts.add(host.name)
             self._say(f"{host.name} does not resolve yet; it gets no new ranks for {rest_s:.0f} s")

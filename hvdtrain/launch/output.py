@@ -10,8 +10,9 @@ import contextlib
 import errno
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, TextIO
 
 _PIECE = 1 << 16  # of a pipe, in bytes
 
@@ -58,10 +59,18 @@ class LineReader:
 
 
 class RankOutput:
-    """Prints the ranks' output, and writes it to the files below `folder`, if there is one."""
+    """Prints the ranks' output, and writes it to the files below `folder`, if there is one.
 
-    def __init__(self, folder: Path | None, mode: Literal["ab", "wb"] = "ab") -> None:
-        self._folder, self._mode = folder, mode
+    `streams` replaces sys.stdout and sys.stderr, by their names.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        mode: Literal["ab", "wb"] = "ab",
+        streams: Mapping[str, TextIO] | None = None,
+    ) -> None:
+        self._folder, self._mode, self._streams = folder, mode, streams or {}
         self._files: dict[Path, BinaryIO] = {}
         self._unfinished: tuple[str, bytes, bool] | None = None
         """The printed line without a newline: its stream, its mark, and whether a carriage return
@@ -110,7 +119,7 @@ class RankOutput:
             file.close()
 
     def _write(self, stream: str, data: bytes) -> None:
-        out = sys.stdout if stream == "stdout" else sys.stderr
+        out = self._streams.get(stream) or (sys.stdout if stream == "stdout" else sys.stderr)
         if not hasattr(out, "buffer"):  # in a notebook, where `hvdtrain.run` is called
             out.write(data.decode(errors="replace"))
             out.flush()

@@ -184,6 +184,15 @@ def master_address(names: Sequence[str]) -> str:
     raise InputError(f"no route from {names[0]} to {', '.join(others)}; is the name right?")
 
 
+def own_address(names: Sequence[str]) -> str:
+    """Return the address at which all these hosts reach this one; loopback if it is the only one.
+
+    Raises InputError if there is none.
+    """
+    others = [name for name in names if not is_this_host(name)]
+    return master_address(["localhost", *others]) if others else "127.0.0.1"
+
+
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 

@@ -263,8 +263,7 @@ def test_it_works_from(by: str, tmp_path: Path) -> None:
         "command": [PYTHON, "-c", SCRIPT],
         "alias": [PYTHON, "-m", "hvdtrain.hvd", tmp_path / "aliased.py"],
     }
-    # Not forked by `warm`: it passes no pipes on, which a supervisor gives to its agent.
-    done = launching.run(commands[by], cwd=tmp_path)
+    done = launching.run(warm(commands[by]), cwd=tmp_path)
     assert (done.code, done.output) == (0, "[5, 6]\n"), done.output
 
 

@@ -413,7 +413,8 @@ def test_errors_that_torch_records_are_kept(is_elastic: bool, tmp_path: Path) ->
         script.chmod(0o755)
         where += ["--host-discovery-script", script, "--min-np", 2, "--reset-limit", 0]
     finished = launch(*where, "--output-filename", tmp_path / "out", code=RECORDED)
-    assert finished.code == (0 if is_elastic else 1), finished.output  # rank 0 has ended
+    # An elastic job fails if rank 0 has ended before, and else goes on with rank 0.
+    assert finished.code in ((0, 1) if is_elastic else (1,)), finished.output
     (file,) = (tmp_path / "out").glob("*/error.json")
     assert file.parent.name == ("localhost.1" if is_elastic else "rank.1")
     assert "ArithmeticError: as asked" in json.loads(file.read_text())["message"]["message"]

@@ -1,0 +1,185 @@
+"""`horovod.spark` on hvdtrain: `run`, whose ranks are tasks of Spark.
+
+For programs that were written for Horovod's; also as `import horovod.spark`, where `horovod` means
+hvdtrain.hvd. Spark is an extra: `pip install 'hvdtrain[spark]'`. The tasks are one barrier stage,
+so all run at a time or none does. Each runs its rank in a process of its own:
+
+    driver                                    task of Spark
+    barrier stage of num_proc tasks      ->   all-gather ports and GPUs; start the rank
+                                         <-   PUT place/RANK, output/RANK/stdout ..., exit/RANK
+                                              rank: GET call, PUT result/RANK ... (`job`)
+    first error                          ->   cancel the stage: Spark ends its tasks and ranks
+
+Horovod's estimators, and elastic jobs, are not here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TextIO
+
+from hvdtrain.errors import InputError, LaunchError, WorldError
+from hvdtrain.hvd.job import CallServer, rank_main
+from hvdtrain.job import job_secret
+from hvdtrain.launch.launcher import RankFailed
+from hvdtrain.launch.output import RankOutput
+
+try:
+    from pyspark import InheritableThread, SparkContext
+except ImportError as error:
+    why = f"horovod.spark needs Spark: pip install 'hvdtrain[spark]' ({error})"
+    raise ImportError(why) from None
+
+_START_S = 600
+_CAUSE_S = 5.0  # Spark may report a dead task later than those that have lost it
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Iterable[Any] = (),
+    kwargs: Mapping[str, Any] = {},
+    num_proc: int | None = None,
+    start_timeout: int | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    extra_mpi_args: str | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: Any = None,
+    prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+) -> list[Any]:
+    """Call `fn(*args, **kwargs)` on `num_proc` ranks in tasks of Spark; return results by rank.
+
+    `fn` calls `hvd.init()`. `num_proc` defaults to `spark.default.parallelism`. All tasks must have
+    started within `start_timeout` seconds (HOROVOD_SPARK_START_TIMEOUT, 600). `env` is added to the
+    environment of the ranks; their output is printed here, or to `stdout` and `stderr`, marked with
+    the rank. `nics` are network interfaces, `executable` is the Python to run.
+
+    Raises RuntimeError with the traceback of the first rank to raise, RankFailed for one that was
+    killed, WorldError if Spark has lost a task, LaunchError if the tasks do not start, InputError
+    without a SparkContext. The other ranks are then ended.
+    """
+    context = SparkContext._active_spark_context
+    if context is None:
+        raise InputError("no SparkContext is active; call SparkSession.builder.getOrCreate()")
+    if use_mpi:
+        raise InputError("use_mpi=True: ranks are started by Spark, not by MPI; leave it out")
+    if extra_mpi_args or prefix_output_with_timestamp:
+        warnings.warn("extra_mpi_args and timestamps of the output are ignored", stacklevel=2)
+    size = context.defaultParallelism if num_proc is None else num_proc
+    names = ",".join([nics] if isinstance(nics, str) else sorted(nics or ()))
+    variables = {"GLOO_SOCKET_IFNAME": names, "NCCL_SOCKET_IFNAME": names} if names else {}
+    variables |= {**(env or {}), **job_secret.variable_of({})}
+    streams = {n: s for n, s in (("stdout", stdout), ("stderr", stderr)) if s is not None}
+    server = _Server((fn, tuple(args), dict(kwargs)), size, RankOutput(None, streams=streams))
+    address = context.getConf().get("spark.driver.host") or "127.0.0.1"
+    variables |= server.variable(address)
+    place = address, str(server.port), server.secret
+    group = f"hvdtrain-{uuid.uuid4().hex}"
+    errors: list[Exception] = []
+
+    def run_stage() -> None:
+        def run_task(_: Any) -> list[None]:  # sent by value: its module would import torch
+            from hvdtrain.launch.spark_task import SparkTask
+
+            SparkTask(program, place, variables, executable).run()
+            return []
+
+        program = rank_main()
+        try:
+            context.setJobGroup(group, f"hvdtrain: {size} ranks", interruptOnCancel=True)
+            context.parallelize(range(size), size).barrier().mapPartitions(run_task).collect()
+        except Exception as error:
+            errors.append(error)
+        for event in (server.has_started, server.is_over, server.has_cause):
+            event.set()
+
+    stage = InheritableThread(target=run_stage)
+    try:
+        stage.start()
+        timeout_s = start_timeout or int(os.environ.get("HOROVOD_SPARK_START_TIMEOUT", _START_S))
+        if not server.has_started.wait(timeout_s):
+            raise LaunchError(
+                f"{len(server.places())} of {size} tasks have started within {timeout_s} s; the "
+                f"ranks need {size} free slots of Spark at a time, or a longer start_timeout"
+            )
+        server.is_over.wait()
+        server.has_cause.wait(_CAUSE_S)
+        server.raise_first(errors)
+        return server.results(size)
+    finally:
+        context.cancelJobGroup(group)
+        stage.join()
+        server.stop()
+        server.output.close()
+
+
+class _Server(CallServer):
+    """Prints what the ranks write, and knows when the job has started, ended or failed."""
+
+    def __init__(self, call: Any, size: int, output: RankOutput) -> None:
+        super().__init__(call)
+        self.output, self._size = output, size
+        self.has_started, self.is_over = threading.Event(), threading.Event()
+        self.has_cause = threading.Event()
+        """A rank has raised or died, other than for the loss of another."""
+
+    def put(self, path: str, value: bytes) -> int:
+        """Store a value; print a piece of output."""
+        kind, _, rest = path.partition("/")
+        if kind == "output":
+            rank, stream = rest.split("/")
+            with self.lock:
+                for line in value.splitlines(keepends=True):
+                    self.output.print(rank, stream, line, "")
+            return 200
+        code = super().put(path, value)
+        if len(self.places()) == self._size:
+            self.has_started.set()
+        if kind == "error" or (kind == "exit" and int(value) < 0):
+            self.has_cause.set()
+        if kind in ("error", "lost", "exit"):
+            self.is_over.set()
+        return code
+
+    def places(self) -> dict[str, tuple[str, int]]:
+        """Return the host and the partition of each rank that has started."""
+        with self.lock:
+            found = [(path[6:], v) for path, v in self.values.items() if path[:6] == "place/"]
+        return {rank: tuple(json.loads(value)) for rank, value in found}
+
+    def raise_first(self, errors: Sequence[Exception]) -> None:
+        """Raise the first failure of a rank, else the first of `errors`, which are Spark's."""
+        places = self.places()
+        codes = {path[5:]: int(v) for path, v in self.values.items() if path[:5] == "exit/"}
+        text = self.first_error()
+        # A rank that was killed is the cause, even if those that have lost it report it first.
+        for rank, code in codes.items():
+            if code < 0 or not text:
+                raise RankFailed(f"rank {rank} on {places[rank][0]}", code)
+        if text:
+            raise RuntimeError(text)
+        if errors:
+            why = str(errors[0])
+            for partition in map(int, re.findall(r"ResultTask\(\d+, (\d+)\)", why)[:1]):
+                for rank, (host, own) in places.items():
+                    if own == partition:
+                        raise WorldError(
+                            f"rank {rank} on {host} died: {_last_reason(why)}"
+                        ) from errors[0]
+            raise LaunchError(f"Spark has ended the stage: {_last_reason(why)}") from errors[0]
+
+
+def _last_reason(text: str) -> str:
+    """Return the first sentence of the innermost exception that a Java exception's text names."""
+    lines = [line for line in text.splitlines() if re.match(r"[:\w. ]+(Exception|Error): ", line)]
+    return lines[-1].lstrip(": ").split(". ")[0] if lines else text.strip().partition("\n")[0]
