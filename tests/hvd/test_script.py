@@ -117,7 +117,7 @@ for name, here in alias.MODULES.items():
 alias.install()
 
 lines = {}
-others = "tensorflow mxnet keras spark torch.mpi_lib_v2 torch.engine nothing"
+others = "tensorflow mxnet keras torch.mpi_lib_v2 torch.engine nothing"
 for name in others.split():
     try:
         importlib.import_module(f"horovod.{name}")
