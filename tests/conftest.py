@@ -55,13 +55,28 @@ _HOW_TO_HAVE = {
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the reporter's: after its last line
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """Say in the last line how many tests were left out for want of a program."""
+    """Say at the end how many tests were left out for want of a program, and which had begun when
+    the session was interrupted.
+    """
     yield
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not hasattr(session.config, "workerinput"):
         reasons = [str(report.longrepr) for report in reporter.stats.get("skipped", ())]
         if line := left_out(reasons):
             reporter.write_line(line)
+        for nodeid in sorted(_running):
+            reporter.write_line(f"interrupted: {nodeid}")
+
+
+_running: set[str] = set()  # tests, of all workers
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _running.add(nodeid)
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    _running.discard(nodeid)
 
 
 def left_out(reasons: list[str]) -> str:

@@ -133,6 +133,6 @@ class _OnlyThese(MetaPathFinder):
         if fullname.startswith("horovod.runner."):
             has = "starts jobs by hvdtrain.run and hvdrun, not by Horovod's launcher"
         else:
-            names = ", ".join(name for name in MODULES if name.count(".") == 1)
+            names = ", ".join(name for name in (*MODULES, *EXTRAS) if name.count(".") == 1)
             has = f"has Horovod for PyTorch only ({names}, horovod.common)"
         raise ModuleNotFoundError(f"No module named {fullname!r}: hvdtrain {has}")
