@@ -223,7 +223,7 @@ def command(
                 "or -np; raise --max-np"
             )
         elastic = ElasticOptions(
-            script=host_discovery_script,
+            hosts=host_discovery_script,
             min_np=least,
             max_np=max_np,
             first_np=num_proc,

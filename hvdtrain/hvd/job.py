@@ -100,9 +100,11 @@ def run_job(server: CallServer, job: Job, elastic: ElasticOptions | None = None)
 
 
 def program(main: str) -> str:
-    """Return a rank's `python -c` program: it takes over our sys.path, then runs `main`."""
+    """Return a rank's `python -c` program: it takes over our sys.path, before its own, then runs
+    `main`.
+    """
     paths = [os.path.abspath(folder) for folder in sys.path]
-    return f"import sys; sys.path[:] = {json.dumps(paths)}; {main}"
+    return f"import sys; sys.path[:] = dict.fromkeys([*{json.dumps(paths)}, *sys.path]); {main}"
 
 
 def rank_main() -> str:

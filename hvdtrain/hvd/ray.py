@@ -9,7 +9,8 @@ hvdtrain.hvd. Ray is an extra: `pip install 'hvdtrain[ray]'`. Nothing is schedul
     an error      of the first rank to fail, or its death, ends all actors, and is raised
     shutdown()    ends the actors; so does the end of the driver
 
-Elastic jobs are not supported.
+With `min_workers` the job is elastic: run(fn) is one of hvdrun's elastic jobs in the driver, whose
+hosts are the nodes of Ray (`launch.ray_nodes`). The ranks start and end with each run(fn).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 import time
 import warnings
 from collections import defaultdict
@@ -26,7 +28,10 @@ from typing import Any
 
 from hvdtrain.errors import WorldError, first_line
 from hvdtrain.hvd.exceptions import HorovodInternalError
+from hvdtrain.hvd.job import CallServer, run_job
 from hvdtrain.job import job_secret
+from hvdtrain.launch.elastic import ElasticOptions
+from hvdtrain.launch.launcher import Job
 
 try:
     import ray
@@ -35,6 +40,10 @@ try:
 except ImportError as error:
     raise ImportError(f"horovod.ray needs Ray: pip install 'hvdtrain[ray]' ({error})") from None
 
+from hvdtrain.launch.ray_nodes import RayNodes
+
+# Variables of the driver that the ranks of an elastic job have, too. The others are the node's.
+_TRAVELLING = ("HVDTRAIN_", "HOROVOD_", "NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_")
 _DEATH_S = 5.0  # Ray reports a dead actor later than the ranks that have lost it
 
 
@@ -95,7 +104,10 @@ class RayExecutor:
 
     `num_workers` ranks are packed onto the nodes; `num_hosts` nodes have `num_workers_per_host`
     each. `use_current_placement_group`: take the one that the driver is in, if it is in one.
-    Raises ValueError for arguments that exclude each other, or that ask for an elastic job.
+    `min_workers` to `max_workers` ranks are those of an elastic job, on all nodes that are there;
+    after a failed rank a node gets no new one for `cooldown_range` seconds (the first failure, the
+    most), and after `reset_limit` changes the next one ends the job. Raises ValueError for
+    arguments that exclude each other.
     """
 
     def __init__(
@@ -115,19 +127,36 @@ class RayExecutor:
         elastic_timeout: int = 600,
         override_discovery: bool = True,
     ) -> None:
-        if min_workers is not None or max_workers is not None:
+        asked = [num_workers is not None, num_hosts is not None, min_workers is not None]
+        if sum(asked) != 1:
             raise ValueError(
-                "min_workers and max_workers ask for an elastic job, which hvdtrain runs under "
-                "hvdrun and horovodrun only; give num_workers"
+                "how many ranks? give num_workers, num_hosts, or min_workers; one only"
             )
-        if (num_workers is None) == (num_hosts is None):
-            raise ValueError("how many ranks? give num_workers, or num_hosts; not both")
+        if not override_discovery:
+            raise ValueError(
+                "override_discovery=False: the nodes are those that Ray has; leave it out"
+            )
         if gpus_per_worker is not None and (not use_gpu or gpus_per_worker < 1):
             raise ValueError(f"gpus_per_worker={gpus_per_worker} needs use_gpu=True, and 1 or more")
         self.settings = settings
         self._size = num_workers or (num_hosts or 0) * num_workers_per_host
         self._per_host = num_workers_per_host if num_hosts else 0
-        self._resources = {"CPU": cpus_per_worker, "GPU": int(use_gpu) * (gpus_per_worker or 1)}
+        gpus = int(use_gpu) * (gpus_per_worker or 1)
+        self._resources = {"CPU": cpus_per_worker, "GPU": gpus}
+        self._ray_nodes = RayNodes(cpus=cpus_per_worker, gpus=gpus)
+        self._elastic: ElasticOptions | None = None
+        if min_workers is not None:
+            shortest_s, longest_s = cooldown_range or ElasticOptions.cooldown_s
+            self._elastic = ElasticOptions(
+                hosts=self._ray_nodes.hosts,
+                min_np=min_workers,
+                max_np=max_workers,
+                timeout_s=elastic_timeout,
+                reset_limit=reset_limit,
+                cooldown_s=(shortest_s, longest_s),
+            )
+        self._make: Callable[[], Any] = lambda: None
+        self._variables: dict[str, str] = {}
         self._uses_own_group = not use_current_placement_group
         self._made_group: Any = None
         self._ranks: list[Any] = []
@@ -159,8 +188,15 @@ class RayExecutor:
     ) -> None:
         """Start the ranks, and make an `executable_cls(...)` on each, if one is given.
 
-        Raises TimeoutError if Ray does not provide the resources in time.
+        Those of an elastic job start with `run`, and their objects with them. Raises TimeoutError
+        if Ray does not provide the resources in time.
         """
+        if self._elastic is not None:
+            if executable_cls is not None:
+                args, kwargs = executable_args or [], executable_kwargs or {}
+                self._make = lambda: executable_cls(*args, **kwargs)
+            self._variables = {name: str(value) for name, value in (extra_env_vars or {}).items()}
+            return
         try:
             self._ranks = self._start_actors()
             asked = [one.place.remote() for one in self._ranks]
@@ -212,7 +248,10 @@ class RayExecutor:
         args: Sequence[Any] | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on every rank; return the references for `ray.get` at once."""
+        """Call `fn(*args, **kwargs)` on every rank; return the references for `ray.get` at once.
+
+        Raises NotImplementedError for an elastic job, as Horovod's: its ranks come and go.
+        """
         return self._call(lambda _: fn(*(args or ()), **(kwargs or {})))
 
     def execute(
@@ -221,6 +260,8 @@ class RayExecutor:
         """Call `fn(executable)` on every rank; return the results in rank order, as `run` does."""
         if callbacks:
             warnings.warn("callbacks are not called, as by Horovod's own jobs", stacklevel=2)
+        if self._elastic is not None:
+            return self._run_elastic(fn, self._elastic)
         return self._wait(self._call(fn))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
@@ -237,11 +278,36 @@ class RayExecutor:
             ray.util.remove_placement_group(self._made_group)
             self._made_group = None
 
+    def _run_elastic(self, fn: Callable[[Any], Any], options: ElasticOptions) -> list[Any]:
+        """Run an elastic job; return the results of the ranks at its end, in their order. Raises
+        RuntimeError with the traceback of the first rank to raise, if the job ends by it.
+        """
+        make = self._make
+        own = {name: value for name, value in os.environ.items() if name.startswith(_TRAVELLING)}
+        job = Job(
+            hosts=(),
+            command=[sys.executable],
+            env={
+                "PYTHONUNBUFFERED": "1",
+                **own,
+                **_interfaces(self.settings.nics),
+                **self._variables,
+            },
+            named=list(self._variables),
+            remote=self._ray_nodes,
+            bind_to="none",
+        )
+        return run_job(CallServer((lambda: fn(make()), (), {})), job, options)
+
     def _call(self, fn: Callable[[Any], Any]) -> list[Any]:
         self._call_needs_ranks()
         return [one.execute.remote(fn) for one in self._ranks]
 
     def _call_needs_ranks(self) -> None:
+        if self._elastic is not None:
+            raise NotImplementedError(
+                "the ranks of an elastic job come and go; call run or execute"
+            )
         if not self._ranks:
             raise ValueError("there are no ranks; call start() first")
 
@@ -316,6 +382,81 @@ class RayExecutor:
     def _died(self, rank: int, error: Exception) -> WorldError:
         where = self._nodes[rank] if rank < len(self._nodes) else "its node"
         return WorldError(f"rank {rank} on {where} died: {first_line(error)}")
+
+
+@dataclass
+class ElasticSettings(MiniSettings):
+    """Settings of an ElasticRayExecutor, with the names of Horovod's."""
+
+    min_num_proc: int = 1
+    max_num_proc: int | None = None
+    reset_limit: int | None = None
+    elastic_timeout: int = 600
+    cooldown_range: list[int] | None = None
+
+
+class ElasticRayExecutor:
+    """An elastic RayExecutor with the arguments that Horovod had before 0.25."""
+
+    @staticmethod
+    def create_settings(
+        min_num_proc: int = 1,
+        max_num_proc: int | None = None,
+        reset_limit: int | None = None,
+        elastic_timeout: int = 600,
+        timeout_s: int = 30,
+        ssh_identity_file: str | None = None,
+        nics: str | None = None,
+        min_np: int | None = None,
+        max_np: int | None = None,
+        **kwargs: Any,
+    ) -> ElasticSettings:
+        """Return settings. `min_np` and `max_np` are older names."""
+        return ElasticSettings(
+            min_num_proc=min_num_proc if min_np is None else min_np,
+            max_num_proc=max_num_proc if max_np is None else max_np,
+            reset_limit=reset_limit,
+            elastic_timeout=elastic_timeout,
+            timeout_s=timeout_s,
+            ssh_identity_file=ssh_identity_file,
+            nics=nics,
+            **kwargs,
+        )
+
+    def __init__(
+        self,
+        settings: ElasticSettings,
+        use_gpu: bool = False,
+        cpus_per_slot: int = 1,
+        gpus_per_slot: int | None = None,
+        env_vars: dict[str, str] | None = None,
+        override_discovery: bool = True,
+    ) -> None:
+        self._variables = env_vars
+        self._executor = RayExecutor(
+            settings,
+            cpus_per_worker=cpus_per_slot,
+            use_gpu=use_gpu,
+            gpus_per_worker=gpus_per_slot,
+            min_workers=settings.min_num_proc,
+            max_workers=settings.max_num_proc,
+            reset_limit=settings.reset_limit,
+            cooldown_range=settings.cooldown_range,
+            elastic_timeout=settings.elastic_timeout,
+            override_discovery=override_discovery,
+        )
+
+    def start(self) -> None:
+        """Prepare `run`, which starts the ranks."""
+        self._executor.start(extra_env_vars=self._variables)
+
+    def run(
+        self,
+        worker_fn: Callable[[], Any],
+        callbacks: list[Callable[..., Any]] | None = None,
+    ) -> list[Any]:
+        """Call `worker_fn()` on the ranks of an elastic job; return the results in rank order."""
+        return self._executor.run(worker_fn, callbacks=callbacks)
 
 
 def _has_lost_a_peer(error: RayTaskError) -> bool:

@@ -90,7 +90,7 @@ def run(
         else:
             lines = "\n".join(map(str, named))
             elastic = ElasticOptions(
-                script=host_discovery_script or f"echo {shlex.quote(lines)}",
+                hosts=host_discovery_script or f"echo {shlex.quote(lines)}",
                 min_np=min_num_proc or num_proc or 1,
                 max_np=max_num_proc,
                 first_np=num_proc,

@@ -1,4 +1,4 @@
-"""Hosts of an elastic job: the discovery script, run each second, and cooldowns of failed hosts.
+"""Hosts of an elastic job: what discovers them, each second, and cooldowns of failed hosts.
 
 Used by `elastic`. The script is that of Horovod: it prints a line `host` or `host:slots` for each
 host that the job may use now. Imports no torch.
@@ -22,13 +22,13 @@ _SCRIPT_S = 60.0
 
 @dataclass
 class Discovery:
-    """Runs the discovery script each second in a thread.
+    """Runs the discovery script, or calls a function that returns hosts, each second in a thread.
 
     `report(hosts)` is called when the printed hosts change, `fail(text)` at the first of several
     consecutive failures. During failures the hosts stay as they were.
     """
 
-    script: str
+    source: str | Callable[[], list[Host]]
     slots: int
     """The slots of a host that the script prints without a number."""
     report: Callable[[list[Host]], object]
@@ -36,27 +36,29 @@ class Discovery:
     _stopped: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
-        """Run the script once, in this thread, and then each second. Raises InputError."""
-        hosts = self.run_script()
+        """Ask for the hosts once, in this thread, and then each second. Raises InputError."""
+        hosts = self.find()
         self.report(hosts)
         threading.Thread(target=self._poll, args=(hosts,), daemon=True, name="discovery").start()
 
     def stop(self) -> None:
-        """Run the script no more."""
+        """Ask no more."""
         self._stopped.set()
 
-    def run_script(self) -> list[Host]:
-        """Run the script; return the hosts that it prints, [] if it prints nothing.
+    def find(self) -> list[Host]:
+        """Return the hosts that may be used now; of a script [] if it prints nothing.
 
-        Raises InputError if it fails, or prints anything but hosts.
+        Raises InputError if the script fails, or prints anything but hosts.
         """
-        command = ["/bin/sh", "-c", self.script]
+        if not isinstance(self.source, str):
+            return self.source()
+        command = ["/bin/sh", "-c", self.source]
         done = run(command, env=os.environ, timeout_s=_SCRIPT_S, cwd=os.getcwd())
         if done.code is None:
-            raise InputError(f"{self.script} did not end within {_SCRIPT_S:g} s")
+            raise InputError(f"{self.source} did not end within {_SCRIPT_S:g} s")
         if done.code:
             why = done.stderr.strip().splitlines()[-1:] or ["it printed no error"]
-            raise InputError(f"{self.script} ended with code {done.code}: {why[0]}")
+            raise InputError(f"{self.source} ended with code {done.code}: {why[0]}")
         lines = [line for line in map(str.strip, done.stdout.splitlines()) if line]
         hosts = [host for line in dict.fromkeys(lines) for host in self._parse(line)]
         return [Host(*pair) for pair in {host.name: host.slots for host in hosts}.items()]
@@ -67,14 +69,14 @@ class Discovery:
         try:
             found = parse_host_list(line)
         except InputError as error:
-            raise InputError(f"{self.script} printed {line!r}: {error}") from None
+            raise InputError(f"{self.source} printed {line!r}: {error}") from None
         return [host if str(host) in line else Host(host.name, self.slots) for host in found]
 
     def _poll(self, last: list[Host]) -> None:
         has_failed = False
         while not self._stopped.wait(_PERIOD_S):
             try:
-                hosts = self.run_script()
+                hosts = self.find()
             except (InputError, OSError) as error:
                 if not has_failed:
                     self.fail(first_line(error))

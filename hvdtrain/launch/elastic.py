@@ -48,7 +48,7 @@ from hvdtrain.launch.launcher import (
     signal_name,
 )
 from hvdtrain.launch.output import LineReader, RankOutput
-from hvdtrain.launch.remote import at_start, is_this_host, own_address, through_stdin
+from hvdtrain.launch.remote import Program, through_stdin
 from hvdtrain.system import cores, signals
 
 _POLL_S = 0.5
@@ -60,7 +60,8 @@ _LEAVE_S = 30.0  # how long a rank that has lost its place may take to exit
 class ElasticOptions:
     """How the world of a job may change."""
 
-    script: str
+    hosts: str | Callable[[], list[Host]]
+    """A discovery script, or a function: the hosts that may be used now."""
     min_np: int
     max_np: int | None = None
     first_np: int | None = None
@@ -74,7 +75,7 @@ class ElasticOptions:
 class Worker:
     """One process of the job, and its rank in the current generation."""
 
-    def __init__(self, number: int, host: str, slot: int, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, number: int, host: str, slot: int, process: Program) -> None:
         self.name = f"{host}:{number}"
         """Its identity in requests to the server: HOST:NUMBER, unique for each process."""
         self.number, self.host, self.slot, self.process = number, host, slot, process
@@ -155,7 +156,7 @@ class ElasticJob:
             lambda request: self._post(lambda: self._record_request(request))
         )
         discovery = Discovery(
-            self.options.script,
+            self.options.hosts,
             self.options.slots,
             lambda hosts: self._post(lambda: self._set_hosts(hosts)),
             lambda why: self._post(lambda: self._say(f"{why}; the hosts stay as they were")),
@@ -363,23 +364,18 @@ class ElasticJob:
 
     def _start(self, host: Host, slot: int, rank: int) -> bool:
         """Start a rank's supervisor; return False, and put the host aside, if it has no address."""
-        job, is_local = self.job, is_this_host(host.name)
+        job = self.job
         try:
-            address = own_address([host.name])
+            address = job.remote.address_for(host.name)
         except InputError:  # a pod can be listed before its name is known
             rest_s = self._failed_hosts.add(host.name)
             self._say(f"{host.name} does not resolve yet; it gets no new ranks for {rest_s:.0f} s")
             return False
         rank_command = cores.command(job.bind_to, f"{slot}/{host.slots}", job.command)
         line = [sys.executable, "-m", "hvdtrain.launch.elastic_worker", *rank_command]
-        if not is_local:
-            line = job.remote.command(host.name, line, at_start(job.env))
         if job.verbose:
             self._output.say(f"{host.name}: {shlex.join(line)}")
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            line, env=job.env, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-        )
+        process = job.remote.start(host.name, line, job.env)
         worker = Worker(self._num_started, host.name, slot, process)
         self._num_started += 1
         self.workers.append(worker)

@@ -29,10 +29,11 @@ from hvdtrain.job.world import RESTART_VARIABLE
 from hvdtrain.launch.host_list import Host, choose_slots
 from hvdtrain.launch.output import LineReader, RankOutput, rank_folder
 from hvdtrain.launch.remote import (
+    Program,
     RemoteShell,
-    at_start,
     is_this_host,
     master_address,
+    start_with_pipes,
     through_stdin,
 )
 from hvdtrain.system import signals
@@ -116,13 +117,11 @@ class Job:
         options += ["--master-port", str(port), "--start-timeout", f"{self.start_timeout_s:g}"]
         options += ["--bind-to", self.bind_to, *(["--verbose"] if self.verbose else [])]
         options += ["--error-files", str(self.output)] if self.output is not None else []
-        variables = at_start(self.env)
         lines = []
         for node, host in enumerate(self.hosts):
             line = [sys.executable, "-m", "hvdtrain.launch.supervisor", *options]
             line += ["--node-rank", str(node), *self.command]
-            is_local = is_this_host(host.name)
-            lines.append(line if is_local else self.remote.command(host.name, line, variables))
+            lines.append(self.remote.line(host.name, line, self.env))
         return lines
 
     def run(self) -> None:
@@ -189,7 +188,7 @@ class _Attempt:
         self.error: HvdtrainError | None = None
         self.stopped_by: int | None = None
         self.port_is_busy = False
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Program] = []
         self._not_started = [host.name for host in job.hosts]
         self._deadline = time.monotonic() + job.start_timeout_s
         self._is_ending = False
@@ -216,11 +215,7 @@ class _Attempt:
     def _start(self, node: int, line: list[str], selector: selectors.BaseSelector) -> None:
         if self.job.verbose:
             self._output.say(f"{self.job.hosts[node].name}: {shlex.join(line)}")
-        # In a session of its own: Ctrl-C reaches this process alone, which forwards it.
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            line, env=self.job.env, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-        )
+        process = start_with_pipes(line, self.job.env)
         self._processes.append(process)
         assert process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended

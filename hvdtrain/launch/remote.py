@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import IO, Protocol
 
 import psutil
 
@@ -42,6 +43,23 @@ _COMMANDS = {
     # Pods find each other as worker-0.workers, and kubectl knows that pod as worker-0.
     "kubectl": "kubectl exec --stdin {pod} --",
 }
+
+
+class Program(Protocol):
+    """What a launcher uses of a program that it has started: `subprocess.Popen` has it."""
+
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code once it has ended. Raises TimeoutExpired."""
+
+    def kill(self) -> None:
+        """End it."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +112,34 @@ class RemoteShell:
             return [*self._words(host), inner]
         return [*self._words(host), "sh", "-c", inner]
 
+    def line(self, host: str, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+        """Return the command line that runs `command` on a host, this one or another."""
+        if is_this_host(host):
+            return list(command)
+        return self.command(host, command, at_start(env))
+
+    def start(self, host: str, command: Sequence[str], env: Mapping[str, str]) -> Program:
+        """Start `command` on a host, this one or another. Raises InputError, OSError."""
+        return start_with_pipes(self.line(host, command, env), env)
+
+    def address_for(self, host: str) -> str:
+        """Return the address at which a host reaches this one. Raises InputError."""
+        return own_address([host])
+
     def _words(self, host: str) -> list[str]:
         if self.rsh == SSH:
             return [SSH, *self.options(), host]
         names = {"host": host, "pod": host.partition(".")[0]}
         template = _COMMANDS.get(self.rsh, self.rsh)
         return [word.format_map(names) for word in shlex.split(template)]
+
+
+def start_with_pipes(line: Sequence[str], env: Mapping[str, str]) -> Program:
+    """Start a command line in a session of its own: Ctrl-C reaches the launcher alone."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        line, env=env, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+    )
 
 
 def environment(names: Sequence[str], interfaces: str | None) -> dict[str, str]:

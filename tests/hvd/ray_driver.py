@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.cluster_utils import Cluster
 
@@ -115,10 +120,106 @@ def fails() -> dict[str, Any]:
     return found
 
 
+def train_elastically(folder: str) -> tuple[int, int, float, int]:
+    """Rank 1 of three dies after its second step; all end once it has been replaced."""
+    import torch
+
+    import hvdtrain.hvd as hvd
+
+    state: Any = hvd.elastic.TorchState(steps=0, total=0.0, is_done=False)
+    mark = Path(folder, "died")
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        Path(folder, f"{os.getpid()}-{hvd.size()}").touch()
+        while not state.is_done:
+            total = hvd.allreduce(torch.tensor([1.0, mark.exists()]), name="x", op=hvd.Sum)
+            state.total += float(total[0])
+            state.steps += 1
+            state.is_done = hvd.size() == 3 and bool(total[1])
+            state.commit()
+            if state.steps == 2 and hvd.rank() == 1 and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.05)
+
+    hvd.init()
+    train(state)
+    return hvd.rank(), hvd.size(), state.total, os.getpid()
+
+
+@case
+def grows_again() -> dict[str, Any]:
+    """One of three ranks dies: the others go on in their processes, and a new one joins them."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        settings = hvd_ray.ElasticRayExecutor.create_settings(
+            min_num_proc=2, max_num_proc=3, cooldown_range=[1, 2]
+        )
+        ranks = hvd_ray.ElasticRayExecutor(settings, env_vars={"X": "1"})
+        ranks.start()
+        found["results"] = ranks.run(lambda: train_elastically(folder))
+        worlds = [path.name.split("-") for path in Path(folder).glob("*-*")]
+        found["sizes"] = sorted(int(size) for _, size in worlds)
+        found["processes"] = len({pid for pid, _ in worlds})
+    elastic = hvd_ray.RayExecutor(hvd_ray.MiniSettings(), min_workers=1, max_workers=2)
+    elastic.start(Counter, extra_env_vars={"X": "1"})
+    found["variables"] = elastic.execute(lambda counter: [counter.count, os.environ["X"]])
+    try:
+        elastic.run(fail, args=[0, "raise"])
+    except RuntimeError as error:
+        found["error"] = str(error)
+    return found
+
+
+def hang(folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(300)
+
+
+def hangs(kind: str, folder: str) -> None:
+    """A driver of its own, with two ranks."""
+    ray.init()
+    arguments = {"elastic": {"min_workers": 2, "max_workers": 2}, "static": {"num_workers": 2}}
+    executor(**arguments[kind]).run(hang, args=[folder])
+
+
+@case
+def drivers_die() -> dict[str, list[int]]:
+    """All ranks of a killed driver end."""
+    found = {}
+    env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    for kind in ("static", "elastic"):
+        with tempfile.TemporaryDirectory() as folder:
+            line = [sys.executable, "-m", "tests.hvd.ray_driver", "hangs", kind, folder]
+            driver = subprocess.Popen(line, env=env)
+            while len(ranks := [int(path.name) for path in Path(folder).iterdir()]) < 2:
+                assert driver.poll() is None
+                time.sleep(0.1)
+            driver.kill()
+            driver.wait()
+            deadline = time.monotonic() + 60
+            while (left := [p for p in ranks if is_running(p)]) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            found[kind] = left
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 @case
 def refuses() -> dict[str, Any]:
     found = []
-    for arguments in ({"min_workers": 1}, {}, {"num_workers": 2, "num_hosts": 1}):
+    for arguments in (
+        {"min_workers": 1, "override_discovery": False},
+        {},
+        {"num_workers": 2, "num_hosts": 1},
+    ):
         try:
             hvd_ray.RayExecutor(hvd_ray.MiniSettings(), **arguments)  # type: ignore[arg-type]
         except ValueError as error:
@@ -132,13 +233,18 @@ def refuses() -> dict[str, Any]:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["hangs"]:
+        hangs(*sys.argv[2:])
     node = {"num_cpus": 2, "object_store_memory": 100 << 20}
     head = {**node, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(**node)
     ray.init(address=cluster.address)
     try:
-        print("found " + json.dumps({name: CASES[name]() for name in CASES}), flush=True)
+        print(
+            "found " + json.dumps({name: CASES[name]() for name in sys.argv[1:] or CASES}),
+            flush=True,
+        )
     finally:
         ray.shutdown()
         cluster.shutdown()

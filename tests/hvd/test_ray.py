@@ -69,37 +69,61 @@ def test_the_rank_that_fails_is_named(driver: Driver) -> None:
     assert len(found["errors"]) == 4
 
 
+def test_a_dead_rank_of_an_elastic_job_is_replaced(driver: Driver) -> None:
+    """The others go on in their processes, with the state of their last commit."""
+    found, output = driver[0]["grows_again"], driver[1]
+    ranks = found["results"]
+    assert [rank[:2] for rank in ranks] == [[0, 3], [1, 3], [2, 3]]
+    assert len({rank[2] for rank in ranks}) == 1
+    assert found["processes"] == 4
+    assert found["sizes"] == [2, 2, 3, 3, 3, 3]  # each process in each world but once
+    assert re.search(r"rank 1 on \S+ died \(SIGKILL\); world 3 -> 2 ranks, generation 2", output)
+    assert re.search(r"1 rank joined on \S+; world 2 -> 3 ranks, generation 3", output)
+    assert found["variables"] == [[0, "1"]] * 2
+    assert found["error"].startswith("rank 0 failed:\nTraceback")
+    assert found["error"].endswith("ArithmeticError: as asked\n")
+
+
+def test_no_rank_outlives_a_driver_that_dies(driver: Driver) -> None:
+    assert driver[0]["drivers_die"] == {"static": [], "elastic": []}
+
+
 def test_what_is_refused(driver: Driver) -> None:
     found = driver[0]["refuses"]
-    elastic, nothing, both, resources = found["errors"]
-    assert elastic.startswith("min_workers and max_workers ask for an elastic job")
-    assert nothing == both == "how many ranks? give num_workers, or num_hosts; not both"
+    discovery, nothing, both, resources = found["errors"]
+    assert discovery.startswith("override_discovery=False: the nodes are those that Ray has")
+    assert (
+        nothing == both == "how many ranks? give num_workers, num_hosts, or min_workers; one only"
+    )
     assert resources.startswith("Ray has not provided 99 times {'CPU': 1} (PACK) within 1 s")
 
 
 # Horovod's own
 
 
-def signatures(file: Path) -> dict[str, str]:
-    """Return the names and defaults of the parameters of RayExecutor's methods."""
+@pytest.mark.parametrize(
+    ("name", "home"), [("RayExecutor", "runner"), ("ElasticRayExecutor", "elastic")]
+)
+def test_the_signatures_are_horovods(name: str, home: str) -> None:
+    (horovods,) = Path(sys.prefix, "lib").glob(f"python3.*/site-packages/horovod/ray/{home}.py")
+    ours = Path(hvdtrain.hvd.__file__).with_name("ray.py")
+    assert signatures(ours, name) == signatures(horovods, name)
+
+
+def signatures(file: Path, name: str) -> dict[str, str]:
+    """Return the names and defaults of the parameters of a class's public methods."""
     (executor,) = [
         node
         for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name == "RayExecutor"
+        if isinstance(node, ast.ClassDef) and node.name == name
     ]
     found = {}
     for node in executor.body:
         if isinstance(node, ast.FunctionDef) and (node.name[0] != "_" or node.name == "__init__"):
-            for argument in node.args.args:
+            for argument in (*node.args.args, *filter(None, [node.args.kwarg])):
                 argument.annotation = None
             found[node.name] = ast.unparse(node.args)
     return found
-
-
-def test_the_signatures_are_horovods() -> None:
-    horovods = Path(sys.prefix, "lib").glob("python3.*/site-packages/horovod/ray/runner.py")
-    ours = Path(hvdtrain.hvd.__file__).with_name("ray.py")
-    assert signatures(ours) == signatures(next(horovods))
 
 
 def test_without_ray_the_extra_is_named() -> None:

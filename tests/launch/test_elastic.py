@@ -452,10 +452,10 @@ def test_hosts_of_a_script(tmp_path: Path) -> None:
     lines = "a:3", "b", "", "me@c:1", "d:0", "[fd00::1]:4", "fd00::2", "a:3"
     text = tmp_path / "text"
     text.write_text("\n".join(lines))
-    found = discovery(f"cat {text}", [], []).run_script()
+    found = discovery(f"cat {text}", [], []).find()
     wanted = [("a", 3), ("b", 2), ("me@c", 1), ("fd00::1", 4), ("fd00::2", 2)]
     assert [(host.name, host.slots) for host in found] == wanted
-    assert discovery("true", [], []).run_script() == []
+    assert discovery("true", [], []).find() == []
 
 
 @pytest.mark.exhaustive

@@ -1,0 +1,151 @@
+"""The nodes of a Ray cluster as the hosts of an elastic job: actors start its programs there.
+
+Used by `hvdtrain.hvd.ray`. An actor of Ray holds the resources of one rank, and runs what ssh would
+run on another host: `elastic_worker`, with its stdin and output.
+
+    launcher --- stdin (a pipe) ---> thread ---> actor on the node ---> elastic_worker ---> rank
+             <-- stdout, stderr ---- threads <--
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from hvdtrain.launch.host_list import Host
+from hvdtrain.launch.remote import Program, RemoteShell
+
+_PIECE = 1 << 16  # of a rank's output, in bytes
+_ENDED = 255  # as ssh: the exit code of a program whose actor has died
+
+
+class _Actor:
+    """Runs a program on its node. Its methods run at the same time."""
+
+    def __init__(self, command: Sequence[str], num_gpus: int) -> None:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        if num_gpus:  # Ray shows an actor its own ones only; a rank takes that of its local rank
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(num_gpus)))
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe)
+
+    def read(self, name: str) -> bytes:
+        """Return what the program has written to "stdout" or "stderr" since; b"" at its end."""
+        return os.read(getattr(self._process, name).fileno(), _PIECE)
+
+    def write(self, data: bytes) -> None:
+        """Write to the program's stdin; without data close it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has ended
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+            if not data:
+                self._process.stdin.close()
+
+    def wait(self) -> int:
+        """Return the program's exit code, once it has ended."""
+        return self._process.wait()
+
+
+class _Process:
+    """The launcher's end of a program on a node, with what it uses of `subprocess.Popen`."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor, self._code = actor, actor.wait.remote()
+        read, write = os.pipe()
+        self.stdin: IO[bytes] | None = os.fdopen(write, "wb", 0)
+        threading.Thread(target=self._send, args=(read,), daemon=True).start()
+        self.stdout: IO[bytes] | None = self._receive("stdout")
+        self.stderr: IO[bytes] | None = self._receive("stderr")
+
+    def _send(self, stdin: int) -> None:
+        with contextlib.suppress(RayError):
+            data = b"."
+            while data:
+                data = os.read(stdin, _PIECE)
+                ray.get(self._actor.write.remote(data))
+        os.close(stdin)
+
+    def _receive(self, name: str) -> IO[bytes]:
+        def run() -> None:
+            with contextlib.suppress(RayError, OSError):  # the actor, or the launcher, has ended
+                while data := ray.get(self._actor.read.remote(name)):
+                    os.write(write, data)
+            os.close(write)
+
+        read, write = os.pipe()
+        threading.Thread(target=run, daemon=True).start()
+        return os.fdopen(read, "rb", 0)
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while the program runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code once the program has ended. Raises TimeoutExpired."""
+        if not ray.wait([self._code], timeout=timeout)[0]:
+            raise subprocess.TimeoutExpired("the program on a node of Ray", timeout or 0)
+        try:
+            return int(ray.get(self._code))
+        except RayError:
+            return _ENDED
+
+    def kill(self) -> None:
+        """End the actor: the program's stdin closes, and so it ends."""
+        ray.kill(self._actor)
+
+
+@dataclass(frozen=True)
+class RayNodes(RemoteShell):
+    """Starts programs on nodes of Ray instead of hosts."""
+
+    cpus: int = 1
+    gpus: int = 0
+    _nodes: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """The id of each node and the number of its GPUs, by its name."""
+
+    def hosts(self) -> list[Host]:
+        """Return the nodes that are alive, with the number of ranks that fit there. A node is named
+        by its address, and by its id if it shares that.
+        """
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        shared = Counter(node["NodeManagerAddress"] for node in alive)
+        found = []
+        for node in alive:
+            address, node_id = node["NodeManagerAddress"], node["NodeID"]
+            name = address if shared[address] == 1 else f"{address}-{node_id[:8]}"
+            cpus, gpus = (int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU"))
+            self._nodes[name] = node_id, gpus if self.gpus else 0
+            slots = min(cpus // self.cpus, gpus // self.gpus if self.gpus else cpus)
+            found += [Host(name, slots)] if slots else []
+        return sorted(found, key=lambda host: host.name)
+
+    def start(self, host: str, command: Sequence[str], env: Mapping[str, str]) -> Program:
+        """Start a program on a node, in the environment that Ray has there."""
+        node_id, num_gpus = self._nodes[host]
+        actor = ray.remote(_Actor).options(
+            num_cpus=self.cpus,
+            num_gpus=self.gpus,
+            max_concurrency=8,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        return _Process(actor.remote(list(command), num_gpus))
+
+    def address_for(self, host: str) -> str:
+        """Return the address at which the programs on a node reach this process."""
+        return str(ray.util.get_node_ip_address())
