@@ -9,7 +9,7 @@
     elastic          --host-discovery-script: a world that changes; elastic_worker: one of its ranks
     elastic_server   where the ranks ask for their place; discovery: the hosts that may be used
     value_server     where they read and write values
-    ray_nodes        the same hosts, if they are the nodes of a Ray cluster; spark_task: a rank in Spark
+    ray_nodes        hosts that are the nodes of a Ray cluster; spark_task: a rank in Spark
     other_launchers  --via: the command lines of mpirun and horovodrun
 
 Only `agent` imports torch.
