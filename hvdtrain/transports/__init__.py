@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from hvdtrain.errors import BackendUnavailable, InputError, did_you_mean
 from hvdtrain.job.store_exchange import signed
 from hvdtrain.job.world import World, is_mpi, may_be_mpi
+from hvdtrain.transports import ignite
 from hvdtrain.transports.env_rendezvous import rendezvous_by_launcher as rendezvous_by_launcher
 
 # The c10d backend of each transport. torch's own backend "mpi" is missing from its wheels.
@@ -110,6 +111,7 @@ def open_shm(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     from hvdtrain.transports.process_group import TransportGroup
     from hvdtrain.transports.shm import Shm
 
+    ignite.add_names(_OURS)
     keep_freed_memory()
     timeout_s = timeout.total_seconds()
     store = signed(store, rank, size, timeout_s)
@@ -122,12 +124,14 @@ def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     from hvdtrain.transports import mpi
     from hvdtrain.transports.malloc import keep_freed_memory
 
+    ignite.add_names(_OURS)
     keep_freed_memory()
     return mpi.open_mpi(store, rank, size, timeout)
 
 
 # The constructors of the transports that torch does not have.
 OPEN = {"shm": open_shm, "mpi": open_mpi}
+_OURS = tuple(TRANSPORTS[name] for name in OPEN)
 
 
 def register() -> None:
@@ -140,6 +144,7 @@ def register() -> None:
         # Not dist.is_backend_available: it would look for the entry points, and so call this.
         if TRANSPORTS[name] not in dist.Backend.backend_list:
             dist.Backend.register_backend(TRANSPORTS[name], opener, devices=["cpu"])
+    ignite.add_names(_OURS)
 
 
 if dist.is_available():
