@@ -43,8 +43,9 @@ def results(program: str, backend: str, tmp_path: Path, *options: str) -> list[s
     folder, packages = environment("libraries", "python")
     script = tmp_path / f"program_{backend}.py"
     script.write_text(program.replace('"shm"', f'"{backend}"'))
-    torchrun: list[str | Path] = [folder / "python", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    finished = run([*torchrun, *options, script], cwd=tmp_path, env=packages, timeout=110)
+    line: list[str | Path] = [folder / "python", "-m", "torch.distributed.run"]
+    line += ["--nproc-per-node", "2", *options, script]
+    finished = run(line, cwd=tmp_path, env=packages, timeout=110)
     # Gloo may abort at exit, after all has been printed: then the code says nothing.
     found = sorted(re.findall(r"^(?:trained|over all ranks:) \S+$", finished.output, re.MULTILINE))
     assert len(found) == 2, finished.output
