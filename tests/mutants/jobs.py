@@ -208,7 +208,7 @@ FAULTS = [
     ),
     Fault(
         "elastic-without-secret",
-        "launch/elastic_server.py",
+        "launch/value_server.py",
         "return hmac.compare_digest(given.encode(), self.server.secret.encode())",
         "return True",
         "tests/launch/test_elastic.py",
