@@ -162,8 +162,9 @@ def _as_input_error(error: click.ClickException) -> InputError:
                 "--nproc-per-node 2 -m hvdtrain, mpirun -np 2 hvdtrain, or horovodrun -np 2 "
                 "hvdtrain"
             )
+    takes_task = context is not None and any(o.name == "task" for o in context.command.params)
     extra = [word for word in sys.argv[2:] if _is_task(word) and f"({word})" in message]
-    if extra:
+    if extra and takes_task:
         message += f"; a task is given with: --task {extra[0]}"
     return InputError(f"{message} (see: {path} --help)")
 

@@ -55,7 +55,7 @@ class CallServer(ValueServer):
 
         Raises RuntimeError if one is missing.
         """
-        received = {int(p[7:]): value for p, value in self.values.items() if p[:7] == "result/"}
+        received = {int(rank): value for rank, value in self.below("result").items()}
         if size is None:
             size = max(received, default=0) + 1
         if missing := [rank for rank in range(size) if rank not in received]:
@@ -66,10 +66,8 @@ class CallServer(ValueServer):
         """Return which rank raised first, with its traceback; "" if none did. One that has lost
         another counts if no other error has arrived.
         """
-        for kind in ("error/", "lost/"):
-            for path in self.values:
-                if path.startswith(kind):
-                    return f"rank {path[len(kind) :]} failed:\n{self.values[path].decode()}"
+        for rank, text in [*self.below("error").items(), *self.below("lost").items()]:
+            return f"rank {rank} failed:\n{text.decode()}"
         return ""
 
 

@@ -37,6 +37,7 @@ except ImportError as error:
     raise ImportError(why) from None
 
 _START_S = 600
+_END_S = 60.0  # until Spark has ended the tasks of a cancelled stage
 _CAUSE_S = 5.0  # Spark may report a dead task later than those that have lost it
 
 
@@ -108,8 +109,9 @@ def run(
         stage.start()
         timeout_s = start_timeout or int(os.environ.get("HOROVOD_SPARK_START_TIMEOUT", _START_S))
         if not server.has_started.wait(timeout_s):
+            count = len(server.below("place"))
             raise LaunchError(
-                f"{len(server.places())} of {size} tasks have started within {timeout_s} s; the "
+                f"{count} of {size} tasks have started within {timeout_s} s; the "
                 f"ranks need {size} free slots of Spark at a time, or a longer start_timeout"
             )
         server.is_over.wait()
@@ -118,7 +120,7 @@ def run(
         return server.results(size)
     finally:
         context.cancelJobGroup(group)
-        stage.join()
+        stage.join(_END_S)
         server.stop()
         server.output.close()
 
@@ -143,24 +145,18 @@ class _Server(CallServer):
                     self.output.print(rank, stream, line, "")
             return 200
         code = super().put(path, value)
-        if len(self.places()) == self._size:
+        if len(self.below("place")) == self._size:
             self.has_started.set()
-        if kind == "error" or (kind == "exit" and int(value) < 0):
+        if kind == "error" or (kind == "exit" and rest not in self.below("lost")):
             self.has_cause.set()
         if kind in ("error", "lost", "exit"):
             self.is_over.set()
         return code
 
-    def places(self) -> dict[str, tuple[str, int]]:
-        """Return the host and the partition of each rank that has started."""
-        with self.lock:
-            found = [(path[6:], v) for path, v in self.values.items() if path[:6] == "place/"]
-        return {rank: tuple(json.loads(value)) for rank, value in found}
-
     def raise_first(self, errors: Sequence[Exception]) -> None:
         """Raise the first failure of a rank, else the first of `errors`, which are Spark's."""
-        places = self.places()
-        codes = {path[5:]: int(v) for path, v in self.values.items() if path[:5] == "exit/"}
+        places = {rank: json.loads(value) for rank, value in self.below("place").items()}
+        codes = {rank: int(value) for rank, value in self.below("exit").items()}
         text = self.first_error()
         # A rank that was killed is the cause, even if those that have lost it report it first.
         for rank, code in codes.items():

@@ -5,6 +5,7 @@ Used by `hvdtrain.hvd.spark`, which has the diagram. Imports no torch: Spark's w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -70,7 +71,10 @@ class SparkTask:
     def _relay(self, stream: IO[bytes] | None, path: str) -> None:
         assert stream is not None
         while piece := os.read(stream.fileno(), _PIECE):
-            self._put(path, piece)
+            with contextlib.suppress(
+                OSError
+            ):  # the driver is late or has ended: read on all the same
+                self._put(path, piece)
 
     def _put(self, path: str, value: bytes) -> None:
         elastic_world.request(path, value, server=self.server)

@@ -54,6 +54,14 @@ class ValueServer(ThreadingHTTPServer):
             self.values[path] = value
         return 200
 
+    def below(self, folder: str) -> dict[str, bytes]:
+        """Return the values whose paths begin with `folder` and "/", by the rest of their paths, in
+        the order of arrival.
+        """
+        with self.lock:
+            paths = [path for path in self.values if path.startswith(f"{folder}/")]
+            return {path[len(folder) + 1 :]: self.values[path] for path in paths}
+
     def stop(self) -> None:
         """Stop serving, and close the port."""
         self.shutdown()
