@@ -181,6 +181,7 @@ def test_variables_of_the_horovod_interface_are_known(line: Lines) -> None:
         ["my.py:Task"],
         ["train", "stray"],
         ["train", "my.py:Task"],
+        ["init", "my.py", "other.py"],
         ["-np", "2"],
         ["--nproc_per_node=2", "--task", "mlp"],
         ["--batch_sise", "1"],
