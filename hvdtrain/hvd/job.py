@@ -7,7 +7,7 @@ address and secret they have through the stdin of their supervisors:
     GET call                            ->
                                         <-   function, arguments, keywords
     PUT result/RANK, or error/RANK,     ->   the pickled result, or the traceback
-    or lost/RANK: it has lost another
+    or lost/RANK: the rank lost a peer
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TRANSFER_S = 600.0
 
 
 class CallServer(ValueServer):
-    """Serves a call (function, arguments, keywords) to ranks, and keeps what they answer."""
+    """Serves a call (function, arguments, keywords) to ranks; keeps their results and errors."""
 
     def __init__(
         self, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], address: str = ""
@@ -51,9 +51,8 @@ class CallServer(ValueServer):
         return {_SERVER: json.dumps([address, str(self.port), self.secret])}
 
     def results(self, size: int | None) -> list[Any]:
-        """Return the results by rank: of `size` ranks, or of those that an elastic job had at last.
-
-        Raises RuntimeError if one is missing.
+        """Return the results in rank order: of `size` ranks, or, if it is None, of all ranks of an
+        elastic job's last generation. Raises RuntimeError if one is missing.
         """
         received = {int(rank): value for rank, value in self.below("result").items()}
         if size is None:
@@ -62,13 +61,14 @@ class CallServer(ValueServer):
             raise RuntimeError(f"rank {missing[0]} ended without returning from the function")
         return [cloudpickle.loads(received[rank]) for rank in range(size)]
 
-    def first_error(self) -> str:
-        """Return which rank raised first, with its traceback; "" if none did. One that has lost
-        another counts if no other error has arrived.
+    def error_of(self, rank: int | None) -> str:
+        """Return the traceback of a rank, None for the first that raised for another reason than a
+        lost peer; "" if there is none.
         """
-        for rank, text in [*self.below("error").items(), *self.below("lost").items()]:
-            return f"rank {rank} failed:\n{text.decode()}"
-        return ""
+        errors = self.below("error")
+        name = next(iter(errors), "") if rank is None else str(rank)
+        text = errors.get(name) or self.below("lost").get(name, b"")
+        return f"rank {name} failed:\n{text.decode()}" if text else ""
 
 
 def run_job(server: CallServer, job: Job, elastic: ElasticOptions | None = None) -> list[Any]:
@@ -76,20 +76,23 @@ def run_job(server: CallServer, job: Job, elastic: ElasticOptions | None = None)
 
     `job.command` is the Python to run. See `hvdtrain.hvd.runner.run`.
     """
-    # Which hosts an elastic job has is not known yet: its ranks know where their launcher is.
-    address = "" if elastic else own_address([host.name for host in job.hosts])
-    command = [*job.command, "-c", program(rank_main())]
-    job = replace(job, command=command, env={**job.env, **server.variable(address)})
     try:
+        # Which hosts an elastic job has is not known yet: its ranks know where their launcher is.
+        address = "" if elastic else own_address([host.name for host in job.hosts])
+        command = [*job.command, "-c", program(rank_main())]
+        job = replace(job, command=command, env={**job.env, **server.variable(address)})
         if elastic is None:
             job.run()
         else:
             ElasticJob(job, elastic).run()
         return server.results(None if elastic else sum(host.slots for host in job.hosts))
     except RankFailed as failure:
-        # A rank that was killed has raised no error, but those that have lost it have.
-        error = "" if failure.is_killed else server.first_error()
-        raise RuntimeError(error or str(failure)) from None
+        text = ""
+        if not failure.is_killed:  # else it has raised no error, but those that have lost it have
+            # An elastic job goes on after other errors: the one that ended it counts.
+            text = "" if elastic else server.error_of(None)
+            text = text or server.error_of(failure.rank)
+        raise RuntimeError(text or str(failure)) from None
     except JobStopped as stopped:
         os.kill(os.getpid(), stopped.exit_code - 128)
         raise RuntimeError(f"the ranks were {stopped}") from None  # if our handler returns
@@ -106,8 +109,8 @@ def program(main: str) -> str:
 
 
 def rank_main() -> str:
-    """Return the statements with which a rank makes the call: `horovod` means there what it does
-    here.
+    """Return the Python statements of a rank: install the alias `horovod`, if this process has it,
+    then make the call.
     """
     return f"from hvdtrain.hvd.job import make_call; make_call({installed()})"
 

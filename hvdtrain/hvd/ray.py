@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import sys
 import time
 import warnings
@@ -27,22 +26,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.errors import WorldError, first_line
+from hvdtrain.hvd.alias import install, installed
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.hvd.job import CallServer, run_job
 from hvdtrain.job import job_secret
 from hvdtrain.launch.elastic import ElasticOptions
-from hvdtrain.launch.launcher import Job
+from hvdtrain.launch.launcher import Job, free_port
 
 try:
     import ray
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import RayError, RayTaskError
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
     raise ImportError(f"horovod.ray needs Ray: pip install 'hvdtrain[ray]' ({error})") from None
 
 from hvdtrain.launch.ray_nodes import RayNodes
 
-# Variables of the driver that the ranks of an elastic job have, too. The others are the node's.
+# Prefixes of the driver's variables that are also set in the ranks of an elastic job.
 _TRAVELLING = ("HVDTRAIN_", "HOROVOD_", "NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_")
 _DEATH_S = 5.0  # Ray reports a dead actor later than the ranks that have lost it
 
@@ -66,7 +66,9 @@ class MiniSettings:
 class _Rank:
     """One rank: an actor."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, alias: bool) -> None:
+        if alias:  # `horovod` means here what it does in the driver
+            install()
         self._rank = rank
         self._executable: Any = None
 
@@ -82,13 +84,12 @@ class _Rank:
 
     def free_port(self) -> int:
         """Return a port that is free on this node."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])
+        return free_port()
 
     def set_variables(self, variables: Mapping[str, str]) -> None:
-        """Set environment variables."""
+        """Set environment variables, RANK among them."""
         os.environ.update(variables)
+        self._rank = int(variables["RANK"])
 
     def make(self, make: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Make the object that `execute` gives to functions."""
@@ -104,10 +105,10 @@ class RayExecutor:
 
     `num_workers` ranks are packed onto the nodes; `num_hosts` nodes have `num_workers_per_host`
     each. `use_current_placement_group`: take the one that the driver is in, if it is in one.
-    `min_workers` to `max_workers` ranks are those of an elastic job, on all nodes that are there;
-    after a failed rank a node gets no new one for `cooldown_range` seconds (the first failure, the
-    most), and after `reset_limit` changes the next one ends the job. Raises ValueError for
-    arguments that exclude each other.
+    `min_workers` makes the job elastic: it uses all nodes of the cluster, and has at most
+    `max_workers` ranks. After a rank fails, its node gets no new rank for `cooldown_range` seconds:
+    the minimum at first, doubling up to the maximum. After `reset_limit` changes of the world, the
+    next one ends the job. Raises ValueError for arguments that exclude each other.
     """
 
     def __init__(
@@ -128,9 +129,10 @@ class RayExecutor:
         override_discovery: bool = True,
     ) -> None:
         asked = [num_workers is not None, num_hosts is not None, min_workers is not None]
-        if sum(asked) != 1:
+        if sum(asked) != 1 or (max_workers is not None and min_workers is None):
             raise ValueError(
-                "how many ranks? give num_workers, num_hosts, or min_workers; one only"
+                "give exactly one of num_workers, num_hosts and min_workers, and max_workers with "
+                "min_workers only"
             )
         if not override_discovery:
             raise ValueError(
@@ -143,7 +145,11 @@ class RayExecutor:
         self._per_host = num_workers_per_host if num_hosts else 0
         gpus = int(use_gpu) * (gpus_per_worker or 1)
         self._resources = {"CPU": cpus_per_worker, "GPU": gpus}
-        self._ray_nodes = RayNodes(cpus=cpus_per_worker, gpus=gpus)
+        self._ray_nodes = RayNodes(
+            cpus=cpus_per_worker,
+            gpus=gpus,
+            start_timeout_s=settings.placement_group_timeout_s,
+        )
         self._elastic: ElasticOptions | None = None
         if min_workers is not None:
             shortest_s, longest_s = cooldown_range or ElasticOptions.cooldown_s
@@ -199,8 +205,7 @@ class RayExecutor:
             return
         try:
             self._ranks = self._start_actors()
-            asked = [one.place.remote() for one in self._ranks]
-            places = ray.get(asked, timeout=self.settings.timeout_s)
+            places = self._places()
             self._nodes = [address for _, address, _ in places]
             gpus: defaultdict[str, list[str]] = defaultdict(list)
             for node, _, ids in places:
@@ -213,14 +218,14 @@ class RayExecutor:
                 job_secret.VARIABLE: self.settings.key,
                 **_interfaces(self.settings.nics),
             }
-            told = []
+            updates = []
             for rank, (node, _, _) in enumerate(places):
                 variables = world | {"RANK": str(rank)}
                 if gpus[node]:  # those of all its ranks, so that they can reach each other
                     variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[node]))
                 variables |= {name: str(value) for name, value in (extra_env_vars or {}).items()}
-                told.append(self._ranks[rank].set_variables.remote(variables))
-            self._wait(told)
+                updates.append(self._ranks[rank].set_variables.remote(variables))
+            self._wait(updates)
             if executable_cls is not None:
                 arguments = executable_cls, executable_args or [], executable_kwargs or {}
                 self._wait([one.make.remote(*arguments) for one in self._ranks])
@@ -289,6 +294,7 @@ class RayExecutor:
             command=[sys.executable],
             env={
                 "PYTHONUNBUFFERED": "1",
+                "OMP_NUM_THREADS": str(max(1, int(self._resources["CPU"]))),  # as Ray sets it
                 **own,
                 **_interfaces(self.settings.nics),
                 **self._variables,
@@ -310,6 +316,24 @@ class RayExecutor:
             )
         if not self._ranks:
             raise ValueError("there are no ranks; call start() first")
+
+    def _places(self) -> list[tuple[str, str, list[str]]]:
+        """Return what `place` does of each rank, after the ranks have been sorted node by node.
+
+        Raises TimeoutError for actors that have not started in time.
+        """
+        requests = [one.place.remote() for one in self._ranks]
+        _, late = ray.wait(requests, num_returns=self._size, timeout=self.settings.timeout_s)
+        if late:
+            raise TimeoutError(
+                f"{len(late)} of {self._size} actors have not started within "
+                f"{self.settings.timeout_s} s; give create_settings a longer timeout_s"
+            )
+        places: list[tuple[str, str, list[str]]] = self._wait(requests)
+        nodes = list(dict.fromkeys(node for node, _, _ in places))
+        order = sorted(range(self._size), key=lambda k: nodes.index(places[k][0]))
+        self._ranks = [self._ranks[k] for k in order]
+        return [places[k] for k in order]
 
     def _start_actors(self) -> list[Any]:
         """Start the actors, by rank, in a placement group: the current one, else a new one."""
@@ -341,7 +365,7 @@ class RayExecutor:
                 num_gpus=self._resources["GPU"],
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
             )
-            .remote(rank)
+            .remote(rank, installed())
             for rank, bundle in enumerate(bundles)
         ]
 
@@ -358,7 +382,7 @@ class RayExecutor:
                     if _has_lost_a_peer(error):
                         self._raise_cause(waiting, rank_of)
                     raise
-                except RayActorError as error:
+                except RayError as error:  # its actor, its node, or for want of memory
                     raise self._died(rank_of[done], error) from None
             return list(ray.get(calls))
         except BaseException:
@@ -366,18 +390,18 @@ class RayExecutor:
             raise
 
     def _raise_cause(self, waiting: list[Any], rank_of: Mapping[Any, int]) -> None:
-        """Raise what has ended the rank that another one has lost, if Ray reports it in time."""
+        """Raise the death or error that caused the lost peer, if Ray reports it in time."""
         deadline = time.monotonic() + _DEATH_S
         while waiting and (left_s := deadline - time.monotonic()) > 0:
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
             for done in ready:
                 try:
                     ray.get(done)
-                except RayActorError as error:
-                    raise self._died(rank_of[done], error) from None
                 except RayTaskError as error:
                     if not _has_lost_a_peer(error):
                         raise
+                except RayError as error:
+                    raise self._died(rank_of[done], error) from None
 
     def _died(self, rank: int, error: Exception) -> WorldError:
         where = self._nodes[rank] if rank < len(self._nodes) else "its node"

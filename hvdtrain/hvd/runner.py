@@ -6,6 +6,7 @@ For scripts, also as `hvdtrain.run`. This file turns Horovod's arguments into th
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import warnings
@@ -103,7 +104,8 @@ def run(
         env = environment((), ",".join(network_interfaces or ()) or None)
     except InputError as error:
         raise ValueError(str(error)) from None
-    timeout_s = start_timeout or Job.start_timeout_s
+    in_environment = float(os.environ.get("HOROVOD_START_TIMEOUT", Job.start_timeout_s))
+    timeout_s = start_timeout or in_environment
     job = Job(
         hosts=chosen,
         command=[executable or sys.executable],

@@ -1,8 +1,8 @@
 """`horovod.spark` on hvdtrain: `run`, whose ranks are tasks of Spark.
 
 For programs that were written for Horovod's; also as `import horovod.spark`, where `horovod` means
-hvdtrain.hvd. Spark is an extra: `pip install 'hvdtrain[spark]'`. The tasks are one barrier stage,
-so all run at a time or none does. Each runs its rank in a process of its own:
+hvdtrain.hvd. Spark is an extra: `pip install 'hvdtrain[spark]'`. All tasks form one barrier
+stage: Spark starts all of them together, or none. Each runs its rank in a process of its own:
 
     driver                                    task of Spark
     barrier stage of num_proc tasks      ->   all-gather ports and GPUs; start the rank
@@ -38,7 +38,7 @@ except ImportError as error:
 
 _START_S = 600
 _END_S = 60.0  # until Spark has ended the tasks of a cancelled stage
-_CAUSE_S = 5.0  # Spark may report a dead task later than those that have lost it
+_CAUSE_S = 5.0  # Spark may report a dead task after other ranks report the lost peer
 
 
 def run(
@@ -84,7 +84,7 @@ def run(
     server = _Server((fn, tuple(args), dict(kwargs)), size, RankOutput(None, streams=streams))
     address = context.getConf().get("spark.driver.host") or "127.0.0.1"
     variables |= server.variable(address)
-    place = address, str(server.port), server.secret
+    server_address = address, str(server.port), server.secret
     group = f"hvdtrain-{uuid.uuid4().hex}"
     errors: list[Exception] = []
 
@@ -92,7 +92,7 @@ def run(
         def run_task(_: Any) -> list[None]:  # sent by value: its module would import torch
             from hvdtrain.launch.spark_task import SparkTask
 
-            SparkTask(program, place, variables, executable).run()
+            SparkTask(program, server_address, variables, executable).run()
             return []
 
         program = rank_main()
@@ -119,8 +119,11 @@ def run(
         server.raise_first(errors)
         return server.results(size)
     finally:
-        context.cancelJobGroup(group)
-        stage.join(_END_S)
+        try:
+            context.cancelJobGroup(group)
+            stage.join(_END_S)
+        except Exception as error:  # the context has been stopped, or its JVM has died
+            errors.append(error)
         server.stop()
         server.output.close()
 
@@ -133,35 +136,38 @@ class _Server(CallServer):
         self.output, self._size = output, size
         self.has_started, self.is_over = threading.Event(), threading.Event()
         self.has_cause = threading.Event()
-        """A rank has raised or died, other than for the loss of another."""
+        """A rank has raised or died for another reason than a lost peer."""
+        self._printing = threading.Lock()  # a terminal may block it, the values must not wait
 
     def put(self, path: str, value: bytes) -> int:
         """Store a value; print a piece of output."""
         kind, _, rest = path.partition("/")
         if kind == "output":
             rank, stream = rest.split("/")
-            with self.lock:
+            with self._printing:
                 for line in value.splitlines(keepends=True):
                     self.output.print(rank, stream, line, "")
             return 200
         code = super().put(path, value)
         if len(self.below("place")) == self._size:
             self.has_started.set()
-        if kind == "error" or (kind == "exit" and rest not in self.below("lost")):
+        has_failed = kind in ("error", "lost") or (kind == "exit" and int(value) != 0)
+        if has_failed and kind != "lost" and rest not in self.below("lost"):
             self.has_cause.set()
-        if kind in ("error", "lost", "exit"):
+        if has_failed:
             self.is_over.set()
         return code
 
     def raise_first(self, errors: Sequence[Exception]) -> None:
         """Raise the first failure of a rank, else the first of `errors`, which are Spark's."""
         places = {rank: json.loads(value) for rank, value in self.below("place").items()}
-        codes = {rank: int(value) for rank, value in self.below("exit").items()}
-        text = self.first_error()
+        codes = {rank: int(value) for rank, value in self.below("exit").items() if int(value)}
+        lost, text = self.below("lost"), self.error_of(None)
+        killed = [rank for rank, code in codes.items() if code < 0]
+        silent = [rank for rank in codes if rank not in lost]
         # A rank that was killed is the cause, even if those that have lost it report it first.
-        for rank, code in codes.items():
-            if code < 0 or not text:
-                raise RankFailed(f"rank {rank} on {places[rank][0]}", code)
+        for rank in killed or ([] if text else silent):
+            raise RankFailed(f"rank {rank} on {places[rank][0]}", codes[rank], int(rank))
         if text:
             raise RuntimeError(text)
         if errors:
@@ -173,6 +179,8 @@ class _Server(CallServer):
                             f"rank {rank} on {host} died: {_last_reason(why)}"
                         ) from errors[0]
             raise LaunchError(f"Spark has ended the stage: {_last_reason(why)}") from errors[0]
+        for rank in lost:
+            raise RuntimeError(self.error_of(int(rank)))
 
 
 def _last_reason(text: str) -> str:

@@ -9,15 +9,18 @@ both serve Horovod's rendezvous over HTTP:
     PUT or GET /hvdtrain/store            ->   rank 0's address, for this generation alone
 
 A rank of -1 means that this process is no longer part of the job. hvdrun appends the number of the
-generation, which is then part of the store's key: the address of a dead rank 0 is never read. It
-wants a secret in each request, and answers 410 for a generation that has lost a rank since. Under
+generation, which is then part of the key: the address of a dead rank 0 is never read. Both
+ends prove its secret, and it answers 410 for a generation that has lost a rank. Under
 horovodrun, which clears its keys for each generation, a process that starts does not ask: its
 environment has its rank. Imports no torch.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
+import secrets
 import time
 import urllib.error
 import urllib.request
@@ -29,7 +32,8 @@ SECRET = "HVDTRAIN_ELASTIC_SECRET"
 WORKER = "HVDTRAIN_ELASTIC_WORKER"
 GENERATION = "HVDTRAIN_ELASTIC_GENERATION"
 VARIABLES = (SECRET, WORKER, GENERATION)
-SECRET_HEADER = "X-Hvdtrain-Secret"
+PROOF_HEADER = "X-Hvdtrain-Proof"
+"""Of a request: nonce, SHA-256 of the body, HMAC; of a response: HMAC. Neither has the secret."""
 # The variables with the launcher's address, and with the six numbers of a rank.
 ADDRESS = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 NUMBERS = tuple(
@@ -137,25 +141,37 @@ def request(
     server: tuple[str, str, str] | None = None,
 ) -> bytes:
     """Return the launcher's answer to a PUT of `message`, or without one to a GET; b"" for a key
-    that does not exist. `server` is another one's address, port and secret. Raises OSError.
+    that does not exist. `server` is another one's address, port and secret. Raises OSError, also
+    for an answer that does not prove the secret.
     """
     own = *(os.environ.get(name, "") for name in ADDRESS), os.environ.get(SECRET, "")
     address, port, secret = server or own
     host = f"[{address}]" if ":" in address else address
-    made = urllib.request.Request(
-        f"http://{host}:{port}/{path}", message or None, method="PUT" if message else "GET"
-    )
-    made.add_header(SECRET_HEADER, secret)
+    method = "PUT" if message else "GET"
+    made = urllib.request.Request(f"http://{host}:{port}/{path}", message or None, method=method)
+    nonce, digest = secrets.token_hex(16), hashlib.sha256(message).hexdigest()
+    own_proof = proof(secret, nonce, method, path, digest)
+    made.add_header(PROOF_HEADER, f"{nonce} {digest} {own_proof}")
     # The server is the launcher's own: ignore the proxies of the environment.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(made, timeout=timeout_s) as response:
-            return bytes(response.read())
+            body, theirs = bytes(response.read()), response.headers.get(PROOF_HEADER, "")
     except urllib.error.HTTPError as error:
         error.close()
         if error.code != 404 or message:
             raise
         return b""
+    if secret:  # horovodrun has none
+        expected = proof(secret, nonce, "response", path, hashlib.sha256(body).hexdigest())
+        if not hmac.compare_digest(theirs.encode(), expected.encode()):
+            raise OSError(f"what answers at {host}:{port} is not the launcher of this job")
+    return body
+
+
+def proof(secret: str, *parts: str) -> str:
+    """Return what proves the secret of a server for these parts of a request or response."""
+    return hmac.new(secret.encode(), "\n".join(parts).encode(), "sha256").hexdigest()
 
 
 def is_over(error: OSError) -> bool:

@@ -1,4 +1,4 @@
-"""Hosts of an elastic job: what discovers them, each second, and cooldowns of failed hosts.
+"""Host discovery of elastic jobs: poll the source each second, and track cooldowns of failed hosts.
 
 Used by `elastic`. The script is that of Horovod: it prints a line `host` or `host:slots` for each
 host that the job may use now. Imports no torch.
@@ -42,7 +42,7 @@ class Discovery:
         threading.Thread(target=self._poll, args=(hosts,), daemon=True, name="discovery").start()
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Stop polling."""
         self._stopped.set()
 
     def find(self) -> list[Host]:

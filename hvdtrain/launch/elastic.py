@@ -25,6 +25,7 @@ import queue
 import selectors
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -141,8 +142,8 @@ class ElasticJob:
         self._short_since: float | None = None
         self._deadline = math.inf
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_write.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._lines = LineReader()
         self._output = RankOutput(job.output)
@@ -174,6 +175,7 @@ class ElasticJob:
                 discovery.stop()
                 self._end()
                 self._server.stop()
+                self._close()
         raise_stop(self.stopped_by)
         if self.error is not None:
             raise self.error
@@ -183,8 +185,10 @@ class ElasticJob:
     def _post(self, call: Callable[[], object]) -> None:
         """Queue a call for the main thread. Callable in any thread."""
         self._calls.put(call)
-        with contextlib.suppress(BlockingIOError):  # the pipe is full: the thread wakes anyway
-            os.write(self._wake_write, b".")
+        with contextlib.suppress(
+            OSError
+        ):  # it is full: the thread wakes anyway; or the job is over
+            self._wake_write.send(b".")
 
     def _set_hosts(self, hosts: list[Host]) -> None:
         self.hosts = hosts
@@ -201,7 +205,7 @@ class ElasticJob:
         """Relay the ranks' output and run the queued calls; wait for them up to half a second."""
         for key, _ in self._selector.select(_POLL_S):
             if key.data is None:
-                os.read(key.fd, 1 << 16)
+                self._wake_read.recv(1 << 16)
                 continue
             worker = key.data
             if worker not in self.workers:  # ended by an event before, with both of its pipes
@@ -244,7 +248,7 @@ class ElasticJob:
             if worker.is_member
             else f"a new rank on {worker.host}"
         )
-        failure = RankFailed(who, code)
+        failure = RankFailed(who, code, worker.rank if worker.is_member else None)
         if self._is_finished:
             self.error = self.error or failure
             return
@@ -444,9 +448,15 @@ class ElasticJob:
         else:
             self._short_since = self._short_since or now
             if now > self._short_since + options.timeout_s:
+                text = f"{len(ready)} ranks are ready"
+                if len(ready) < wanted:
+                    text += f", fewer than {wanted} (--min-np)"
+                if late:
+                    names = ", ".join(dict.fromkeys(worker.host for worker in late))
+                    text += f", {len(late)} on {names} did not call hvd.init()"
                 self.error = WorldError(
-                    f"{len(ready)} ranks are ready, fewer than {wanted} (--min-np), after "
-                    f"--elastic-timeout {options.timeout_s:g} s; add hosts, or lower --min-np"
+                    f"{text}, after --elastic-timeout {options.timeout_s:g} s; add hosts, or lower "
+                    "--min-np"
                 )
 
     def _start_generation(self, ready: list[Worker], leaving: list[Worker]) -> None:
@@ -504,6 +514,16 @@ class ElasticJob:
             worker.process.kill()
             worker.process.wait()
         self._output.close()
+
+    def _close(self) -> None:
+        """Close what `hvdtrain.run` would leave open in its caller's process."""
+        self._selector.close()
+        for worker in self.workers:
+            for stream in (worker.process.stdout, worker.process.stderr):
+                assert stream is not None
+                stream.close()
+        self._wake_read.close()
+        self._wake_write.close()
 
     def _say(self, text: str) -> None:
         self._output.say(f"elastic: {text}")

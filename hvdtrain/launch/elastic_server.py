@@ -27,7 +27,7 @@ class RankRequest:
         self._answered.set()
 
     def drop(self) -> None:
-        """Close the connection without a response: its rank has ended, or asks again."""
+        """Close the connection without a response: the rank has exited, or asks again."""
         self._answered.set()
 
     def wait(self) -> str | None:
@@ -55,7 +55,7 @@ class ElasticServer(ValueServer):
             self.generation, self.is_broken, self.update = generation, False, ""
 
     def get(self, path: str) -> tuple[int, bytes] | None:
-        """Answer a request for a rank once it has one; return the other values at once."""
+        """Block a request for a rank until the launcher assigns one; answer others at once."""
         if path.startswith("rank_and_size/"):
             request = RankRequest(path.partition("/")[2])
             self.ask(request)

@@ -15,6 +15,7 @@ import re
 import selectors
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -39,7 +40,7 @@ from hvdtrain.launch.remote import (
 from hvdtrain.system import signals
 from hvdtrain.system.cores import CORE
 
-_PORTS = range(20000, 30000)  # below the ports that the kernel gives to clients
+PORTS = range(20000, 30000)  # below the ports that the kernel gives to clients
 _PORT_TRIES = 5
 _PORT_IS_BUSY = 75  # the agent's exit code
 STOP_S = 40.0  # after Ctrl-C or SIGTERM: torch's agent allows its ranks 30
@@ -52,11 +53,11 @@ MARK = re.compile(rb"\[(\d+)\]<(" + _KINDS + rb")>([:+])(.*)", re.DOTALL)
 class RankFailed(HvdtrainError):
     """A rank that failed. `exit_code` is its own, 128 + number if a signal has killed it."""
 
-    def __init__(self, who: str, code: int) -> None:
+    def __init__(self, who: str, code: int, rank: int | None = None) -> None:
         self.is_killed = code < 0
         self.exit_code = code if code >= 0 else 128 - code
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        super().__init__(f"{who} {how}")
+        super().__init__(f"{who} {how}", rank=rank)
 
 
 class JobStopped(HvdtrainError):
@@ -74,6 +75,14 @@ class HostLost(WorldError):
     def __init__(self, host: str, text: str) -> None:
         super().__init__(text)
         self.host = host
+
+
+def free_port() -> int:
+    """Return a port of this host that is free, and that the kernel gives to no client meanwhile."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port := random.choice(PORTS)))
+            return port
 
 
 def forwarded(number: int) -> str:
@@ -164,7 +173,7 @@ class Job:
 
     def _run_once(self, is_restart: bool) -> None:
         for _ in range(_PORT_TRIES):
-            attempt = _Attempt(self, self.master_port or random.choice(_PORTS), is_restart)
+            attempt = _Attempt(self, self.master_port or random.choice(PORTS), is_restart)
             attempt.run()
             if not attempt.port_is_busy or self.master_port:
                 break
@@ -273,8 +282,9 @@ class _Attempt:
             if not is_this_host(host):
                 self._fail(HostLost(host, f"the supervisor on {host} was killed"))
         else:
-            who = f"rank {number}" if kind == "exit" else "the agent"
-            self._fail(RankFailed(f"{who} on {host}", int(text)))
+            rank = number if kind == "exit" else None
+            who = "the agent" if rank is None else f"rank {rank}"
+            self._fail(RankFailed(f"{who} on {host}", int(text), rank))
 
     def _handle_exit(self, node: int) -> None:
         """Handle the exit of a supervisor, or of the remote shell: has the job failed?"""

@@ -25,6 +25,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from hvdtrain.errors import InputError, first_line
 from hvdtrain.launch.host_list import Host
 from hvdtrain.launch.remote import Program, RemoteShell
 
@@ -37,7 +38,8 @@ class _Actor:
 
     def __init__(self, command: Sequence[str], num_gpus: int) -> None:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        if num_gpus:  # Ray shows an actor its own ones only; a rank takes that of its local rank
+        # Ray makes only the actor's own GPUs visible. A rank selects its GPU by its local rank.
+        if num_gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(num_gpus)))
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe)
@@ -55,16 +57,20 @@ class _Actor:
             if not data:
                 self._process.stdin.close()
 
+    def start(self) -> None:
+        """Return once the actor has started."""
+
     def wait(self) -> int:
         """Return the program's exit code, once it has ended."""
         return self._process.wait()
 
 
 class _Process:
-    """The launcher's end of a program on a node, with what it uses of `subprocess.Popen`."""
+    """A handle for a program that an actor runs on a node, with what launchers use of Popen."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, start_timeout_s: float) -> None:
         self._actor, self._code = actor, actor.wait.remote()
+        self._start_timeout_s = start_timeout_s
         read, write = os.pipe()
         self.stdin: IO[bytes] | None = os.fdopen(write, "wb", 0)
         threading.Thread(target=self._send, args=(read,), daemon=True).start()
@@ -81,14 +87,31 @@ class _Process:
 
     def _receive(self, name: str) -> IO[bytes]:
         def run() -> None:
-            with contextlib.suppress(RayError, OSError):  # the actor, or the launcher, has ended
-                while data := ray.get(self._actor.read.remote(name)):
-                    os.write(write, data)
+            with contextlib.suppress(OSError):  # the launcher has ended
+                try:
+                    if name == "stderr":
+                        self._check_start()
+                    while data := ray.get(self._actor.read.remote(name)):
+                        os.write(write, data)
+                except (RayError, TimeoutError) as error:
+                    if name == "stderr":  # as ssh says why
+                        os.write(write, f"{first_line(error)}\n".encode())
             os.close(write)
 
         read, write = os.pipe()
         threading.Thread(target=run, daemon=True).start()
         return os.fdopen(read, "rb", 0)
+
+    def _check_start(self) -> None:
+        """Wait for the actor; end it, and raise TimeoutError, if Ray does not start it in time."""
+        started = self._actor.start.remote()
+        if not ray.wait([started], timeout=self._start_timeout_s)[0]:
+            self.kill()
+            raise TimeoutError(
+                f"Ray has not started the actor of a rank within {self._start_timeout_s:g} s: are "
+                "its CPUs and GPUs in use?"
+            )
+        ray.get(started)
 
     def poll(self) -> int | None:
         """Return the exit code; None while the program runs."""
@@ -114,8 +137,11 @@ class _Process:
 class RayNodes(RemoteShell):
     """Starts programs on nodes of Ray instead of hosts."""
 
-    cpus: int = 1
-    gpus: int = 0
+    cpus: float = 1
+    """Of each rank; `gpus`, too."""
+    gpus: float = 0
+    start_timeout_s: float = 100.0
+    """Seconds for an actor to start."""
     _nodes: dict[str, tuple[str, int]] = field(default_factory=dict)
     """The id of each node and the number of its GPUs, by its name."""
 
@@ -123,7 +149,10 @@ class RayNodes(RemoteShell):
         """Return the nodes that are alive, with the number of ranks that fit there. A node is named
         by its address, and by its id if it shares that.
         """
-        alive = [node for node in ray.nodes() if node["Alive"]]
+        try:
+            alive = [node for node in ray.nodes() if node["Alive"]]
+        except RayError as error:  # while its head starts again
+            raise InputError(f"Ray does not name its nodes: {first_line(error)}") from None
         shared = Counter(node["NodeManagerAddress"] for node in alive)
         found = []
         for node in alive:
@@ -131,7 +160,7 @@ class RayNodes(RemoteShell):
             name = address if shared[address] == 1 else f"{address}-{node_id[:8]}"
             cpus, gpus = (int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU"))
             self._nodes[name] = node_id, gpus if self.gpus else 0
-            slots = min(cpus // self.cpus, gpus // self.gpus if self.gpus else cpus)
+            slots = int(min(cpus // self.cpus, gpus // self.gpus if self.gpus else cpus))
             found += [Host(name, slots)] if slots else []
         return sorted(found, key=lambda host: host.name)
 
@@ -144,7 +173,7 @@ class RayNodes(RemoteShell):
             max_concurrency=8,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        return _Process(actor.remote(list(command), num_gpus))
+        return _Process(actor.remote(list(command), num_gpus), self.start_timeout_s)
 
     def address_for(self, host: str) -> str:
         """Return the address at which the programs on a node reach this process."""

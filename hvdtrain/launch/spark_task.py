@@ -11,17 +11,15 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from itertools import groupby
 
 from pyspark import BarrierTaskContext
 
 from hvdtrain.job import elastic_world
-from hvdtrain.system.processes import end_with_parent
-
-_PIECE = 1 << 16  # of a rank's output, in bytes
+from hvdtrain.launch.launcher import MARK, free_port
+from hvdtrain.launch.output import LineReader
 
 
 @dataclass(frozen=True)
@@ -42,39 +40,47 @@ class SparkTask:
         rank = variables["RANK"]
         place = json.dumps([socket.gethostname(), context.partitionId()])
         self._put(f"place/{rank}", place.encode())
+        python = self.executable or sys.executable
         path = json.dumps([os.path.abspath(folder) for folder in sys.path])
+        # It ends all that the rank has started, also when Spark kills this task: its stdin closes.
         process = subprocess.Popen(
-            [
-                self.executable or sys.executable,
-                "-c",
-                f"import sys; sys.path[:] = {path}; {self.program}",
-            ],
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **variables, **self.variables},
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "hvdtrain.launch.elastic_worker"]
+            + [python, "-c", f"import sys; sys.path[:] = {path}; {self.program}"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=end_with_parent,
+            stderr=subprocess.STDOUT,
         )
-        relays = [
-            threading.Thread(target=self._relay, args=(stream, f"output/{rank}/{name}"))
-            for stream, name in ((process.stdout, "stdout"), (process.stderr, "stderr"))
-        ]
-        for relay in relays:
-            relay.start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(
+            f"{json.dumps({'PYTHONUNBUFFERED': '1', **variables, **self.variables})}\n".encode()
+        )
+        process.stdin.flush()
+        has_exit_code = self._relay(process.stdout.fileno(), rank)
         code = process.wait()
-        for relay in relays:
-            relay.join()
-        if code:
+        if not has_exit_code:  # `elastic_worker` was killed, and so its rank
             self._put(f"exit/{rank}", str(code).encode())
 
-    def _relay(self, stream: IO[bytes] | None, path: str) -> None:
-        assert stream is not None
-        while piece := os.read(stream.fileno(), _PIECE):
-            with contextlib.suppress(
-                OSError
-            ):  # the driver is late or has ended: read on all the same
-                self._put(path, piece)
+    def _relay(self, stdout: int, rank: str) -> bool:
+        """Send the rank's lines and its exit code to the driver, until `elastic_worker` ends.
+
+        Returns whether it has written that code.
+        """
+        reader, is_open, has_exit_code = LineReader(), True, False
+        while is_open:
+            lines, is_open = reader.read(stdout)
+            marked = [MARK.fullmatch(line) for line in lines]
+            for kind, matches in groupby(filter(None, marked), key=lambda match: match[2].decode()):
+                texts = [match[4] + b"\n" * (match[3] == b":") for match in matches]
+                if kind == "exit":
+                    self._put(f"exit/{rank}", texts[0].strip())
+                    has_exit_code = True
+                    continue
+                # Keep reading if the driver does not answer, or the rank would block.
+                with contextlib.suppress(OSError):
+                    self._put(f"output/{rank}/{kind}", b"".join(texts))
+        return has_exit_code
 
     def _put(self, path: str, value: bytes) -> None:
         elastic_world.request(path, value, server=self.server)
@@ -90,10 +96,8 @@ def _place(context: BarrierTaskContext) -> dict[str, str]:
     order = sorted(range(len(hosts)), key=lambda task: (hosts.index(hosts[task]), task))
     own = context.partitionId()
     gpus = context.resources().get("gpu")
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        mine = [probe.getsockname()[1], [] if gpus is None else list(gpus.addresses)]
-        tasks = [json.loads(text) for text in context.allGather(json.dumps(mine))]
+    mine = [free_port(), [] if gpus is None else list(gpus.addresses)]
+    tasks = [json.loads(text) for text in context.allGather(json.dumps(mine))]
     first = order[0]
     variables = {
         "RANK": str(order.index(own)),

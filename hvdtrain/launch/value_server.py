@@ -1,21 +1,24 @@
 """An HTTP server from which the ranks of a job read values, and to which they write others.
 
-Used by `elastic_server`, and by `hvd.job` for the calls and results of `hvdtrain.run`. Every
-request must have the secret, which the ranks have from their supervisors. One thread per
-connection. Imports no torch.
+Used by `elastic_server`, and by `hvd.job` for the calls and results of `hvdtrain.run`. Both ends
+prove by HMAC that they have the secret, which the ranks have from their supervisors and which is
+never sent here; `elastic_world.request` is the other end. One thread per connection. Imports no
+torch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from hvdtrain.job.elastic_world import SECRET_HEADER
+from hvdtrain.job.elastic_world import PROOF_HEADER, proof
 
-_REQUEST_S = 10.0
+_REQUEST_S = 10.0  # until a request has arrived
+_TRANSFER_S = 600.0
 
 
 class ValueServer(ThreadingHTTPServer):
@@ -74,30 +77,45 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Return a value."""
-        if not self._is_allowed():
-            self._reply(403)
-        elif (response := self.server.get(self.path.strip("/"))) is not None:
+        if self._is_proven() and (response := self.server.get(self.path.strip("/"))) is not None:
             self._reply(*response)
 
     def do_PUT(self) -> None:
         """Store a value."""
         size, most = self.headers.get("Content-Length", ""), self.server.max_bytes
-        if not self._is_allowed():
-            self._reply(403)
-        elif not size.isdigit() or (most is not None and int(size) > most):
+        if not self._is_proven():
+            return
+        if not size.isdigit() or (most is not None and int(size) > most):
             self._reply(413)
-        else:
-            value = self.rfile.read(int(size))
-            is_whole = len(value) == int(size)  # else its rank has died while it sent it
-            self._reply(self.server.put(self.path.strip("/"), value) if is_whole else 400)
+            return
+        value = self.rfile.read(int(size))
+        if hashlib.sha256(value).hexdigest() != self._given()[1]:  # or its rank has died meanwhile
+            self._reply(400)
+            return
+        self._reply(self.server.put(self.path.strip("/"), value))
 
-    def _is_allowed(self) -> bool:
-        given = self.headers.get(SECRET_HEADER, "")
-        return hmac.compare_digest(given.encode(), self.server.secret.encode())
+    def _given(self) -> list[str]:
+        """Return what the request proves: its nonce, the digest of its body, and the HMAC."""
+        given = self.headers.get(PROOF_HEADER, "").split(" ")
+        return given if len(given) == 3 else ["", "", ""]
+
+    def _is_proven(self) -> bool:
+        """Return whether the sender has the secret; reply 403 if not. Reads no body."""
+        nonce, digest, given = self._given()
+        path = self.path.strip("/")
+        wanted = proof(self.server.secret, nonce, self.command, path, digest)
+        is_proven = hmac.compare_digest(given.encode(), wanted.encode())
+        if not is_proven:
+            self._reply(403)
+        return is_proven
 
     def _reply(self, code: int, body: bytes = b"") -> None:
+        self.connection.settimeout(_TRANSFER_S)  # that of a socket is for all of `body`
+        digest = hashlib.sha256(body).hexdigest()
+        parts = self._given()[0], "response", self.path.strip("/"), digest
         self.send_response(code)
         self.send_header("Content-Length", str(len(body)))
+        self.send_header(PROOF_HEADER, proof(self.server.secret, *parts))
         self.end_headers()
         self.wfile.write(body)
 

@@ -17,6 +17,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 import hvdtrain.hvd.ray as hvd_ray
+from hvdtrain.hvd import alias
 
 CASES: dict[str, Any] = {}
 
@@ -41,10 +42,10 @@ class Counter:
 
 
 def sums(numbers: list[float]) -> dict[str, Any]:
+    import horovod.torch as hvd  # an alias, as in the driver
     import torch
 
-    import hvdtrain.hvd as hvd
-
+    assert hvd.__name__ == "hvdtrain.hvd"
     hvd.init()
     print(f"node has rank {hvd.rank()}")
     total = hvd.allreduce(torch.tensor(numbers) * (hvd.rank() + 1), op=hvd.Sum)
@@ -80,6 +81,7 @@ def fail(rank: int, how: str) -> None:
 @case
 def works() -> dict[str, Any]:
     """Two nodes with two ranks each: numbered node by node, with what each has."""
+    alias.install()
     ranks = executor(num_hosts=2, num_workers_per_host=2)
     found = {"sums": ranks.run(sums, args=[[1.0, 2.0]])}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -46,6 +45,7 @@ def digits() -> str:
 
 
 def fail(how: str, others: str, file: str) -> None:
+    import psutil
     import torch
 
     import hvdtrain.hvd as hvd
@@ -56,7 +56,10 @@ def fail(how: str, others: str, file: str) -> None:
     if hvd.rank() == 1 and how == "raise":
         raise ArithmeticError("as asked")
     if hvd.rank() == 1:
-        os.kill(os.getpid() if how == "kill" else os.getppid(), signal.SIGKILL)
+        killed = psutil.Process()
+        for _ in range({"kill": 0, "kill-worker": 1, "kill-task": 2}[how]):
+            killed = killed.parent()
+        killed.kill()
     while True:
         if others == "train":
             hvd.allreduce(torch.ones(3))
@@ -79,8 +82,8 @@ def trains() -> list[Any]:
 @case
 def fails() -> list[Any]:
     found = []
-    for how in ("raise", "kill", "kill-task"):
-        for others in ("train", "sleep"):
+    for how in ("raise", "kill", "kill-worker", "kill-task"):
+        for others in ("train", "sleep") if how != "kill-worker" else ("sleep",):
             with tempfile.NamedTemporaryFile() as file:
                 try:
                     hvd_spark.run(fail, (how, others, file.name), num_proc=3)

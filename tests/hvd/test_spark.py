@@ -60,7 +60,7 @@ def test_the_rank_that_fails_is_named(driver: Driver) -> None:
         if how == "raise":
             assert text.startswith("rank 1 failed:\nTraceback"), text
             assert text.endswith("ArithmeticError: as asked\n"), text
-        elif how == "kill":
+        elif how in ("kill", "kill-worker"):
             assert "RankFailed" in kinds
             assert re.fullmatch(r"rank 1 on \S+ was killed by SIGKILL", text), text
         elif others == "sleep":
@@ -68,7 +68,7 @@ def test_the_rank_that_fails_is_named(driver: Driver) -> None:
             assert re.match(r"rank 1 on \S+ died: .*Python worker exited unexpectedly", text), text
         else:  # Spark reports it, or another rank that has lost it: which comes first varies
             assert re.search(r"^rank 1 on \S+ died|Rank 1 \(process \d+ on \S+\) has ended", text)
-    assert len(driver[0]["fails"]) == 6
+    assert len(driver[0]["fails"]) == 7
 
 
 def test_what_is_refused(driver: Driver) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import http.server
 import io
 import itertools
 import os
@@ -11,11 +14,11 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,7 +91,7 @@ class Job:
         return self.process.wait(60)
 
 
-@contextmanager
+@contextlib.contextmanager
 def elastic(
     folder: Path,
     launcher: list[str],
@@ -511,10 +514,14 @@ def test_the_server_wants_the_secret_and_forgets_old_generations() -> None:
 
     addresses = itertools.cycle(["127.0.0.1", *(["[::1]"] if socket.has_dualstack_ipv6() else [])])
 
-    def answer(path: str, secret: str, data: bytes | None = None) -> int:
+    def answer(path: str, secret: str, data: bytes | None = None, sent: bytes = b"") -> int:
+        """`sent`: another body than the one that the proof is for."""
         url = f"http://{next(addresses)}:{server.port}/{path}"
-        request = urllib.request.Request(url, data, {"X-Hvdtrain-Secret": secret})
-        request.method = "PUT" if data else "GET"
+        method = "PUT" if data else "GET"
+        digest = hashlib.sha256(data or b"").hexdigest()
+        given = f"7 {digest} {elastic_world.proof(secret, '7', method, path, digest)}"
+        headers = {elastic_world.PROOF_HEADER: given}
+        request = urllib.request.Request(url, sent or data, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=60) as reply:
                 return int(reply.status)
@@ -527,6 +534,8 @@ def test_the_server_wants_the_secret_and_forgets_old_generations() -> None:
             assert answer(path, "guess") == answer(path, "", b"x") == 403
         assert asked == []
         assert answer("hvdtrain/store.1", server.secret) == 404
+        assert answer("hvdtrain/store.1", server.secret, b"address", b"another") == 400
+        assert answer("hvdtrain/store.1", server.secret) == 404
         assert answer("hvdtrain/store.1", server.secret, b"address") == 200
         assert answer("hvdtrain/store.1", server.secret) == 200
         server.is_broken = True
@@ -537,6 +546,43 @@ def test_the_server_wants_the_secret_and_forgets_old_generations() -> None:
         assert answer("hvdtrain/store.2", server.secret, b"x" * 70_000) == 413
     finally:
         server.stop()
+
+
+def test_a_rank_believes_its_launcher_only() -> None:
+    server = ElasticServer(lambda request: request.drop())
+    try:
+        place = "127.0.0.1", str(server.port), server.secret
+        assert elastic_world.request("hosts/update", server=place) == b""
+        server.update = "7,1"
+        assert elastic_world.request("hosts/update", server=place) == b"7,1"
+        server.secret = "of another job, at the same port"
+        with pytest.raises(OSError, match="403"):
+            elastic_world.request("hosts/update", server=place)
+    finally:
+        server.stop()
+    with pytest.raises(OSError, match="is not the launcher of this job"), fake_server() as port:
+        elastic_world.request("hosts/update", server=("127.0.0.1", str(port), "secret"))
+
+
+@contextlib.contextmanager
+def fake_server() -> Iterator[int]:
+    """Answers each request, without a proof."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "3")
+            self.end_headers()
+            self.wfile.write(b"7,1")
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        yield server.server_port
+        thread.join()
 
 
 def test_only_requests_of_horovods_driver_are_unpickled() -> None:
