@@ -14,19 +14,21 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(240)]
 PAGE = ROOT / "docs" / "libraries.md"
 # Two lines of two ranks are one write each: they share stdout.
 PRINT_PARAMETERS = """
-import hashlib, sys
+import hashlib, os, sys
 bits = b"".join(p.detach().numpy().tobytes() for p in plain.parameters())
 sys.stdout.write(f"trained {hashlib.sha256(bits).hexdigest()}\\n")
 sys.stdout.flush()
 if torch.distributed.is_initialized():
-    torch.distributed.destroy_process_group()
+    torch.distributed.barrier()
+os._exit(0)  # Gloo may abort as it is torn down, and torchrun then ends the other rank
 """
 UNTRAINED = "\nplain = model\n" + PRINT_PARAMETERS
 METRIC = """\
-value = metric.compute().item()
+import os, sys
+sys.stdout.write(f"over all ranks: {metric.compute().item()}\\n")
+sys.stdout.flush()
 torch.distributed.barrier()
-import sys
-sys.stdout.write(f"over all ranks: {value}\\n")
+os._exit(0)
 """
 
 
@@ -46,7 +48,7 @@ def results(program: str, backend: str, tmp_path: Path, *options: str) -> list[s
     line: list[str | Path] = [folder / "python", "-m", "torch.distributed.run"]
     line += ["--nproc-per-node", "2", *options, script]
     finished = run(line, cwd=tmp_path, env=packages, timeout=110)
-    # Gloo may abort at exit, after all has been printed: then the code says nothing.
+    assert finished.code == 0, finished.output
     found = sorted(re.findall(r"^(?:trained|over all ranks:) \S+$", finished.output, re.MULTILINE))
     assert len(found) == 2, finished.output
     return found
