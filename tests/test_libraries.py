@@ -12,11 +12,11 @@ from tests.launching import ROOT, run
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(240)]
 PAGE = ROOT / "docs" / "libraries.md"
-# Two lines of two ranks are one write each: they share stdout.
+# One write for each line: the ranks share stdout, and a progress bar may have left a line open.
 PRINT_PARAMETERS = """
 import hashlib, os, sys
 bits = b"".join(p.detach().numpy().tobytes() for p in plain.parameters())
-sys.stdout.write(f"trained {hashlib.sha256(bits).hexdigest()}\\n")
+sys.stdout.write(f"\\ntrained {hashlib.sha256(bits).hexdigest()}\\n")
 sys.stdout.flush()
 if torch.distributed.is_initialized():
     torch.distributed.barrier()
@@ -25,7 +25,7 @@ os._exit(0)  # Gloo may abort as it is torn down, and torchrun then ends the oth
 UNTRAINED = "\nplain = model\n" + PRINT_PARAMETERS
 METRIC = """\
 import os, sys
-sys.stdout.write(f"over all ranks: {metric.compute().item()}\\n")
+sys.stdout.write(f"\\nover all ranks: {metric.compute().item()}\\n")
 sys.stdout.flush()
 torch.distributed.barrier()
 os._exit(0)
