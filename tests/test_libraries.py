@@ -72,12 +72,23 @@ def test_a_library_trains_over_shm_as_over_gloo(section: str, tmp_path: Path) ->
 def test_ignite_starts_its_own_group(backend: str, tmp_path: Path) -> None:
     own = block("ignite").partition("\n\ntorch.distributed.init_process_group")[0]
     parallel = 'with idist.Parallel("shm") as parallel:\n    parallel.run(train)\n'
-    begin = "import ignite.distributed\n" + block("")
-    program = begin + "plain = model\n" + own + "\n\n" + parallel + PRINT_PARAMETERS
+    program = block("") + "plain = model\n" + own + "\n\n" + parallel + PRINT_PARAMETERS
     options = ["-m", "hvdtrain.hvd"] if backend == "horovod" else []
     found = results(program, backend, tmp_path, *options)
     assert found == results(program, "gloo", tmp_path)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("when", ["before the transports", "after the group"])
+def test_ignite_may_be_imported_at_any_time(when: str, tmp_path: Path) -> None:
+    own, group = block("ignite"), 'torch.distributed.init_process_group("shm")\n'
+    if when == "after the group":
+        own = group + own.replace(group, "")
+    program = block("") + "plain = model\n" + own + PRINT_PARAMETERS
+    expected = results(program, "gloo", tmp_path)
+    if when == "before the transports":
+        program = "import ignite.distributed\n" + program
+    assert results(program, "shm", tmp_path) == expected
 
 
 def test_a_metric_is_that_of_all_ranks(tmp_path: Path) -> None:

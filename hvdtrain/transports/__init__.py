@@ -111,7 +111,6 @@ def open_shm(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     from hvdtrain.transports.process_group import TransportGroup
     from hvdtrain.transports.shm import Shm
 
-    ignite.add_names(_OURS)
     keep_freed_memory()
     timeout_s = timeout.total_seconds()
     store = signed(store, rank, size, timeout_s)
@@ -124,14 +123,12 @@ def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     from hvdtrain.transports import mpi
     from hvdtrain.transports.malloc import keep_freed_memory
 
-    ignite.add_names(_OURS)
     keep_freed_memory()
     return mpi.open_mpi(store, rank, size, timeout)
 
 
 # The constructors of the transports that torch does not have.
 OPEN = {"shm": open_shm, "mpi": open_mpi}
-_OURS = tuple(TRANSPORTS[name] for name in OPEN)
 
 
 def register() -> None:
@@ -144,7 +141,7 @@ def register() -> None:
         # Not dist.is_backend_available: it would look for the entry points, and so call this.
         if TRANSPORTS[name] not in dist.Backend.backend_list:
             dist.Backend.register_backend(TRANSPORTS[name], opener, devices=["cpu"])
-    ignite.add_names(_OURS)
+            ignite.add_names((TRANSPORTS[name],))
 
 
 if dist.is_available():
