@@ -160,7 +160,8 @@ class RayNodes(RemoteShell):
             name = address if shared[address] == 1 else f"{address}-{node_id[:8]}"
             cpus, gpus = (int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU"))
             self._nodes[name] = node_id, gpus if self.gpus else 0
-            slots = int(min(cpus // self.cpus, gpus // self.gpus if self.gpus else cpus))
+            needs = ((cpus, self.cpus), (gpus, self.gpus))
+            slots = int(min((has // need for has, need in needs if need), default=cpus))
             found += [Host(name, slots)] if slots else []
         return sorted(found, key=lambda host: host.name)
 
