@@ -10,7 +10,7 @@ import pytest
 from tests.environments import environment
 from tests.launching import ROOT, run
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(480)]
 PAGE = ROOT / "docs" / "libraries.md"
 # One write for each line: the ranks share stdout, and a progress bar may have left a line open.
 PRINT_PARAMETERS = """
@@ -47,7 +47,7 @@ def results(program: str, backend: str, tmp_path: Path, *options: str) -> list[s
     script.write_text(program.replace('"shm"', f'"{backend}"'))
     line: list[str | Path] = [folder / "python", "-m", "torch.distributed.run"]
     line += ["--nproc-per-node", "2", *options, script]
-    finished = run(line, cwd=tmp_path, env=packages, timeout=110)
+    finished = run(line, cwd=tmp_path, env=packages, timeout=220)
     assert finished.code == 0, finished.output
     found = sorted(re.findall(r"^(?:trained|over all ranks:) \S+$", finished.output, re.MULTILINE))
     assert len(found) == 2, finished.output
@@ -116,7 +116,7 @@ def test_an_engine_trains_over_shm_as_over_gloo(
         text = block(section).replace("/tmp/ray-results", str(tmp_path / "results"))
         script.write_text(text.replace('"shm"', f'"{backend}"'))
         env = {**packages, "PYSPARK_PYTHON": str(folder / "python")}
-        finished = run([folder / "python", script], cwd=tmp_path, env=env, timeout=110)
+        finished = run([folder / "python", script], cwd=tmp_path, env=env, timeout=220)
         assert finished.code == 0, finished.output
         printed = re.findall(r"weights (\[\[.*\]\])", finished.output)
         assert printed, finished.output

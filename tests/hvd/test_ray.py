@@ -19,7 +19,7 @@ from tests.launching import ROOT, run, succeed
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.xdist_group("ray"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(480),
 ]
 Driver = tuple[dict[str, Any], str]
 
@@ -29,7 +29,7 @@ def driver() -> Driver:
     """What each case of the driver has found, and its output: Ray takes long to start."""
     folder, packages = environment("ray", "ray")
     line: list[str | Path] = [folder / "python", "-m", "tests.hvd.ray_driver"]
-    finished = run(line, env=packages, timeout=250)
+    finished = run(line, env=packages, timeout=440)
     (text,) = re.findall(r"^found (.*)$", succeed(finished), re.MULTILINE)
     found: dict[str, Any] = json.loads(text)
     return found, finished.output

@@ -20,7 +20,7 @@ from tests.launching import ROOT, run, succeed
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.xdist_group("spark"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(480),
 ]
 Driver = tuple[dict[str, Any], str]
 
@@ -31,7 +31,7 @@ def driver() -> Driver:
     folder, packages = environment("spark", "spark-submit")
     assert shutil.which("java"), "Spark needs Java: apt-get install openjdk-17-jre-headless"
     line: list[str | Path] = [folder / "python", "-m", "tests.hvd.spark_driver"]
-    finished = run(line, env=packages, timeout=250)
+    finished = run(line, env=packages, timeout=440)
     (text,) = re.findall(r"found (\{.*)$", succeed(finished), re.MULTILINE)
     found: dict[str, Any] = json.loads(text)
     return found, finished.output

@@ -209,8 +209,8 @@ FAULTS = [
     Fault(
         "elastic-without-secret",
         "launch/value_server.py",
-        "return hmac.compare_digest(given.encode(), self.server.secret.encode())",
-        "return True",
+        "is_proven = hmac.compare_digest(given.encode(), wanted.encode())",
+        "is_proven = True",
         "tests/launch/test_elastic.py",
         "anybody may ask for a rank of an elastic job",
     ),
