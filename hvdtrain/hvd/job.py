@@ -62,13 +62,22 @@ class CallServer(ValueServer):
         return [cloudpickle.loads(received[rank]) for rank in range(size)]
 
     def error_of(self, rank: int | None) -> str:
-        """Return the traceback of a rank, None for the first that raised for another reason than a
-        lost peer; "" if there is none.
+        """Return the traceback of the first rank that raised for another reason than a lost peer,
+        else that of `rank`; "" if there is none. Of an elastic job's errors those count that were
+        raised in the generation in which `rank` failed last.
         """
-        errors = self.below("error")
-        name = next(iter(errors), "") if rank is None else str(rank)
-        text = errors.get(name) or self.below("lost").get(name, b"")
-        return f"rank {name} failed:\n{text.decode()}" if text else ""
+        errors, lost = self.below("error"), self.below("lost")
+        own = [name for name in {**errors, **lost} if name.partition("@")[0] == str(rank)]
+        last = max(own, key=_generation, default="")
+        causes = [name for name in errors if rank is None or _generation(name) == _generation(last)]
+        name = causes[0] if causes else last
+        text = errors.get(name) or lost.get(name, b"")
+        return f"rank {name.partition('@')[0]} failed:\n{text.decode()}" if text else ""
+
+
+def _generation(name: str) -> int:
+    """Return the generation in the name of an error: "RANK@GENERATION", or RANK if there is one."""
+    return int(name.partition("@")[2] or 0)
 
 
 def run_job(server: CallServer, job: Job, elastic: ElasticOptions | None = None) -> list[Any]:
@@ -87,11 +96,8 @@ def run_job(server: CallServer, job: Job, elastic: ElasticOptions | None = None)
             ElasticJob(job, elastic).run()
         return server.results(None if elastic else sum(host.slots for host in job.hosts))
     except RankFailed as failure:
-        text = ""
-        if not failure.is_killed:  # else it has raised no error, but those that have lost it have
-            # An elastic job goes on after other errors: the one that ended it counts.
-            text = "" if elastic else server.error_of(None)
-            text = text or server.error_of(failure.rank)
+        # A rank that was killed has raised no error, but those that have lost it have.
+        text = "" if failure.is_killed else server.error_of(failure.rank)
         raise RuntimeError(text or str(failure)) from None
     except JobStopped as stopped:
         os.kill(os.getpid(), stopped.exit_code - 128)
@@ -137,6 +143,8 @@ def make_call(alias: bool) -> None:
         value = "".join(traceback.format_exception(error)).encode()
     variable = "HOROVOD_RANK" if elastic_world.is_elastic() else "RANK"
     path = f"{what}/{os.environ[variable]}"
+    if what != "result" and elastic_world.by_hvdrun():
+        path += f"@{os.environ.get(elastic_world.GENERATION, '0')}"
     elastic_world.request(path, value, timeout_s=_TRANSFER_S, server=server)
     if what != "result":
         sys.exit(1)
