@@ -216,15 +216,9 @@ def command(
     chosen: list[Host] = []
     if host_discovery_script is not None:
         _refuse(context, _FIXED_ONLY, "has no effect with --host-discovery-script")
-        least = min_np or num_proc or 1
-        if max_np is not None and max(least, num_proc or 1) > max_np:
-            raise InputError(
-                f"--max-np {max_np} is less than the {max(least, num_proc or 1)} ranks of --min-np "
-                "or -np; raise --max-np"
-            )
         elastic = ElasticOptions(
             hosts=host_discovery_script,
-            min_np=least,
+            min_np=min_np or num_proc or 1,
             max_np=max_np,
             first_np=num_proc,
             slots=nproc_per_node or 1,

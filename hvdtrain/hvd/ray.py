@@ -32,6 +32,7 @@ from hvdtrain.hvd.job import CallServer, run_job
 from hvdtrain.job import job_secret
 from hvdtrain.launch.elastic import ElasticOptions
 from hvdtrain.launch.launcher import Job, free_port
+from hvdtrain.launch.remote import interface_variables
 
 try:
     import ray
@@ -152,6 +153,10 @@ class RayExecutor:
         )
         self._elastic: ElasticOptions | None = None
         if min_workers is not None:
+            if max_workers is not None and max_workers < min_workers:
+                raise ValueError(
+                    f"max_workers={max_workers} is less than min_workers={min_workers}"
+                )
             shortest_s, longest_s = cooldown_range or ElasticOptions.cooldown_s
             self._elastic = ElasticOptions(
                 hosts=self._ray_nodes.hosts,
@@ -216,7 +221,7 @@ class RayExecutor:
                 "MASTER_ADDR": self._nodes[0],
                 "MASTER_PORT": str(port),
                 job_secret.VARIABLE: self.settings.key,
-                **_interfaces(self.settings.nics),
+                **interface_variables(self.settings.nics),
             }
             updates = []
             for rank, (node, _, _) in enumerate(places):
@@ -296,7 +301,7 @@ class RayExecutor:
                 "PYTHONUNBUFFERED": "1",
                 "OMP_NUM_THREADS": str(max(1, int(self._resources["CPU"]))),  # as Ray sets it
                 **own,
-                **_interfaces(self.settings.nics),
+                **interface_variables(self.settings.nics),
                 **self._variables,
             },
             named=list(self._variables),
@@ -485,8 +490,3 @@ class ElasticRayExecutor:
 
 def _has_lost_a_peer(error: RayTaskError) -> bool:
     return isinstance(error.cause, (WorldError, HorovodInternalError))
-
-
-def _interfaces(nics: Any) -> dict[str, str]:
-    names = ",".join([nics] if isinstance(nics, str) else sorted(nics or ()))
-    return {"GLOO_SOCKET_IFNAME": names, "NCCL_SOCKET_IFNAME": names} if names else {}

@@ -6,7 +6,6 @@ For scripts, also as `hvdtrain.run`. This file turns Horovod's arguments into th
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import warnings
@@ -102,22 +101,29 @@ def run(
                 else ElasticOptions.cooldown_s,
             )
         env = environment((), ",".join(network_interfaces or ()) or None)
+        timeout_s = start_timeout or _start_timeout_s(env)
+        job = Job(
+            hosts=chosen,
+            command=[executable or sys.executable],
+            env={"PYTHONUNBUFFERED": "1", **env},
+            remote=RemoteShell("ssh", ssh_port, ssh_identity_file, int(timeout_s) or 1),
+            start_timeout_s=timeout_s,
+            output=Path(output_filename).absolute() if output_filename else None,
+            verbose=bool(verbose),
+        )
+        local = elastic is None and all(is_this_host(host.name) for host in chosen)
+        call = func, tuple(args), dict(kwargs or {})
+        return run_job(CallServer(call, "127.0.0.1" if local else ""), job, elastic)
     except InputError as error:
         raise ValueError(str(error)) from None
-    in_environment = float(os.environ.get("HOROVOD_START_TIMEOUT", Job.start_timeout_s))
-    timeout_s = start_timeout or in_environment
-    job = Job(
-        hosts=chosen,
-        command=[executable or sys.executable],
-        env={"PYTHONUNBUFFERED": "1", **env},
-        remote=RemoteShell("ssh", ssh_port, ssh_identity_file, int(timeout_s) or 1),
-        start_timeout_s=timeout_s,
-        output=Path(output_filename).absolute() if output_filename else None,
-        verbose=bool(verbose),
-    )
-    local = elastic is None and all(is_this_host(host.name) for host in chosen)
-    call = func, tuple(args), dict(kwargs or {})
-    return run_job(CallServer(call, "127.0.0.1" if local else ""), job, elastic)
+
+
+def _start_timeout_s(env: Mapping[str, str]) -> float:
+    """Return the seconds of HOROVOD_START_TIMEOUT, else those of `hvdrun`."""
+    text = env.get("HOROVOD_START_TIMEOUT", "")
+    if text and not text.isdecimal():
+        raise InputError(f"HOROVOD_START_TIMEOUT={text!r} is no number of seconds")
+    return float(text or Job.start_timeout_s)
 
 
 def _check(given: Mapping[str, Any]) -> None:
@@ -145,6 +151,10 @@ def _check(given: Mapping[str, Any]) -> None:
         )
     if ignored := [name for name in _IDLE if name in given]:
         _warn(f"hvdtrain.run ignores {', '.join(ignored)}")
+    if len(given.get("cooldown_range", (0, 0))) != 2:
+        raise ValueError(
+            f"cooldown_range={given['cooldown_range']!r}: give the least and the most seconds"
+        )
     for name in ("num_proc", "min_num_proc", "max_num_proc"):
         if (value := given.get(name, 1)) < 1:
             raise ValueError(f"{name}={value} must be at least 1")

@@ -29,6 +29,7 @@ from hvdtrain.hvd.job import CallServer, rank_main
 from hvdtrain.job import job_secret
 from hvdtrain.launch.launcher import RankFailed
 from hvdtrain.launch.output import RankOutput
+from hvdtrain.launch.remote import interface_variables
 
 try:
     from pyspark import InheritableThread, SparkContext
@@ -77,9 +78,7 @@ def run(
     if extra_mpi_args or prefix_output_with_timestamp:
         warnings.warn("extra_mpi_args and timestamps of the output are ignored", stacklevel=2)
     size = context.defaultParallelism if num_proc is None else num_proc
-    names = ",".join([nics] if isinstance(nics, str) else sorted(nics or ()))
-    variables = {"GLOO_SOCKET_IFNAME": names, "NCCL_SOCKET_IFNAME": names} if names else {}
-    variables |= {**(env or {}), **job_secret.variable_of({})}
+    variables = {**interface_variables(nics), **(env or {}), **job_secret.variable_of({})}
     streams = {n: s for n, s in (("stdout", stdout), ("stderr", stderr)) if s is not None}
     server = _Server((fn, tuple(args), dict(kwargs)), size, RankOutput(None, streams=streams))
     address = context.getConf().get("spark.driver.host") or "127.0.0.1"

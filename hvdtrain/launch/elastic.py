@@ -66,11 +66,20 @@ class ElasticOptions:
     min_np: int
     max_np: int | None = None
     first_np: int | None = None
-    """Ranks that the first generation waits for; `min_np` if None."""
+    """Ranks that the first generation waits for, if they are more than `min_np`."""
     slots: int = 1
     timeout_s: float = 600.0
     reset_limit: int | None = None
     cooldown_s: tuple[float, float] = (10.0, 300.0)
+
+    def __post_init__(self) -> None:
+        """Raise InputError for numbers of ranks that exclude each other."""
+        least = max(self.min_np, self.first_np or 0)
+        if self.max_np is not None and least > self.max_np:
+            raise InputError(
+                f"--max-np {self.max_np} is less than the {least} ranks of --min-np or -np; raise "
+                "--max-np"
+            )
 
 
 class Worker:
@@ -427,7 +436,8 @@ class ElasticJob:
         must_ask = members or stay
         asked = [worker for worker in must_ask if worker.request is not None]
         ready = [worker for worker in stay if worker.request is not None]
-        wanted = (options.first_np if self.generation == 0 else None) or options.min_np
+        first = options.first_np or 0 if self.generation == 0 else 0
+        wanted = max(first, options.min_np)
         wanted = 1 if self._is_finished else wanted  # the ranks that are left end as well
         if members and not asked:
             self._short_since = None

@@ -14,7 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -150,13 +150,23 @@ def environment(names: Sequence[str], interfaces: str | None) -> dict[str, str]:
     env = {**os.environ, **dict(name.split("=", 1) for name in names if "=" in name)}
     if missing := [name for name in names if "=" not in name and name not in env]:
         raise InputError(f"-x {missing[0]}: the variable is not set; give -x {missing[0]}=VALUE")
-    if interfaces:
-        env |= {"GLOO_SOCKET_IFNAME": interfaces, "NCCL_SOCKET_IFNAME": interfaces}
-        env |= {"HOROVOD_GLOO_IFACE": interfaces.partition(",")[0]}
+    env |= interface_variables(interfaces)
     folder = str(Path(sys.executable).parent)
     folders = [part for part in env.get("PATH", os.defpath).split(os.pathsep) if part != folder]
     env["PATH"] = os.pathsep.join([folder, *folders])
     return env
+
+
+def interface_variables(names: str | Iterable[str] | None) -> dict[str, str]:
+    """Return the variables that name network interfaces, "a,b" or several names, to Gloo, NCCL and
+    Horovod.
+    """
+    text = names if isinstance(names, str) else ",".join(sorted(names or ()))
+    if not text:
+        return {}
+    first = text.partition(",")[0]
+    both = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), text)
+    return {**both, "HOROVOD_GLOO_IFACE": first}
 
 
 def travelling(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:

@@ -27,7 +27,7 @@ class SparkTask:
     """What every task runs. All are equal: a task finds its rank when it starts."""
 
     program: str
-    """For `python -c`, after sys.path has been set to that of Spark's worker."""
+    """For `python -c`, with the sys.path of Spark's worker."""
     server: tuple[str, str, str]
     """The address, port and secret of the driver's server."""
     variables: Mapping[str, str]
@@ -41,11 +41,9 @@ class SparkTask:
         place = json.dumps([socket.gethostname(), context.partitionId()])
         self._put(f"place/{rank}", place.encode())
         python = self.executable or sys.executable
-        path = json.dumps([os.path.abspath(folder) for folder in sys.path])
         # It ends all that the rank has started, also when Spark kills this task: its stdin closes.
         process = subprocess.Popen(
-            [sys.executable, "-m", "hvdtrain.launch.elastic_worker"]
-            + [python, "-c", f"import sys; sys.path[:] = {path}; {self.program}"],
+            [sys.executable, "-m", "hvdtrain.launch.elastic_worker"] + [python, "-c", self.program],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

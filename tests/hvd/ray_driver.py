@@ -218,6 +218,7 @@ def is_running(pid: int) -> bool:
 def refuses() -> dict[str, Any]:
     found = []
     for arguments in (
+        {"min_workers": 3, "max_workers": 2},
         {"min_workers": 1, "override_discovery": False},
         {},
         {"num_workers": 2, "num_hosts": 1},

@@ -90,7 +90,8 @@ def test_no_rank_outlives_a_driver_that_dies(driver: Driver) -> None:
 
 def test_what_is_refused(driver: Driver) -> None:
     found = driver[0]["refuses"]
-    discovery, nothing, both, resources = found["errors"]
+    numbers, discovery, nothing, both, resources = found["errors"]
+    assert numbers == "max_workers=2 is less than min_workers=3"
     assert discovery.startswith("override_discovery=False: the nodes are those that Ray has")
     assert nothing == both
     assert nothing.startswith("give exactly one of num_workers, num_hosts and min_workers")

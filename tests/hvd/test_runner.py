@@ -178,6 +178,9 @@ def test_what_cannot_be_sent_is_said_at_once() -> None:
         ({"hostfile": "/nowhere"}, "cannot read the hostfile /nowhere"),
         ({"max_num_proc": 4, "reset_limit": 1}, "max_num_proc=4, reset_limit=1: only an elastic"),
         ({"min_num_proc": 0}, "min_num_proc=0 must be"),
+        ({"min_num_proc": 3, "max_num_proc": 2}, "2 is less than the 3 ranks"),
+        ({"min_num_proc": 1, "cooldown_range": [3]}, r"cooldown_range=\[3\]: give the least"),
+        ({"hosts": "no-such-host.invalid:1"}, "no route from localhost to no-such-host"),
     ],
     ids=str,
 )
