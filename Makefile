@@ -20,8 +20,8 @@
 # make bench-gpu  what one CUDA GPU shows, tests/one_gpu.py first, in under 10 minutes
 
 PYTHON ?= python3
-# What `make release-check` runs on: each Python with its torch. The first has the lowest that is promised.
-PYTHONS ?= python3.10=2.7.1 python3.13=2.13.0
+# What `make release-check` runs on, with the torch of constraints.txt if none is named: the lowest that is promised.
+PYTHONS ?= python3.10=2.7.1 python3.13
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
