@@ -21,7 +21,7 @@
 
 PYTHON ?= python3
 # What `make release-check` runs on, with the torch of constraints.txt if none is named: the lowest that is promised.
-PYTHONS ?= python3.10=2.7.1 python3.13
+PYTHONS ?= python3.10=2.7.1 python3.12 python3.13
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
