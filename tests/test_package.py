@@ -130,7 +130,7 @@ def use_sdist(sdist: Path, install: list[str], programs: Path) -> dict[str, str]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_the_wheel_and_the_sdist_on_this_python(tmp_path: Path) -> None:
     assert check(sys.executable, "", tmp_path)["torch"] == version("torch")
 
