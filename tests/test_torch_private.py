@@ -47,7 +47,6 @@ NAMES = """
     torch._C._dynamo.eval_frame:_FrameAction SKIP
     torch.distributed:Reducer _rebuild_buckets prepare_for_forward prepare_for_backward
     torch.distributed:Reducer _set_forward_pass_work_handle
-    torch._C._distributed_c10d _register_work
     torch.distributed:ProcessGroupGloo _Options _set_default_timeout
     torch.distributed:ProcessGroupGloo._Options _devices _threads _timeout
     torch.distributed:ProcessGroup _allgather_base _device_types _reduce_scatter_base

@@ -58,20 +58,6 @@ def transfers_that_nobody_waits_for(dist: Dist) -> None:
 
 
 @case()
-def a_work_that_torch_keeps(dist: Dist) -> None:
-    """As DDP's `join` and `wait_tensor`: their C++ code holds a Work, and nothing in Python does."""
-    from torch._C import _distributed_c10d
-
-    t = torch.ones(100_000)
-    for turn in range(3):
-        _distributed_c10d._register_work(t, dist.all_reduce(t, async_op=True))
-        gc.collect()
-        dist.barrier()  # it is done
-        torch.ops._c10d_functional.wait_tensor(t)
-        assert t.eq(dist.get_world_size() ** (turn + 1)).all()
-
-
-@case()
 def a_ring_in_one_batch(dist: Dist) -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
     for count in (10, 300_000):
