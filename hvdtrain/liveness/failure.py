@@ -156,7 +156,7 @@ def report_causes_first(*peer_errors: type[BaseException]) -> None:
 
 
 def is_peer_error(error: BaseException | None) -> bool:
-    """Return whether an error, or what it was raised from or after, is about a lost or late peer."""
+    """Return whether an error, or one that it was raised from or after, is about a lost peer."""
     while error is not None:
         if isinstance(error, tuple(_peer_errors)):
             return True
