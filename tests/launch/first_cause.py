@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 def main() -> None:
     api, how, failing = sys.argv[1:]
+    add: Callable[[Any], Any]
     if api == "hvd":
         import hvdtrain.hvd as hvd
 
