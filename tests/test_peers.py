@@ -19,7 +19,7 @@ from hvdtrain.errors import LaunchError, PeerLost, WorldError
 from hvdtrain.hvd.engine.engine import connect_control
 from hvdtrain.job import store_exchange
 from hvdtrain.job.addresses import listen_addresses
-from hvdtrain.job.store_exchange import await_ranks, exchange
+from hvdtrain.job.store_exchange import await_ranks, exchange, open_prefix
 from hvdtrain.job.world import World
 from hvdtrain.liveness import peer_sockets
 from hvdtrain.liveness.peers import ENDED, Peers
@@ -221,6 +221,35 @@ def test_a_start_after_one_that_failed_on_some(meet: Any, late: int) -> None:
         for error in meet(store, others, 0.5):
             assert isinstance(error, WorldError), error
         assert meet(store, [0, 1, 2], 20) == ["met"] * 3
+
+
+class Counted(HashStore):
+    """Counts the values that are set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_set = threading.Semaphore(0)
+
+    def set(self, key: str, value: str) -> None:
+        super().set(key, value)
+        self.num_set.release()
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_group_made_again_in_the_same_store(late: int) -> None:
+    """As by `init_process_group` after `destroy_process_group`; one rank is late each time."""
+
+    store = Counted()
+
+    def meet(rank: int) -> list[list[int]]:
+        for _ in range(2 * (rank == late)):  # the others have come
+            assert store.num_set.acquire(timeout=60)
+        prefixed = open_prefix(store, rank, 3, 20)
+        return exchange(prefixed, "name", rank, 3, [number, rank], 20)
+
+    for number in range(3):
+        store.num_set = threading.Semaphore(0)
+        assert together(meet, range(3)) == [[[number, rank] for rank in range(3)]] * 3
 
 
 # Values through the store

@@ -46,6 +46,7 @@ NAMES = """
     torch._C._dynamo.eval_frame set_code_exec_strategy
     torch._C._dynamo.eval_frame:_FrameAction SKIP
     torch.distributed:Reducer _rebuild_buckets prepare_for_forward prepare_for_backward
+    torch.distributed:Reducer _set_forward_pass_work_handle
     torch.distributed:ProcessGroupGloo _Options _set_default_timeout
     torch.distributed:ProcessGroupGloo._Options _devices _threads _timeout
     torch.distributed:ProcessGroup _allgather_base _device_types _reduce_scatter_base

@@ -31,6 +31,7 @@ from hvdtrain.job.addresses import own_addresses
 from hvdtrain.job.rendezvous import complete_world, load_mpi, open_store
 from hvdtrain.job.signed_store import SignedStore
 from hvdtrain.job.world import World, detect, is_mpi, keep_launch_env, unused_allocation
+from hvdtrain.liveness.failure import report_causes_first
 
 if TYPE_CHECKING:
     from hvdtrain.hvd.process_sets import ProcessSet
@@ -143,6 +144,7 @@ class HorovodBasics:
         self._engine = Engine(world, PrefixStore("hvd", store), settings, hello)
         if not self._at_exit:
             self._at_exit = True
+            report_causes_first(HorovodInternalError)
             atexit.register(self.shutdown)
         try:
             if len({info["exact"] for info in self._engine.rank_infos}) > 1:

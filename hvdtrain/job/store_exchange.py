@@ -9,7 +9,6 @@ The rendezvous, the transports and the Horovod engine use it. `liveness.peers` o
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
@@ -65,19 +64,20 @@ def exchange(
     return [json.loads(text) for text in store.multi_get(keys)]
 
 
-def signed(store: Store, rank: int, size: int, timeout_s: float) -> Store:
-    """Return a store of signed values over the store of a group; `store` itself if it is signed.
+def open_prefix(store: Store, rank: int, size: int, timeout_s: float) -> Store:
+    """Return the store of a group, signed, under a prefix of this call. Collective over the group.
 
-    Collective over the group. Raises PeerLost, and Unsigned for another user's value.
+    Whoever made the group may have made one of the same name before, whose keys are still there:
+    `init_process_group` after `destroy_process_group` has the same store and the same name.
+    Raises PeerLost, and Unsigned for another user's value.
     """
-    if isinstance(base_of(store), SignedStore):
-        return store
-    store = SignedStore(store)
-    # The prefix follows from a random number of every rank: no value of another group fits here.
-    own = uuid.uuid4().hex
-    nonces = exchange(store, "nonce", rank, size, own, timeout_s)
-    nonces[rank] = own  # not the store's: the signed nonces of an earlier group may be put there
-    return PrefixStore(hashlib.sha256("".join(nonces).encode()).hexdigest(), store)
+    if not isinstance(base_of(store), SignedStore):
+        store = SignedStore(store)
+    deadline = time.monotonic() + timeout_s
+    round_id, problem = _run_round(store, rank, size, uuid.uuid4().hex, deadline, timeout_s)
+    if problem:
+        raise PeerLost(f"rank {rank} {problem}")
+    return PrefixStore(round_id, store)
 
 
 def ask_rank0(
@@ -149,9 +149,7 @@ def _await_ranks(store: Store, world: World, timeout_s: float, deadline: float) 
     if not agent_keeps_store(world):
         _check_unique(store, world)
     nonce = uuid.uuid4().hex
-    store.set(f"arrived/{world.rank}", nonce)
-    run_round = _coordinate_round if world.rank == 0 else _join_round
-    round_id, problem = run_round(store, world, nonce, deadline, timeout_s)
+    round_id, problem = _run_round(store, world.rank, world.size, nonce, deadline, timeout_s)
     if problem:
         raise WorldError(f"{world} {problem}")
     if store.get(f"arrived/{world.rank}").decode() != nonce:
@@ -159,40 +157,49 @@ def _await_ranks(store: Store, world: World, timeout_s: float, deadline: float) 
     return PrefixStore(round_id, store)
 
 
-def _coordinate_round(
-    store: Store, world: World, nonce: str, deadline: float, timeout_s: float
+def _run_round(
+    store: Store, rank: int, size: int, nonce: str, deadline: float, timeout_s: float
 ) -> tuple[str, str]:
-    """Run rank 0's side. Return the round's id, and which ranks did not answer in time or ""."""
+    """Return the id of a round of `await_ranks`, and which ranks did not answer in time or ""."""
+    store.set(f"arrived/{rank}", nonce)
+    run = _join_round if rank else _coordinate_round
+    return run(store, rank, size, nonce, deadline, timeout_s)
+
+
+def _coordinate_round(
+    store: Store, rank: int, size: int, nonce: str, deadline: float, timeout_s: float
+) -> tuple[str, str]:
+    """Run rank 0's side. Return what `_run_round` returns."""
     round_id = uuid.uuid4().hex
-    ranks = range(world.size)
-    arrived = [f"arrived/{rank}" for rank in ranks]
-    answers = [f"{round_id}/answer/{rank}" for rank in ranks]
-    store.set(answers[0], nonce)
+    ranks = range(size)
+    arrived = [f"arrived/{r}" for r in ranks]
+    answers = [f"{round_id}/answer/{r}" for r in ranks]
+    store.set(answers[rank], nonce)
     for keys, placeholder in ((arrived, "not arrived"), (answers, "no answer")):
         for key in keys:
             store.compare_set(key, "", placeholder)  # multi_get blocks on a missing key
     notified = {b"not arrived"}
-    for _ in poll_until(deadline, pause_s=max(0.01, world.size / _RANKS_PER_S)):
+    for _ in poll_until(deadline, pause_s=max(0.01, size / _RANKS_PER_S)):
         values = store.multi_get(arrived + answers)
-        nonces, answered = values[: world.size], values[world.size :]
+        nonces, answered = values[:size], values[size:]
         if nonces == answered:
             store.set(f"{round_id}/outcome", "")
             return round_id, ""
         for other in {*nonces} - notified:
             store.set(f"round/{other.decode()}", round_id)
             notified.add(other)
-    missing = [rank for rank in ranks if nonces[rank] != answered[rank]]
-    problem = timed_out(timeout_s, missing, world.size)
+    missing = [r for r in ranks if nonces[r] != answered[r]]
+    problem = timed_out(timeout_s, missing, size)
     store.set(f"{round_id}/outcome", problem)
     return round_id, problem
 
 
 def _join_round(
-    store: Store, world: World, nonce: str, deadline: float, timeout_s: float
+    store: Store, rank: int, size: int, nonce: str, deadline: float, timeout_s: float
 ) -> tuple[str, str]:
-    """Run the side of all other ranks. Return what `_coordinate_round` returns."""
+    """Run the side of all other ranks. Return what `_run_round` returns."""
     round_key, round_id, is_rank0_known = f"round/{nonce}", "", False
-    pause_s = max(0.02, world.size / _RANKS_PER_S)
+    pause_s = max(0.02, size / _RANKS_PER_S)
     for _ in poll_until(deadline + _OUTCOME_S, pause_s):
         if round_id and store.check([f"{round_id}/outcome"]):
             return round_id, store.get(f"{round_id}/outcome").decode()
@@ -204,8 +211,8 @@ def _join_round(
         newest = store.get(round_key).decode() if store.check([round_key]) else ""
         if newest != round_id:
             round_id = newest
-            store.set(f"{round_id}/answer/{world.rank}", nonce)
-    return round_id, timed_out(timeout_s, [0], world.size)
+            store.set(f"{round_id}/answer/{rank}", nonce)
+    return round_id, timed_out(timeout_s, [0], size)
 
 
 def _check_unique(store: Store, world: World) -> None:

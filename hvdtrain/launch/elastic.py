@@ -139,7 +139,7 @@ class ElasticJob:
         self.size = 0
         self.error: HvdtrainError | None = None
         self.stopped_by: int | None = None
-        self._last_failure: RankFailed | None = None
+        self._last_failure: RankFailed | None = None  # the first of the last generation
         self._is_finished = False  # a rank has ended with 0: the job does not grow any more
         self._is_ending = False
         self._failed_hosts = FailedHosts(*options.cooldown_s)
@@ -267,7 +267,8 @@ class ElasticJob:
         if worker.is_member:
             self._changed_at = self._changed_at if self._causes else time.monotonic()
             self._causes.append(f"{who} {how}")
-            self._last_failure = failure
+            if not self._server.is_broken:  # else it may only have lost the first that failed
+                self._last_failure = failure
             self._server.is_broken = True
         else:
             self._say(f"{who} {how}")

@@ -23,10 +23,10 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
-from hvdtrain.errors import HvdtrainError, Preempted, WorldError, notes_of, printable
+from hvdtrain.errors import HvdtrainError, PeerLost, Preempted, WorldError, notes_of, printable
 from hvdtrain.job.launcher_watch import launcher_has_ended
 from hvdtrain.job.world import World
 from hvdtrain.system import signals
@@ -131,12 +131,48 @@ def end_job(world: World, error: BaseException) -> NoReturn:
         _abort(code)
 
 
+def report_causes_first(*peer_errors: type[BaseException]) -> None:
+    """Delay the end of this process by an uncaught error about a lost peer: that peer ends first.
+
+    A launcher names the rank that ends first, and takes its exit code. Then it ends this one.
+    `peer_errors` are more types of such errors. Not collective; another call adds types.
+    """
+    _peer_errors.update(peer_errors)
+    show = sys.excepthook
+    if getattr(show, "reports_causes_first", False):
+        return
+
+    def show_later(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        try:
+            if is_peer_error(error):
+                time.sleep(_LOST_PEER_DELAY_S)
+        finally:
+            show(kind, error, trace)
+
+    show_later.reports_causes_first = True  # type: ignore[attr-defined]
+    sys.excepthook = show_later
+
+
+def is_peer_error(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it was raised from or after, is about a lost peer."""
+    while error is not None:
+        if isinstance(error, tuple(_peer_errors)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_peer_errors: set[type[BaseException]] = {PeerLost, WorldError}
+
+
 def _report_delay_s(world: World, error: BaseException) -> float:
     """Return how long a rank waits before it reports `error`: another report may end the job."""
     if launcher_has_ended.is_set() or (isinstance(error, WorldError) and error.launcher_ended):
         return 0.0  # no one is left to end this rank
     delay_s = min(_STAGGER_S * world.rank, _MAX_STAGGER_S)
-    if isinstance(error, WorldError):
+    if is_peer_error(error):
         return delay_s + _LOST_PEER_DELAY_S
     if not isinstance(error, HvdtrainError) or (error.after_open and not error.on_all_ranks):
         return delay_s

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.errors import BackendUnavailable, InputError, did_you_mean
-from hvdtrain.job.store_exchange import signed
+from hvdtrain.job.store_exchange import open_prefix
 from hvdtrain.job.world import World, is_mpi, may_be_mpi
 from hvdtrain.transports import ignite
 from hvdtrain.transports.env_rendezvous import rendezvous_by_launcher as rendezvous_by_launcher
@@ -113,7 +113,7 @@ def open_shm(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
     keep_freed_memory()
     timeout_s = timeout.total_seconds()
-    store = signed(store, rank, size, timeout_s)
+    store = open_prefix(store, rank, size, timeout_s)
     gloo, connections = open_gloo(PrefixStore("gloo", store), rank, size, timeout_s)
     return TransportGroup(Shm(store, rank, size, timeout_s, gloo, connections), gloo)
 

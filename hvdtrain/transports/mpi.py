@@ -47,7 +47,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.errors import BackendUnavailable, PeerLost
 from hvdtrain.job.rendezvous import load_mpi
-from hvdtrain.job.store_exchange import exchange, signed
+from hvdtrain.job.store_exchange import exchange, open_prefix
 from hvdtrain.job.world import detect, may_be_mpi
 from hvdtrain.transports.arrivals import Arrivals
 from hvdtrain.transports.gloo import gloo_options
@@ -96,7 +96,7 @@ def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     from hvdtrain.transports.process_group import TransportGroup
 
     mpi = init_mpi()
-    store = signed(store, rank, size, timeout.total_seconds())
+    store = open_prefix(store, rank, size, timeout.total_seconds())
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, gloo_options(timeout))
     comm = _connect(mpi, store, rank, size, timeout)
     return TransportGroup(Mpi(mpi, comm, timeout.total_seconds()), gloo)

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdtrain._torch.dynamo import untraced_methods
+from hvdtrain._torch.join_work import keep_join_work
+from hvdtrain.liveness.failure import report_causes_first
 from hvdtrain.transports.malloc import return_freed_memory
 from hvdtrain.transports.transport import (
     REDUCE_OPS,
@@ -54,6 +56,8 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
     def __init__(self, transport: Transport, gloo: Any) -> None:
         super().__init__(transport.rank, transport.size)
+        keep_join_work()
+        report_causes_first()
         self.transport = transport
         self._gloo = gloo
         self._group_name = self._group_desc = ""

@@ -7,9 +7,11 @@ thread switches; a small one, whose tensor needs no preparation, without a `Queu
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -23,6 +25,8 @@ from hvdtrain._torch.storage import storage_key
 from hvdtrain.errors import PeerLost
 from hvdtrain.transports.arrivals import Arrivals
 from hvdtrain.transports.transport import Mismatch, TransportError
+
+_NO_LIMIT = timedelta(days=30)
 
 observer: Callable[[WorkQueue, str, int, int, int], None] | None = None
 """Called after each collective, if set: queue, name, start and end (time.time_ns), bytes."""
@@ -154,7 +158,8 @@ class QueuedWork(_C10dWork):  # type: ignore[misc]
 class TransferWork(_C10dWork):  # type: ignore[misc]
     """A pending send or receive of the Gloo group, of the flat tensors `flats`.
 
-    The first `wait` calls `copy_back` once they are received.
+    The first `wait` calls `copy_back` once they are received. If the caller drops the object before
+    it waits, a thread waits: Gloo drops the message with the object.
     """
 
     def __init__(
@@ -164,9 +169,15 @@ class TransferWork(_C10dWork):  # type: ignore[misc]
         self._work = work
         self._use = StorageUse(flats)
         self._copy_back = copy_back
+        self._is_awaited = False
+
+    def __del__(self) -> None:
+        if not self._is_awaited and not sys.is_finalizing():
+            _dropped.put(self)
 
     def wait(self, *timeout: timedelta) -> bool:
         """Wait until the tensors are sent or received."""
+        self._is_awaited = True
         try:
             is_done = bool(self._work.wait(*timeout))
         finally:
@@ -184,6 +195,27 @@ class TransferWork(_C10dWork):  # type: ignore[misc]
 
     def _source_rank(self) -> int:
         return int(self._work._source_rank())
+
+
+class _DroppedTransfers:
+    """Transfers that nobody waits for, and the thread that does, until they are complete."""
+
+    def __init__(self) -> None:
+        self._transfers: SimpleQueue[TransferWork] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="dropped-transfers", daemon=True)
+
+    def put(self, transfer: TransferWork) -> None:
+        self._transfers.put(transfer)
+        with suppress(RuntimeError):  # it runs
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with suppress(RuntimeError):  # the group is closed, or a peer is lost
+                self._transfers.get().wait(_NO_LIMIT)  # after a timeout Gloo closes connections
+
+
+_dropped = _DroppedTransfers()
 
 
 class WorkQueue:

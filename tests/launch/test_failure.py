@@ -119,6 +119,62 @@ def test_who_failed_reports_before_who_lost_it() -> None:
     assert failure._report_delay_s(world(1), failed) < failure._report_delay_s(world(0), lost)
 
 
+ENDS = {"raise": ("exited with code 1", 1), "exit": ("exited with code 3", 3)}
+ENDS["kill"] = ("was killed by SIGKILL", 137)
+FIRST_CAUSE = Path(__file__).with_name("first_cause.py")
+
+
+@pytest.mark.parametrize(
+    ("where", "api", "how", "rank"),
+    [
+        ("one host", "shm", "exit", 1),
+        *(
+            pytest.param(where, "hvd", how, rank, marks=[] if (how, rank) == ("exit", 1) else rare)
+            for rare in (EXHAUSTIVE,)
+            for where in ("one host", "two hosts", "elastic")
+            for how in ENDS
+            for rank in (0, 1)
+        ),
+    ],
+)
+def test_hvdrun_names_the_first_cause(
+    tmp_path: Path, where: str, api: str, how: str, rank: int
+) -> None:
+    """And ends as that rank did, not as the one that has lost it."""
+    (tmp_path / "ssh").write_text(LOCAL_SSH)
+    (tmp_path / "hosts").write_text("#!/bin/sh\necho localhost:2\n")
+    for file in ("ssh", "hosts"):
+        (tmp_path / file).chmod(0o755)
+    options = {
+        "one host": [],
+        "two hosts": ["-H", "localhost:1,elsewhere:1"],
+        "elastic": ["--min-np", "2", "--host-discovery-script", str(tmp_path / "hosts")],
+    }[where]
+    script = [sys.executable, FIRST_CAUSE, api, how, rank]
+    path = f"{tmp_path}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    finished = run(["hvdrun", "-np", "2", *options, *map(str, script)], env={"PATH": path})
+    text, code = ENDS[how]
+    place = "elsewhere" if where == "two hosts" and rank == 1 else "localhost"
+    assert finished.output.splitlines()[-1] == f"error: rank {rank} on {place} {text}"
+    assert finished.code == code
+
+
+LOCAL_SSH = """#!/bin/sh
+[ "$1" = -G ] && echo "hostname 192.0.2.1" && exit
+for last; do :; done
+exec sh -c "$last"
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_a_rank_that_lost_a_peer_ends_after_it(launcher: str) -> None:
+    module = ["-m", "hvdtrain.hvd"] if launcher == "mpirun" else []
+    finished = run(line(launcher, 2, *module, FIRST_CAUSE, "hvd", "raise", 1))
+    assert finished.code == 1
+    assert finished.lines("ValueError: the cause"), finished.output
+    assert not finished.lines("HorovodInternalError: "), finished.output
+
+
 def world(rank: int) -> World:
     return World(rank, 2, rank, 2, 0, 1, "torchrun", "a test")
 

@@ -195,6 +195,15 @@ def ddp_with_uneven_inputs(dist: Dist, folder: Path) -> Weights:
 
 
 @feature()
+def ddp_with_uneven_inputs_of_those_left(dist: Dist, folder: Path) -> Weights:
+    """Divided by the ranks that still train: DDP takes their number from an all-reduce of its."""
+    wrapped = parallel(made())
+    with wrapped.join(divide_by_initial_world_size=False):
+        train(dist, wrapped, range(3 + 2 * dist.get_rank()))
+    return snapshot(wrapped.module)
+
+
+@feature()
 def zero_redundancy_optimizer(dist: Dist, folder: Path) -> Weights:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -59,6 +59,39 @@ def many_groups(folder: Path) -> Answer:
     return {"before": before, "after": held()}
 
 
+def groups_again(folder: Path, late: int) -> Answer:
+    """Groups that are destroyed and made again, with the same names; one rank is late."""
+    name, me = dist.get_backend(), dist.get_rank()
+
+    def destroy(number: int, *group: Any) -> None:
+        """Destroy a group; return as the other rank, which is not late, makes the next one."""
+        dist.destroy_process_group(*group)
+        mark = folder / f"destroyed-{number}"
+        if me != late:
+            mark.touch()
+            return
+        deadline = time.monotonic() + 60
+        while not mark.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.3)
+
+    def add(*group: Any) -> None:
+        t = torch.ones(4)
+        dist.all_reduce(t, *([dist.ReduceOp.SUM, *group] if group else []))
+        assert t.eq(2).all()
+
+    for number in range(0, 9, 3):
+        for again in range(2):
+            group = dist.new_group([0, 1], use_local_synchronization=True)  # named by its ranks
+            add(group)
+            destroy(number + again, group)
+        destroy(number + 2)
+        dist.init_process_group(name, timeout=timedelta(seconds=20))
+        add()
+    return {"ended": True}
+
+
 def many_temporaries(folder: Path, count: int) -> Answer:
     """Of 2 MiB; some are reduced once, some twice or three times."""
     before: dict[str, int] = {}
