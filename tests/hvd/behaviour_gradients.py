@@ -116,8 +116,8 @@ def differentiable(hvd: Hvd) -> dict[str, Callable[[torch.Tensor], torch.Tensor]
     return named
 
 
-@case(stronger="gradients need not be contiguous, nor rows all be sent", sizes=(1,))
-def gradients_of_one_rank_are_those_of_finite_differences(hvd: Hvd) -> None:
+def gradients_are_those_of_finite_differences(hvd: Hvd) -> None:
+    """On one rank, where every operation is the identity."""
     x = torch.randn(2, 3, dtype=torch.double, requires_grad=True)
     for operation in differentiable(hvd).values():
         # Not linear, so that the second derivative is not zero.
@@ -175,7 +175,7 @@ def differences(f: Callable[[torch.Tensor], torch.Tensor], at: torch.Tensor) -> 
     return result
 
 
-@case(sizes=(1, 2))
+@case()
 def second_gradients_are_horovods(hvd: Hvd) -> None:
     """d/dx of sum(g) for g = d/dx of sum(op(x**2)**2) * (rank + 1); equal inputs on all ranks."""
     n, rank = hvd.size(), hvd.rank()
