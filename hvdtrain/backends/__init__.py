@@ -120,6 +120,8 @@ def open_backend(
     Without a name it is the one in HVDTRAIN_BACKEND, else `auto`; see also `BackendOptions`.
     The handshake compares the world, the versions, and the values of `agree_on` (for example the
     resolved configuration) between all ranks; WorldMismatch gives both values of a difference.
+    If the script has called `hvd.init` before, `compat` and `horovod` use that hvd, with its
+    timeouts, and leave it running when they close.
     Raises InputError, LaunchError, BackendUnavailable and WorldError.
     """
     from hvdtrain import transports

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,6 +18,9 @@ from hvdtrain.backends.horovod import Horovod
 from hvdtrain.errors import BackendUnavailable, InputError
 from hvdtrain.job import elastic_world
 from hvdtrain.job.world import World
+
+if TYPE_CHECKING:
+    from hvdtrain.hvd.engine.engine import Engine
 
 
 class Compat(Horovod):
@@ -55,13 +58,17 @@ class Compat(Horovod):
         return None
 
     def _init(self) -> None:
-        """Initialise `hvd` with the timeout and transport of the options. Collective.
+        """Initialise `hvd` with the timeout and transport of the options, or use the script's.
+        Collective.
 
         Horovod's own variables override the options, as with the backend `horovod`.
         """
         from hvdtrain.hvd.basics import basics
         from hvdtrain.hvd.engine.settings import Settings
 
+        if not self._is_own:
+            self._use(basics.engine)
+            return
         try:
             settings = Settings.from_env(os.environ)
         except ValueError as error:
@@ -77,13 +84,27 @@ class Compat(Horovod):
         basics.start(replace(settings, **changes))
         self.store = basics.engine.store
 
+    def _use(self, engine: Engine) -> None:
+        """Use the engine of the script's own `hvd.init`. Raises InputError if a transport was
+        requested that it does not have.
+        """
+        self.store = engine.store
+        if self.device.type == "cpu":
+            running = engine.process_groups.transport
+            if self.options.transport not in ("auto", running):
+                raise InputError(
+                    f"hvd.init() was called before with the transport {running}, not "
+                    f"{self.transport}: set HVDTRAIN_TRANSPORT={self.transport} for both"
+                )
+            self.transport, self.transport_reason = running, "that of the script's hvd.init()"
+
     def close(self, failed: bool = False) -> None:
         """Close as `horovod` does. In an elastic job also stop the engine after a failure, which
         waits for no rank: this process joins another world.
         """
         hvd = self._hvd
         super().close(failed)
-        if failed and hvd is not None and elastic_world.is_elastic():
+        if failed and hvd is not None and self._is_own and elastic_world.is_elastic():
             hvd.shutdown()
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:

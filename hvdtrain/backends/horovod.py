@@ -48,6 +48,8 @@ class Horovod(Backend):
     def __init__(self, world: World, options: BackendOptions) -> None:
         super().__init__(world, options)
         self._hvd: Any = None
+        self._is_own = True
+        """Whether this backend has initialised Horovod, and shuts it down."""
         self._skips: dict[int, ExitStack] = {}
         self._num_optimizers = 0
         self._is_last = True
@@ -104,8 +106,12 @@ class Horovod(Backend):
         return None
 
     def open(self) -> None:
-        """Call `hvd.init()`, and check that it sees the launcher's world. Collective."""
+        """Call `hvd.init()`, and check that it sees the launcher's world. Collective.
+
+        If the script has called it already, its hvd is used, and stays when the backend closes.
+        """
         self._hvd = self.module()
+        self._is_own = not self._hvd.is_initialized()
         if self.device.type != "cpu":
             torch.cuda.set_device(self.device)
         self._init()
@@ -190,7 +196,8 @@ class Horovod(Backend):
                 self._unshare_parameters()
                 with self._waiting("hvd.shutdown"):
                     hvd.barrier()
-                    hvd.shutdown()
+                    if self._is_own:
+                        hvd.shutdown()
         finally:
             self._hvd = None  # this also ends the thread of `_enforce_timeout`
         super().close(failed)

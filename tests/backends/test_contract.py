@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
-from hvdtrain import Backend
+from hvdtrain import Backend, BackendOptions, open_backend
+from hvdtrain.errors import InputError
+from hvdtrain.hvd.basics import basics
 from tests.backends import contract
 from tests.conftest import EVERY_ARM
+from tests.hvd.pool import HvdRanks
 from tests.ranks import Ranks
 
 CONTRACT = [
@@ -57,3 +62,21 @@ def test_contract(ranks: Ranks, holds: Callable[[Backend], None]) -> None:
 )
 def test_compiled_nets_train_the_same(ranks: Ranks) -> None:
     ranks.run(contract.compiled_nets)
+
+
+def opens_compat(hvd: Any) -> float:
+    """Open the backend in a script that has called `hvd.init`; return what is left afterwards."""
+    other = BackendOptions(transport="gloo")
+    with pytest.raises(InputError, match=r"hvd.init\(\) was called before .* HVDTRAIN_TRANSPORT"):
+        open_backend("compat", options=other)
+    engine = basics.engine
+    with open_backend("compat") as backend:
+        assert basics.engine is engine
+        total = backend.all_reduce(torch.ones(1), "sum")
+    assert basics.engine is engine
+    return total.item() + hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+
+@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
+def test_compat_uses_the_hvd_of_the_script(hvd_ranks: HvdRanks) -> None:
+    assert hvd_ranks.run(opens_compat) == [4.0, 4.0]

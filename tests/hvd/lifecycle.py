@@ -103,6 +103,35 @@ def optimizers_of_one_step(folder: Path) -> Report:
     return {}
 
 
+def twins_over_two_lives(folder: Path) -> Report:
+    """Rank 0 is a survivor of an elastic job, the others are new: all use the twin built last
+    before the other one.
+    """
+
+    def build() -> list[tuple[nn.Parameter, Any]]:
+        both = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
+        return [(p, hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0))) for p in both]
+
+    twins = build()
+    moved = []
+    for life in range(2):
+        if life:
+            hvd.shutdown()
+            hvd.init()
+            if hvd.rank():
+                twins = build()
+        for _ in range(2):
+            for number in (1, 0):
+                parameter, optimizer = twins[number]
+                before = parameter.detach().clone()
+                optimizer.zero_grad()
+                (parameter * (10.0 * number + hvd.rank())).sum().backward()
+                optimizer.step()
+                moved.append((before - parameter.detach()).tolist()[0])
+    hvd.barrier()
+    return {"moved": moved}
+
+
 def one_optimizer_over_two_lives(folder: Path) -> Report:
     """An optimizer outlives shutdown and init, as in elastic training."""
     parameter = nn.Parameter(torch.zeros(4))

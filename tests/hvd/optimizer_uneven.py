@@ -4,17 +4,20 @@ optimizer_table.py.
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.hvd.behaviour import Hvd, last
+from tests.hvd.behaviour import Hvd, last, raises
 from tests.hvd.optimizer_table import (
     Data,
     averages,
     batch,
+    by_hand,
     case,
     close,
     each_ranks,
@@ -185,3 +188,48 @@ def joining_with_groups_and_passes(hvd: Hvd) -> None:
             step_by_hand(hvd, expected, by_itself, {2 * window: ranks, 2 * window + 1: ranks})
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         close(model, expected)
+
+
+@case(stronger="optimizers can be pickled and copied", sizes=(2, 3))
+def an_optimizer_of_one_rank_alone(hvd: Hvd) -> None:
+    """It is built for an evaluation, or is a copy or an unpickled one, and never steps."""
+
+    def built(both: Any) -> Any:
+        other = net()
+        return other, wrap(hvd, other)
+
+    def unpickled(both: Any) -> Any:
+        return torch.load(io.BytesIO(saved(both)), weights_only=False)
+
+    def saved(both: Any) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(both, buffer)
+        return buffer.getvalue()
+
+    kept = []
+    for extra in (built, copy.deepcopy, unpickled):
+        model, expected = net(), net()
+        if hvd.rank() == 0:
+            kept.append(built(None))
+        both = model, wrap(hvd, model)
+        if hvd.rank() == 0:
+            kept.append(extra(both))
+        train(hvd, *both, range(2))
+        if hvd.rank() == 0:
+            kept.append(extra(both))
+        second = net(1)
+        optimizer = wrap(hvd, second)
+        train(hvd, second, optimizer, range(2))
+        close(model, by_hand(2, model=expected))
+        close(second, by_hand(2, model=net(1)))
+
+
+@case(stronger="optimizers that could be swapped are refused", sizes=(2,), uneven=True)
+def equal_optimizers_in_another_order(hvd: Hvd) -> None:
+    models = [net(0), net(1)]
+    both = [(model, wrap(hvd, model)) for model in models]
+    if last(hvd):
+        both.reverse()
+    with raises(hvd.HorovodInternalError, "used first, two optimizers"):
+        for model, optimizer in both:
+            train(hvd, model, optimizer, range(1))

@@ -49,5 +49,10 @@ def test_behaves(hvd_ranks: HvdRanks, row: Case) -> None:
         hvd_ranks.stop()
 
 
+@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 1)], indirect=True)
+def test_gradients_of_one_rank(hvd_ranks: HvdRanks) -> None:
+    hvd_ranks.run(behaviour_gradients.gradients_are_those_of_finite_differences)
+
+
 def test_every_group_is_in_the_table() -> None:
     assert {row.function.__module__ for row in TABLE} == {group.__name__ for group in GROUPS}

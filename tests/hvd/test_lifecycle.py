@@ -133,6 +133,11 @@ def test_an_optimizer_of_two_lives(tmp_path: Path) -> None:
         assert rank.report["engines"] == 1, "engines that are over are kept"
 
 
+def test_twins_of_a_survivor_and_of_a_new_rank_are_not_swapped(tmp_path: Path) -> None:
+    for rank in run_scenario("twins_over_two_lives", tmp_path, n=2):
+        assert rank.report["moved"] == [10.5, 0.5] * 4, rank.output
+
+
 def test_ends_without_shutdown(tmp_path: Path) -> None:
     for rank in run_scenario("without_shutdown", tmp_path):
         assert rank.code == 0, rank.output

@@ -15,6 +15,7 @@ ranks that have joined, which send zeros (`hvd.join`).
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from hvdtrain.hvd.engine.engine import Engine
 
 
+BUILT = itertools.count()
+"""Numbers this process's optimizers and channels in the order in which they are made."""
+
+
 class BucketChannel:
     """One optimizer's buckets on one rank. Its steps are numbered from 1, alike on all ranks."""
 
@@ -47,6 +52,9 @@ class BucketChannel:
         self.engine = engine
         self.name = name
         self.set_id = set_id
+        self.made = next(BUILT)
+        self.owner: int | None = None  # this rank's optimizer, by its number of BUILT
+        self.follows: dict[str, bool] = {}  # see `BucketPlan.follows`
         self.plan: BucketPlan | None = None
         self.version = 0
         self.layouts: list[BucketLayout] = []

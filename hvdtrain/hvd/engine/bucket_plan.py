@@ -20,6 +20,12 @@ from hvdtrain.hvd.engine.validation import difference, mismatched
 
 DENSE, SPARSE, FROZEN = "dense", "sparse", "frozen"
 
+UNLIKE_ORDER = (
+    "Mismatched optimizers: ranks have built, or used first, two optimizers of parameters with "
+    "equal names and shapes in different orders, so their gradients could be swapped: give them "
+    "different names in named_parameters."
+)
+
 FIRST_BYTES = 1 << 20  # a small first bucket starts the communication early, as DDP's does
 BUCKET_BYTES = 25 << 20
 # Larger gradients are reduced in place: copying them would cost a fifth of reducing them.
@@ -56,6 +62,9 @@ class BucketPlan:
     """For parameters on a GPU: 0 on the first GPU that the parameters are on, 1 on the next, ..."""
     options: list[Any] = field(default_factory=list)
     """What must be equal on all ranks: reduction, compression, bucket size, groups, in place."""
+    follows: dict[str, bool] = field(default_factory=dict)
+    """Channels of optimizers with equal parameters, and whether that optimizer was built earlier.
+    It must be equal where two ranks know both, else they have taken different optimizers."""
 
     def to_wire(self) -> bytes:
         """Return the plan as JSON."""
@@ -85,7 +94,14 @@ def merge_plans(sent: list[bytes]) -> tuple[list[Any] | None, str | None]:
     return json.loads(first.to_wire()), None
 
 
+def orders_differ(one: dict[str, bool], other: dict[str, bool]) -> bool:
+    """Return whether two ranks' `BucketPlan.follows` contradict each other."""
+    return any(other.get(name, earlier) != earlier for name, earlier in one.items())
+
+
 def _differ(one: BucketPlan, other: BucketPlan) -> str | None:
+    if orders_differ(one.follows, other.follows):
+        return UNLIKE_ORDER
     if one.options != other.options:
         return mismatched("optimizers", "has", one.options, other.options)
     if one.gpus != other.gpus:

@@ -21,7 +21,7 @@ from hvdtrain.errors import PeerLost, WorldError
 from hvdtrain.hvd.engine import collectives, eager, stall
 from hvdtrain.hvd.engine.arithmetic import scale_
 from hvdtrain.hvd.engine.bucket_channel import BucketChannel
-from hvdtrain.hvd.engine.bucket_plan import channel_of_plan
+from hvdtrain.hvd.engine.bucket_plan import UNLIKE_ORDER, channel_of_plan, orders_differ
 from hvdtrain.hvd.engine.coordinator import CONTROL_KINDS, Coordinator
 from hvdtrain.hvd.engine.executor import Executor
 from hvdtrain.hvd.engine.operation import Operation
@@ -63,7 +63,7 @@ class Engine:
         self.settings = settings
         self.sets: dict[int, list[int]] = {GLOBAL_SET: list(range(world.size))}
         self.channels: dict[str, BucketChannel] = {}
-        self.channel_numbers: dict[tuple[str, int], int] = {}  # channels made so far, by parameters
+        self._num_channels: dict[str, int] = {}  # made so far, by the parameters that they are for
         self.executor_gpu = 0  # also of the zeros of a rank that has joined
         self.joins = 0  # completed joins, which are part of automatic names
         self.shutdown_reason: str | None = None
@@ -209,8 +209,30 @@ class Engine:
         """Return the channel of this name; the first call makes it."""
         with self._lock:
             if name not in self.channels:
+                kind, _, number = name.rpartition(".")
+                self._num_channels[kind] = max(self._num_channels.get(kind, 0), int(number))
                 self.channels[name] = BucketChannel(self, name, set_id)
             return self.channels[name]
+
+    def claim_channel(self, kind: str, set_id: int, built: int) -> BucketChannel:
+        """Return the channel of an optimizer that begins its first step: that of the next number.
+
+        If this rank had joined when its peers began to use the optimizer, the channel exists
+        already. `built`: the optimizer's number in `BUILT`. Raises HorovodInternalError if the
+        peers' optimizer cannot be this one.
+        """
+        with self._lock:
+            alike = [c for c in self.channels.values() if c.name.rpartition(".")[0] == kind]
+            waiting = (c for c in alike if c.owner is None and c.made > built)
+            channel = next(waiting, None)
+            if channel is None:
+                number = self._num_channels.get(kind, 0) + 1
+                channel = self.channel(f"{kind}.{number}", set_id)
+            channel.follows = {c.name: c.owner < built for c in alike if c.owner is not None}
+            channel.owner = built
+        if channel.plan is not None and orders_differ(channel.plan.follows, channel.follows):
+            raise HorovodInternalError(UNLIKE_ORDER)
+        return channel
 
     def all_channels(self) -> list[BucketChannel]:
         """Return the current channels."""

@@ -64,13 +64,11 @@ def _run(
 
     def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         # A late import, since allreduce imports this module.
-        from hvdtrain.hvd.ops.allreduce import grouped_allreduce_async
+        from hvdtrain.hvd.ops.allreduce import grouped_allreduce
 
         prefix = "grouped_allgather" if grouped else "allgather"
-        handle = grouped_allreduce_async(
-            grads, None, f"{prefix}.{name}.backward", AVERAGE, process_set=process_set
-        )
-        means = handles.synchronize(handle)
+        backward = f"{prefix}.{name}.backward"
+        means = grouped_allreduce(grads, name=backward, op=AVERAGE, process_set=process_set)
         me = basics.engine.sets[process_set.process_set_id or 0].index(basics.rank())
         # The first row of this rank in each result: `extra` has the ranks' numbers of rows.
         firsts = [sum(rows[:me]) for rows in extra]

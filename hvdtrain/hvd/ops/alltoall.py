@@ -56,8 +56,7 @@ def alltoall(
 
     def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> list[Tensor]:
         # The reverse exchange: every rank gets back as many rows as it sent. `extra`: received.
-        handle = alltoall_async(grads[0], extra, f"{name}.backward", process_set)
-        grad, _ = handles.synchronize(handle)
+        grad, _ = alltoall(grads[0], extra, f"{name}.backward", process_set)
         if len(grad) < num_rows:  # rows beyond the splits were not sent
             grad = torch.cat([grad, grad.new_zeros(num_rows - len(grad), *grad.shape[1:])])
         return [grad]

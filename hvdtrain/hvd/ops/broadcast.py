@@ -15,7 +15,7 @@ from torch import Tensor
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine.request import AVERAGE
 from hvdtrain.hvd.ops import handles
-from hvdtrain.hvd.ops.allreduce import allreduce_async
+from hvdtrain.hvd.ops.allreduce import allreduce
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 
 
@@ -58,9 +58,11 @@ def broadcast(
 
     def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> list[Tensor]:
         backward = f"broadcast.{name}.backward"
-        handle = allreduce_async(grads[0], None, backward, AVERAGE, process_set=process_set)
-        mean = handles.synchronize(handle)
-        return [mean if basics.rank() == root_rank else torch.zeros_like(mean)]
+        mean = allreduce(grads[0], name=backward, op=AVERAGE, process_set=process_set)
+        if basics.rank() == root_rank:
+            return [mean]
+        # Zeros with a graph: all ranks take part in the allreduce of a second backward.
+        return [mean.masked_fill(torch.ones_like(mean, dtype=torch.bool), 0)]
 
     return handles.differentiable(begin, gradients, [tensor])[0]
 

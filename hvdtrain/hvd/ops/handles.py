@@ -204,8 +204,9 @@ def differentiable(
     """Run a collective as part of the autograd graph; return its results.
 
     `begin` starts it on the tensors and returns the handle. `gradients(name, extra, grads)` returns
-    the tensors' gradients from those of the results. Its own collective derives its name from the
-    forward's, so that ranks may run their backwards in different orders.
+    the tensors' gradients from those of the results, by differentiable operations, so that they
+    have gradients too. Its own collective derives its name from the forward's, so that ranks may
+    run their backwards in different orders.
     """
     results: tuple[Tensor, ...] = _Differentiable.apply(begin, gradients, *tensors)  # type: ignore[no-untyped-call]
     return results

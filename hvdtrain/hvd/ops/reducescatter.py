@@ -15,7 +15,7 @@ from hvdtrain.hvd.compression import Compression
 from hvdtrain.hvd.engine.request import AVERAGE, SUM
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.hvd.ops import handles
-from hvdtrain.hvd.ops.allgather import grouped_allgather_async
+from hvdtrain.hvd.ops.allgather import grouped_allgather
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 
 
@@ -107,8 +107,6 @@ class _ReducescatterCall(NamedTuple):
             size = handles.set_size(self.process_set) if self.op == SUM else 1
             scaled = [g * (self.prescale * self.postscale * size) for g in grads]
             prefix = "grouped_reducescatter" if self.grouped else "reducescatter"
-            handle = grouped_allgather_async(scaled, f"{prefix}.{name}.backward", self.process_set)
-            gathered: Sequence[Tensor] = handles.synchronize(handle)
-            return gathered
+            return grouped_allgather(scaled, f"{prefix}.{name}.backward", self.process_set)
 
         return handles.differentiable(self.begin, gradients, tensors)

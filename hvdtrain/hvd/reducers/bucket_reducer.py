@@ -31,6 +31,7 @@ from torch import Tensor
 
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.compression import wire_dtype
+from hvdtrain.hvd.engine.bucket_channel import BUILT
 from hvdtrain.hvd.engine.bucket_plan import BUCKET_BYTES, DENSE, FROZEN, SPARSE, BucketPlan
 from hvdtrain.hvd.engine.engine import Engine
 from hvdtrain.hvd.engine.operation import Operation
@@ -80,8 +81,9 @@ class BucketReducer(Reducer):
         self._next_plan_request: Operation | None = None  # see `_request_next_plan`
         self._requested_early = False  # whether `_plan_request` was sent during backward
         self._engine: Engine | None = None
+        self._built = next(BUILT)
+        self._named = NamedAllreduces(spec)
         keep_freed_memory()
-        self._bind()
 
     def add(self, name: str, param: Tensor) -> None:
         """Add a parameter that the optimizer received later; the next step requests a new plan."""
@@ -239,8 +241,9 @@ class BucketReducer(Reducer):
     def _finish_by_name(self) -> None:
         if self._plan_request is None:
             self._plan_request = self._request_plan()
-        if len(self._named.sent) < len(self.spec.params):
-            # Another rank may have gradients, or sparse ones, where this rank has none.
+        if len(self._named.sent) < len(self.spec.params) or self._channel.follows:
+            # Another rank may have gradients, or sparse ones, where this rank has none, or may
+            # have taken another optimizer with equal parameters.
             self._await_plan()
             self._send_by_name(set(self._kinds))
         self._named.finish()
@@ -288,6 +291,9 @@ class BucketReducer(Reducer):
     def _bind(self) -> None:
         """Get a channel of the current engine, named by a hash of the parameters' names and shapes,
         equal on all ranks, and a number that distinguishes optimizers with equal parameters.
+
+        They are numbered as they are first used, not as they are built: a copy that one rank
+        alone has takes no number.
         """
         engine = basics.engine
         if engine is self._engine:
@@ -296,11 +302,9 @@ class BucketReducer(Reducer):
         named = zip(self.spec.names, self.spec.params, strict=True)
         about = "\n".join(sorted(f"{name}:{list(p.shape)}" for name, p in named))
         digest = hashlib.sha256(about.encode()).hexdigest()[:8]
-        number = engine.channel_numbers[digest, set_id] = (
-            engine.channel_numbers.get((digest, set_id), 0) + 1
-        )
-        name = f"{self.spec.label}.{digest}.{set_id}.{number}"
-        self._engine, self._channel, self._version = engine, engine.channel(name, set_id), 0
+        kind = f"{self.spec.label}.{digest}.{set_id}"
+        self._channel = engine.claim_channel(kind, set_id, self._built)
+        name, self._engine, self._version = self._channel.name, engine, 0
         self._plan_request = self._next_plan_request = None
         self._named = NamedAllreduces(self.spec, f"@{name}", divides_first=True)
         weakref.finalize(self, _drop_channel, weakref.ref(engine), name, set_id).atexit = False
@@ -336,7 +340,8 @@ class BucketReducer(Reducer):
         dtypes = {name: dtype_name(p.dtype) for name, p in named}
         names = [spec.names[i] for i in order]
         at = {name: gpus.index(gpu) for name, gpu in on_gpu.items()}
-        return BucketPlan(names, shapes, dtypes, kinds, strides, at, options)
+        follows = self._channel.follows
+        return BucketPlan(names, shapes, dtypes, kinds, strides, at, options, follows)
 
     def _request_next_plan(self) -> None:
         """Request the next plan once all gradients are ready, so that peers that wait for it do not
