@@ -50,16 +50,20 @@ class NamedAllreduces:
             grad = p.grad = grad.contiguous()
         was_sparse = grad.is_sparse  # then reduced dense, and made sparse again
         compressed, ctx = spec.compression.compress(grad.to_dense() if was_sparse else grad)
-        op = spec.op
+        op, last = spec.op, 1.0
         # The product of both is 1: an average is divided by the number of ranks in addition.
         before = 1.0 / spec.predivide if op == AVERAGE else 1.0
         after = 1.0 / before
         if op == AVERAGE and self._divides_first:
-            op, (before, after) = SUM, spec.factors(compressed.dtype)
+            # As in a bucket, the sum is rounded to the dtype that is sent before it is divided.
+            op, after, (before, last) = SUM, 1.0, spec.factors(compressed.dtype)
         handle = allreduce_async_(compressed, None, name, op, before, after, spec.process_set)
 
         def wait() -> Tensor:
-            result: Tensor = spec.compression.decompress(synchronize(handle), ctx)
+            total = synchronize(handle)
+            result: Tensor = spec.compression.decompress(
+                total.mul_(last) if last != 1.0 else total, ctx
+            )
             return result.to_sparse() if was_sparse else result
 
         self.sent[i] = wait
