@@ -174,9 +174,9 @@ def gradient_hooks_run_once(backend: Backend) -> None:
         held = doubled(model.weight, kind) if is_before else None
         net, optimizer = prepared(backend, model)
         held = held or doubled(model.weight, kind)
+        loss = partial(lambda net, inputs: net(inputs).sum(), net, torch.full((1, 1), rank + 1.0))
         for _ in range(2):
-            inputs = torch.full((1, 1), rank + 1.0)
-            backward(backend, net, optimizer, *[lambda net=net: net(inputs).sum()] * passes)
+            backward(backend, net, optimizer, *[loss] * passes)
             # Twice each gradient; after the accumulation, twice the sum.
             factor = 2 * passes if kind in kinds[:2] else 2 ** (passes + 1) - 2
             assert model.weight.grad is not None

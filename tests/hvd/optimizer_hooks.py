@@ -60,9 +60,11 @@ def add_hook(kind: str, module: Shift) -> Any:
     return node
 
 
-def hooked_training(kind: str, before: bool, after: bool, passes: int, size: int, **how: Any) -> Any:
+def hooked_training(
+    kind: str, before: bool, after: bool, passes: int, size: int, **how: Any
+) -> Any:
     """Make three steps of a model whose gradients are clipped in hooks that are registered before
-    wrapping, after it, or both; return its parameters. Rank `how["rank"]` of `how["num"]`.
+    wrapping, or after it; return its parameters. `how` has the rank, and makes the optimizer.
 
     Every other step leaves a module out on rank 0.
     """
@@ -85,6 +87,7 @@ def check(hvd: Hvd, kind: str, *times: tuple[bool, bool]) -> None:
     """Compare bit by bit with the mean of the gradients that each rank's hooks make, by itself."""
 
     for (before, after), passes, size in itertools.product(times, (1, 2), SIZES):
+
         def wrapped(model: nn.Module, passes: int) -> Any:
             return wrap(hvd, model, plain, backward_passes_per_step=passes)
 

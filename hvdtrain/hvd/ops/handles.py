@@ -64,9 +64,7 @@ class Handle:
                 if self.operation.done():
                     break
         passed_s = time.monotonic() - self.submitted_s
-        return self.operation.done() and (
-            engine.waits > self.waits or passed_s > _NAME_IN_USE_S
-        )
+        return self.operation.done() and (engine.waits > self.waits or passed_s > _NAME_IN_USE_S)
 
 
 def submit(
