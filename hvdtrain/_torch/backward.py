@@ -19,7 +19,7 @@ from torch.autograd import Variable
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call `function` when the backward pass of the calling hook has run all nodes and hooks."""
     with suppress(AttributeError, RuntimeError):
-        Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(function)
 
 
 def accumulation_of(p: Tensor) -> Any:

@@ -185,7 +185,7 @@ def gradient_hooks_run_once(backend: Backend) -> None:
         del held
 
 
-def doubled(p: nn.Parameter, kind: str) -> Any:
+def doubled(p: torch.Tensor, kind: str) -> Any:
     """Double the gradient in a hook of this kind; return what must be held."""
 
     def double_(*_: Any) -> None:

@@ -42,13 +42,13 @@ def node_of(p: Tensor) -> Any:
     return p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def add_hook(kind: str, module: Shift) -> Any:
+def add_hook(kind: str, module: Any) -> Any:
     """Clip the gradient of a module's parameter in a hook; return what must be held."""
     p = module.by
     if kind == "tensor":
-        return p.register_hook(lambda grad: grad.clamp(max=LIMIT))  # type: ignore[no-untyped-call]
+        return p.register_hook(lambda grad: grad.clamp(max=LIMIT))
     if kind == "post-accumulate":
-        return p.register_post_accumulate_grad_hook(clip_)  # type: ignore[no-untyped-call]
+        return p.register_post_accumulate_grad_hook(clip_)
     if kind == "full backward":
         return module.register_full_backward_hook(lambda *_: clip_(p))
     node = node_of(p)
