@@ -43,6 +43,7 @@ NAMES = """
     torch.multiprocessing.reductions StorageWeakRef
     torch.distributed.rendezvous _rendezvous_handlers
     torch.utils.data._utils.worker _worker_info
+    torch.autograd:Variable _execution_engine
     torch._C._dynamo.eval_frame set_code_exec_strategy
     torch._C._dynamo.eval_frame:_FrameAction SKIP
     torch.distributed:Reducer _rebuild_buckets prepare_for_forward prepare_for_backward

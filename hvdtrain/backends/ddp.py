@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from hvdtrain._torch.backward import accumulation_of
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain._torch.ddp_buckets import FORWARD_SYNC, reduce_in_rebuilt_buckets
 from hvdtrain.backends import ddp_compression
@@ -38,15 +39,12 @@ class DDP(C10d):
         """Wrapped models that need `_reduce_first_step`, keyed by id(optimizer)."""
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Wrap the model in DDP; with unused_parameters "error", also record which parameters get a
-        gradient.
-        """
-        if self.options.unused_parameters == "error":
-            # The hook adds the parameter to the ordered set _with_gradient.
-            for p in model.parameters():
-                if p.requires_grad:
-                    hook = self._with_gradient.setdefault
-                    p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        """Wrap the model in DDP, and record which parameters get a gradient."""
+        # By hooks on the nodes that accumulate gradients, which DDP hooks and keeps. Torch runs
+        # all Python hooks of a node where its first is: before DDP's, also those added later.
+        nodes = {p: accumulation_of(p) for p in model.parameters() if p.requires_grad}
+        for p, node in nodes.items():
+            node.register_hook(partial(_record, self._with_gradient, p))
         net = DistributedDataParallel(
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
@@ -124,9 +122,12 @@ class DDP(C10d):
             if hook is not None:
                 hook.paused = now
 
-        # The user's tensor hooks have changed these gradients already: undo a second time. Hooks
-        # run in the order of registration, so this one is the last.
-        undo = [p.register_hook(partial(_replace, grad)) for p, grad in grads.items()]  # type: ignore[no-untyped-call]
+        # The user's hooks have changed these gradients already: undo a second time. Hooks of a node
+        # run in the order of registration, so this one is the last before DDP's.
+        undo = [
+            accumulation_of(p).register_hook(partial(_restore, p, grad))
+            for p, grad in grads.items()
+        ]
         reduce_in_rebuilt_buckets(net, grads, pause)
         for handle in undo:
             handle.remove()
@@ -136,6 +137,11 @@ class DDP(C10d):
         return {**super().describe(), "bucket_mib": self.options.bucket_mib}
 
 
-def _replace(grad: Tensor, changed: Tensor) -> Tensor:
-    """Return `grad` in place of what the tensor hooks before this one have made of it."""
-    return grad
+def _record(parameters: dict[Tensor, None], p: Tensor, *_: Any) -> None:
+    """Add `p`, whose gradient has been accumulated, to an ordered set."""
+    parameters[p] = None
+
+
+def _restore(p: Tensor, grad: Tensor, *_: Any) -> None:
+    """Make `grad` the gradient again, whatever the hooks before this one have made of it."""
+    p.grad = grad.clone()

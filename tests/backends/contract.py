@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -164,17 +165,43 @@ def gradients_are_means(backend: Backend) -> None:
         optimizer.zero_grad()
 
 
-def tensor_hooks_run_once(backend: Backend) -> None:
-    """A hook of the user's that changes a gradient is applied once, also in the first step."""
+def gradient_hooks_run_once(backend: Backend) -> None:
+    """What hooks of the user's make of this rank's gradient is averaged, also in the first step."""
     rank, size = backend.world.rank, backend.world.size
-    model = nn.Linear(1, 1, bias=False)
-    model.weight.register_hook(lambda grad: 2 * grad)  # type: ignore[no-untyped-call]
-    net, optimizer = prepared(backend, model)
-    for _ in range(2):
-        backward(backend, net, optimizer, lambda: net(torch.full((1, 1), rank + 1.0)).sum())
-        assert model.weight.grad is not None
-        assert model.weight.grad.item() == size + 1  # twice the mean of 1 to size
-        optimizer.zero_grad()
+    kinds = ("tensor", "node pre", "post-accumulate", "node post")
+    for kind, is_before, passes in itertools.product(kinds, (True, False), (1, 2)):
+        model = nn.Linear(1, 1, bias=False)
+        held = doubled(model.weight, kind) if is_before else None
+        net, optimizer = prepared(backend, model)
+        held = held or doubled(model.weight, kind)
+        loss = partial(lambda net, inputs: net(inputs).sum(), net, torch.full((1, 1), rank + 1.0))
+        for _ in range(2):
+            backward(backend, net, optimizer, *[loss] * passes)
+            # Twice each gradient; after the accumulation, twice the sum.
+            factor = 2 * passes if kind in kinds[:2] else 2 ** (passes + 1) - 2
+            assert model.weight.grad is not None
+            assert model.weight.grad.item() == factor * (size + 1) / 2, (kind, is_before, passes)
+            optimizer.zero_grad()
+        del held
+
+
+def doubled(p: torch.Tensor, kind: str) -> Any:
+    """Double the gradient in a hook of this kind; return what must be held."""
+
+    def double_(*_: Any) -> None:
+        assert p.grad is not None
+        p.grad.mul_(2)
+
+    node: Any = p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    if kind == "tensor":
+        p.register_hook(lambda grad: 2 * grad)  # type: ignore[no-untyped-call]
+    elif kind == "post-accumulate":
+        p.register_post_accumulate_grad_hook(double_)  # type: ignore[no-untyped-call]
+    elif kind == "node pre":
+        node.register_prehook(lambda grads: (2 * grads[0],))
+    else:
+        node.register_hook(double_)
+    return node
 
 
 def sparse_gradients(backend: Backend) -> None:

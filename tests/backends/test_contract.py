@@ -30,7 +30,7 @@ CONTRACT = [
     contract.state_of_any_kind,
     contract.state_loads_after_prepare,
     contract.gradients_are_means,
-    contract.tensor_hooks_run_once,
+    contract.gradient_hooks_run_once,
     contract.sparse_gradients,
     contract.unused_parameters_are_named,
     contract.unused_in_the_last_micro_batch,

@@ -70,6 +70,21 @@ def predivision_leaves_the_average(hvd: Hvd) -> None:
 
 
 @case(sizes=(2, 3))
+def a_sum_of_halves_overflows_in_every_step(hvd: Hvd) -> None:
+    """By one rule: the first step's gradients are sent by name, later ones in buckets."""
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([p], lr=1.0), [("p", p)], compression=hvd.Compression.fp16
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        (p * 40_000.0).sum().backward()
+        with synchronized(optimizer):
+            assert p.grad is not None
+            assert p.grad.tolist() == [torch.inf] * 3
+
+
+@case(sizes=(2, 3))
 def predivision_keeps_half_precision_in_range(hvd: Hvd) -> None:
     p = nn.Parameter(torch.zeros(3))
     optimizer = hvd.DistributedOptimizer(

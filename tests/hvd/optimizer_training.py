@@ -55,6 +55,20 @@ def zero_grad_takes_an_argument(hvd: Hvd) -> None:
             optimizer.step()
 
 
+@case(stronger="a name is free again after a step that nobody was late for", sizes=(2, 3))
+def a_loss_averaged_by_name_that_nobody_waits_for(hvd: Hvd) -> None:
+    model = net()
+    optimizer = wrap(hvd, model)
+    for step in range(30):
+        optimizer.zero_grad()
+        value = loss(model, shard(hvd, step))
+        value.backward()
+        hvd.allreduce_async_(value.detach().clone(), name="loss")
+        optimizer.step()
+    close(model, by_hand(30))
+    hvd.allreduce(torch.zeros(1), name="loss")
+
+
 @case(sizes=(2, 3))
 def zero_grad_is_guarded(hvd: Hvd) -> None:
     model = net()

@@ -165,6 +165,7 @@ class BucketChannel:
 
         Raises HorovodInternalError if a peer is lost, or left before it had sent all of this step.
         """
+        self.engine.before_wait()
         try:
             on_gpu = layout.device == "GPU"
             self.engine.process_groups.wait(work, on_gpu, self._reason_to_stop)

@@ -31,9 +31,11 @@ from hvdtrain.hvd.engine.request import (
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.hvd.process_sets import ProcessSet
 from hvdtrain.hvd.util import get_average_backwards_compatibility_fun
+from hvdtrain.job.store_exchange import poll_until
 
 Select = Callable[[Any], Any]
 _NAME_IN_USE_S = 1.0
+_FINISH_S = 10.0
 
 
 @dataclass
@@ -49,14 +51,20 @@ class Handle:
 
     def is_over(self) -> bool:
         """Return whether the operation has finished, and the caller has waited for any operation
-        since, or 1 s has passed.
+        since, as a step does, or 1 s has passed.
 
         Otherwise the second of two calls in a row could raise on one rank but not on a busier one,
-        which would then block forever.
+        which would then block forever. After such a wait it is about to finish, once the slowest
+        rank has submitted it: wait for that up to 10 s.
         """
-        has_waited = basics.engine.waits > self.waits
+        engine = basics.engine
+        if engine.waits > self.waits and not self.operation.done():
+            engine.send_submitted()
+            for _ in poll_until(time.monotonic() + _FINISH_S, 0.0005):
+                if self.operation.done():
+                    break
         passed_s = time.monotonic() - self.submitted_s
-        return self.operation.done() and (has_waited or passed_s > _NAME_IN_USE_S)
+        return self.operation.done() and (engine.waits > self.waits or passed_s > _NAME_IN_USE_S)
 
 
 def submit(

@@ -24,7 +24,6 @@ from __future__ import annotations
 import hashlib
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ from hvdtrain.hvd.engine.request import dtype_name, dtype_of
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.hvd.reducers.bucket import Bucket
 from hvdtrain.hvd.reducers.named import NamedAllreduces
-from hvdtrain.hvd.reducers.reducer import TOO_MANY, AveragingSpec, Reducer
+from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer
 from hvdtrain.transports.malloc import keep_freed_memory
 
 
@@ -109,33 +108,16 @@ class BucketReducer(Reducer):
 
     # During backward
 
-    def _hook(self, i: int) -> Any:
-        delays, bucket_of = self._delays, self._bucket_of
-        early_copy_index = self._early_copy_index
-        reducer_ref = weakref.ref(
-            self
-        )  # the parameter owns the hook, which must not own the optimizer
-
-        # Runs for every parameter in every backward pass, so it mostly only counts.
-        def hook(p: Tensor) -> None:
-            left = delays[i] = delays[i] - 1
-            if left:
-                if left < 0:
-                    delays[i] = 0
-                    raise AssertionError(TOO_MANY)
-                return
-            bucket = bucket_of[i]
-            if bucket is None:
-                if (self := reducer_ref()) is not None:
-                    self._handle_unbucketed(i)
-                return
-            if early_copy_index[i] is not None and (self := reducer_ref()) is not None:
-                self._copy_large(i)
-            left = bucket.pending = bucket.pending - 1
-            if not left and (self := reducer_ref()) is not None:
-                self._advance()
-
-        return hook
+    def _handle_ready(self, i: int) -> None:
+        bucket = self._bucket_of[i]
+        if bucket is None:
+            self._handle_unbucketed(i)
+            return
+        if self._early_copy_index[i] is not None:
+            self._copy_large(i)
+        left = bucket.pending = bucket.pending - 1
+        if not left:
+            self._advance()
 
     def _copy_large(self, i: int) -> None:
         """Copy a large gradient in while it is in the CPU cache, and free its memory for the next
@@ -186,7 +168,7 @@ class BucketReducer(Reducer):
             step.plan_missing = self.buckets_from_first_step
             step.by_name = not step.plan_missing
             self._forget_buckets()
-            ready = [i for i, delay in enumerate(self._delays) if delay <= 0]
+            ready = [i for i in range(len(self._delays)) if self._is_ready(i)]
             self._ready_order.extend(i for i in ready if i not in self._ready_order)
             for i in ready if step.by_name else ():
                 self._named.send(i)
@@ -229,6 +211,7 @@ class BucketReducer(Reducer):
     def synchronize(self) -> None:
         """Average all gradients. Collective."""
         self.register_hooks()
+        self.flush()
         step = self._advance(everything=True)
         if step.by_name:
             self._finish_by_name()
@@ -376,7 +359,7 @@ class BucketReducer(Reducer):
                 self._bucket_of[index[name]] = bucket
                 self._early_copy_index[index[name]] = at if bucket.copies_early(at) else None
                 # Less the gradients that were ready before the bucket existed.
-                bucket.pending -= self._delays[index[name]] <= 0
+                bucket.pending -= self._is_ready(index[name])
         self._version = self._channel.version
         self._kinds = plan.kinds
         self._wanted = self._find_wanted()

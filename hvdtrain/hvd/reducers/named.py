@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from hvdtrain.hvd.engine.request import AVERAGE, SUM
 from hvdtrain.hvd.ops.allreduce import allreduce_async_, sparse_allreduce_async
 from hvdtrain.hvd.ops.handles import synchronize
 from hvdtrain.hvd.reducers.bucket import overlaps_itself
-from hvdtrain.hvd.reducers.reducer import TOO_MANY, AveragingSpec, Reducer
+from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer
 
 
 class NamedAllreduces:
@@ -52,16 +50,20 @@ class NamedAllreduces:
             grad = p.grad = grad.contiguous()
         was_sparse = grad.is_sparse  # then reduced dense, and made sparse again
         compressed, ctx = spec.compression.compress(grad.to_dense() if was_sparse else grad)
-        op = spec.op
+        op, last = spec.op, 1.0
         # The product of both is 1: an average is divided by the number of ranks in addition.
         before = 1.0 / spec.predivide if op == AVERAGE else 1.0
         after = 1.0 / before
         if op == AVERAGE and self._divides_first:
-            op, (before, after) = SUM, spec.factors(compressed.dtype)
+            # As in a bucket, the sum is rounded to the dtype that is sent before it is divided.
+            op, after, (before, last) = SUM, 1.0, spec.factors(compressed.dtype)
         handle = allreduce_async_(compressed, None, name, op, before, after, spec.process_set)
 
         def wait() -> Tensor:
-            result: Tensor = spec.compression.decompress(synchronize(handle), ctx)
+            total = synchronize(handle)
+            result: Tensor = spec.compression.decompress(
+                total.mul_(last) if last != 1.0 else total, ctx
+            )
             return result.to_sparse() if was_sparse else result
 
         self.sent[i] = wait
@@ -108,25 +110,13 @@ class NamedReducer(Reducer):
         super().reset()
         self._named.sent.clear()
 
-    def _hook(self, i: int) -> Any:
-        delays = self._delays
-        own = weakref.ref(self)  # the parameter owns the hook, which must not own the optimizer
-
-        def hook(p: Tensor) -> None:
-            self = own()
-            if self is None:
-                return
-            if delays[i] <= 0:
-                raise AssertionError(TOO_MANY)
-            delays[i] -= 1
-            if delays[i] == 0:
-                self._named.send(i)
-
-        return hook
+    def _handle_ready(self, i: int) -> None:
+        self._named.send(i)
 
     def synchronize(self) -> None:
         """Average all gradients, zeros where there are none. Collective."""
         self.register_hooks()
+        self.flush()
         for i, p in enumerate(self.spec.params):
             if i not in self._named.sent and p in self.spec.updated:
                 self._named.send(i)

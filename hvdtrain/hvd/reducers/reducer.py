@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hvdtrain._torch.backward import call_after_backward
 from hvdtrain._torch.dynamo import untraced
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine.request import AVERAGE
@@ -80,6 +81,7 @@ class Reducer(ABC):
         self.spec = spec
         self._delays = [spec.passes] * len(spec.params)
         self._hooks: dict[int, Any] = {}
+        self._latest: int | None = None  # ready, but hooks may still change its gradient
         # The parameters may outlive the optimizer, and would keep its hooks.
         weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
 
@@ -99,6 +101,7 @@ class Reducer(ABC):
     def set_passes(self, passes: int) -> None:
         """Restart every parameter's countdown at `passes` backward passes."""
         self._delays[:] = [passes] * len(self._delays)
+        self._latest = None
 
     def register_hooks(self) -> None:
         """Hook every parameter that requires a gradient and has no hook yet."""
@@ -122,9 +125,46 @@ class Reducer(ABC):
             if p.grad is None and not p.requires_grad and p in self.spec.updated:
                 p.grad = torch.zeros_like(p)
 
-    @abstractmethod
     def _hook(self, i: int) -> Any:
-        """Return the hook to run after each accumulation of parameter `i`'s gradient."""
+        """Return the hook to run after each accumulation of parameter `i`'s gradient.
+
+        Torch runs the user's own hooks on this gradient partly after it. So a gradient counts as
+        ready when the next one is, or when backward ends.
+        """
+        delays = self._delays
+        own = weakref.ref(self)  # the parameter owns the hook, which must not own the optimizer
+
+        # Runs for every parameter in every backward pass, so it mostly only counts.
+        def hook(p: Tensor) -> None:
+            left = delays[i] = delays[i] - 1
+            if left:
+                if left < 0:
+                    delays[i] = 0
+                    raise AssertionError(TOO_MANY)
+                return
+            if (self := own()) is not None:
+                previous, self._latest = self._latest, i
+                if previous is None:
+                    call_after_backward(self.flush)
+                else:
+                    self._handle_ready(previous)
+
+        return hook
+
+    @untraced
+    def flush(self) -> None:
+        """Handle the latest gradient: all hooks on it have run."""
+        latest, self._latest = self._latest, None
+        if latest is not None:
+            self._handle_ready(latest)
+
+    def _is_ready(self, i: int) -> bool:
+        """Return whether parameter `i` has the gradients of all passes, and its hooks have run."""
+        return self._delays[i] <= 0 and i != self._latest
+
+    @abstractmethod
+    def _handle_ready(self, i: int) -> None:
+        """Handle the gradient of parameter `i`, which nothing changes any more."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -140,15 +180,8 @@ class PassCounter(Reducer):
             if p.requires_grad and p.grad is None:
                 p.grad = torch.zeros_like(p)  # as Horovod does
 
-    def _hook(self, i: int) -> Any:
-        delays = self._delays
-
-        def hook(p: Tensor) -> None:
-            if delays[i] <= 0:
-                raise AssertionError(TOO_MANY)
-            delays[i] -= 1
-
-        return hook
+    def _handle_ready(self, i: int) -> None:
+        """Leave the gradient alone."""
 
     def synchronize(self) -> None:
         """Begin to count the passes of the next step. Not collective."""

@@ -1,0 +1,134 @@
+"""Gradient hooks of the user's own: what they make of this rank's gradient is what is averaged.
+
+Torch runs, for each parameter: its tensor hooks, the prehooks of its AccumulateGrad node, the
+accumulation into `p.grad`, its post-accumulate-grad hooks, the node's own hooks, and after those a
+full backward hook of its module. See optimizer_table.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.hvd.behaviour import Hvd
+from tests.hvd.optimizer_table import case, plain, wrap
+
+LIMIT = 1.5
+SIZES = (4, 40_000)  # small gradients share a bucket's copy, large ones are copied by themselves
+
+
+class Shift(nn.Module):
+    """Add a parameter to the input, so that its gradient is that of the output."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+def clip_(p: Tensor) -> None:
+    """Limit a gradient in place."""
+    assert p.grad is not None
+    p.grad.clamp_(max=LIMIT)
+
+
+def node_of(p: Tensor) -> Any:
+    """The node that accumulates a parameter's gradient. Hooks last as long as somebody holds it."""
+    return p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def add_hook(kind: str, module: Any) -> Any:
+    """Clip the gradient of a module's parameter in a hook; return what must be held."""
+    p = module.by
+    if kind == "tensor":
+        return p.register_hook(lambda grad: grad.clamp(max=LIMIT))
+    if kind == "post-accumulate":
+        return p.register_post_accumulate_grad_hook(clip_)
+    if kind == "full backward":
+        return module.register_full_backward_hook(lambda *_: clip_(p))
+    node = node_of(p)
+    if kind == "node pre":
+        node.register_prehook(lambda grads: (grads[0].clamp(max=LIMIT),))
+    else:
+        assert kind == "node post"
+        node.register_hook(lambda *_: clip_(p))
+    return node
+
+
+def hooked_training(
+    kind: str, before: bool, after: bool, passes: int, size: int, **how: Any
+) -> Any:
+    """Make three steps of a model whose gradients are clipped in hooks that are registered before
+    wrapping, or after it; return its parameters. `how` has the rank, and makes the optimizer.
+
+    Every other step leaves a module out on rank 0.
+    """
+    model = nn.Sequential(*(Shift(size) for _ in range(3)))
+    held = [add_hook(kind, module) for module in model if before]
+    optimizer = how["optimizer"](model, passes)
+    held += [add_hook(kind, module) for module in model if after]
+    for step in range(3):
+        optimizer.zero_grad()
+        for i in range(passes):
+            x = torch.zeros(size, requires_grad=True)  # else no full backward hook of the first one
+            used = model[:2] if step % 2 and how["rank"] == 0 else model
+            (used(x) * (12.0 if how["rank"] == 0 else 0.375) * (i + 1)).sum().backward()
+        optimizer.step()
+    del held
+    return torch.stack([p.detach() for p in model.parameters()])
+
+
+def check(hvd: Hvd, kind: str, *times: tuple[bool, bool]) -> None:
+    """Compare bit by bit with the mean of the gradients that each rank's hooks make, by itself."""
+
+    for (before, after), passes, size in itertools.product(times, (1, 2), SIZES):
+
+        def wrapped(model: nn.Module, passes: int) -> Any:
+            return wrap(hvd, model, plain, backward_passes_per_step=passes)
+
+        def alone(model: nn.Module, _: int) -> Any:
+            return plain(model.parameters())
+
+        case = kind, before, after, passes, size
+        got = hooked_training(*case, rank=hvd.rank(), optimizer=wrapped)
+        # Each step moves by a gradient of its own, so the mean of the moves is the mean's move.
+        ranks = [hooked_training(*case, rank=r, optimizer=alone) for r in range(hvd.size())]
+        assert got.equal(torch.stack(ranks).sum(0) / hvd.size()), (case, got[:, 0], ranks)
+
+
+@case()
+def tensor_hooks(hvd: Hvd) -> None:
+    check(hvd, "tensor", (True, False), (False, True))
+
+
+@case()
+def post_accumulate_hooks(hvd: Hvd) -> None:
+    check(hvd, "post-accumulate", (True, False), (False, True))
+
+
+@case()
+def prehooks_of_the_node(hvd: Hvd) -> None:
+    check(hvd, "node pre", (True, False), (False, True))
+
+
+@case()
+def hooks_of_the_node_before_wrapping(hvd: Hvd) -> None:
+    check(hvd, "node post", (True, False))
+
+
+LATE = "hooks that torch runs after Horovod's own race with the averaging"
+
+
+@case(stronger=LATE)
+def hooks_of_the_node_after_wrapping(hvd: Hvd) -> None:
+    check(hvd, "node post", (False, True))
+
+
+@case(stronger=LATE)
+def full_backward_hooks(hvd: Hvd) -> None:
+    check(hvd, "full backward", (True, False), (False, True))
