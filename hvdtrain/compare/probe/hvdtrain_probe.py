@@ -267,7 +267,7 @@ class Probe:
             "interop_threads": torch.get_num_interop_threads(),
             "affinity": sorted(os.sched_getaffinity(0)),
             "variables": dict(os.environ),
-            "describe": {"engine": engine_name(), "torch": torch.__version__, "rank": rank},
+            "describe": {"engine": engine_name(), "torch": str(torch.__version__), "rank": rank},
             "samples": facts["samples"] * size,
             "data": "what the scripts load",
             **self.about,

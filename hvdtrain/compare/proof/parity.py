@@ -28,7 +28,7 @@ from hvdtrain.compare.proof.exact_checks import (
 )
 from hvdtrain.compare.proof.numeric_checks import first_difference, numeric_differences, percent
 from hvdtrain.compare.proof.work_trace import ArmTraces, RankTrace
-from hvdtrain.compare.record import ParityRow, finite_or_none
+from hvdtrain.compare.record import ParityRow
 
 # For the gradients of one step, relative to their norm. fp32: a hundred times its resolution, for
 # sums of many terms in any order. Autocast: the resolution of the narrow type, because a parameter
@@ -98,7 +98,7 @@ def _judge_method(name: str, pair: ArmPair, method: str, shared: Iterator[Differ
         f"has {method}, as asked: {same}, its parameters differ by {percent(apart)} of how far "
         f"training moved them in {steps}"
     )
-    return ParityRow(name, "other method", text, finite_or_none(apart))
+    return ParityRow(name, "other method", text, apart)
 
 
 def _judge(name: str, pair: ArmPair, exact: Iterator[Difference]) -> ParityRow:
@@ -110,7 +110,7 @@ def _judge(name: str, pair: ArmPair, exact: Iterator[Difference]) -> ParityRow:
         first = first_difference(pair) or "norms of parameters and gradients are always the same"
         cause = found.cause or f"no known cause fits; {first}"
         tolerance = 0.0 if limits.bitwise and found.tolerance else found.tolerance
-        apart = finite_or_none(found.distance)
+        apart = found.distance
         return ParityRow(name, "unequal", found.text, apart, tolerance, cause)
     steps = f"{len(pair.base[0].steps)} steps"
     if pair.is_bitwise_equal:
@@ -125,7 +125,7 @@ def _judge(name: str, pair: ArmPair, exact: Iterator[Difference]) -> ParityRow:
             f"{text}; {100 * left_out:.2g} % of the elements, whose gradients were nothing but "
             "rounding, are left out"
         )
-    return ParityRow(name, "within tolerance", text, finite_or_none(apart), limits.final)
+    return ParityRow(name, "within tolerance", text, apart, limits.final)
 
 
 # The baseline, and the limits for other arms

@@ -7,6 +7,7 @@ torch, because the driver unpickles the traces without it.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -147,3 +148,18 @@ def paired_steps(
     for number in range(1, min(len(a.steps) for a in (*arm, *base)) + 1):
         for a, b in zip(arm, base, strict=True):
             yield number, a.rank, a.steps[number - 1], b.steps[number - 1]
+
+
+def trace_of(found: dict[str, Any]) -> RankTrace:
+    """Return the trace that the probe has sent, as plain values."""
+    return RankTrace(
+        **{
+            "accumulate": 1,
+            "clip_norm": math.inf,
+            "buffers_policy": "broadcast",
+            "initial_buffers_sha256": "",
+            **found,
+            "elements": ElementSample(**found["elements"]),
+            "steps": [StepTrace(**step) for step in found["steps"]],
+        }
+    )
