@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch.optim.optimizer as torch_optimizer
+from hvdtrain.compare.run.by_hand import ByHand
+from hvdtrain.compare.run.messages import trace_of
 from torch import nn
 
 from hvdtrain import Backend, TrainConfig, Trainer
 from hvdtrain.backends import load
 from hvdtrain.compare.probe.hvdtrain_probe import Probe
 from hvdtrain.compare.proof.work_trace import RankTrace
-from hvdtrain.compare.run.by_hand import ByHand
-from hvdtrain.compare.run.messages import trace_of
 from hvdtrain.tasks.digits import Digits
 from hvdtrain.training.task import Task
 from tests.compare import faulty

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from hvdtrain.compare import record
 from hvdtrain.compare.analysis.speed import Measurements
 from hvdtrain.compare.analysis.summary import summarise
+
+from hvdtrain.compare import record
 from hvdtrain.compare.report import terminal
 
 ROOT = Path(__file__).parents[2]

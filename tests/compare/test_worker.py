@@ -17,6 +17,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hvdtrain.compare.run.arm_script import LOOPS, describe_data
+from hvdtrain.compare.run.no_communication import NoCommunication
 from torch import Tensor, nn
 
 from hvdtrain import Backend, TrainConfig
@@ -29,9 +31,7 @@ from hvdtrain.compare.record import Record
 from hvdtrain.compare.run import arm_process
 from hvdtrain.compare.run.arm_pool import ARM_SCRIPT, ArmPool, without_launcher
 from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
-from hvdtrain.compare.run.arm_script import LOOPS, describe_data
 from hvdtrain.compare.run.arms import LAUNCHERS, choose_device, parse
-from hvdtrain.compare.run.no_communication import NoCommunication
 from hvdtrain.errors import InputError
 from hvdtrain.system import cores
 from hvdtrain.tasks.digits import Digits

@@ -162,8 +162,7 @@ def _sentences(
         elif row.role == "baseline" or not record.kept_blocks:
             continue
         elif row.verdict == "unknown":
-            blocks = count(found.blocks, "block")
-            yield f"{name} against {base}: not enough blocks ({blocks}) to tell"
+            yield f"{name} against {base}: not enough blocks ({found.blocks}) to tell"
         elif row.role == "again" and found.p is not None and found.p <= 0.05:
             yield (
                 f"{name} is the same command as {base}, and yet {said} as fast: something favoured "

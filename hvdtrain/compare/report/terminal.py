@@ -40,7 +40,7 @@ def _parts(table: Table) -> Iterator[Any]:
     sign = {True: "✓", False: "✗", None: "?"}[table.equal]
     style = {True: "bold", False: "bold red", None: "bold yellow"}[table.equal]
     yield Text(f"{sign} {table.verdict}", style)
-    if not table.equal and table.parity:
+    if any(row.verdict in ("unequal", "not compared") for row in table.parity):
         yield _parity(table)
     if table.sentences:
         yield from ("", *map(Text, table.sentences))
