@@ -161,7 +161,7 @@ class CompareOptions:
         if ":" not in TASKS.get(self.task, self.task):
             hint = did_you_mean(self.task, TASKS)
             if self.task.endswith(".py"):
-                hint = f"a script is a command: 'torchrun --nproc-per-node 2 {self.task}'; a task "
+                hint = f"a script is a command: 'torchrun --nproc-per-node 2 {self.task}'; tasks: "
             raise InputError(
                 f"--task {self.task}: {hint}one of: {', '.join(TASKS)}, module:Class, or "
                 "file.py:Class"

@@ -29,17 +29,18 @@ def exact_record(step_ms: dict[str, float], *, blocks: int = 8, starts: int = 1)
     times as much, all slower by a tenth in each block. Block 3 is dropped.
     """
     arms = {name: _arm(name) for name in step_ms}
-    found = []
+    found: list[Record] = []
     for index in range(blocks):
-        windows = {}
+        windows: dict[str, Record] = {}
         for name in arms:
             ms = step_ms[name] * (1 + index / 10) * (1 if index != 3 else 1000)
             steps = [[ms, 1.0, ms], [ms, ms, 4 * ms]]
             waits = [[0.1, 0.2, 0.1], [0.3, 0.1, 0.5]]
             windows[name] = {"step_ms": steps, "input_ms": waits, "cpu_s": [0.03, 0.06]}
         dropped = "too busy" if index == 3 else None
-        found.append({"index": index, "kept": index != 3, "dropped": dropped, "arms": windows})
-        found[-1] |= {"generation": index * starts // blocks, "foreign": 0.1, "steal": 0.01}
+        about = {"generation": index * starts // blocks, "foreign": 0.1, "steal": 0.01}
+        about |= {"index": index, "kept": index != 3, "dropped": dropped}
+        found.append({**about, "arms": windows})
     return _record(arms, found)
 
 
@@ -50,10 +51,10 @@ def make_record(blocks: int = 30, failed: str | None = FAILED) -> Record:
     if failed is not None:
         why = "rank 1 ended with exit code 134 in block 3: gloo::EnforceNotMet"
         arms[failed] |= {"status": "failed", "reason": why, "log": f"logs/{failed}.log"}
-    found = []
+    found: list[Record] = []
     for index in range(blocks):
         busy = index % 11 == 7  # something else ran: the block is dropped
-        windows = {}
+        windows: dict[str, Record] = {}
         for name, arm in arms.items():
             if arm["status"] == "failed" and index >= 3:
                 continue

@@ -1,4 +1,5 @@
-"""report.html: the verdict in words, the table, one picture of the intervals, the conditions.
+"""report.html: the verdict in words, the table, one picture of the intervals, the conditions; and
+the picture alone, for a manual.
 
 `hvdtrain compare` and `hvdtrain report` write it. All content is computed from the record alone;
 writing it again gives the same bytes.
@@ -21,19 +22,20 @@ _LINE, _LEFT, _WIDTH, _MARGIN = 34, 250, 760, 24
 
 
 def write(table: Table, folder: Path) -> Path:
-    """Write the page into an existing folder, and return its path. Raise InputError if that cannot
-    be written.
+    """Write page and picture into an existing folder, and return the path of the page. Raise
+    InputError if they cannot be written.
     """
-    path = folder / "report.html"
+    files = {"report.html": page(table), "intervals.svg": page(table, "intervals.svg")}
     try:
-        write_atomically(path, page(table), sync=False)
+        for name, text in files.items():
+            write_atomically(folder / name, text, sync=False)
     except OSError as error:
         raise InputError(f"cannot write the report into {folder}: {error.strerror}") from None
-    return path
+    return folder / "report.html"
 
 
-def page(table: Table) -> str:
-    """Return the page as one self-contained HTML file."""
+def page(table: Table, template: str = "template.html") -> str:
+    """Return the page as one self-contained HTML file, or another template."""
     environment = Environment(
         loader=PackageLoader("hvdtrain.compare.report", "."),
         autoescape=True,
@@ -42,7 +44,7 @@ def page(table: Table) -> str:
         lstrip_blocks=True,
     )
     environment.globals.update(vars(formatting))
-    return environment.get_template("template.html").render(table=table, picture=intervals(table))
+    return environment.get_template(template).render(table=table, picture=intervals(table))
 
 
 def intervals(table: Table) -> dict[str, object]:
