@@ -114,7 +114,14 @@ def explain_samples(arm: Sequence[Sequence[str]], base: Sequence[Sequence[str]])
 
 
 def explain_buffers(policy: str, ranks_agree: bool) -> str:
-    """Return why buffers differ although parameters agree. `policy`: the one that should apply."""
+    """Return why buffers differ although parameters agree. `policy`: the one that should apply,
+    if it is not the script's own.
+    """
+    if not policy:
+        return (
+            "rank 0's buffers, such as BatchNorm's statistics, are computed otherwise: averaged "
+            "over the ranks, or with another momentum"
+        )
     if not ranks_agree:
         return (
             "buffers such as BatchNorm's statistics stay each rank's own here, so that "

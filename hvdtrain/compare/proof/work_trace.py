@@ -92,6 +92,7 @@ class RankTrace:
     accumulate: int
     clip_norm: float
     buffers_policy: str
+    """Empty if it is the script's own."""
     parameters: dict[str, int]
     """Number of elements by dtype."""
     optimizer: str

@@ -46,6 +46,7 @@ def tables(summary: Summary) -> list[Any]:
     parts += [
         Text(f"{row.arm} {row.text}") for row in summary.parity if row.verdict == "other method"
     ] * (verdict.equal is True)
+    parts += map(Text, dict.fromkeys(row.note for row in summary.parity if row.note))
     parts += ["", *map(Text, summary.sentences), "", speed(summary), *_notes(summary)]
     if summary.caution:
         parts += ["", Text(summary.caution)]

@@ -71,7 +71,7 @@ def trace_of(found: dict[str, Any], config: TrainConfig | None) -> RankTrace:
             "precision": found["precision"] if config is None else config.precision,
             "accumulate": 1 if config is None else config.accumulate,
             "clip_norm": math.inf if config is None else config.clip_norm,
-            "buffers_policy": "broadcast" if config is None else config.buffers,
+            "buffers_policy": "" if config is None else config.buffers,
             "method": method,
             "initial_buffers_sha256": "",
             "elements": ElementSample(**found["elements"]),
