@@ -83,8 +83,8 @@ class Probe:
         self._model: nn.Module | None = None
         self._frames: list[FrameType] = []
         """Those of the steps in progress, each called by the one before it."""
-        self._is_own = True
-        """Whether the first of them is the script's: see `is_own_step`."""
+        self._stepping: torch.optim.Optimizer | None = None
+        """The optimizer of the first of them, if that is a step that counts."""
         self._left = 1
         self._taken = 0
         self._recorder: Recorder | None = None
@@ -129,20 +129,24 @@ class Probe:
         self._frames.append(frame)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if len(self._frames) == 1:
-            self._is_own = is_own_step(optimizer, frame)
-            if optimizer is not self._optimizer:
-                self._follow(optimizer, closure is not None)
+            is_own = is_own_step(optimizer, frame)
+            follows = self._follow(optimizer, is_own, has_closure=closure is not None)
+            self._stepping = optimizer if follows and is_own else None
         # The step of Horovod's optimizer averages, and then calls that of its base class.
-        if self._recorder is not None and optimizer is self._optimizer and self._is_own:
-            self._recorder.before_step(has_closure=closure is not None)
+        if self._recorder is not None and optimizer is self._stepping:
+            self._recorder.before_step(optimizer, has_closure=closure is not None)
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called after each step of any optimizer. Waits for the comparison if no step is left."""
         self._leave_steps(sys._getframe(1))
         if self._frames:
             self._frames.pop()
-        if not self._frames and optimizer is self._optimizer and self._is_own:
+        if self._frames or optimizer is not self._stepping:
+            return
+        if optimizer is self._optimizer:
             self.end_step()
+        elif self._recorder is not None:
+            self._recorder.after_other(optimizer)
 
     def _leave_steps(self, frame: FrameType) -> None:
         """Forget the steps that an exception has ended: `frame` has not been called by them."""
@@ -169,31 +173,32 @@ class Probe:
         if self._left <= 0:
             self._serve()
 
-    def _follow(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
-        """Take the steps of `optimizer` if it is the one to take, or replaces that; else record
-        what it sets, too.
+    def _follow(self, optimizer: torch.optim.Optimizer, is_own: bool, has_closure: bool) -> bool:
+        """Return whether the steps of `optimizer` are taken, or recorded beside those. Take them if
+        it is the one to take, or replaces that.
         """
+        if optimizer is self._optimizer:
+            return True
         if os.getpid() != self._pid or (optimizer in self._seen and self._recorder is None):
-            return
+            return False
         if self._chosen is None:
             if not has_closure and not has_gradient(optimizer):
-                return
-            if not self._is_own and self._finder.root is None:
-                return  # it may have some of its parameters only
+                return False
+            if not is_own and self._finder.root is None:
+                return False  # it may have some of its parameters only
             if self._number_of(optimizer) != self._number:
-                if self._recorder is not None:
-                    self._recorder.before_other(optimizer)
-                return
+                return self._recorder is not None
         is_first, self._optimizer = self._optimizer is None, optimizer
         if not is_first:  # wrapped since, or made anew
             if self._recorder is not None:
                 self._recorder.optimizer = optimizer
-            return
+            return True
         names, self._parameters = self._named_parameters(optimizer)
         self._recorder = Recorder(optimizer, names, self._parameters, self._finder)
         self._is_cuda = any(p.is_cuda for p in parameters_of(optimizer))
         atexit.register(self._ended)
         self._show_error, sys.excepthook = sys.excepthook, self._failed
+        return True
 
     def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the place of an optimizer by the order of first steps, from 1. One that has all
@@ -497,7 +502,7 @@ class Part:
         ]
         self.initial = sample(parameters, every)
         self.sha256 = fingerprint(parameters)
-        self.gradient = self.largest = np.empty(0)
+        self.gradient = self.largest = self._last = np.empty(0)
         """The gradient of the first step, and the largest absolute one of all steps."""
 
     def gradients(self) -> list[Tensor | None]:
@@ -513,11 +518,16 @@ class Part:
         pairs = zip(tensors, self.parameters, strict=True)
         return sample([zero.expand(p.shape) if t is None else t for t, p in pairs], self._stride)
 
-    def keep(self, gradient: Any) -> None:
-        """Keep the sampled gradient of a step."""
+    def before_step(self) -> None:
+        """Record the gradient of a step."""
+        self._last = self.sample(self.gradients())
+
+    def after_step(self, gradient: Any = None) -> None:
+        """Keep the gradient of a step that has ended; a sample, or the one before the step."""
+        self._last = self._last if gradient is None else gradient
         if not self.gradient.size:
-            self.gradient = self.largest = gradient
-        self.largest = np.maximum(self.largest, np.abs(gradient))
+            self.gradient = self.largest = self._last
+        self.largest = np.maximum(self.largest, np.abs(self._last))
 
 
 class Recorder:
@@ -549,8 +559,13 @@ class Recorder:
         self._settings = [settings(group) for group in optimizer.param_groups]
         self._kind = type(optimizer).__name__
 
-    def before_step(self, has_closure: bool) -> None:
-        """Record the parameters, and the gradient, which a closure has not computed yet."""
+    def before_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
+        """Record the parameters, and the gradient, which a closure has not computed yet. In a step
+        that calls that of a base class, once more.
+        """
+        if optimizer is not self.optimizer:
+            self._part_of(optimizer).before_step()
+            return
         self._has_closure = has_closure
         self._norm_before = norm(self._part.parameters)
         if not has_closure:
@@ -561,15 +576,19 @@ class Recorder:
         if self._has_closure:
             self._record_gradient()
         step, finder = self._steps[-1], self._finder
-        self._part.keep(step.pop("gradient"))
+        self._part.after_step(step.pop("gradient"))
         step["is_over"] = True
         if len(self._steps) == 1:
             self._record_local()
         step["samples"], finder.samples = finder.samples, []
         step["micro_batches"], finder.micro_batches = finder.micro_batches, 0
 
-    def before_other(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the step of another optimizer: its parameters, if they are not there yet."""
+    def after_other(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the step of another optimizer than the one whose steps are taken."""
+        self._part_of(optimizer).after_step()
+
+    def _part_of(self, optimizer: torch.optim.Optimizer) -> Part:
+        """Return the part of another optimizer: its parameters that are not there yet."""
         if optimizer not in self._others:
             known = {id(p) for p in self._parameters}
             new = [p for p in parameters_of(optimizer) if id(p) not in known]
@@ -578,8 +597,7 @@ class Recorder:
             self._parameters += new
             self._settings += [settings(group) for group in optimizer.param_groups]
             self._kind += f", {type(optimizer).__name__}"
-        part = self._others[optimizer]
-        part.keep(part.sample(part.gradients()))
+        return self._others[optimizer]
 
     def _record_gradient(self) -> None:
         if not self._steps or "is_over" in self._steps[-1]:
