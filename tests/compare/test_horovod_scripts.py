@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from hvdtrain.compare import probe
 from hvdtrain.compare.proof import parity
@@ -57,12 +59,26 @@ def proved(tmp_path: Path, env: Mapping[str, str], **lines: str) -> dict[str, Pa
 
 
 def script(name: str, tmp_path: Path) -> str:
-    """The end of a command: a script and its options. No option: no checkpoint of another run."""
+    """The end of a command: a script and its options."""
+    if name == "resume.py":
+        write_checkpoint(tmp_path / "checkpoint.pt")
     options = {
         "imagenet.py": f"--checkpoint-format {tmp_path}/{{epoch}}.pt",
         "resume.py": f"--checkpoint {tmp_path}/checkpoint.pt",
     }
     return f"{SCRIPTS / name} {options.get(name, '')}"
+
+
+def write_checkpoint(path: Path) -> None:
+    """Write what an earlier job of resume.py has left."""
+    model = nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, weight_decay=1e-4)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 20)).square().mean().backward()
+        optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 2}
+    torch.save(state, path)
 
 
 def both(name: str, tmp_path: Path, options: str = "") -> dict[str, str]:

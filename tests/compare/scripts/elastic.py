@@ -22,7 +22,8 @@ optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_par
 def train(state):
     while state.epoch < 1000:
         state.sampler.set_epoch(state.epoch)
-        for state.batch, (inputs, labels) in enumerate(loader, state.batch):
+        for batch, (inputs, labels) in enumerate(loader, state.batch):
+            state.batch = batch
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), labels)
             loss.backward()
