@@ -93,8 +93,10 @@ def test_the_optimizer_that_is_asked_for(tmp_path: Path, number: int, parameters
     with probed(tmp_path, "two optimizers", number) as arm:
         assert arm.call("open")[0]["parameters"] == parameters
         (trace,) = arm.call("trace", 3)
-        assert trace["optimizer"] == ("SGD", "Adam")[number - 1]
+        assert trace["optimizer"] == ("SGD, Adam", "Adam, SGD")[number - 1]
         assert trace["optimizer_steps"] == 3
+        assert sum(trace["parameters"].values()) == len(trace["elements"]["gradient"]) == 28
+        assert trace["steps"][-1]["lr"] == ([0.01, 0.001], [0.001, 0.01])[number - 1]
 
 
 @pytest.mark.parametrize("kind", ["lbfgs", "no optimizer", "ends", "fails"])
