@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import live
 from hvdtrain.compare import record
-from hvdtrain.compare.analysis.table import Row, make_table
+from hvdtrain.compare.analysis.table import SpeedRow, make_table
 
 RESULTS = Path(__file__).parent / "results" / "steps.json"
 SCRIPT = Path(__file__).parent / "train_steps.py"
@@ -110,7 +110,7 @@ def measure(entry: str, options: argparse.Namespace) -> dict[str, Any] | None:
     }
 
 
-def figures(row: Row) -> dict[str, Any]:
+def figures(row: SpeedRow) -> dict[str, Any]:
     """Return what is kept of an arm."""
     names = ("step_ms", "verdict", "cpu_ms", "peak_mib")
     ratio = row.ratio

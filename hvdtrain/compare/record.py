@@ -109,6 +109,8 @@ class ParityRow:
     tolerance: float | None = None
     cause: str | None = None
     """The likely cause of unequal work."""
+    note: str = ""
+    """What differs although the work is equal."""
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.compare.analysis.table import Row, Table, make_table
+from hvdtrain.compare.analysis.table import SpeedRow, Table, make_table
 from hvdtrain.compare.record import parse
 
 Record = dict[str, Any]
@@ -20,7 +20,7 @@ def table_of(found: Record) -> Table:
     return make_table(parse(found))
 
 
-def rows_of(found: Record) -> dict[str, Row]:
+def rows_of(found: Record) -> dict[str, SpeedRow]:
     return {row.arm: row for row in table_of(found).rows}
 
 

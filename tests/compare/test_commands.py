@@ -49,13 +49,19 @@ def probed(tmp_path: Path, kind: str, optimizer: int = 1, **env: str) -> Iterato
         ("scaler", 4),
         ("accumulates", 8),
         ("changes folder", 4),
+        ("replaced", 4),
+        ("sparse input", 4),
+        ("no rate", 4),
+        ("a step raises", 4),
+        ("compiled", 4),
     ],
 )
 def test_a_script_is_measured_as_it_is(tmp_path: Path, kind: str, samples: int) -> None:
     with probed(tmp_path, kind) as arm:
         assert arm.size == 1
         (facts,) = arm.call("open")
-        assert (facts["samples"], facts["parameters"], facts["lr"]) == (samples, 22, [0.01])
+        rate = [] if kind == "no rate" else [0.01]
+        assert (facts["samples"], facts["parameters"], facts["lr"]) == (samples, 22, rate)
         (trace,) = arm.call("trace", 3)
         assert [len(step["samples"]) for step in trace["steps"]] == [samples] * 3
         assert [step["micro_batches"] for step in trace["steps"]] == [samples // 4] * 3
@@ -89,8 +95,10 @@ def test_the_optimizer_that_is_asked_for(tmp_path: Path, number: int, parameters
     with probed(tmp_path, "two optimizers", number) as arm:
         assert arm.call("open")[0]["parameters"] == parameters
         (trace,) = arm.call("trace", 3)
-        assert trace["optimizer"] == ("SGD", "Adam")[number - 1]
+        assert trace["optimizer"] == ("SGD, Adam", "Adam, SGD")[number - 1]
         assert trace["optimizer_steps"] == 3
+        assert sum(trace["parameters"].values()) == len(trace["elements"]["gradient"]) == 28
+        assert trace["steps"][-1]["lr"] == ([0.01, 0.001], [0.001, 0.01])[number - 1]
 
 
 @pytest.mark.parametrize("kind", ["lbfgs", "no optimizer", "ends", "fails"])

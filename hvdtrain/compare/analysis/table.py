@@ -24,7 +24,7 @@ LOADED = 0.2
 
 
 @dataclass(frozen=True)
-class Row:
+class SpeedRow:
     """The speed of one arm; None where it was not measured."""
 
     arm: str
@@ -68,7 +68,7 @@ class Table:
     """Whether all arms did the same work; None if that is not known of all."""
     verdict: str
     sentences: list[str]
-    rows: list[Row]
+    rows: list[SpeedRow]
     noise: float | None
     """The A/A spread."""
     caution: str | None
@@ -124,13 +124,13 @@ def make_table(record: Record) -> Table:
     )
 
 
-def _row(arm: ArmRecord, ratio: Ratio, verdict: str, blocks: dict[int, ArmTimes]) -> Row:
+def _row(arm: ArmRecord, ratio: Ratio, verdict: str, blocks: dict[int, ArmTimes]) -> SpeedRow:
     times, timed = blocks.values(), [block for block in blocks.values() if block.cpu_s]
     step_ms = stats.median(stats.block_ms(block.step_ms) for block in times)
     steps = sum(len(block.step_ms[0]) for block in timed if block.step_ms)
     cpu_s = sum(sum(block.cpu_s) for block in timed)
     samples = arm.samples_per_step
-    return Row(
+    return SpeedRow(
         arm=arm.name,
         role=arm.role,
         status=arm.status,
@@ -147,7 +147,7 @@ def _row(arm: ArmRecord, ratio: Ratio, verdict: str, blocks: dict[int, ArmTimes]
 
 
 def _sentences(
-    record: Record, rows: Iterable[Row], base: str, noise: float | None
+    record: Record, rows: Iterable[SpeedRow], base: str, noise: float | None
 ) -> Iterator[str]:
     """Yield a sentence for each arm: its speed against the baseline, or why it failed. There is
     none on arms that do other work: `parity` says so.

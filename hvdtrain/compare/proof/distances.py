@@ -7,6 +7,7 @@ out where only tolerances must be met.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,9 +56,16 @@ class ArmPair:
         return all(a.final_sha256 == b.final_sha256 for a, b in self.ranks)
 
     @property
+    def buffer_ranks(self) -> list[tuple[RankTrace, RankTrace]]:
+        """The ranks whose buffers must be equal: of scripts that is rank 0. DDP overwrites those of
+        the others with rank 0's before each forward pass; Horovod leaves each rank its own.
+        """
+        return self.ranks if self.arm[0].buffers_policy else self.ranks[:1]
+
+    @property
     def has_equal_buffers(self) -> bool:
         """Whether the final buffers are bitwise equal."""
-        return all(a.final_buffers_sha256 == b.final_buffers_sha256 for a, b in self.ranks)
+        return all(a.final_buffers_sha256 == b.final_buffers_sha256 for a, b in self.buffer_ranks)
 
     @property
     def is_bitwise_equal(self) -> bool:
@@ -87,15 +95,17 @@ class ArmPair:
         finals = [(kept(a.elements.final), kept(b.elements.final)) for a, b in self.ranks]
         return max(_distance(a, b, moved) for a, b in finals), float(np.mean(noise))
 
-    def buffer_distance(self) -> float:
+    def buffer_distance(self, ranks: Sequence[tuple[RankTrace, RankTrace]] = ()) -> float:
         """Return the distance of the buffers, less what noisy parameters explain: BatchNorm's
         running mean follows a bias. Its running variance does not, and shows another policy.
+
+        `ranks`: by default those whose buffers must be equal.
         """
         # Twice: the parameters may have been further apart before the last step.
         slack = 2 * self._final_differences()[self._noise()].max(initial=0)
         means = self.base[0].elements.means
         found = []
-        for trace, base in self.ranks:
+        for trace, base in ranks or self.buffer_ranks:
             a, b = trace.elements.buffers, base.elements.buffers
             if slack and a is not None and b is not None and a.shape == b.shape:
                 follows = True if means is None else means > 0

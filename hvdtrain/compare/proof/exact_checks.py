@@ -146,7 +146,7 @@ def _options(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Differe
                 f"its optimizer counts {a.state_step} steps before the first, {baseline}'s "
                 f"{b.state_step}",
                 diagnosis.explain_weights(a, b)
-                if a.state_step > b.state_step
+                if a.state_step > b.state_step or b.state_step == 1
                 else "this one loses the optimizer's state when it wraps it",
             )
 

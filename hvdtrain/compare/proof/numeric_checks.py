@@ -82,7 +82,7 @@ def _buffers(pair: ArmPair) -> Iterator[Difference]:
     arm, base, limits = pair.arm, pair.base, pair.limits
     policy = arm[0].buffers_policy
     versions = [len({a.final_buffers_sha256 for a in ranks}) for ranks in (arm, base)]
-    if policy != "local" and versions[0] > versions[1]:
+    if policy not in ("", "local") and versions[0] > versions[1]:
         text = "its ranks have different buffers"
         yield Difference(text, diagnosis.explain_buffers(policy, False))
     apart = pair.buffer_distance()

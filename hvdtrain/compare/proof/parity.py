@@ -112,9 +112,10 @@ def _judge(name: str, pair: ArmPair, exact: Iterator[Difference]) -> ParityRow:
         tolerance = 0.0 if limits.bitwise and found.tolerance else found.tolerance
         apart = found.distance
         return ParityRow(name, "unequal", found.text, apart, tolerance, cause)
-    steps = f"{len(pair.base[0].steps)} steps"
+    steps, note = f"{len(pair.base[0].steps)} steps", _buffers_note(pair)
     if pair.is_bitwise_equal:
-        return ParityRow(name, "bitwise", f"parameters bitwise equal after {steps}", 0.0, 0.0)
+        text = f"parameters bitwise equal after {steps}"
+        return ParityRow(name, "bitwise", text, 0.0, 0.0, note=note)
     apart, left_out = pair.final_distance()
     text = (
         f"parameters equal within {apart:.1e} after {steps}, relative to how far training moved "
@@ -125,7 +126,19 @@ def _judge(name: str, pair: ArmPair, exact: Iterator[Difference]) -> ParityRow:
             f"{text}; {100 * left_out:.2g} % of the elements, whose gradients were nothing but "
             "rounding, are left out"
         )
-    return ParityRow(name, "within tolerance", text, apart, limits.final)
+    return ParityRow(name, "within tolerance", text, apart, limits.final, note=note)
+
+
+def _buffers_note(pair: ArmPair) -> str:
+    """Return that buffers differ where they may, if they do."""
+    others = [ranks for ranks in pair.ranks if ranks not in pair.buffer_ranks]
+    if not others or pair.buffer_distance(others) <= pair.limits.final:
+        return ""
+    return (
+        "rank 0's buffers, such as BatchNorm's statistics, are equal, and those of other ranks "
+        "differ: DDP overwrites them with rank 0's before each forward pass, Horovod leaves each "
+        "rank its own"
+    )
 
 
 # The baseline, and the limits for other arms

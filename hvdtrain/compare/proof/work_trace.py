@@ -93,6 +93,7 @@ class RankTrace:
     accumulate: int
     clip_norm: float
     buffers_policy: str
+    """Empty if it is the script's own."""
     parameters: dict[str, int]
     """Number of elements by dtype."""
     optimizer: str
@@ -156,7 +157,7 @@ def trace_of(found: dict[str, Any]) -> RankTrace:
         **{
             "accumulate": 1,
             "clip_norm": math.inf,
-            "buffers_policy": "broadcast",
+            "buffers_policy": "",
             "initial_buffers_sha256": "",
             **found,
             "elements": ElementSample(**found["elements"]),

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from hvdtrain.compare.analysis.table import Row, Table, make_table
+from hvdtrain.compare.analysis.table import SpeedRow, Table, make_table
 from hvdtrain.compare.formatting import NOTHING, SIGNS, VERDICTS, count, figures, ratio
 from hvdtrain.compare.record import Record
 
@@ -42,6 +42,7 @@ def _parts(table: Table) -> Iterator[Any]:
     yield Text(f"{sign} {table.verdict}", style)
     if any(row.verdict in ("unequal", "not compared") for row in table.parity):
         yield _parity(table)
+    yield from map(Text, dict.fromkeys(row.note for row in table.parity if row.note))
     if table.sentences:
         yield from ("", *map(Text, table.sentences))
     if table.blocks:
@@ -84,7 +85,7 @@ def _speed(table: Table) -> RichTable:
     return made
 
 
-def _without_figures(row: Row, table: Table) -> str:
+def _without_figures(row: SpeedRow, table: Table) -> str:
     if row.status == "refused":
         return "not the same training"
     return f"{row.status}: see above" if table.kept else "no block counts"

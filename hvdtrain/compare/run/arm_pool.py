@@ -230,8 +230,14 @@ def launch_environment() -> dict[str, str]:
 
 
 def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables that a launcher sets for its ranks."""
-    return {name: value for name, value in env.items() if not name.startswith(_LAUNCHER_VARIABLES)}
+    """Return an environment without the variables that a launcher sets for its ranks, and without
+    the options of `hvdtrain train`.
+    """
+    return {
+        name: value
+        for name, value in env.items()
+        if name == "HVDTRAIN_EXACT_HOROVOD" or not name.startswith(_LAUNCHER_VARIABLES)
+    }
 
 
 def temporary_folder_for_sockets() -> str:

@@ -1,7 +1,7 @@
 """The arms of a comparison: a name and a command line each.
 
 The command line makes the list of arms here, and `arm_pool` starts them. A name such as ddp/shm
-stands for an `Engine` under its own real launcher, which runs `hvdtrain train`; `hvdtrain doctor`
+stands for an `NamedEngine` under its own real launcher, which runs `hvdtrain train`; `hvdtrain doctor`
 starts the same engines with a script of its own. Imports no torch.
 """
 
@@ -54,7 +54,7 @@ DEFAULT_CUDA = ("ddp/nccl", "compat/nccl", "horovod/mpi", "horovod/gloo")
 
 
 @dataclass(frozen=True)
-class Engine:
+class NamedEngine:
     """A backend over a transport, or under a Horovod controller, with its launcher."""
 
     backend: str
@@ -98,7 +98,7 @@ class Engine:
         return horovod_problem(version("torch")) if self.backend == "horovod" else None
 
 
-def parse(name: str, ranks: int, cuda: bool, hosts: tuple[Host, ...] = ()) -> Engine:
+def parse(name: str, ranks: int, cuda: bool, hosts: tuple[Host, ...] = ()) -> NamedEngine:
     """Return the engine that "backend/transport", "backend" or "module:Class/transport" names.
 
     Raise InputError, which lists the valid names, for an unknown one.
@@ -117,7 +117,7 @@ def parse(name: str, ranks: int, cuda: bool, hosts: tuple[Host, ...] = ()) -> En
         transport = next(transport for transport in wanted if transport in transports)
     if transport not in transports:
         raise InputError(f"no arm {name!r}: {backend} goes over {', '.join(transports)}")
-    return Engine(backend, transport, transports[transport], ranks, hosts)
+    return NamedEngine(backend, transport, transports[transport], ranks, hosts)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _of_engines(options: CompareOptions) -> tuple[list[Arm], list[tuple[str, str
     return arms, left_out
 
 
-def _training(engine: Engine, options: CompareOptions) -> list[str]:
+def _training(engine: NamedEngine, options: CompareOptions) -> list[str]:
     """Return the script of an engine's ranks: steps of a task, without end or output."""
     given = {"task": options.task, "batch-size": options.batch_size, "seed": options.seed}
     given |= {"backend": engine.backend, "timeout": options.timeout_s, "epochs": 1_000_000_000}
