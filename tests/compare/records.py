@@ -38,7 +38,7 @@ def exact_record(step_ms: dict[str, float], *, blocks: int = 8, starts: int = 1)
             waits = [[0.1, 0.2, 0.1], [0.3, 0.1, 0.5]]
             windows[name] = {"step_ms": steps, "input_ms": waits, "cpu_s": [0.03, 0.06]}
         dropped = "too busy" if index == 3 else None
-        about = {"generation": index * starts // blocks, "foreign": 0.1, "steal": 0.01}
+        about: Record = {"generation": index * starts // blocks, "foreign": 0.1, "steal": 0.01}
         about |= {"index": index, "kept": index != 3, "dropped": dropped}
         found.append({**about, "arms": windows})
     return _record(arms, found)

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hvdtrain.compare.run.messages import trace_of
 from torch import nn
 
 from hvdtrain.compare import probe
 from hvdtrain.compare.proof import parity
-from hvdtrain.compare.proof.work_trace import with_names_of
+from hvdtrain.compare.proof.work_trace import trace_of, with_names_of
 from hvdtrain.compare.record import ParityRow
 from hvdtrain.compare.run.arm_process import ArmProcess
 from tests.launching import BIN, ROOT, clean_env
@@ -42,15 +41,14 @@ def proved(tmp_path: Path, env: Mapping[str, str], **lines: str) -> dict[str, Pa
         for name, line in lines.items():
             at = tmp_path / f"{name}.socket"
             settings = probe.environment(clean_env(env), at)
-            arms[name] = ArmProcess(
-                shlex.split(line), None, settings, at, tmp_path / f"{name}.log", has_launcher=True
-            )
+            log = tmp_path / f"{name}.log"
+            arms[name] = ArmProcess(shlex.split(line), None, settings, at, log)
             ended.callback(arms[name].end)
         for arm in arms.values():
             arm.meet(150)
             arm.call("open", timeout_s=60)
         traces = {
-            name: [trace_of(found, None) for found in arm.call("trace", STEPS, timeout_s=60)]
+            name: list(map(trace_of, arm.call("trace", STEPS, timeout_s=60)))
             for name, arm in arms.items()
         }
     rows = parity.compare(with_names_of(traces, base), base, "again")

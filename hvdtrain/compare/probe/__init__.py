@@ -19,6 +19,7 @@ VARIABLE = "HVDTRAIN_PROBE"
 """Number of the optimizer, what a rank does as it starts, and the address, with blanks between.
 
 b: binds itself to its share of the host's cores; t: takes as many threads as its share has cores.
+A number: the process id of the comparison.
 """
 
 
@@ -41,5 +42,5 @@ def environment(
     return {
         **env,
         "PYTHONPATH": os.pathsep.join(paths),
-        VARIABLE: f"{optimizer} -{'b' * pin}{'t' * sets_threads} {address}",
+        VARIABLE: f"{optimizer} {'b' * pin}{'t' * sets_threads}{os.getpid()} {address}",
     }

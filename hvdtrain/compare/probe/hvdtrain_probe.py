@@ -24,6 +24,7 @@ import glob
 import hashlib
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,20 +43,26 @@ _WORLD = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # of srun's ranks; a job has others, too
 )
 # Wrappers put these before the names of parameters.
 _PREFIXES = ("module.", "_orig_mod.", "_forward_module.", "model.")
 # Options that change how a step is computed, not what it computes.
 _HOW_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_SAMPLED = 1 << 18  # elements of all parameters together; at least one of each
 PIECE = 1 << 18  # elements that are processed at once
 
 
-def connect(address: str, rank: int, size: int) -> Connection:
+def connect(address: str, rank: int, size: int, comparison: int = 0) -> Connection:
     """Connect to the comparison's socket; on another host, to one that ssh forwards there, whose
     name ends with the number of the host. Tells who connects.
+
+    `comparison`: its process id. A rank that it has started itself, without a launcher, is killed
+    with it: stopped, it would handle no other signal.
     """
+    if os.getppid() == comparison:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for path in [address, *sorted(glob.glob(f"{address}-*"))]:
         with contextlib.suppress(OSError):
             connection = Client(path, "AF_UNIX")
@@ -71,16 +78,12 @@ class RefusedError(Exception):
 class Probe:
     """The optimizer whose steps are taken, the connection, and the steps that are left."""
 
-    def __init__(self, address: str = "", number: int = 1) -> None:
+    def __init__(self, address: str = "", number: int = 1, comparison: int = 0) -> None:
         """`number`: which optimizer is taken, by the order in which they step first; from 1."""
-        self._address, self._number = address, number
-        self.about: dict[str, Any] = {}
-        """What the script itself says of its work, in place of what can be seen of it."""
+        self._address, self._number, self._comparison = address, number, comparison
         self._seen: list[torch.optim.Optimizer] = []
         """One optimizer for each set of parameters, by the order of their first steps."""
         self._optimizer: torch.optim.Optimizer | None = None
-        self._chosen: torch.optim.Optimizer | None = None
-        self._model: nn.Module | None = None
         self._frames: list[FrameType] = []
         """Those of the steps in progress, each called by the one before it."""
         self._stepping: torch.optim.Optimizer | None = None
@@ -102,23 +105,12 @@ class Probe:
         self._has_failed = False
         self._finder = ModelFinder()
 
-    def watch(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
-        """Watch one optimizer, in place of `hook`. The script calls `record_batch` with each
-        micro-batch and `end_step` after each step. Returns what removes the hook.
-        """
-        self._chosen, self._model = optimizer, model
-        self._finder.hashes_inputs = False
-        return optimizer.register_step_pre_hook(self.before)
-
-    def adopt(self, connection: Connection, **about: Any) -> None:
-        """Serve a comparison that has called "open" already. `about`: see the field."""
-        self._connection, self.about = connection, about
-        self._finish = self.call_open
-
-    def hook(self) -> None:
-        """Register the hooks of every optimizer's steps."""
-        torch_optimizer.register_optimizer_step_pre_hook(self.before)
-        torch_optimizer.register_optimizer_step_post_hook(self.after)
+    def hook(self) -> list[Any]:
+        """Register the hooks of every optimizer's steps; return what removes them."""
+        return [
+            torch_optimizer.register_optimizer_step_pre_hook(self.before),
+            torch_optimizer.register_optimizer_step_post_hook(self.after),
+        ]
 
     # The hooks of torch.optim
 
@@ -153,11 +145,6 @@ class Probe:
         while self._frames and not any(self._frames[-1] is f for f in callers(frame)):
             self._frames.pop()
 
-    def record_batch(self, batch: Any) -> None:
-        """Record the samples of a micro-batch of the first steps."""
-        if self._recorder is not None or not self._taken:
-            self._finder.samples += hash_samples(batch)
-
     def end_step(self) -> None:
         """Count a step. Waits for the comparison if no step is left."""
         self._taken += 1
@@ -181,13 +168,12 @@ class Probe:
             return True
         if os.getpid() != self._pid or (optimizer in self._seen and self._recorder is None):
             return False
-        if self._chosen is None:
-            if not has_closure and not has_gradient(optimizer):
-                return False
-            if not is_own and self._finder.root is None:
-                return False  # it may have some of its parameters only
-            if self._number_of(optimizer) != self._number:
-                return self._recorder is not None
+        if not has_closure and not has_gradient(optimizer):
+            return False
+        if not is_own and self._finder.root is None:
+            return False  # it may have some of its parameters only
+        if self._number_of(optimizer) != self._number:
+            return self._recorder is not None
         is_first, self._optimizer = self._optimizer is None, optimizer
         if not is_first:  # wrapped since, or made anew
             if self._recorder is not None:
@@ -216,10 +202,9 @@ class Probe:
         """Return the parameters of the model, or the optimizer's if the model that was found lacks
         some of them.
         """
-        own = parameters_of(optimizer)
-        model = self._model or self._finder.root
+        own, model = parameters_of(optimizer), self._finder.root
         named = [] if model is None else list(model.named_parameters())
-        if self._model is None and not {id(p) for p in own} <= {id(p) for _, p in named}:
+        if not {id(p) for p in own} <= {id(p) for _, p in named}:
             return [f"parameter {i}" for i in range(len(own))], own
         return [plain_name(name) for name, _ in named], [p for _, p in named]
 
@@ -241,7 +226,7 @@ class Probe:
     def _serve(self) -> None:
         """Answer the call that has its steps, and then others until one wants steps."""
         if self._connection is None:
-            self._connection = connect(self._address, *self._world())
+            self._connection = connect(self._address, *self._world(), self._comparison)
         finish, self._finish = self._finish, None
         if finish is not None:
             self._answer(finish)
@@ -285,11 +270,16 @@ class Probe:
                 pass
 
     def _world(self) -> tuple[int, int]:
-        """Return rank and number of ranks, as the launcher tells them, else as the engine does."""
+        """Return rank and number of ranks, as the engine knows them. An engine that knows of one
+        alone, or none, may not know the launcher: then as that tells them.
+        """
+        engine = engine_world()
+        if engine is not None and engine[1] > 1:
+            return engine
         for rank, size in _WORLD:
             if rank in os.environ and size in os.environ:
                 return int(os.environ[rank]), int(os.environ[size])
-        return engine_world() or (0, 1)
+        return engine or (0, 1)
 
     # Calls
 
@@ -303,13 +293,10 @@ class Probe:
         return {
             **facts,
             "threads": torch.get_num_threads(),
-            "interop_threads": torch.get_num_interop_threads(),
             "affinity": sorted(os.sched_getaffinity(0)),
             "variables": dict(os.environ),
             "describe": {"engine": engine_name(), "torch": str(torch.__version__), "rank": rank},
             "samples": facts["samples"] * size,
-            "data": "what the scripts load",
-            **self.about,
         }
 
     def call_trace(self, steps: int) -> dict[str, Any] | None:
@@ -329,7 +316,7 @@ class Probe:
         return None
 
     def call_time_steps(self, steps: int, skip: int) -> None:
-        """Take `skip` untimed steps, then time `steps`; return a StepTimes.
+        """Take `skip` untimed steps, then time `steps`; return milliseconds and CPU seconds.
 
         Raises RefusedError if parameters are not finite any more.
         """
@@ -339,11 +326,10 @@ class Probe:
         if not self._peak_is_of_steps:
             self._peak_is_of_steps = True
             self._reset_peak()
-        began = time.process_time()
         self._marks, self._input_s, self._cpu = [], [], []
         self._mark()
         if not skip:
-            self._cpu.append(began)
+            self._cpu.append(time.process_time())
         self._left, self._cpu_at = steps + skip, steps
 
         def finish() -> dict[str, Any]:
@@ -360,7 +346,6 @@ class Probe:
                 "step_ms": step_ms[skip:],
                 "input_ms": [1000 * s for s in self._input_s[skip : skip + steps]],
                 "cpu_s": end - self._cpu[0],
-                "whole_cpu_s": end - began,
             }
 
         self._finish = finish
@@ -402,22 +387,9 @@ class Probe:
         shared = found.get("Rss:", 0) - found.get("Pss:", 0)
         return (found["VmHWM:"] - shared) / 2**10
 
-    def call_fingerprint(self, every: int = 0, first: int = 0) -> tuple[int, str] | None:
-        """Return the number of steps taken, and a hash of the parameters after them.
-
-        `every`: take steps until the ranks have averaged their parameters, as they do after so many
-        steps beyond the `first`.
-        """
-
-        def finish() -> tuple[int, str]:
-            return self._taken, fingerprint(self._parameters)
-
-        alone = self._taken - first
-        left = -alone % every if every and alone > 0 else 0
-        if not left:
-            return finish()
-        self._left, self._finish = left, finish
-        return None
+    def call_fingerprint(self) -> tuple[int, str]:
+        """Return the number of steps taken, and a hash of the parameters after them."""
+        return self._taken, fingerprint(self._parameters)
 
 
 class ModelFinder:
@@ -429,7 +401,6 @@ class ModelFinder:
         self._pid = os.getpid()
         self.root: nn.Module | None = None
         self.precision = "fp32"
-        self.hashes_inputs = True
         self.samples: list[str] = []
         self.micro_batches = 0
         self.local: dict[int, Tensor] = {}
@@ -473,8 +444,7 @@ class ModelFinder:
         if not module.training or not torch.is_grad_enabled():
             return
         self.micro_batches += 1
-        if self.hashes_inputs:
-            self.samples += hash_samples((args, kwargs))
+        self.samples += hash_samples((args, kwargs))
         self.before_last = dict(self.local)
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
@@ -722,26 +692,26 @@ def plain_name(name: str) -> str:
 
 def engine_world() -> tuple[int, int] | None:
     """Return rank and number of ranks, as the engine in use knows them; None without one."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank()), int(distributed.get_world_size())
-    for name in ("horovod.torch", "hvdtrain.hvd"):
-        hvd = sys.modules.get(name)
-        if hvd is not None and hasattr(hvd, "is_initialized") and hvd.is_initialized():
-            return int(hvd.rank()), int(hvd.size())
-    return None
+    engine = _engine()
+    return None if engine is None else (int(engine[1].rank()), int(engine[1].size()))
 
 
 def engine_name() -> str:
     """Return which engine averages, as far as it can be seen from here."""
+    engine = _engine()
+    return "none" if engine is None else engine[0]
+
+
+def _engine() -> tuple[str, Any] | None:
+    """Return the name of the engine in use, and what has its `rank()` and `size()`."""
     for name in ("horovod.torch", "hvdtrain.hvd"):
         hvd = sys.modules.get(name)
         if hvd is not None and hasattr(hvd, "is_initialized") and hvd.is_initialized():
-            return name
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return f"torch.distributed, {distributed.get_backend()}"
-    return "none"
+            return name, hvd
+    c10d = sys.modules.get("torch.distributed")
+    if c10d is not None and c10d.is_available() and c10d.is_initialized():
+        return f"torch.distributed, {c10d.get_backend()}", c10d.group.WORLD
+    return None
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> str:
@@ -841,5 +811,5 @@ def dtype_name(t: Tensor) -> str:
 
 def start() -> None:
     """Take the steps that the environment asks for. `sitecustomize` calls it."""
-    number, _, address = os.environ["HVDTRAIN_PROBE"].split(" ", 2)
-    Probe(address, int(number)).hook()
+    number, what, address = os.environ["HVDTRAIN_PROBE"].split(" ", 2)
+    Probe(address, int(number), int(what.strip("-bt"))).hook()

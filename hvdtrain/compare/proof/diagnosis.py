@@ -18,6 +18,10 @@ OTHER_UPDATE = (
     "the optimizer makes another step of the same gradients, or something moves the weights "
     "between steps: see the optimizer's state, and what runs beside it"
 )
+OTHER_BUFFERS = (
+    "rank 0's buffers, such as BatchNorm's statistics, are computed otherwise: averaged over the "
+    "ranks, or with another momentum"
+)
 # The cause if a gradient differs first, by no more than rounding.
 ROUNDING = (
     "no more than rounding: this one computes or averages the gradients in another order than "
@@ -116,26 +120,6 @@ def explain_samples(arm: Sequence[Sequence[str]], base: Sequence[Sequence[str]])
     return (
         "other samples: sharded twice, shuffled with another seed, or augmented by random numbers "
         "that are not seeded by step"
-    )
-
-
-def explain_buffers(policy: str, ranks_agree: bool) -> str:
-    """Return why buffers differ although parameters agree. `policy`: the one that should apply,
-    if it is not the script's own.
-    """
-    if not policy:
-        return (
-            "rank 0's buffers, such as BatchNorm's statistics, are computed otherwise: averaged "
-            "over the ranks, or with another momentum"
-        )
-    if not ranks_agree:
-        return (
-            "buffers such as BatchNorm's statistics stay each rank's own here, so that "
-            f"evaluation depends on the rank; the policy is {policy!r} (--buffers)"
-        )
-    return (
-        "buffers such as BatchNorm's statistics are combined by another policy than "
-        f"{policy!r} (--buffers): rank 0's, the mean over ranks, or every rank's own"
     )
 
 

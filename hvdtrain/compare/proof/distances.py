@@ -57,10 +57,10 @@ class ArmPair:
 
     @property
     def buffer_ranks(self) -> list[tuple[RankTrace, RankTrace]]:
-        """The ranks whose buffers must be equal: of scripts that is rank 0. DDP overwrites those of
+        """The ranks whose buffers must be equal, which is rank 0. DDP overwrites those of
         the others with rank 0's before each forward pass; Horovod leaves each rank its own.
         """
-        return self.ranks if self.arm[0].buffers_policy else self.ranks[:1]
+        return self.ranks[:1]
 
     @property
     def has_equal_buffers(self) -> bool:

@@ -78,19 +78,13 @@ def _norms(pair: ArmPair) -> Iterator[Difference]:
 
 
 def _buffers(pair: ArmPair) -> Iterator[Difference]:
-    """Yield differences in the final buffers, between the arm's ranks and from the baseline."""
-    arm, base, limits = pair.arm, pair.base, pair.limits
-    policy = arm[0].buffers_policy
-    versions = [len({a.final_buffers_sha256 for a in ranks}) for ranks in (arm, base)]
-    if policy not in ("", "local") and versions[0] > versions[1]:
-        text = "its ranks have different buffers"
-        yield Difference(text, diagnosis.explain_buffers(policy, False))
-    apart = pair.buffer_distance()
+    """Yield differences in the final buffers."""
+    limits, apart = pair.limits, pair.buffer_distance()
     if apart > limits.final or (limits.bitwise and not pair.has_equal_buffers):
-        text = f"buffers differ by {percent(apart)} after {len(arm[0].steps)} steps"
+        text = f"buffers differ by {percent(apart)} after {len(pair.arm[0].steps)} steps"
         if apart == 0:
             text = "buffers differ, though not in the elements that are sampled"
-        yield Difference(text, diagnosis.explain_buffers(policy, True), apart, limits.final)
+        yield Difference(text, diagnosis.OTHER_BUFFERS, apart, limits.final)
 
 
 def _diagnose_gradients(pair: ArmPair) -> str | None:
@@ -192,7 +186,7 @@ def _diagnose_rounding(pair: ArmPair) -> str | None:
     """
     first = next(_differences_by_step(pair, 0.0), None)
     if first is None and pair.has_equal_parameters:
-        return diagnosis.explain_buffers(pair.arm[0].buffers_policy, True)
+        return diagnosis.OTHER_BUFFERS
     if first is None or first.name == _PARAMETERS:
         return diagnosis.OTHER_UPDATE
     within = relative_difference(first.mine, first.its) <= pair.limits.gradient

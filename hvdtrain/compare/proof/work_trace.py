@@ -7,7 +7,6 @@ torch, because the driver unpickles the traces without it.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -90,10 +89,6 @@ class RankTrace:
     rank: int
     world_size: int
     precision: str
-    accumulate: int
-    clip_norm: float
-    buffers_policy: str
-    """Empty if it is the script's own."""
     parameters: dict[str, int]
     """Number of elements by dtype."""
     optimizer: str
@@ -105,14 +100,11 @@ class RankTrace:
     state_step: int
     """Step count in the optimizer's state before the first step: 0 if the state is fresh."""
     initial_sha256: str
-    initial_buffers_sha256: str
     elements: ElementSample
     steps: list[StepTrace] = field(default_factory=list)
     optimizer_steps: int = 0
     final_sha256: str = ""
     final_buffers_sha256: str = ""
-    method: dict[str, Any] = field(default_factory=dict)
-    """The values of METHOD_OPTIONS, by name."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields but the arrays, for JSON: non-finite numbers become text."""
@@ -153,14 +145,6 @@ def paired_steps(
 
 def trace_of(found: dict[str, Any]) -> RankTrace:
     """Return the trace that the probe has sent, as plain values."""
-    return RankTrace(
-        **{
-            "accumulate": 1,
-            "clip_norm": math.inf,
-            "buffers_policy": "",
-            "initial_buffers_sha256": "",
-            **found,
-            "elements": ElementSample(**found["elements"]),
-            "steps": [StepTrace(**step) for step in found["steps"]],
-        }
-    )
+    elements = ElementSample(**found["elements"])
+    steps = [StepTrace(**step) for step in found["steps"]]
+    return RankTrace(**{**found, "elements": elements, "steps": steps})

@@ -1,8 +1,8 @@
 """The arms of a comparison: a name and a command line each.
 
 The command line makes the list of arms here, and `arm_pool` starts them. A name such as ddp/shm
-stands for an `NamedEngine` under its own real launcher, which runs `hvdtrain train`; `hvdtrain doctor`
-starts the same engines with a script of its own. Imports no torch.
+stands for a `NamedEngine` under its own real launcher, which runs `hvdtrain train`; `hvdtrain
+doctor` starts the same engines with a script of its own. Imports no torch.
 """
 
 from __future__ import annotations
