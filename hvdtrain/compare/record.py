@@ -107,6 +107,7 @@ class ParityRow:
     text: str = ""
     difference: float | None = None
     tolerance: float | None = None
+    """What was allowed; 0 for bitwise."""
     cause: str | None = None
     """The likely cause of unequal work."""
     note: str = ""

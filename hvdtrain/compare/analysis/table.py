@@ -196,8 +196,9 @@ def _verdict(record: Record) -> tuple[bool | None, str]:
     equal = [name for name in groups["equal"] if name in verdicts]
     if not equal:
         return None, "not proved: nothing was compared"
-    bitwise = all(verdicts[name] == "bitwise" for name in equal)
-    how = "bitwise equal" if bitwise else "equal within the tolerance"
+    how = "bitwise equal"
+    if allowed := max(row.tolerance or 0.0 for row in record.parity if row.arm in equal):
+        how = f"equal within {allowed:.0%}" if allowed >= 0.01 else f"equal within {allowed:.0e}"
     rest = [(word, groups[word]) for word in ("failed", "not compared") if groups[word]]
     text = "all " * (not rest) + f"{len(groups['equal'])} trained the same: parameters {how} after "
     text += f"{record.config.get('proof_steps')} steps"
@@ -282,6 +283,7 @@ def _conditions(record: Record) -> Iterator[tuple[str, str]]:
         "samples a step": _per_arm(arms, lambda arm: arm.samples_per_step),
         "parameters": _per_arm(arms, lambda arm: arm.parameters),
         "gradient bytes": _per_arm(arms, lambda arm: arm.gradient_bytes),
+        "engine": _per_arm(arms, lambda arm: arm.describe.get("engine")),
         "learning rates": _per_arm(arms, lambda arm: arm.lr),
         "blocks": f"{len(record.blocks)}, of which {len(record.kept_blocks)} count",
         "ends": f"{stop_rule(config)}; it ended by {config.get('stopped_by') or record.outcome}",

@@ -759,42 +759,26 @@ def sample(tensors: Sequence[Tensor], every: int) -> Any:
 
 
 def hash_samples(batch: Any) -> list[str]:
-    """Return one hash per sample of a model's input: of its row in every tensor that has rows.
-
-    The first tensor defines the number of samples. A tensor with fewer dimensions or another length
-    counts as part of every sample. Empty for an input without tensors.
+    """Return one hash per sample of a model's input: of its row in the first tensor. What else is
+    with it, such as labels, some scripts give to the model and others to the loss. Empty for an
+    input without tensors.
     """
-    found: list[Tensor] = []
-
-    def walk(value: Any) -> None:
-        if isinstance(value, Tensor):
-            dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
-            found.append(dense.cpu().contiguous())
-        elif isinstance(value, dict):
-            for item in value.values():
-                walk(item)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                walk(item)
-
-    walk(batch)
-    count = (found[0].shape[0] if found[0].dim() else 1) if found else 0
-    if not count:
+    t = next(tensors_in(batch), None)
+    if t is None:
         return []
-    shared, rows = hashlib.blake2b(digest_size=8), []
-    for t in found:
-        data = t.reshape(-1).view(torch.uint8).numpy()
-        if t.dim() and t.shape[0] == count:
-            rows.append(data.reshape(count, -1))
-        else:
-            shared.update(data.data)
-    hashes = []
-    for i in range(count):
-        digest = shared.copy()
-        for row in rows:
-            digest.update(row[i].data)
-        hashes.append(digest.hexdigest())
-    return hashes
+    dense = t.detach() if t.layout is torch.strided else t.detach().to_dense()
+    rows = dense.cpu().contiguous().reshape(dense.shape[0] if dense.dim() else 1, -1)
+    data = rows.view(torch.uint8).numpy() if rows.numel() else ()
+    return [hashlib.blake2b(row.data, digest_size=8).hexdigest() for row in data]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
 
 
 def settings(group: dict[str, Any]) -> dict[str, str]:

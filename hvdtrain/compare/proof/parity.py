@@ -75,6 +75,8 @@ def _judge(name: str, pair: ArmPair, exact: Iterator[Difference]) -> ParityRow:
         apart = found.distance
         return ParityRow(name, "unequal", found.text, apart, tolerance, cause)
     steps, note = f"{len(pair.base[0].steps)} steps", _buffers_note(pair)
+    if not pair.base[0].steps[0].samples:
+        steps += ", of samples that were not seen"
     if pair.is_bitwise_equal:
         text = f"parameters bitwise equal after {steps}"
         return ParityRow(name, "bitwise", text, 0.0, 0.0, note=note)

@@ -45,11 +45,11 @@ def _parts(table: Table) -> Iterator[Any]:
     yield from map(Text, dict.fromkeys(row.note for row in table.parity if row.note))
     if table.sentences:
         yield from ("", *map(Text, table.sentences))
-    if table.blocks:
+    if table.kept or table.outcome != "running":
         yield from ("", _speed(table), *_legend(table))
     if table.caution:
         yield from ("", Text(table.caution))
-    if table.outcome != "finished":
+    if table.outcome not in ("finished", "running"):
         note = f": {table.note}" if table.note else ""
         yield Text(f"partial: {table.outcome}{note}", "bold yellow")
 
@@ -139,7 +139,7 @@ class ProgressTable:
     def update(self, record: Record, activity: str) -> None:
         """Show the results so far, and the current activity."""
         if self._live is not None:
-            shown = Group(self.rows(make_table(record)), Text(activity, "bold"))
+            shown = Group(*_parts(make_table(record)), Text(activity, "bold"))
             self._live.update(shown, refresh=True)
             return
         if activity != self._last_activity:
@@ -148,19 +148,6 @@ class ProgressTable:
         if len(record.blocks) >= self._num_blocks + 5:  # a log needs no line per block
             self._num_blocks = len(record.blocks)
             self.print_line(_line(make_table(record)))
-
-    def rows(self, table: Table) -> RichTable:
-        """Return the table: each arm, its state, blocks, step and ratio to the baseline."""
-        made = _grid("command", "state")
-        for name in ("blocks", "step ms", "times as fast"):
-            made.add_column(name, justify="right", no_wrap=True)
-        for row in table.rows:
-            state = Text(row.status, COLOURS.get(row.status, ""))
-            if row.reason:
-                state.append(f": {row.reason}", style="not bold")
-            texts = [str(row.ratio.blocks), figures(row.step_ms), ratio(row.ratio)]
-            made.add_row(Text(row.arm), state, *(texts if row.ratio.blocks else []))
-        return made
 
 
 def _line(table: Table) -> str:
