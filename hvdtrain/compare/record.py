@@ -46,7 +46,7 @@ class ArmRecord:
     role: str = "arm"
     command: str = ""
     status: str = "waiting"
-    """waiting, running, measured, failed or refused."""
+    """waiting, running, proved (and not timed), measured, failed or refused."""
     reason: str | None = None
     """Why it failed or was refused."""
     log: str | None = None

@@ -764,11 +764,11 @@ def hash_samples(batch: Any) -> list[str]:
     input without tensors.
     """
     t = next(tensors_in(batch), None)
-    if t is None:
+    if t is None or not t.numel():
         return []
-    dense = t.detach() if t.layout is torch.strided else t.detach().to_dense()
-    rows = dense.cpu().contiguous().reshape(dense.shape[0] if dense.dim() else 1, -1)
-    data = rows.view(torch.uint8).numpy() if rows.numel() else ()
+    dense = (t.detach() if t.layout is torch.strided else t.detach().to_dense()).cpu()
+    rows = dense.contiguous().reshape(dense.shape[0] if dense.dim() else 1, -1)
+    data = rows.view(torch.uint8).numpy()
     return [hashlib.blake2b(row.data, digest_size=8).hexdigest() for row in data]
 
 

@@ -89,7 +89,7 @@ class Comparison:
             self._check_final_parameters()
             self._drop_without_baseline()
         for name in self._pool.live:
-            self.record.arms[name].status = "measured" if self.record.blocks else "running"
+            self.record.arms[name].status = "measured" if self.record.blocks else "proved"
         self._pool.show_activity("done")
 
     # Equal work
