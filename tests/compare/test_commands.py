@@ -232,7 +232,7 @@ def test_hvdtrain_is_a_command_like_others(tmp_path: Path) -> None:
     assert code == 0, output
     assert {row["verdict"] for row in record["parity"]} == {"bitwise"}
     assert record["blocks"] == []
-    first, again = sorted(path.name for path in tmp_path.glob("own*"))
+    again, first = sorted(path.name for path in tmp_path.glob("own*"))
     assert again.startswith("own--repeat--")
     assert first.rpartition("-")[2] != again.rpartition("-")[2]
 

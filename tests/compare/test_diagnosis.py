@@ -45,7 +45,9 @@ def arm(n: int, gradients: list[Array] | None = None, noise: float = 0.0, **chan
         gradient = (mean if gradients is None else gradients[rank]).copy()
         gradient += noise * np.random.default_rng(2).normal(size=SIZE)
         final = initial - 0.3 * gradient
-        samples = ElementSample(LAYOUT, initial, gradient, abs(gradient), None, final, np.empty(0))
+        samples = ElementSample(
+            LAYOUT, initial, gradient, abs(gradient), None, final, np.empty(0), np.empty(0)
+        )
         norm = float(np.linalg.norm(gradient))
         steps = [
             StepTrace(1, [f"{step}-{rank}-{i}" for i in range(4)], 1.0, norm, 4 * SIZE)
@@ -384,6 +386,7 @@ def adam_arm(n: int, order: int, zeros: slice = slice(0)) -> Arm:
         trace.elements.gradient = gradients[0].copy()
         trace.elements.largest = np.max(np.abs(gradients), axis=0)
         trace.elements.buffers = np.concatenate([means, np.ones(20)])
+        trace.elements.means = np.repeat([1.0, 0.0], 20)
         trace.optimizer_steps = 10
         end(trace, weights)
     return traces

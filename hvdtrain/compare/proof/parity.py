@@ -174,7 +174,7 @@ def _narrowest_type(base: ArmTraces) -> str:
 def _weight_rounding(base: ArmTraces) -> float:
     """Return the rounding of half-precision weights, relative to how far training moved them."""
     initial, final = base[0].elements.initial, base[0].elements.final
-    if final is None or not {"bfloat16", "float16"} & set(base[0].parameters):
+    if not {"bfloat16", "float16"} & set(base[0].parameters):
         return 0.0
     moved = float(np.linalg.norm(final - initial))
     return TOLERANCE[base[0].precision] * float(np.linalg.norm(final)) / moved if moved else 0.0

@@ -29,9 +29,9 @@ class StepTrace:
     micro_batches: int = 0
     samples: list[str] = field(default_factory=list)
     """A hash of the content of every sample, in the order of use."""
-    parameter_norm: float | None = None
+    parameter_norm: float = 0.0
     """Norm of the parameters at `optimizer.step`, before it changes them."""
-    gradient_norm: float | None = None
+    gradient_norm: float = 0.0
     """Norm of the gradients at `optimizer.step`."""
     gradient_bytes: int = 0
     """Size of the gradients at `optimizer.step`."""
@@ -58,17 +58,17 @@ class ElementSample:
     layout: list[tuple[str, int]]
     """Name of every parameter and the number of its sampled elements, in the arrays' order."""
     initial: Array
-    gradient: Array | None = None
+    gradient: Array
     """Gradient of the first step at `optimizer.step`."""
-    largest: Array | None = None
+    largest: Array
     """Largest absolute gradient of every element at `optimizer.step`, over all steps."""
-    before_last: Array | None = None
+    before_last: Array | None
     """`local` before the last micro-batch. None without accumulation."""
-    final: Array | None = None
+    final: Array
     """Parameters after the last step."""
-    buffers: Array | None = None
+    buffers: Array
     """Floating-point buffers after the last step."""
-    means: Array | None = None
+    means: Array
     """1 for the elements of `buffers` that are BatchNorm's running means, else 0."""
     local: Array | None = None
     """This rank's own gradient of the first step, before any averaging. None: it was not seen."""
@@ -145,6 +145,6 @@ def paired_steps(
 
 def trace_of(found: dict[str, Any]) -> RankTrace:
     """Return the trace that the probe has sent, as plain values."""
-    elements = ElementSample(**found["elements"])
+    elements = ElementSample(**{"before_last": None, **found["elements"]})
     steps = [StepTrace(**step) for step in found["steps"]]
     return RankTrace(**{**found, "elements": elements, "steps": steps})
