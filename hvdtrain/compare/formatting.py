@@ -68,6 +68,6 @@ def percent(value: float | None) -> str:
     return NOTHING if value is None else f"{100 * value:.{abs(value) < 0.1:d}f} %"
 
 
-def count(number: int, one: str, many: str | None = None) -> str:
+def count(number: int, what: str) -> str:
     """Format a number of things: "1 block", "7 blocks"."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    return f"{number} {what}{'s' * (number != 1)}"

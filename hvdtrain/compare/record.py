@@ -59,8 +59,6 @@ class ArmRecord:
     lr: list[float] | None = None
     """As found in the optimizer, one per parameter group."""
     warm_up_steps: int | None = None
-    even: bool | None = None
-    """Whether step times had settled by the end of the warm-up."""
     peak_mib: list[float] = field(default_factory=list)
 
     @property

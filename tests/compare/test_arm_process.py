@@ -169,6 +169,16 @@ def test_who_ended_first_is_what_the_launcher_says(
         made.end(gently=False)
 
 
+def test_a_port_that_two_arms_want_is_named(tmp_path: Path) -> None:
+    code = "raise OSError(98, 'Address already in use')"
+    made = ArmProcess(
+        [sys.executable, "-c", code], None, os.environ, tmp_path / "at", tmp_path / "l"
+    )
+    with pytest.raises(ArmFailed, match=r"already in use.*: write \{port\} in the command"):
+        made.meet(60)
+    made.end()
+
+
 def test_the_kernel_ends_a_launcher_with_the_comparison(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,7 @@ class BlockTimer:
             steps = _steps_in(BLOCK_S, last, WARM_STEPS)
         for name in list(self._pool.live):
             row = self._record.arms[name]
-            row.warm_up_steps, row.even = steps_taken, name in settled
+            row.warm_up_steps = steps_taken
             # Read now: later copies would raise the peak.
             row.peak_mib = _rounded(self._pool.call(name, "peak_mib") or [])
         self.steps = self.steps or _steps_in(BLOCK_S, last, STEPS_PER_BLOCK)
