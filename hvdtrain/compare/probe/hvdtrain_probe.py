@@ -647,7 +647,6 @@ class Recorder:
             "precision": finder.precision,
             "elements": elements,
             "steps": self._steps,
-            "optimizer_steps": len(self._steps),
             "final_sha256": fingerprint(self._parameters),
             "final_buffers_sha256": fingerprint([b for _, b in buffers]),
         }

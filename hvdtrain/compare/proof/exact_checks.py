@@ -37,7 +37,6 @@ def exact_differences(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterato
     yield from _models(arm, base, baseline)
     yield from _options(arm, base, baseline)
     yield from _rates(arm, base, baseline)
-    yield from _step_counts(arm, base, baseline)
     yield from _data(arm, base, baseline)
     yield from _gradient_types(arm, base, baseline)
 
@@ -152,18 +151,6 @@ def _rates(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Differenc
             )
 
 
-def _step_counts(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
-    """Yield differences in the number of optimizer steps."""
-    for one, other in zip(arm, base, strict=True):
-        taken, its = ((len(x.steps), x.optimizer_steps) for x in (one, other))
-        if taken != its:
-            yield Difference(
-                f"{taken[1]} optimizer steps in {taken[0]} steps on rank {one.rank}, "
-                f"{baseline} took {its[1]} in {its[0]}",
-                "steps are skipped, as a gradient scaler does, or taken twice",
-            )
-
-
 def _data(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference]:
     """Yield differences in micro-batches and samples."""
     for number, rank, a, b in paired_steps(arm, base):
@@ -173,7 +160,7 @@ def _data(arm: ArmTraces, base: ArmTraces, baseline: str) -> Iterator[Difference
                 f"{b.micro_batches}",
                 "accumulation windows begin or end at other micro-batches",
             )
-        if a.samples == b.samples:
+        if a.samples == b.samples or not (a.samples and b.samples):  # in one they were not seen
             continue
         # The samples of all ranks show whether only the split differs.
         mine, its = ([r.steps[number - 1].samples for r in ranks] for ranks in (arm, base))

@@ -75,7 +75,7 @@ def _judge(name: str, pair: ArmPair, exact: Iterator[Difference]) -> ParityRow:
         apart = found.distance
         return ParityRow(name, "unequal", found.text, apart, tolerance, cause)
     steps, note = f"{len(pair.base[0].steps)} steps", _buffers_note(pair)
-    if not pair.base[0].steps[0].samples:
+    if not all(trace.steps[0].samples for ranks in pair.ranks for trace in ranks):
         steps += ", of samples that were not seen"
     if pair.is_bitwise_equal:
         text = f"parameters bitwise equal after {steps}"

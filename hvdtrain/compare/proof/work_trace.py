@@ -102,7 +102,6 @@ class RankTrace:
     initial_sha256: str
     elements: ElementSample
     steps: list[StepTrace] = field(default_factory=list)
-    optimizer_steps: int = 0
     final_sha256: str = ""
     final_buffers_sha256: str = ""
 
