@@ -153,9 +153,10 @@ def _judge(rows: list[GateRow], display: ProgressTable) -> None:
 def _error_text(record: Record) -> str:
     """Return why the comparison ends with an error, or ""."""
     ended = {name: arm for name, arm in record.arms.items() if arm.has_ended_early}
+    refused = [name for name, arm in ended.items() if arm.status == "refused"]
+    if refused and record.arm_of("baseline") not in ended:
+        return f"not the same training as the baseline: {', '.join(refused)}"
     if any(arm.role == "arm" and name not in ended for name, arm in record.arms.items()):
-        if refused := [name for name, arm in ended.items() if arm.status == "refused"]:
-            return f"not the same training as the baseline: {', '.join(refused)}"
         if ended:
             return f"failed: {', '.join(ended)}"
         if record.kept_blocks or record.config["prove_only"]:
