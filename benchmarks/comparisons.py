@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from hvdtrain.compare import record
-from hvdtrain.compare.analysis.summary import Summary, summarise
+from hvdtrain.compare.analysis.table import Table, make_table
 from hvdtrain.compare.record import Record
 from hvdtrain.system import machine, provenance
 
@@ -59,13 +59,9 @@ def compare(budget: str, more: list[str]) -> Record:
         return record.read(out)
 
 
-def verdicts(summary: Summary) -> dict[str, list[dict[str, Any]]]:
-    rows = {row.arm: row for row in summary.speed}
-    wanted = ("verdict", "ratio", "low", "high", "blocks")
-    return {
-        name: [{k: getattr(rows[arm], k) for k in wanted} for arm in pair]
-        for name, pair in ARMS.items()
-    }
+def verdicts(table: Table) -> dict[str, list[dict[str, Any]]]:
+    rows = {row.arm: {"verdict": row.verdict, **vars(row.ratio)} for row in table.rows}
+    return {name: [rows[arm] for arm in own] for name, own in ARMS.items()}
 
 
 def main() -> None:
@@ -88,20 +84,19 @@ def measure(options: argparse.Namespace, more: list[str]) -> None:
         runs = json.loads(options.output.read_text())["runs"]
     for number in range(len(runs), options.runs):
         found = compare(options.budget, [*more, "--seed", str(number)])
-        summary = summarise(found)
-        rows = verdicts(summary)
+        table = make_table(found)
+        rows = verdicts(table)
         about = {
             "budget": options.budget,
-            "starts": found.config.starts,
+            "starts": found.config.get("starts"),
             "commit": found.commit,
             "time": found.ended,
         }
-        load = summary.load
-        runs.append({"rows": rows, "aa": summary.aa, "load": load, **about})
+        runs.append({"rows": rows, "noise": table.noise, "kept": table.kept, **about})
         said = [
-            f"{n}: {r['verdict']} {r['ratio'] or 0:.3f}" for n, pair in rows.items() for r in pair
+            f"{n}: {r['verdict']} {r['value'] or 0:.3f}" for n, own in rows.items() for r in own
         ]
-        print(f"{number + 1}/{options.runs}  {'  '.join(said)}  ({load.blocks_kept} blocks)")
+        print(f"{number + 1}/{options.runs}  {'  '.join(said)}  ({table.kept} blocks)")
         write(runs, options)
 
 

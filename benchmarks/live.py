@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import statistics
@@ -109,6 +110,7 @@ def machine() -> dict[str, Any]:
 
 
 def interval(ratios: list[float]) -> dict[str, float]:
-    """The median of paired ratios, and its 95 % bootstrap interval over blocks."""
-    found = stats.interval(ratios)
-    return {"median": found.median, "low": found.low, "high": found.high}
+    """The median of paired ratios, and its 95 % interval over blocks (order statistics)."""
+    found = stats.ratio(dict(enumerate(ratios)), dict.fromkeys(range(len(ratios)), 1.0), {})
+    limits = {"median": found.value, "low": found.low, "high": found.high}
+    return {name: math.nan if value is None else value for name, value in limits.items()}

@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import live
 from hvdtrain.compare import record
-from hvdtrain.compare.analysis.summary import summarise
+from hvdtrain.compare.analysis.table import SpeedRow, make_table
 
 RESULTS = Path(__file__).parent / "results" / "steps.json"
 SCRIPT = Path(__file__).parent / "train_steps.py"
@@ -70,7 +70,6 @@ ENTRIES: dict[str, dict[str, str]] = {
     }.items()
 }
 ENTRIES["trainer"] = {"trainer": TRAINER} | {m: f"{TRAINER} {m}" for m in METHODS}
-ROW = "step_ms step_low step_high ratio low high verdict cpu_ms_per_step peak_mib blocks".split()
 
 
 def commands(entry: str, ranks: int, before: Path | None) -> dict[str, str]:
@@ -98,17 +97,25 @@ def measure(entry: str, options: argparse.Namespace) -> dict[str, Any] | None:
             print(f"{entry}: hvdtrain compare ends with {code}", file=sys.stderr)
             return None
         found = record.read(out)
-    summary = summarise(found)
+    table = make_table(found)
     return {
-        "work": summary.verdict.text,
-        "noise": [row.spread for row in summary.aa],
-        "rows": {r.arm: {name: getattr(r, name) for name in ROW} for r in summary.speed},
+        "work": table.verdict,
+        "noise": table.noise,
+        "rows": {row.arm: figures(row) for row in table.rows},
         "ranks": options.ranks,
         "commit": found.commit,
         "when": found.ended,
         "machine": f"{found.machine.cores} cores, {found.machine.cpu}",
         "torch": found.versions.get("torch"),
     }
+
+
+def figures(row: SpeedRow) -> dict[str, Any]:
+    """Return what is kept of an arm."""
+    names = ("step_ms", "verdict", "cpu_ms", "peak_mib")
+    ratio = row.ratio
+    limits = {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "blocks": ratio.blocks}
+    return {**{name: getattr(row, name) for name in names}, **limits}
 
 
 def main() -> None:

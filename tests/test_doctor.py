@@ -268,13 +268,19 @@ def test_what_killed_jobs_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     mapped, free, young = tmp_path / "vader_0", tmp_path / "vader_1", tmp_path / "vader_2"
     for path in (named, left):
         (path / "attempt_0").mkdir(parents=True)
-    for path in (mapped, free, young):
+    hidden = tmp_path / "vader_3"
+    for path in (mapped, free, young, hidden):
         path.write_bytes(b"x")
-    for path in (named, left, mapped, free):
+    for path in (named, left, mapped, free, hidden):
         os.utime(path, (0, 0))
+    uses = remains._uses
+    monkeypatch.setattr(
+        remains, "_uses", lambda: (use for use in uses() if os.fsencode(hidden) not in use)
+    )
     monkeypatch.setattr(remains, "PREFIXES", {str(tmp_path): ("torchelastic_", "vader_")})
     env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(named / "error.json")}
     with (
+        open(hidden, "r+b"),  # by a process of another container, which /proc does not show
         open(mapped, "rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ),
         subprocess.Popen(["cat"], env=env, stdin=subprocess.PIPE),  # ends with its stdin
@@ -284,7 +290,7 @@ def test_what_killed_jobs_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert finding.fix == "hvdtrain doctor --clean"
         assert sorted(remains.clean()) == [left, free]
         assert remains.remains(2).status == "ok"
-    assert sorted(tmp_path.iterdir()) == [named, mapped, young]
+    assert sorted(tmp_path.iterdir()) == [named, mapped, young, hidden]
 
 
 # Ranks that fail

@@ -33,7 +33,6 @@ UNPICKLES = {
     "_torch.flight_record": "this process's own record",
     "backends.ps_messages": "connections of `peers`, which prove the secret of the job",
     "compare.run.arm_process": "a Unix socket in a private folder",
-    "compare.run.arm_script": "a Unix socket in a private folder",
     "hvd.elastic.launcher_notices": "signed by horovodrun, and of three classes only",
     "hvd.job": "the `value_server` of the calling process, and what it has received",
     "job.job_secret": "signed with the secret of the job",

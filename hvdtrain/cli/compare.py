@@ -14,7 +14,6 @@ from click.core import ParameterSource
 
 from hvdtrain.cli.train_options import train_option
 from hvdtrain.compare.compare_options import CompareOptions, flag
-from hvdtrain.compare.record import Record, read
 from hvdtrain.errors import HvdtrainError, InputError, TooSlow
 from hvdtrain.job.world import detect
 from hvdtrain.launch.host_list import parse_host_list
@@ -23,6 +22,7 @@ from hvdtrain.system.signals import uninterrupted
 
 if TYPE_CHECKING:
     from hvdtrain.compare.analysis.gate import GateRow
+    from hvdtrain.compare.record import Record
     from hvdtrain.compare.report.terminal import ProgressTable
 
 
@@ -43,11 +43,9 @@ def _option(item: dataclasses.Field[Any]) -> click.Option:
     if not item.metadata:
         return train_option(item.name)
     more = dict(item.metadata)
-    flags, read, choices = (more.pop(name, None) for name in ("flags", "read", "choices"))
+    flags, read = (more.pop(name, None) for name in ("flags", "read"))
     if read is not None:
         more["callback"] = _read(read)
-    if choices is not None:
-        more["type"] = click.Choice(choices)
     names = (flags or flag(item.name)).split()
     return click.Option([*names, item.name], show_default=more["default"] not in (None, ""), **more)
 
@@ -58,51 +56,44 @@ def _option(item: dataclasses.Field[Any]) -> click.Option:
         click.Argument(["commands"], nargs=-1, metavar="[COMMAND]..."),
         *(_option(item) for item in dataclasses.fields(CompareOptions) if item.name != "commands"),
     ],
-    epilog="Ends with 0 compared, 1 nothing could be compared or an arm did other work, "
+    epilog="Ends with 0 compared, 1 an arm failed or did other work, or nothing was compared, "
     "2 bad input, 6 slower than --fail-slower allows, 130 Ctrl-C, 143 SIGTERM.",
 )
 def command(**values: Any) -> None:
-    """Compare backends side by side: do they train the same thing, and how fast?
+    """Compare training commands side by side: do they train the same thing, and how fast?
 
     \b
-    hvdtrain compare
     hvdtrain compare 'torchrun --nproc-per-node 2 ddp.py' 'horovodrun -np 2 python hvd.py'
+    hvdtrain compare
     hvdtrain compare --task my.py:MyTask -np 8 --arms ddp,horovod,compat --budget 10m
-    hvdtrain compare --np 1,2,4 --scaling strong
     hvdtrain compare -H a:4,b:4 --arms ddp/gloo,ddp/mpi
+
+    In a command {port} is a free port, and {arm} the name of the arm: the commands run at the same
+    time, and the first twice.
     """
     if detect().size > 1:
         raise InputError("hvdtrain compare starts the launchers itself; run it without one")
     options = CompareOptions(**values)
     context = click.get_current_context()
-    if options.commands:
-        _check_only_of_commands(context)
-    if options.hosts and context.get_parameter_source("ranks") is ParameterSource.DEFAULT:
-        slots = sum(host.slots for host in parse_host_list(options.hosts))
-        options = dataclasses.replace(options, ranks=(slots,))
-    options.check()
-    run(options)
-
-
-_OF_COMMANDS = (
-    "commands names hosts optimizer allow_different baseline budget_s target_ci blocks steps "
-    "proof_steps threads pin seed max_foreign fail_slower against timeout_s output".split()
-)
-
-
-def _check_only_of_commands(context: click.Context) -> None:
-    """Raise InputError for options of hvdtrain's own training, which scripts do not obey."""
     given = [
         flag(name)
-        for name in context.params
-        if name not in _OF_COMMANDS
-        and context.get_parameter_source(name) is not ParameterSource.DEFAULT
+        for name in _OF_ENGINES
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     ]
-    if given:
+    if options.commands and given:
         raise InputError(
             f"{', '.join(given)}: a command has its own; write them into the commands, or give "
             "--arms in place of commands"
         )
+    if options.hosts and context.get_parameter_source("ranks") is ParameterSource.DEFAULT:
+        slots = sum(host.slots for host in parse_host_list(options.hosts))
+        options = dataclasses.replace(options, ranks=slots)
+    options.check()
+    run(options)
+
+
+_OF_ENGINES = "arms task set batch_size ranks train".split()
+"""Options of the arms that are named, which commands do not obey."""
 
 
 def run(options: CompareOptions) -> None:
@@ -112,45 +103,37 @@ def run(options: CompareOptions) -> None:
     """
     try:
         from hvdtrain.compare.analysis.gate import gate_rows
-        from hvdtrain.compare.analysis.summary import summarise
+        from hvdtrain.compare.analysis.table import make_table
+        from hvdtrain.compare.record import read
         from hvdtrain.compare.report import html_report, terminal
-        from hvdtrain.compare.run.arms import choose_all_arms, choose_commands, choose_device
+        from hvdtrain.compare.run.arms import choose
         from hvdtrain.compare.run.comparison import Comparison
-        from hvdtrain.system import machine
     except ModuleNotFoundError as error:
         raise InputError(
-            f"hvdtrain compare needs {error.name}; pip install jinja2 matplotlib scipy"
+            f"hvdtrain compare needs {error.name}; pip install 'hvdtrain[compare]'"
         ) from None
-    before = None if options.against is None else read(Path(options.against))
-    left_out: list[tuple[str, str]] = []
-    if options.commands:
-        arms, device, why = choose_commands(options), None, None
-    else:
-        device, why = choose_device(options.device, machine.usable_gpus(), max(options.ranks))
-        options = dataclasses.replace(options, device=device)
-        arms, left_out = choose_all_arms(options)
+    before = None if options.against is None else make_table(read(Path(options.against)))
+    arms, left_out = choose(options)
     folder = _make_folder(options)
     display = terminal.ProgressTable()
     comparison = Comparison(options, arms, display, folder)
     record = comparison.record
-    record.config.device_reason = why
     try:
         with display:
-            if device is not None:
-                display.print_line(f"device   {device} ({why})")
             for name, why in left_out:
                 display.print_line(f"not compared: {name}: {why}")
             comparison.run()
     finally:
+        table = make_table(record)
         if record.blocks or record.parity:
             with uninterrupted():
-                page = html_report.write(record, folder)
-                terminal.show(summarise(record))
+                page = html_report.write(table, folder)
+                terminal.show(table)
                 display.print_line(f"report   {page}")
     if error_text := _error_text(record):
         raise HvdtrainError(f"{error_text} (see {folder})")
     if options.fail_slower is not None:
-        _judge(gate_rows(record, options.fail_slower, before), display)
+        _judge(gate_rows(table, options.fail_slower, before), display)
 
 
 def _judge(rows: list[GateRow], display: ProgressTable) -> None:
@@ -169,25 +152,21 @@ def _judge(rows: list[GateRow], display: ProgressTable) -> None:
 
 def _error_text(record: Record) -> str:
     """Return why the comparison ends with an error, or ""."""
-    timed = {key for block in record.kept_blocks for key in block.arms}
-    # Succeed only if some arm was timed to the end, in kept blocks.
-    compared = ("arm", "again", "by hand")
-    if not any(
-        key in timed and arm.status == "measured" and arm.role in compared
-        for key, arm in record.arms.items()
-    ):
-        first: dict[str, str] = {}  # arm by reason: a broken task gives every arm the same reason
-        for key, arm in record.arms.items():
-            if arm.reason:
-                first.setdefault(arm.reason, key)
-        reasons = [f"{key}: {reason}" for reason, key in first.items()]
-        advice = (
-            "all blocks were dropped, because other processes used the CPU; end them, or give "
-            "--max-foreign 100%"
-        )
-        return f"nothing could be compared; {'; '.join(reasons[:3]) or advice}"
-    refused = ", ".join(key for key, arm in record.arms.items() if arm.status == "refused")
-    return f"not the same training as the baseline: {refused}" if refused else ""
+    ended = {name: arm for name, arm in record.arms.items() if arm.has_ended_early}
+    refused = [name for name, arm in ended.items() if arm.status == "refused"]
+    if refused and record.arm_of("baseline") not in ended:
+        return f"not the same training as the baseline: {', '.join(refused)}"
+    if any(arm.role == "arm" and name not in ended for name, arm in record.arms.items()):
+        if ended:
+            return f"failed: {', '.join(ended)}"
+        if record.kept_blocks or record.config["prove_only"]:
+            return ""
+    first: dict[str | None, str] = {}  # arm by reason: a broken task gives all arms the same reason
+    for name, arm in ended.items():
+        first.setdefault(arm.reason, name)
+    reasons = [f"{name}: {reason}" for reason, name in first.items()]
+    why = "; ".join(reasons[:3]) or record.note or "there is only the baseline"
+    return f"nothing could be compared; {why}"
 
 
 def _make_folder(options: CompareOptions) -> Path:

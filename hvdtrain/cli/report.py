@@ -17,38 +17,36 @@ from hvdtrain.errors import BackendUnavailable, InputError
     "--against", type=click.Path(path_type=Path), metavar="FILE", help="An earlier compare.json."
 )
 def command(folder: Path, as_json: bool, against: Path | None) -> None:
-    """Draw the report of a comparison again.
+    """Write the report of a comparison again.
 
     DIR is a folder that `hvdtrain compare` has written. From its compare.json alone this writes
-    report.html and the pictures anew, and prints the tables; with --against also how fast each was
-    before.
+    report.html anew, and prints the tables; with --against also how fast each was before.
 
     \b
     exit code 0   written
               2   compare.json is missing, damaged or of another version, or DIR is not writable
     """
-    from hvdtrain.compare.record import read
-
-    found = read(folder)
-    folder = folder if folder.is_dir() else folder.parent
     try:
         from hvdtrain.compare.analysis.gate import gate_rows
-        from hvdtrain.compare.analysis.summary import summarise
+        from hvdtrain.compare.analysis.table import make_table
+        from hvdtrain.compare.record import read
         from hvdtrain.compare.report import html_report, terminal
     except ModuleNotFoundError as error:
         raise BackendUnavailable(
-            f"a report needs {error.name}; pip install jinja2 matplotlib scipy"
+            f"a report needs {error.name}; pip install 'hvdtrain[compare]'"
         ) from None
+    found = read(folder)
+    folder = folder if folder.is_dir() else folder.parent
     try:
-        summary = summarise(found)
-        page = html_report.write(found, folder)
+        table = make_table(found)
+        page = html_report.write(table, folder)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         text = f"{type(error).__name__}: {error}"
         raise InputError(f"{folder / 'compare.json'} is damaged: {text}") from error
     if as_json:
-        click.echo(json.dumps(summary, default=vars, indent=1))
-    else:
-        terminal.show(summary)
-        for row in [] if against is None else gate_rows(found, 0.0, read(against)):
-            click.echo(f"before   {row.text}")
-        click.echo(f"report   {page}")
+        click.echo(json.dumps(table, default=vars, indent=1))
+        return
+    terminal.show(table)
+    for row in [] if against is None else gate_rows(table, 0.0, make_table(read(against))):
+        click.echo(f"before   {row.text}")
+    click.echo(f"report   {page}")

@@ -184,4 +184,10 @@ def run(config: TrainConfig, origins: dict[str, str]) -> None:
     with open_backend(config.backend, options=options, agree_on=agreed) as backend:
         with backend.share_errors():
             task = load_task(config.task, config.set)
-        Trainer(task, backend, config, origins).fit()
+        trainer = Trainer(task, backend, config, origins)
+        if not config.quiet:
+            trainer.fit()
+            return
+        trainer.set_up(record=False)
+        for _ in trainer.steps():
+            pass

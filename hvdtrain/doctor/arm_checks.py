@@ -23,7 +23,7 @@ from itertools import groupby
 from hvdtrain.compare.formatting import figures
 from hvdtrain.compare.run.arm_pool import launch_environment
 from hvdtrain.compare.run.arm_process import error_line, first_to_end
-from hvdtrain.compare.run.arms import LAUNCHER_OF, LAUNCHERS, NCCL, Arm, parse, unavailable_reason
+from hvdtrain.compare.run.arms import LAUNCHER_OF, LAUNCHERS, NCCL, NamedEngine, parse
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.launch.host_list import Host
 from hvdtrain.system.commands import started
@@ -34,7 +34,9 @@ _MARGIN_S = 10.0  # waited beyond the ranks' own timeout, since their error name
 Show = Callable[[str], None]
 
 
-def all_arms(ranks: int, gpus: int, hosts: Sequence[Host] = ()) -> tuple[list[Arm], list[Finding]]:
+def all_arms(
+    ranks: int, gpus: int, hosts: Sequence[Host] = ()
+) -> tuple[list[NamedEngine], list[Finding]]:
     """Return every backend over every transport that can run here; and why others cannot.
 
     `hosts`: where the ranks run, with a slot for each rank; empty for this host.
@@ -44,7 +46,7 @@ def all_arms(ranks: int, gpus: int, hosts: Sequence[Host] = ()) -> tuple[list[Ar
         for transport in transports:
             name = f"{backend}/{transport}".rstrip("/")
             arm = parse(name, ranks, cuda=False, hosts=tuple(hosts))
-            why = unavailable_reason(arm)
+            why = arm.unavailable_reason()
             if transport == NCCL and gpus < ranks:
                 why = f"{ranks} ranks need as many GPUs, and there are {gpus}"
             if why is None:
@@ -56,7 +58,7 @@ def all_arms(ranks: int, gpus: int, hosts: Sequence[Host] = ()) -> tuple[list[Ar
     return arms, left_out
 
 
-def check_arms(arms: Sequence[Arm], timeout_s: float, show: Show) -> Iterator[Finding]:
+def check_arms(arms: Sequence[NamedEngine], timeout_s: float, show: Show) -> Iterator[Finding]:
     """Yield a finding for each arm, with the time of every collective.
 
     Consecutive arms of one launcher run in the same ranks, which are restarted after a failure.
@@ -70,12 +72,12 @@ def check_arms(arms: Sequence[Arm], timeout_s: float, show: Show) -> Iterator[Fi
             left = left[len(found) :]
 
 
-def _name(arm: Arm) -> str:
+def _name(arm: NamedEngine) -> str:
     """Return "backend/transport", also for the backend without a transport to choose."""
     return f"{arm.backend}/{arm.transport or 'tcp'}"
 
 
-def _command(arms: Sequence[Arm], timeout_s: float) -> list[str]:
+def _command(arms: Sequence[NamedEngine], timeout_s: float) -> list[str]:
     texts = [f"{_name(arm)}={arm.c10d_transport}" for arm in arms]
     return arms[0].command(["-m", "hvdtrain.doctor.collective_rank", f"{timeout_s:g}", *texts])
 
@@ -106,7 +108,7 @@ class _Progress:
         return True
 
 
-def _run(arms: Sequence[Arm], timeout_s: float, show: Show) -> list[Finding]:
+def _run(arms: Sequence[NamedEngine], timeout_s: float, show: Show) -> list[Finding]:
     """Run the arms of one launcher up to the first that fails; return a finding for each.
 
     If no rank has started, the failure is that of all.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -44,10 +45,27 @@ def clean() -> list[Path]:
 
 
 def find_remains() -> list[Path]:
-    """Return the files of this user that no visible process maps, opens or names."""
+    """Return the files of this user that no process maps, opens or names, visible or not."""
     paths = [path for folder, names in PREFIXES.items() for path in _named(folder, names)]
     used = b"\0".join(_uses()) if paths else b""
-    return [path for path in paths if os.fsencode(path) not in used]
+    return [path for path in paths if os.fsencode(path) not in used and not _may_be_open(path)]
+
+
+def _may_be_open(path: Path) -> bool:
+    """Return whether a process may write to a file, or have it mapped so: also one of another
+    container that shares /dev/shm, which /proc does not show. Folders have no such answer.
+
+    The kernel grants a read lease only if nobody has the file open for writing (fcntl(2)).
+    """
+    if not path.is_file() or path.is_symlink():
+        return False
+    try:
+        with path.open("rb") as file:
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:  # it is open; or this file system knows no leases
+        return True
+    return False
 
 
 def _named(folder: str, prefixes: tuple[str, ...]) -> Iterator[Path]:

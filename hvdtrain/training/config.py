@@ -45,7 +45,7 @@ SECTIONS = {
     "Model and gradients": """compile opt_level sync_bn buffers unused_parameters compression
         bucket_mib shard_optimizer deterministic on_nonfinite""",
     "Evaluation": "eval_every eval_batch_size early_stop keep_best ema no_check",
-    "Output": "log_every tensorboard log_gradients profile stragglers callback",
+    "Output": "quiet log_every tensorboard log_gradients profile stragglers callback",
     "Checkpoints": """checkpoint_every keep checkpoint_async checkpoint_signals grace""",
     "Local SGD and DiLoCo": "sync_every local_warmup local_state outer_optimizer",
     "Parameter server": "ps_servers ps_async ps_max_staleness ps_sync_every",
@@ -277,6 +277,9 @@ class TrainConfig:
     stragglers: bool = _option(
         False,
         "Measure the data, compute, wait and communication time of each rank; name late ones.",
+    )
+    quiet: bool = _option(
+        False, "Take steps alone: no output, run directory, evaluation or checkpoint."
     )
     run_dir: str | None = _option(
         None, "[default: runs/<time>-<task>-<backend>]", fingerprint=False

@@ -12,9 +12,7 @@ from torch import nn
 from hvdtrain import Backend, TrainConfig, Trainer
 from hvdtrain.backends import load
 from hvdtrain.compare.probe.hvdtrain_probe import Probe
-from hvdtrain.compare.proof.work_trace import RankTrace
-from hvdtrain.compare.run.by_hand import ByHand
-from hvdtrain.compare.run.messages import trace_of
+from hvdtrain.compare.proof.work_trace import RankTrace, trace_of
 from hvdtrain.tasks.digits import Digits
 from hvdtrain.training.task import Task
 from tests.compare import faulty
@@ -23,22 +21,20 @@ STEPS = 4
 CONFIG = TrainConfig(seed=3, batch_size=8, threads=1, epochs=1)
 
 
-def record_trace(made: Trainer | ByHand, steps: Iterator[Any], num_steps: int) -> RankTrace:
+def record_trace(made: Trainer, steps: Iterator[Any], num_steps: int) -> RankTrace:
     """Take steps of a loop in this process; return what the probe records of them."""
     probe = Probe()
     probe._left = num_steps + 1  # it waits for no call
-    handle = probe.watch(made.optimizer, made.model)
-    made.on_batch = probe.record_batch
+    handles = probe.hook()
     try:
         for _ in range(num_steps):
             next(steps)
-            probe.end_step()
         found = probe.call_trace(num_steps)
     finally:
-        handle.remove()
-        made.on_batch = None
+        for handle in handles:
+            handle.remove()
     assert found is not None
-    return trace_of(found, made.config)
+    return trace_of(found)
 
 
 def tasks() -> dict[str, Task]:
@@ -73,13 +69,6 @@ def trainer(opened: Backend, name: str, task: str, changes: dict[str, Any]) -> T
 def prove(opened: Backend, /, name: str, task: str, **changes: Any) -> RankTrace:
     """The trace of this rank. Runs on live ranks."""
     made = trainer(opened, name, task, changes)
-    return record_trace(made, made.steps(), STEPS)
-
-
-def prove_by_hand(opened: Backend, /, task: str, **changes: Any) -> RankTrace:
-    """The same of the hand-written loop, on the opened backend's process group."""
-    made = ByHand(tasks()[task], opened, replace(CONFIG, **changes))
-    made.set_up()
     return record_trace(made, made.steps(), STEPS)
 
 

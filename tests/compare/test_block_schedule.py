@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from hvdtrain.compare.compare_options import CompareOptions
-from hvdtrain.compare.record import Block
+from hvdtrain.compare.record import ArmTimes, Block
 from hvdtrain.compare.run import block_schedule
-from hvdtrain.compare.run.arms import choose_all_arms
+from hvdtrain.compare.run.arms import choose
 from hvdtrain.compare.run.block_schedule import BlockSchedule
 from hvdtrain.compare.run.comparison import Comparison
 
@@ -42,24 +42,14 @@ def restarts(plan: BlockSchedule, clock: Clock, blocks: int, block_s: float) -> 
     return found
 
 
-def test_the_expected_blocks_are_what_the_restarts_leave_time_for(clock: Clock) -> None:
-    assert BlockSchedule(CompareOptions(blocks=32)).expected_blocks(5.0) == 32
-    plan = BlockSchedule(CompareOptions(budget_s=100.0))
-    assert plan.expected_blocks(5.0) == 20
-    plan.plan_restarts(start_s=10)
-    assert plan.expected_blocks(5.0) == 14, "three starts of 10 s more"
-    clock.now_s += 90
-    assert plan.expected_blocks(5.0) == 6, "a verdict needs as many"
-
-
 def test_a_number_of_blocks_is_spread_over_the_starts(clock: Clock) -> None:
     plan = BlockSchedule(CompareOptions(blocks=32))
     plan.plan_restarts(start_s=10)
     assert restarts(plan, clock, 32, 1) == [8, 16, 24]
     assert plan.generation == 3
-    few = BlockSchedule(CompareOptions(blocks=15))
+    few = BlockSchedule(CompareOptions(blocks=23))
     few.plan_restarts(start_s=10)
-    assert restarts(few, clock, 15, 1) == []
+    assert restarts(few, clock, 23, 1) == [], "an interval of two starts says nothing"
 
 
 def test_restarts_take_at_most_half_of_the_time(clock: Clock) -> None:
@@ -67,48 +57,41 @@ def test_restarts_take_at_most_half_of_the_time(clock: Clock) -> None:
     plan.plan_restarts(start_s=20)
     assert len(restarts(plan, clock, 100, 1)) == 2
     late = BlockSchedule(CompareOptions(budget_s=100))
-    late.plan_restarts(start_s=51)
+    late.plan_restarts(start_s=26)
     assert restarts(late, clock, 100, 1) == []
 
 
 @pytest.mark.parametrize(
-    ("blocks", "kept", "arms", "widths", "after_s", "why"),
+    ("blocks", "kept", "reaches", "after_s", "why"),
     [
-        (3, 3, 1, [], 0, "the loss of the other arms"),
-        (5, 5, 3, [0.5], 150, None),  # too few for an interval
-        (6, 6, 3, [0.5], 150, "the time"),
-        (9, 5, 3, [0.5], 150, None),  # too few of those that count
-        (9, 5, 3, [0.5], 201, "the time, with too few blocks that count"),
-        (5, 0, 3, [0.5], 201, None),  # the start took most of it
-        (9, 9, 3, [0.01], 0, None),  # too few to settle
-        (10, 10, 3, [0.01, 0.02], 0, "the width of the intervals"),
-        (10, 10, 3, [0.01, 0.03], 0, None),
+        (5, 5, [0.5], 150, None),  # too few for an interval
+        (6, 6, [0.5], 150, "the time"),
+        (9, 5, [0.5], 150, "the time"),  # though too few of those that count
+        (9, 9, [0.01], 0, None),  # too few to settle
+        (10, 10, [0.01, 0.02], 0, "the width of the intervals"),
+        (10, 10, [0.01, 0.03], 0, None),
     ],
 )
 def test_when_it_ends(
-    clock: Clock,
-    blocks: int,
-    kept: int,
-    arms: int,
-    widths: list[float],
-    after_s: float,
-    why: str | None,
+    clock: Clock, blocks: int, kept: int, reaches: list[float], after_s: float, why: str | None
 ) -> None:
     plan = BlockSchedule(CompareOptions(budget_s=100))
     clock.now_s += after_s
-    assert plan.why_to_stop(blocks, kept, arms, widths) == why
+    assert plan.why_to_stop(blocks, kept, reaches) == why
 
 
-@pytest.mark.parametrize(("kept", "why"), [(5, None), (6, "the time")])
+@pytest.mark.parametrize(("kept", "why"), [(9, None), (12, "the width of the intervals")])
 def test_a_comparison_counts_the_blocks_that_it_keeps(
     clock: Clock, kept: int, why: str | None, tmp_path: Path
 ) -> None:
-    arms, _ = choose_all_arms(CompareOptions(arms=("ddp/gloo",)))
+    arms, _ = choose(CompareOptions(arms=("ddp/gloo", "ddp/shm")))
     comparison = Comparison(CompareOptions(budget_s=100), arms, cast("Any", None), tmp_path)
-    comparison._pool.live = dict.fromkeys((arm.key for arm in arms), cast("Any", None))
-    comparison.record.blocks = [Block(index, {}, kept=index < kept) for index in range(9)]
-    clock.now_s += 150
-    assert comparison._why_to_stop(9) == why
+    comparison._pool.live = {arm.name: cast("Any", None) for arm in arms}
+    times = {arm.name: ArmTimes([[1.0]], [], []) for arm in arms}
+    comparison.record.blocks = [Block(i, times, kept=i < kept) for i in range(12)]
+    assert comparison._why_to_stop(12) == why
+    comparison._pool.live.pop("ddp/shm")
+    assert comparison._why_to_stop(12) == "the loss of the other arms"
 
 
 def test_no_start_whose_blocks_do_not_fit(clock: Clock) -> None:
@@ -124,11 +107,11 @@ def test_no_start_whose_blocks_do_not_fit(clock: Clock) -> None:
 def test_narrow_intervals_do_not_end_it_before_the_planned_starts(clock: Clock) -> None:
     plan = BlockSchedule(CompareOptions(budget_s=100))
     plan.plan_restarts(start_s=10)
-    assert plan.why_to_stop(20, 20, 3, [0.0]) is None
+    assert plan.why_to_stop(20, 20, [0.0]) is None
 
 
 def test_a_number_of_blocks_is_exact(clock: Clock) -> None:
     plan = BlockSchedule(CompareOptions(blocks=12))
     clock.now_s += 1000
-    assert plan.why_to_stop(11, 11, 3, [0.0]) is None
-    assert plan.why_to_stop(12, 3, 3, [0.5]) == "the number of blocks asked for"
+    assert plan.why_to_stop(11, 11, [0.0]) is None
+    assert plan.why_to_stop(12, 3, [0.5]) == "the number of blocks asked for"

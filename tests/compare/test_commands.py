@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from hvdtrain.compare import probe
+from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
+from hvdtrain.compare.run.arms import names_of
 from tests.launching import clean_env, run, wait_until
 from tests.messages import Message
 
@@ -30,7 +32,7 @@ def probed(tmp_path: Path, kind: str, optimizer: int = 1, **env: str) -> Iterato
     at = tmp_path / "socket"
     settings = probe.environment({**clean_env(), **env}, at, optimizer=optimizer)
     line = [sys.executable, str(ALONE), kind]
-    made = ArmProcess(line, None, settings, at, tmp_path / "log", has_launcher=False)
+    made = ArmProcess(line, None, settings, at, tmp_path / "log")
     try:
         made.meet(60)
         yield made
@@ -47,16 +49,25 @@ def probed(tmp_path: Path, kind: str, optimizer: int = 1, **env: str) -> Iterato
         ("scaler", 4),
         ("accumulates", 8),
         ("changes folder", 4),
+        ("replaced", 4),
+        ("sparse input", 4),
+        ("no rate", 4),
+        ("a step raises", 4),
+        ("compiled", 4),
     ],
 )
 def test_a_script_is_measured_as_it_is(tmp_path: Path, kind: str, samples: int) -> None:
     with probed(tmp_path, kind) as arm:
         assert arm.size == 1
         (facts,) = arm.call("open")
-        assert (facts["samples"], facts["parameters"], facts["lr"]) == (samples, 22, [0.01])
+        rate = [0.001] if kind == "a step raises" else [0.01]  # SGD's default
+        assert (facts["samples"], facts["parameters"], facts["lr"]) == (samples, 22, rate)
         (trace,) = arm.call("trace", 3)
-        assert [len(step["samples"]) for step in trace["steps"]] == [samples] * 3
-        assert [step["micro_batches"] for step in trace["steps"]] == [samples // 4] * 3
+        sizes = [samples] * 3
+        if kind == "a step raises":  # the step did not happen: the next has its samples, too
+            sizes[1] *= 2
+        assert [len(step["samples"]) for step in trace["steps"]] == sizes
+        assert [step["micro_batches"] for step in trace["steps"]] == [size // 4 for size in sizes]
         assert all(step["gradient_norm"] > 0 for step in trace["steps"])
         moved = trace["elements"]["final"] - trace["elements"]["initial"]
         if kind != "scaler":  # the first step moves against the gradient of the first sample
@@ -87,8 +98,10 @@ def test_the_optimizer_that_is_asked_for(tmp_path: Path, number: int, parameters
     with probed(tmp_path, "two optimizers", number) as arm:
         assert arm.call("open")[0]["parameters"] == parameters
         (trace,) = arm.call("trace", 3)
-        assert trace["optimizer"] == ("SGD", "Adam")[number - 1]
-        assert trace["optimizer_steps"] == 3
+        assert trace["optimizer"] == ("SGD, Adam", "Adam, SGD")[number - 1]
+        assert len(trace["steps"]) == 3
+        assert sum(trace["parameters"].values()) == len(trace["elements"]["gradient"]) == 28
+        assert trace["steps"][-1]["lr"] == ([0.01, 0.001], [0.001, 0.01])[number - 1]
 
 
 @pytest.mark.parametrize("kind", ["lbfgs", "no optimizer", "ends", "fails"])
@@ -196,27 +209,93 @@ TWINS = {
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(300)
 def test_wrong_twins_are_refused_with_their_cause(tmp_path: Path) -> None:
     named: list[object] = []
     for kind in ("right", *TWINS):
         named += ["-n", kind, torchrun("twin.py", kind)]
-    code, record, output = compared(tmp_path, *named, *SHORT, timeout=175)
+    code, record, output = compared(tmp_path, *named, *SHORT, timeout=250)
     assert code == 1, output
     arms = record["arms"]
     assert {kind: arms[kind]["status"] for kind in TWINS} == dict.fromkeys(TWINS, "refused")
     for kind, words in TWINS.items():
         assert words in arms[kind]["reason"], arms[kind]["reason"]
-    assert arms["right"]["status"] == arms["right (repeat)"]["status"] == "measured"
+    assert arms["right"]["status"] == arms["right (repeat)"]["status"] == "proved"
+    assert record["blocks"] == []  # there is nothing to time beside the baseline
 
 
-def test_hvdtrain_is_a_command_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refuses unknown variables, of which the probe's is none. Each start has its own run."""
-    monkeypatch.chdir(tmp_path)
-    line = f"{sys.executable} -m hvdtrain --backend single --epochs 100000 --threads 1"
-    code, record, output = compared(tmp_path, line, f"{line} --ema 0.999", *SHORT)
+def test_hvdtrain_is_a_command_like_others(tmp_path: Path) -> None:
+    """It refuses unknown variables, of which the probe's is none. Each start has its own run, and
+    the arms, of which the first runs twice, their own names and ports.
+    """
+    line = f"{sys.executable} -m hvdtrain --backend single --epochs 100000"
+    named = ("-n", "own", f"{line} --run-dir {tmp_path}/{{arm}}-{{port}}", "-n", "quiet")
+    more = ("--prove-only", "--proof-steps", "4")
+    code, record, output = compared(tmp_path, *named, f"{line} --quiet --ema 0.999", *more)
     assert code == 0, output
     assert {row["verdict"] for row in record["parity"]} == {"bitwise"}
-    assert {arm["status"] for arm in record["arms"].values()} == {"measured"}
+    assert record["blocks"] == []
+    again, first = sorted(path.name for path in tmp_path.glob("own*"))
+    assert again.startswith("own--repeat--")
+    assert first.rpartition("-")[2] != again.rpartition("-")[2]
+
+
+def test_the_words_that_differ_name_a_command() -> None:
+    lines = ("torchrun a.py --lr 1", "torchrun a.py --lr 1 --fused", "mpirun python a.py")
+    names = names_of(CompareOptions(commands=(*lines, lines[0])))
+    assert names == ["torchrun a.py", "torchrun a.py --fused", "mpirun a.py", "torchrun a.py (4)"]
+
+
+@pytest.mark.exhaustive
+def test_an_arm_that_dies_while_it_is_timed_is_an_error(tmp_path: Path) -> None:
+    whole = f"{sys.executable} {SCRIPTS / 'ddp.py'}"
+    line = whole.replace(sys.executable, "torchrun --nproc-per-node 1")
+    named = ["-n", "lives", line, "-n", "dies", f"{line} 30", "-n", "too", line]
+    code, record, output = compared(tmp_path, *named, *SHORT)
+    assert code == 1, output
+    assert "3 trained the same: parameters bitwise equal after 4 steps" in output
+    assert "failed: dies (see " in output
+    assert record["arms"]["too"]["status"] == "measured"
+
+
+def test_what_the_workers_of_a_loader_take_is_not_foreign(tmp_path: Path) -> None:
+    script = tmp_path / "works.py"
+    script.write_text(WORKS)
+    at = tmp_path / "at"
+    env = probe.environment(clean_env(), at)
+    arm = ArmProcess([sys.executable, str(script)], None, env, at, tmp_path / "log")
+    try:
+        arm.meet(60)
+        arm.call("open")
+        arm.call("trace", 2)
+        before = arm.cpu_s()
+        (times,) = arm.call("time_steps", 20, 0)
+        assert arm.cpu_s() - before > times["cpu_s"] + 0.2
+    finally:
+        arm.end()
+
+
+WORKS = """
+import time, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        until = time.process_time() + 0.02
+        while time.process_time() < until:
+            pass
+        return torch.ones(4)
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+for inputs in DataLoader(Slow(), num_workers=1):
+    optimizer.zero_grad()
+    model(inputs).sum().backward()
+    optimizer.step()
+"""
 
 
 def test_other_work_is_timed_if_allowed(tmp_path: Path) -> None:
@@ -228,8 +307,8 @@ def test_other_work_is_timed_if_allowed(tmp_path: Path) -> None:
         *SHORT,
     )
     assert code == 0, output
-    assert "not the same training: torchrun twin.py (2)" in output
-    assert record["arms"]["torchrun twin.py (2)"]["status"] == "measured"
+    assert "not the same training: torchrun twin.py lr" in output
+    assert record["arms"]["torchrun twin.py lr"]["status"] == "measured"
 
 
 def test_commands_that_cannot_run_say_why(tmp_path: Path) -> None:
@@ -264,12 +343,13 @@ def test_other_numbers_of_ranks_are_other_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("python a.py", "--task", "mlp", "--set", "a=b"),
-        ("python a.py", "python b.py", "-n", "one"),
+        ("python -c 1", "--task", "mlp", "--set", "a=b"),
+        ("python -c 1", "python -c 2", "-n", "one"),
         ("python 'a.py",),
         ("python", "a.py"),
         ("",),
-        ("python a.py", "--baseline", "b"),
+        ("python -c 1", "--baseline", "b"),
+        ("python nothere.py",),
     ],
     ids=str,
 )

@@ -6,26 +6,31 @@ import io
 from pathlib import Path
 
 from hvdtrain.compare import record
-from hvdtrain.compare.analysis.speed import Measurements
-from hvdtrain.compare.analysis.summary import summarise
-from hvdtrain.compare.report import terminal
+from hvdtrain.compare.analysis.table import make_table
+from hvdtrain.compare.formatting import ratio
+from hvdtrain.compare.report import html_report, terminal
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "benchmarks" / "results" / "compare"
 
 
 def test_the_readme_says_what_the_committed_comparison_says() -> None:
-    measured = Measurements(record.read(COMMITTED))
-    gloo, horovod = (measured.ratio(base, "ddp/shm") for base in ("ddp/gloo", "horovod/mpi"))
-    said = [f"{r.median:.2f} [{r.low:.2f}, {r.high:.2f}] times as fast" for r in (gloo, horovod)]
+    found, said = record.read(COMMITTED), []
+    for base in ("ddp/gloo", "horovod/mpi"):
+        for arm in found.arms.values():
+            arm.role = "baseline" if arm.name == base else "arm"
+        rows = {row.arm: row for row in make_table(found).rows}
+        said.append(f"{ratio(rows['ddp/shm'].ratio)} times as fast")
     text = " ".join((ROOT / "README.md").read_text().split())
     assert (
         f"a DDP step is {said[0]} over `shm` as over Gloo, and {said[1]} as real Horovod's" in text
     )
 
 
-def test_the_manual_shows_the_committed_comparison() -> None:
-    out = io.StringIO()
-    terminal.show(summarise(record.read(COMMITTED)), out, width=100)
+def test_manual_and_page_show_the_committed_comparison() -> None:
+    out, table = io.StringIO(), make_table(record.read(COMMITTED))
+    terminal.show(table, out, width=100)
     printed = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
     assert f"```\n{printed}\n```" in (ROOT / "docs/compare.md").read_text()
+    assert (COMMITTED / "report.html").read_text() == html_report.page(table)
+    assert (COMMITTED / "intervals.svg").read_text() == html_report.page(table, "intervals.svg")

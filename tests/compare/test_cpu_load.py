@@ -6,30 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.compare.analysis.foreign_load import no_verdict_note, why_dropped
-from hvdtrain.compare.record import Block
 from hvdtrain.compare.run import cpu_load
 from hvdtrain.compare.run.cpu_load import Load, LoadMeter
-from hvdtrain.compare.run.messages import StepTimes
-
-TICKS = 100  # in a second, where the made-up counters come from
 
 
 class Machine:
     """A /proc/stat of four cores, a clock and our CPU time, all moved by hand; 0 and 1 are ours."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.path, self.now, self.own_s = path, 100.0, 7.0
+        self.path, self.now, self.own_s = path / "stat", 100.0, 7.0
         self.counters = {core: [450, 5, 150, 25_000, 35, 2, 3, 20, 0, 0] for core in range(4)}
         monkeypatch.setattr("hvdtrain.compare.run.cpu_load.time.monotonic", lambda: self.now)
         monkeypatch.setattr("hvdtrain.compare.run.cpu_load.time.process_time", lambda: self.own_s)
-        monkeypatch.setattr("hvdtrain.compare.run.cpu_load.os.sysconf", lambda name: TICKS)
+        monkeypatch.setattr("psutil.PROCFS_PATH", str(path))
         self.tick()
 
     def meter(self) -> LoadMeter:
-        return LoadMeter({0, 1}, self.path)
+        return LoadMeter({0, 1})
 
     def tick(self, seconds: float = 0.0, core: int = 0, **ticks: int) -> None:
+        """`ticks`: hundredths of a second."""
         names = "user nice system idle iowait irq softirq steal guest guest_nice".split()
         for name, count in ticks.items():
             self.counters[core][names.index(name)] += count
@@ -40,13 +36,9 @@ class Machine:
         self.path.write_text(f"{text}intr 1 2 3\nbtime 5\n")
 
 
-def ranks(*cpu_s: float) -> list[StepTimes]:
-    return [StepTimes(whole_cpu_s=seconds) for seconds in cpu_s]
-
-
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return Machine(tmp_path / "stat", monkeypatch)
+    return Machine(tmp_path, monkeypatch)
 
 
 def test_foreign_is_what_was_busy_and_not_ours(machine: Machine) -> None:
@@ -54,7 +46,7 @@ def test_foreign_is_what_was_busy_and_not_ours(machine: Machine) -> None:
     # 1 s on two cores: 2 core seconds. Busy 1.5, of which ours 0.9; guests are in user already.
     machine.tick(user=60, nice=10, system=25, guest=30, idle=5)
     machine.tick(1.0, core=1, user=40, irq=5, softirq=10, idle=40, iowait=5, steal=5)
-    meter.add(ranks(0.5, 0.3))
+    meter.add(0.8)
     machine.own_s += 0.1
     found = meter.stop()
     assert found.foreign == pytest.approx(0.3)
@@ -74,7 +66,7 @@ def test_of_an_arm_that_failed_the_time_is_unknown(machine: Machine) -> None:
     meter = machine.meter()
     machine.tick(1.0, user=50)
     meter.add(None)
-    meter.add(ranks(0.5))
+    meter.add(0.5)
     assert meter.stop() == Load(None, None)
 
 
@@ -91,7 +83,7 @@ def test_edges_of_a_window(
 ) -> None:
     meter = machine.meter()
     machine.tick(seconds, user=user)
-    meter.add(ranks(own_s))
+    meter.add(own_s)
     assert meter.stop() == load
 
 
@@ -107,12 +99,14 @@ def test_edges_of_a_window(
     ],
     ids=["missing", "empty", "zeros", "old kernel", "other cores", "garbage"],
 )
-def test_a_machine_that_does_not_say(tmp_path: Path, text: str | None) -> None:
-    path = tmp_path / "stat"
+def test_a_machine_that_does_not_say(
+    tmp_path: Path, text: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if text is not None:
-        path.write_text(text)
-    meter = LoadMeter({0, 1}, path)
-    meter.add(ranks(0.1))
+        (tmp_path / "stat").write_text(text)
+    monkeypatch.setattr("psutil.PROCFS_PATH", str(tmp_path))
+    meter = LoadMeter({0, 1})
+    meter.add(0.1)
     assert meter.stop() == Load(None, None)
     assert cpu_load.too_busy(Load(None, None), 0.0) is None
 
@@ -130,30 +124,3 @@ def test_a_machine_that_does_not_say(tmp_path: Path, text: str | None) -> None:
 )
 def test_the_rule_that_drops_a_block(load: Load, limit: float, why: str | None) -> None:
     assert cpu_load.too_busy(load, limit) == why
-
-
-def test_what_is_said_of_all_dropped_blocks() -> None:
-    blocks = [Block(0, {}, foreign=0.502), Block(1, {}, foreign=0.6, steal=0.22)]
-    why = why_dropped(blocks, 0.5)
-    assert why.startswith(
-        "since others took 50.2 to 82 % of the cores, and --max-foreign allows 50%; "
-    )
-    assert why_dropped([Block(0, {})], None).startswith("for the load of others; end what")
-
-
-@pytest.mark.parametrize(
-    ("kept", "dropped", "said"),
-    [
-        (6, 9, None),
-        (2, 0, None),  # the other arms have failed, for example, and say why
-        (0, 2, "no block counts: 2 were dropped, since others took 60 % of the cores, and"),
-        (1, 2, "no verdict on any speed: 1 of 3 blocks counts, and a verdict needs 6; "),
-        (5, 1, "no verdict on any speed: 5 of 6 blocks count, and a verdict needs 6; "),
-    ],
-)
-def test_it_is_said_that_no_arm_has_a_verdict(kept: int, dropped: int, said: str | None) -> None:
-    blocks = [Block(i, {}, kept=i >= dropped, foreign=0.6) for i in range(kept + dropped)]
-    note = no_verdict_note(blocks, 0.5)
-    assert (note is None) == (said is None)
-    assert (note or "").startswith(said or "")
-    assert "\n" not in (note or "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from hvdtrain import Backend, Task
-from hvdtrain.compare.run.by_hand import ByHand
+from hvdtrain import Backend
 from hvdtrain.errors import InputError
 from hvdtrain.training import methods
 from hvdtrain.training.config import TrainConfig
@@ -27,7 +25,7 @@ from tests.launching import ROOT, run
 from tests.messages import Message
 from tests.methods import arms
 from tests.methods.arms import EVERYWHERE, LIVE, TWO
-from tests.methods.data_runs import CONFIG, Regression, one_process, shuffled, train
+from tests.methods.data_runs import Regression, one_process, shuffled, train
 from tests.ranks import Ranks, single
 from tests.runs import records, run_json
 
@@ -266,24 +264,6 @@ def test_sync_batch_norm_sends_no_nan(tmp_path: Path) -> None:
     done = run(warm([str(part) for part in command]), env={"PYTHONPATH": str(ROOT)})
     (line,) = [line for line in done.lines("error: ") if "weight 0 is not finite" in line]
     assert "weight.clamp(min=1)" in line
-
-
-def by_hand(backend: Backend, /, task: Task, **changes: Any) -> tuple[Tensor, list[float]]:
-    loop = ByHand(task, backend, replace(CONFIG, **changes))
-    loop.set_up()
-    steps = loop.steps()
-    losses = [float(next(steps).loss) for _ in range(CONFIG.epochs * 2)]
-    return nn.utils.parameters_to_vector(loop.model.parameters()).detach(), losses
-
-
-@TWO
-def test_the_hand_written_loop_of_compare(ranks: Ranks) -> None:
-    wanted, losses = one_process(Tokens(48), shuffled(48, 24))
-    found = ranks.run(by_hand, Tokens(48), accumulate=3)
-    for weights, _ in found:
-        assert (weights - wanted).abs().max() < 1e-12
-    mean = [sum(pair) / 2 for pair in zip(*(of_rank for _, of_rank in found), strict=True)]
-    assert mean == pytest.approx(losses, rel=1e-12)
 
 
 # What a task may return

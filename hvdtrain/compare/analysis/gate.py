@@ -3,21 +3,21 @@
 Without `--against` an arm is held against the baseline of the same comparison. With it, an arm's
 ratio to the baseline is held against the one in an earlier record, so that a machine that is
 faster or slower today does not count. An arm is too slow if the ends of both intervals that are
-nearest to each other are still further apart than is allowed. An arm that cannot be judged, because
-it failed or has too few blocks, keeps the gate shut: else a crash would pass it.
+nearest to each other are still further apart than is allowed, and the ratios by that and the A/A
+spread; without `--against` its verdict must be "slower", too, which counts how many arms there are.
+An arm that cannot be judged, because it failed or has too few blocks, keeps the gate shut: else a
+crash would pass it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdtrain.compare.analysis import stats
-from hvdtrain.compare.analysis.speed import Measurements
-from hvdtrain.compare.analysis.stats import Interval
-from hvdtrain.compare.compare_options import MIN_BLOCKS
-from hvdtrain.compare.record import Record
+from hvdtrain.compare.analysis.stats import Ratio
+from hvdtrain.compare.analysis.table import Table
+from hvdtrain.compare.formatting import times_as_fast
 
-ONE = Interval(1.0, 1.0, 1.0, MIN_BLOCKS)
+ONE = Ratio(1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -30,35 +30,46 @@ class GateRow:
     text: str
 
 
-def gate_rows(record: Record, allowed: float, before: Record | None = None) -> list[GateRow]:
-    """Return one row for each arm but the references.
+def gate_rows(table: Table, allowed: float, before: Table | None = None) -> list[GateRow]:
+    """Return one row for each arm but the baseline and its repeat.
 
     `allowed`: 0.05 if an arm may take 5 % longer. `before`: see the module; arms that it lacks, and
     those of another baseline, are left out.
     """
-    measured = Measurements(record)
-    earlier = None if before is None else Measurements(before)
+    base = next((row.arm for row in table.rows if row.role == "baseline"), "")
+    earlier = {}
+    if before is not None and any(r.arm == base and r.role == "baseline" for r in before.rows):
+        earlier = {row.arm: row.ratio for row in before.rows if row.role == "arm"}
+    noise = [found.noise for found in (table, before) if found is not None]
     rows = []
-    for key, arm in record.arms.items():
-        base = record.key_of("baseline", arm.ranks)
-        if arm.role != "arm":
+    for row in table.rows:
+        if row.role != "arm" or (before is not None and row.arm not in earlier):
             continue
-        now, then = measured.ratio(base, key), ONE
-        if earlier is not None and before is not None:
-            if key not in before.arms or before.key_of("baseline", arm.ranks) != base:
-                continue
-            then = earlier.ratio(base, key)
-        if arm.has_ended_early or min(now.blocks, then.blocks) < MIN_BLOCKS:
-            why = arm.reason or f"fewer than {MIN_BLOCKS} blocks count, here or in --against"
-            rows.append(GateRow(key, None, f"{key}: cannot be judged: {why}"))
+        now, then = row.ratio, earlier.get(row.arm, ONE)
+        is_slower = _is_slower(now, then, allowed, noise)
+        if before is None and is_slower:
+            is_slower = row.verdict == "slower"
+        if row.status in ("failed", "refused") or is_slower is None:
+            why = row.reason or "too few blocks count, here or in --against"
+            rows.append(GateRow(row.arm, None, f"{row.arm}: cannot be judged: {why}"))
             continue
-        is_slower = now.high * (1 + allowed) < then.low
-        text = f"{stats.figures(now)} as fast as {base}"
-        if earlier is not None:
-            text += f", before {stats.figures(then)}"
+        text = f"{times_as_fast(now)} as fast as {base}"
+        if before is not None:
+            text += f", before {times_as_fast(then)}"
         verdict = "not shown to be slower"
         if is_slower:
             verdict = "slower than allowed" if allowed else "slower"
         verdict += f" ({100 * allowed:g} %)" if allowed else ""
-        rows.append(GateRow(key, is_slower, f"{key}: {text}: {verdict}"))
+        rows.append(GateRow(row.arm, is_slower, f"{row.arm}: {text}: {verdict}"))
     return rows
+
+
+def _is_slower(now: Ratio, then: Ratio, allowed: float, noise: list[float | None]) -> bool | None:
+    """Return whether `now` is below `then` by more than is allowed; None if that is not known."""
+    if now.value is None or then.value is None or now.high is None or then.low is None:
+        return None
+    known = [spread for spread in noise if spread is not None]
+    if len(known) < len(noise):
+        return None
+    slack = (1 + allowed) * (1 + max(known))
+    return now.high * (1 + allowed) < then.low and now.value * slack < then.value

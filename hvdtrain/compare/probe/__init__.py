@@ -16,21 +16,31 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 VARIABLE = "HVDTRAIN_PROBE"
-"""Number of the optimizer, whether to bind the ranks (1), and the address, with blanks between."""
+"""Number of the optimizer, what a rank does as it starts, and the address, with blanks between.
+
+b: binds itself to its share of the host's cores; t: takes as many threads as its share has cores.
+A number: the process id of the comparison.
+"""
 
 
 def environment(
-    env: Mapping[str, str], address: Path, pin: bool = False, optimizer: int = 1
+    env: Mapping[str, str],
+    address: Path,
+    pin: bool = False,
+    optimizer: int = 1,
+    shares_cores: bool = False,
 ) -> dict[str, str]:
     """Return the environment of a command whose ranks shall connect to the Unix socket `address`:
     PYTHONPATH and HVDTRAIN_PROBE, which a launcher must pass on to ranks on other hosts.
 
     `pin`: bind each rank to its share of the host's cores as it starts. `optimizer`: which one's
-    steps are taken, by the order of their first steps.
+    steps are taken, by the order of their first steps. `shares_cores`: unless `env` says
+    how many threads, each rank takes its share of the cores, whatever its launcher sets.
     """
+    sets_threads = shares_cores and "OMP_NUM_THREADS" not in env
     paths = [str(FOLDER), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         **env,
         "PYTHONPATH": os.pathsep.join(paths),
-        VARIABLE: f"{optimizer} {int(pin)} {address}",
+        VARIABLE: f"{optimizer} {'b' * pin}{'t' * sets_threads}{os.getpid()} {address}",
     }

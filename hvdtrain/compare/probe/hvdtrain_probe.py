@@ -1,4 +1,4 @@
-"""The probe in one process: it takes the steps of the first optimizer that steps there.
+"""The probe in one process: it takes the steps of the first optimizer that trains there.
 
     the script                this module                              the comparison
     optimizer.step()   ---->  before: record the gradient
@@ -8,9 +8,11 @@
                               after the last one, answer            ---->  (True, answer)
 
 A call is the name of a method of `Probe` that begins with `call_`; None, or a closed connection,
-ends the script. A step goes from the end of one `optimizer.step` to the end of the next. What is
-recorded of the first steps is what `hvdtrain.compare.proof.work_trace` describes, as plain values:
-this module runs in environments that lack hvdtrain.
+ends the script. A step goes from the end of one `optimizer.step` to the end of the next; the first
+is the first on gradients that are not zero, because Horovod's `broadcast_optimizer_state` makes an
+optimizer's state by a step on zeros. What is recorded of the first steps is what
+`hvdtrain.compare.proof.work_trace` describes, as plain values: this module runs in environments
+that lack hvdtrain.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ import glob
 import hashlib
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Client, Connection
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -39,20 +43,26 @@ _WORLD = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # of srun's ranks; a job has others, too
 )
 # Wrappers put these before the names of parameters.
 _PREFIXES = ("module.", "_orig_mod.", "_forward_module.", "model.")
 # Options that change how a step is computed, not what it computes.
 _HOW_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_SAMPLED = 1 << 18  # elements of all parameters together; at least one of each
 PIECE = 1 << 18  # elements that are processed at once
 
 
-def connect(address: str, rank: int, size: int) -> Connection:
+def connect(address: str, rank: int, size: int, comparison: int = 0) -> Connection:
     """Connect to the comparison's socket; on another host, to one that ssh forwards there, whose
     name ends with the number of the host. Tells who connects.
+
+    `comparison`: its process id. A rank that it has started itself, without a launcher, is killed
+    with it: stopped, it would handle no other signal.
     """
+    if os.getppid() == comparison:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for path in [address, *sorted(glob.glob(f"{address}-*"))]:
         with contextlib.suppress(OSError):
             connection = Client(path, "AF_UNIX")
@@ -68,16 +78,16 @@ class RefusedError(Exception):
 class Probe:
     """The optimizer whose steps are taken, the connection, and the steps that are left."""
 
-    def __init__(self, address: str = "", number: int = 1) -> None:
+    def __init__(self, address: str = "", number: int = 1, comparison: int = 0) -> None:
         """`number`: which optimizer is taken, by the order in which they step first; from 1."""
-        self._address, self._number = address, number
-        self.about: dict[str, Any] = {}
-        """What the script itself says of its work, in place of what can be seen of it."""
-        self._seen: list[int] = []
+        self._address, self._number, self._comparison = address, number, comparison
+        self._seen: list[torch.optim.Optimizer] = []
+        """One optimizer for each set of parameters, by the order of their first steps."""
         self._optimizer: torch.optim.Optimizer | None = None
-        self._chosen: torch.optim.Optimizer | None = None
-        self._model: nn.Module | None = None
-        self._depth = 0
+        self._frames: list[FrameType] = []
+        """Those of the steps in progress, each called by the one before it."""
+        self._stepping: torch.optim.Optimizer | None = None
+        """The optimizer of the first of them, if that is a step that counts."""
         self._left = 1
         self._taken = 0
         self._recorder: Recorder | None = None
@@ -95,49 +105,45 @@ class Probe:
         self._has_failed = False
         self._finder = ModelFinder()
 
-    def watch(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
-        """Watch one optimizer, in place of `hook`. The script calls `record_batch` with each
-        micro-batch and `end_step` after each step. Returns what removes the hook.
-        """
-        self._chosen, self._model = optimizer, model
-        self._finder.hashes_inputs = False
-        return optimizer.register_step_pre_hook(
-            lambda _, args, kwargs: self.before(optimizer, args, kwargs)
-        )
-
-    def adopt(self, connection: Connection, **about: Any) -> None:
-        """Serve a comparison that has called "open" already. `about`: see the field."""
-        self._connection, self.about = connection, about
-        self._finish = self.call_open
-
-    def hook(self) -> None:
-        """Register the hooks of every optimizer's steps."""
-        torch_optimizer.register_optimizer_step_pre_hook(self.before)
-        torch_optimizer.register_optimizer_step_post_hook(self.after)
+    def hook(self) -> list[Any]:
+        """Register the hooks of every optimizer's steps; return what removes them."""
+        return [
+            torch_optimizer.register_optimizer_step_pre_hook(self.before),
+            torch_optimizer.register_optimizer_step_post_hook(self.after),
+        ]
 
     # The hooks of torch.optim
 
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called before each step of any optimizer."""
-        if optimizer is not self._optimizer and not self._takes(optimizer):
-            return
-        self._depth += 1  # the step of Horovod's optimizer calls that of its base class
-        if self._recorder is not None:
-            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            self._recorder.before_step(has_closure=closure is not None)
+        frame = sys._getframe(1)
+        self._leave_steps(frame)
+        self._frames.append(frame)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if len(self._frames) == 1:
+            is_own = is_own_step(optimizer, frame)
+            follows = self._follow(optimizer, is_own, has_closure=closure is not None)
+            self._stepping = optimizer if follows and is_own else None
+        # The step of Horovod's optimizer averages, and then calls that of its base class.
+        if self._recorder is not None and optimizer is self._stepping:
+            self._recorder.before_step(optimizer, has_closure=closure is not None)
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called after each step of any optimizer. Waits for the comparison if no step is left."""
-        if optimizer is not self._optimizer:
+        self._leave_steps(sys._getframe(1))
+        if self._frames:
+            self._frames.pop()
+        if self._frames or optimizer is not self._stepping:
             return
-        self._depth -= 1
-        if not self._depth:
+        if optimizer is self._optimizer:
             self.end_step()
+        elif self._recorder is not None:
+            self._recorder.after_other(optimizer)
 
-    def record_batch(self, batch: Any) -> None:
-        """Record the samples of a micro-batch of the first steps."""
-        if self._recorder is not None or not self._taken:
-            self._finder.samples += hash_samples(batch)
+    def _leave_steps(self, frame: FrameType) -> None:
+        """Forget the steps that an exception has ended: `frame` has not been called by them."""
+        while self._frames and not any(self._frames[-1] is f for f in callers(frame)):
+            self._frames.pop()
 
     def end_step(self) -> None:
         """Count a step. Waits for the comparison if no step is left."""
@@ -154,33 +160,51 @@ class Probe:
         if self._left <= 0:
             self._serve()
 
-    def _takes(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether this optimizer, which has not stepped before, is the one to take."""
-        if self._optimizer is not None or os.getpid() != self._pid:
+    def _follow(self, optimizer: torch.optim.Optimizer, is_own: bool, has_closure: bool) -> bool:
+        """Return whether the steps of `optimizer` are taken, or recorded beside those. Take them if
+        it is the one to take, or replaces that.
+        """
+        if optimizer is self._optimizer:
+            return True
+        if os.getpid() != self._pid or (optimizer in self._seen and self._recorder is None):
             return False
-        if id(optimizer) not in self._seen:
-            self._seen.append(id(optimizer))
-        if self._chosen is not None:
-            if optimizer is not self._chosen:
-                return False
-        elif self._seen.index(id(optimizer)) + 1 != self._number:
+        if not has_closure and not has_gradient(optimizer):
             return False
-        self._optimizer = optimizer
+        if not is_own and self._finder.root is None:
+            return False  # it may have some of its parameters only
+        if self._number_of(optimizer) != self._number:
+            return self._recorder is not None
+        is_first, self._optimizer = self._optimizer is None, optimizer
+        if not is_first:  # wrapped since, or made anew
+            if self._recorder is not None:
+                self._recorder.optimizer = optimizer
+            return True
         names, self._parameters = self._named_parameters(optimizer)
         self._recorder = Recorder(optimizer, names, self._parameters, self._finder)
-        self._is_cuda = any(p.is_cuda for g in optimizer.param_groups for p in g["params"])
+        self._is_cuda = any(p.is_cuda for p in parameters_of(optimizer))
         atexit.register(self._ended)
         self._show_error, sys.excepthook = sys.excepthook, self._failed
         return True
+
+    def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the place of an optimizer by the order of first steps, from 1. One that has all
+        parameters of an earlier one takes its place.
+        """
+        own = {id(p) for p in parameters_of(optimizer)}
+        for i, known in enumerate(self._seen):
+            if optimizer is known or {id(p) for p in parameters_of(known)} <= own:
+                self._seen[i] = optimizer
+                return i + 1
+        self._seen.append(optimizer)
+        return len(self._seen)
 
     def _named_parameters(self, optimizer: torch.optim.Optimizer) -> tuple[list[str], list[Tensor]]:
         """Return the parameters of the model, or the optimizer's if the model that was found lacks
         some of them.
         """
-        own = [p for group in optimizer.param_groups for p in group["params"]]
-        model = self._model or self._finder.root
+        own, model = parameters_of(optimizer), self._finder.root
         named = [] if model is None else list(model.named_parameters())
-        if self._model is None and not {id(p) for p in own} <= {id(p) for _, p in named}:
+        if not {id(p) for p in own} <= {id(p) for _, p in named}:
             return [f"parameter {i}" for i in range(len(own))], own
         return [plain_name(name) for name, _ in named], [p for _, p in named]
 
@@ -202,7 +226,7 @@ class Probe:
     def _serve(self) -> None:
         """Answer the call that has its steps, and then others until one wants steps."""
         if self._connection is None:
-            self._connection = connect(self._address, *self._world())
+            self._connection = connect(self._address, *self._world(), self._comparison)
         finish, self._finish = self._finish, None
         if finish is not None:
             self._answer(finish)
@@ -246,11 +270,16 @@ class Probe:
                 pass
 
     def _world(self) -> tuple[int, int]:
-        """Return rank and number of ranks, as the launcher tells them, else as the engine does."""
+        """Return rank and number of ranks, as the engine knows them. An engine that knows of one
+        alone, or none, may not know the launcher: then as that tells them.
+        """
+        engine = engine_world()
+        if engine is not None and engine[1] > 1:
+            return engine
         for rank, size in _WORLD:
             if rank in os.environ and size in os.environ:
                 return int(os.environ[rank]), int(os.environ[size])
-        return engine_world() or (0, 1)
+        return engine or (0, 1)
 
     # Calls
 
@@ -264,13 +293,10 @@ class Probe:
         return {
             **facts,
             "threads": torch.get_num_threads(),
-            "interop_threads": torch.get_num_interop_threads(),
             "affinity": sorted(os.sched_getaffinity(0)),
             "variables": dict(os.environ),
-            "describe": {"engine": engine_name(), "torch": torch.__version__, "rank": rank},
+            "describe": {"engine": engine_name(), "torch": str(torch.__version__), "rank": rank},
             "samples": facts["samples"] * size,
-            "data": "what the scripts load",
-            **self.about,
         }
 
     def call_trace(self, steps: int) -> dict[str, Any] | None:
@@ -290,7 +316,7 @@ class Probe:
         return None
 
     def call_time_steps(self, steps: int, skip: int) -> None:
-        """Take `skip` untimed steps, then time `steps`; return a StepTimes.
+        """Take `skip` untimed steps, then time `steps`; return milliseconds and CPU seconds.
 
         Raises RefusedError if parameters are not finite any more.
         """
@@ -300,11 +326,10 @@ class Probe:
         if not self._peak_is_of_steps:
             self._peak_is_of_steps = True
             self._reset_peak()
-        began = time.process_time()
         self._marks, self._input_s, self._cpu = [], [], []
         self._mark()
         if not skip:
-            self._cpu.append(began)
+            self._cpu.append(time.process_time())
         self._left, self._cpu_at = steps + skip, steps
 
         def finish() -> dict[str, Any]:
@@ -321,7 +346,6 @@ class Probe:
                 "step_ms": step_ms[skip:],
                 "input_ms": [1000 * s for s in self._input_s[skip : skip + steps]],
                 "cpu_s": end - self._cpu[0],
-                "whole_cpu_s": end - began,
             }
 
         self._finish = finish
@@ -363,22 +387,9 @@ class Probe:
         shared = found.get("Rss:", 0) - found.get("Pss:", 0)
         return (found["VmHWM:"] - shared) / 2**10
 
-    def call_fingerprint(self, every: int = 0, first: int = 0) -> tuple[int, str] | None:
-        """Return the number of steps taken, and a hash of the parameters after them.
-
-        `every`: take steps until the ranks have averaged their parameters, as they do after so many
-        steps beyond the `first`.
-        """
-
-        def finish() -> tuple[int, str]:
-            return self._taken, fingerprint(self._parameters)
-
-        alone = self._taken - first
-        left = -alone % every if every and alone > 0 else 0
-        if not left:
-            return finish()
-        self._left, self._finish = left, finish
-        return None
+    def call_fingerprint(self) -> tuple[int, str]:
+        """Return the number of steps taken, and a hash of the parameters after them."""
+        return self._taken, fingerprint(self._parameters)
 
 
 class ModelFinder:
@@ -390,7 +401,6 @@ class ModelFinder:
         self._pid = os.getpid()
         self.root: nn.Module | None = None
         self.precision = "fp32"
-        self.hashes_inputs = True
         self.samples: list[str] = []
         self.micro_batches = 0
         self.local: dict[int, Tensor] = {}
@@ -434,8 +444,7 @@ class ModelFinder:
         if not module.training or not torch.is_grad_enabled():
             return
         self.micro_batches += 1
-        if self.hashes_inputs:
-            self.samples += hash_samples((args, kwargs))
+        self.samples += hash_samples((args, kwargs))
         self.before_last = dict(self.local)
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
@@ -453,44 +462,82 @@ class ModelFinder:
         return p.register_hook(keep)  # type: ignore[no-untyped-call]
 
 
+class Part:
+    """The parameters that the steps of one optimizer move, and what is recorded of them."""
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], every: int) -> None:
+        self.parameters, self._stride = parameters, every
+        self.layout = [
+            (name, -(-p.numel() // every)) for name, p in zip(names, parameters, strict=True)
+        ]
+        self.initial = sample(parameters, every)
+        self.sha256 = fingerprint(parameters)
+        self.gradient = self.largest = self._last = np.empty(0)
+        """The gradient of the first step, and the largest absolute one of all steps."""
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the present gradients, dense."""
+        return [
+            None if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad
+            for p in self.parameters
+        ]
+
+    def sample(self, tensors: Sequence[Tensor | None]) -> Any:
+        """Return a sample of one tensor for each parameter; zeros for None."""
+        zero = torch.zeros(())
+        pairs = zip(tensors, self.parameters, strict=True)
+        return sample([zero.expand(p.shape) if t is None else t for t, p in pairs], self._stride)
+
+    def before_step(self) -> None:
+        """Record the gradient of a step."""
+        self._last = self.sample(self.gradients())
+
+    def after_step(self, gradient: Any = None) -> None:
+        """Keep the gradient of a step that has ended; a sample, or the one before the step."""
+        self._last = self._last if gradient is None else gradient
+        if not self.gradient.size:
+            self.gradient = self.largest = self._last
+        self.largest = np.maximum(self.largest, np.abs(self._last))
+
+
 class Recorder:
-    """Records the first steps of one optimizer."""
+    """Records the first steps of one optimizer, and what others set and move meanwhile."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         names: Sequence[str],
-        parameters: Sequence[Tensor],
+        parameters: list[Tensor],
         finder: ModelFinder,
     ) -> None:
-        self._optimizer, self._parameters, self._finder = optimizer, parameters, finder
-        self._stride = stride(self._parameters)
-        counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
+        """`parameters`: those of other optimizers are appended when these step."""
+        self.optimizer = optimizer
+        self._names, self._parameters, self._finder = list(names), parameters, finder
+        self._stride = stride(parameters)
+        self._part = Part(names, list(parameters), self._stride)
+        self._others: dict[torch.optim.Optimizer, Part] = {}
+        counts = [
+            int(state["step"])
+            for state in optimizer.state.values()
+            if isinstance(state, dict) and "step" in state
+        ]
         self._has_closure = False
         self._norm_before = 0.0
         self._steps: list[dict[str, Any]] = []
-        self._elements: dict[str, Any] = {
-            "layout": [
-                (name, -(-p.numel() // self._stride))
-                for name, p in zip(names, self._parameters, strict=True)
-            ],
-            "initial": sample(self._parameters, self._stride),
-        }
-        dtypes: dict[str, int] = {}
-        for p in self._parameters:
-            dtypes[dtype_name(p)] = dtypes.get(dtype_name(p), 0) + p.numel()
-        self._about = {
-            "parameters": dtypes,
-            "optimizer": type(optimizer).__name__,
-            "settings": [settings(group) for group in optimizer.param_groups],
-            "state_step": max(counts, default=0),
-            "initial_sha256": fingerprint(self._parameters),
-        }
+        self._elements: dict[str, Any] = {}
+        self._state_step = max(counts, default=0)
+        self._settings = [settings(group) for group in optimizer.param_groups]
+        self._kind = type(optimizer).__name__
 
-    def before_step(self, has_closure: bool) -> None:
-        """Record the parameters, and the gradient, which a closure has not computed yet."""
+    def before_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
+        """Record the parameters, and the gradient, which a closure has not computed yet. In a step
+        that calls that of a base class, once more.
+        """
+        if optimizer is not self.optimizer:
+            self._part_of(optimizer).before_step()
+            return
         self._has_closure = has_closure
-        self._norm_before = norm(self._parameters)
+        self._norm_before = norm(self._part.parameters)
         if not has_closure:
             self._record_gradient()
 
@@ -498,30 +545,43 @@ class Recorder:
         """Record the gradient after a step with a closure; begin the next step."""
         if self._has_closure:
             self._record_gradient()
-        step, finder, elements = self._steps[-1], self._finder, self._elements
-        gradient = step.pop("gradient")
+        step, finder = self._steps[-1], self._finder
+        self._part.after_step(step.pop("gradient"))
         step["is_over"] = True
         if len(self._steps) == 1:
-            elements["gradient"] = gradient
             self._record_local()
-        elements["largest"] = np.maximum(elements.get("largest", 0.0), np.abs(gradient))
         step["samples"], finder.samples = finder.samples, []
         step["micro_batches"], finder.micro_batches = finder.micro_batches, 0
+
+    def after_other(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the step of another optimizer than the one whose steps are taken."""
+        self._part_of(optimizer).after_step()
+
+    def _part_of(self, optimizer: torch.optim.Optimizer) -> Part:
+        """Return the part of another optimizer: its parameters that are not there yet."""
+        if optimizer not in self._others:
+            known = {id(p) for p in self._parameters}
+            new = [p for p in parameters_of(optimizer) if id(p) not in known]
+            names = [f"parameter {i + len(known)}" for i in range(len(new))]
+            self._others[optimizer] = Part(names, new, self._stride)
+            self._parameters += new
+            self._settings += [settings(group) for group in optimizer.param_groups]
+            self._kind += f", {type(optimizer).__name__}"
+        return self._others[optimizer]
 
     def _record_gradient(self) -> None:
         if not self._steps or "is_over" in self._steps[-1]:
             self._steps.append({})
-        grads = [
-            None if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad
-            for p in self._parameters
-        ]
+        grads = self._part.gradients()
         known = [g for g in grads if g is not None]
-        zero = torch.zeros(())
-        pairs = zip(grads, self._parameters, strict=True)
-        filled = [zero.expand(p.shape) if g is None else g for g, p in pairs]
         self._steps[-1].update(
-            gradient=sample(filled, self._stride),
-            lr=[float(group["lr"]) for group in self._optimizer.param_groups],
+            gradient=self._part.sample(grads),
+            lr=[
+                float(group["lr"])
+                for optimizer in (self.optimizer, *self._others)
+                for group in optimizer.param_groups
+                if group.get("lr") is not None
+            ],
             parameter_norm=self._norm_before,
             gradient_norm=norm(known),
             gradient_bytes=sum(g.numel() * g.element_size() for g in known),
@@ -530,16 +590,15 @@ class Recorder:
 
     def _record_local(self) -> None:
         """Record this rank's own gradient of the first step, if backward was seen."""
-        finder, zero = self._finder, torch.zeros(())
+        finder, parameters = self._finder, self._part.parameters
         local, before = finder.local, finder.before_last
         finder.local, finder.before_last = {}, {}
         # Not with a loss scale, which they still have, nor if the model has other parameters.
-        known = all(p.grad is None or id(p) in local for p in self._parameters)
+        known = all(p.grad is None or id(p) in local for p in parameters)
         if local and known and finder.precision != "fp16":
             for name, found in (("local", local), ("before_last", before)):
-                own = [found.get(id(p), zero.expand(p.shape)) for p in self._parameters]
                 if found:
-                    self._elements[name] = sample(own, self._stride)
+                    self._elements[name] = self._part.sample([found.get(id(p)) for p in parameters])
             self._steps[0]["local_norm"] = norm(list(local.values()))
 
     def facts(self) -> dict[str, Any]:
@@ -556,7 +615,18 @@ class Recorder:
         """Return the trace, and record no more."""
         finder, elements = self._finder, self._elements
         finder.stop_recording()
+        parts = [self._part, *self._others.values()]
+        for name in ("initial", "gradient", "largest"):
+            elements[name] = np.concatenate([getattr(part, name) for part in parts])
+        elements["layout"] = [item for part in parts for item in part.layout]
         elements["final"] = sample(self._parameters, self._stride)
+        for name in ("local", "before_last"):
+            if name in elements:  # of other optimizers' parameters it was not seen
+                missing = elements["initial"].size - elements[name].size
+                elements[name] = np.pad(elements[name], (0, missing), constant_values=np.nan)
+        dtypes: dict[str, int] = {}
+        for p in self._parameters:
+            dtypes[dtype_name(p)] = dtypes.get(dtype_name(p), 0) + p.numel()
         buffers = [] if finder.root is None else list(finder.root.named_buffers())
         floating = [b for _, b in buffers if b.is_floating_point()]
         means = [
@@ -569,14 +639,47 @@ class Recorder:
         for step in self._steps:
             step.pop("is_over", None)
         return {
-            **self._about,
+            "parameters": dtypes,
+            "optimizer": self._kind,
+            "settings": self._settings,
+            "state_step": self._state_step,
+            "initial_sha256": " ".join(part.sha256 for part in parts),
             "precision": finder.precision,
             "elements": elements,
             "steps": self._steps,
-            "optimizer_steps": len(self._steps),
             "final_sha256": fingerprint(self._parameters),
             "final_buffers_sha256": fingerprint([b for _, b in buffers]),
         }
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether any gradient is not zero: a step on zeros does not train."""
+    grads = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
+    return any(bool((g.coalesce().values() if g.is_sparse else g).any()) for g in grads)
+
+
+def callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those that have called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def is_own_step(optimizer: torch.optim.Optimizer, frame: FrameType) -> bool:
+    """Return whether this is the step of the optimizer's class, not that of a base class. Horovod's
+    Adasum calls the latter in backward, for each parameter apart.
+
+    `frame`: that of torch's wrapper around each `step`, `Optimizer.profile_hook_step`.
+    """
+    step: Any = type(optimizer).step
+    if getattr(step, "__code__", None) is not frame.f_code:  # not wrapped, or compiled
+        return True
+    return bool(frame.f_locals.get("func", step.__wrapped__) is step.__wrapped__)
 
 
 def plain_name(name: str) -> str:
@@ -588,26 +691,26 @@ def plain_name(name: str) -> str:
 
 def engine_world() -> tuple[int, int] | None:
     """Return rank and number of ranks, as the engine in use knows them; None without one."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank()), int(distributed.get_world_size())
-    for name in ("horovod.torch", "hvdtrain.hvd"):
-        hvd = sys.modules.get(name)
-        if hvd is not None and hasattr(hvd, "is_initialized") and hvd.is_initialized():
-            return int(hvd.rank()), int(hvd.size())
-    return None
+    engine = _engine()
+    return None if engine is None else (int(engine[1].rank()), int(engine[1].size()))
 
 
 def engine_name() -> str:
     """Return which engine averages, as far as it can be seen from here."""
+    engine = _engine()
+    return "none" if engine is None else engine[0]
+
+
+def _engine() -> tuple[str, Any] | None:
+    """Return the name of the engine in use, and what has its `rank()` and `size()`."""
     for name in ("horovod.torch", "hvdtrain.hvd"):
         hvd = sys.modules.get(name)
         if hvd is not None and hasattr(hvd, "is_initialized") and hvd.is_initialized():
-            return name
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return f"torch.distributed, {distributed.get_backend()}"
-    return "none"
+            return name, hvd
+    c10d = sys.modules.get("torch.distributed")
+    if c10d is not None and c10d.is_available() and c10d.is_initialized():
+        return f"torch.distributed, {c10d.get_backend()}", c10d.group.WORLD
+    return None
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> str:
@@ -655,41 +758,26 @@ def sample(tensors: Sequence[Tensor], every: int) -> Any:
 
 
 def hash_samples(batch: Any) -> list[str]:
-    """Return one hash per sample of a model's input: of its row in every tensor that has rows.
-
-    The first tensor defines the number of samples. A tensor with fewer dimensions or another length
-    counts as part of every sample. Empty for an input without tensors.
+    """Return one hash per sample of a model's input: of its row in the first tensor. What else is
+    with it, such as labels, some scripts give to the model and others to the loss. Empty for an
+    input without tensors.
     """
-    found: list[Tensor] = []
-
-    def walk(value: Any) -> None:
-        if isinstance(value, Tensor):
-            found.append(value.detach().cpu().contiguous())
-        elif isinstance(value, dict):
-            for item in value.values():
-                walk(item)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                walk(item)
-
-    walk(batch)
-    count = (found[0].shape[0] if found[0].dim() else 1) if found else 0
-    if not count:
+    t = next(tensors_in(batch), None)
+    if t is None or not t.numel():
         return []
-    shared, rows = hashlib.blake2b(digest_size=8), []
-    for t in found:
-        data = t.reshape(-1).view(torch.uint8).numpy()
-        if t.dim() and t.shape[0] == count:
-            rows.append(data.reshape(count, -1))
-        else:
-            shared.update(data.data)
-    hashes = []
-    for i in range(count):
-        digest = shared.copy()
-        for row in rows:
-            digest.update(row[i].data)
-        hashes.append(digest.hexdigest())
-    return hashes
+    dense = (t.detach() if t.layout is torch.strided else t.detach().to_dense()).cpu()
+    rows = dense.contiguous().reshape(dense.shape[0] if dense.dim() else 1, -1)
+    data = rows.view(torch.uint8).numpy()
+    return [hashlib.blake2b(row.data, digest_size=8).hexdigest() for row in data]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
 
 
 def settings(group: dict[str, Any]) -> dict[str, str]:
@@ -706,5 +794,5 @@ def dtype_name(t: Tensor) -> str:
 
 def start() -> None:
     """Take the steps that the environment asks for. `sitecustomize` calls it."""
-    number, _, address = os.environ["HVDTRAIN_PROBE"].split(" ", 2)
-    Probe(address, int(number)).hook()
+    number, what, address = os.environ["HVDTRAIN_PROBE"].split(" ", 2)
+    Probe(address, int(number), int(what.strip("-bt"))).hook()

@@ -1,7 +1,7 @@
 """Loads the probe in a process that imports torch.optim: see the package.
 
-It is found through PYTHONPATH, runs the `sitecustomize` that it hides, and binds a rank to its
-share of the cores before any library starts threads.
+It is found through PYTHONPATH, runs the `sitecustomize` that it hides, and gives a rank its share
+of the cores before any library starts threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOCAL = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),  # of srun's ranks; a job has others, too
 )
 
 
@@ -39,13 +39,20 @@ def run_hidden() -> None:
             sys.modules["sitecustomize"] = this
 
 
-def bind_to_cores() -> None:
-    """Bind a rank to its share of the cores, whatever its launcher has bound it to."""
+def take_share(what: str) -> None:
+    """Give a rank its share of the host's cores, whatever its launcher has set: bind it to them
+    ("b" in `what`), and let it have as many threads ("t").
+    """
     for rank, size in _LOCAL:
-        if rank in os.environ and os.environ.get(size, "").isdigit():
-            at, ranks = int(os.environ[rank]), int(os.environ[size])
+        given = os.environ.get(size, "").partition("(")[0]  # Slurm's 4(x2): two hosts with 4
+        if rank in os.environ and given.isdigit():
+            at, ranks = int(os.environ[rank]), int(given)
             cores = load("../../system/cores")
-            os.sched_setaffinity(0, cores.share_of_cores(at, ranks, cores.of_host()))
+            of_host = cores.of_host()
+            if "t" in what:
+                os.environ["OMP_NUM_THREADS"] = str(max(1, len(of_host) // ranks))
+            if "b" in what:
+                os.sched_setaffinity(0, cores.share_of_cores(at, ranks, of_host))
             return
 
 
@@ -85,6 +92,5 @@ def load(name: str) -> Any:
 
 run_hidden()
 if "HVDTRAIN_PROBE" in os.environ:
-    if os.environ["HVDTRAIN_PROBE"].split(" ")[1] == "1":
-        bind_to_cores()
+    take_share(os.environ["HVDTRAIN_PROBE"].split(" ")[1])
     sys.meta_path.insert(0, Finder())

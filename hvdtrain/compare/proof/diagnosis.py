@@ -18,6 +18,10 @@ OTHER_UPDATE = (
     "the optimizer makes another step of the same gradients, or something moves the weights "
     "between steps: see the optimizer's state, and what runs beside it"
 )
+OTHER_BUFFERS = (
+    "rank 0's buffers, such as BatchNorm's statistics, are computed otherwise: averaged over the "
+    "ranks, or with another momentum"
+)
 # The cause if a gradient differs first, by no more than rounding.
 ROUNDING = (
     "no more than rounding: this one computes or averages the gradients in another order than "
@@ -53,14 +57,18 @@ def explain_rate(ratio: float, num_ranks: int, accumulate: int) -> str:
 
 def explain_weights(arm: RankTrace, base: RankTrace) -> str:
     """Return why the arm's initial state, the same on all its ranks, is not the baseline's."""
-    decayed = _decayed(arm, base)
-    if arm.state_step > base.state_step or decayed:
-        moved = f", which {decayed}" if decayed else ""
-        return (
-            "an optimizer step before the first, on gradients of zeros, such as "
-            f"broadcast_optimizer_state of Horovod takes to make the optimizer's state{moved}; "
-            "broadcast only the state that exists"
-        )
+    for who, one, other in (("this one", arm, base), ("the baseline", base, arm)):
+        decayed = _decayed(one, other)
+        if one.state_step > other.state_step or decayed:
+            moved = f", which {decayed}" if decayed else ""
+            fix = "broadcast only the state that exists"
+            if one is base:
+                fix = "hvdtrain.hvd takes it too with HVDTRAIN_EXACT_HOROVOD=1"
+            return (
+                f"in {who} an optimizer step before the first, on gradients of zeros, such as "
+                f"broadcast_optimizer_state of Horovod takes to make the optimizer's state{moved}; "
+                f"{fix}"
+            )
     return (
         "the initial weights are drawn differently: another seed, or random numbers drawn before "
         "the model is made"
@@ -70,11 +78,13 @@ def explain_weights(arm: RankTrace, base: RankTrace) -> str:
 def _decayed(arm: RankTrace, base: RankTrace) -> str:
     """Describe what a step on zero gradients did to the weights; empty if it is not the cause."""
     before, after = base.elements.initial, arm.elements.initial
-    if before.shape != after.shape or not (moved := float(before @ before)):
+    if before.shape != after.shape or not before.any():
         return ""
-    # Zero gradients leave weight decay alone, which multiplies all weights by one factor.
-    factor = float(after @ before) / moved
-    if factor < 1 and distance(after, factor * before) < 0.01 * (1 - factor):
+    # Zero gradients leave weight decay alone, which multiplies all weights of a group by one
+    # factor, and those of groups without it by none.
+    moved = before != after
+    factor = float(after[moved] @ before[moved]) / float(before[moved] @ before[moved] or 1)
+    if 0 < factor < 1 and distance(after[moved], factor * before[moved]) < 0.1 * (1 - factor):
         return f"decayed the weights by a factor of {tell_apart(factor, 1, 6)[0]}"
     return ""
 
@@ -110,19 +120,6 @@ def explain_samples(arm: Sequence[Sequence[str]], base: Sequence[Sequence[str]])
     return (
         "other samples: sharded twice, shuffled with another seed, or augmented by random numbers "
         "that are not seeded by step"
-    )
-
-
-def explain_buffers(policy: str, ranks_agree: bool) -> str:
-    """Return why buffers differ although parameters agree. `policy`: the one that should apply."""
-    if not ranks_agree:
-        return (
-            "buffers such as BatchNorm's statistics stay each rank's own here, so that "
-            f"evaluation depends on the rank; the policy is {policy!r} (--buffers)"
-        )
-    return (
-        "buffers such as BatchNorm's statistics are combined by another policy than "
-        f"{policy!r} (--buffers): rank 0's, the mean over ranks, or every rank's own"
     )
 
 

@@ -7,6 +7,7 @@ out where only tolerances must be met.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,10 +36,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ArmPair:
-    """The traces of an arm and of the baseline, on as many ranks, and the limits for differences.
-
-    Arrays that were not recorded do not differ.
-    """
+    """The traces of an arm and of the baseline, on as many ranks, and the limits."""
 
     arm: ArmTraces
     base: ArmTraces
@@ -55,9 +53,16 @@ class ArmPair:
         return all(a.final_sha256 == b.final_sha256 for a, b in self.ranks)
 
     @property
+    def buffer_ranks(self) -> list[tuple[RankTrace, RankTrace]]:
+        """The ranks whose buffers must be equal, which is rank 0. DDP overwrites those of
+        the others with rank 0's before each forward pass; Horovod leaves each rank its own.
+        """
+        return self.ranks[:1]
+
+    @property
     def has_equal_buffers(self) -> bool:
         """Whether the final buffers are bitwise equal."""
-        return all(a.final_buffers_sha256 == b.final_buffers_sha256 for a, b in self.ranks)
+        return all(a.final_buffers_sha256 == b.final_buffers_sha256 for a, b in self.buffer_ranks)
 
     @property
     def is_bitwise_equal(self) -> bool:
@@ -67,7 +72,7 @@ class ArmPair:
     def distance(self, name: str) -> float:
         """Return the largest distance, over ranks, of an array of the ElementSample."""
         return max(
-            _distance(getattr(a.elements, name), getattr(b.elements, name)) for a, b in self.ranks
+            distance(getattr(a.elements, name), getattr(b.elements, name)) for a, b in self.ranks
         )
 
     def final_distance(self) -> tuple[float, float]:
@@ -77,30 +82,29 @@ class ArmPair:
         Relative to the parameters themselves, the initial values, which all arms share, would hide
         any difference of a few steps.
         """
-        noise = self._noise()
+        noise, base = self._noise(), self.base[0].elements
+        moved = (base.final - base.initial)[~noise]
+        finals = [(a.elements.final, b.elements.final) for a, b in self.ranks]
+        apart = (
+            distance(a[~noise], b[~noise], moved) if a.shape == b.shape else math.inf
+            for a, b in finals
+        )
+        return max(apart), float(np.mean(noise))
 
-        def kept(values: Array | None) -> Array | None:
-            return None if values is None else values[~noise]
-
-        start, end = kept(self.base[0].elements.initial), kept(self.base[0].elements.final)
-        moved = None if start is None or end is None else end - start
-        finals = [(kept(a.elements.final), kept(b.elements.final)) for a, b in self.ranks]
-        return max(_distance(a, b, moved) for a, b in finals), float(np.mean(noise))
-
-    def buffer_distance(self) -> float:
+    def buffer_distance(self, ranks: Sequence[tuple[RankTrace, RankTrace]] = ()) -> float:
         """Return the distance of the buffers, less what noisy parameters explain: BatchNorm's
         running mean follows a bias. Its running variance does not, and shows another policy.
+
+        `ranks`: by default those whose buffers must be equal.
         """
         # Twice: the parameters may have been further apart before the last step.
         slack = 2 * self._final_differences()[self._noise()].max(initial=0)
-        means = self.base[0].elements.means
         found = []
-        for trace, base in self.ranks:
+        for trace, base in ranks or self.buffer_ranks:
             a, b = trace.elements.buffers, base.elements.buffers
-            if slack and a is not None and b is not None and a.shape == b.shape:
-                follows = True if means is None else means > 0
-                a = np.where(follows & (np.abs(a - b) <= slack), b, a)
-            found.append(_distance(a, b))
+            if slack and a.shape == b.shape:
+                a = np.where((base.elements.means > 0) & (np.abs(a - b) <= slack), b, a)
+            found.append(distance(a, b))
         return max(found)
 
     def largest_distance(self) -> float:
@@ -117,7 +121,7 @@ class ArmPair:
         decides.
         """
         limits, elements = self.limits, self.base[0].elements
-        if limits.bitwise or elements.largest is None or elements.final is None:
+        if limits.bitwise:
             return np.zeros(len(elements.initial), dtype=bool)
         size, moved = elements.largest, np.abs(elements.final - elements.initial)
         least = limits.noise * rms(size[np.isfinite(size) & (size > 0)])
@@ -132,10 +136,9 @@ class ArmPair:
 
     def _final_differences(self) -> Array:
         """Return the largest difference, over ranks, of every element of the final parameters."""
-        finals = [(a.elements.final, b.elements.final) for a, b in self.ranks]
         with np.errstate(invalid="ignore"):
-            apart = [np.abs(a - b) for a, b in finals if a is not None and b is not None]
-        return np.asarray(np.max(apart or [np.zeros(len(self.base[0].elements.initial))], axis=0))
+            apart = [np.abs(a.elements.final - b.elements.final) for a, b in self.ranks]
+        return np.asarray(np.max(apart, axis=0))
 
 
 def distance(a: Array, b: Array, scale: Array | None = None) -> float:
@@ -153,13 +156,9 @@ def distance(a: Array, b: Array, scale: Array | None = None) -> float:
     return result if math.isfinite(result) else math.inf
 
 
-def _distance(a: Array | None, b: Array | None, scale: Array | None = None) -> float:
-    return 0.0 if a is None or b is None else distance(a, b, scale)
-
-
-def relative_difference(a: float | None, b: float | None) -> float:
-    """Return the relative difference of two numbers; 0 if one is unknown or both are NaN."""
-    if a is None or b is None or a == b or (math.isnan(a) and math.isnan(b)):
+def relative_difference(a: float, b: float) -> float:
+    """Return the relative difference of two numbers; 0 if both are NaN."""
+    if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     return abs(a - b) / abs(b) if b and math.isfinite(a) and math.isfinite(b) else math.inf
 

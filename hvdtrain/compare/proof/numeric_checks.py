@@ -7,7 +7,7 @@ fault also leaves rounding differences in numbers that it does not otherwise cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from hvdtrain.compare.proof import diagnosis
 from hvdtrain.compare.proof.distances import ArmPair, distance, relative_difference, rms
 from hvdtrain.compare.proof.exact_checks import Difference
 from hvdtrain.compare.proof.gradient_diagnosis import FirstGradients, explain_gradients
-from hvdtrain.compare.proof.work_trace import Array, StepTrace
+from hvdtrain.compare.proof.work_trace import Array
 
 
 def numeric_differences(pair: ArmPair) -> Iterator[Difference]:
@@ -78,28 +78,21 @@ def _norms(pair: ArmPair) -> Iterator[Difference]:
 
 
 def _buffers(pair: ArmPair) -> Iterator[Difference]:
-    """Yield differences in the final buffers, between the arm's ranks and from the baseline."""
-    arm, base, limits = pair.arm, pair.base, pair.limits
-    policy = arm[0].buffers_policy
-    versions = [len({a.final_buffers_sha256 for a in ranks}) for ranks in (arm, base)]
-    if policy != "local" and versions[0] > versions[1]:
-        text = "its ranks have different buffers"
-        yield Difference(text, diagnosis.explain_buffers(policy, False))
-    apart = pair.buffer_distance()
+    """Yield differences in the final buffers."""
+    limits, apart = pair.limits, pair.buffer_distance()
     if apart > limits.final or (limits.bitwise and not pair.has_equal_buffers):
-        text = f"buffers differ by {percent(apart)} after {len(arm[0].steps)} steps"
+        text = f"buffers differ by {percent(apart)} after {len(pair.arm[0].steps)} steps"
         if apart == 0:
             text = "buffers differ, though not in the elements that are sampled"
-        yield Difference(text, diagnosis.explain_buffers(policy, True), apart, limits.final)
+        yield Difference(text, diagnosis.OTHER_BUFFERS, apart, limits.final)
 
 
 def _diagnose_gradients(pair: ArmPair) -> str | None:
     """Return why the first gradients differ; None if they agree or no hypothesis fits."""
     arm, base = pair.arm, pair.base
-    mine, mean = [a.elements.gradient for a in arm], base[0].elements.gradient
-    if mean is None or any(g is None or g.shape != mean.shape for g in mine):
+    grads, mean = [a.elements.gradient for a in arm], base[0].elements.gradient
+    if any(g.shape != mean.shape for g in grads):
         return None
-    grads = [g for g in mine if g is not None]
     wrong, are_all = _wrong_parameters(pair, grads, mean)
     if not wrong:
         return None
@@ -146,10 +139,7 @@ def _wrong_parameters(
 
 _PARAMETERS, _GRADIENT = "norm of the parameters", "norm of the gradient"
 # In the order of their computation.
-_QUANTITIES: dict[str, Callable[[StepTrace], float | None]] = {
-    _PARAMETERS: lambda step: step.parameter_norm,
-    _GRADIENT: lambda step: step.gradient_norm,
-}
+_QUANTITIES = {_PARAMETERS: "parameter_norm", _GRADIENT: "gradient_norm"}
 
 
 class _StepDifference(NamedTuple):
@@ -164,12 +154,12 @@ class _StepDifference(NamedTuple):
 
 def _differences_by_step(pair: ArmPair, limit: float) -> Iterator[_StepDifference]:
     """Yield the quantities that differ by more than `limit`, in the order of their computation."""
-    for number in range(1, min(len(a.steps) for a in (*pair.arm, *pair.base)) + 1):
-        for name, value_of in _QUANTITIES.items():
+    for index in range(min(len(a.steps) for a in (*pair.arm, *pair.base))):
+        for name, field in _QUANTITIES.items():
             for a, b in pair.ranks:
-                mine, its = (value_of(x.steps[number - 1]) for x in (a, b))
-                if mine is not None and its is not None and relative_difference(mine, its) > limit:
-                    yield _StepDifference(number, name, a.rank, mine, its)
+                mine, its = (getattr(x.steps[index], field) for x in (a, b))
+                if relative_difference(mine, its) > limit:
+                    yield _StepDifference(index + 1, name, a.rank, mine, its)
 
 
 def first_difference(pair: ArmPair) -> str:
@@ -192,7 +182,7 @@ def _diagnose_rounding(pair: ArmPair) -> str | None:
     """
     first = next(_differences_by_step(pair, 0.0), None)
     if first is None and pair.has_equal_parameters:
-        return diagnosis.explain_buffers(pair.arm[0].buffers_policy, True)
+        return diagnosis.OTHER_BUFFERS
     if first is None or first.name == _PARAMETERS:
         return diagnosis.OTHER_UPDATE
     within = relative_difference(first.mine, first.its) <= pair.limits.gradient

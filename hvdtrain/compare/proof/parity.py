@@ -5,10 +5,6 @@ dtypes) must be equal. Computed numbers must be bitwise equal with up to two ran
 repeats itself bitwise, because the mean of two is the same in any order. With more, the transport
 chooses the order of a sum, and numbers must agree within a tolerance; parameters whose gradient is
 pure rounding noise depend on that order, and are left out.
-
-An arm with a training method of its own, such as compressed gradients, computes other numbers, as
-it was asked to: its model, initial weights, samples and rates must be equal, and the verdict says
-how far its parameters are from the baseline's.
 """
 
 from __future__ import annotations
@@ -20,21 +16,17 @@ from itertools import chain
 import numpy as np
 
 from hvdtrain.compare.proof.distances import ArmPair, Limits
-from hvdtrain.compare.proof.exact_checks import (
-    Difference,
-    exact_differences,
-    method_text,
-    shared_differences,
-)
-from hvdtrain.compare.proof.numeric_checks import first_difference, numeric_differences, percent
+from hvdtrain.compare.proof.exact_checks import Difference, exact_differences
+from hvdtrain.compare.proof.numeric_checks import first_difference, numeric_differences
 from hvdtrain.compare.proof.work_trace import ArmTraces, RankTrace
-from hvdtrain.compare.record import ParityRow, finite_or_none
+from hvdtrain.compare.record import ParityRow
 
 # For the gradients of one step, relative to their norm. fp32: a hundred times its resolution, for
 # sums of many terms in any order. Autocast: the resolution of the narrow type, because a parameter
 # that differs in its last bit may round the other way.
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "fp16": 2.0**-11, "bf16": 2.0**-8}
 
+_SENT = {"float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
 # An arm may differ from the baseline by this many times the difference of the A/A pair.
 _AGAIN_FACTOR = 4
 # If that allows more than this, the baseline is too random to prove anything.
@@ -45,13 +37,11 @@ def compare(
     traces: Mapping[str, ArmTraces],
     baseline: str,
     again: str = "",
-    ceiling: str = "",
 ) -> list[ParityRow]:
     """Return a verdict on every arm but the baseline: rows `parity` of the record. Not collective.
 
-    `traces`: the traces of all ranks by arm, all arms of one world size. `again`: the baseline's
-    duplicate (A/A); a difference of these two is the task's own randomness. `ceiling`: the arm
-    without communication, which is not compared.
+    `traces`: the traces of all ranks by arm. `again`: the baseline's duplicate (A/A); a difference
+    of these two is the task's own randomness.
     """
     others = {name: ranks for name, ranks in traces.items() if name != baseline}
     base = traces.get(baseline, ())
@@ -61,44 +51,16 @@ def compare(
     limits = _limits(base, others.get(again))
     rows = []
     for name, ranks in others.items():
-        if name == ceiling:
-            text = "does not communicate: its ranks train apart, and show how fast a step can be"
-            rows.append(ParityRow(name, "not compared", text))
-        elif not ranks:
+        if not ranks:
             rows.append(ParityRow(name, "not compared", "it recorded no work trace"))
         elif len(ranks) != len(base):
             text = f"{len(ranks)} ranks, and {baseline} has {len(base)}"
             cause = "other numbers of ranks are not the same work"
             rows.append(ParityRow(name, "unequal", text, cause=cause))
         else:
-            pair = ArmPair(ranks, base, limits)
-            if method := method_text(ranks, base, baseline):
-                found = shared_differences(ranks, base, baseline)
-                rows.append(_judge_method(name, pair, method, found))
-            else:
-                exact = exact_differences(ranks, base, baseline)
-                rows.append(_judge(name, pair, exact))
+            exact = exact_differences(ranks, base, baseline)
+            rows.append(_judge(name, ArmPair(ranks, base, limits), exact))
     return rows
-
-
-def _judge_method(name: str, pair: ArmPair, method: str, shared: Iterator[Difference]) -> ParityRow:
-    """Return the verdict on an arm that trains by another method than the baseline, as asked.
-
-    `shared`: the differences in what both must have in common.
-    """
-    if found := next(shared, None):
-        return ParityRow(name, "unequal", found.text, found.distance, found.tolerance, found.cause)
-    steps = f"{len(pair.base[0].steps)} steps"
-    same = "with the same model, initial weights, samples and learning rates"
-    if pair.is_bitwise_equal:
-        text = f"has {method}, as asked, and parameters bitwise equal after {steps}"
-        return ParityRow(name, "bitwise", text, 0.0, 0.0)
-    apart, _ = replace(pair, limits=replace(pair.limits, bitwise=True)).final_distance()
-    text = (
-        f"has {method}, as asked: {same}, its parameters differ by {percent(apart)} of how far "
-        f"training moved them in {steps}"
-    )
-    return ParityRow(name, "other method", text, finite_or_none(apart))
 
 
 def _judge(name: str, pair: ArmPair, exact: Iterator[Difference]) -> ParityRow:
@@ -110,11 +72,14 @@ def _judge(name: str, pair: ArmPair, exact: Iterator[Difference]) -> ParityRow:
         first = first_difference(pair) or "norms of parameters and gradients are always the same"
         cause = found.cause or f"no known cause fits; {first}"
         tolerance = 0.0 if limits.bitwise and found.tolerance else found.tolerance
-        apart = finite_or_none(found.distance)
+        apart = found.distance
         return ParityRow(name, "unequal", found.text, apart, tolerance, cause)
-    steps = f"{len(pair.base[0].steps)} steps"
+    steps, note = f"{len(pair.base[0].steps)} steps", _buffers_note(pair)
+    if not all(trace.steps[0].samples for ranks in pair.ranks for trace in ranks):
+        steps += ", of samples that were not seen"
     if pair.is_bitwise_equal:
-        return ParityRow(name, "bitwise", f"parameters bitwise equal after {steps}", 0.0, 0.0)
+        text = f"parameters bitwise equal after {steps}"
+        return ParityRow(name, "bitwise", text, 0.0, 0.0, note=note)
     apart, left_out = pair.final_distance()
     text = (
         f"parameters equal within {apart:.1e} after {steps}, relative to how far training moved "
@@ -125,7 +90,19 @@ def _judge(name: str, pair: ArmPair, exact: Iterator[Difference]) -> ParityRow:
             f"{text}; {100 * left_out:.2g} % of the elements, whose gradients were nothing but "
             "rounding, are left out"
         )
-    return ParityRow(name, "within tolerance", text, finite_or_none(apart), limits.final)
+    return ParityRow(name, "within tolerance", text, apart, limits.final, note=note)
+
+
+def _buffers_note(pair: ArmPair) -> str:
+    """Return that buffers differ where they may, if they do."""
+    others = [ranks for ranks in pair.ranks if ranks not in pair.buffer_ranks]
+    if not others or pair.buffer_distance(others) <= pair.limits.final:
+        return ""
+    return (
+        "rank 0's buffers, such as BatchNorm's statistics, are equal, and those of other ranks "
+        "differ: DDP overwrites them with rank 0's before each forward pass, Horovod leaves each "
+        "rank its own"
+    )
 
 
 # The baseline, and the limits for other arms
@@ -163,10 +140,6 @@ def _limits(base: ArmTraces, again: ArmTraces | None) -> Limits:
         # rounds n - 1 times, and fp32's tolerance has room for that.
         sent = _sent_type(base)
         limits = replace(limits, gradient=TOLERANCE[sent] * (1 if sent == "fp32" else n))
-    compression = base[0].method.get("compression")
-    if repeats and compression in TOLERANCE:
-        why = f"an engine divides {compression} gradients before or after it has added them"
-        return replace(limits, reason=why)
     if repeats and n <= 2:
         why = f"the baseline repeats itself bit by bit, and {n} ranks sum exactly"
         return replace(limits, reason=why, bitwise=True)
@@ -201,18 +174,16 @@ def _narrowest_type(base: ArmTraces) -> str:
 def _weight_rounding(base: ArmTraces) -> float:
     """Return the rounding of half-precision weights, relative to how far training moved them."""
     initial, final = base[0].elements.initial, base[0].elements.final
-    if final is None or not {"bfloat16", "float16"} & set(base[0].parameters):
+    if not {"bfloat16", "float16"} & set(base[0].parameters):
         return 0.0
     moved = float(np.linalg.norm(final - initial))
     return TOLERANCE[base[0].precision] * float(np.linalg.norm(final)) / moved if moved else 0.0
 
 
 def _sent_type(base: ArmTraces) -> str:
-    """Return the type in which gradients are averaged."""
-    method, precision = base[0].method, base[0].precision
-    if method.get("compression") in TOLERANCE:
-        return str(method["compression"])
-    return precision if precision == "fp64" or method.get("opt_level") in ("O2", "O3") else "fp32"
+    """Return the type in which gradients are averaged: the narrowest that the optimizer gets."""
+    found = {_SENT.get(name, "fp32") for name in base[0].steps[0].gradient_dtypes} or {"fp32"}
+    return max(found, key=TOLERANCE.__getitem__)
 
 
 def _content(trace: RankTrace) -> list[list[str]]:

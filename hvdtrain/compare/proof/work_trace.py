@@ -29,9 +29,9 @@ class StepTrace:
     micro_batches: int = 0
     samples: list[str] = field(default_factory=list)
     """A hash of the content of every sample, in the order of use."""
-    parameter_norm: float | None = None
+    parameter_norm: float = 0.0
     """Norm of the parameters at `optimizer.step`, before it changes them."""
-    gradient_norm: float | None = None
+    gradient_norm: float = 0.0
     """Norm of the gradients at `optimizer.step`."""
     gradient_bytes: int = 0
     """Size of the gradients at `optimizer.step`."""
@@ -58,17 +58,17 @@ class ElementSample:
     layout: list[tuple[str, int]]
     """Name of every parameter and the number of its sampled elements, in the arrays' order."""
     initial: Array
-    gradient: Array | None = None
+    gradient: Array
     """Gradient of the first step at `optimizer.step`."""
-    largest: Array | None = None
+    largest: Array
     """Largest absolute gradient of every element at `optimizer.step`, over all steps."""
-    before_last: Array | None = None
+    before_last: Array | None
     """`local` before the last micro-batch. None without accumulation."""
-    final: Array | None = None
+    final: Array
     """Parameters after the last step."""
-    buffers: Array | None = None
+    buffers: Array
     """Floating-point buffers after the last step."""
-    means: Array | None = None
+    means: Array
     """1 for the elements of `buffers` that are BatchNorm's running means, else 0."""
     local: Array | None = None
     """This rank's own gradient of the first step, before any averaging. None: it was not seen."""
@@ -89,9 +89,6 @@ class RankTrace:
     rank: int
     world_size: int
     precision: str
-    accumulate: int
-    clip_norm: float
-    buffers_policy: str
     parameters: dict[str, int]
     """Number of elements by dtype."""
     optimizer: str
@@ -103,14 +100,10 @@ class RankTrace:
     state_step: int
     """Step count in the optimizer's state before the first step: 0 if the state is fresh."""
     initial_sha256: str
-    initial_buffers_sha256: str
     elements: ElementSample
     steps: list[StepTrace] = field(default_factory=list)
-    optimizer_steps: int = 0
     final_sha256: str = ""
     final_buffers_sha256: str = ""
-    method: dict[str, Any] = field(default_factory=dict)
-    """The values of METHOD_OPTIONS, by name."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields but the arrays, for JSON: non-finite numbers become text."""
@@ -147,3 +140,10 @@ def paired_steps(
     for number in range(1, min(len(a.steps) for a in (*arm, *base)) + 1):
         for a, b in zip(arm, base, strict=True):
             yield number, a.rank, a.steps[number - 1], b.steps[number - 1]
+
+
+def trace_of(found: dict[str, Any]) -> RankTrace:
+    """Return the trace that the probe has sent, as plain values."""
+    elements = ElementSample(**{"before_last": None, **found["elements"]})
+    steps = [StepTrace(**step) for step in found["steps"]]
+    return RankTrace(**{**found, "elements": elements, "steps": steps})

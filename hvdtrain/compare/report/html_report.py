@@ -1,47 +1,41 @@
-"""Report files: report.html, and the pictures.
+"""report.html: the verdict in words, the table, one picture of the intervals, the conditions; and
+the picture alone, for a manual.
 
-`hvdtrain compare` and `hvdtrain report` write them. All content is computed from the record alone;
+`hvdtrain compare` and `hvdtrain report` write it. All content is computed from the record alone;
 writing it again gives the same bytes.
 """
 
 from __future__ import annotations
 
-import re
+import math
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from hvdtrain.compare import formatting
-from hvdtrain.compare.analysis.conditions import stop_rule
-from hvdtrain.compare.analysis.efficiency import EfficiencyRow
-from hvdtrain.compare.analysis.summary import Summary, summarise
-from hvdtrain.compare.record import Record
-from hvdtrain.compare.report import figures
-from hvdtrain.compare.report.figure_style import COLOURS, Picture, png, svg_variants
+from hvdtrain.compare.analysis.table import Table
 from hvdtrain.errors import InputError
 from hvdtrain.system.files import write_atomically
 
+# Of the picture, in its own units: a line for each arm, names on the left.
+_LINE, _LEFT, _WIDTH, _MARGIN = 34, 250, 760, 24
 
-def write(record: Record, folder: Path) -> Path:
-    """Write all files into an existing folder, and return the path of the page.
 
-    Raise InputError if the folder cannot be written.
+def write(table: Table, folder: Path) -> Path:
+    """Write page and picture into an existing folder, and return the path of the page. Raise
+    InputError if they cannot be written.
     """
-    summary = summarise(record)
-    pictures = figures.pictures(record, summary)
-    files = {f"{picture.name}.png": png(picture) for picture in pictures}
-    files["report.html"] = page(record, summary, pictures).encode()
+    files = {"report.html": page(table), "intervals.svg": page(table, "intervals.svg")}
     try:
-        for name, content in files.items():
-            write_atomically(folder / name, content, sync=False)
+        for name, text in files.items():
+            write_atomically(folder / name, text, sync=False)
     except OSError as error:
         raise InputError(f"cannot write the report into {folder}: {error.strerror}") from None
     return folder / "report.html"
 
 
-def page(record: Record, summary: Summary, pictures: list[Picture]) -> str:
-    """Return the page as one self-contained HTML file."""
+def page(table: Table, template: str = "template.html") -> str:
+    """Return the page as one self-contained HTML file, or another template."""
     environment = Environment(
         loader=PackageLoader("hvdtrain.compare.report", "."),
         autoescape=True,
@@ -49,39 +43,33 @@ def page(record: Record, summary: Summary, pictures: list[Picture]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
-        figures=formatting.figures,
-        ratio=formatting.ratio,
-        percent=formatting.percent,
-        share=formatting.share,
-        settings=formatting.settings,
-        moment=formatting.moment,
-        breakable=_breakable,
-        capitalised=lambda text: text[:1].upper() + text[1:],
-    )
-    return environment.get_template("template.html").render(
-        summary=summary,
-        record=record,
-        drawn={picture.name: picture for picture in pictures},
-        variants={picture.name: svg_variants(picture) for picture in pictures},
-        colours=COLOURS,
-        efficiencies=_efficiencies(summary),
-        formatting=formatting,
-        stop_rule=stop_rule,
-    )
+    environment.globals.update(vars(formatting))
+    return environment.get_template(template).render(table=table, picture=intervals(table))
 
 
-def _breakable(name: str) -> Markup:
-    """Return the name of an arm with line-break opportunities after its punctuation."""
-    parts = re.split(r"(?<=[./:_-])", name)
-    return Markup('<span class="name">{}</span>').format(Markup("<wbr>").join(parts))
+def intervals(table: Table) -> dict[str, object]:
+    """Return where the picture has what: on a logarithmic axis 2 and 1/2 are as far from 1."""
+    shown = [
+        row
+        for row in table.rows
+        if row.is_shown and row.ratio.low and row.ratio.high and row.role != "baseline"
+    ]
+    ends = [end for row in shown for end in (row.ratio.low, row.ratio.high) if end]
+    reach = max([1.1, *ends, *(1 / end for end in ends)])
 
+    def x(value: float | None) -> float:
+        share = math.log(value or 1) / math.log(reach)
+        return round(_LEFT + (_WIDTH - _LEFT - _MARGIN) * (1 + share) / 2, 1)
 
-def _efficiencies(summary: Summary) -> dict[str, dict[str, EfficiencyRow]]:
-    """Return the efficiencies by arm, then base kind, without arms that failed or were refused."""
-    ended = {row.arm for row in summary.speed if row.has_ended_early}
-    found: dict[str, dict[str, EfficiencyRow]] = {}
-    for row in summary.scaling:
-        if row.arm not in ended:
-            found.setdefault(row.arm, {})[row.base_kind] = row
-    return found
+    ticks = [1 / reach, 1 / math.sqrt(reach), 1.0, math.sqrt(reach), reach]
+    return {
+        "rows": [
+            {"row": row, "y": _LINE * (i + 1), "x": x(row.ratio.value)}
+            | {"low": x(row.ratio.low), "high": x(row.ratio.high)}
+            for i, row in enumerate(shown)
+        ],
+        "ticks": [(x(tick), formatting.figures(tick)) for tick in ticks],
+        "bottom": _LINE * (len(shown) + 1),
+        "width": _WIDTH,
+        "left": _LEFT - 12,
+    }

@@ -21,11 +21,13 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
+
+import psutil
 
 from hvdtrain.compare.run.remote_hosts import RemoteHosts
 from hvdtrain.system.processes import end_with_parent
@@ -44,6 +46,9 @@ _FIRST_TO_END = (
 )
 
 
+_PORT_IN_USE = re.compile("EADDRINUSE|Address already in use|address already in use")
+
+
 class ArmFailed(Exception):
     """An arm cannot continue; the text gives the reason in one line."""
 
@@ -58,17 +63,14 @@ class ArmProcess:
         env: Mapping[str, str],
         address: Path,
         log: Path,
-        has_launcher: bool = True,
         remote: RemoteHosts | None = None,
     ) -> None:
         """Start `command`, whose ranks connect to `address`, a socket's path in a private folder.
 
-        `size`: the number of ranks; None if the first of them says it. Without launcher, `command`
-        is the only rank itself. `remote`: other hosts that may have ranks. Raises ArmFailed or
-        LaunchError.
+        `size`: the number of ranks; None if the first of them says it. `remote`: other hosts that
+        may have ranks. Raises ArmFailed or LaunchError.
         """
         self.size, self.log = size or 0, log
-        self._command_is_ours = size is not None
         self._remote = remote
         self.hosts: list[str | None] = []
         """The host of each rank; None for this one."""
@@ -82,9 +84,6 @@ class ArmProcess:
         self._listener.settimeout(0.2)
         if remote is not None:
             remote.forward(address)
-        # Sent by the kernel if the comparison dies. A launcher then terminates its ranks; a rank
-        # without a launcher may be stopped, and handles no SIGTERM.
-        end_signal = signal.SIGTERM if has_launcher else signal.SIGKILL
         with open(self.log, "ab") as output:
             self._log_begin = output.tell()  # the log may have output of earlier starts
             try:
@@ -95,7 +94,8 @@ class ArmProcess:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C reaches the comparison alone
-                    preexec_fn=partial(end_with_parent, end_signal),
+                    # If the comparison dies. A launcher then terminates its ranks.
+                    preexec_fn=partial(end_with_parent, signal.SIGTERM),
                 )
             except OSError as error:
                 self._listener.close()
@@ -110,8 +110,7 @@ class ArmProcess:
                 connection = Connection(self._listener.accept()[0].detach())
             except TimeoutError:
                 if self.process.poll() is not None:
-                    what = "did not start" if self._command_is_ours else "took no optimizer step"
-                    raise ArmFailed(f"{what}: {self._error_line()}") from None
+                    raise ArmFailed(f"took no optimizer step: {self._error_line()}") from None
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(self.size)) - set(by_rank))
                     raise ArmFailed(self._missing_text(missing, timeout_s)) from None
@@ -209,6 +208,17 @@ class ArmProcess:
             return True
         return False
 
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of the ranks on this host and of the processes that they have
+        started, such as the workers of a DataLoader. Those on other hosts do not count.
+        """
+        own = [pid for pid, host in zip(self.pids, self.hosts, strict=True) if host is None]
+        total = 0.0
+        for pid in _with_descendants(own):
+            with contextlib.suppress(psutil.Error):
+                total += sum(psutil.Process(pid).cpu_times()[:4])  # ended children included
+        return total
+
     def pause(self) -> None:
         """Stop the ranks until the next call."""
         self._signal(signal.SIGSTOP)
@@ -284,13 +294,17 @@ class ArmProcess:
 
     def _error_line(self) -> str:
         """Wait for the launcher to exit. Return the last error line of the log, else a notice, else
-        the last line, with the exit code.
+        the last line, with the exit code, and what to do where two arms want one port.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_EXIT_S)
         code = self.process.poll()
         line = error_line(self._text())
-        return f"{line} (exit code {code})" if code is not None else line
+        if code is not None:
+            line += f" (exit code {code})"
+        if _PORT_IN_USE.search(self._text()):
+            line += "; the arms run at the same time: write {port} in the command for a free port"
+        return line
 
 
 def first_to_end(output: str) -> str | None:
@@ -320,17 +334,18 @@ def _notice(text: str) -> str:
     return " ".join(blocks[-2].split())[:200] if len(blocks) > 2 else ""
 
 
-def _kill(pids: list[int], number: int) -> None:
-    for pid in [each for rank in pids for each in (rank, *_descendants(rank))]:
+def _kill(pids: Iterable[int], number: int) -> None:
+    for pid in _with_descendants(pids):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
-def _descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, such as the workers of a DataLoader."""
+def _with_descendants(pids: Iterable[int]) -> list[int]:
+    """Return processes and those that they have started. psutil would look at all of the host."""
     found: list[int] = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, children.read_text().split()):
-                found += [child, *_descendants(child)]
+    for pid in pids:
+        found.append(pid)
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += _with_descendants(map(int, children.read_text().split()))
     return found

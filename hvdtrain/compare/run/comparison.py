@@ -6,26 +6,21 @@ Imports no torch: only the ranks do.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
-from dataclasses import asdict, fields
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 from hvdtrain.compare import record
-from hvdtrain.compare.analysis import stats
-from hvdtrain.compare.analysis.foreign_load import no_verdict_note
-from hvdtrain.compare.compare_options import MIN_BLOCKS, CompareOptions, steps_in_sync
+from hvdtrain.compare.analysis.table import make_table, why_dropped
+from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.proof import parity
-from hvdtrain.compare.proof.work_trace import ArmTraces, with_names_of
-from hvdtrain.compare.record import Config, Record
+from hvdtrain.compare.proof.work_trace import ArmTraces, trace_of, with_names_of
+from hvdtrain.compare.record import Record
 from hvdtrain.compare.run.arm_pool import ArmPool, ProgressDisplay, without_launcher
 from hvdtrain.compare.run.arms import Arm
-from hvdtrain.compare.run.block_schedule import (
-    MAX_BUDGETS,
-    SETTLED_BLOCKS,
-    BlockSchedule,
-)
+from hvdtrain.compare.run.block_schedule import BlockSchedule
 from hvdtrain.compare.run.block_timer import BlockTimer
 from hvdtrain.system import machine, provenance
 from hvdtrain.system.machine import load_average
@@ -36,7 +31,7 @@ class Comparison:
     """One comparison. `run` returns its record, and updates it in `folder` as it grows."""
 
     def __init__(
-        self, options: CompareOptions, arms: list[Arm], display: ProgressDisplay, folder: Path
+        self, options: CompareOptions, arms: Iterable[Arm], display: ProgressDisplay, folder: Path
     ) -> None:
         self.options, self.folder, self._display = options, folder, display
         self._schedule = BlockSchedule(options)
@@ -46,15 +41,13 @@ class Comparison:
             command=["hvdtrain", *sys.argv[1:]],
             started=provenance.now(),
             commit=provenance.commit(),
-            config=_config(options),
+            config={name: value for name, value in asdict(options).items() if value != ()},
             machine=machine.facts(),
             versions=dict(provenance.versions()),
             environment=provenance.variables(without_launcher(os.environ)),
-            baseline=next(arm.name for arm in arms if arm.role == "baseline"),
         )
-        base = next(arm for arm in arms if arm.role == "baseline")
-        self.record.config.proof_steps = steps_in_sync(options.proof_steps, base.config(options))
         self._pool = ArmPool(arms, options, self.record, display, folder)
+        self._base, self._again = map(self.record.arm_of, ("baseline", "again"))
         self._timer = BlockTimer(self._pool, options)
 
     def run(self) -> Record:
@@ -82,56 +75,49 @@ class Comparison:
     def _stopped(self, outcome: str, why: str) -> None:
         self.record.outcome = outcome
         self.record.note = f"{why}, after {len(self.record.blocks)} blocks"
-        for key, row in self.record.arms.items():
+        timed = {name for block in self.record.blocks for name in block.arms}
+        for name, row in self.record.arms.items():
             if row.status in ("waiting", "running"):
-                row.status = "measured" if self._timer.block_ms.get(key) else "waiting"
+                row.status = "measured" if name in timed else "waiting"
 
     def _run(self) -> None:
         self._pool.start(list(self._pool.arms))
         self._drop_without_baseline()
         self._prove_equal_work()
-        self._time_blocks()
-        self._check_final_parameters()
-        self._drop_without_baseline()
-        for key in self._pool.live:
-            self.record.arms[key].status = "measured"
+        if not self.options.prove_only and self._pool.has_rivals:
+            self._time_blocks()
+            self._check_final_parameters()
+            self._drop_without_baseline()
+        for name in self._pool.live:
+            self.record.arms[name].status = "measured" if self.record.blocks else "proved"
         self._pool.show_activity("done")
 
     # Equal work
 
     def _drop_without_baseline(self) -> None:
-        """Drop the arms whose baseline has failed: there is nothing to compare them with."""
-        for size in self._pool.sizes:
-            base = self.record.key_of("baseline", size)
-            if base not in self._pool.live:
-                status = self.record.arms[base].status
-                why = f"cannot be compared: its baseline {base} {status}"
-                for key in [k for k in self._pool.live if self._pool.arms[k].ranks == size]:
-                    self._pool.drop(key, "failed", why)
+        """Drop all arms if the baseline has failed: there is nothing to compare them with."""
+        if self._base not in self._pool.live:
+            status = self.record.arms[self._base].status
+            for name in list(self._pool.live):
+                why = f"cannot be compared: its baseline {self._base} {status}"
+                self._pool.drop(name, "failed", why)
 
     def _prove_equal_work(self) -> None:
         """Record the work traces of every arm's first steps, and refuse arms that do other work."""
-        steps = self.record.config.proof_steps or 1
+        steps = self.options.proof_steps
         traces: dict[str, ArmTraces] = {}
-        for key in list(self._pool.live):
-            self._pool.show_activity(f"proving equal work: {key}, {steps} steps")
-            traces[key] = self._pool.traces(key, steps)
-            self.record.accounts[key] = [trace.to_dict() for trace in traces[key]]
-        for size in self._pool.sizes:
-            of_size = {k: found for k, found in traces.items() if self._pool.arms[k].ranks == size}
-            base, again = self.record.key_of("baseline", size), self.record.key_of("again", size)
-            problem = parity.baseline_problem(base, of_size.get(base, ()), of_size.get(again, ()))
-            refuses = not self.options.allow_different
-            if problem and base in self._pool.live and refuses:
-                self._pool.drop(base, "refused", problem)
-            ceiling = self.record.key_of("ceiling", size)
-            if self.options.commands:
-                of_size = with_names_of(of_size, base)
-            rows = parity.compare(of_size, base, again, ceiling)
-            self.record.parity += rows
-            for row in rows:
-                if row.verdict == "unequal" and row.arm in self._pool.live and refuses:
-                    self._pool.drop(row.arm, "refused", f"{row.text}; {row.cause}")
+        for name in list(self._pool.live):
+            self._pool.show_activity(f"proving equal work: {name}, {steps} steps")
+            traces[name] = list(map(trace_of, self._pool.call(name, "trace", steps) or ()))
+            self.record.accounts[name] = [trace.to_dict() for trace in traces[name]]
+        base, again, refuses = self._base, self._again, not self.options.allow_different
+        problem = parity.baseline_problem(base, traces.get(base, ()), traces.get(again))
+        if problem and base in self._pool.live and refuses:
+            self._pool.drop(base, "refused", problem)
+        self.record.parity = parity.compare(with_names_of(traces, base), base, again)
+        for row in self.record.parity:
+            if row.verdict == "unequal" and row.arm in self._pool.live and refuses:
+                self._pool.drop(row.arm, "refused", f"{row.text}; {row.cause}")
         self._drop_without_baseline()
         record.write(self.record, self.folder)
 
@@ -139,26 +125,25 @@ class Comparison:
         """Check at the end of a start that the parameters of each arm are still equal on all its
         ranks, and that those which were bitwise equal to the baseline's still are.
         """
+        if self.options.allow_different:
+            return
         ends: dict[str, tuple[int, str]] = {}
-        for key in list(self._pool.live):
-            found = self._pool.fingerprints(key)
-            if not found or self._pool.arms[key].role == "ceiling":
-                continue
+        for name in list(self._pool.live):
+            found = self._pool.call(name, "fingerprint") or []
             if len(set(found)) > 1:
                 why = "by the end its ranks had different parameters: they were not synchronised"
-                self._pool.drop(key, "refused", why)
-            else:
-                ends[key] = found[0]
+                self._pool.drop(name, "refused", why)
+            elif found:
+                ends[name] = found[0]
         self.record.ends.append(ends)
+        base = ends.get(self._base)
+        if base is None or base != ends.get(self._again):
+            return  # no arm has to reproduce what the baseline itself does not
         proved = {row.arm for row in self.record.parity if row.verdict == "bitwise"}
-        for key in [key for key in ends if key in proved]:
-            ranks = self._pool.arms[key].ranks
-            base, again = (self.record.key_of(role, ranks) for role in ("baseline", "again"))
-            # No arm has to reproduce what the baseline itself does not.
-            repeats = base in ends and ends[base] == ends.get(again)
-            if repeats and ends[key][0] == ends[base][0] and ends[key] != ends[base]:
-                why = f"after {ends[key][0]} steps its parameters differed from {base}'s"
-                self._pool.drop(key, "refused", why)
+        for name in proved & ends.keys():
+            if ends[name][0] == base[0] and ends[name] != base:
+                why = f"after {base[0]} steps its parameters differed from {self._base}'s"
+                self._pool.drop(name, "refused", why)
 
     # Timing
 
@@ -166,62 +151,37 @@ class Comparison:
         """Time blocks until there are enough, in as many starts as the time allows."""
         warm_up_s = self._timer.warm_up()
         self._schedule.plan_restarts(self._pool.start_s + warm_up_s)
-        if self._timer.block_s:
-            expected = self._schedule.expected_blocks(self._timer.block_s)
-            self._display.print_line(f"timing   {stats.what_shows(expected)}")
         index = 0
         while (stop_reason := self._why_to_stop(index)) is None:
             if self._schedule.restart_is_due(index):
                 self._restart(index)
-                if len(self._pool.live) < 2:
-                    continue  # `_why_to_stop` ends the loop
+                continue  # not all may have come back
             self._pool.show_activity(f"block {index + 1}, {self._timer.steps} steps of each")
             self._timer.time_block(index, self._schedule.generation)
             # After every block, so that a killed comparison leaves its measurements.
             record.write(self.record, self.folder)
             self._drop_without_baseline()
             index += 1
-        config, blocks = self.record.config, self.record.blocks
-        config.stopped_by, config.starts = stop_reason, self._schedule.generation + 1
-        self.record.note = no_verdict_note(blocks, self.options.max_foreign)
+        about = {"stopped_by": stop_reason, "starts": self._schedule.generation + 1}
+        self.record.config.update(about)
+        if not self.record.kept_blocks:
+            self.record.note = why_dropped(self.record) or None
 
     def _why_to_stop(self, num_blocks: int) -> str | None:
-        num_kept, widths = len(self.record.kept_blocks), self._timer.interval_widths()
-        return self._schedule.why_to_stop(num_blocks, num_kept, len(self._pool.live), widths)
+        if not self._pool.has_rivals:
+            return "the loss of the other arms"
+        live, rows = self._pool.live, make_table(self.record).rows
+        reaches = [r.ratio.reach for r in rows if r.arm in live and r.role != "baseline"]
+        return self._schedule.why_to_stop(num_blocks, len(self.record.kept_blocks), reaches)
 
     def _restart(self, index: int) -> None:
-        """End the remaining arms and start them again.
-
-        One start of a program can be some percent faster than the next for its whole life, because
-        its memory layout is random. All blocks of one start share that bias.
-        """
+        """End the remaining arms and start them again: see `stats`."""
         self._check_final_parameters()
         self._drop_without_baseline()
-        keys = list(self._pool.live)
+        names = list(self._pool.live)
         self._pool.show_activity(f"starting anew, after {len(self.record.blocks)} blocks")
         self._pool.end_all(gently=True)
-        self._pool.start(keys)
+        self._pool.start(names)
         self._drop_without_baseline()
         warm_up_s = self._timer.warm_up()
         self._schedule.restarted(index, self._pool.start_s + warm_up_s)
-
-
-def _config(options: CompareOptions) -> Config:
-    given = asdict(options)
-    names = {item.name for item in fields(Config)}
-    if options.commands:  # the scripts have options of their own
-        names -= {item.name for item in fields(options) if not item.metadata}
-        names -= {"batch_size", "ranks"}
-    given.update(
-        ranks=list(options.ranks),
-        hosts=options.hosts or None,
-        arms=list(options.arms),
-        set=dict(item.partition("=")[::2] for item in options.set),
-        scaling=options.scaling if len(options.ranks) > 1 else None,
-        pinned=given.pop("pin"),
-        min_blocks=options.blocks or SETTLED_BLOCKS,
-        least_blocks=MIN_BLOCKS,
-        longest_s=MAX_BUDGETS * options.budget_s,
-        clip_norm=None if math.isinf(options.clip_norm) else options.clip_norm,
-    )
-    return Config(**{name: value for name, value in given.items() if name in names})

@@ -24,6 +24,7 @@ from hvdtrain.launch.host_list import Host
 from hvdtrain.launch.remote import RemoteShell, is_this_host
 from hvdtrain.system.processes import end_with_parent
 
+_SHARED = 9  # exit code: the folder is there already
 _REPLY_S = 30.0  # to a command on another host, or to the start of a connection
 # Marks the exit code of a command among the lines that a login shell prints by itself.
 _REPLY = "hvdtrain-code:"
@@ -53,9 +54,11 @@ class RemoteHosts:
                 )
         try:
             for name in self._names:
-                # It exists already where hosts share their temporary files.
-                reply = self._run(name, f"mkdir -m 700 {shlex.quote(str(self._folder))} 2>&-")
-                if reply is None:
+                # Where hosts share their temporary files the folder exists, with this host's log.
+                seen = f"test -e {shlex.quote(str(self._log(name)))} && exit {_SHARED}"
+                made = shlex.quote(str(self._folder))
+                reply = self._run(name, f"( {seen}; mkdir -m 700 {made} )")
+                if reply not in (0, _SHARED):
                     lines = self._log(name).read_text(errors="replace").split("\n")
                     why = " ".join(line.strip() for line in lines) or f"no reply in {_REPLY_S:g} s"
                     raise LaunchError(f"ssh to {name}: {why.strip()}")

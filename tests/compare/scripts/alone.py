@@ -1,5 +1,6 @@
 """One process that trains, in the ways in which scripts differ: the argument says which."""
 
+import contextlib
 import os
 import sys
 
@@ -26,17 +27,60 @@ class Nested(torch.optim.SGD):
         return super().step(closure)
 
 
+class NoRate(torch.optim.SGD):
+    """Finds its rate itself, as Adafactor does."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.01)
+        self.param_groups[0]["lr"] = None
+
+    def step(self, closure=None):
+        self.param_groups[0]["lr"] = 0.01
+        super().step(closure)
+        self.param_groups[0]["lr"] = None
+
+
+class Fails(torch.optim.SGD):
+    """Its second step raises."""
+
+    taken = 0
+
+    def step(self, closure=None):
+        self.taken += 1
+        if self.taken == 2:
+            raise FloatingPointError
+        super().step(closure)
+
+
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+if KIND == "no rate":
+    optimizer = NoRate(model.parameters())
+if KIND == "a step raises":
+    optimizer = Fails(model.parameters())
+if KIND == "replaced":  # as broadcast_optimizer_state and DistributedOptimizer of Horovod do
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer = Nested(optimizer.param_groups)
 if KIND == "nested":  # now that torch has wrapped SGD.step
     optimizer = Nested(model.parameters(), lr=0.01)
 second = torch.optim.Adam(other.parameters(), lr=0.001)
 if KIND == "lbfgs":
     optimizer = torch.optim.LBFGS(model.parameters())
+if KIND == "sparse input":
+    first = nn.Linear(5, 3)
+    model = nn.Sequential(first, nn.Linear(3, 1))
+    first.forward = lambda x: torch.sparse.mm(x, first.weight.T) + first.bias
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+if KIND == "compiled":
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
 loader = DataLoader(data, batch_size=4, num_workers=int(KIND == "workers"))
 scaler = torch.amp.GradScaler("cpu", enabled=KIND == "scaler")
 step = 0
 while True:
     for inputs, labels in loader:
+        if KIND == "sparse input":
+            inputs = inputs.to_sparse()
         if KIND == "accumulates" and step % 2 == 0:
             optimizer.zero_grad()
             nn.functional.mse_loss(model(inputs), labels).backward()
@@ -54,7 +98,8 @@ while True:
             optimizer.step(closure)
         else:
             closure()
-            scaler.step(optimizer)
+            with contextlib.suppress(FloatingPointError):
+                scaler.step(optimizer)
             scaler.update()
         if KIND == "two optimizers":
             second.zero_grad()

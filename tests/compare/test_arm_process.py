@@ -1,0 +1,324 @@
+"""The processes of an arm: their cores and threads, who ended first, and what the proof costs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.compare import probe
+from hvdtrain.compare.probe.hvdtrain_probe import norm, sample, stride
+from hvdtrain.compare.run import arm_process
+from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
+from hvdtrain.compare.run.arms import LAUNCHERS
+from hvdtrain.system import cores
+from tests.launching import clean_env
+
+CLEAR_REFS = Path("/proc/self/clear_refs")
+resets_peak = pytest.mark.skipif(
+    not os.access(CLEAR_REFS, os.W_OK), reason=f"{CLEAR_REFS} cannot be written here"
+)
+
+# What launchers set in each rank of two on a host; torchrun sets the threads as well.
+LAUNCHED = {
+    "torchrun": {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
+    "mpirun": {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+    "srun": {"SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+    "python in a job of 8": {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "8"},
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED)
+@pytest.mark.parametrize(("given", "shares"), [({}, True), ({"OMP_NUM_THREADS": "3"}, True)])
+def test_every_launchers_ranks_have_their_share_of_the_cores_as_threads(
+    tmp_path: Path, launcher: str, given: dict[str, str], shares: bool
+) -> None:
+    """On 16 cores: torchrun alone would say 1. What the user has set stays."""
+    base = {name: value for name, value in clean_env().items() if name != "OMP_NUM_THREADS"}
+    env = probe.environment({**base, **given}, tmp_path / "at", shares_cores=shares)
+    env |= {"HVDTRAIN_CORES": "0-15", **LAUNCHED[launcher], **given}
+    code = "import os; print(os.environ.get('OMP_NUM_THREADS'))"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    ranks = 1 if "python" in launcher else 2
+    wanted = given.get("OMP_NUM_THREADS") or (str(16 // ranks) if ranks > 1 else "None")
+    assert done.stdout.strip() == wanted, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("threads", "count", "own"),
+    [
+        # Four physical cores, whose second hardware threads are 4 to 7, as Linux numbers them.
+        (range(8), 2, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (range(8), 3, [[0, 4], [1, 5], [2, 6]]),
+        (range(8), 6, [[0], [1], [2], [3], [4], [5]]),
+        ([0, 1, 4, 5], 2, [[0, 4], [1, 5]]),
+        ([0, 1], 3, [[0], [1], [0]]),
+    ],
+)
+def test_ranks_share_no_physical_core_as_long_as_there_are_enough(
+    threads: Sequence[int], count: int, own: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "_siblings", lambda core: str(core % 4))
+    assert [cores.share_of_cores(rank, count, threads) for rank in range(count)] == own
+
+
+JOIN = """
+import os, pickle, sys, time
+from multiprocessing.connection import Client
+
+def join(rank):
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    connection = Client(sys.argv[-1], "AF_UNIX")
+    connection.send_bytes(pickle.dumps((rank, 2, os.getpid(), "")))
+    connection.recv_bytes()  # it has begun
+    return connection
+"""
+
+TWO_RANKS = """
+rank = 0 if os.fork() else 1
+connection = join(rank)
+at_once = sys.argv[1] == "at once"
+if rank == 0:
+    if at_once:
+        os.wait()
+    connection.send_bytes(pickle.dumps((False, "rank 0: connection closed by peer")))
+elif at_once:
+    os._exit(9)
+time.sleep(600)  # until it is killed
+"""
+
+
+@pytest.mark.parametrize("how", ["at once", "its connection to us last"])
+def test_a_rank_that_is_gone_is_why_the_others_fail(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where both are heard at once, as on a busy machine, or the others first."""
+    monkeypatch.setattr(arm_process, "_CLOSING_S", 50.0)
+    monkeypatch.setattr(arm_process, "_EXIT_S", 0.1)  # this launcher does not end by itself
+    at = tmp_path / "socket"
+    command = [sys.executable, "-c", JOIN + TWO_RANKS, how, str(at)]
+    made = ArmProcess(command, 2, os.environ, at, tmp_path / "log")
+    look = made._has_ended
+
+    def ends_during_the_look(rank: int, deadline: float = 0.0) -> bool:
+        os.kill(made.pids[1], signal.SIGKILL)
+        return look(rank, deadline)
+
+    if how != "at once":
+        monkeypatch.setattr(made, "_has_ended", ends_during_the_look)
+    try:
+        made.meet(20)
+        made.begin("window")
+        if how == "at once":
+            assert made._connections[0].poll(20), "rank 0 did not fail"  # after rank 1 has ended
+        with pytest.raises(ArmFailed, match="^rank 1 ended during 'window'"):
+            made.finish(20)
+    finally:
+        made.end(gently=False)
+
+
+ENDS = """
+names = ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "RANK")
+rank = int(next(os.environ[name] for name in names if name in os.environ))
+connection = join(rank)
+if rank == 1:
+    os.kill(os.getpid(), 9) if sys.argv[1] == "signal" else os._exit(9)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "how", "said"),
+    [
+        ("torchrun", "signal", "code -9"),
+        pytest.param("mpirun", "code", "code 9", marks=pytest.mark.exhaustive),
+        pytest.param("horovodrun", "code", "code 9", marks=pytest.mark.exhaustive),
+        pytest.param("mpirun", "signal", "signal 9", marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.exhaustive
+def test_who_ended_first_is_what_the_launcher_says(
+    tmp_path: Path, launcher: str, how: str, said: str
+) -> None:
+    """By the time that anybody looks it has ended the others, too."""
+    script = tmp_path / "ends.py"
+    script.write_text(JOIN + ENDS)
+    python = [] if launcher == "torchrun" else [sys.executable]
+    line = [part.format(ranks=2) for part in LAUNCHERS[launcher]]
+    at = tmp_path / "at"
+    command = [*line, *python, str(script), how, str(at)]
+    made = ArmProcess(command, 2, clean_env(), at, tmp_path / "log")
+    try:
+        made.meet(40)
+        made.begin("window")
+        made.process.wait(60)
+        with pytest.raises(ArmFailed, match=f"^rank 1 ended, with {said}, during 'window': "):
+            made.finish(20)
+    finally:
+        made.end(gently=False)
+
+
+def test_a_port_that_two_arms_want_is_named(tmp_path: Path) -> None:
+    code = "raise OSError(98, 'Address already in use')"
+    made = ArmProcess(
+        [sys.executable, "-c", code], None, os.environ, tmp_path / "at", tmp_path / "l"
+    )
+    with pytest.raises(ArmFailed, match=r"already in use.*: write \{port\} in the command"):
+        made.meet(60)
+    made.end()
+
+
+def test_the_kernel_ends_a_launcher_with_the_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a call between fork and exec, where nothing may be loaded."""
+    code = "import ctypes; n = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(n))"
+    line = [sys.executable, "-c", f"{code}; print(n.value)"]  # 2: PR_GET_PDEATHSIG
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("ctypes.CDLL", load)
+    made = ArmProcess(line, 1, os.environ, tmp_path / "at", tmp_path / "log")
+    made.process.wait(60)
+    made.end()
+    assert int((tmp_path / "log").read_text()) == signal.SIGTERM
+
+
+SLOW_TRACKER = """
+import multiprocessing, os, signal
+event = multiprocessing.get_context("spawn").Event()
+tracker = multiprocessing.resource_tracker._resource_tracker._pid
+os.kill(tracker, signal.SIGSTOP)
+parts = event._cond._lock, event._cond._sleeping_count, event._cond._woken_count
+parts += event._cond._wait_semaphore, event._flag
+print(tracker, *(part._semlock.name for part in parts), flush=True)
+os._exit(0)
+"""
+
+
+def test_what_removes_a_launchers_semaphores_is_let(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """horovodrun makes some; its resource tracker removes them, at times only after its end."""
+    at, log = tmp_path / "socket", tmp_path / "log"
+    made = ArmProcess([sys.executable, "-c", SLOW_TRACKER], 1, os.environ, at, log)
+    made.process.wait(60)
+    tracker, *names = log.read_text().split()
+    semaphores = [Path("/dev/shm", f"sem.{name.removeprefix('/')}") for name in names]
+    assert all(path.exists() for path in semaphores)
+
+    def wait_and_let_it_go_on(seconds: float) -> None:
+        os.kill(int(tracker), signal.SIGCONT)
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=wait_and_let_it_go_on)
+    monkeypatch.setattr(arm_process, "time", clock)
+    made.end()
+    assert not [path for path in semaphores if path.exists()]
+
+
+LARGE_START = """
+import torch
+freed = [torch.ones(6 << 20) for _ in range(16)]
+kept = torch.ones(1 << 20)  # behind them: freeing alone does not give them back
+del freed
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    optimizer.zero_grad()
+    model(torch.ones(8, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+@resets_peak
+def test_peak_memory_is_not_that_of_the_start(tmp_path: Path) -> None:
+    """Of 384 MiB, far more than what luck adds to the steps."""
+    (tmp_path / "large.py").write_text(LARGE_START)
+    at, line = tmp_path / "at", shlex.split(f"{sys.executable} {tmp_path / 'large.py'}")
+    made = ArmProcess(line, None, probe.environment(clean_env(), at), at, tmp_path / "log")
+    try:
+        made.meet(60)
+        made.call("open")
+        made.call("trace", 2)
+        (traced,) = made.call("peak_mib")
+        made.call("time_steps", 2, 0)
+        (steps,) = made.call("peak_mib")
+    finally:
+        made.end()
+    assert 20 < steps < traced - 200
+
+
+# The memory of the proof
+
+
+def peak_mib() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**10
+
+
+def stored(kind: str, size: int) -> Tensor:
+    """Numbers of a tensor of `size` x `size`, in some memory format."""
+    numbers = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
+    if kind == "transposed":
+        return numbers.T
+    if kind == "channels last":
+        images = numbers.reshape(size // 16, 16, 4, size // 4)
+        return images.contiguous(memory_format=torch.channels_last)
+    return numbers
+
+
+KINDS = ["contiguous", "transposed", "channels last"]
+
+
+@resets_peak
+def test_the_proof_takes_little_memory() -> None:
+    """Of 64 MiB of gradients."""
+    model = nn.Module()
+    model.weight = nn.Parameter(stored("transposed", 4096))
+    model.unused = nn.Parameter(torch.zeros(4096, 4096))
+    parameters = [model.weight, model.unused]
+    every = stride(parameters)
+    norm(parameters)  # whatever is made once
+    sample(parameters, every)
+    CLEAR_REFS.write_text("5")
+    before = peak_mib()
+    norm(parameters)
+    assert peak_mib() - before < 8
+    sample(parameters, every)
+    assert peak_mib() - before < 16  # of which the sample itself is 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("contiguous", torch.float32),
+        ("transposed", torch.float64),
+        ("channels last", torch.bfloat16),
+    ],
+)
+def test_the_norm_is_that_of_all_elements(kind: str, dtype: torch.dtype) -> None:
+    grad = stored(kind, 1024).to(dtype)
+    before, found = grad.clone(), norm([grad])
+    assert found == pytest.approx(float(grad.double().square().sum().sqrt()), rel=1e-13)
+    assert norm([grad]) == found
+    assert torch.equal(grad, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_is_in_the_order_of_the_elements(kind: str) -> None:
+    tensors = [stored(kind, 64), torch.zeros(()).expand(2, 3), torch.tensor(2.0)]
+    found = torch.from_numpy(sample(tensors, 7))
+    assert torch.equal(found, torch.cat([t.reshape(-1)[::7].double() for t in tensors]))
