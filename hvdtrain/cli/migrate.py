@@ -43,7 +43,7 @@ def command(
               2   no Python, no Horovod, or the file cannot be read or written
     """
     try:
-        from hvdtrain.migrate.to_ddp import to_ddp
+        from hvdtrain.migrate.rewrite import to_ddp
         from hvdtrain.migrate.to_hvd import to_hvd
     except ModuleNotFoundError as error:
         raise InputError(f"hvdtrain migrate needs {error.name}; pip install libcst") from None
