@@ -181,7 +181,7 @@ class _Plan:
     def _optimizer(self, node: cst.BaseExpression, call: cst.Call | None) -> None:
         """Let DDP average the gradients of the models of an optimizer."""
         if call is None or any(arg.star for arg in call.args):
-            self._leave(node, "its arguments cannot be seen")
+            self._leave(node, "which optimizer and model? call it with named arguments")
             return
         positional = iter(OPTIMIZER)
         given = {(a.keyword.value if a.keyword else next(positional)): a for a in call.args}
@@ -302,6 +302,8 @@ class _Plan:
                 self.changes[outer] = _without_empty_try
         bound = {bound_name(alias) for alias in aliases}
         for other in self.script.nodes:
+            if isinstance(other, cst.NameItem) and code(other.name) in bound:  # of `global`
+                self._replace(other.name, self._flag or bound_name(aliases[0]))
             if isinstance(other, cst.Assign) and code(other.targets[0].target) in bound:
                 if self._flag:
                     self._replace(other.targets[0].target, self._flag)
@@ -317,7 +319,8 @@ class _Plan:
         used = functions + "".join(f"{IDIOMS[name].call} {IDIOMS[name].value} " for name in rows)
         at = next((i for i, part in enumerate(body) if not _is_at_the_top(i, part)), len(body))
         present = {code(part) for part in body[:at]}
-        lines = [line for name, line in IMPORTS.items() if name in used and line not in present]
+        lines = [line for name, line in IMPORTS.items() if f"{name}." in used or f"{name}(" in used]
+        lines = [line for line in lines if line not in present]
         made = self._parsed("\n".join([*lines, "", functions]) if functions else "\n".join(lines))
         after = list(body[at:])
         if after and functions:
@@ -363,7 +366,8 @@ def _needed(name: str) -> list[str]:
 def _is_at_the_top(index: int, statement: Any) -> bool:
     """Return whether a statement is an import, or the docstring."""
     parts = statement.body if isinstance(statement, cst.SimpleStatementLine) else [statement]
-    is_docstring = index == 0 and isinstance(parts[0], cst.Expr)
+    first = getattr(parts[0], "value", None)
+    is_docstring = index == 0 and isinstance(first, (cst.SimpleString, cst.ConcatenatedString))
     return is_docstring or all(isinstance(p, (cst.Import, cst.ImportFrom)) for p in parts)
 
 
