@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,10 @@ from hvdtrain.errors import InputError
 HOROVOD = "horovod.torch"
 _SUBMODULES = ("mpi_ops.", "functions.", "optimizer.", "sync_batch_norm.")
 """Modules of Horovod whose names are in `horovod.torch`, too."""
+
+
+CONVERTIBLE: tuple[list[str], ...] = ([], ["torch"], ["run"], ["runner"])
+"""What follows `horovod` in the imports that can be converted."""
 
 
 @dataclass
@@ -43,7 +48,7 @@ class Script:
     """The tree of a script, and what LibCST knows of its names."""
 
     def __init__(self, text: str, name: str) -> None:
-        """Parse a script. Raises InputError if it is no Python, or has no Horovod."""
+        """Parse a script. Raises InputError if it is no Python."""
         try:
             wrapper = metadata.MetadataWrapper(cst.parse_module(text))
         except cst.ParserSyntaxError as error:
@@ -53,16 +58,15 @@ class Script:
         self._scopes = wrapper.resolve(metadata.ScopeProvider)
         self._parents = wrapper.resolve(metadata.ParentNodeProvider)
         self._names = wrapper.resolve(metadata.QualifiedNameProvider)
-        self.nodes = list(_walk(self.tree))
+        self.nodes = list(walk(self.tree))
         self.imports = [node for node in self.nodes if module_of(node)]
-        found = {name for node in self.imports for name in modules_of(node)}
-        if not any(name in ("horovod", HOROVOD) or name.startswith(HOROVOD) for name in found):
-            others = ", ".join(sorted(found))
-            raise InputError(
-                f"{name} uses {others}; only horovod.torch can be converted"
-                if found
-                else f"{name} does not import horovod.torch"
-            )
+
+    def require_horovod(self, name: str) -> None:
+        """Raise InputError if nothing is imported from horovod.torch, or its launcher."""
+        found = {module for node in self.imports for module in modules_of(node)}
+        if not any(module.split(".")[1:2] in CONVERTIBLE for module in found):
+            others = f" imports {', '.join(sorted(found))}; only" if found else " does not import"
+            raise InputError(f"{name}{others} horovod.torch{' can be converted' * bool(found)}")
 
     def line(self, node: cst.CSTNode) -> int:
         """Return the line at which a node begins."""
@@ -93,25 +97,21 @@ class Script:
                 return str(found.name)
         return ""
 
+    def accesses(self) -> Iterator[tuple[cst.BaseExpression, bool]]:
+        """Yield each expression that reads a name, with its attributes, and whether the name is
+        bound somewhere.
+        """
+        for scope in dict.fromkeys(self._scopes.values()):
+            for access in scope.accesses if scope else ():
+                node: Any = access.node
+                while isinstance(outer := self.parent(node), cst.Attribute):
+                    node = outer
+                yield node, bool(access.referents)
+
     def uses(self) -> list[Use]:
         """Return every expression that names something of Horovod; of `a.b.c` the longest."""
-        found: list[Use] = []
-        inner: set[cst.CSTNode] = set()
-        for node in self.nodes:
-            if not isinstance(node, (cst.Name, cst.Attribute)) or node in inner or not dotted(node):
-                continue
-            name = self.qualified(node)
-            if name.split(".")[0] == "horovod" and not self._is_binding(node):
-                inner.update(_walk(node))
-                found.append(Use(node, _below(name)))
-        return found
-
-    def _is_binding(self, node: cst.CSTNode) -> bool:
-        """Return whether a name is bound here, by an import, an assignment or a keyword."""
-        kinds = (cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.AssignTarget, cst.NameItem)
-        parent = self.parent(node)
-        keyword = isinstance(parent, cst.Arg) and parent.keyword is node
-        return isinstance(parent, kinds) or keyword
+        found = {node: self.qualified(node) for node, _ in self.accesses()}
+        return [Use(n, _below(name)) for n, name in found.items() if name.startswith("horovod")]
 
     def bound(self) -> set[str]:
         """Return the names that the script's imports of Horovod bind."""
@@ -133,13 +133,15 @@ class Script:
 
     def same_variable(self, one: cst.CSTNode, other: cst.CSTNode) -> bool:
         """Return whether two expressions of the same text name the same variable."""
-        if code(one) != code(other):
-            return False
-        root = code(one).split(".")[0].split("[")[0]
+        return code(one) == code(other) and self.same_root(code(one), one, other)
+
+    def same_root(self, text: str, one: cst.CSTNode, other: cst.CSTNode) -> bool:
+        """Return whether a text begins with the same variable at two places."""
+        root = re.match(r"\w*", text)[0]  # type: ignore[index]
         if root == "self":
             return self._class_of(one) is self._class_of(other)
-        assignments = [set(self.scope(node)[root]) for node in (one, other)]
-        return assignments[0] == assignments[1]
+        here, there = self.scope(one), self.scope(other)
+        return here is there or set(here[root]) == set(there[root])
 
     def _class_of(self, node: cst.CSTNode) -> cst.CSTNode | None:
         return next((n for n in self.around(node) if isinstance(n, cst.ClassDef)), None)
@@ -152,15 +154,11 @@ def _below(name: str) -> str:
     return below.removeprefix("horovod.") if below != "horovod" else ""
 
 
-def _walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    yield node
-    for child in node.children:
-        yield from _walk(child)
-
-
 def walk(node: cst.CSTNode) -> Iterator[Any]:
     """Yield a node and all in it, in the order of the text."""
-    return _walk(node)
+    yield node
+    for child in node.children:
+        yield from walk(child)
 
 
 def module_of(node: cst.CSTNode) -> str:
@@ -206,3 +204,8 @@ def dotted(node: cst.CSTNode | None) -> str:
 def code(node: cst.CSTNode) -> str:
     """Return the text of a node."""
     return cst.Module([]).code_for_node(node).strip()
+
+
+def last_name(text: str) -> str:
+    """Return "optimizer" of "self.optimizer"."""
+    return text.rsplit(".", 1)[-1]

@@ -1,4 +1,4 @@
-"""The table of Horovod's names: what each becomes on torch.distributed, or why it has no counterpart.
+"""The table of Horovod's names: what each becomes on torch.distributed, or why there is nothing.
 
 `rewrite` reads it. A name that has no row is listed, as one whose row has no counterpart.
 """
@@ -373,15 +373,14 @@ NEUTRAL = {
 """Values of these arguments that change nothing."""
 ARGUMENTS = {
     "process_set": _PROCESS_SET,
-    "sparse_as_dense": "DDP reduces sparse gradients as they are; use sparse=False in the embedding",
+    "sparse_as_dense": "DDP reduces sparse gradients as they are; give the embedding sparse=False",
     "prescale_factor": "multiply the tensor before",
     "postscale_factor": "multiply the result",
 }
 """Why arguments of Horovod's calls have no counterpart."""
 
-OPTIMIZER_METHODS = {
-    "set_backward_passes_per_step": "DDP averages in each backward pass; remove the line",
-}
+OPTIMIZER_METHODS = ("synchronize", "skip_synchronize", "set_backward_passes_per_step")
+"""Methods that Horovod's optimizers alone have."""
 
 MODULE_METHODS = frozenset(
     "train eval parameters named_parameters buffers named_buffers children named_children modules "

@@ -8,15 +8,16 @@ listed, and left as it was, so that it raises NameError where it is run.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import libcst as cst
 
-from hvdtrain.errors import InputError
 from hvdtrain.migrate import list_lines
 from hvdtrain.migrate.find import (
+    CONVERTIBLE,
     Converted,
     Script,
     Use,
@@ -24,28 +25,34 @@ from hvdtrain.migrate.find import (
     bound_name,
     code,
     dotted,
+    last_name,
     modules_of,
     walk,
 )
-from hvdtrain.migrate.idioms import ADDED, ARGUMENTS, IDIOMS, IMPORTS, NEUTRAL, OPTIMIZER, Idiom
+from hvdtrain.migrate.idioms import (
+    ADDED,
+    ARGUMENTS,
+    IDIOMS,
+    IMPORTS,
+    NEUTRAL,
+    OPTIMIZER,
+    OPTIMIZER_METHODS,
+    Idiom,
+)
 
 Change = Callable[[Any], Any]
 """What becomes of a node whose children have been changed."""
 
 _PARAMETERS = ("named_parameters", "parameters")
-_CONVERTIBLE = ([], ["torch"], ["run"], ["runner"])
 
 
 def to_ddp(text: str, name: str) -> Converted:
     """Return the script on torch.distributed and DistributedDataParallel. Raises InputError."""
-    plan = _Plan(Script(text, name))
-    changed = plan.script.tree.visit(_Apply(plan.changes))
-    made = changed.with_changes(body=plan.with_definitions(changed.body)).code
-    try:
-        compile(made, name, "exec", dont_inherit=True)
-    except SyntaxError as error:
-        raise InputError(f"{name}: the converted script has an error: {error}") from None
-    plan.by_hand += list_lines.left_over(made, plan.script.bound(), plan.left)
+    script = Script(text, name)
+    script.require_horovod(name)
+    plan = _Plan(script)
+    made = plan.with_definitions(script.tree.visit(_Apply(plan.changes)))
+    plan.by_hand += list_lines.left_over(made, script.bound(), plan.left)
     return Converted(made, sorted(set(plan.by_hand)), sorted(set(plan.notes)))
 
 
@@ -93,7 +100,6 @@ class _Plan:
             self._import(node)
         self._optimizer_methods()
         self.by_hand += list_lines.names_in_strings(script)
-        self.by_hand += list_lines.optimizer_methods(script)
         self.by_hand += list_lines.calls_beside_forward(script, self._models)
 
     def _fresh(self, name: str) -> str:
@@ -150,7 +156,9 @@ class _Plan:
     @staticmethod
     def _not_taken(call: cst.Call, row: Idiom) -> str:
         """Return which arguments of a call the function of a row does not have."""
-        functions = [n for n in cst.parse_module(row.function).body if isinstance(n, cst.FunctionDef)]
+        functions = [
+            n for n in cst.parse_module(row.function).body if isinstance(n, cst.FunctionDef)
+        ]
         names = [param.name.value for param in functions[-1].params.params]
         given = [arg.keyword.value for arg in call.args if arg.keyword]
         wrong = [name for name in given if name not in names]
@@ -161,20 +169,13 @@ class _Plan:
     def _module(self, node: cst.BaseExpression) -> None:
         """Keep a test of the module itself; list any other use."""
         parent = self.script.parent(node)
-        call = self.script.parent(parent)
         tests = (cst.If, cst.IfExp, cst.While, cst.Assert, cst.UnaryOperation, cst.BooleanOperation)
         is_none = isinstance(parent, cst.Comparison) and code(parent).endswith("None")
         if isinstance(node, cst.Name) and (isinstance(parent, tests) or is_none):
             self._flag = self._flag or self._fresh("distributed")
             self._replace(node, self._flag)
-        elif isinstance(call, cst.Call) and dotted(call.func) == "hasattr" and call.args[1:]:
-            row = IDIOMS.get(code(call.args[1].value).strip("'\""))
-            if row and not row.why:
-                self._replace(call, "True")
-            else:
-                self._leave(node, f"{code(call)}: whether it has a counterpart is not known")
         else:
-            self._leave(node, "the module itself is passed on; call torch.distributed there")
+            self._leave(node, "the module itself; say here what is done with it")
 
     # Optimizers
 
@@ -196,42 +197,34 @@ class _Plan:
             return
         self._rows.append("DistributedOptimizer")
         self._models.update(dict.fromkeys(models, call))
-        self._optimizers |= {last_name(target) for target in self._targets(call)}
+        assigned = (n for n in self.script.around(call) if isinstance(n, cst.Assign))
+        self._optimizers.update(last_name(code(n.targets[0].target)) for n in assigned)
         for name, arg in given.items():
             text = code(arg.value)
             if (note := OPTIMIZER[name]) and text not in NEUTRAL[name]:
                 self.notes.append((self.script.line(arg), f"{name}={text}: {note}"))
-        kept = [name for name in given if not OPTIMIZER[name] and name != "named_parameters"]
-        self.changes[call] = lambda updated: self._averaging(updated, list(given), kept, models)
-
-    def _averaging(
-        self, updated: cst.Call, names: list[str], kept: list[str], models: list[str]
-    ) -> cst.Call:
-        """Return the call of the added function, in the layout of the original call."""
-        by_name = dict(zip(names, updated.args, strict=True))
-        equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+            if name in ("named_parameters", *NEUTRAL):
+                self.changes[arg] = _removed
+            elif not arg.keyword and name != "optimizer":
+                self.changes[arg] = _keyword(name)
         listed = cst.parse_expression(f"[{', '.join(models)}]")
-        args: list[cst.Arg] = []
-        for name in kept:
-            keyword = None if name == "optimizer" else cst.Name(name)
-            args.append(by_name[name].with_changes(keyword=keyword, equal=equal if keyword else None))
-        given = by_name.get("named_parameters", cst.Arg(listed, comma=args[0].comma))
-        models_arg = given.with_changes(keyword=cst.Name("models"), equal=equal, value=listed)
-        args.insert(1, models_arg)
-        for index, arg in enumerate(args[:-1]):
-            if isinstance(arg.comma, cst.MaybeSentinel) or arg is args[index + 1]:
-                args[index] = arg.with_changes(comma=cst.MaybeSentinel.DEFAULT)
-        args[-1] = args[-1].with_changes(comma=updated.args[-1].comma)
-        return updated.with_changes(func=cst.Name(self._fresh("average_gradients")), args=args)
+        if named := given.get("named_parameters"):
+            self.changes[named] = _keyword("models", listed)
+        self.changes[call] = lambda updated: _averaging(
+            updated.with_changes(func=cst.Name(self._fresh("average_gradients"))),
+            [] if named else [cst.Arg(listed, cst.Name("models"), equal=_EQUAL)],
+            call.args[-1].comma,
+        )
 
     def _models_of(self, node: cst.CSTNode, at: cst.Call, seen: set[str]) -> list[str]:
         """Return the models whose parameters an expression has, as they are named at the call."""
         found: dict[str, None] = {}
         for part in walk(node):
             if isinstance(part, cst.Call) and isinstance(part.func, cst.Attribute):
-                base = part.func.value
-                if part.func.attr.value in _PARAMETERS and self._is_visible(base, node, at):
-                    found[code(base)] = None
+                text = code(part.func.value)
+                is_model = part.func.attr.value in _PARAMETERS and "(" not in text
+                if is_model and self.script.same_root(text, at, node):
+                    found[text] = None
         for part in walk(node) if not found else ():
             if dotted(part) and code(part) not in seen:
                 seen.add(code(part))
@@ -240,57 +233,37 @@ class _Plan:
                         found.update(dict.fromkeys(self._models_of(value, at, seen)))
         return list(found)
 
-    def _is_visible(self, base: cst.BaseExpression, node: cst.CSTNode, at: cst.Call) -> bool:
-        """Return whether the text of a model means the same at a call as in an expression."""
-        root = code(base).split(".")[0].split("[")[0]
-        if not root.isidentifier() or "(" in code(base):
-            return False
-        here, there = self.script.scope(at), self.script.scope(node)
-        return root == "self" or here is there or set(here[root]) == set(there[root])
-
-    def _targets(self, node: cst.CSTNode) -> Iterable[str]:
-        """Yield what the value of an expression is assigned to."""
-        for outer in self.script.around(node):
-            if isinstance(outer, cst.Assign):
-                yield from (code(target.target) for target in outer.targets)
-
     def _optimizer_methods(self) -> None:
-        """Take away synchronize() and skip_synchronize(): DDP has averaged by then."""
-        skips = [
-            node
+        """Take away what only Horovod's optimizers have: DDP has averaged in backward()."""
+        found = [
+            (node, code(node.value), self.script.parent(node))
             for node in self.script.nodes
-            if isinstance(node, cst.Attribute) and node.attr.value == "skip_synchronize"
+            if isinstance(node, cst.Attribute) and node.attr.value in OPTIMIZER_METHODS
         ]
-        self._optimizers |= {last_name(code(node.value)) for node in skips}
-        for node in skips:
-            call = self.script.parent(node)
-            item = self.script.parent(call)
-            if isinstance(item, cst.WithItem):
-                self.changes[self.script.parent(item)] = _without_skip_synchronize
-            else:
-                self._list(node, f"{code(node)}: remove it, DDP has averaged in backward()")
-        for node in self.script.nodes:
-            if not isinstance(node, cst.Attribute) or node.attr.value != "synchronize":
-                continue
-            base, call = node.value, self.script.parent(node)
-            if self.script.qualified(base) or not isinstance(call, cst.Call) or call.args:
-                continue
-            statement = self.script.parent(call)
-            if last_name(code(base)) in self._optimizers and isinstance(statement, cst.Expr):
-                self.changes[statement] = _removed
-            elif last_name(code(base)) in self._optimizers or not list(self.script.values(base)):
-                self._list(node, f"{code(node)}(): remove it, if it is an optimizer's")
+        skips = (base for node, base, _ in found if node.attr.value == "skip_synchronize")
+        self._optimizers.update(map(last_name, skips))
+        for node, base, call in found:
+            is_known = last_name(base) in self._optimizers
+            around = self.script.parent(call)
+            if node.attr.value != "synchronize" and isinstance(around, cst.WithItem):
+                self.changes[self.script.parent(around)] = _without_skip_synchronize
+            elif node.attr.value == "synchronize" and is_known and isinstance(around, cst.Expr):
+                self.changes[around] = _removed
+            elif is_known or not (
+                self.script.qualified(node) or any(self.script.values(node.value))
+            ):
+                self._list(node, f"{code(node)}: remove it if it is an optimizer's")
 
     # Imports
 
     def _import(self, node: Any) -> None:
         """Take away an import of Horovod, or keep what the script tests under another name."""
-        others = [m for m in modules_of(node) if m.split(".")[1:2] not in _CONVERTIBLE]
+        others = [m for m in modules_of(node) if m.split(".")[1:2] not in CONVERTIBLE]
         if others or isinstance(node.names, cst.ImportStar):
             self._list(node, f"{code(node)}: import horovod.torch as hvd is what can be converted")
             return
         aliases = aliases_of(node)
-        if self._flag:
+        if self._flag and len(aliases) == len(node.names):
             flag = self._parsed(f"import torch.distributed as {self._flag}\n").body[0]
             self.changes[node] = lambda _: flag.body[0]
         elif len(aliases) < len(node.names):
@@ -312,22 +285,20 @@ class _Plan:
 
     # What is added
 
-    def with_definitions(self, body: Sequence[Any]) -> list[Any]:
-        """Return the statements of a script with the imports and functions that it needs."""
+    def with_definitions(self, tree: cst.Module) -> str:
+        """Return the text of a script with the imports and functions that it needs."""
         rows = dict.fromkeys(name for row in self._rows for name in (*_needed(row), row))
         functions = "\n".join(IDIOMS[name].function for name in rows if IDIOMS[name].function)
         used = functions + "".join(f"{IDIOMS[name].call} {IDIOMS[name].value} " for name in rows)
+        body = list(tree.body)
         at = next((i for i, part in enumerate(body) if not _is_at_the_top(i, part)), len(body))
-        present = {code(part) for part in body[:at]}
-        lines = [line for name, line in IMPORTS.items() if f"{name}." in used or f"{name}(" in used]
-        lines = [line for line in lines if line not in present]
-        made = self._parsed("\n".join([*lines, "", functions]) if functions else "\n".join(lines))
-        after = list(body[at:])
-        if after and functions:
-            empty = [cst.EmptyLine(indent=False)] * 2
-            comments = [line for line in after[0].leading_lines if line.comment]
-            after[0] = after[0].with_changes(leading_lines=[*empty, *comments])
-        return [*body[:at], *made.body, *after]
+        top = tree.with_changes(body=body[:at], footer=(), has_trailing_newline=at > 0)
+        rest = tree.with_changes(body=body[at:], header=())
+        lines = [line for name, line in IMPORTS.items() if re.search(rf"\b{name}[.(]", used)]
+        added = "".join(f"{line}\n" for line in lines if line not in top.code.splitlines())
+        if functions:
+            added = f"{added}\n{functions}\n\n"
+        return f"{top.code}{self._parsed(added).code}{rest.code.lstrip(chr(10))}"
 
     def _parsed(self, text: str) -> Any:
         """Return the tree of our own code, by names that the script does not use otherwise."""
@@ -353,9 +324,22 @@ def _removed(_: Any) -> Any:
     return cst.RemoveFromParent()
 
 
-def last_name(text: str) -> str:
-    """Return "optimizer" of "self.optimizer"."""
-    return text.rsplit(".", 1)[-1]
+_EQUAL = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+
+
+def _keyword(name: str, value: cst.BaseExpression | None = None) -> Change:
+    """Return the change of an argument into one with a keyword."""
+    return lambda updated: updated.with_changes(
+        keyword=cst.Name(name), equal=_EQUAL, value=value or updated.value
+    )
+
+
+def _averaging(updated: cst.Call, models: list[cst.Arg], comma: Any) -> cst.Call:
+    """Return a call with the models after the optimizer, and the comma that it had at its end."""
+    args = [updated.args[0], *models, *updated.args[1:]]
+    args[0] = args[0].with_changes(comma=cst.MaybeSentinel.DEFAULT) if models else args[0]
+    args[-1] = args[-1].with_changes(comma=comma)
+    return updated.with_changes(args=args)
 
 
 def _needed(name: str) -> list[str]:
@@ -378,17 +362,14 @@ def _without_skip_synchronize(updated: cst.With) -> Any:
         items[-1] = items[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
         return updated.with_changes(items=items)
     body = updated.body
-    if not isinstance(body, cst.IndentedBlock):
-        return cst.SimpleStatementLine(body.body, leading_lines=updated.leading_lines)
-    first = body.body[0]
-    lines = [*updated.leading_lines, *getattr(first, "leading_lines", ())]
-    return cst.FlattenSentinel([first.with_changes(leading_lines=lines), *body.body[1:]])
+    inner: Any = (
+        body.body if isinstance(body, cst.IndentedBlock) else [cst.SimpleStatementLine(body.body)]
+    )
+    lines = [*updated.leading_lines, *inner[0].leading_lines]
+    return cst.FlattenSentinel([inner[0].with_changes(leading_lines=lines), *inner[1:]])
 
 
 def _without_empty_try(updated: cst.Try) -> Any:
-    """Return what remains of a `try` that tries nothing any more."""
-    if updated.body.body:
-        return updated
-    rest = [part.body.body for part in (updated.orelse, updated.finalbody) if part]
-    statements = [statement for part in rest for statement in part]
-    return cst.FlattenSentinel(statements) if statements else cst.RemoveFromParent()
+    """Return nothing for a `try` that tries nothing any more."""
+    is_empty = not (updated.body.body or updated.orelse or updated.finalbody)
+    return cst.RemoveFromParent() if is_empty else updated

@@ -12,6 +12,7 @@ NEW = "hvdtrain.hvd"
 def to_hvd(text: str, name: str) -> Converted:
     """Return the script with `hvdtrain.hvd` in place of `horovod.torch`. Raises InputError."""
     script = Script(text, name)
+    script.require_horovod(name)
     change = _Imports(script)
     return Converted(script.tree.visit(change).code, sorted(change.left))
 

@@ -6,12 +6,11 @@ import hashlib
 import math
 import os
 
+import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 import torch.utils.data.distributed
 from torch import nn, optim
-
-import horovod.torch as hvd
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint-format", default="checkpoint-{epoch}.pt")

@@ -1,13 +1,14 @@
 # mypy: ignore-errors
+# ruff: noqa: E701
+# fmt: off
 """A preconditioner like K-FAC: it averages statistics of its own between backward and step."""
 
 import hashlib
 
+import horovod.torch as hvd
 import torch
-from torch import nn
-
 from horovod.torch.mpi_ops import allreduce_async_, rank, size, synchronize
-import horovod.torch as hvd  # noqa: I001
+from torch import nn
 
 
 class Preconditioner(torch.optim.Optimizer):
@@ -47,7 +48,7 @@ for _ in range(4):
     net(torch.randn(8, 8, generator=generator)).square().mean().backward()
     optimizer.synchronize()
     preconditioner.step()
-    with optimizer.skip_synchronize(): optimizer.step()  # noqa: E701
+    with optimizer.skip_synchronize(): optimizer.step()
 digest = hashlib.sha256()
 for value in net.parameters():
     digest.update(value.detach().numpy().tobytes())

@@ -47,7 +47,7 @@ class Trainer:
                 self.optimizer.synchronize()
                 scaler.unscale_(self.optimizer)
                 nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-                with torch.autograd.profiler.record_function("step"), self.optimizer.skip_synchronize():
+                with torch.enable_grad(), self.optimizer.skip_synchronize():
                     scaler.step(self.optimizer)
                 scaler.update()
                 self.optimizer.zero_grad()
