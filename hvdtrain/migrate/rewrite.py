@@ -292,13 +292,14 @@ class _Plan:
         used = functions + "".join(f"{IDIOMS[name].call} {IDIOMS[name].value} " for name in rows)
         body = list(tree.body)
         at = next((i for i, part in enumerate(body) if not _is_at_the_top(i, part)), len(body))
-        top = tree.with_changes(body=body[:at], footer=(), has_trailing_newline=at > 0)
+        top = tree.with_changes(body=body[:at], footer=())
         rest = tree.with_changes(body=body[at:], header=())
         lines = [line for name, line in IMPORTS.items() if re.search(rf"\b{name}[.(]", used)]
         added = "".join(f"{line}\n" for line in lines if line not in top.code.splitlines())
         if functions:
             added = f"{added}\n{functions}\n\n"
-        return f"{top.code}{self._parsed(added).code}{rest.code.lstrip(chr(10))}"
+        above = top.code if body[:at] or top.header else ""
+        return f"{above}{self._parsed(added).code}{rest.code.lstrip(chr(10))}"
 
     def _parsed(self, text: str) -> Any:
         """Return the tree of our own code, by names that the script does not use otherwise."""
@@ -362,9 +363,9 @@ def _without_skip_synchronize(updated: cst.With) -> Any:
         items[-1] = items[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
         return updated.with_changes(items=items)
     body = updated.body
-    inner: Any = (
-        body.body if isinstance(body, cst.IndentedBlock) else [cst.SimpleStatementLine(body.body)]
-    )
+    inner: Any = updated.body.body
+    if not isinstance(updated.body, cst.IndentedBlock):
+        inner = [cst.SimpleStatementLine(inner)]
     lines = [*updated.leading_lines, *inner[0].leading_lines]
     return cst.FlattenSentinel([inner[0].with_changes(leading_lines=lines), *inner[1:]])
 
