@@ -75,6 +75,7 @@ class Forward(torch.nn.Module):
         super().__init__()
         self.model = model
         self.run = model.forward
+        self.averaged = {p for p in model.parameters() if p.requires_grad}
         self.is_called = False
 
     def forward(self, *arguments, **options):
@@ -121,9 +122,8 @@ def call_through_ddp(model, compression, op):
                 "does not average them"
             )
 
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(check)
+    for parameter in inner.averaged:
+        parameter.register_post_accumulate_grad_hook(check)
     model.forward = forward.__get__(model)
     return inner
 
@@ -133,14 +133,21 @@ def average_gradients(optimizer, models, compression=None, op="mean"):
     for model in models:
         if model not in FORWARDS:
             FORWARDS[model] = call_through_ddp(model, compression, op)
-    known = {parameter for model in models for parameter in model.parameters()}
-    if not known.issuperset(p for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError("the optimizer has parameters that are in none of its models")
+    averaged = set().union(*(FORWARDS[model].averaged for model in models))
+
+    def check(*_):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None and parameter not in averaged:
+                raise RuntimeError(
+                    "a parameter of the optimizer is in none of its models, or was frozen when DDP "
+                    "was made: DDP does not average its gradient"
+                )
 
     def reset(*_):
         for model in models:
             FORWARDS[model].is_called = False
 
+    optimizer.register_step_pre_hook(check)
     optimizer.register_step_post_hook(reset)
     return optimizer
 '''

@@ -362,7 +362,6 @@ def _without_skip_synchronize(updated: cst.With) -> Any:
     if items:
         items[-1] = items[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
         return updated.with_changes(items=items)
-    body = updated.body
     inner: Any = updated.body.body
     if not isinstance(updated.body, cst.IndentedBlock):
         inner = [cst.SimpleStatementLine(inner)]

@@ -100,7 +100,13 @@ def test_a_branch_without_a_counterpart_is_noted_and_raises(tmp_path: Path) -> N
     notes = "\n".join(note for _, note in made.notes)
     assert "hvd.Adasum: torch.distributed has no Adasum" in notes
     (tmp_path / "ddp.py").write_text(made.text)
-    line = ["torchrun", "--nproc-per-node", "2", tmp_path / "ddp.py", "--use-adasum"]
+    line: list[str | Path] = [
+        "torchrun",
+        "--nproc-per-node",
+        "2",
+        tmp_path / "ddp.py",
+        "--use-adasum",
+    ]
     done = run(warm(line), timeout=90)
     assert done.code != 0
     assert "op=adasum, compression=None: DDP has no such reduction" in done.output
@@ -137,6 +143,30 @@ def test_what_does_not_go_through_forward_is_listed_and_raises(tmp_path: Path) -
     done = run(warm(["torchrun", "--nproc-per-node", "1", tmp_path / "ddp.py"]), timeout=90)
     assert done.code != 0
     assert "Net: gradients of what did not go through its forward()" in done.output
+
+
+THAWED = """
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+net = torch.nn.Linear(2, 2)
+net.bias.requires_grad_(False)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
+net.bias.requires_grad_(True)
+net(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+"""
+
+
+def test_a_parameter_that_ddp_does_not_average_raises(tmp_path: Path) -> None:
+    made = to_ddp(THAWED, "a.py")
+    assert made.not_converted == []
+    (tmp_path / "ddp.py").write_text(made.text)
+    done = run(warm(["torchrun", "--nproc-per-node", "1", tmp_path / "ddp.py"]), timeout=90)
+    assert done.code != 0
+    assert "or was frozen when DDP was made: DDP does not average its gradient" in done.output
 
 
 def ddp(text: str) -> str:
