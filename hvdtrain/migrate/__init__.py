@@ -1,7 +1,11 @@
 """Rewrite a Horovod script: for `hvdtrain.hvd`, or for native DDP under torchrun.
 
-    to_hvd    `import horovod.torch as hvd` becomes `import hvdtrain.hvd as hvd`
-    to_ddp    each call of Horovod's API becomes one of torch.distributed, or is listed
+    find         where a script names Horovod, by its scopes
+    idioms       the table: what each name becomes, or why it has no counterpart
+    rewrite      to_ddp: each use becomes what its row says, or is listed
+    list_lines   what is to be done by hand, and whether anything is left that is not listed
+    to_hvd       `import horovod.torch as hvd` becomes `import hvdtrain.hvd as hvd`
 
-`hvdtrain migrate` prints the difference. Comments and formatting stay (LibCST). Imports no torch.
+`hvdtrain migrate` prints the difference. Follow names, not text; what is not understood is listed.
+Comments and formatting stay (LibCST). Imports no torch.
 """

@@ -1,9 +1,10 @@
-"""`hvdtrain migrate`: scripts of Horovod's own structure, and one row for each conversion."""
+"""`hvdtrain migrate`: scripts of users' own structure train the same; one row for each idiom."""
 
 from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from click.testing import CliRunner, Result
 
 from hvdtrain.cli.migrate import command
 from hvdtrain.errors import HvdtrainError, InputError
-from hvdtrain.migrate.to_ddp import to_ddp
+from hvdtrain.migrate.idioms import ADDED, IDIOMS
+from hvdtrain.migrate.rewrite import to_ddp
 from hvdtrain.migrate.to_hvd import to_hvd
 from tests.forkserver import warm
 from tests.launching import run
 
-SCRIPTS = Path(__file__).parent
+SCRIPTS = Path(__file__).parent / "scripts"
+IMPORT = "import horovod.torch as hvd\n"
 
 
 def digests(line: list[str | Path], **env: str) -> set[str]:
@@ -28,13 +31,27 @@ def digests(line: list[str | Path], **env: str) -> set[str]:
     return set(found)
 
 
-@pytest.mark.parametrize("name", ["mnist", "synthetic"])
-def test_scripts_of_horovod_train_the_same(name: str, tmp_path: Path) -> None:
-    script = SCRIPTS / f"{name}.py"
-    made = to_ddp(script.read_text(), script.name)
+@cache
+def converted(name: str) -> str:
+    made = to_ddp((SCRIPTS / f"{name}.py").read_text(), f"{name}.py")
     assert made.not_converted == []
-    assert "hvd" not in re.sub(r"#.*|\"\"\".*?\"\"\"", "", made.text)
-    (tmp_path / "ddp.py").write_text(made.text)
+    return made.text
+
+
+def trains_the_same(name: str, tmp_path: Path, *arguments: str) -> set[str]:
+    """Train a script before and after, and return the hash that both have."""
+    (tmp_path / "ddp.py").write_text(converted(name))
+    paths = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
+    before = digests(["-m", "hvdtrain.hvd", SCRIPTS / f"{name}.py", *paths])
+    assert len(before) == 1
+    after = digests([tmp_path / "ddp.py", *paths], PYTHONWARNINGS="error::FutureWarning")
+    assert after == before
+    return before
+
+
+def test_a_script_of_horovods_example_trains_the_same_in_three_ways(tmp_path: Path) -> None:
+    script = SCRIPTS / "mnist.py"
+    (tmp_path / "ddp.py").write_text(converted("mnist"))
     (tmp_path / "hvd.py").write_text(to_hvd(script.read_text(), script.name).text)
     exact = {"HVDTRAIN_EXACT_HOROVOD": "1"}
     before = digests(["-m", "hvdtrain.hvd", script], **exact)
@@ -43,98 +60,275 @@ def test_scripts_of_horovod_train_the_same(name: str, tmp_path: Path) -> None:
     assert digests([tmp_path / "ddp.py"]) == before
 
 
-IMPORT = "import horovod.torch as hvd\n"
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gan",
+        "timm_style",
+        pytest.param("synthetic", marks=pytest.mark.exhaustive),
+        pytest.param("kfac", marks=pytest.mark.exhaustive),
+        pytest.param("contrastive", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_scripts_train_the_same(name: str, tmp_path: Path) -> None:
+    trains_the_same(name, tmp_path)
+
+
+def test_a_checkpoint_that_rank_0_loads_after_wrapping_reaches_all_ranks(tmp_path: Path) -> None:
+    path = "--checkpoint-format={tmp}/{epoch}.pt"
+    text = converted("imagenet")
+    (tmp_path / "ddp.py").write_text(text)
+    first = digests([tmp_path / "ddp.py", path.replace("{tmp}", str(tmp_path)), "--epochs", "1"])
+    for each in tmp_path.glob("[2-9].pt"):
+        each.unlink()
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    paths = [path.replace("{tmp}", str(folder)) for folder in (tmp_path, whole)]
+    resumed = digests([tmp_path / "ddp.py", paths[0]])
+    assert len(first) == len(resumed) == 1
+    assert resumed == digests(["-m", "hvdtrain.hvd", SCRIPTS / "imagenet.py", paths[1]])
+
+
+@pytest.mark.exhaustive
+def test_a_checkpoint_that_a_method_loads_on_rank_0(tmp_path: Path) -> None:
+    trains_the_same("nlp", tmp_path, "--save", "{tmp}/s/checkpoint.pt")
+    trains_the_same("nlp", tmp_path, "--resume", "{tmp}/s/checkpoint.pt", "--amp")
+
+
+def test_a_branch_without_a_counterpart_is_noted_and_raises(tmp_path: Path) -> None:
+    made = to_ddp((SCRIPTS / "imagenet.py").read_text(), "imagenet.py")
+    notes = "\n".join(note for _, note in made.notes)
+    assert "hvd.Adasum: torch.distributed has no Adasum" in notes
+    (tmp_path / "ddp.py").write_text(made.text)
+    line: list[str | Path] = [
+        "torchrun",
+        "--nproc-per-node",
+        "2",
+        tmp_path / "ddp.py",
+        "--use-adasum",
+    ]
+    done = run(warm(line), timeout=90)
+    assert done.code != 0
+    assert "op=adasum, compression=None: DDP has no such reduction" in done.output
+
+
+ENCODER = """
+import torch
+import horovod.torch as hvd
+
+class Net(torch.nn.Linear):
+    def encode(self, x):
+        return torch.nn.functional.linear(x, self.weight)
+
+hvd.init()
+net = Net(2, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
+with torch.no_grad():
+    net.encode(torch.ones(1, 2))
+net.encode(torch.ones(1, 2)).sum().backward()
+"""
+
+
+def test_what_does_not_go_through_forward_is_listed_and_raises(tmp_path: Path) -> None:
+    made = to_ddp(ENCODER, "a.py")
+    assert made.not_converted == [
+        (
+            15,
+            "net.encode(): DDP averages the gradients of what goes through net(...) alone; call it "
+            "from forward()",
+        )
+    ]
+    (tmp_path / "ddp.py").write_text(made.text)
+    done = run(warm(["torchrun", "--nproc-per-node", "1", tmp_path / "ddp.py"]), timeout=90)
+    assert done.code != 0
+    assert "Net: gradients of what did not go through its forward()" in done.output
+
+
+THAWED = """
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+net = torch.nn.Linear(2, 2)
+net.bias.requires_grad_(False)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
+net.bias.requires_grad_(True)
+net(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+"""
+
+
+def test_a_parameter_that_ddp_does_not_average_raises(tmp_path: Path) -> None:
+    made = to_ddp(THAWED, "a.py")
+    assert made.not_converted == []
+    (tmp_path / "ddp.py").write_text(made.text)
+    done = run(warm(["torchrun", "--nproc-per-node", "1", tmp_path / "ddp.py"]), timeout=90)
+    assert done.code != 0
+    assert "or was frozen when DDP was made: DDP does not average its gradient" in done.output
 
 
 def ddp(text: str) -> str:
-    """What a line becomes, without what is added above it."""
-    made = to_ddp(IMPORT + text, "a.py")
+    """What a text becomes, without what is added above it."""
+    made = to_ddp(IMPORT + "start\n" + text, "a.py")
     assert made.not_converted == []
-    return made.text
+    return made.text.partition("start\n")[2]
+
+
+WRAPPED = "o = hvd.DistributedOptimizer(o, named_parameters=m.named_parameters()"
 
 
 @pytest.mark.parametrize(
-    ("line", "new"),
+    ("text", "new"),
     [
         ("hvd.init()", "dist.init_process_group()"),
         ("x = hvd.rank()  # who", "x = dist.get_rank()  # who"),
         ("x = hvd.local_rank()", 'x = int(os.environ["LOCAL_RANK"])'),
-        ("hvd.barrier()", "dist.barrier()"),
+        ("get = hvd.local_rank", 'get = (lambda: int(os.environ["LOCAL_RANK"]))'),
+        ("get_rank = hvd.rank", "get_rank = dist.get_rank"),
         ("y = hvd.allreduce(x, op=hvd.Sum)", 'y = allreduce(x, op="sum")'),
-        ("y = hvd.allreduce(x, name='a').item()", "y = allreduce(x, name='a').item()"),
         ("y = hvd.broadcast_object(x, root_rank=1)", "y = broadcast_object(x, root_rank=1)"),
-        ("hvd.shutdown()", "dist.destroy_process_group()"),
+        ("a = 1; hvd.shutdown()", "a = 1; dist.destroy_process_group()"),
+        ('print(f"{hvd.rank()}")', 'print(f"{dist.get_rank()}")'),
+        ("norm(layer=hvd.SyncBatchNorm)", "norm(layer=torch.nn.SyncBatchNorm)"),
+        (f"{WRAPPED})", "o = average_gradients(o, models=[m])"),
+        (f"{WRAPPED}, op=hvd.Sum)", 'o = average_gradients(o, models=[m], op="sum")'),
+        (f"{WRAPPED}, gradient_predivide_factor=f)", "o = average_gradients(o, models=[m])"),
+        (
+            f"{WRAPPED}, compression=hvd.Compression.fp16 if x else hvd.Compression.none)",
+            'o = average_gradients(o, models=[m], compression="fp16" if x else None)',
+        ),
+        (
+            "o = hvd.DistributedOptimizer(o, m.named_parameters(), hvd.Compression.fp16)",
+            'o = average_gradients(o, models=[m], compression="fp16")',
+        ),
+        (
+            "n = list(a.named_parameters()) + list(b.named_parameters())\n"
+            "o = hvd.DistributedOptimizer(o, named_parameters=n)",
+            "n = list(a.named_parameters()) + list(b.named_parameters())\n"
+            "o = average_gradients(o, models=[a, b])",
+        ),
+        (
+            "o = SGD(net.body.parameters(), 1)\no = hvd.DistributedOptimizer(o)",
+            "o = SGD(net.body.parameters(), 1)\no = average_gradients(o, models=[net.body])",
+        ),
+        (
+            f"import torch\n{WRAPPED})\no.synchronize()\ntorch.cuda.synchronize()\n"
+            "with o.skip_synchronize():\n    # why\n    o.step()",
+            "import torch\no = average_gradients(o, models=[m])\ntorch.cuda.synchronize()\n# why\n"
+            "o.step()",
+        ),
+        ("with amp(), o.skip_synchronize(): o.step()", "with amp(): o.step()"),
+        ("if x: o.synchronize()\nwith o.skip_synchronize(): o.step()", "if x: pass\no.step()"),
+        ("def f(rank, hvd):\n    hvd.rank(rank)", "def f(rank, hvd):\n    hvd.rank(rank)"),
+        (
+            "def f(dist):\n    allreduce = hvd.allreduce(dist)",
+            "def f(dist):\n    allreduce = allreduce_of_ranks(dist)",
+        ),
     ],
 )
-def test_calls(line: str, new: str) -> None:
-    lines = ddp(line + "\n").splitlines()
-    assert lines[-1] == new
-    assert "import torch.distributed as dist" in lines
-    assert ("import os" in lines) == ("os.environ" in new)
-
-
-WRAPPED = """
-def load(model):
-    model.load_state_dict(torch.load("a.pt"))
-
-def main(args):
-    model = Net()
-    before = model.state_dict()
-    opt = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size()), compression=hvd.Compression.fp16
-    )
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    loss(model(x)).backward()
-    opt.synchronize()
-    with opt.skip_synchronize():
-        opt.step()
-    return model.state_dict()
-"""
-
-
-def test_a_wrapped_optimizer_is_a_wrapped_model() -> None:
-    made = to_ddp(IMPORT + WRAPPED, "a.py")
-    assert made.not_converted == []
-    assert made.notes == [(9, "compression: DDP divides before it adds; other last bits")]
-    assert '    getattr(model, "module", model).load_state_dict(torch.load("a.pt"))\n' in made.text
-    body = made.text[made.text.index("def main") :].splitlines()[1:]
-    assert body == [
-        "    model = Net()",
-        "    before = model.state_dict()",
-        "    opt = torch.optim.SGD(model.parameters(), lr=0.1 * dist.get_world_size())",
-        "    model = DistributedDataParallel(model, broadcast_buffers=False)",
-        "    model.register_comm_hook(None, fp16_compress_hook)",
-        "    loss(model(x)).backward()",
-        "    opt.step()",
-        "    return model.module.state_dict()",
-    ]
+def test_an_idiom(text: str, new: str) -> None:
+    assert ddp(text + "\n") == new + "\n"
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    ("text", "new"),
     [
-        ("hvd.join()", "hvd.join has no counterpart; DDP has the context manager model.join()"),
-        ("y = hvd.allgather(x)", "all_gather wants equal shapes"),
-        ("y = hvd.allreduce(x, op=hvd.Adasum)", "hvd.Adasum has no counterpart"),
-        ("y = hvd.allreduce(x, compression=c)", "hvd.allreduce: compression"),
-        ("@hvd.elastic.run\ndef f(): pass", "hvd.elastic.run has no counterpart; torchrun"),
-        ("o = hvd.DistributedOptimizer(o)", "whose model? give named_parameters="),
+        ("from horovod.torch import rank as r\nr()", "dist.get_rank()"),
+        ("import horovod.torch\nhorovod.torch.rank()", "dist.get_rank()"),
+        ("import horovod as h, horovod.torch\nh.torch.rank()", "dist.get_rank()"),
+        ("from horovod.torch.mpi_ops import rank\nrank()", "dist.get_rank()"),
         (
-            "o = hvd.DistributedOptimizer(o, named_parameters=m.named_parameters(), op=hvd.Sum)",
-            "op=hvd.Sum: DDP takes the mean",
+            "def f():\n    return hvd.rank()\nimport horovod.torch as hvd",
+            "    return dist.get_rank()",
         ),
+        ("def f():\n    from horovod import torch\n    torch.rank()", "    dist.get_rank()"),
+        ("import os; import horovod.torch as hvd; hvd.rank()", "import os; dist.get_rank()"),
+        ("# horovod.spark\nimport horovod.torch as hvd\nhvd.rank()", "dist.get_rank()"),
         (
-            "o = hvd.DistributedOptimizer(o, named_parameters=m.named_parameters(), groups=2)",
-            "DistributedOptimizer(groups) has no counterpart",
+            "try:\n    import horovod.torch as hvd\nexcept ImportError:\n    hvd = None\n"
+            "hvd.rank()",
+            "dist.get_rank()",
         ),
-        ("import horovod\nhorovod.run(f)", "start the script by torchrun"),
-        ("from horovod.torch import rank", "import horovod.torch as hvd instead"),
     ],
 )
-def test_what_has_no_counterpart_is_listed(line: str, why: str) -> None:
-    ((number, text), *_) = to_ddp(IMPORT + line + "\n", "a.py").not_converted
-    assert number >= 2
-    assert why in text
+def test_ways_to_import(text: str, new: str) -> None:
+    made = to_ddp(text + "\n", "a.py")
+    assert new in made.text.splitlines()
+    assert made.not_converted == []
+    assert not re.search(r"^[^#]*(horovod|hvd)", made.text, re.MULTILINE)
+
+
+def test_a_module_that_may_be_missing_stays_so_under_another_name() -> None:
+    text = "hvd = None\ndef f():\n    global hvd\n    import horovod.torch as hvd\n"
+    text += "if hvd: hvd.rank()\n"
+    made = to_ddp(text, "a.py")
+    assert made.not_converted == []
+    assert made.text == (
+        "import torch.distributed as dist\ndistributed = None\ndef f():\n    global distributed\n"
+        "    import torch.distributed as distributed\nif distributed: dist.get_rank()\n"
+    )
+
+
+BY_HAND = [
+    ("hvd.join()", "hvd.join: DDP's join() is a context manager around the loop"),
+    ("y = hvd.alltoall(x)", "hvd.alltoall: torch.distributed.all_to_all_single takes the splits"),
+    ("y = hvd.allreduce(x, op=hvd.Adasum)", "hvd.Adasum: torch.distributed has no Adasum"),
+    ("y = hvd.allreduce(x, process_set=s)", "hvd.allreduce: process_set: torch.distributed.new_"),
+    ("s = hvd.ProcessSet([0])", "hvd.ProcessSet: torch.distributed.new_group(ranks)"),
+    ("@hvd.elastic.run\ndef f(state): pass", "hvd.elastic.run: torchrun --nnodes MIN:MAX"),
+    ("s = hvd.elastic.TorchState(m, o)", "hvd.elastic.TorchState: torchrun --nnodes MIN:MAX"),
+    ("hvd.start_timeline('a')", "hvd.start_timeline: torch.profiler.profile()"),
+    ("hvd.init(comm=[0, 1])", "hvd.init: hvd.init(comm=[0, 1]) has arguments"),
+    ("hvd.nonsense()", "hvd.nonsense: has no counterpart"),
+    ("main(hvd)", "hvd: the module itself"),
+    ("module = hvd", "hvd: the module itself"),
+    ("hasattr(hvd, 'join')", "hvd: the module itself"),
+    ("o = hvd.DistributedOptimizer(o)", "hvd.DistributedOptimizer: whose model?"),
+    (
+        "def f(o, m): return hvd.DistributedOptimizer(o, named_parameters=names(m))",
+        "hvd.DistributedOptimizer: whose model?",
+    ),
+    (f"{WRAPPED}, sparse_as_dense=True)", "hvd.DistributedOptimizer: sparse_as_dense: DDP"),
+    (f"{WRAPPED})\no.set_backward_passes_per_step(2)", "o.set_backward_passes_per_step: remove it"),
+    ("def f(o): o.synchronize()", "o.synchronize: remove it if it is an optimizer's"),
+    ("f(o.skip_synchronize())", "o.skip_synchronize: remove it"),
+    ("from horovod.runner import run\nrun(f)", "run: start the script by torchrun"),
+    ("import horovod\nhorovod.run(f)", "horovod.run: start the script by torchrun"),
+    ("from horovod.torch import *", "from horovod.torch import *: import horovod.torch as hvd"),
+    ("import horovod.spark", "import horovod.spark: import horovod.torch as hvd is what can be"),
+    ("x = importlib.import_module('horovod.torch')", "'horovod.torch': a module that is imported"),
+]
+
+
+@pytest.mark.parametrize(("text", "why"), BY_HAND)
+def test_what_is_not_understood_is_listed(text: str, why: str) -> None:
+    found = to_ddp(IMPORT + text + "\n", "a.py").not_converted
+    assert any(number >= 2 and said.startswith(why) for number, said in found), found
+
+
+def test_no_name_of_horovod_stays_without_being_listed() -> None:
+    """What stays is found by its text, and each such line has a line of the list."""
+    for name in [path.stem for path in SCRIPTS.glob("*.py")]:
+        assert not re.search(r"^[^#\"]*\b(hvd|horovod)\b[.(]", converted(name), re.MULTILINE), name
+    for text, _ in BY_HAND:
+        made = to_ddp(IMPORT + text + "\n", "a.py")
+        lines = [line for line in made.text.splitlines() if re.search("hvd|horovod", line)]
+        assert len(lines) <= len({number for number, _ in made.not_converted}), text
+
+
+def test_the_conversion_finds_what_its_table_overlooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdtrain.migrate.find.Script.uses", lambda self: [])
+    made = to_ddp(IMPORT + "x = hvd.rank()\n", "a.py")
+    assert made.not_converted == [(1, "hvd.rank is left in the converted script")]
+
+
+def test_the_functions_of_the_table_are_python() -> None:
+    for name, idiom in IDIOMS.items():
+        compile(idiom.function, name, "exec")
+        found = set(re.findall(r"^(?:def|class) (\w+)|^(\w+) =", idiom.function, re.MULTILINE))
+        assert {one or other for one, other in found} <= ADDED, name
 
 
 @pytest.mark.parametrize(
@@ -146,8 +340,10 @@ def test_what_has_no_counterpart_is_listed(line: str, why: str) -> None:
         ("from horovod.torch.mpi_ops import poll", "from hvdtrain.hvd.mpi_ops import poll"),
         ("from horovod import torch as hvd", "from hvdtrain import hvd as hvd"),
         ("import horovod\nhorovod.run(f)", "import hvdtrain\nhvdtrain.run(f)"),
+        ("import horovod.torch as hvd\nfrom horovod.runner import run",
+         "import hvdtrain.hvd as hvd\nfrom hvdtrain import run"),
     ],
-)
+)  # fmt: skip
 def test_imports(line: str, new: str) -> None:
     made = to_hvd(line + "  # as ever\n", "a.py")
     assert made.text == new + "  # as ever\n"
@@ -164,13 +360,14 @@ def test_the_command_prints_a_diff_or_writes_a_file(tmp_path: Path) -> None:
     done = migrate(script)
     assert done.exit_code == 0, done.output
     assert f"-{IMPORT}+import hvdtrain.hvd as hvd\n" in done.output
-    assert migrate(script, "--to", "ddp", "-o", new).output == ""
+    done = migrate(script, "--to", "ddp", "-o", new)
+    assert done.output == f"now run: torchrun --nproc-per-node 2 {new}\n"
     assert new.read_text() == "# a\nimport torch.distributed as dist\ndist.init_process_group()\n"
     script.write_text(f"{IMPORT}hvd.join()\n")
     done = migrate(script, "--to", "ddp")
     assert isinstance(done.exception, HvdtrainError)
     assert done.exception.exit_code == 1
-    assert "a.py:2: not converted: hvd.join has no counterpart" in done.output
+    assert "a.py:2: by hand: hvd.join: DDP's join() is a context manager" in done.output
 
 
 @pytest.mark.parametrize(
@@ -191,9 +388,9 @@ def test_a_script_that_cannot_be_read(text: str, why: str, tmp_path: Path) -> No
 
 
 @pytest.mark.exhaustive
-def test_both_scripts_go_through_compare(tmp_path: Path) -> None:
+def test_a_script_that_is_proved_and_then_ends_is_proved(tmp_path: Path) -> None:
     line: list[str | Path] = [sys.executable, "-m", "hvdtrain", "migrate", SCRIPTS / "mnist.py"]
-    line += ["--to", "ddp", "-o", tmp_path / "ddp.py", "--prove", "--", "--epochs", "100000"]
+    line += ["--to", "ddp", "-o", tmp_path / "ddp.py", "--prove", "--", "--epochs", "4"]
     done = run(line, timeout=170)
     assert done.code == 0, done.output
-    assert "all 3 trained the same: parameters bitwise equal after 10 steps" in done.output
+    assert "proved: parameters bitwise equal after 10 steps" in done.output
