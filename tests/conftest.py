@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,15 +46,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# What the reason for a skip names, and how to have it on Debian and Ubuntu.
-_HOW_TO_HAVE = {
-    "chromium": "apt-get install chromium chromium-driver",
-    "sshd": "as root: apt-get install openssh-server iproute2",
-    "namespaces": "as root",
-    "setpriv": "as root",
-}
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the reporter's: after its last line
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     """Say at the end how many tests were left out for want of a program, and which had begun when
@@ -80,10 +73,10 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 
 def left_out(reasons: list[str]) -> str:
-    """Return how many of the skips named each program, and how to have it; "" if none did."""
-    counts = {name: sum(name in why for why in reasons) for name in _HOW_TO_HAVE}
-    found = [f"{n} without {name} ({_HOW_TO_HAVE[name]})" for name, n in counts.items() if n]
-    return f"left out: {'; '.join(found)}" if found else ""
+    """Return how many tests were skipped without each program; "" if none was. See `require`."""
+    found = Counter(re.findall(r"without \w[^'\"()]*", " ".join(reasons)))
+    lines = "; ".join(f"{n} {what}" for what, n in found.items())
+    return f"left out: {lines}" if lines else ""
 
 
 def pytest_unconfigure() -> None:

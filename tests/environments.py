@@ -1,13 +1,53 @@
-"""Environments of their own, which `make` installs: other MPIs, Ray."""
+"""What a test needs beside Python and our own environment: programs of the system, root, and the
+environments that `make` installs (other MPIs, Ray).
+
+Where a part is missing the test is skipped; under CI it fails. Tests that need a program are marked
+`exhaustive`: `make test` runs where there is none.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from tests.launching import BIN, ROOT
+
+PACKAGES = {
+    "chromium": "chromium",
+    "chromedriver": "chromium-driver",
+    "ip": "iproute2",
+    "java": "openjdk-17-jre-headless",
+    "nft": "nftables",
+    "slurmctld": "slurm-wlm",
+    "slurmd": "slurm-wlm",
+    "srun": "slurm-wlm",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "sshd": "openssh-server",
+}
+"""Debian's package of each program that a test may require and that a new machine may lack."""
+
+
+def missing(what: str) -> NoReturn:
+    """Skip the test for want of something; fail it in CI."""
+    if "CI" in os.environ:
+        pytest.fail(f"CI must have it: {what}")
+    pytest.skip(what)
+
+
+def require(*programs: str, root: bool = False) -> None:
+    """Skip the test, or fail it in CI, without one of the programs, or without root."""
+    folders = os.pathsep.join([os.environ["PATH"], "/usr/local/sbin", "/usr/sbin", "/sbin"])
+    for program in programs:
+        if shutil.which(program, path=folders) is None:
+            missing(f"without {program}: apt-get install {PACKAGES.get(program, 'util-linux')}")
+    if root and os.geteuid() != 0:
+        missing("without root")
+
 
 # Open MPI 4.1 is in our own environment.
 OTHER_MPIS = ("mpich", "openmpi5")
@@ -25,13 +65,10 @@ def other_mpi(name: str) -> tuple[Path, dict[str, str]]:
 
 def environment(name: str, program: str) -> tuple[Path, dict[str, str]]:
     """Return the `bin` of an environment that has a program, and the variables with which its
-    Python also imports our packages. Without it skip the test; fail it in CI.
+    Python also imports our packages.
     """
     folder = Path(os.environ.get("TEST_ENVIRONMENTS", ROOT)) / f".venv-{name}" / "bin"
     if not (folder / program).exists():
-        why = f"no {name} in {folder}: make {folder.parent.name}/installed"
-        if "CI" in os.environ:
-            pytest.fail(why)
-        pytest.skip(why)
+        missing(f"no {name} in {folder}: make {folder.parent.name}/installed")
     (site,) = (BIN.parent / "lib").glob("python3.*/site-packages")
     return folder, {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from hvdtrain.doctor.host_checks import _report
 from hvdtrain.errors import InputError
 from hvdtrain.horovod_build import installed_horovod
 from hvdtrain.system.commands import CommandResult
+from tests.environments import missing, require
 from tests.forkserver import warm
 from tests.launching import Finished, descendants, run
 
@@ -98,13 +98,12 @@ def doctor(tmp_path: Path) -> Doctor:
 
 @pytest.fixture
 def namespaces() -> None:
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("namespaces want root and util-linux")
+    require("unshare", root=True)
     tried = subprocess.run(
         ["unshare", "--mount", "--net", "sh", "-c", NETWORK], capture_output=True, text=True
     )
     if tried.returncode:
-        pytest.skip(f"no namespaces here: {tried.stderr.strip()}")
+        missing(f"no namespaces here: {tried.stderr.strip()}")
 
 
 # This machine
@@ -249,7 +248,7 @@ def test_own_name_is_loopback(doctor: Doctor, namespaces: None) -> None:
 def test_horovod_of_another_torch(doctor: Doctor, namespaces: None) -> None:
     installed = installed_horovod()
     if installed is None:
-        pytest.skip("Horovod is not installed")
+        missing("real Horovod")
     import horovod
 
     metadata = Path(horovod.__file__).with_name("metadata.json")

@@ -42,6 +42,7 @@ from hvdtrain.horovod_build.install import Options, install_horovod
 from hvdtrain.horovod_build.recipe import build_environment, cmake_files
 from hvdtrain.system import commands
 from hvdtrain.system.commands import own_environment, run
+from tests.environments import missing
 from tests.launching import wait_until
 from tests.messages import Message
 
@@ -418,8 +419,8 @@ def horovod_files() -> dict[str, int]:
 def facts() -> Facts:
     """The facts of this machine. Skip if a requirement of the build is missing, as a compiler."""
     found = gather()
-    if missing := decide(found, Choices()).missing:
-        pytest.skip("; ".join(missing))
+    if lacking := decide(found, Choices()).missing:
+        missing("; ".join(lacking))
     return found
 
 
@@ -554,8 +555,9 @@ def test_an_interrupted_build_leaves_nothing_behind(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(installed_horovod() is None, reason="Horovod is not installed here")
 def test_check_of_the_real_horovod() -> None:
+    if installed_horovod() is None:
+        missing("real Horovod")
     done = command(
         "--check", HOROVOD_CONTROLLER="gloo"
     )  # a variable that would misdirect the ranks

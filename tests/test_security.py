@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import shutil
 import socket
 import stat
 import subprocess
@@ -23,6 +22,7 @@ from hvdtrain.job.rendezvous import open_store_over
 from hvdtrain.job.signed_store import SignedStore, Unsigned
 from hvdtrain.job.world import World
 from hvdtrain.transports.shm_sync import create_memfd, map_peer
+from tests.environments import require
 from tests.forkserver import warm
 from tests.launch import hanging
 from tests.launching import run
@@ -89,8 +89,7 @@ def test_nothing_widens_the_permissions_of_a_file() -> None:
 
 def test_shared_memory_is_of_this_user_alone() -> None:
     """Its inode has no mode that could forbid it: only /proc of the owner's process leads there."""
-    if os.geteuid() != 0 or shutil.which("setpriv") is None:
-        pytest.skip("another user's process wants root and setpriv")
+    require("setpriv", root=True)
     fd = create_memfd(4096)
     try:
         map_peer(os.getpid(), fd, 4096).bytes.fill_(7)

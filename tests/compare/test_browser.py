@@ -20,6 +20,7 @@ import pytest
 from hvdtrain.compare.report import html_report
 from tests.compare.records import make_record, table_of
 from tests.compare.test_table import NASTY, renamed
+from tests.environments import require
 
 # Its fixtures of the module are made once.
 pytestmark = [pytest.mark.xdist_group("compare-browser"), pytest.mark.exhaustive]
@@ -36,9 +37,7 @@ FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run -
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """One Chromium, whose profile and temporary files all lie in a folder that goes with it."""
-    if not (CHROMIUM and DRIVER):
-        assert "CI" not in os.environ, "CI needs chromium and chromedriver"
-        pytest.skip("chromium or chromedriver is not installed")
+    require(*(() if CHROMIUM else ("chromium",)), "chromedriver")
     from selenium import webdriver
     from selenium.webdriver.chrome.options import Options
     from selenium.webdriver.chrome.service import Service

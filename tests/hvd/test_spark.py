@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 import hvdtrain.hvd
-from tests.environments import environment
+from tests.environments import environment, require
 from tests.forkserver import warm
 from tests.launching import ROOT, run, succeed
 
@@ -29,7 +28,7 @@ Driver = tuple[dict[str, Any], str]
 def driver() -> Driver:
     """What each case of the driver has found, and its output: Spark takes long to start."""
     folder, packages = environment("spark", "spark-submit")
-    assert shutil.which("java"), "Spark needs Java: apt-get install openjdk-17-jre-headless"
+    require("java")
     line: list[str | Path] = [folder / "python", "-m", "tests.hvd.spark_driver"]
     finished = run(line, env=packages, timeout=440)
     (text,) = re.findall(r"found (\{.*)$", succeed(finished), re.MULTILINE)

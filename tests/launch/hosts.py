@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
+from tests.environments import missing, require
 
 NAMES = "abc"
 RELAY = Path(__file__).with_name("delay_relay.py")
@@ -122,14 +121,11 @@ def _pid_namespace(pid: int) -> str:
 
 @contextlib.contextmanager
 def running_hosts(count: int, delay_ms: float = 0, loss_percent: int = 0) -> Iterator[Hosts]:
-    """Make hosts a, b, ... and remove them at the end. Skip the test where that is impossible.
+    """Make hosts a, b, ... and remove them at the end. Without root skip the test, or fail it in CI.
 
     `delay_ms`: of each packet on its way to or from a host. `loss_percent`: of those that arrive.
     """
-    programs = ["ip", "unshare", "nsenter", "ssh", "ssh-keygen", "/usr/sbin/sshd"]
-    missing = [program for program in programs if shutil.which(program) is None]
-    if os.geteuid() != 0 or missing:
-        pytest.skip(f"hosts with sshd need root, and {' '.join(missing) or 'nothing else'}")
+    require("ip", "unshare", "nsenter", "ssh", "ssh-keygen", "sshd", root=True)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-hosts-")))
         login = folder.name
@@ -139,7 +135,7 @@ def running_hosts(count: int, delay_ms: float = 0, loss_percent: int = 0) -> Ite
         stack.callback(subprocess.run, ["ip", "netns", "del", login], capture_output=True)
         made = subprocess.run(["ip", "netns", "add", login], capture_output=True, text=True)
         if made.returncode:
-            pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
+            missing(f"no network namespaces here: {made.stderr.strip()}")
         _ip(f"-n {login} link set lo up")
         _ip(f"-n {login} link add bridge type bridge")
         _ip(f"-n {login} addr add 10.77.0.254/24 dev bridge")
@@ -147,10 +143,11 @@ def running_hosts(count: int, delay_ms: float = 0, loss_percent: int = 0) -> Ite
         for number, name in enumerate(names, start=1):
             stack.enter_context(_running_host(hosts, name, number, delay_ms))
             if loss_percent:
+                require("nft")
                 line = hosts.on(name, "nft", LOSS.format(percent=loss_percent))
                 done = subprocess.run(line, capture_output=True, text=True)
                 if done.returncode:
-                    pytest.skip(f"nft cannot drop packets here: {done.stderr}")
+                    missing(f"nft cannot drop packets here: {done.stderr}")
         for name in names:
             _wait_for_sshd(folder / f"log-{name}")
         yield hosts
@@ -213,7 +210,7 @@ def _delaying(space: str, link: str, delay_ms: float) -> Iterator[None]:
         try:
             assert process.stdout is not None
             if process.stdout.readline() != b"ready\n":
-                pytest.skip("no TAP devices here")
+                missing("no TAP devices here")
             yield
         finally:
             process.kill()

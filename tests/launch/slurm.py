@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
+from tests.environments import require
 from tests.launching import free_ports, wait_until
 
 # The daemons need no keys, as all are root's, and no control groups. They bind no task: the hosts
@@ -68,13 +66,9 @@ def running_slurm(
     """Run a cluster of hosts; of this machine alone without `addresses`, which has their names.
 
     `on(host, *line)` returns the command that runs a line on a host; the first is the controller.
-    Skip the test without Slurm.
+    Skip the test without Slurm, or fail it in CI.
     """
-    programs = ("slurmctld", "slurmd", "srun")
-    if missing := [program for program in programs if shutil.which(program) is None]:
-        pytest.skip(f"there is no {missing[0]}: Debian's slurm-wlm")
-    if os.geteuid() != 0:
-        pytest.skip("Slurm's daemons need root here")
+    require("slurmctld", "slurmd", "srun", root=True)
     hosts = addresses or {socket.gethostname(): "127.0.0.1"}
     ports = (6817, 6818) if addresses else free_ports(2)
     controller, at = next(iter(hosts.items()))

@@ -18,6 +18,7 @@ import pytest
 from hvdtrain.errors import InputError, WorldError
 from hvdtrain.job.world import World
 from hvdtrain.liveness import failure
+from tests.environments import missing
 from tests.forkserver import warm
 from tests.launching import Started, members, no_shared_memory_left, run, started, wait_until
 from tests.runs import run_json
@@ -284,7 +285,7 @@ def test_ranks_end_with_a_launcher_that_ends_while_they_start(tmp_path: Path, ho
     command = line("torchrun", 2 // hosts, "-m", "hvdtrain", "--run-dir", tmp_path / "run")
     if hosts == 2:
         if subprocess.run([*REAPER, "true"]).returncode:
-            pytest.skip("this user may not make a PID namespace")
+            missing("this user may not make a PID namespace")
         with socket.create_server(("localhost", 0)) as server:
             place = f"localhost:{server.getsockname()[1]}"
         command[1:1] = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", place]

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from torch.distributed import DistError
 from hvdtrain.errors import LaunchError
 from hvdtrain.job import addresses, rendezvous
 from hvdtrain.job.world import World, detect
-from tests.environments import other_mpi
+from tests.environments import missing, other_mpi, require
 from tests.forkserver import warm
 from tests.launching import Started, clean_env, run, started, wait_until
 from tests.messages import Message
@@ -459,8 +458,7 @@ def namespaces(more: str = "") -> Iterator[tuple[str, str]]:
 
     In these, {0} and {1} are the names of the namespaces; their interfaces are {link}a and {link}b.
     """
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces want root and iproute2")
+    require("ip", root=True)
     names = f"hvdtrain-{os.getpid()}-1", f"hvdtrain-{os.getpid()}-2"
     link = f"hv{os.getpid()}"
     commands = [f"ip netns add {name}" for name in names]
@@ -477,7 +475,7 @@ def namespaces(more: str = "") -> Iterator[tuple[str, str]]:
         for command in commands:
             made = subprocess.run(command.split(), capture_output=True, text=True)
             if made.returncode:
-                pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
+                missing(f"no network namespaces here: {made.stderr.strip()}")
         yield names
     finally:
         for name in names:

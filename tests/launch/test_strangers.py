@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.environments import missing, require
 from tests.launch.stranger import JOB, STRANGER, listening_ports
 from tests.launch.test_rendezvous import first_port, job_id, srun, torch_like
 from tests.launching import BIN, ROOT, Started, started
@@ -34,8 +34,7 @@ Running = tuple[Started, Path]
 
 def user(uid: int, folder: Path) -> list[str]:
     """What starts a program as a user. Skip the test without root, or a checkout that all read."""
-    if os.geteuid() != 0 or shutil.which("setpriv") is None:
-        pytest.skip("other users' processes want root and setpriv")
+    require("setpriv", root=True)
     home = folder / f"home-{uid}"
     if not home.exists():
         home.mkdir()
@@ -52,7 +51,7 @@ def user(uid: int, folder: Path) -> list[str]:
         mounts += f" && mkdir -p {python} && mount --bind {place} {python}"
         line = ["unshare", "--mount", "sh", "-c", f'{mounts} && exec "$@"', "sh", *line]
     if subprocess.run([*line, sys.executable, "-c", "import hvdtrain"], cwd=ROOT).returncode:
-        pytest.skip("another user cannot read this checkout")
+        missing("another user cannot read this checkout")
     return line
 
 

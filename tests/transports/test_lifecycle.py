@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.environments import missing, require
 from tests.forkserver import warm
 from tests.launching import run, succeed
 from tests.transports.jobs import Answer, answers, run_scenario
@@ -54,13 +53,12 @@ def test_groups_leave_nothing(tmp_path: Path) -> None:
 
 def test_too_small_shared_memory(tmp_path: Path) -> None:
     """As in containers, whose /dev/shm has 64 MB."""
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("a /dev/shm of its own wants root and util-linux")
+    require("unshare", root=True)
     mount = 'mount -t tmpfs -o size=4m none /dev/shm && exec "$@"'
     inside = [["unshare", "--mount", "sh", "-c", mount, "sh"]] * 2
     made = subprocess.run([*inside[0], "true"], capture_output=True, text=True)
     if made.returncode:
-        pytest.skip(f"no /dev/shm of its own here: {made.stderr.strip()}")
+        missing(f"no /dev/shm of its own here: {made.stderr.strip()}")
     answers, output = run_scenario("small_memory", tmp_path, inside=inside)
     assert not any(answer["moved"] for answer in answers)
     assert output.count("tensors are copied instead of shared") == 2, output
