@@ -121,7 +121,7 @@ def _pid_namespace(pid: int) -> str:
 
 @contextlib.contextmanager
 def running_hosts(count: int, delay_ms: float = 0, loss_percent: int = 0) -> Iterator[Hosts]:
-    """Make hosts a, b, ... and remove them at the end. Without root skip the test, or fail it in CI.
+    """Make hosts a, b, ... and remove them at the end. Skip the test without root; fail it in CI.
 
     `delay_ms`: of each packet on its way to or from a host. `loss_percent`: of those that arrive.
     """
