@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 from hvdtrain.compare import record
@@ -11,7 +12,8 @@ from hvdtrain.compare.formatting import ratio
 from hvdtrain.compare.report import html_report, terminal
 
 ROOT = Path(__file__).parents[2]
-COMMITTED = ROOT / "benchmarks" / "results" / "compare"
+RESULTS = ROOT / "benchmarks" / "results"
+COMMITTED = RESULTS / "compare"
 
 
 def test_the_readme_says_what_the_committed_comparison_says() -> None:
@@ -25,6 +27,21 @@ def test_the_readme_says_what_the_committed_comparison_says() -> None:
     assert (
         f"a DDP step is {said[0]} over `shm` as over Gloo, and {said[1]} as real Horovod's" in text
     )
+
+
+def test_the_readme_says_what_the_committed_collectives_say() -> None:
+    ratios = json.loads((RESULTS / "collectives.json").read_text())["ratios"]
+
+    def said(size: str, transport: str) -> str:
+        found = ratios[f"all_reduce {size}"][f"{transport} against gloo"]
+        middle, low, high = (f"{found[name]:.2g}" for name in ("median", "low", "high"))
+        return f"{middle} [{low}, {high}] times"
+
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"an all-reduce of 25 MB is {said('25 MB', 'shm')} as fast over `shm`" in text
+    assert f"and {said('25 MB', 'mpi')} over `mpi`" in text
+    assert f"one of 1 KB is {said('1 KB', 'shm')} as fast over `shm`" in text
+    assert f"and {said('1 KB', 'mpi')} over `mpi`" in text
 
 
 def test_manual_and_page_show_the_committed_comparison() -> None:
