@@ -74,7 +74,7 @@ def opens_compat(hvd: Any) -> float:
         assert basics.engine is engine
         total = backend.all_reduce(torch.ones(1), "sum")
     assert basics.engine is engine
-    return total.item() + hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    return float(total.item() + hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
 
 
 @pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)

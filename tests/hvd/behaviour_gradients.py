@@ -142,7 +142,8 @@ def second_gradients_follow_from_the_first(hvd: Hvd) -> None:
         def value(ranks: torch.Tensor, op: Any = operation, weight: Any = weight) -> torch.Tensor:
             """The sum of all ranks' losses for these inputs of all ranks."""
             own = (op(ranks[rank] ** 2) ** 2).sum() * weight
-            return hvd.allreduce(own.detach(), name="value", op=hvd.Sum)
+            total: torch.Tensor = hvd.allreduce(own.detach(), name="value", op=hvd.Sum)
+            return total
 
         def gradient(ranks: torch.Tensor, op: Any = operation, weight: Any = weight) -> Any:
             x = ranks[rank].clone().requires_grad_()
@@ -156,7 +157,8 @@ def second_gradients_follow_from_the_first(hvd: Hvd) -> None:
 
             def penalty(ranks: torch.Tensor, gradient: Any = gradient) -> torch.Tensor:
                 own = gradient(ranks)[1].detach().square().sum()
-                return hvd.allreduce(own, name="penalty", op=hvd.Sum)
+                total: torch.Tensor = hvd.allreduce(own, name="penalty", op=hvd.Sum)
+                return total
 
             g.square().sum().backward()
             torch.testing.assert_close(x.grad, differences(penalty, start)[rank])
@@ -189,7 +191,7 @@ def second_gradients_are_horovods(hvd: Hvd) -> None:
         y = operation(x**2) ** 2
         (g,) = torch.autograd.grad(y, x, upstream.to(y), create_graph=True)
         same(g, torch.full_like(x, 4 * 8 * factor))
-        g.backward(torch.ones_like(x))
+        g.backward(torch.ones_like(x))  # type: ignore[no-untyped-call]
         # g = 2x m, and m is a mean over all ranks of 2 x^2 (rank + 1): one part by x, one by m.
         own = 1.0 if name == "allgather" or rank == 0 else 0.0
         same(x.grad, torch.full_like(x, own * (8 * (n + 1) + 16 * (n + 1) / n)))

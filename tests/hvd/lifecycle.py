@@ -125,7 +125,7 @@ def twins_over_two_lives(folder: Path) -> Report:
                 parameter, optimizer = twins[number]
                 before = parameter.detach().clone()
                 optimizer.zero_grad()
-                (parameter * (10.0 * number + hvd.rank())).sum().backward()
+                (parameter * (10.0 * number + hvd.rank())).sum().backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 moved.append((before - parameter.detach()).tolist()[0])
     hvd.barrier()

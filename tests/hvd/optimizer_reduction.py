@@ -78,7 +78,7 @@ def a_sum_of_halves_overflows_in_every_step(hvd: Hvd) -> None:
     )
     for _ in range(3):
         optimizer.zero_grad()
-        (p * 40_000.0).sum().backward()
+        (p * 40_000.0).sum().backward()  # type: ignore[no-untyped-call]
         with synchronized(optimizer):
             assert p.grad is not None
             assert p.grad.tolist() == [torch.inf] * 3
