@@ -3,13 +3,16 @@
 The Trainer steps a `RateSchedule` after each step, epoch or evaluation. There are two kinds. A
 function of the step (constant, cosine, step, one-cycle) needs no saved state: a resumed run
 computes it anew. The state of the others (plateau, and any of a task's own) is in checkpoints, as
-torch's own `state_dict` gives it.
+torch's own `state_dict` gives it. That contains the numbers of the plan it was built for, such as
+`T_max`: a run with another number of steps builds it anew and steps it to where it was.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 from torch.optim import Optimizer
@@ -153,6 +156,8 @@ class RateSchedule:
     these. `has_state`: the scheduler's state belongs into checkpoints. No method is collective:
     evaluations have the same bits on all ranks, so every rank sets the same rate.
 
+    `plan`: the steps of an epoch and of the run that the scheduler is built for.
+
     A run that resumes at another learning rate steps the scheduler at the rates of the checkpoint,
     and multiplies what it sets: so any scheduler follows, also one that is made of others.
     """
@@ -165,8 +170,10 @@ class RateSchedule:
         metric: str = "loss",
         warmup: LRScheduler | None = None,
         warmup_steps: int = 0,
+        plan: tuple[int, int] = (0, 0),
     ) -> None:
         self.scheduler = scheduler
+        self._plan = plan
         self.has_state = has_state
         self.unit: Unit = "evaluation" if isinstance(scheduler, ReduceLROnPlateau) else unit
         self._metric = metric
@@ -205,6 +212,7 @@ class RateSchedule:
             return None
         return {
             "kind": _kind_of(self.scheduler),
+            "plan": list(self._plan),
             "state": self.scheduler.state_dict(),
             "start_lrs": self._start_lrs,
             # In a warm-up not the rates of the moment: the run may be resumed with a shorter one.
@@ -212,7 +220,8 @@ class RateSchedule:
         }
 
     def load_state_dict(self, saved: dict[str, Any], loaded: list[dict[str, Any]]) -> None:
-        """Continue from the state of a checkpoint, at this run's learning rates.
+        """Continue from the state of a checkpoint, at this run's learning rates; after a change of
+        the plan as a run that has had the new plan from its first step.
 
         `loaded`: the parameter groups of the checkpoint. Raises CheckpointError for the state of
         another kind of schedule.
@@ -228,6 +237,9 @@ class RateSchedule:
                     "with the schedule that it was saved with",
                     on_all_ranks=True,
                 )
+            if self.unit != "evaluation" and tuple(saved.get("plan", self._plan)) != self._plan:
+                self._replay(_num_steps(state))
+                return
             if self.unit == "evaluation":
                 state = {key: state[key] for key in _PLATEAU_STATE if key in state}
             self.scheduler.load_state_dict(state)
@@ -250,6 +262,15 @@ class RateSchedule:
             self._ratios = ratios
             self._scale()
             self._choose_methods()
+
+    def _replay(self, num_steps: int) -> None:
+        """Step the new scheduler as often as that of the checkpoint was stepped."""
+        # OneCycleLR refuses more steps than a shorter plan has: then none is left to take.
+        with warnings.catch_warnings(), suppress(ValueError):
+            # Torch warns of steps without one of the optimizer, which the run before has taken.
+            warnings.simplefilter("ignore")
+            for _ in range(num_steps):
+                self.scheduler.step()
 
     def _step_scaled(self, *metric: Any) -> None:
         """Step the scheduler at its own rates, then multiply those that it has set."""
@@ -284,6 +305,13 @@ def _kind_of(scheduler: LRScheduler) -> str:
     """Return the class that a checkpoint names. A subclass of a plateau is one, too."""
     is_plateau = isinstance(scheduler, ReduceLROnPlateau)
     return "ReduceLROnPlateau" if is_plateau else type(scheduler).__name__
+
+
+def _num_steps(state: dict[str, Any]) -> int:
+    """Return how often a scheduler was stepped; a ChainedScheduler was as often as its parts."""
+    while "last_epoch" not in state:
+        state = state["_schedulers"][0]
+    return int(state["last_epoch"])
 
 
 def _from_raw_state(

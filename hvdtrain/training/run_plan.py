@@ -129,7 +129,7 @@ class RunPlan:
                     on_all_ranks=True,
                 )
             unit: Unit = "epoch" if task.schedule_unit == "epoch" else "step"
-            schedule = RateSchedule(own, unit, True, task.schedule_metric)
+            schedule = RateSchedule(own, unit, True, task.schedule_metric, plan=(per_epoch, total))
             start = None if loaded else [float(g["lr"]) for g in self._optimizer.param_groups]
             self.ledger = replace(
                 self.ledger,

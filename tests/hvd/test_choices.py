@@ -71,7 +71,7 @@ def remove_sets_while_channels_come(hvd: Any) -> int:
 
     def add() -> None:
         while not stop.is_set():
-            names.append(f"of the test {len(names)}")
+            names.append(f"of the test.{len(names)}")
             engine.channel(names[-1], 0)
 
     adding = threading.Thread(target=add)

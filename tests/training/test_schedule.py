@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +177,55 @@ def test_the_state_in_a_checkpoint_of_an_earlier_version(kind: str) -> None:
         begin(0.5).load_state_dict(saved, loaded)
     with pytest.raises(CheckpointError, match="has the state of another .*: 'initial_lr'; resume"):
         begin(0.5).load_state_dict(saved, [{"params": [0], "lr": 0.5}])
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # constructors of parts
+@pytest.mark.parametrize("done", [5, 17])
+@pytest.mark.parametrize("total", [TOTAL, 2 * TOTAL, 20], ids=["same", "extended", "shortened"])
+@pytest.mark.parametrize("name", [name for name in resume.SCHEDULES if name != "plateau"])
+def test_a_resume_with_another_number_of_steps_follows_the_new_plan(
+    name: str, total: int, done: int
+) -> None:
+    """As another number of epochs, ranks or samples in a batch makes it: the rates, and what else
+    the schedule sets, are those of a run that has had the new plan from its first step.
+    """
+
+    def begin(total: int) -> tuple[Optimizer, RateSchedule]:
+        optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.02, momentum=0.9)
+        set_base_lr(optimizer, None, 1.0)
+        scheduler = resume.SCHEDULES[name](optimizer, total)
+        return optimizer, RateSchedule(scheduler, has_state=True, plan=(PER_EPOCH, total))
+
+    def advance(optimizer: Optimizer, schedule: RateSchedule, steps: int) -> list[dict[str, Any]]:
+        taken_with = []
+        for _ in range(steps):
+            taken_with.append({k: v for k, v in optimizer.param_groups[0].items() if k != "params"})
+            optimizer.step()
+            schedule.after_step()
+        return taken_with
+
+    before, schedule = begin(TOTAL)
+    advance(before, schedule, done)
+    saved = schedule.state_dict()
+    assert saved is not None
+    optimizer, resumed = begin(total)
+    resumed.load_state_dict(saved, before.state_dict()["param_groups"])
+    assert advance(optimizer, resumed, total - done) == advance(*begin(total), total)[done:]
+
+
+def test_a_run_is_extended_with_the_schedule_of_its_task(tmp_path: Path) -> None:
+    """Cosine annealing to the end of a longer run; with the plan of before, it climbs again."""
+    folder = str(tmp_path / "run")
+    config = replace(resume.CONFIG, run_dir=folder, schedule="constant", warmup_steps=0)
+
+    def rate_at_end(config: TrainConfig) -> float:
+        trainer = Trainer(resume.Stateful("cosine"), single(), config)
+        trainer.fit()
+        return float(trainer.optimizer.param_groups[0]["lr"])
+
+    assert rate_at_end(config) == pytest.approx(0.001)
+    longer = replace(config, epochs=2 * config.epochs, resume="must")
+    assert rate_at_end(longer) == pytest.approx(0.001)
 
 
 @pytest.mark.parametrize(
