@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import typing
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,6 +19,7 @@ from hvdtrain.job import elastic_world, job_secret
 from hvdtrain.job.world import RESTART_VARIABLE, detect
 from hvdtrain.liveness import failure
 from hvdtrain.system import cores, signals
+from hvdtrain.training import run_dir
 from hvdtrain.training.config import SECTIONS, TrainConfig
 
 if sys.version_info >= (3, 11):
@@ -156,6 +160,10 @@ def command(ctx: click.Context, /, **values: Any) -> None:
         source = ctx.get_parameter_source(name)
         if source in SOURCES:
             origins[name] = SOURCES[source]
+    if values["resume"] in ("auto", "must") and values["run_dir"]:
+        before = options_before(Path(values["run_dir"]), origins)
+        values |= before
+        origins |= dict.fromkeys(before, "run.json")
     config = TrainConfig(**values)
     failure.show_all_frames(config.debug)
     config.check()
@@ -164,6 +172,27 @@ def command(ctx: click.Context, /, **values: Any) -> None:
         run(config, origins)
     if not origins and detect().launcher == "none":
         click.echo(NEXT)
+
+
+def options_before(path: Path, given: Iterable[str]) -> dict[str, Any]:
+    """Return the options of a run that is resumed: those that are not its defaults, not given now,
+    and not about where the ranks run. Empty if there is no run yet.
+    """
+    left_out = {*given, *SECTIONS["Where it runs"].split(), *"backend run_dir resume quiet".split()}
+    for pair in ({"epochs", "max_steps"}, {"batch_size", "global_batch_size"}):
+        if pair & {*given}:
+            left_out |= pair  # one decides about the other
+    with contextlib.suppress(InputError):
+        config = run_dir.read(path).get("config")
+        if isinstance(config, dict):
+            # JSON has lists for tuples.
+            found = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
+            return {
+                name: found[name]
+                for name, item in FIELDS.items()
+                if name in found and name not in left_out and found[name] != item.default
+            }
+    return {}
 
 
 def run(config: TrainConfig, origins: dict[str, str]) -> None:

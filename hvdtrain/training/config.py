@@ -10,6 +10,7 @@ import dataclasses
 import math
 import re
 import signal
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -171,9 +172,11 @@ class TrainConfig:
     )
 
     # How long
-    epochs: int = _option(10, "Passes over the training data.")
+    epochs: int | None = _option(
+        None, "Passes over the training data. [default: 10, or what --max-steps takes]"
+    )
     max_steps: int | None = _option(
-        None, "Stop after this many optimizer steps, whatever the epochs."
+        None, "Optimizer steps of the run; with --epochs, too, it ends at the first of both."
     )
     init_from: str | None = _option(
         None,
@@ -427,6 +430,12 @@ class TrainConfig:
                 f"{self.max_steps} to local SGD"
             )
 
+    def max_epochs(self) -> int:
+        """Return `epochs`, or its default; without a limit if `max_steps` alone is given."""
+        if self.epochs is not None:
+            return self.epochs
+        return 10 if self.max_steps is None else sys.maxsize
+
     def checkpoint_interval(self) -> tuple[int, int]:
         """Return the steps and the epochs between checkpoints; 0 means never.
 
@@ -578,6 +587,25 @@ class TrainConfig:
             ps_max_staleness=self.ps_max_staleness,
             ps_sync_every=self.ps_sync_every,
         )
+
+    def opened_with(self, options: BackendOptions) -> TrainConfig:
+        """Return these options, with those that the backend was opened with. Raises InputError for
+        one that is given here, with another value.
+        """
+        asked, changes = self.backend_options(), {}
+        for item in dataclasses.fields(options):
+            name = "timeout" if item.name == "timeout_s" else item.name
+            ours, theirs = getattr(asked, item.name), getattr(options, item.name)
+            if ours == theirs:
+                continue
+            if getattr(self, name) != getattr(TrainConfig, name):
+                raise InputError(
+                    f"TrainConfig has {name}={ours!r}, but the backend was opened with {theirs!r}; "
+                    "open it with open_backend(options=config.backend_options())",
+                    on_all_ranks=True,
+                )
+            changes[name] = theirs
+        return dataclasses.replace(self, **changes)
 
     def agreed(self) -> dict[str, object]:
         """Return the options that the handshake compares between ranks, by flag."""

@@ -201,6 +201,11 @@ class RateSchedule:
         self.after_epoch: Callable[[], None] = step if self.unit == "epoch" else _nothing
         self._step_plateau: Callable[[float], None] = step
 
+    @property
+    def watched(self) -> str | None:
+        """The metric that a ReduceLROnPlateau is stepped with; None for other schedules."""
+        return self._metric if self.unit == "evaluation" else None
+
     def after_evaluation(self, metrics: Mapping[str, Any], step: int) -> None:
         """Step a ReduceLROnPlateau. Raises InputError, on every rank, if its metric is missing."""
         if self.unit == "evaluation" and step >= self._warmup_steps:

@@ -94,8 +94,11 @@ class Precision:
             self._masters.take_gradients(optimizer)
         self.scaler.unscale_(optimizer)
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Step the optimizer, unless a gradient overflowed, and adapt the scale."""
+    def step(self, optimizer: Optimizer) -> bool:
+        """Step the optimizer, unless a gradient overflowed, and adapt the scale. Return whether the
+        step was taken.
+        """
+        before = self.scaler.get_scale()
         if self.scaler.is_enabled():
             # The schedule also advances at a skipped step. Without this flag, torch would warn that
             # it advances before the optimizer.
@@ -104,6 +107,7 @@ class Precision:
         self.scaler.update()
         if self._masters is not None:
             self._masters.write_back(optimizer)
+        return self.scaler.get_scale() >= before  # it is lowered after an overflow alone
 
     def loss_scale(self) -> dict[str, float]:
         """Return the loss scale of the step at work, as a field of metrics.jsonl; an empty dict if

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hvdtrain.backends.base import Backend
+from hvdtrain.errors import CheckpointError
 from hvdtrain.optim.model_sync import broadcast_state, broadcast_tree
 from hvdtrain.system.trees import map_tree
 from hvdtrain.training import checkpoint, run_state
@@ -91,6 +92,7 @@ class Resumption:
         prepared.load_shared_state(loaded)
         self._progress.move_to(**loaded["position"])
         if self._progress.sample:
+            self._check_seed(loaded.get("seed", self._config.seed))
             self._resume_data(loaded.get("data"))
         return loaded
 
@@ -165,6 +167,16 @@ class Resumption:
                 why = f"WARNING: none of the {len(skipped)} checkpoints in {root} is valid"
             print_line(restart.line(f"starts from step 0: {why}"))
         return path
+
+    def _check_seed(self, before: int) -> None:
+        """Raise CheckpointError, on every rank, if another seed orders the rest of the epoch."""
+        if before != self._config.seed:
+            raise CheckpointError(
+                f"the checkpoint is in the middle of an epoch in the order of --seed {before}: "
+                f"--seed {self._config.seed} would leave samples out, and train others twice; "
+                f"give --seed {before}, or resume from a checkpoint at the end of an epoch",
+                on_all_ranks=True,
+            )
 
     def _resume_data(self, states: list[Any] | None) -> None:
         """Continue in the middle of an epoch. Collective.

@@ -83,7 +83,7 @@ class RunPlan:
         """Return the steps of the run, with those that a resumed run has done before."""
         config = self._config
         # Not `epochs * per_epoch`: before a resume, steps may have had another batch size.
-        whole = max(0, config.epochs - self._progress.epoch)
+        whole = max(0, config.max_epochs() - self._progress.epoch)
         total = self._progress.step + whole * per_epoch - self._epoch_steps_done() * (whole > 0)
         if config.max_steps is not None:
             total = min(total, config.max_steps)

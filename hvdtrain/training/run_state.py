@@ -41,7 +41,7 @@ class Progress:
     def is_complete(self, config: TrainConfig) -> bool:
         """Return whether all epochs, or the steps of `--max-steps`, are done."""
         maximum = config.max_steps
-        return self.epoch >= config.epochs or (maximum is not None and self.step >= maximum)
+        return self.epoch >= config.max_epochs() or (maximum is not None and self.step >= maximum)
 
     def end_epoch(self) -> None:
         """Move to the start of the next epoch."""
@@ -54,6 +54,7 @@ def collect(
     precision: Precision,
     schedule: dict[str, Any] | None,
     progress: Progress,
+    seed: int,
 ) -> dict[str, Any]:
     """Return the parts of a checkpoint, on the CPU. `schedule`: its state."""
     with precision.masters_in(optimizer) as masters:
@@ -63,6 +64,7 @@ def collect(
         "scaler": precision.scaler.state_dict(),
         "masters": bool(masters),
         "schedule": schedule,
+        "seed": seed,
     }
     parts = {
         "model": {uncompiled(name): v for name, v in to_cpu(model.state_dict()).items()},

@@ -232,6 +232,7 @@ class Saver:
             prepared.precision,
             self._schedule.state_dict(),
             self._progress,
+            self._config.seed,
         )
         if states := self._callbacks.state_dict():
             parts["callbacks"] = states

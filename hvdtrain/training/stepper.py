@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.errors import InputError
+from hvdtrain.errors import InputError, TrainingDiverged
 from hvdtrain.optim.model_sync import uncompiled
 from hvdtrain.system.trees import parameters_of
 from hvdtrain.training import determinism, methods
@@ -28,6 +28,9 @@ from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.run_state import Progress
 from hvdtrain.training.task import CheckedTask
 from hvdtrain.training.weighted_loss import WeightedLosses
+
+_MAX_LEFT_OUT = 25
+"""Steps in a row that the loss scaler may leave out: enough to find the scale, from 65,536 down."""
 
 
 class Stepper:
@@ -63,6 +66,8 @@ class Stepper:
         """The norm of its gradient, if it was computed."""
         self._scale: dict[str, float] = {}
         """Its loss scale, if it was read."""
+        self._left_out = 0
+        """The last steps in a row that the loss scaler has left out, as a gradient overflowed."""
         self.micro_batch = 0
         """The micro-batch at work, counted from 1; 0 when the backward passes of a step are over.
         """
@@ -86,6 +91,9 @@ class Stepper:
         if not skips and (logs or self._backend.device.type == "cpu"):
             self._check(step, losses)
         self._update(logs, skips)
+        if self._left_out:
+            self._check_left_out(step)
+            skips = True
         progress.step = step
         progress.sample += batches.samples
         meter.count(batches.samples, [] if skips else losses, self._weighted is not None)
@@ -206,8 +214,22 @@ class Stepper:
             self._backend.synchronize(optimizer, "gradients")
         self._precision.unscale_(optimizer)
         norm = self._clip(wants_norm)
-        self._precision.step(optimizer)
+        self._left_out = 0 if self._precision.step(optimizer) else self._left_out + 1
         return norm
+
+    def _check_left_out(self, step: int) -> None:
+        """Forget what was not finite in a step that the loss scaler has left out. Raises
+        TrainingDiverged, on every rank, after too many in a row.
+        """
+        if self._suspect is not None and self._suspect[0] == step:
+            self._suspect = None
+        if self._left_out > _MAX_LEFT_OUT:
+            raise TrainingDiverged(
+                f"the gradient has overflowed fp16 in the steps {step - self._left_out + 1} to "
+                f"{step}, whatever the loss scale; lower the learning rate, clip with --clip-norm, "
+                "look at the data, or train with --precision bf16",
+                on_all_ranks=True,
+            )
 
     def _check(self, step: int, values: Iterable[Tensor]) -> None:
         """Record the step and a parameter, once, if a loss or norm is not finite.

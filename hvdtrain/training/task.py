@@ -6,6 +6,7 @@ A task has no code for ranks, devices, precision or backends: the Trainer and th
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from ast import literal_eval
 from collections.abc import Iterable
@@ -340,6 +341,15 @@ def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
     task = cls(**arguments)
     _check_methods(task)
     return task
+
+
+def name_of(task: Task) -> str:
+    """Return the name by which `load_task` finds the class of a task."""
+    cls = type(task)
+    module = sys.modules[cls.__module__]
+    file = getattr(module, "__file__", None) if cls.__module__ == "__main__" else None
+    where = f"{file or cls.__module__}:{cls.__qualname__}"
+    return next((name for name, known in TASKS.items() if known == where), where)
 
 
 def _is_task(value: object) -> bool:

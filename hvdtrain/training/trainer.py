@@ -31,7 +31,7 @@ from hvdtrain.training import determinism, methods, restart, run_report, run_sta
 from hvdtrain.training.callback import Callback
 from hvdtrain.training.callback_list import CallbackList, from_options
 from hvdtrain.training.callbacks.task_state import TaskState, has_state
-from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.config import TrainConfig, flag
 from hvdtrain.training.console import Console, describe, make_console
 from hvdtrain.training.criterion import number_of
 from hvdtrain.training.data_loading import (
@@ -54,7 +54,7 @@ from hvdtrain.training.run_plan import RunPlan
 from hvdtrain.training.run_report import Result
 from hvdtrain.training.saver import Saver
 from hvdtrain.training.stepper import Stepper
-from hvdtrain.training.task import CheckedTask, Task
+from hvdtrain.training.task import CheckedTask, Task, name_of
 from hvdtrain.transports.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -79,6 +79,9 @@ class Trainer:
         commits: Commits | None = None,
     ) -> None:
         config.check()
+        config = config.opened_with(backend.options)
+        if origins is None and config.task == TrainConfig.task:  # not from the command line
+            config = replace(config, task=name_of(task))
         methods.check(config, backend.name)
         self.task = task
         self._checked = CheckedTask(task)
@@ -299,6 +302,10 @@ class Trainer:
             parts = self.config.task, self.ledger, self._threads, self.run_dir
             for line in run_report.header(self.backend, *parts, config, commits):
                 self.console.print_line(line)
+            kept = [name for name, origin in self._origins.items() if origin == "run.json"]
+            if kept:
+                text = " ".join(f"{flag(name)} {getattr(config, name)}" for name in kept)
+                self.console.print_line(f"options  of the run before: {text}")
             modes = [module.training for module in self.model.modules()]
             if modes[0] and not all(modes):
                 self.console.print_line(
@@ -407,7 +414,12 @@ class Trainer:
             with self.meter.paused():
                 metrics = self._evaluate()
                 # Before the checkpoint: a resumed run must not see this evaluation again.
-                self.schedule.after_evaluation(metrics, progress.step)
+                try:
+                    self.schedule.after_evaluation(metrics, progress.step)
+                except InputError:  # its metric is missing, on every rank: lose no step
+                    self._save()
+                    self._complete_save()
+                    raise
                 if metrics:
                     self._callbacks.call("on_evaluate", self, metrics)
         if ends_epoch:
@@ -521,11 +533,20 @@ class Trainer:
 
         Not in a run that is resumed. Leaves random numbers, buffers and metrics as they are.
         """
-        config = self.config
+        config, watched = self.config, self.schedule.watched
+        if watched is not None and not self._data.has_evaluation:
+            raise InputError(
+                f"the schedule follows the metric {watched!r}, and the task {config.task} has no "
+                "evaluation data; return them from its datasets()",
+                on_all_ranks=True,
+            )
         if config.no_check or self.progress.step or not self._data.can_peek:
             return
 
+        errors: list[Exception] = []
+
         def warn(error: Exception) -> None:
+            errors.append(error)
             self.console.print_line(
                 "check    WARNING: the metrics of one batch before training raise "
                 f"{type(error).__name__}: {one_line(error)}; --no-check leaves this out"
@@ -537,19 +558,21 @@ class Trainer:
             metrics = evaluate_each(
                 model, batches, self._checked, self.backend, self.precision, warn
             )
+        stop, best = config.early_stop_criterion(), config.keep_best_criterion()
         wanted = {
-            "--early-stop": config.early_stop_criterion(),
-            "--keep-best": config.keep_best_criterion(),
-            "the schedule": config.schedule_option().criterion,
+            "--early-stop": None if stop is None else stop.metric,
+            "--keep-best": None if best is None else best.metric,
+            "the schedule": watched,
         }
-        for option, criterion in wanted.items():
-            if criterion is None or not metrics:  # none after a warning
+        has_none = bool(errors) and not metrics
+        for option, metric in wanted.items():
+            if metric is None or has_none:
                 continue
             try:
-                number_of(metrics, criterion.metric, option)
+                number_of(metrics, metric, option)
             except InputError as error:
                 # A later batch may have it, as one with both classes has an AUC.
-                if criterion.metric in metrics or self._data.is_evaluated_at_once:
+                if metric in metrics or self._data.is_evaluated_at_once:
                     raise
                 if self._records:
                     warn(error)

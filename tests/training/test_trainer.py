@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import os
 import random
@@ -19,12 +20,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchmetrics import MeanMetric
 
-from hvdtrain import Backend, Callback, Trainer
-from hvdtrain.errors import InputError, Preempted
+from hvdtrain import Backend, BackendOptions, Callback, Trainer, World
+from hvdtrain.backends.single import Single
+from hvdtrain.errors import CheckpointError, InputError, Preempted, TrainingDiverged
 from hvdtrain.training import checkpoint, meter, weights
 from hvdtrain.training.console import LineConsole
 from hvdtrain.training.meter import Meter
 from hvdtrain.training.metrics import agreed_fingerprint
+from hvdtrain.training.task import load_task, name_of
 from tests.conftest import TWO_RANKS
 from tests.launching import wait_until
 from tests.methods import data_runs
@@ -468,6 +471,108 @@ def test_a_run_that_was_moved_has_its_best_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "old").rename(tmp_path / "new")
     best = tmp_path / "new" / "checkpoints" / "step-00000004"
     assert weights.find(tmp_path / "new", best=True).path == best
+
+
+# Options
+
+
+def test_options_of_the_backend_count(tmp_path: Path) -> None:
+    """run.json has them, and other ones in the configuration are refused."""
+    backend = Single(World(), BackendOptions(buffers="local", timeout_s=60))
+    trainer = fit(backend, tmp_path / "run", epochs=1)
+    config = run_json(tmp_path / "run")["config"]
+    assert (config["buffers"], config["timeout"]) == ("local", 60)
+    assert trainer.config.buffers == "local"
+    with pytest.raises(InputError, match="buffers='average', but the backend .* with 'local'; op"):
+        fit(backend, tmp_path / "other", buffers="average")
+
+
+def test_a_run_from_python_records_its_task(tmp_path: Path) -> None:
+    fit(single(), tmp_path / "run", epochs=1)
+    assert run_json(tmp_path / "run")["config"]["task"] == "tests.parity.resume:Stateful"
+    assert name_of(load_task("digits")) == "digits"
+
+
+def test_another_seed_in_the_middle_of_an_epoch_is_refused(tmp_path: Path) -> None:
+    """It would order the rest of the epoch anew; from the next epoch on it may."""
+    folder = tmp_path / "run"
+    fit(single(), folder, max_steps=6)  # of 4 in an epoch
+    with pytest.raises(CheckpointError, match="in the order of --seed 7: --seed 8 would leave"):
+        fit(single(), folder, resume="must", seed=8)
+    assert fit(single(), folder, resume="must", max_steps=8).progress.step == 8
+    assert fit(single(), folder, resume="must", seed=8).progress.step == 12
+
+
+def test_max_steps_alone_is_the_length_of_the_run(tmp_path: Path) -> None:
+    """Whatever the epochs; with both the run ends at the first of them."""
+    long = fit(single(), tmp_path / "long", epochs=None, max_steps=47)
+    assert (long.progress.step, long.ledger.total_steps) == (47, 47)
+    assert fit(single(), tmp_path / "both", epochs=2, max_steps=47).progress.step == 8
+    assert fit(single(), tmp_path / "epochs", epochs=None).progress.step == 40
+
+
+class Follows(Stateful):
+    """Its schedule follows a metric."""
+
+    def __init__(self, metric: str, from_evaluation: int = 0, evaluates: bool = True) -> None:
+        super().__init__("plateau", evaluates)
+        self.schedule_metric, self.from_evaluation = metric, from_evaluation
+        self.evaluations = 0
+
+    def metrics(self, outputs: Any, batch: Any) -> dict[str, Any]:
+        self.evaluations += 1
+        return {"score": torch.tensor(1.0)} if self.evaluations <= self.from_evaluation else {}
+
+
+def follow(folder: Path, task: Follows) -> None:
+    fit(single(), folder, task=task, schedule="constant", warmup_steps=0)
+
+
+def test_the_metric_of_a_schedule_is_looked_for_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the schedule.*'score'"):
+        follow(tmp_path / "metric", Follows("score"))
+    with pytest.raises(InputError, match="'score', and the task .*:Follows has no evaluation data"):
+        follow(tmp_path / "data", Follows("score", evaluates=False))
+    for folder in ("metric", "data"):
+        assert checkpoint.list_checkpoints(tmp_path / folder / "checkpoints") == []
+
+
+def test_a_metric_that_goes_missing_loses_no_step(tmp_path: Path) -> None:
+    """The check before the first step sees it, and so does the first evaluation."""
+    with pytest.raises(InputError, match="the schedule.*'score'"):
+        follow(tmp_path, Follows("score", from_evaluation=2))
+    (saved,) = checkpoint.list_checkpoints(tmp_path / "checkpoints")[-1:]
+    assert saved.name == "step-00000008"
+
+
+class Overflows(Stateful):
+    """The losses of some micro-batches are infinite, as are their gradients."""
+
+    def __init__(self, *at: int) -> None:
+        super().__init__(evaluates=True)
+        self.at, self.count = at, 0
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(net, batch)
+        self.count += net.training
+        return loss * (math.inf if net.training and self.count in self.at else 1.0)
+
+
+def test_the_loss_scaler_leaves_out_a_step_of_an_infinite_loss(tmp_path: Path) -> None:
+    """As GradScaler does in a loop of one's own; its loss is in no mean."""
+    trainer = fit(single(), tmp_path, task=Overflows(9), precision="fp16", log_every=1)
+    assert trainer.progress.step == 12
+    losses = {r["step"]: r.get("loss") for r in records(tmp_path) if "step_ms" in r}
+    assert losses[9] is None
+    # The first steps may be left out, too: they find the scale.
+    assert all(math.isfinite(losses[step] or math.inf) for step in (7, 8, 10, 11, 12))
+
+
+def test_the_loss_scaler_does_not_leave_out_steps_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(
+        TrainingDiverged, match=r"overflowed fp16 in the steps \d+ to \d+, whatever"
+    ):
+        fit(single(), tmp_path, task=Overflows(*range(3, 99)), precision="fp16", epochs=20)
 
 
 # TensorBoard

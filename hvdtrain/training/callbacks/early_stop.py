@@ -75,7 +75,7 @@ def num_evaluations(trainer: Trainer) -> int:
     if steps:
         total = trainer.ledger.total_steps
         return sys.maxsize if total is None else -(-total // steps)
-    epochs = config.epochs
+    epochs = config.max_epochs()
     if config.max_steps is not None and per_epoch:
         epochs = min(epochs, -(-config.max_steps // per_epoch))
     return -(-epochs // every) if every else 1
