@@ -38,7 +38,7 @@ from hvdtrain.hvd.engine.request import dtype_name, dtype_of
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.hvd.reducers.bucket import Bucket
 from hvdtrain.hvd.reducers.named import NamedAllreduces
-from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer
+from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer, check_unchanged
 from hvdtrain.transports.malloc import keep_freed_memory
 
 
@@ -103,7 +103,7 @@ class BucketReducer(Reducer):
             except HorovodInternalError:
                 if self._engine.shutdown_reason is None:
                     raise
-        self._named.sent.clear()
+        self._named.clear()
         self._end_step()
 
     # During backward
@@ -214,14 +214,15 @@ class BucketReducer(Reducer):
         self.flush()
         step = self._advance(everything=True)
         if step.by_name:
-            self._finish_by_name()
+            changed = self._finish_by_name()
         else:
-            self._finish_buckets()
+            changed = self._finish_buckets()
         if self._any_frozen:
             self.fill_frozen()
         self._end_step()
+        check_unchanged(changed)
 
-    def _finish_by_name(self) -> None:
+    def _finish_by_name(self) -> list[str]:
         if self._plan_request is None:
             self._plan_request = self._request_plan()
         if len(self._named.sent) < len(self.spec.params) or self._channel.follows:
@@ -229,22 +230,24 @@ class BucketReducer(Reducer):
             # have taken another optimizer with equal parameters.
             self._await_plan()
             self._send_by_name(set(self._kinds))
-        self._named.finish()
+        return self._named.finish()
 
-    def _finish_buckets(self) -> None:
+    def _finish_buckets(self) -> list[str]:
         sparse = {name for name, kind in self._kinds.items() if kind == SPARSE}
         if sparse:
             self._send_by_name(sparse)
-        changed = 0.0
+        new_plans = 0.0
+        changed = []
         for bucket in self.buckets:
             self._channel.wait(bucket.layout, bucket.work, bucket.flat)
             with torch.no_grad():
                 if bucket.layout.flag:  # the last element counts the ranks that need a new plan
-                    changed += float(bucket.flat[-1])
+                    new_plans += float(bucket.flat[-1])
+                changed += bucket.find_changed()
                 factor = self.spec.factors(bucket.layout.dtype).postscale
                 bucket.install(factor, self.spec.sparse_as_dense)
             bucket.work = None
-        if changed:
+        if new_plans:
             # Some rank has frozen, unfrozen or added parameters: all ranks agree on a new plan, and
             # average by name what the old plan did not contain.
             before = {n for n, kind in self._kinds.items() if kind != FROZEN}
@@ -252,8 +255,7 @@ class BucketReducer(Reducer):
             self._next_plan_request = None
             self._await_plan()
             self._send_by_name(set(self._kinds) - before)
-        if self._named.sent:
-            self._named.finish()
+        return changed + self._named.finish()
 
     def _send_by_name(self, names: set[str]) -> None:
         """Send the named gradients that some rank has and that this rank has not sent yet."""

@@ -24,6 +24,11 @@ TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
     "Increase backward_passes_per_step to accumulate gradients locally."
 )
+_CHANGED = (
+    "the gradient of {names} was changed after it was sent to the other ranks, so the ranks' models "
+    "would diverge: change it in a hook on its own parameter, or after optimizer.synchronize(), "
+    "and call optimizer.step() inside `with optimizer.skip_synchronize():`"
+)
 
 
 class Factors(NamedTuple):
@@ -187,6 +192,13 @@ class PassCounter(Reducer):
         """Begin to count the passes of the next step. Not collective."""
         self.register_hooks()
         self.reset()
+
+
+def check_unchanged(changed: list[str]) -> None:
+    """Raise RuntimeError if gradients of these parameters were changed after they were sent."""
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise RuntimeError(_CHANGED.format(names=", ".join(changed[:3]) + more))
 
 
 def _remove_hooks(hooks: dict[int, Any]) -> None:
