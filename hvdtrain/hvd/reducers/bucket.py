@@ -148,16 +148,15 @@ class Bucket:
     def find_changed(self) -> list[str]:
         """Return the parameters whose gradients were written to or replaced after they were taken.
 
-        The buffer may hold such a change on this rank alone, or in part. Changes of `p.grad.data`
-        are not seen. Forgets what was taken.
+        The buffer may hold such a change on this rank alone, or in part. Forgets what was taken.
         """
         taken, self._taken = self._taken, [None] * len(self.params)
         grads = [p.grad for p in self.params]
         versions = _versions(grads)
         if versions == self._versions and all(map(is_, grads, taken)):
             return []
-        rows = zip(self.layout.names, grads, taken, versions, self._versions, strict=True)
-        return [name for name, grad, was, now, then in rows if grad is not was or now != then]
+        rows = zip(self.layout.names, grads, taken, self._versions, strict=True)
+        return [name for name, grad, was, version in rows if has_changed(grad, was, version)]
 
     def _fill_in_place(self, factor: float) -> Tensor:
         """Return the only gradient, times `factor`, as the buffer; a copy if not contiguous."""
@@ -219,6 +218,17 @@ class Bucket:
 def _versions(grads: list[Tensor | None]) -> list[int]:
     """Return how often each gradient was written to; -1 if there is none."""
     return [-1 if grad is None else grad._version for grad in grads]
+
+
+def has_changed(grad: Tensor | None, taken: Tensor | None, version: int) -> bool:
+    """Return whether a gradient is another one than `taken`, or was written to since `version`.
+
+    Writes to `p.grad.data`, or to a part of a larger tensor, are not seen: `data` counts none, and
+    a part counts those to the other parts too.
+    """
+    if grad is not taken or grad is None or grad._version == version:
+        return grad is not taken
+    return grad.is_sparse or grad.untyped_storage().nbytes() == grad.nbytes
 
 
 def _is_same(grad: Tensor | None, view: Tensor) -> bool:

@@ -213,10 +213,7 @@ class BucketReducer(Reducer):
         self.register_hooks()
         self.flush()
         step = self._advance(everything=True)
-        if step.by_name:
-            changed = self._finish_by_name()
-        else:
-            changed = self._finish_buckets()
+        changed = self._finish_by_name() if step.by_name else self._finish_buckets()
         if self._any_frozen:
             self.fill_frozen()
         self._end_step()

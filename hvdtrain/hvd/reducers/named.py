@@ -14,7 +14,7 @@ from torch import Tensor
 from hvdtrain.hvd.engine.request import AVERAGE, SUM
 from hvdtrain.hvd.ops.allreduce import allreduce_async_, sparse_allreduce_async
 from hvdtrain.hvd.ops.handles import synchronize
-from hvdtrain.hvd.reducers.bucket import overlaps_itself
+from hvdtrain.hvd.reducers.bucket import has_changed, overlaps_itself
 from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer, check_unchanged
 
 
@@ -88,7 +88,7 @@ class NamedAllreduces:
         changed = []
         for i, wait in sent.items():
             p = self._spec.params[i]
-            if i in taken and (p.grad is not taken[i][0] or p.grad._version != taken[i][1]):
+            if i in taken and has_changed(p.grad, *taken[i]):
                 changed.append(self._spec.names[i])
             result = wait()
             with torch.no_grad():
