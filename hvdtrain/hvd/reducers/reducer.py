@@ -26,8 +26,8 @@ TOO_MANY = (
 )
 _CHANGED = (
     "the gradient of {names} was changed after it was sent to the other ranks, so the "
-    "ranks' models would diverge: change it in a hook on its own parameter, or after optimizer.synchronize(), "
-    "and call optimizer.step() inside `with optimizer.skip_synchronize():`"
+    "ranks' models would diverge: change it in a hook on its own parameter, or after "
+    "optimizer.synchronize(), and step inside `with optimizer.skip_synchronize():`"
 )
 
 
