@@ -38,7 +38,7 @@ from hvdtrain.hvd.engine.request import dtype_name, dtype_of
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.hvd.reducers.bucket import Bucket
 from hvdtrain.hvd.reducers.named import NamedAllreduces
-from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer, check_unchanged
+from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer
 from hvdtrain.transports.malloc import keep_freed_memory
 
 
@@ -217,7 +217,7 @@ class BucketReducer(Reducer):
         if self._any_frozen:
             self.fill_frozen()
         self._end_step()
-        check_unchanged(changed)
+        self._check_unchanged(changed)
 
     def _finish_by_name(self) -> list[str]:
         if self._plan_request is None:

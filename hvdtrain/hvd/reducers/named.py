@@ -15,7 +15,7 @@ from hvdtrain.hvd.engine.request import AVERAGE, SUM
 from hvdtrain.hvd.ops.allreduce import allreduce_async_, sparse_allreduce_async
 from hvdtrain.hvd.ops.handles import synchronize
 from hvdtrain.hvd.reducers.bucket import has_changed, overlaps_itself
-from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer, check_unchanged
+from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer
 
 
 class NamedAllreduces:
@@ -141,4 +141,4 @@ class NamedReducer(Reducer):
                 self._named.send(i)
         changed = self._named.finish()
         self.reset()
-        check_unchanged(changed)
+        self._check_unchanged(changed)

@@ -87,6 +87,7 @@ class Reducer(ABC):
         self._delays = [spec.passes] * len(spec.params)
         self._hooks: dict[int, Any] = {}
         self._latest: int | None = None  # ready, but hooks may still change its gradient
+        self._had_too_many = False  # passes: the script knows that they have changed gradients
         # The parameters may outlive the optimizer, and would keep its hooks.
         weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
 
@@ -145,6 +146,8 @@ class Reducer(ABC):
             if left:
                 if left < 0:
                     delays[i] = 0
+                    if (self := own()) is not None:
+                        self._had_too_many = True
                     raise AssertionError(TOO_MANY)
                 return
             if (self := own()) is not None:
@@ -166,6 +169,13 @@ class Reducer(ABC):
     def _is_ready(self, i: int) -> bool:
         """Return whether parameter `i` has the gradients of all passes, and its hooks have run."""
         return self._delays[i] <= 0 and i != self._latest
+
+    def _check_unchanged(self, changed: list[str]) -> None:
+        """Raise RuntimeError if gradients of these parameters were changed after they were sent."""
+        known, self._had_too_many = self._had_too_many, False
+        if changed and not known:
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            raise RuntimeError(_CHANGED.format(names=", ".join(changed[:3]) + more))
 
     @abstractmethod
     def _handle_ready(self, i: int) -> None:
@@ -192,13 +202,6 @@ class PassCounter(Reducer):
         """Begin to count the passes of the next step. Not collective."""
         self.register_hooks()
         self.reset()
-
-
-def check_unchanged(changed: list[str]) -> None:
-    """Raise RuntimeError if gradients of these parameters were changed after they were sent."""
-    if changed:
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        raise RuntimeError(_CHANGED.format(names=", ".join(changed[:3]) + more))
 
 
 def _remove_hooks(hooks: dict[int, Any]) -> None:
