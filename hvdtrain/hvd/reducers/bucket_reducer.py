@@ -356,7 +356,9 @@ class BucketReducer(Reducer):
             self.buckets.append(bucket)
             for at, name in enumerate(layout.names):
                 self._bucket_of[index[name]] = bucket
-                self._early_copy_index[index[name]] = at if bucket.copies_early(at) else None
+                is_early = bucket.copies_early(at)
+                self._early_copy_index[index[name]] = at if is_early else None
+                self._counted[index[name]] = None if is_early else bucket
                 # Less the gradients that were ready before the bucket existed.
                 bucket.pending -= self._is_ready(index[name])
         self._version = self._channel.version
@@ -371,6 +373,7 @@ class BucketReducer(Reducer):
         """Make hooks treat every parameter as in no bucket."""
         self._bucket_of[:] = [None] * len(self._bucket_of)
         self._early_copy_index[:] = [None] * len(self._early_copy_index)
+        self._counted[:] = [None] * len(self._counted)
 
     def _find_wanted(self) -> list[bool]:
         """Return which parameters to average: those that require a gradient, or hold one."""

@@ -87,6 +87,8 @@ class Reducer(ABC):
         self._delays = [spec.passes] * len(spec.params)
         self._hooks: dict[int, Any] = {}
         self._latest: int | None = None  # ready, but hooks may still change its gradient
+        # By parameter: the bucket that only counts its gradient, unless it is the last.
+        self._counted: list[Any] = [None] * len(spec.params)
         self._had_too_many = False  # passes: the script knows that they have changed gradients
         # The parameters may outlive the optimizer, and would keep its hooks.
         weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
@@ -124,6 +126,7 @@ class Reducer(ABC):
         self.spec.names.append(name)
         self.spec.params.append(param)
         self._delays.append(self.spec.passes)
+        self._counted.append(None)
 
     def fill_frozen(self) -> None:
         """Give zero gradients to parameters that were frozen later, as Horovod does."""
@@ -137,7 +140,7 @@ class Reducer(ABC):
         Torch runs the user's own hooks on this gradient partly after it. So a gradient counts as
         ready when the next one is, or when backward ends.
         """
-        delays = self._delays
+        delays, counted = self._delays, self._counted
         own = weakref.ref(self)  # the parameter owns the hook, which must not own the optimizer
 
         # Runs for every parameter in every backward pass, so it mostly only counts.
@@ -154,6 +157,8 @@ class Reducer(ABC):
                 previous, self._latest = self._latest, i
                 if previous is None:
                     call_after_backward(self.flush)
+                elif (counter := counted[previous]) is not None and counter.pending > 1:
+                    counter.pending -= 1  # `_handle_ready` would do no more
                 else:
                     self._handle_ready(previous)
 
