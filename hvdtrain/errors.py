@@ -101,6 +101,7 @@ class WorldError(HvdtrainError):
     """A peer died, or did not arrive in time."""
 
     exit_code = 4
+    lost_peer = True
     launcher_ended = False
     """True if the lost peer is the launcher: then no one would end the other ranks."""
 
@@ -165,3 +166,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 class PeerLost(RuntimeError):
     """A rank has exited, or did not arrive in time. What it was part of cannot be used any more."""
+
+    lost_peer = True
+    """True of errors that another rank has caused: that rank ends first, and names the cause."""

@@ -6,13 +6,14 @@ Maleki et al., MLSys 2021.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from hvdtrain._torch.step_mark import without_step_hooks
+from hvdtrain._torch.step_mark import inner_step, with_step_hooks
 from hvdtrain.hvd.engine.request import ADASUM
 from hvdtrain.hvd.ops.allreduce import grouped_allreduce
 
@@ -28,7 +29,7 @@ def skip_synchronize(self: Any) -> Iterator[None]:
     yield  # unreachable, but makes this a generator, as contextmanager requires
 
 
-@without_step_hooks
+@with_step_hooks
 def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     """Step on this rank's own gradients, then combine all ranks' updates. Collective.
 
@@ -38,7 +39,7 @@ def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     names = dict(zip(self._spec.params, self._spec.names, strict=True))
     params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
     begin = {p: p.detach().clone() for p in params}
-    inner = super(self.__class__, self).step
+    inner: Any = functools.partial(inner_step(type(self).__mro__[1]), self)
 
     def counted() -> Any:
         result = closure()  # type: ignore[misc]

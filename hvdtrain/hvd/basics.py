@@ -144,7 +144,7 @@ class HorovodBasics:
         self._engine = Engine(world, PrefixStore("hvd", store), settings, hello)
         if not self._at_exit:
             self._at_exit = True
-            report_causes_first(HorovodInternalError)
+            report_causes_first()
             atexit.register(self.shutdown)
         try:
             if len({info["exact"] for info in self._engine.rank_infos}) > 1:

@@ -6,8 +6,13 @@ from __future__ import annotations
 class HorovodInternalError(RuntimeError):
     """An operation failed on this rank: requests mismatched, a peer is lost, or hvd is shut down.
 
-    Elastic training restores the last commit and retries.
+    Elastic training restores the last commit and retries. `lost_peer`: the job is over, and this
+    rank is not the cause.
     """
+
+    def __init__(self, *args: object, lost_peer: bool = False) -> None:
+        super().__init__(*args)
+        self.lost_peer = lost_peer
 
 
 class HostsUpdatedInterrupt(RuntimeError):

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from hvdtrain.errors import HvdtrainError, PeerLost, Preempted, WorldError, notes_of, printable
+from hvdtrain.errors import HvdtrainError, Preempted, WorldError, notes_of, printable
 from hvdtrain.job.launcher_watch import launcher_has_ended
 from hvdtrain.job.world import World
 from hvdtrain.system import signals
@@ -131,13 +131,12 @@ def end_job(world: World, error: BaseException) -> NoReturn:
         _abort(code)
 
 
-def report_causes_first(*peer_errors: type[BaseException]) -> None:
+def report_causes_first() -> None:
     """Delay the end of this process by an uncaught error about a lost peer: that peer ends first.
 
     A launcher names the rank that ends first, and takes its exit code. Then it ends this one.
-    `peer_errors` are more types of such errors. Not collective; another call adds types.
+    Not collective; twice is safe.
     """
-    _peer_errors.update(peer_errors)
     show = sys.excepthook
     if getattr(show, "reports_causes_first", False):
         return
@@ -158,13 +157,10 @@ def report_causes_first(*peer_errors: type[BaseException]) -> None:
 def is_peer_error(error: BaseException | None) -> bool:
     """Return whether an error, or one that it was raised from or after, is about a lost peer."""
     while error is not None:
-        if isinstance(error, tuple(_peer_errors)):
+        if getattr(error, "lost_peer", False):
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-_peer_errors: set[type[BaseException]] = {PeerLost, WorldError}
 
 
 def _report_delay_s(world: World, error: BaseException) -> float:

@@ -26,6 +26,10 @@ from hvdtrain.errors import PeerLost
 from hvdtrain.transports.arrivals import Arrivals
 from hvdtrain.transports.transport import Mismatch, TransportError
 
+_FROM_CALLBACKS = (
+    "if a hook of DDP calls collectives in callbacks, as PowerSGD and overlapping ZeRO do, "
+    "use one bucket (bucket_cap_mb)"
+)
 _NO_LIMIT = timedelta(days=30)
 
 observer: Callable[[WorkQueue, str, int, int, int], None] | None = None
@@ -137,6 +141,7 @@ class QueuedWork(_C10dWork):  # type: ignore[misc]
 
     def get_future(self) -> Any:
         """Return a future of the result, which DDP uses instead of `wait`."""
+        self._queue.has_futures = True
         if not self._completed:
             self._queue.drain_to(self)
         with self._guard:
@@ -234,6 +239,8 @@ class WorkQueue:
         self._fail = fail
         self._thread: threading.Thread | None = None
         self._closed = False
+        self.has_futures = False
+        """Whether callbacks may call collectives, which they do at each rank's own time."""
 
     def put(self, run: Callable[[], None], work: QueuedWork, wait: bool) -> QueuedWork:
         """Queue `run`. `wait`: the caller only waits, so if the queue is empty, run it here."""
@@ -338,7 +345,9 @@ class WorkQueue:
                     self._run_observed(run, work, observer)
         except BaseException as problem:
             error = problem
-            self._record(problem)
+            if isinstance(error, Mismatch) and self.has_futures:
+                error = Mismatch(f"{error}; {_FROM_CALLBACKS}")
+            self._record(error)
         with self._count:
             self._pending -= 1
         work.finish(error)

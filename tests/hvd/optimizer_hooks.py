@@ -8,13 +8,14 @@ full backward hook of its module. See optimizer_table.py.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.hvd.behaviour import Hvd
-from tests.hvd.optimizer_table import case, plain, wrap
+from tests.hvd.optimizer_table import case, close, equal_everywhere, plain, wrap
 
 LIMIT = 1.5
 SIZES = (4, 40_000)  # small gradients share a bucket's copy, large ones are copied by themselves
@@ -132,3 +133,66 @@ def hooks_of_the_node_after_wrapping(hvd: Hvd) -> None:
 @case(stronger=LATE)
 def full_backward_hooks(hvd: Hvd) -> None:
     check(hvd, "full backward", (True, False), (False, True))
+
+
+def clip_all(module: nn.Module, *_: Any) -> None:
+    """Clip the gradients of a container's parameters, when its backward pass ends."""
+    for p in module.parameters():
+        clip_(p)
+
+
+def replace_all(module: nn.Module, *_: Any) -> None:
+    """Clip them into new tensors."""
+    for p in module.parameters():
+        p.grad = None if p.grad is None else p.grad.clamp(max=LIMIT)
+
+
+def hook_last(change: Callable[..., None]) -> Callable[[Any], Any]:
+    """Return a function that lets the layer whose gradient is last change those of all layers."""
+
+    def add(model: Any) -> Any:
+        return model[0].by.register_post_accumulate_grad_hook(lambda _: change(model))
+
+    return add
+
+
+LATE_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "container": lambda model: model.register_full_backward_hook(clip_all),
+    "container, replaced": lambda model: model.register_full_backward_hook(replace_all),
+    "last layer": hook_last(clip_all),
+    "last layer, replaced": hook_last(replace_all),
+}
+
+
+@case(stronger=LATE, sizes=(2, 3))
+def late_changes_are_averaged_or_refused(hvd: Hvd) -> None:
+    """What a hook changes of other parameters may have been sent: then every rank raises."""
+    small, large = SIZES
+    times = ((small, 0), (large, 2))  # sent by name in the first step, then in buckets
+    for (what, add), (size, begin) in itertools.product(LATE_CHANGES.items(), times):
+        model = nn.Sequential(*(Shift(size) for _ in range(3)))
+        optimizer = wrap(hvd, model, plain)
+        refused, steps = False, 0
+        held = add(model) if begin == 0 else None
+        for step in range(4):
+            if step == begin and held is None:
+                held = add(model)
+            optimizer.zero_grad()
+            x = torch.zeros(size, requires_grad=True)
+            (model(x) * (12.0 if hvd.rank() == 0 else 0.375)).sum().backward()
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                refused = "was changed after it was sent" in str(error)
+                if not refused:
+                    raise
+                break
+            steps += 1
+        everywhere = hvd.allgather_object((refused, steps))
+        assert len(set(everywhere)) == 1, (what, size, begin, everywhere)
+        equal_everywhere(hvd, model)
+        if not refused:
+            others = hvd.size() - 1
+            first, then = ((high + 0.375 * others) / hvd.size() for high in (12.0, LIMIT))
+            moved = 0.5 * (first * begin + then * (4 - begin))
+            close(model, [torch.full((size,), -moved)] * 3, 1e-6)

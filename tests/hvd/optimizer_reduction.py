@@ -380,6 +380,17 @@ def adasum_with_a_closure(hvd: Hvd) -> None:
     equal_everywhere(hvd, model)
 
 
+@case(sizes=(2,), arms=ADASUM_ARMS)
+def step_hooks_see_the_combined_updates(hvd: Hvd) -> None:
+    model = net()
+    optimizer = wrap(hvd, model, op=hvd.Adasum)
+    seen: list[Any] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(twin(model)))
+    for step in range(3):
+        train(hvd, model, optimizer, [step])
+        close(seen[-1], model, 0.0)
+
+
 @case(stronger="with Adasum too, a closure may run several times in a step", sizes=(2,))
 def adasum_of_a_closure_that_runs_again(hvd: Hvd) -> None:
     def lbfgs(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import InputError, WorldError
+from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.job.world import World
 from hvdtrain.liveness import failure
 from tests.environments import missing
@@ -116,8 +118,10 @@ def test_an_error_of_all_ranks_is_printed_by_rank_0(capsys: pytest.CaptureFixtur
 
 
 def test_who_failed_reports_before_who_lost_it() -> None:
-    lost, failed = WorldError("lost contact with a peer"), ValueError("the cause")
-    assert failure._report_delay_s(world(1), failed) < failure._report_delay_s(world(0), lost)
+    failed = [ValueError("the cause"), HorovodInternalError("mismatched shapes")]
+    lost = [WorldError("lost a peer"), HorovodInternalError("shut down", lost_peer=True)]
+    for own, other in itertools.product(failed, lost):
+        assert failure._report_delay_s(world(1), own) < failure._report_delay_s(world(0), other)
 
 
 ENDS = {"raise": ("exited with code 1", 1), "exit": ("exited with code 3", 3)}

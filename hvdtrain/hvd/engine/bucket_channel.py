@@ -104,7 +104,7 @@ class BucketChannel:
         """Wait for the plan's process groups. Raises HorovodInternalError once the job is over."""
         while not self._connected.wait(1.0):
             if self.engine.shutdown_reason is not None:
-                raise HorovodInternalError(self.engine.shutdown_reason)
+                raise HorovodInternalError(self.engine.shutdown_reason, lost_peer=True)
 
     def adopt(self, fields: list[Any]) -> None:
         """Switch to a new plan. Runs in the control thread, also on ranks that have joined."""
@@ -146,12 +146,12 @@ class BucketChannel:
             self.engine.abort_reason is not None
             or self.engine.peer_left_before(self.name, self.step)
         ):
-            raise HorovodInternalError(reason)
+            raise HorovodInternalError(reason, lost_peer=True)
         tensor = torch.view_as_real(flat) if flat.dtype.is_complex else flat
         try:
             work = all_reduce(self._groups[layout.device], tensor, layout.op)
         except (RuntimeError, KeyError) as error:
-            raise HorovodInternalError(self.engine.wait_for_failure(str(error))) from None
+            raise self.engine.failure(str(error)) from None
         in_flight = self._in_flight
         in_flight.append((self.step, work, flat))  # `drain` waits for it; keeps `flat` alive
         if self.engine.timeline.is_open:
@@ -173,7 +173,7 @@ class BucketChannel:
                 await_event(record_event(flat.device).query, self._reason_to_stop)
         except ConnectionBroken as error:
             self.engine.report_broken(str(error))
-            raise HorovodInternalError(self.engine.wait_for_failure(str(error))) from None
+            raise self.engine.failure(str(error)) from None
         if self.engine.timeline.is_open and id(layout) in self._sent_us:
             activity = self.engine.process_groups.activity("allreduce", layout.device)
             names = [f"allreduce.{name}" for name in layout.names]

@@ -140,7 +140,7 @@ class Engine:
             operation.payload = self._pack(operation)  # eager: small data travels with the request
         with self._lock:
             if self.shutdown_reason is not None:
-                raise HorovodInternalError(self.shutdown_reason)
+                raise HorovodInternalError(self.shutdown_reason, lost_peer=True)
             if operation.key in self._pending:
                 raise ValueError(DUPLICATE_NAME)
             operation.before_wait, operation.abort_reason = self.before_wait, self._abort_reason
@@ -199,7 +199,7 @@ class Engine:
         """Submit that this rank has no more data. The result is the last rank that joined."""
         with self._lock:
             if self.shutdown_reason is not None:
-                raise HorovodInternalError(self.shutdown_reason)
+                raise HorovodInternalError(self.shutdown_reason, lost_peer=True)
             operation = self._join = Operation(Key(GLOBAL_SET, "join"), Request("join"))
         self.send_submitted()
         self.control.send(0, ["join"])
@@ -300,15 +300,15 @@ class Engine:
         """Report a failed connection to rank 0, which shuts all ranks down a moment later."""
         self.control.send(0, ["broken", f"{SHUT_DOWN} Rank {self.world.rank} reports: {reason}"])
 
-    def wait_for_failure(self, otherwise: str) -> str:
-        """Return why the job is over, or `otherwise` if no reason is known within 3 s.
+    def failure(self, otherwise: str) -> HorovodInternalError:
+        """Return an error of why the job is over; of `otherwise` if that is unknown within 3 s.
 
         After a broken connection: the control plane usually names the lost rank a moment later.
         """
         deadline = time.monotonic() + _FAILURE_WAIT_S
         while self.shutdown_reason is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        return self.shutdown_reason or otherwise
+        return HorovodInternalError(self.shutdown_reason or otherwise, lost_peer=True)
 
     def _pack(self, operation: Operation) -> bytes:
         tensors = operation.inputs
@@ -491,7 +491,7 @@ class Engine:
                 pending.append(self._join)
                 self._join = None
         for operation in pending:
-            operation.fail(HorovodInternalError(reason))
+            operation.fail(HorovodInternalError(reason, lost_peer=True))
 
 
 def connect_control(

@@ -61,7 +61,7 @@ class Executor:
         """Run operations of one kind together, and finish or fail them. A task."""
         engine = self._engine
         if self._failure:  # peers may still be in the batch that failed here: begin no other one
-            _fail(operations, HorovodInternalError(engine.wait_for_failure(self._failure)))
+            _fail(operations, engine.failure(self._failure))
             return
         timeline, names = engine.timeline, [op.key.name for op in operations if op is not None]
         for name in names:
@@ -87,7 +87,7 @@ class Executor:
                 collectives.RUN[kind](batch)
         except ConnectionBroken as error:
             engine.report_broken(str(error))
-            _fail(operations, HorovodInternalError(engine.wait_for_failure(str(error))))
+            _fail(operations, engine.failure(str(error)))
         except Exception as error:
             _fail(operations, HorovodInternalError(str(error) or repr(error)))
             if not is_refusal(error) and len(members) > 1:

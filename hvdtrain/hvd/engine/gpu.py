@@ -35,7 +35,7 @@ def await_event(is_complete: Callable[[], bool], abort_reason: Callable[[], str 
     while not is_complete() and abort_reason() is None:
         time.sleep(_PAUSE_S)
     if (reason := abort_reason()) is not None:
-        raise HorovodInternalError(reason)
+        raise HorovodInternalError(reason, lost_peer=True)
 
 
 def use_on_current_stream(result: Any) -> None:

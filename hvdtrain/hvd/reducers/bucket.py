@@ -18,6 +18,7 @@ A large gradient can be the buffer itself (`BucketLayout.in_place`).
 from __future__ import annotations
 
 import functools
+from operator import is_
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ class Bucket:
         self.num_small = 0
         self._strides = strides
         self._copied = [False] * len(params)
+        # What each `p.grad` was when its values were taken, and how often it had been written to.
+        self._taken: list[Tensor | None] = [None] * len(params)
+        self._versions = [0] * len(params)
         self._casts = any(layout.dtype != p.dtype for p in params)
         # Which parts may be lent, and what refers to the storage of those that are.
         self._may_lend = [not self._casts and not layout.in_place] * len(params)
@@ -84,11 +88,14 @@ class Bucket:
         self._copied[at] = True
         del grad  # it would count as a reference
         self._lend(at)
+        self._taken[at] = grad = self.params[at].grad
+        self._versions[at] = grad._version  # type: ignore[union-attr]
 
     def reset(self) -> None:
         """Reset the count of pending gradients for the next step."""
         self.pending = len(self.params)
         self._copied = [False] * len(self.params)
+        self._taken = [None] * len(self.params)
 
     def fill(self, factor: float, changed: bool) -> Tensor:
         """Copy the other gradients in, times `factor`; return the buffer to reduce.
@@ -96,12 +103,15 @@ class Bucket:
         `changed` is the value of the layout's flag element, if it has one.
         """
         if self.layout.in_place:
-            return self._fill_in_place(factor)
+            flat = self._fill_in_place(factor)
+            self._note_taken([p.grad for p in self.params])
+            return flat
         n = self.num_small
         for at in range(n, len(self.params)):
             if not self._copied[at]:
                 self._take_back(at)
         grads = [p.grad for p in self.params]
+        self._note_taken(grads)
         # Small gradients are copied by one call; missing ones count as zeros.
         if any(g is None or g.is_sparse or g.requires_grad for g in grads):
             grads = [dense(g) for g in grads]
@@ -124,13 +134,38 @@ class Bucket:
             self.flat[-1] = float(changed)
         return self.flat
 
+    def _note_taken(self, grads: list[Tensor | None]) -> None:
+        """Note the gradients that are taken now, so that `find_changed` sees later changes."""
+        if any(self._copied):
+            pairs = zip(grads, self._taken, self._copied, strict=True)
+            grads = [taken if copied else grad for grad, taken, copied in pairs]
+            now = zip(_versions(grads), self._versions, self._copied, strict=True)
+            self._versions = [before if copied else version for version, before, copied in now]
+        else:
+            self._versions = _versions(grads)
+        self._taken = grads
+
+    def find_changed(self) -> list[str]:
+        """Return the parameters whose gradients were written to or replaced after they were taken.
+
+        The buffer may hold such a change on this rank alone, or in part. Forgets what was taken.
+        """
+        taken, self._taken = self._taken, [None] * len(self.params)
+        grads = [p.grad for p in self.params]
+        versions = _versions(grads)
+        if versions == self._versions and all(map(is_, grads, taken)):
+            return []
+        rows = zip(self.layout.names, grads, taken, self._versions, strict=True)
+        return [name for name, grad, was, version in rows if has_changed(grad, was, version)]
+
     def _fill_in_place(self, factor: float) -> Tensor:
         """Return the only gradient, times `factor`, as the buffer; a copy if not contiguous."""
         (p,) = self.params
         grad = dense(p.grad)
         if grad is None:
             grad = p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
-        self.flat = grad.contiguous().view(-1)
+        # `data`: the reduction must not count as a change of the gradient.
+        self.flat = grad.contiguous().data.view(-1)
         self.views = [self.flat.view(p.shape)]
         return self.flat.mul_(factor) if factor != 1.0 else self.flat
 
@@ -178,6 +213,22 @@ class Bucket:
         if self._lent[at] and not _is_same(self.params[at].grad, self.views[at]):
             self._may_lend[at] = False
             self._use(self._allocate().copy_(self.flat))
+
+
+def _versions(grads: list[Tensor | None]) -> list[int]:
+    """Return how often each gradient was written to; -1 if there is none."""
+    return [-1 if grad is None else grad._version for grad in grads]
+
+
+def has_changed(grad: Tensor | None, taken: Tensor | None, version: int) -> bool:
+    """Return whether a gradient is another one than `taken`, or was written to since `version`.
+
+    Writes to `p.grad.data`, or to a part of a larger tensor, are not seen: `data` counts none, and
+    a part counts those to the other parts too.
+    """
+    if grad is not taken or grad is None or grad._version == version:
+        return grad is not taken
+    return grad.is_sparse or grad.untyped_storage().nbytes() == grad.nbytes
 
 
 def _is_same(grad: Tensor | None, view: Tensor) -> bool:

@@ -103,7 +103,7 @@ class BucketReducer(Reducer):
             except HorovodInternalError:
                 if self._engine.shutdown_reason is None:
                     raise
-        self._named.sent.clear()
+        self._named.clear()
         self._end_step()
 
     # During backward
@@ -213,15 +213,13 @@ class BucketReducer(Reducer):
         self.register_hooks()
         self.flush()
         step = self._advance(everything=True)
-        if step.by_name:
-            self._finish_by_name()
-        else:
-            self._finish_buckets()
+        changed = self._finish_by_name() if step.by_name else self._finish_buckets()
         if self._any_frozen:
             self.fill_frozen()
         self._end_step()
+        self._check_unchanged(changed)
 
-    def _finish_by_name(self) -> None:
+    def _finish_by_name(self) -> list[str]:
         if self._plan_request is None:
             self._plan_request = self._request_plan()
         if len(self._named.sent) < len(self.spec.params) or self._channel.follows:
@@ -229,22 +227,24 @@ class BucketReducer(Reducer):
             # have taken another optimizer with equal parameters.
             self._await_plan()
             self._send_by_name(set(self._kinds))
-        self._named.finish()
+        return self._named.finish()
 
-    def _finish_buckets(self) -> None:
+    def _finish_buckets(self) -> list[str]:
         sparse = {name for name, kind in self._kinds.items() if kind == SPARSE}
         if sparse:
             self._send_by_name(sparse)
-        changed = 0.0
+        new_plans = 0.0
+        changed = []
         for bucket in self.buckets:
             self._channel.wait(bucket.layout, bucket.work, bucket.flat)
             with torch.no_grad():
                 if bucket.layout.flag:  # the last element counts the ranks that need a new plan
-                    changed += float(bucket.flat[-1])
+                    new_plans += float(bucket.flat[-1])
+                changed += bucket.find_changed()
                 factor = self.spec.factors(bucket.layout.dtype).postscale
                 bucket.install(factor, self.spec.sparse_as_dense)
             bucket.work = None
-        if changed:
+        if new_plans:
             # Some rank has frozen, unfrozen or added parameters: all ranks agree on a new plan, and
             # average by name what the old plan did not contain.
             before = {n for n, kind in self._kinds.items() if kind != FROZEN}
@@ -252,8 +252,7 @@ class BucketReducer(Reducer):
             self._next_plan_request = None
             self._await_plan()
             self._send_by_name(set(self._kinds) - before)
-        if self._named.sent:
-            self._named.finish()
+        return changed + self._named.finish()
 
     def _send_by_name(self, names: set[str]) -> None:
         """Send the named gradients that some rank has and that this rank has not sent yet."""
@@ -357,7 +356,9 @@ class BucketReducer(Reducer):
             self.buckets.append(bucket)
             for at, name in enumerate(layout.names):
                 self._bucket_of[index[name]] = bucket
-                self._early_copy_index[index[name]] = at if bucket.copies_early(at) else None
+                is_early = bucket.copies_early(at)
+                self._early_copy_index[index[name]] = at if is_early else None
+                self._counted[index[name]] = None if is_early else bucket
                 # Less the gradients that were ready before the bucket existed.
                 bucket.pending -= self._is_ready(index[name])
         self._version = self._channel.version
@@ -372,6 +373,7 @@ class BucketReducer(Reducer):
         """Make hooks treat every parameter as in no bucket."""
         self._bucket_of[:] = [None] * len(self._bucket_of)
         self._early_copy_index[:] = [None] * len(self._early_copy_index)
+        self._counted[:] = [None] * len(self._counted)
 
     def _find_wanted(self) -> list[bool]:
         """Return which parameters to average: those that require a gradient, or hold one."""

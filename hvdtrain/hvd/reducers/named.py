@@ -14,7 +14,7 @@ from torch import Tensor
 from hvdtrain.hvd.engine.request import AVERAGE, SUM
 from hvdtrain.hvd.ops.allreduce import allreduce_async_, sparse_allreduce_async
 from hvdtrain.hvd.ops.handles import synchronize
-from hvdtrain.hvd.reducers.bucket import overlaps_itself
+from hvdtrain.hvd.reducers.bucket import has_changed, overlaps_itself
 from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer
 
 
@@ -30,6 +30,7 @@ class NamedAllreduces:
         self._suffix = suffix
         self._divides_first = divides_first
         self.sent: dict[int, Callable[[], Tensor]] = {}
+        self._taken: dict[int, tuple[Tensor, int]] = {}  # what was sent, and its version
 
     def send(self, i: int, sparse: bool = False) -> None:
         """Start to average the gradient of parameter `i`, or zeros if it has none.
@@ -42,6 +43,8 @@ class NamedAllreduces:
         if sparse or (grad is not None and grad.is_sparse and not spec.sparse_as_dense):
             rows = _no_rows(p) if grad is None else grad if grad.is_sparse else grad.to_sparse(1)
             self.sent[i] = sparse_allreduce_async(rows, name, spec.op, spec.process_set)
+            if grad is not None:
+                self._taken[i] = grad, grad._version
             return
         if grad is None:
             grad = p.grad = torch.zeros_like(p)
@@ -57,7 +60,9 @@ class NamedAllreduces:
         if op == AVERAGE and self._divides_first:
             # As in a bucket, the sum is rounded to the dtype that is sent before it is divided.
             op, after, (before, last) = SUM, 1.0, spec.factors(compressed.dtype)
-        handle = allreduce_async_(compressed, None, name, op, before, after, spec.process_set)
+        self._taken[i] = grad, grad._version
+        # `data`: the reduction in place must not count as a change of the gradient.
+        handle = allreduce_async_(compressed.data, None, name, op, before, after, spec.process_set)
 
         def wait() -> Tensor:
             total = synchronize(handle)
@@ -68,11 +73,24 @@ class NamedAllreduces:
 
         self.sent[i] = wait
 
-    def finish(self) -> None:
-        """Wait for all allreduces, and write the results into the gradients."""
+    def clear(self) -> None:
+        """Forget the allreduces that were sent."""
+        self.sent.clear()
+        self._taken.clear()
+
+    def finish(self) -> list[str]:
+        """Wait for all allreduces, and write the results into the gradients.
+
+        Return the parameters whose gradients were written to or replaced after they were sent.
+        """
         sent, self.sent = self.sent, {}
+        taken, self._taken = self._taken, {}
+        changed = []
         for i, wait in sent.items():
-            p, result = self._spec.params[i], wait()
+            p = self._spec.params[i]
+            if i in taken and has_changed(p.grad, *taken[i]):
+                changed.append(self._spec.names[i])
+            result = wait()
             with torch.no_grad():
                 if p.grad is None or p.grad.is_sparse != result.is_sparse:
                     p.grad = result
@@ -80,8 +98,9 @@ class NamedAllreduces:
                     p.grad.zero_().add_(result)  # there is no copy_ from other numbers of rows
                 elif overlaps_itself(p.grad):
                     p.grad = result
-                elif p.grad is not result:
+                elif p.grad.data_ptr() != result.data_ptr():
                     p.grad.copy_(result)
+        return changed
 
 
 def _no_rows(p: Tensor) -> Tensor:
@@ -108,7 +127,7 @@ class NamedReducer(Reducer):
     def reset(self) -> None:
         """Discard the backward passes since the last step, and the pending allreduces."""
         super().reset()
-        self._named.sent.clear()
+        self._named.clear()
 
     def _handle_ready(self, i: int) -> None:
         self._named.send(i)
@@ -120,5 +139,6 @@ class NamedReducer(Reducer):
         for i, p in enumerate(self.spec.params):
             if i not in self._named.sent and p in self.spec.updated:
                 self._named.send(i)
-        self._named.finish()
+        changed = self._named.finish()
         self.reset()
+        self._check_unchanged(changed)

@@ -24,6 +24,11 @@ TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
     "Increase backward_passes_per_step to accumulate gradients locally."
 )
+_CHANGED = (
+    "the gradient of {names} was changed after it was sent to the other ranks, so the "
+    "ranks' models would diverge: change it in a hook on its own parameter, or after "
+    "optimizer.synchronize(), and step inside `with optimizer.skip_synchronize():`"
+)
 
 
 class Factors(NamedTuple):
@@ -82,6 +87,9 @@ class Reducer(ABC):
         self._delays = [spec.passes] * len(spec.params)
         self._hooks: dict[int, Any] = {}
         self._latest: int | None = None  # ready, but hooks may still change its gradient
+        # By parameter: the bucket that only counts its gradient, unless it is the last.
+        self._counted: list[Any] = [None] * len(spec.params)
+        self._had_too_many = False  # passes: the script knows that they have changed gradients
         # The parameters may outlive the optimizer, and would keep its hooks.
         weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
 
@@ -118,6 +126,7 @@ class Reducer(ABC):
         self.spec.names.append(name)
         self.spec.params.append(param)
         self._delays.append(self.spec.passes)
+        self._counted.append(None)
 
     def fill_frozen(self) -> None:
         """Give zero gradients to parameters that were frozen later, as Horovod does."""
@@ -131,7 +140,7 @@ class Reducer(ABC):
         Torch runs the user's own hooks on this gradient partly after it. So a gradient counts as
         ready when the next one is, or when backward ends.
         """
-        delays = self._delays
+        delays, counted = self._delays, self._counted
         own = weakref.ref(self)  # the parameter owns the hook, which must not own the optimizer
 
         # Runs for every parameter in every backward pass, so it mostly only counts.
@@ -140,12 +149,16 @@ class Reducer(ABC):
             if left:
                 if left < 0:
                     delays[i] = 0
+                    if (self := own()) is not None:
+                        self._had_too_many = True
                     raise AssertionError(TOO_MANY)
                 return
             if (self := own()) is not None:
                 previous, self._latest = self._latest, i
                 if previous is None:
                     call_after_backward(self.flush)
+                elif (counter := counted[previous]) is not None and counter.pending > 1:
+                    counter.pending -= 1  # `_handle_ready` would do no more
                 else:
                     self._handle_ready(previous)
 
@@ -161,6 +174,13 @@ class Reducer(ABC):
     def _is_ready(self, i: int) -> bool:
         """Return whether parameter `i` has the gradients of all passes, and its hooks have run."""
         return self._delays[i] <= 0 and i != self._latest
+
+    def _check_unchanged(self, changed: list[str]) -> None:
+        """Raise RuntimeError if gradients of these parameters were changed after they were sent."""
+        known, self._had_too_many = self._had_too_many, False
+        if changed and not known:
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            raise RuntimeError(_CHANGED.format(names=", ".join(changed[:3]) + more))
 
     @abstractmethod
     def _handle_ready(self, i: int) -> None:
