@@ -327,6 +327,24 @@ def test_damaged_checkpoints(line: Lines) -> None:
     assert "none of the 1 checkpoints in run/checkpoints is valid; TRAINING STARTS AGAIN" in warning
 
 
+def test_a_resumed_run_keeps_its_options(line: Lines) -> None:
+    """All but those that are given anew; the checkpoint is in the middle of an epoch."""
+    line.trained(*QUICK, "--seed", "3")
+    again = ("--resume", "must", "--run-dir", "run", "--max-steps", "2", "--threads", "1")
+    refused = line(*again, "--seed", "4")
+    assert refused.code == 2
+    (error,) = refused.lines("error:")
+    assert "in the order of --seed 3: --seed 4 would leave" in error
+    finished = line(*again)
+    assert finished.code == 0, finished.output
+    (kept,) = finished.lines("options ")
+    assert kept == "options  of the run before: --task mlp --set samples=64 --seed 3"
+    found = run_json(line.folder / "run")
+    config = {name: found["config"][name] for name in ("task", "seed", "set", "max_steps")}
+    assert config == {"task": "mlp", "seed": 3, "set": ["samples=64"], "max_steps": 2}
+    assert (found["origins"]["seed"], found["last_step"]) == ("run.json", 2)
+
+
 # Shell completion
 
 

@@ -185,14 +185,16 @@ def options_before(path: Path, given: Iterable[str]) -> dict[str, Any]:
     with contextlib.suppress(InputError):
         config = run_dir.read(path).get("config")
         if isinstance(config, dict):
-            # JSON has lists for tuples.
-            found = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
-            return {
-                name: found[name]
-                for name, item in FIELDS.items()
-                if name in found and name not in left_out and found[name] != item.default
-            }
+            names = [name for name in FIELDS if name in config and name not in left_out]
+            found = {name: _from_json(name, config[name]) for name in names}
+            return {k: value for k, value in found.items() if value != FIELDS[k].default}
     return {}
+
+
+def _from_json(name: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return float(value) if kind_of(name) is float and value is not None else value  # "inf"
 
 
 def run(config: TrainConfig, origins: dict[str, str]) -> None:

@@ -47,6 +47,8 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.background = BackgroundCall()
         """What writes a checkpoint while the run takes steps."""
+        self._config_before: Any = None
+        """The options of the run that is resumed; None if there is none."""
         self._metrics: TextIO | None = None
         self._is_closed = False
         self.run: dict[str, Any] = {}
@@ -128,7 +130,7 @@ class RunDirectory:
         that has made the last of them starts this one.
         """
         before = self._read_before()
-        earlier = _attempts(before)
+        earlier, self._config_before = _attempts(before), before.get("config")
         self.continues = is_restart and (before.get("continues", False) or "resumed_from" in before)
         process = {"pid": os.getpid(), "host": os.uname().nodename}
         self.run = {
@@ -179,6 +181,8 @@ class RunDirectory:
 
     def fail(self, error: BaseException, step: int) -> None:
         """Record the exception that ended the run, after `step` steps."""
+        if self._metrics is None and self._config_before is not None:
+            self.run["config"] = self._config_before  # nothing was trained with those of this start
         outcome, error = "failed", cause_of(error)
         if isinstance(error, KeyboardInterrupt):
             outcome = "interrupted"

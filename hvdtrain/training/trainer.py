@@ -304,7 +304,11 @@ class Trainer:
                 self.console.print_line(line)
             kept = [name for name, origin in self._origins.items() if origin == "run.json"]
             if kept:
-                text = " ".join(f"{flag(name)} {getattr(config, name)}" for name in kept)
+                values = {name: getattr(config, name) for name in kept}
+                text = " ".join(
+                    f"{flag(name)} {' '.join(value) if isinstance(value, tuple) else value}"
+                    for name, value in values.items()
+                )
                 self.console.print_line(f"options  of the run before: {text}")
             modes = [module.training for module in self.model.modules()]
             if modes[0] and not all(modes):
